@@ -1,16 +1,17 @@
-"""From the learner to a sampler: each policy version, quantized once, carried over and proved to have arrived.
+"""Weight sync: every policy version is quantized once, sent to the sampler, and proved to have arrived.
 
-snapshot.py      the tensors of one version; sha256 of them for files
-layout.py        what an engine must know of the model that snapshots are of
-fingerprints.py  digests of tensors where they are
-verify.py        the comparison of what a holder shows with what was published
-plan.py          what an update sends: everything, or (delta.py) the changed words
-update.py        an update as an order to a sampler
-sender.py        the learner's side: what the sampler holds, sending, the canary (canary.py)
-receiver.py      the sampler's side
-link.py          a started sampler, as orders reach it
+A publish goes one way: snapshot.py -> sender.py -> transport.py -> receiver.py -> the engine.
+
+snapshot.py      the tensors of one version, and their sha256 for files
+sender.py        the learner's side; canary.py compares what both sides compute
+update.py        what is sent: all tensors, or the changed words (delta)
+transport.py     a memory file or CUDA IPC; payload.py is the description that a receiver gets
+receiver.py      the sampler's side: patches applied, bytes verified
+connection.py    the interface of a started sampler
 checkpoint.py    a snapshot as a directory that a sampler starts from
-carriers.py gpu_carriers.py parcels.py transport.py   a memory file, or CUDA IPC
+fingerprints.py  digests of tensors on their device; verify.py compares them
+shards.py        the parts of a model on several GPUs
+layout.py        what an engine must know of the model
 
-Knows no engine and no policy: both import it.
+Imports no engine and no policy: both import it.
 """

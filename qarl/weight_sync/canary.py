@@ -1,9 +1,9 @@
 """The canary: fixed token sequences whose log-probs the sampler must reproduce after every publish.
 
-Digests prove that bytes arrived; the canary proves that the sampler computes with them. It is scored by vLLM and by the
-policy's own forward of the sampler's arithmetic. How far the two may differ is set by the first, full load, which vLLM
-made itself from a checkpoint: kernels, attention and rounding differ, and that difference stays of one size while the
-weights change. Log-probs are natural logarithms at temperature 1.
+Digests prove that bytes arrived. The canary proves that the sampler computes with them: the sampler scores it, and so
+does the policy's own forward in the sampler's arithmetic. The two differ because kernels and rounding differ, and that
+difference keeps its size while the weights change. So the first load, which vLLM does from a checkpoint, sets the
+bound. Log-probs are natural logarithms at temperature 1.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from itertools import chain, cycle, islice
 from qarl.weight_sync.verify import PublishError
 
 SEQUENCES, TOKENS = 2, 64  # scored at each publish
-FACTOR = 4.0  # by which a later publish may exceed the first load; 2.6 was seen without a fault, where both were small
-FLOOR = 0.25  # nats: below this nothing is wrong, however well the first load agreed
-BROKEN = 1.0  # nats: what is this far off computes something else (a random policy is off by 5 and more)
+FACTOR = 4.0  # a later mean may exceed the first one by this; 2.6 was seen without a fault, where both were small
+FLOOR = 0.25  # nats: a smaller mean is never a fault, however well the first load agreed
+BROKEN = 1.0  # nats: a larger mean means another model (a random policy differs by 5 or more)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """mean, max: of |log-prob of the sampler - that of the policy| over the canary's tokens, in nats."""
+    """Mean and maximum of |sampler's log-prob - policy's log-prob| over the canary's tokens, in nats."""
 
     mean: float
     max: float
@@ -33,7 +33,7 @@ class Difference:
 
 
 def difference(sampler: Sequence[float], policy: Sequence[float]) -> Difference:
-    """Of the log-probs of the same tokens. A value that is not finite makes both numbers infinite; none make them 0."""
+    """Compare log-probs of the same tokens. Infinite if any value is not finite, 0 if there are no tokens."""
     apart = [abs(a - b) for a, b in zip(sampler, policy, strict=True)]
     if not all(map(math.isfinite, apart)):
         return Difference(math.inf, math.inf)
@@ -44,16 +44,18 @@ def difference(sampler: Sequence[float], policy: Sequence[float]) -> Difference:
 
 @dataclass(frozen=True)
 class Bound:
-    """How far the mean may be off after a publish, in nats. A single token's difference has tails too long for a bound:
-    0.66 was seen after 57 healthy steps that began at 0.16."""
+    """Largest mean difference allowed after a publish, in nats.
+
+    The maximum is not bounded because its tail is long: 0.66 was seen after 57 healthy steps that began at 0.16.
+    """
 
     mean: float
 
     @classmethod
     def of(cls, first: Difference, exact: bool = False) -> Bound:
-        """The bound that the first, full load sets. exact: where it agreed to the bit, all later ones must.
+        """Return the bound that the first load sets. exact: if it was bit-identical, all later ones must be.
 
-        Raises PublishError when that load computes something else.
+        Raises PublishError if the sampler computes another model.
         """
         if first.mean > BROKEN:
             raise PublishError(
@@ -66,7 +68,7 @@ class Bound:
         return cls(min(BROKEN, max(FLOOR, FACTOR * first.mean)))
 
     def check(self, version: int, found: Difference) -> None:
-        """Raise PublishError when a publish is off by more."""
+        """Raise PublishError if the mean exceeds the bound."""
         if found.mean > self.mean:
             raise PublishError(
                 f"publish of version {version}: vLLM's log-probs on the canary are off by {found}, "
@@ -76,9 +78,9 @@ class Bound:
 
 
 def canary_of(prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
-    """The first `SEQUENCES` distinct prompts of at least two tokens, cut to `TOKENS`. limit: the context in tokens.
+    """Return the first `SEQUENCES` distinct prompts of at least two tokens, cut to `TOKENS`.
 
-    Where all prompts have one token, these behind one another; in a context of two tokens there is nothing to score.
+    Prompts of one token are joined to one sequence. A context (`limit`, in tokens) of two tokens has nothing to score.
     """
     chosen: list[list[int]] = []
     longest = min(TOKENS, limit - 1)

@@ -1,10 +1,9 @@
-"""A snapshot as a checkpoint directory, from which a sampler starts: the published tensors themselves, no masters."""
+"""A snapshot as a checkpoint directory that a sampler starts from: the published tensors, no masters."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from qarl_formats.compressed import TensorSpec
@@ -22,51 +21,47 @@ MAX_SHARD_BYTES = 4 * 10**9
 
 
 def write_snapshot_checkpoint(
-    directory: Path,
-    snapshot: Snapshot,
-    layout: ModelLayout,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    place: str = "train.run_dir",
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> int:
-    """Write `snapshot` to the new directory `directory`, for vLLM and transformers to load. Returns bytes of tensors.
+    directory: Path, snapshot: Snapshot, layout: ModelLayout, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write a snapshot for vLLM and transformers to load, bit for bit. A tied output layer is left out.
 
-    Tensors stand under their own names and bit for bit, copied from their device one at a time; a tied output layer is
-    not among them. layout: of the snapshot's model. max_shard_bytes: of tensors, per file. place: the key that says
-    where to write, for errors.
-    progress: called with (bytes written, bytes of all tensors).
-    Raises UserError: the directory exists, no space, the disk refuses; then nothing stays.
+    Args:
+        directory: Created here.
+        snapshot: Tensors on any device, copied one at a time.
+        layout: Of the snapshot's model.
+        tokenizer: Saved beside the tensors.
+
+    Raises:
+        UserError: The directory exists, or the disk is full or cannot be written. Nothing is left behind.
     """
-    shards = plan_shards(_specs(snapshot), max_shard_bytes)
+    shards = plan_shards(_specs(snapshot), MAX_SHARD_BYTES)
     total = sum(stored_bytes({shard.file: shard.specs}) for shard in shards)
     needed = total + RECORD_BYTES * len(snapshot.tensors) + DOCUMENT_BYTES
     if (free := free_bytes(directory)) < needed:
         raise UserError(
             f"{directory}: no space for the sampler's checkpoint ({needed:,} bytes needed, {free:,} free); "
-            f"free some space, or choose another {place}, on another disk"
+            "free some space, or choose another train.run_dir, on another disk"
         )
     documents = {"config.json": config_document(layout.config, layout.dtype, layout.scheme, layout.ignore)}
     if layout.generation is not None:
         documents["generation_config.json"] = json.loads(layout.generation.to_json_string())
     if len(shards) > 1:
         documents["model.safetensors.index.json"] = shard_index(shards)
-    with disk_errors(directory, needed, place):
+    with disk_errors(directory, needed, "train.run_dir"):
         directory.mkdir(parents=True)
         try:
             save_tokenizer(tokenizer, directory)
-            _write_shards(directory, shards, snapshot, lambda done: progress(done, total))
+            for shard in shards:
+                _write_shard(directory, shard, snapshot)
             for name, document in documents.items():
                 write_file(directory / name, [json.dumps(document, indent=2).encode() + b"\n"])
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-    return total
 
 
 def _specs(snapshot: Snapshot) -> dict[str, dict[str, TensorSpec]]:
-    """Parameter name -> its tensors, so that codes and scales of a weight come to stand in the same file."""
+    """Tensors by parameter, so that codes and scales of a weight are in the same file."""
     specs: dict[str, dict[str, TensorSpec]] = {}
     for name, tensor in snapshot.tensors.items():
         module, _, suffix = name.rpartition(".")
@@ -77,13 +72,9 @@ def _specs(snapshot: Snapshot) -> dict[str, dict[str, TensorSpec]]:
     return specs
 
 
-def _write_shards(directory: Path, shards: list[Shard], snapshot: Snapshot, progress: Callable[[int], None]) -> None:
-    done = 0
-    for shard in shards:
-        layout = {name: (snapshot.tensors[name].dtype, spec.shape) for name, spec in shard.specs.items()}
-        # transformers demands the metadata. A sampler reads the file while the system has it in memory.
-        with TensorFile(directory / shard.file, layout, {"format": "pt"}, durable=False) as file:
-            for name in shard.specs:
-                file.write(name, snapshot.tensors[name])
-                done += snapshot.tensors[name].nbytes
-                progress(done)
+def _write_shard(directory: Path, shard: Shard, snapshot: Snapshot) -> None:
+    layout = {name: (snapshot.tensors[name].dtype, spec.shape) for name, spec in shard.specs.items()}
+    # transformers requires the metadata. The file need not reach the disk: a sampler reads it at once.
+    with TensorFile(directory / shard.file, layout, {"format": "pt"}, durable=False) as file:
+        for name in shard.specs:
+            file.write(name, snapshot.tensors[name])

@@ -1,14 +1,13 @@
-"""The learner's side of weight sync: what a sampler holds, what of a new version travels to it, and the proof.
+"""The learner's side of weight sync: sends each policy version to a sampler and checks that it computes with it.
 
-A sampler starts from a checkpoint of a snapshot (`prepare`, `accept`) and gets each later one as a weight
-update (`send`). Fingerprints prove the bytes on the sampler's side; the canary is scored on both sides and compared
-here.
+A sampler starts from a checkpoint of a snapshot (`prepare`, `accept`) and gets every later version as an update
+(`send`). The sampler compares fingerprints of what it holds. The canary is scored on both sides and compared here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -16,49 +15,41 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qarl.weight_sync.canary import Bound, Difference, difference
-from qarl.weight_sync.carriers import Carrier
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
-from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.connection import Connection, SamplerFault
 from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.link import Link, SamplerFault
-from qarl.weight_sync.plan import UpdatePlan, flatten, plan_update, unflatten
 from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.transport import TeamCarrier
-from qarl.weight_sync.update import WeightUpdate
+from qarl.weight_sync.transport import Transport
+from qarl.weight_sync.update import Prints, WeightUpdate, delta
 from qarl.weight_sync.verify import PublishError
 
 Mode = Literal["full", "delta"]
 
 
 class Scorer(Protocol):
-    """What computes the canary on the learner's side, in the sampler's arithmetic."""
+    """Computes the canary on the learner's side, in the sampler's arithmetic."""
 
     def install(self, snapshot: Snapshot) -> None:
-        """Compute with this snapshot from now on. Raises PublishError unless it is the policy's current one."""
+        """Use this snapshot from now on. Raises PublishError unless it is the policy's current one."""
 
     def score(self, sequences: list[list[int]]) -> Tensor:
-        """Log-probs of every token but the first of each sequence, at temperature 1: (T,), in nats."""
-
-
-@dataclass
-class _Held:
-    """What the sampler holds: the snapshot whose fingerprints it proved. tensors: for delta updates only."""
-
-    prints: Mapping[str, Fingerprint]
-    tensors: dict[str, Tensor] | None
-
-    @classmethod
-    def of(cls, snapshot: Snapshot, mode: Mode) -> _Held:
-        return cls(snapshot.fingerprints(), snapshot.published if mode == "delta" else None)
+        """Return log-probs (T,) in nats, at temperature 1, of every token but the first of each sequence."""
 
 
 class WeightSender:
     """Keeps one sampler at a time at the policy's version.
 
-    layout, tokenizer: of the model, for the checkpoint that a sampler starts from. scorer: computes the canary here.
-    canary: token sequences of two tokens or more. say: gets one line about what the user should know.
-    exact: the sampler promises the policy's own log-probs, bit for bit.
-    metrics: of the last update, by metric name.
+    Args:
+        layout: Of the model, for the checkpoint that a sampler starts from.
+        tokenizer: For the same checkpoint.
+        scorer: Computes the canary on this side.
+        canary: Token sequences of at least two tokens each.
+        say: Called with one line that the user should read.
+        exact: The sampler promises log-probs that are bit-identical to the policy's.
+
+    Attributes:
+        holds: Whether the sampler is known to hold a version.
+        metrics: Of the last update, by metric name.
     """
 
     def __init__(
@@ -72,118 +63,118 @@ class WeightSender:
     ) -> None:
         self.layout, self.tokenizer, self.scorer, self.canary, self.say = layout, tokenizer, scorer, canary, say
         self._exact = exact
+        self.holds = False
         self.metrics: dict[str, float] = {}
-        self._carrier: Carrier | TeamCarrier | None = None
-        self._held: _Held | None = None
+        self._transports: Sequence[Transport] = ()
+        self._previous: tuple[Mapping[str, Tensor], Prints] | None = None  # what the next delta is relative to
         self._bound: Bound | None = None
-        self._scored: list[float] = []  # the canary, of what was prepared last
-
-    @property
-    def holds(self) -> bool:
-        """Whether the sampler is known to hold a version."""
-        return self._held is not None
+        self._scored: list[float] = []  # the canary, scored by `prepare`
 
     @property
     def started(self) -> bool:
-        """Whether a sampler ever held one."""
+        """Whether a sampler ever held a version."""
         return self._bound is not None
 
     def prepare(self, directory: Path, snapshot: Snapshot) -> None:
-        """What can be done before a sampler starts from `snapshot`, which the scorer has: write what it starts from to
-        the new directory, and score the canary. Raises UserError as `write_snapshot_checkpoint`."""
+        """Write the checkpoint that a sampler will start from to a new directory, and score the canary.
+
+        Raises UserError if the checkpoint cannot be written.
+        """
         write_snapshot_checkpoint(directory, snapshot, self.layout, self.tokenizer)
         self._scored = self.scorer.score(self.canary).tolist()
 
-    def use(self, carrier: Carrier | TeamCarrier) -> None:
-        """The way of later updates to a process of its own; `close` closes it too."""
-        self._carrier = carrier
+    def use(self, *transports: Transport) -> None:
+        """Send later updates through these, one per process of the sampler. `close` closes them."""
+        self._transports = transports
 
-    def accept(self, link: Link, snapshot: Snapshot, mode: Mode) -> None:
-        """Note that a sampler has started from what was prepared; the first one's canary sets the bound of all others.
+    def accept(self, connection: Connection, snapshot: Snapshot, mode: Mode) -> None:
+        """Register a sampler that started from the prepared checkpoint. The first one's canary sets the bound.
 
-        mode: of the next update. Raises PublishError where it computes something else.
+        mode: of the next update. Raises PublishError if the sampler computes something else.
         """
-        scored = _joined(link.call("score", self.canary, _ignore))
-        found = difference(scored, self._scored)
+        scored = connection.call("score", self.canary, _ignore)
+        found = difference(list(chain.from_iterable(scored)), self._scored)
         bound = Bound.of(found, self._exact)
         if self._bound is None:
             self._bound = bound
             if self._exact and found.max:
                 self.say(
-                    f"rollout.numerics: the canary's log-probs are off by {found}, and should be the policy's to the "
-                    "bit; qarl verify-exact finds out where"
+                    f"rollout.numerics: the canary's log-probs differ by {found}, and should be bit-identical to the "
+                    "policy's; run qarl verify-exact to find out where they differ"
                 )
-            for note in link.facts["notes"]:
+            for note in connection.capabilities["notes"]:
                 self.say(note)
         else:
             self._bound.check(snapshot.version, found)
-        self._measure(link, found, None)
-        self._held = _Held.of(snapshot, mode)
+        self._measure(connection, found)
+        self._keep(snapshot, mode)
 
-    def send(self, link: Link, snapshot: Snapshot, mode: Mode) -> None:
-        """Bring a sampler to `snapshot`. What it refuses is sent once more whole.
+    def send(self, connection: Connection, snapshot: Snapshot, mode: Mode) -> None:
+        """Update a sampler to `snapshot`. A delta that it rejects is sent again as a full update.
 
-        Raises PublishError: the whole snapshot was refused, and what the sampler holds is unknown.
+        Raises PublishError if a full update is rejected: what the sampler holds is unknown then.
         """
         try:
-            self._send(link, snapshot, mode)
+            self._send(connection, snapshot, mode)
         except PublishError as error:
             if mode == "full":
                 raise
             self.say(f"{error}; sending everything")
-            self._send(link, snapshot, "full")
-        self._held = _Held.of(snapshot, mode)
+            self._send(connection, snapshot, "full")
+        self._keep(snapshot, mode)
 
     def forget(self) -> None:
-        """The sampler holds nothing any more: the next update is whole."""
-        self._held = None
+        """Note that the sampler holds nothing any more, so that the next update is full."""
+        self.holds, self._previous = False, None
 
     def close(self) -> None:
-        """The sampler is gone. Takes back what one in the middle of an update never released."""
-        if self._carrier is not None:
-            self._carrier.close()
-        self._carrier = self._held = None
+        """Note that the sampler is gone, and take back what it did not release."""
+        for transport in self._transports:
+            transport.close()
+        self._transports = ()
+        self.forget()
 
-    def _send(self, link: Link, snapshot: Snapshot, mode: Mode) -> None:
+    def _keep(self, snapshot: Snapshot, mode: Mode) -> None:
+        self.holds = True
+        self._previous = (snapshot.published, snapshot.fingerprints()) if mode == "delta" else None
+
+    def _send(self, connection: Connection, snapshot: Snapshot, mode: Mode) -> None:
         assert self._bound is not None, "an update before the first load"
-        prints = snapshot.fingerprints()
-        held, self._held = self._held, None
-        known, values = (None, None) if held is None else (held.prints, held.tensors)
-        plan = plan_update(snapshot.published, prints, known, values, mode)
-        found = self._carry(link, plan, snapshot)
+        previous = self._previous
+        self.forget()
+        tensors = snapshot.published
+        if mode == "delta" and previous is not None:
+            tensors = delta(tensors, snapshot.fingerprints(), *previous)
+        found = self._transfer(connection, tensors, snapshot)
         self._bound.check(snapshot.version, found)
-        self._measure(link, found, plan)
+        sent, whole = (sum(t.nbytes for t in group.values()) for group in (tensors, snapshot.published))
+        self._measure(connection, found)
+        self.metrics |= {"publish/sent_mib": sent / 2**20, "publish/sent_frac": sent / whole}
 
-    def _carry(self, link: Link, plan: UpdatePlan, snapshot: Snapshot) -> Difference:
-        """Send, and score the canary on both sides: the policy's side while the sampler loads."""
-        tensors = flatten(plan)
-        carrier = self._carrier
-        # In one process what is published is handed over as it is.
-        content = list(unflatten(tensors.items())) if carrier is None else carrier.pack(tensors)
+    def _transfer(self, connection: Connection, tensors: Mapping[str, Tensor], snapshot: Snapshot) -> Difference:
+        """Send tensors, and score the canary on both sides: on this side while the sampler loads."""
+        transports = self._transports
+        payloads = [transport.pack(tensors) for transport in transports] or [list(tensors.items())]
         try:
-            link.begin("publish", WeightUpdate(snapshot.version, content, snapshot.fingerprints(), self.canary))
+            connection.begin("publish", WeightUpdate(snapshot.version, payloads, snapshot.fingerprints(), self.canary))
             expected = self.scorer.score(self.canary).tolist()
-            seconds, scored = link.finish(_ignore)
+            seconds, scored = connection.finish(_ignore)
             self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}
-            return difference(_joined(scored), expected)
+            return difference(list(chain.from_iterable(scored)), expected)
         except SamplerFault:
-            carrier = None  # closed with the sampler, it takes back what that one never released
+            transports = ()  # `close` takes back what that sampler did not release
             raise
         finally:
-            if carrier is not None:
-                carrier.release()
+            for transport in transports:
+                transport.release()
 
-    def _measure(self, link: Link, found: Difference, plan: UpdatePlan | None) -> None:
-        self.metrics |= {"publish/canary_abs_mean": found.mean, "publish/canary_abs_max": found.max}
-        if plan is not None:
-            self.metrics["publish/sent_mib"] = plan.nbytes / 2**20
-            self.metrics["publish/sent_frac"] = plan.nbytes / plan.full_nbytes
-        self.metrics["publish/proved_frac"] = link.facts["proved_frac"]
+    def _measure(self, connection: Connection, found: Difference) -> None:
+        self.metrics |= {
+            "publish/canary_abs_mean": found.mean,
+            "publish/canary_abs_max": found.max,
+            "publish/proved_frac": connection.capabilities["proved_frac"],
+        }
 
 
 def _ignore(responses: int, tokens: int) -> None:
-    """A sampler that loads draws nothing."""
-
-
-def _joined(scores: list[list[float]]) -> list[float]:
-    return [logprob for sequence in scores for logprob in sequence]
+    """Progress of generation, which a publish has none of."""

@@ -1,7 +1,7 @@
-"""A model cut over several GPUs: which part of each published tensor is on which, and its fingerprints.
+"""Tensor parallelism: which part of each published tensor a GPU holds, and the fingerprints of the parts.
 
-As vLLM cuts: q, k, v, gate and up by output features, o and down by input features, embedding and output layer by
-words of a vocabulary padded to a multiple of 64. The rest is whole everywhere.
+vLLM splits q, k, v, gate and up by output features, o and down by input features, and embedding and output layer by
+words of a vocabulary padded to a multiple of 64. Everything else is replicated.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj", "down_proj")
 BY_WORDS = ("embed_tokens", "lm_head")
-WORDS = 64  # the vocabulary is padded to a multiple of it
-# Checkpoint metadata that a kernel does not read: int64 [2], the same at every version.
-METADATA = (".weight_shape",)
+WORDS = 64  # the vocabulary is padded to a multiple of this
+METADATA = (".weight_shape",)  # int64 (2,): no kernel reads it, and it never changes
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` GPUs that hold a model together. index: which, from 0."""
+    """GPU `index` (from 0) of the `count` GPUs that hold a model."""
 
     index: int = 0
     count: int = 1
@@ -35,10 +34,10 @@ WHOLE = Shard()
 
 
 def shard_of(name: str, tensor: Tensor, shard: Shard) -> Tensor:
-    """A GPU's part of a published tensor, a view. name: published. tensor: the whole one.
+    """Return a GPU's part of a published tensor, as a view.
 
-    Scales and zero points go with their weights; a scale of all output features or of the whole weight is whole.
-    Raises UserError where the tensor cannot be cut evenly.
+    Scales and zero points are split with their weights. A scale for all output features or for the whole weight is
+    replicated. Raises UserError if the tensor cannot be split evenly.
     """
     layer = name.split(".")[-2] if "." in name else ""
     if shard.count == 1 or name.endswith(METADATA):
@@ -54,7 +53,7 @@ def shard_of(name: str, tensor: Tensor, shard: Shard) -> Tensor:
 
 
 def shard_prints(tensors: Iterable[tuple[str, Tensor]], shard: Shard) -> dict[str, Fingerprint]:
-    """Fingerprints of a GPU's parts of published tensors, by name; metadata, which has none, is left out."""
+    """Return fingerprints of a GPU's parts of published tensors, by name, without those of metadata."""
     return fingerprints(
         (name, shard_of(name, tensor, shard).contiguous()) for name, tensor in tensors if not name.endswith(METADATA)
     )

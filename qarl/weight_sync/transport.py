@@ -1,83 +1,241 @@
-"""Which carrier takes tensors to a sampler in a process of its own, and what that process must open for it."""
+"""How tensors get from the learner's process to the sampler's: through a memory file, or by CUDA IPC.
+
+    learner:  payload = transport.pack(tensors); send payload; wait for the answer; transport.release()
+    sampler:  for name, tensor in receiver.take(payload): load it
+              receiver.done(); answer
+
+- Memory file (CPU): the learner copies tensors into shared memory, and the sampler reads them there.
+- CUDA IPC (GPUs of one host): the sampler opens the learner's memory. If it has a GPU of its own, it copies tensors to
+  it, over NVLink if there is one. Nothing listens: only processes of the same user can use a handle.
+
+A tensor arrives on the kind of device that it left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from qarl.weight_sync.carriers import Carrier, MemoryFileCarrier, MemoryFileReceiver, Receiver
-from qarl.weight_sync.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver
-from qarl.weight_sync.parcels import Parcel
+from qarl.weight_sync.payload import ALIGNED, CudaHandle, Entry, Payload, aligned, bytes_of
+
+SMALL = 4 << 20  # bytes: opening a handle takes about 50 us, copying a smaller tensor takes less
+BUFFER = "#small"  # entry of the buffer of small tensors
+INLINE_LIMIT = 1 << 16  # bytes of a CPU tensor beside those of a GPU (`weight_shape`), which travels in its entry
+COUNTERS_START = 64  # bytes that torch's RefcountedMapAllocator reserves before the counters
 
 
 @dataclass(frozen=True)
 class ReceiverPlan:
-    """What the sampler's process opens. fd: of the memory file, inherited.
+    """What the sampler's process needs to open its receiver.
 
-    gpus: CUDA indices, as the learner numbers them, that the process sees: its own, and the learner's if that differs.
+    Attributes:
+        fd: Of the memory file, which the process inherits; None for CUDA IPC.
+        gpus: CUDA indices in the learner's numbering that the process sees: its own, and the learner's if it differs.
     """
 
-    kind: Literal["memory", "cuda_ipc"]
     fd: int | None = None
     gpus: tuple[int, ...] = ()
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """File descriptors to be inherited."""
+        """File descriptors for `subprocess.Popen(pass_fds=...)`."""
         return () if self.fd is None else (self.fd,)
 
 
-def make_carrier(learner: torch.device, sampler_gpu: int | None) -> tuple[Carrier, ReceiverPlan]:
-    """A memory file between processes on the CPU, CUDA IPC on one GPU or between two of one host.
+class MemoryFileTransport:
+    """Copies tensors into an anonymous memory file, which grows as needed and is kept until `close`."""
 
-    sampler_gpu: CUDA index, None: the learner's.
-    """
-    if learner.type == "cpu":
-        carrier = MemoryFileCarrier()
-        return carrier, ReceiverPlan("memory", fd=carrier.fd)
-    source = learner_gpu(learner)
-    own = source if sampler_gpu is None else sampler_gpu
-    return CudaIpcCarrier(), ReceiverPlan("cuda_ipc", gpus=(own,) if own == source else (own, source))
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("qarl-publish")
+        self.plan = ReceiverPlan(fd=self.fd)
 
-
-def make_team(learner: torch.device, sampler_gpus: Sequence[int | None]) -> tuple[TeamCarrier, list[ReceiverPlan]]:
-    """`make_carrier`, to several processes that hold a part of the model each: what each of them must open."""
-    made = [make_carrier(learner, gpu) for gpu in sampler_gpus]
-    return TeamCarrier([carrier for carrier, _ in made]), [plan for _, plan in made]
-
-
-class TeamCarrier:
-    """Packs tensors for several receivers, a parcel for each: a handle of CUDA IPC counts one receiver."""
-
-    def __init__(self, carriers: Sequence[Carrier]) -> None:
-        self._carriers = carriers
-
-    def pack(self, tensors: Mapping[str, Tensor]) -> list[Parcel]:
-        return [carrier.pack(tensors) for carrier in self._carriers]
+    def pack(self, tensors: Mapping[str, Tensor]) -> Payload:
+        """Prepare tensors. They must not change before `release`, and only one payload can be in use."""
+        starts = list(accumulate((aligned(tensor.nbytes) for tensor in tensors.values()), initial=0))
+        entries = [Entry.of(*item, start) for item, start in zip(tensors.items(), starts, strict=False)]
+        size = max(starts[-1], ALIGNED)  # an empty file cannot be mapped
+        os.ftruncate(self.fd, max(size, os.fstat(self.fd).st_size))
+        buffer = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
+        for entry, start, tensor in zip(entries, starts, tensors.values(), strict=False):
+            entry.view(buffer[start:]).copy_(tensor.detach())
+        return Payload(tuple(entries), size)
 
     def release(self) -> None:
-        for carrier in self._carriers:
-            carrier.release()
+        """Let go of the packed tensors, after the receiver is done."""
 
     def close(self) -> None:
-        for carrier in self._carriers:
-            carrier.close()
+        """Free everything, even if the receiver died before it was done."""
+        os.close(self.fd)
+
+
+class MemoryFileReceiver:
+    """Maps the memory file, inherited as `fd`. What the sampler writes to a tensor stays in its process."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def take(self, payload: Payload) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) in packing order. Tensors are valid until `done`."""
+        # The mapping lives as long as a tensor in it: torch keeps a reference to the owner of the buffer.
+        buffer = torch.frombuffer(mmap.mmap(self._fd, payload.nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        for entry in payload.entries:
+            assert isinstance(entry.place, int)
+            yield entry.name, entry.view(buffer[entry.place :])
+
+    def done(self) -> None:
+        """Wait for all work that is queued on the tensors."""
+
+
+class CudaIpcTransport:
+    """Sends memory handles of GPU tensors, which stay referenced until `release`. gpus: see `ReceiverPlan`.
+
+    A handle counts one receiver, so each process of a sampler needs its own transport.
+    """
+
+    def __init__(self, gpus: tuple[int, ...]) -> None:
+        self.plan = ReceiverPlan(gpus=gpus)
+        self._sent: list[Tensor] = []
+        self._handles: list[CudaHandle] = []
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Payload:
+        small = {name: bytes_of(t) for name, t in tensors.items() if t.is_cuda and t.nbytes < SMALL}
+        entries, starts = self._pack_small(small)
+        for name, tensor in tensors.items():
+            if name in starts:
+                entries.append(Entry.of(name, tensor, starts[name]))
+            elif tensor.is_cuda:
+                entries.append(Entry.of(name, tensor, self._handle(tensor)))
+            else:
+                assert tensor.nbytes <= INLINE_LIMIT, f"{name}: {tensor.nbytes} bytes on the {tensor.device}"
+                entries.append(Entry.of(name, tensor, bytes_of(tensor).numpy().tobytes().hex()))
+        return Payload(tuple(entries))
+
+    def _pack_small(self, small: Mapping[str, Tensor]) -> tuple[list[Entry], dict[str, int]]:
+        """Copy small tensors, given as bytes, into one buffer. Returns (its entry, offsets by name)."""
+        if not small:
+            return [], {}
+        *offsets, size = accumulate((aligned(tensor.nbytes) for tensor in small.values()), initial=0)
+        starts = dict(zip(small, offsets, strict=True))
+        device = next(iter(small.values())).device
+        buffer = torch.empty(size or ALIGNED, dtype=torch.uint8, device=device)  # an empty tensor has no handle
+        torch._foreach_copy_([buffer[starts[n] :][: t.nbytes] for n, t in small.items()], list(small.values()))
+        torch.cuda.current_stream(device).synchronize()  # another process reads it
+        return [Entry.of(BUFFER, buffer, self._handle(buffer))], starts
+
+    def _handle(self, tensor: Tensor) -> CudaHandle:
+        tensor = tensor.detach().contiguous()
+        _, (_, _, stride, start, _, _, device, handle, size, offset, _, counter, slot, event, synchronize) = (
+            reduce_tensor(tensor)
+        )
+        place = device, handle.hex(), size, offset, counter.hex(), slot, event.hex(), bool(synchronize)
+        made = CudaHandle(tuple(stride), start, *place)
+        self._sent.append(tensor)
+        self._handles.append(made)
+        return made
+
+    def release(self) -> None:
+        self._sent, self._handles = [], []
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()
+
+    def close(self) -> None:
+        # torch keeps a tensor until its receiver has counted down. A receiver that died never does.
+        for handle in filter(self._awaited, self._handles):
+            counter = bytes.fromhex(handle.counter)
+            torch.TypedStorage._release_ipc_counter(counter, handle.slot, device=handle.device)
+        self.release()
+
+    def _awaited(self, handle: CudaHandle) -> bool:
+        """Whether the receiver has not counted down. torch's counters are int64 in a shared-memory file.
+
+        Counting down twice would make the counter negative, and too low for the tensor that gets it next.
+        """
+        counters = Path("/dev/shm", bytes.fromhex(handle.counter).decode().lstrip("/"))
+        if not counters.exists():
+            return False
+        with counters.open("rb") as file:
+            file.seek(COUNTERS_START + 8 * handle.slot)
+            return int.from_bytes(file.read(8), sys.byteorder, signed=True) > 0
+
+
+class CudaIpcReceiver:
+    """Opens memory handles on `source`, the learner's GPU in this process's numbering, and copies to `device` if it is
+    another one."""
+
+    def __init__(self, device: torch.device, source: torch.device) -> None:
+        self._device, self._source = device, source
+
+    def take(self, payload: Payload) -> Iterator[tuple[str, Tensor]]:
+        buffer = torch.empty(0)
+        for entry in payload.entries:
+            if isinstance(entry.place, str):
+                yield entry.name, entry.view(torch.tensor(list(bytes.fromhex(entry.place)), dtype=torch.uint8))
+            elif isinstance(entry.place, int):
+                yield entry.name, entry.view(buffer[entry.place :])
+            elif entry.name == BUFFER:
+                buffer = self._opened(entry, entry.place)
+            else:
+                yield entry.name, self._opened(entry, entry.place)
+
+    def _opened(self, entry: Entry, place: CudaHandle) -> Tensor:
+        with torch.cuda.device(self._source):
+            opened = rebuild_cuda_tensor(
+                Tensor,
+                torch.Size(entry.shape),
+                place.stride,
+                place.start,
+                torch.TypedStorage,
+                entry.torch_dtype,
+                self._source.index,  # the sender's index may differ
+                bytes.fromhex(place.handle),
+                place.size,
+                place.offset,
+                False,
+                bytes.fromhex(place.counter),
+                place.slot,
+                bytes.fromhex(place.event),
+                place.synchronize,
+            )
+            return opened.to(self._device)
+
+    def done(self) -> None:
+        if torch.cuda.is_initialized():
+            for device in {self._device, self._source}:
+                torch.cuda.synchronize(device)
+
+
+Transport = MemoryFileTransport | CudaIpcTransport
+Receiver = MemoryFileReceiver | CudaIpcReceiver
+
+
+def open_transport(learner: torch.device, sampler_gpu: int | None) -> Transport:
+    """Return a transport to one sampler process: CUDA IPC for a learner on a GPU, otherwise a memory file.
+
+    sampler_gpu: CUDA index of the sampler's GPU. None: the learner's.
+    """
+    if learner.type == "cpu":
+        return MemoryFileTransport()
+    source = learner_gpu(learner)
+    own = source if sampler_gpu is None else sampler_gpu
+    return CudaIpcTransport((own,) if own == source else (own, source))
 
 
 def open_receiver(plan: ReceiverPlan) -> Receiver:
-    """The receiver of a plan, in the sampler's process, which sees the plan's GPUs under the numbers 0 and 1."""
-    match plan.kind:
-        case "memory":
-            assert plan.fd is not None
-            return MemoryFileReceiver(plan.fd)
-        case "cuda_ipc":
-            return CudaIpcReceiver(torch.device("cuda", 0), torch.device("cuda", len(plan.gpus) - 1))
+    """Return the receiver of a transport, in the sampler's process, which sees the plan's GPUs as 0 and 1."""
+    if plan.fd is not None:
+        return MemoryFileReceiver(plan.fd)
+    return CudaIpcReceiver(torch.device("cuda", 0), torch.device("cuda", len(plan.gpus) - 1))
 
 
 def learner_gpu(device: torch.device) -> int:
-    """The CUDA index of the learner's GPU."""
+    """Return the CUDA index of the learner's GPU."""
     return torch.cuda.current_device() if device.index is None else device.index

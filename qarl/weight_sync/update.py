@@ -1,4 +1,9 @@
-"""A weight update as an order to a sampler, and as plain data on the way there."""
+"""What one publish sends: all tensors, or the changed words of the tensors that changed.
+
+An optimizer step changes few codes of a quantized weight, because most masters stay within their rounding interval. A
+patch holds the changed 32-bit words of a tensor: int32 (2, n), indices and new values. It is int64 if the tensor has
+2^31 words or more. It travels under the tensor's name + `PATCH`.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +11,83 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter
+from torch import Tensor
+from torch.nn.functional import pad
 
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.parcels import Parcel
+from qarl.weight_sync.payload import Payload, bytes_of
+
+PATCH = "#patch"
+Prints = Mapping[str, Fingerprint]
+
+
+def delta(
+    new: Mapping[str, Tensor], new_prints: Prints, old: Mapping[str, Tensor], old_prints: Prints
+) -> dict[str, Tensor]:
+    """Return the tensors of `new` that differ from `old`, each as a patch or whole, whichever is smaller.
+
+    old: the tensors that the receiver holds, of the same names, shapes and dtypes.
+    """
+    assert old_prints.keys() == new_prints.keys() == new.keys(), "versions of one model have the same tensors"
+    sent = {}
+    for name, tensor in new.items():
+        if new_prints[name] != old_prints[name]:
+            patch = patch_of(old[name], tensor)
+            sent |= {name + PATCH: patch} if patch.nbytes < tensor.nbytes else {name: tensor}
+    return sent
+
+
+def patch_of(old: Tensor, new: Tensor) -> Tensor:
+    """Return the patch that turns `old` into `new`, on their device. Both have one shape, dtype and device."""
+    assert (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device), (old.shape, new.shape)
+    words = _words(new)
+    places = (_words(old) != words).nonzero()[:, 0]
+    return torch.stack([places, words[places]]).to(torch.int32 if words.numel() < 2**31 else torch.int64)
+
+
+def patched(tensor: Tensor, patch: Tensor) -> Tensor:
+    """Return a copy of `tensor` with a patch applied. The copy is contiguous, on the tensor's device."""
+    words = _words(tensor.clone())
+    places, values = patch.to(words.device)
+    words[places.long()] = values.int()
+    return words.view(torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bytes in row-major order as int32, zero-padded: a view if size and address are multiples of four."""
+    data = bytes_of(tensor)
+    if data.numel() % 4 or data.storage_offset() % 4:
+        data = pad(data, (0, -data.numel() % 4))
+    return data.view(torch.int32)
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One update. content: a parcel of a carrier, one for each process of a `TeamCarrier`; in one process the tensors
-    and patches by name.
-
-    expected: fingerprints of the whole snapshot. canary: token sequences to score afterwards.
-    """
+    """A publish as a request to a sampler."""
 
     version: int
-    content: Any
-    expected: Mapping[str, Fingerprint]
-    canary: Sequence[list[int]]
+    payloads: Sequence[Any]  # one per process of the sampler; in the learner's process one list of (name, tensor)
+    expected: Prints  # of all tensors of the version
+    canary: Sequence[list[int]]  # token sequences to score after loading
 
 
 @dataclass(frozen=True)
-class _Stored:
-    version: int
-    content: Parcel
+class _PackedUpdate(WeightUpdate):
+    payloads: list[Payload]
     expected: dict[str, Fingerprint]
     canary: list[list[int]]
 
 
-_ADAPTER = TypeAdapter(_Stored)
+_ADAPTER = TypeAdapter(_PackedUpdate)
 
 
 def dump_update(update: WeightUpdate) -> Any:
-    """An update whose content is a parcel, as JSON values."""
-    stored = _Stored(update.version, update.content, dict(update.expected), list(update.canary))
-    return _ADAPTER.dump_python(stored, mode="json")
+    """Convert an update with packed payloads to JSON values."""
+    return _ADAPTER.dump_python(_PackedUpdate(**vars(update)), mode="json")
 
 
 def load_update(body: Any) -> WeightUpdate:
-    """The update that `dump_update` wrote. Raises pydantic's ValidationError for anything else."""
-    stored = _ADAPTER.validate_python(body)
-    return WeightUpdate(stored.version, stored.content, stored.expected, stored.canary)
+    """Read what `dump_update` returned. Raises pydantic's ValidationError for anything else."""
+    return WeightUpdate(**vars(_ADAPTER.validate_python(body)))

@@ -27,8 +27,8 @@ from qarl.rollout.vllm import process
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
 from qarl.rollout.vllm.wire import HEADER, MAGIC
-from qarl.weight_sync.delta import Patch, apply_patch
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.update import PATCH, patched
 from qarl.weight_sync.verify import PublishError, verify
 
 VOCABULARY = 259
@@ -77,19 +77,17 @@ class FakeHost:
     def import_ahead(exact: bool) -> None:
         pass
 
-    def facts(self) -> dict[str, Any]:
+    def capabilities(self) -> dict[str, Any]:
         return {"version": "fake", "proved_frac": 1.0, "notes": [], "phases": {}}
 
     def publish(
-        self, version: int, arriving: Iterable[tuple[str, Tensor | Patch]], expected: Mapping[str, Fingerprint]
+        self, version: int, arriving: Iterable[tuple[str, Tensor]], expected: Mapping[str, Fingerprint]
     ) -> dict[str, float]:
         self._offset = 0.0
-        for name, item in arriving:
+        for name, tensor in arriving:
             self._trouble("publish")
-            if isinstance(item, Patch):
-                apply_patch(self.tensors[name], item)
-            else:
-                self.tensors[name] = item.clone()
+            held = name.removesuffix(PATCH)
+            self.tensors[held] = tensor.clone() if held == name else patched(self.tensors[held], tensor)
         verify(version, expected, fingerprints(self.tensors.items()))
         return {}
 
@@ -255,7 +253,7 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
 
 
 def memory_files() -> int:
-    """Memory files of carriers that this process has open."""
+    """Memory files of transports that this process has open."""
     links = []
     for fd in os.listdir("/proc/self/fd"):
         try:

@@ -169,8 +169,8 @@ def test_a_sampler_that_promises_the_policys_bits_and_has_others_is_told_of_once
     case.learn(1)
     case.publish()
     (line,) = case.said
-    assert line.startswith("rollout.numerics: the canary's log-probs are off by mean 0.")
-    assert line.endswith("and should be the policy's to the bit; qarl verify-exact finds out where")
+    assert line.startswith("rollout.numerics: the canary's log-probs differ by mean 0.")
+    assert line.endswith("should be bit-identical to the policy's; run qarl verify-exact to find out where they differ")
 
 
 def test_a_prompt_that_occurs_again_continues_its_samples(case) -> None:

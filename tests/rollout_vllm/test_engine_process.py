@@ -17,8 +17,8 @@ from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Drawing, Request, Response
 from qarl.rollout.vllm.wire import Channel
 from qarl.rollout.vllm.worker import explain
-from qarl.weight_sync.link import SamplerFault
-from qarl.weight_sync.transport import make_carrier
+from qarl.weight_sync.connection import SamplerFault
+from qarl.weight_sync.transport import open_transport
 from qarl.weight_sync.verify import PublishError
 
 ORDER = ([Request([5, 70], seed) for seed in range(8)], Drawing(8, 1.0, 0, 1.0, 0.0, (), (1,)))
@@ -45,13 +45,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """
     fake_sampler.install(monkeypatch.setattr)
     open_before = fake_sampler.memory_files()
-    carrier, plan = make_carrier(torch.device("cpu"), None)
+    transport = open_transport(torch.device("cpu"), None)
     made: list[SamplerProcess] = []
 
     def make(*troubles: str, timeout_s: float = 30.0) -> SamplerProcess:
         (tmp_path / "troubles").write_text("\n".join(troubles))
         settings = fake_sampler.settings(tmp_path)
-        made.append(SamplerProcess(settings, {}, plan, tmp_path / "sampler.log", 120.0))
+        made.append(SamplerProcess(settings, {}, transport.plan, tmp_path / "sampler.log", 120.0))
         made[-1].start(ignore)
         made[-1].timeout_s = timeout_s
         return made[-1]
@@ -60,7 +60,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     for sampler in made:
         sampler.close()
         assert not fake_sampler.alive(sampler.pid)
-    carrier.close()
+    transport.close()
     assert fake_sampler.memory_files() == open_before
 
 

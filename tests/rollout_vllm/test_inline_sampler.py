@@ -13,7 +13,7 @@ import torch
 from qarl.errors import UserError
 from qarl.rollout.vllm import host
 from qarl.rollout.vllm.inline import InlineSampler
-from qarl.weight_sync.link import SamplerFault
+from qarl.weight_sync.connection import SamplerFault
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ class RecordingHost:
     def __init__(self, settings: Any, expected: Any, phases: Any) -> None:
         self.seen.append(modes())
 
-    def facts(self) -> dict[str, Any]:
+    def capabilities(self) -> dict[str, Any]:
         return {"host": "recording"}
 
     def wake(self) -> None:
@@ -63,7 +63,7 @@ def test_vllm_runs_without_the_learners_deterministic_algorithms(
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     sampler = InlineSampler(None, {}, tmp_path / "sampler.log")
     sampler.start(lambda responses, tokens: None)
-    assert sampler.facts == {"host": "recording"} and modes() == (True, warn_only, True)
+    assert sampler.capabilities == {"host": "recording"} and modes() == (True, warn_only, True)
     sampler.call("wake", None, lambda responses, tokens: None)
     with pytest.raises(SamplerFault, match="no sleep of level 2"):
         sampler.call("sleep", 2, lambda responses, tokens: None)

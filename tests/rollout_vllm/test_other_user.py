@@ -25,7 +25,7 @@ from qarl.config import Config
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.storage.rundir import RunDirectory
 from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.transport import make_carrier
+from qarl.weight_sync.transport import open_transport
 from qarl.weight_sync.update import WeightUpdate
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
@@ -70,28 +70,29 @@ def scene() -> Iterator[Scene]:
     )
     counters = torch.zeros(3, dtype=torch.int64)
     _, name, _ = counters.untyped_storage()._share_filename_cpu_()
-    carrier, plan = make_carrier(torch.device("cpu"), None)
+    transport = open_transport(torch.device("cpu"), None)
     with RunDirectory.open(config, "auto") as run:
         run.begin()
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         (folder / "troubles").write_text("")
         settings = fake_sampler.settings(folder)
-        sampler = SamplerProcess(settings, {}, plan, folder / "sampler.log", 60)
+        sampler = SamplerProcess(settings, {}, transport.plan, folder / "sampler.log", 60)
         try:
             sampler.start(ignore)
             tensors = {"secret": torch.frombuffer(bytearray(SECRET), dtype=torch.uint8)}
-            sampler.call("publish", WeightUpdate(1, carrier.pack(tensors), fingerprints(tensors.items()), []), ignore)
+            update = WeightUpdate(1, [transport.pack(tensors)], fingerprints(tensors.items()), [])
+            sampler.call("publish", update, ignore)
             assert len(sampler.call("generate", ORDER, ignore)) == 8
             yield Scene(
                 folder,
                 sampler.pid,
-                carrier.fd,
+                transport.fd,
                 Path("/dev/shm", name.decode().lstrip("/")),
                 listening(os.getpid()) + listening(sampler.pid),
             )
         finally:
             sampler.close()
-            carrier.close()
+            transport.close()
             os.umask(before)
             patch.undo()
     shutil.rmtree(place)

@@ -295,21 +295,21 @@ def test_a_samplers_environment_has_nothing_of_ranks() -> None:
         **{name: "1" for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_BLOCKING_WAIT")},
         **{"QARL_RANKS": "/tmp/x", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"},
     }
-    own = sampler_environment(kept | launcher, ReceiverPlan("memory", fd=3))
+    own = sampler_environment(kept | launcher, ReceiverPlan(fd=3))
     assert own.pop("PYTHONPATH") == os.pathsep.join(p for p in sys.path if p)
     cache = {"VLLM_CACHE_ROOT": "/root/.cache/vllm/rank-1"}
     assert own == kept | cache | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    assert "VLLM_CACHE_ROOT" not in sampler_environment(kept | launcher | {"LOCAL_RANK": "0"}, ReceiverPlan("memory"))
-    moved = sampler_environment(launcher | {"VLLM_CACHE_ROOT": "/cache"}, ReceiverPlan("memory"))
+    assert "VLLM_CACHE_ROOT" not in sampler_environment(kept | launcher | {"LOCAL_RANK": "0"}, ReceiverPlan())
+    moved = sampler_environment(launcher | {"VLLM_CACHE_ROOT": "/cache"}, ReceiverPlan())
     assert moved["VLLM_CACHE_ROOT"] == "/cache/rank-1"
-    alone = sampler_environment(kept | {"GLOO_SOCKET_IFNAME": "eth0"}, ReceiverPlan("memory", fd=3))
+    alone = sampler_environment(kept | {"GLOO_SOCKET_IFNAME": "eth0"}, ReceiverPlan(fd=3))
     assert alone["GLOO_SOCKET_IFNAME"] == "eth0"  # the user's, of a run without a launcher
 
 
 @pytest.mark.parametrize(("visible", "gpus", "found"), [(None, (1,), "1"), ("4,5,6", (2, 1), "6,5")])
 def test_a_sampler_sees_its_gpus_alone(visible, gpus, found) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert sampler_environment(environment, ReceiverPlan("cuda_ipc", gpus=gpus))["CUDA_VISIBLE_DEVICES"] == found
+    assert sampler_environment(environment, ReceiverPlan(gpus=gpus))["CUDA_VISIBLE_DEVICES"] == found
 
 
 REFUSALS = [

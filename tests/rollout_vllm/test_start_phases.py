@@ -20,7 +20,7 @@ from qarl.rollout.vllm import worker
 from qarl.rollout.vllm.early import early_sampler
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import SamplerProcess
-from qarl.weight_sync.link import SamplerFault
+from qarl.weight_sync.connection import SamplerFault
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -176,7 +176,7 @@ def test_a_process_that_begins_early_is_taken_over(tmp_path: Path, monkeypatch: 
         assert sampler.call("score", [[1, 2, 3]], lambda *_: None) == [[fake_sampler.EVEN] * 2]
     finally:
         sampler.close()
-        early.carrier.close()
+        early.transport.close()
     assert not fake_sampler.alive(pid) and fake_sampler.memory_files() == files
 
 
@@ -228,7 +228,7 @@ def test_one_that_died_meanwhile_is_a_fault_of_the_start(tmp_path: Path, monkeyp
             sampler.start(lambda responses, tokens: None)
     finally:
         sampler.close()
-        early.carrier.close()
+        early.transport.close()
 
 
 @pytest.mark.parametrize("vllm", [{"process": "inline"}, {"tensor_parallel": 2, "device": 0}])

@@ -17,8 +17,8 @@ from tiny_runs import Qarl, settings, write_config
 
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.team import SamplerTeam
-from qarl.weight_sync.link import SamplerFault
-from qarl.weight_sync.transport import make_team
+from qarl.weight_sync.connection import SamplerFault
+from qarl.weight_sync.transport import open_transport
 from qarl.weight_sync.update import WeightUpdate
 from qarl.weight_sync.verify import PublishError
 
@@ -34,14 +34,15 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     monkeypatch.setattr(fake_sampler.FakeHost, "__init__", own_troubles)
     fake_sampler.install(monkeypatch.setattr)
-    carrier, plans = make_team(torch.device("cpu"), [None, None])
+    transports = [open_transport(torch.device("cpu"), None) for _ in range(2)]
+    plans = [transport.plan for transport in transports]
     teams: list[SamplerTeam] = []
 
     def make(*troubles: str, timeout_s: float = 30.0) -> SamplerTeam:
         for index in range(2):
             (tmp_path / f"troubles-{index}").write_text(troubles[index] if troubles else "")
         teams.append(SamplerTeam(fake_sampler.settings(tmp_path), {}, plans, tmp_path / "sampler.log", timeout_s))
-        teams[-1].carrier = carrier
+        teams[-1].transports = transports
         teams[-1].start(ignore)
         return teams[-1]
 
@@ -49,7 +50,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     for team in teams:
         team.close()
         assert gone(team) and not team._folder.exists()
-    carrier.close()
+    for transport in transports:
+        transport.close()
 
 
 def gone(team: SamplerTeam) -> bool:
@@ -58,18 +60,19 @@ def gone(team: SamplerTeam) -> bool:
 
 def test_a_team_answers_as_one_process_does(start, tmp_path) -> None:
     team = start()
-    assert team.facts["proved_frac"] == 1.0
+    assert team.capabilities["proved_frac"] == 1.0
     responses = team.call("generate", ORDER, ignore)
     assert len(responses) == 8 and responses == team.members[1].call("generate", ORDER, ignore)
     assert team.call("score", [[1, 2, 3]], ignore) == [[fake_sampler.EVEN] * 2]
     assert {path.name for path in tmp_path.glob("*.log")} == {"sampler.log", "sampler.1.log"}
 
 
-def test_each_gets_its_own_parcel(start) -> None:
+def test_each_gets_its_own_payload(start) -> None:
     from qarl.weight_sync.fingerprints import fingerprints
 
     team, tensors = start(), {"a": torch.randn(5), "b": torch.randn(3, 2)}
-    update = WeightUpdate(1, team.carrier.pack(tensors), fingerprints(tensors.items()), [[1, 2]])
+    payloads = [transport.pack(tensors) for transport in team.transports]
+    update = WeightUpdate(1, payloads, fingerprints(tensors.items()), [[1, 2]])
     assert team.call("publish", update, ignore) == ({"score": ANY}, [[fake_sampler.EVEN]])
     wrong = replace(update, expected=fingerprints({"a": tensors["a"]}.items()))
     with pytest.raises(PublishError):  # of both

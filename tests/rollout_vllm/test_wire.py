@@ -33,9 +33,9 @@ from qarl.rollout.vllm.messages import (
 )
 from qarl.rollout.vllm.settings import Drawing, Failure, Request, Response
 from qarl.rollout.vllm.wire import HEADER, MAGIC, Channel, Message, WireError, WireTimeout, channel_pair
+from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.link import SamplerFault
-from qarl.weight_sync.parcels import CudaHandle, Entry, Inline, Parcel
+from qarl.weight_sync.payload import CudaHandle, Entry, Payload
 from qarl.weight_sync.transport import ReceiverPlan
 from qarl.weight_sync.update import WeightUpdate
 
@@ -48,9 +48,9 @@ DRAWN = [
 ]
 PRINTS = {"a.weight": Fingerprint((3, 4), "torch.int32", "sha256:00"), "b": Fingerprint((), "torch.half", "mix64:1")}
 HANDLE = CudaHandle((4, 1), 2, 0, "ff00", 512, 0, "2f74", 3, "00", True)
-PLACES = (64, Inline("00" * 16), HANDLE)
-PARCEL = Parcel(tuple(Entry(f"a{place}", "int32", (3, 4), place) for place in PLACES), 512)
-PUBLICATION = WeightUpdate(3, PARCEL, PRINTS, [[5, 6, 7], [1, 2]])
+PLACES = (64, "00" * 48, HANDLE)
+PAYLOAD = Payload(tuple(Entry(f"a{place}", "int32", (3, 4), place) for place in PLACES), 512)
+PUBLICATION = WeightUpdate(3, [PAYLOAD], PRINTS, [[5, 6, 7], [1, 2]])
 ORDERS: list[tuple[str, Any]] = [
     ("publish", PUBLICATION),
     ("score", [[5, 6, 7], [1, 2]]),
@@ -113,12 +113,12 @@ def test_a_result_arrives_as_it_was(pair, operation, payload, result) -> None:
 
 
 def test_the_start_of_a_sampler_arrives(pair) -> None:
-    plan = ReceiverPlan("cuda_ipc", fd=7, gpus=(1, 0))
+    plan = ReceiverPlan(fd=7, gpus=(1, 0))
     args = {"compilation_config": {"mode": 0, "sizes": [1, 2.5, None, "x"]}}
     settings = replace(NO_SETTINGS, args=args, cuda=1, threads=3)
     assert read_start(sent(pair, start_order(settings, PRINTS, plan))) == (settings, PRINTS, plan)
-    facts = {"proved_frac": 0.5, "notes": ["π"], "phases": {"imports": 0.25}}
-    assert read_ready(sent(pair, Message("ready", facts | {"more": 1}))) == facts
+    capabilities = {"proved_frac": 0.5, "notes": ["π"], "phases": {"imports": 0.25}}
+    assert read_ready(sent(pair, Message("ready", capabilities | {"more": 1}))) == capabilities
 
 
 def test_a_failure_arrives_whatever_its_message(pair) -> None:
@@ -208,7 +208,7 @@ def test_json_of_every_wrong_shape_is_refused_by_every_reader() -> None:
     stream = random.Random(15)
     atoms = [None, True, -1, 2**62, 0.5, math.nan, "", "x", [], {}, [[]], [None], {"x": 1}, [1, 2], ["a", 3]]
     bodies = [order(*each).body for each in ORDERS] + [done(name, result).body for name, _, result in RESULTS]
-    bodies += [start_order(NO_SETTINGS, PRINTS, ReceiverPlan("memory", fd=3)).body]
+    bodies += [start_order(NO_SETTINGS, PRINTS, ReceiverPlan(fd=3)).body]
     for _ in range(1500):
         body = json.loads(json.dumps(stream.choice(bodies)))
         if isinstance(body, (dict, list)) and body:

@@ -1,4 +1,4 @@
-"""The far side of a carrier: a process of its own that answers what it took, and tensors to send there."""
+"""The far side of a transport: a process of its own that answers what it took, and tensors to send there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch import Tensor
 from qarl.rollout.vllm.messages import order, start_order
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.rollout.vllm.wire import Message, channel_pair
-from qarl.weight_sync.carriers import Carrier
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.parcels import Parcel
-from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.payload import Payload
+from qarl.weight_sync.transport import ReceiverPlan, Transport
 from qarl.weight_sync.update import WeightUpdate
 
 NO_SETTINGS = SamplerSettings(
@@ -47,18 +46,17 @@ from qarl.rollout.vllm.wire import Channel, Message
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
 receiver = open_receiver(read_start(channel.poll(None))[2])
 while (order := channel.poll(None)).kind == "publish":
-    taken = dict(receiver.take(read_order(order).content))
+    taken = dict(receiver.take(read_order(order).payloads[0]))
     found = fingerprints(taken.items())
     answer = {name: asdict(found[name]) | {"device": str(tensor.device)} for name, tensor in taken.items()}
     del taken
     receiver.done()
     channel.send(Message("done", answer))
-receiver.close()
 """
 
 
 class Sampler:
-    """A process of its own that answers every parcel with the fingerprints of what it took.
+    """A process of its own that answers every payload with the fingerprints of what it took.
 
     devices: where the tensors of the last answer were, as that process numbers them.
     """
@@ -76,15 +74,15 @@ class Sampler:
         end.close()
         self.channel.send(start_order(NO_SETTINGS, {}, plan))
 
-    def sent(self, carrier: Carrier, tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
+    def sent(self, transport: Transport, tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
         """Publish the tensors; what arrived."""
-        self.send(carrier.pack(tensors))
+        self.send(transport.pack(tensors))
         found = self.answer()
-        carrier.release()
+        transport.release()
         return found
 
-    def send(self, parcel: Parcel) -> None:
-        self.channel.send(order("publish", WeightUpdate(0, parcel, {}, [])))
+    def send(self, payload: Payload) -> None:
+        self.channel.send(order("publish", WeightUpdate(0, [payload], {}, [])))
 
     def answer(self) -> dict[str, Fingerprint]:
         answer = self.channel.poll(180)

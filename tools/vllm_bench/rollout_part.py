@@ -28,10 +28,10 @@ from qarl.rollout.vllm.launch import drawing_of, sampler_settings
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Request, SamplerSettings, request_seed
 from qarl.storage.model_directory import config_document
+from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.link import SamplerFault
-from qarl.weight_sync.transport import make_carrier
+from qarl.weight_sync.transport import open_transport
 from vllm_bench.case import Case, Record, engine_config, environment
 from vllm_bench.generation import generate_record
 from vllm_bench.models import DTYPE, quant_of
@@ -73,14 +73,14 @@ def rollout_records(case: Case, shape: str, options: argparse.Namespace) -> Iter
     settings, layout = dummy_settings(case, shape, options)
     held = fingerprints([(NORM, torch.ones(layout.config.hidden_size, dtype=DTYPE))])
     log, random = case.place / "sampler.log", torch.Generator().manual_seed(options.seed)
-    carrier = None
+    transport = None
     begin = time.perf_counter()
     with environment(case):
         if case.process == "inline":
             sampler: InlineSampler | SamplerProcess = InlineSampler(settings, held, log)
         else:
-            carrier, plan = make_carrier(case.device, None)
-            sampler = SamplerProcess(settings, held, plan, log, timeout_s=600.0)
+            transport = open_transport(case.device, None)
+            sampler = SamplerProcess(settings, held, transport.plan, log, timeout_s=600.0)
 
     def draw(prompts: list[list[int]], new_tokens: int, seed: int) -> list[int]:
         sampling = SamplingParams(n=1, seed=seed, max_response_length=new_tokens)
@@ -93,7 +93,7 @@ def rollout_records(case: Case, shape: str, options: argparse.Namespace) -> Iter
     try:
         sampler.start(ignore_progress)
         seconds = time.perf_counter() - begin
-        yield labels | {"what": "start", "seconds": seconds, "phases": sampler.facts["phases"]}
+        yield labels | {"what": "start", "seconds": seconds, "phases": sampler.capabilities["phases"]}
         for batch in options.batch:
             found = generate_record(draw, batch, layout.config.vocab_size, random, options)
             yield labels | {"what": "generate"} | found
@@ -101,5 +101,5 @@ def rollout_records(case: Case, shape: str, options: argparse.Namespace) -> Iter
         raise UserError(f"vLLM: {fault}") from fault
     finally:
         sampler.close()
-        if carrier is not None:
-            carrier.close()
+        if transport is not None:
+            transport.close()

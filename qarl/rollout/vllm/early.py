@@ -11,9 +11,8 @@ from qarl.config import Config
 from qarl.errors import UserError
 from qarl.rollout.vllm.launch import sampler_gpu, sampler_threads
 from qarl.rollout.vllm.process import BegunProcess, ended_with
-from qarl.weight_sync.carriers import Carrier
-from qarl.weight_sync.link import SamplerFault
-from qarl.weight_sync.transport import ReceiverPlan, make_carrier
+from qarl.weight_sync.connection import SamplerFault
+from qarl.weight_sync.transport import Transport, open_transport
 
 LOG = "sampler.log"  # in the directory of a run, or of a rank's
 MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
@@ -36,11 +35,10 @@ def see(log: Path) -> str:
 
 @dataclass(frozen=True)
 class BegunSampler:
-    """A process of a run's vLLM. carrier, plan: the way of later publications to it. log: what it prints."""
+    """A process of a run's vLLM. transport: for later publications. log: what it prints."""
 
     begun: BegunProcess
-    carrier: Carrier
-    plan: ReceiverPlan
+    transport: Transport
     log: Path
 
     def look(self) -> None:
@@ -51,7 +49,7 @@ class BegunSampler:
     def close(self) -> None:
         """End it, if it was not taken over."""
         self.begun.close()
-        self.carrier.close()
+        self.transport.close()
 
 
 def early_sampler(config: Config, device: torch.device, place: Path) -> BegunSampler | None:
@@ -72,10 +70,10 @@ def begin_sampler(config: Config, device: torch.device, place: Path) -> BegunSam
     device: the learner's. place: see `VLLMEngine`. Its threads are those that torch has now.
     """
     rollout, threads = config.rollout, sampler_threads(device)
-    carrier, plan = make_carrier(device, sampler_gpu(config))
+    transport = open_transport(device, sampler_gpu(config))
     try:
-        begun = BegunProcess(rollout.linear_products, rollout.numerics, threads, plan, place / LOG)
+        begun = BegunProcess(rollout.linear_products, rollout.numerics, threads, transport.plan, place / LOG)
     except BaseException:
-        carrier.close()
+        transport.close()
         raise
-    return BegunSampler(begun, carrier, plan, place / LOG)
+    return BegunSampler(begun, transport, place / LOG)

@@ -39,11 +39,11 @@ from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.rollout.vllm.sleep import Sampler, SamplerSleep
 from qarl.rollout.vllm.team import SamplerTeam
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.sender import WeightSender
 from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.transport import make_team
+from qarl.weight_sync.transport import open_transport
 
 MEASURED_OTHERS = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
 
@@ -210,14 +210,18 @@ class VLLMEngine:
             if vllm.process == "inline":
                 self._sampler = InlineSampler(settings, expected, self.log)
             elif vllm.tensor_parallel > 1:
-                carrier, plans = make_team(self.layout.device, sampler_gpus(self.config, self.layout.device))
-                self.weights.use(carrier)
+                device = self.layout.device
+                transports = [open_transport(device, gpu) for gpu in sampler_gpus(self.config, device)]
+                self.weights.use(*transports)
+                plans = [transport.plan for transport in transports]
                 self._sampler = SamplerTeam(settings, expected, plans, self.log, vllm.timeout_s)
             else:
                 early = self._early or begin_sampler(self.config, self.layout.device, self.place)
                 self._early = None
-                self.weights.use(early.carrier)
-                self._sampler = SamplerProcess(settings, expected, early.plan, self.log, vllm.timeout_s, early.begun)
+                self.weights.use(early.transport)
+                self._sampler = SamplerProcess(
+                    settings, expected, early.transport.plan, self.log, vllm.timeout_s, early.begun
+                )
             self.weights.prepare(folder, snapshot)  # while the process imports vLLM
             torch.cuda.empty_cache()
             self._measured["time/sampler_prepare_s"] = time.perf_counter() - begin
@@ -226,7 +230,7 @@ class VLLMEngine:
             shutil.rmtree(folder, ignore_errors=True)
         self.weights.accept(self._sampler, snapshot, vllm.publish)
         self._measured["time/sampler_start_s"] = time.perf_counter() - begin
-        self.phases = self._sampler.facts["phases"]
+        self.phases = self._sampler.capabilities["phases"]
 
     def _again_after_faults(self, action: Callable[[], Any]) -> Any:
         """Do it, and after a fault of vLLM again with a new one, as often as the configuration allows."""

@@ -30,7 +30,7 @@ from qarl.rollout.vllm.recording import Experts, Recording, Taps, recorded
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings, vllm_environment
 from qarl.rollout.vllm.start import import_ahead, require_served, start_vllm
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
-from qarl.weight_sync.receiver import Arriving, arrived
+from qarl.weight_sync.receiver import Arriving, receive
 from qarl.weight_sync.shards import METADATA, Shard, shard_prints
 from qarl.weight_sync.verify import PublishError, verify
 
@@ -89,7 +89,7 @@ class Host:
     def _model(self) -> nn.Module:
         return self._worker.model_runner.get_model()
 
-    def facts(self) -> dict[str, Any]:
+    def capabilities(self) -> dict[str, Any]:
         """What the other side wants to know of a started engine.
 
         proved_frac: share of the snapshot's bytes whose arrival digests prove. notes: what vLLM does otherwise
@@ -112,7 +112,7 @@ class Host:
     def publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
         """Load what arrives, in layer order, and check what is held afterwards.
 
-        arriving: tensors in checkpoint layout, or patches of those held, by published name. expected: fingerprints of
+        arriving: tensors in checkpoint layout, or patches of those held (see `receive`). expected: fingerprints of
         the whole snapshot. Returns the seconds of its parts: receive, load, check.
         Raises PublishError: other bytes arrived than were sent, or other ones are held, here or in another process of
         the same model.
@@ -131,7 +131,7 @@ class Host:
 
     def _publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
         begin = time.perf_counter()
-        tensors = arrived(version, arriving, expected, lambda name: self._loader.base(name, expected))
+        tensors = receive(version, arriving, expected, lambda name: self._loader.base(name, expected))
         received = self._now()
         if tensors:
             self._loader.load(tensors)

@@ -17,8 +17,8 @@ from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import Tick
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.storage.disk import disk_errors
+from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.link import SamplerFault
 
 
 class InlineSampler:
@@ -27,7 +27,7 @@ class InlineSampler:
     def __init__(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], log: Path) -> None:
         self._settings, self._expected, self.log = settings, expected, log
         self._order: tuple[str, Any] | None = None
-        self.facts: dict[str, Any] = {}
+        self.capabilities: dict[str, Any] = {}
 
     def start(self, tick: Tick) -> None:
         phases = Phases()
@@ -37,7 +37,7 @@ class InlineSampler:
             from qarl.rollout.vllm.host import Host
 
             self._host = Host(self._settings, self._expected, phases)
-        self.facts = self._host.facts()
+        self.capabilities = self._host.capabilities()
 
     def call(self, operation: str, payload: Any, tick: Tick) -> Any:
         self.begin(operation, payload)

@@ -33,8 +33,8 @@ Scores = list[list[float]]
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """See `Host.facts`."""
+class _Capabilities:
+    """See `Host.capabilities`."""
 
     proved_frac: float
     notes: list[str]
@@ -69,7 +69,7 @@ class _Published:
 
 
 _START, _GENERATE = TypeAdapter(_Start), TypeAdapter(_Generate)
-_FACTS, _PUBLISHED, _DRAWN = TypeAdapter(_Facts), TypeAdapter(_Published), TypeAdapter(_Drawn)
+_CAPABILITIES, _PUBLISHED, _DRAWN = TypeAdapter(_Capabilities), TypeAdapter(_Published), TypeAdapter(_Drawn)
 _SEQUENCES, _SCORES, _LEVEL = TypeAdapter(list[list[int]]), TypeAdapter(Scores), TypeAdapter(int)
 _FREED, _FAILURE, _PROGRESS = TypeAdapter(int | None), TypeAdapter(Failure), TypeAdapter(tuple[int, int])
 
@@ -189,8 +189,8 @@ def read_done(operation: str, payload: Any, message: Message) -> Any:
 
 
 def read_ready(message: Message) -> dict[str, Any]:
-    """What a started sampler says of itself; see `Host.facts`."""
-    return asdict(_read(_FACTS, message))
+    """What a started sampler says of itself; see `Host.capabilities`."""
+    return asdict(_read(_CAPABILITIES, message))
 
 
 def read_failed(message: Message) -> Failure:

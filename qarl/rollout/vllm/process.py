@@ -26,8 +26,8 @@ from qarl.rollout.vllm.messages import (
 from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings, vllm_environment
 from qarl.rollout.vllm.wire import Channel, Message, WireError, WireTimeout, channel_pair
 from qarl.storage.disk import disk_errors
+from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import ReceiverPlan
 from qarl.weight_sync.verify import PublishError
 
@@ -79,7 +79,7 @@ class SamplerProcess:
     """A vLLM in a process of its own, which leads a session: the terminal's Ctrl-C does not reach it.
 
     log: gets what vLLM prints. timeout_s: without a sign of life for so long it counts as hung. plan: of
-    the other end of the carrier that publications come by. begun: with this plan; None: it begins now.
+    the transport that publications come by. begun: with this plan; None: it begins now.
     progress: responses and tokens of the order under way.
     """
 
@@ -93,7 +93,7 @@ class SamplerProcess:
         begun: BegunProcess | None = None,
     ) -> None:
         self.timeout_s, self.log = timeout_s, log
-        self.facts: dict[str, Any] = {}
+        self.capabilities: dict[str, Any] = {}
         if begun is None:
             begun = BegunProcess(settings.linear_kernels, settings.numerics, settings.threads, plan, log)
         self._process, self._channel = begun.process, begun.channel
@@ -110,7 +110,7 @@ class SamplerProcess:
     def start(self, tick: Tick) -> None:
         """Wait until vLLM is ready. tick(0, 0): called meanwhile. Raises SamplerFault, PublishError."""
         self.begin_start()
-        self.facts = self._answer(tick)
+        self.capabilities = self._answer(tick)
 
     def begin_start(self) -> None:
         """The order that every other follows."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from qarl.rollout.vllm.process import TICK_S, SamplerProcess, Tick
 from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import ReceiverPlan
 from qarl.weight_sync.update import WeightUpdate
 from qarl.weight_sync.verify import PublishError
@@ -25,8 +25,8 @@ from qarl.weight_sync.verify import PublishError
 class SamplerTeam:
     """The interface of `SamplerProcess`. plans: of each process, in the order of the model's parts.
 
-    log: of the first; the others' have the part's number before the ending. Publications are orders whose content has a
-    parcel for each.
+    log: of the first; the others' have the part's number before the ending. Publications are orders with
+    a payload for each.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SamplerTeam:
         log: Path,
         timeout_s: float,
     ) -> None:
-        self.facts: dict[str, Any] = {}
+        self.capabilities: dict[str, Any] = {}
         self._operation = "start"
         self._folder = Path(tempfile.mkdtemp(prefix="qarl-team-"))
         self.members: list[SamplerProcess] = []
@@ -58,7 +58,7 @@ class SamplerTeam:
             self._end()
             raise
         facts = self._answers(tick)
-        self.facts = facts[0] | {"proved_frac": min(each["proved_frac"] for each in facts)}
+        self.capabilities = facts[0] | {"proved_frac": min(each["proved_frac"] for each in facts)}
 
     def call(self, operation: str, payload: Any, tick: Tick) -> Any:
         self.begin(operation, payload)
@@ -70,7 +70,7 @@ class SamplerTeam:
             for index, member in enumerate(self.members):
                 own = payload
                 if isinstance(payload, WeightUpdate):
-                    own = replace(payload, content=payload.content[index])
+                    own = replace(payload, payloads=[payload.payloads[index]])
                 member.begin(operation, own)
         except BaseException:
             self._end()

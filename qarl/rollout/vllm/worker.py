@@ -22,7 +22,8 @@ from qarl.rollout.vllm.messages import done, failed, read_order, read_start
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.settings import Drawing, Failure, Request
 from qarl.rollout.vllm.wire import Channel, Message
-from qarl.weight_sync.receiver import Arriving, WeightReceiver
+from qarl.weight_sync.receiver import Arriving
+from qarl.weight_sync.transport import open_receiver
 from qarl.weight_sync.update import WeightUpdate
 from qarl.weight_sync.verify import PublishError
 
@@ -37,12 +38,12 @@ Unpack = Callable[[Any], Arriving]
 def perform(host: Host, operation: str, payload: Any, unpack: Unpack, progress: Progress) -> Any:
     """One operation on a host; a publish gives the seconds of its parts and the canary's log-probs.
 
-    unpack: the tensors and patches in an update's content.
+    unpack: the tensors and patches in an update's payload.
     """
     match operation:
         case "publish":
             assert isinstance(payload, WeightUpdate)
-            seconds = host.publish(payload.version, unpack(payload.content), payload.expected)
+            seconds = host.publish(payload.version, unpack(payload.payloads[0]), payload.expected)
             begin = time.perf_counter()
             scores = host.score(payload.canary)
             return seconds | {"score": time.perf_counter() - begin}, scores
@@ -90,8 +91,8 @@ def serve(channel: Channel, phases: Phases) -> None:
     except Exception as error:  # whatever vLLM raises
         channel.send(failed(failure(error)))
         return
-    channel.send(Message("ready", host.facts()))
-    receiver = WeightReceiver(plan)
+    channel.send(Message("ready", host.capabilities()))
+    receiver = open_receiver(plan)
 
     def progress(responses: int, tokens: int) -> None:
         channel.send(Message("progress", [responses, tokens]))

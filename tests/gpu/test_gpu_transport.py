@@ -13,10 +13,9 @@ import torch
 from qarl_kernels.digest import digest
 from torch import Tensor
 
-from qarl.weight_sync.delta import apply_patch, patch_of
 from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.gpu_carriers import CudaIpcCarrier
-from qarl.weight_sync.transport import ReceiverPlan, make_carrier
+from qarl.weight_sync.transport import CudaIpcTransport, ReceiverPlan, open_transport
+from qarl.weight_sync.update import patch_of, patched
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "rollout_vllm"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "weight_sync"))
@@ -57,9 +56,8 @@ def test_a_patch_turns_the_old_tensor_into_the_new_one_on_the_gpu(name: str) -> 
     new = old.clone()
     new.view(-1).view(torch.uint8)[-1] ^= 1
     patch = patch_of(old, new)
-    assert patch is not None and patch.indices.is_cuda and patch.values.numel() == 1
-    apply_patch(old, patch)
-    assert torch.equal(old.view(-1).view(torch.uint8), new.view(-1).view(torch.uint8))
+    assert patch.is_cuda and patch.shape == (2, 1)
+    assert torch.equal(patched(old, patch).view(-1).view(torch.uint8), new.view(-1).view(torch.uint8))
 
 
 # --- CUDA IPC
@@ -67,31 +65,31 @@ def test_a_patch_turns_the_old_tensor_into_the_new_one_on_the_gpu(name: str) -> 
 
 @pytest.fixture(scope="module")
 def neighbour() -> Iterator[Sampler]:
-    made = Sampler(ReceiverPlan("cuda_ipc", gpus=(0,)))
+    made = Sampler(ReceiverPlan(gpus=(0,)))
     yield made
     assert made.close() == 0
 
 
 def test_tensors_arrive_on_the_same_gpu_publish_after_publish(neighbour: Sampler) -> None:
-    carrier = CudaIpcCarrier()
+    transport = CudaIpcTransport((0,))
     for seed in range(3):
         tensors = snapshot(seed)
-        found = neighbour.sent(carrier, tensors)
+        found = neighbour.sent(transport, tensors)
         assert found == fingerprints(tensors.items()) and list(found) == list(tensors)
-    carrier.close()
+    transport.close()
 
 
 def test_tensors_of_one_version_can_be_sent_twice(neighbour: Sampler) -> None:
-    carrier, tensors = CudaIpcCarrier(), snapshot()
-    assert neighbour.sent(carrier, tensors) == neighbour.sent(carrier, tensors) == fingerprints(tensors.items())
+    transport, tensors = CudaIpcTransport((0,)), snapshot()
+    assert neighbour.sent(transport, tensors) == neighbour.sent(transport, tensors) == fingerprints(tensors.items())
 
 
 def test_a_write_still_queued_when_packed_is_seen(neighbour: Sampler) -> None:
-    carrier = CudaIpcCarrier()
+    transport = CudaIpcTransport((0,))
     tensor = torch.zeros(BIG // 4, dtype=torch.int32, device=FIRST)
     torch.cuda._sleep(500_000_000)
     tensor.fill_(7)
-    found = neighbour.sent(carrier, {"late": tensor})
+    found = neighbour.sent(transport, {"late": tensor})
     assert found == fingerprints([("late", torch.full_like(tensor, 7))])
 
 
@@ -103,8 +101,8 @@ def _allocated() -> int:
 
 def test_memory_comes_back_after_a_publish(neighbour: Sampler) -> None:
     before = _allocated()
-    carrier, tensors = CudaIpcCarrier(), snapshot()
-    neighbour.sent(carrier, tensors)
+    transport, tensors = CudaIpcTransport((0,)), snapshot()
+    neighbour.sent(transport, tensors)
     del tensors
     assert _allocated() == before
 
@@ -112,14 +110,14 @@ def test_memory_comes_back_after_a_publish(neighbour: Sampler) -> None:
 @pytest.mark.parametrize("taken", [False, True])
 def test_memory_comes_back_after_a_receiver_that_died(taken: bool) -> None:
     before = _allocated()
-    sampler, carrier, tensors = Sampler(ReceiverPlan("cuda_ipc", gpus=(0,))), CudaIpcCarrier(), snapshot()
-    parcel = carrier.pack(tensors)
+    sampler, transport, tensors = Sampler(ReceiverPlan(gpus=(0,))), CudaIpcTransport((0,)), snapshot()
+    payload = transport.pack(tensors)
     if taken:
-        sampler.send(parcel)
+        sampler.send(payload)
         sampler.answer()
     sampler.process.kill()
     sampler.process.wait()
-    carrier.close()
+    transport.close()
     del tensors
     assert _allocated() == before
 
@@ -132,42 +130,42 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 @two_gpus
 def test_tensors_arrive_on_another_gpu_publish_after_publish() -> None:
-    carrier, plan = make_carrier(FIRST, 1)
-    assert plan.gpus == (1, 0)
-    sampler = Sampler(plan)
+    transport = open_transport(FIRST, 1)
+    assert transport.plan.gpus == (1, 0)
+    sampler = Sampler(transport.plan)
     for seed in range(3):
         tensors = snapshot(seed)
-        found = sampler.sent(carrier, tensors)
+        found = sampler.sent(transport, tensors)
         assert found == fingerprints(tensors.items()) and list(found) == list(tensors)
         assert all(
             device == "cpu" if name == "shape" else device == "cuda:0" for name, device in sampler.devices.items()
         )
-    carrier.close()
+    transport.close()
     assert sampler.close() == 0
 
 
 @two_gpus
 def test_the_learner_can_be_on_the_second_gpu() -> None:
     second = torch.device("cuda", 1)
-    carrier, plan = make_carrier(second, 0)
-    sampler = Sampler(plan)
+    transport = open_transport(second, 0)
+    sampler = Sampler(transport.plan)
     tensors = {name: tensor.to(second) if tensor.is_cuda else tensor for name, tensor in snapshot().items()}
-    assert sampler.sent(carrier, tensors) == fingerprints(tensors.items())
-    carrier.close()
+    assert sampler.sent(transport, tensors) == fingerprints(tensors.items())
+    transport.close()
     assert sampler.close() == 0
 
 
 @two_gpus
 def test_a_write_still_queued_when_packed_is_seen_on_another_gpu() -> None:
-    carrier, plan = make_carrier(FIRST, 1)
-    sampler = Sampler(plan)
+    transport = open_transport(FIRST, 1)
+    sampler = Sampler(transport.plan)
     tensor = torch.zeros(BIG // 4, dtype=torch.int32, device=FIRST)
-    sampler.sent(carrier, {"early": tensor})
+    sampler.sent(transport, {"early": tensor})
     torch.cuda._sleep(500_000_000)
     tensor.fill_(7)
-    found = sampler.sent(carrier, {"late": tensor})
+    found = sampler.sent(transport, {"late": tensor})
     assert found == fingerprints([("late", torch.full_like(tensor, 7))])
-    carrier.close()
+    transport.close()
     assert sampler.close() == 0
 
 
@@ -175,14 +173,14 @@ def test_a_write_still_queued_when_packed_is_seen_on_another_gpu() -> None:
 @pytest.mark.parametrize("taken", [False, True])
 def test_memory_comes_back_after_a_receiver_on_another_gpu_died(taken: bool) -> None:
     before = _allocated()
-    carrier, plan = make_carrier(FIRST, 1)
-    sampler, tensors = Sampler(plan), snapshot()
-    sampler.send(carrier.pack(tensors))
+    transport = open_transport(FIRST, 1)
+    sampler, tensors = Sampler(transport.plan), snapshot()
+    sampler.send(transport.pack(tensors))
     if taken:
         sampler.answer()
     sampler.process.kill()
     sampler.process.wait()
-    carrier.close()
+    transport.close()
     del tensors
     assert _allocated() == before
     assert int(torch.ones(3, device=FIRST).sum()) == 3
@@ -191,29 +189,29 @@ def test_memory_comes_back_after_a_receiver_on_another_gpu_died(taken: bool) -> 
 @pytest.mark.parametrize("own", [None, pytest.param(1, marks=two_gpus)])
 def test_nothing_of_ours_listens_while_tensors_travel(own: int | None) -> None:
     """CUDA's driver keeps an abstract socket of its own in every process that uses a GPU; there is nothing else."""
-    carrier, plan = make_carrier(FIRST, own)
-    sampler = Sampler(plan)
-    sampler.sent(carrier, snapshot())
+    transport = open_transport(FIRST, own)
+    sampler = Sampler(transport.plan)
+    sampler.sent(transport, snapshot())
     found = {"learner": listening(os.getpid()), "sampler": listening(sampler.process.pid)}
     print(f"listening: {found}")
     for names in found.values():
         assert [name for name in names if not name.startswith("unix @cuda-")] == []
-    carrier.close()
+    transport.close()
     assert sampler.close() == 0
 
 
 @two_gpus
 def test_a_snapshot_of_gibibytes_takes_less_than_seconds() -> None:
     """What replaced NCCL's broadcasts: 4 GiB in tensors of 64 MiB, over NVLink or PCIe."""
-    carrier, plan = make_carrier(FIRST, 1)
-    sampler = Sampler(plan)
+    transport = open_transport(FIRST, 1)
+    sampler = Sampler(transport.plan)
     tensors = {str(i): torch.full((BIG // 4,), i, dtype=torch.int32, device=FIRST) for i in range(64)}
     expected = fingerprints(tensors.items())
-    assert sampler.sent(carrier, tensors) == expected
+    assert sampler.sent(transport, tensors) == expected
     begin = time.perf_counter()
-    assert sampler.sent(carrier, tensors) == expected
+    assert sampler.sent(transport, tensors) == expected
     elapsed = time.perf_counter() - begin
     print(f"4 GiB to another GPU: {elapsed:.3f} s, {4 / elapsed:.0f} GiB/s with the fingerprints")
     assert elapsed < 4
-    carrier.close()
+    transport.close()
     assert sampler.close() == 0

@@ -1,0 +1,34 @@
+"""The interface of a started sampler that the weight sender uses, independent of engine and process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class SamplerFault(Exception):
+    """A sampler failed, hung or died. The message is one line that says how."""
+
+
+class Connection(Protocol):
+    """Sends requests to a sampler and returns their results. Every method raises SamplerFault if the sampler fails.
+
+    Attributes:
+        capabilities: Reported by the sampler when it was ready: `proved_frac` (fraction of a snapshot's bytes that its
+            fingerprints prove), `notes` (lines for the user) and `phases` (seconds per part of its start).
+    """
+
+    capabilities: dict[str, Any]
+
+    def begin(self, operation: str, payload: Any) -> None:
+        """Send a request: `publish` with a `WeightUpdate`."""
+
+    def finish(self, tick: Callable[[int, int], None]) -> Any:
+        """Wait for the result of a publish: (seconds by part, log-probs of the canary per sequence).
+
+        Raises:
+            PublishError: The sampler does not hold what was sent.
+        """
+
+    def call(self, operation: str, payload: Any, tick: Callable[[int, int], None]) -> Any:
+        """`begin` and `finish`: `score` with token sequences returns their log-probs per sequence."""

@@ -1,0 +1,177 @@
+"""Transports: tensors arrive in another process bit for bit, in order, publish after publish."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from far_side import Sampler, ragged, random_bytes
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from qarl.rollout.vllm.messages import order, read_order
+from qarl.rollout.vllm.wire import Message
+from qarl.weight_sync import transport as transport_module
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.payload import ALIGNED, CudaHandle, Entry, Payload
+from qarl.weight_sync.transport import CudaIpcReceiver, CudaIpcTransport, MemoryFileReceiver, MemoryFileTransport
+from qarl.weight_sync.update import WeightUpdate, delta
+
+
+@pytest.fixture(scope="module")
+def transport() -> Iterator[MemoryFileTransport]:
+    made = MemoryFileTransport()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def sampler(transport: MemoryFileTransport) -> Iterator[Sampler]:
+    made = Sampler(transport.plan)
+    yield made
+    assert made.close() == 0
+
+
+# --- a file in memory, a real process
+
+
+@pytest.mark.slow
+def test_every_dtype_and_size_arrives_in_another_process_in_order(sampler, transport) -> None:
+    tensors = ragged()
+    found = sampler.sent(transport, tensors)
+    assert found == fingerprints(tensors.items()) and list(found) == list(tensors)
+
+
+@pytest.mark.slow
+def test_the_file_serves_smaller_and_larger_payloads_after_one_another(sampler, transport) -> None:
+    for count in (10, 1, 1 << 20, 3):
+        tensors = {"a": random_bytes((count,), torch.int32, seed=count), "b": torch.ones(2)}
+        assert sampler.sent(transport, tensors) == fingerprints(tensors.items())
+
+
+@pytest.mark.slow
+def test_an_empty_payload_arrives(sampler, transport) -> None:
+    assert sampler.sent(transport, {}) == {}
+
+
+@pytest.mark.slow
+def test_patches_arrive(sampler, transport) -> None:
+    old = ragged()
+    new = old | {"last": old["last"].clone().index_fill_(0, torch.tensor([500]), 2.0)}
+    sent = delta(new, fingerprints(new.items()), old, fingerprints(old.items()))
+    assert list(sent) == ["last#patch"]
+    assert sampler.sent(transport, sent) == fingerprints(sent.items())
+
+
+# --- a file in memory, both ends here
+
+
+@pytest.fixture
+def receiver(transport: MemoryFileTransport) -> MemoryFileReceiver:
+    return MemoryFileReceiver(transport.fd)
+
+
+def test_tensors_that_are_not_contiguous_arrive(transport, receiver) -> None:
+    matrix = torch.arange(12).view(3, 4).t()
+    ((_, arrived),) = receiver.take(transport.pack({"m": matrix}))
+    assert torch.equal(arrived, matrix)
+
+
+def test_tensors_start_at_aligned_addresses(transport, receiver) -> None:
+    assert all(tensor.data_ptr() % ALIGNED == 0 for _, tensor in receiver.take(transport.pack(ragged())))
+
+
+def test_a_tensor_outlives_the_iterator_it_came_from(transport, receiver) -> None:
+    taken = receiver.take(transport.pack(ragged()))
+    _, first = next(taken)
+    del taken
+    gc.collect()
+    assert torch.equal(first, ragged()["packed"])
+
+
+def test_what_the_receiver_writes_reaches_nobody_else(transport, receiver) -> None:
+    payload = transport.pack(ragged())
+    for _, tensor in receiver.take(payload):
+        tensor.zero_()
+    assert fingerprints(receiver.take(payload)) == fingerprints(ragged().items())
+
+
+def test_a_payload_is_small_whatever_the_tensors(transport) -> None:
+    names = [f"model.layers.{i}.self_attn.q_proj.weight_packed" for i in range(500)]
+    payload = transport.pack(dict.fromkeys(names, torch.zeros(1000)))
+    assert len(json.dumps(order("publish", WeightUpdate(0, [payload], {}, [])).body)) < 200 * 500
+
+
+# --- what the transport for GPUs does that needs none
+
+
+def arrived(payload: Payload) -> Payload:
+    """What the other side reads of the message that carries a payload."""
+    sent = order("publish", WeightUpdate(0, [payload], {}, []))
+    return read_order(Message(sent.kind, json.loads(json.dumps(sent.body)), sent.data)).payloads[0]
+
+
+def test_every_kind_of_place_arrives_as_it_was_sent() -> None:
+    handle = CudaHandle((7, 1), 3, 1, b"\0\xff".hex(), 1 << 40, 512, b"/torch_1_2".hex(), 9, b"e".hex(), True)
+    entries = [Entry("big", "int32", (33, 7), handle), Entry("small", "float8_e4m3fn", (), 64)]
+    payload = Payload((*entries, *CudaIpcTransport((0,)).pack(ragged()).entries), 1 << 33)
+    assert arrived(payload) == payload
+
+
+def test_cpu_tensors_beside_those_of_a_gpu_travel_inside_the_payload_by_ipc() -> None:
+    payload = arrived(CudaIpcTransport((0,)).pack(ragged()))
+    receiver = CudaIpcReceiver(torch.device("cuda", 0), torch.device("cuda", 0))
+    assert fingerprints(receiver.take(payload)) == fingerprints(ragged().items())
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_torch_gets_back_what_it_gave_out_to_share_a_tensor(source: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the fields, where no GPU is needed to see it."""
+    given = (
+        Tensor,
+        torch.Size((3, 4)),
+        (4, 1),
+        5,
+        torch.TypedStorage,
+        torch.bfloat16,
+        7,
+        b"h\0\xff",
+        96,
+        1 << 33,
+        False,
+        b"/torch_1_2_3",
+        11,
+        b"event\0",
+        True,
+    )
+    assert len(given) == len(inspect.signature(rebuild_cuda_tensor).parameters)
+    taken: list[tuple] = []
+
+    class Opened:
+        def to(self, device: torch.device) -> torch.device:
+            return device
+
+    monkeypatch.setattr(transport_module, "reduce_tensor", lambda tensor: (rebuild_cuda_tensor, given))
+    monkeypatch.setattr(transport_module, "rebuild_cuda_tensor", lambda *args: taken.append(args) or Opened())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    tensor = torch.zeros(3, 4, dtype=torch.bfloat16)
+    payload = arrived(Payload((Entry.of("a", tensor, CudaIpcTransport((0,))._handle(tensor)),)))
+    receiver = CudaIpcReceiver(torch.device("cuda", 0), torch.device("cuda", source))
+    assert list(receiver.take(payload)) == [("a", torch.device("cuda", 0))]
+    assert taken == [(*given[:6], source, *given[7:])]  # the GPU's number is the receiver's own
+
+
+def test_a_counter_of_a_receiver_is_read_where_torch_keeps_it() -> None:
+    counters = torch.tensor([0, 1, 0, 2, 0, 0, 0, 0, 0, 5, 0])
+    _, name, _ = counters.untyped_storage()._share_filename_cpu_()  # as torch shares the counters of CUDA IPC
+    blank = CudaHandle((1,), 0, 0, "", 1, 0, name.hex(), 0, "", False)
+    handles = [replace(blank, slot=slot) for slot in range(len(counters))]
+    assert [CudaIpcTransport((0,))._awaited(handle) for handle in handles] == (counters > 0).tolist()
+    del counters
+    assert not CudaIpcTransport((0,))._awaited(replace(blank, counter=b"/torch_no_such_file".hex(), slot=1))
