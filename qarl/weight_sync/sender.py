@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -154,7 +154,7 @@ class WeightSender:
     def _transfer(self, connection: Connection, tensors: Mapping[str, Tensor], snapshot: Snapshot) -> Difference:
         """Send tensors, and score the canary on both sides: on this side while the sampler loads."""
         transports = self._transports
-        payloads = [transport.pack(tensors) for transport in transports] or [list(tensors.items())]
+        payloads: list[Any] = [transport.pack(tensors) for transport in transports] or [list(tensors.items())]
         try:
             connection.begin("publish", WeightUpdate(snapshot.version, payloads, snapshot.fingerprints(), self.canary))
             expected = self.scorer.score(self.canary).tolist()

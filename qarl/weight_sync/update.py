@@ -31,7 +31,7 @@ def delta(
     old: the tensors that the receiver holds, of the same names, shapes and dtypes.
     """
     assert old_prints.keys() == new_prints.keys() == new.keys(), "versions of one model have the same tensors"
-    sent = {}
+    sent: dict[str, Tensor] = {}
     for name, tensor in new.items():
         if new_prints[name] != old_prints[name]:
             patch = patch_of(old[name], tensor)

@@ -169,7 +169,7 @@ def test_a_process_that_begins_early_is_taken_over(tmp_path: Path, monkeypatch: 
     early = early_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
     assert early is not None and fake_sampler.alive(pid := early.begun.process.pid)
     settings = fake_sampler.settings(tmp_path)
-    sampler = SamplerProcess(settings, {}, early.plan, tmp_path / "sampler.log", 60.0, early.begun)
+    sampler = SamplerProcess(settings, {}, early.transport.plan, tmp_path / "sampler.log", 60.0, early.begun)
     try:
         assert sampler.pid == pid
         sampler.start(lambda responses, tokens: None)
@@ -222,7 +222,7 @@ def test_one_that_died_meanwhile_is_a_fault_of_the_start(tmp_path: Path, monkeyp
 
     os.kill(early.begun.process.pid, signal.SIGKILL)
     settings = fake_sampler.settings(tmp_path)
-    sampler = SamplerProcess(settings, {}, early.plan, tmp_path / "sampler.log", 60.0, early.begun)
+    sampler = SamplerProcess(settings, {}, early.transport.plan, tmp_path / "sampler.log", 60.0, early.begun)
     try:
         with pytest.raises(SamplerFault, match="SIGKILL"):
             sampler.start(lambda responses, tokens: None)
