@@ -16,7 +16,7 @@ from qarl.config.rollout import RolloutConfig
 from qarl.config.train import TrainConfig
 from qarl.config.vllm import VLLMConfig
 from qarl.objectives.base import ObjectiveConfig
-from qarl.objectives.correction.config import CorrectionConfig
+from qarl.objectives.correction_config import CorrectionConfig
 
 __all__ = [
     "CheckpointConfig",

@@ -26,7 +26,7 @@ from qarl.config.reward import RewardConfig, shadowed_column_faults
 from qarl.config.rollout import RolloutConfig
 from qarl.config.train import TrainConfig
 from qarl.config.yaml_io import dump_yaml
-from qarl.objectives.correction.config import CorrectionConfig
+from qarl.objectives.correction_config import CorrectionConfig
 from qarl.objectives.tbpo import TBPO
 
 

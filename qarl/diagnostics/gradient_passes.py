@@ -20,8 +20,8 @@ import torch
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
-from qarl.objectives.band import Band
-from qarl.objectives.ratios import clamped_exp, log_ratio
+from qarl.objectives.base import Band
+from qarl.objectives.common import clamped_exp, log_ratio
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
 from qarl.training.batch import Part

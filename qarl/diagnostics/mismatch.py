@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl.objectives.ratios import MAX_EXPONENT
+from qarl.objectives.common import MAX_EXPONENT
 from qarl.objectives.segments import Segments
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from qarl.objectives.ratios import log_ratio as finite_log_ratio
+from qarl.objectives.common import log_ratio as finite_log_ratio
 from qarl.objectives.segments import Segments
 
 if TYPE_CHECKING:
-    from qarl.objectives.band import Band
+    from qarl.objectives.base import Band
 
 PARTS = ("eos_", "rest_")
 

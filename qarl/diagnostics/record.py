@@ -18,7 +18,7 @@ from qarl.experts import of_experts
 from qarl.objectives.segments import Segments
 
 if TYPE_CHECKING:
-    from qarl.objectives.band import Band
+    from qarl.objectives.base import Band
 
 
 @dataclass(frozen=True)

@@ -1,38 +1,36 @@
-"""What every objective shares: the keys of its section, and what the framework asks of it.
+"""Base classes of the objectives: shared keys, what an objective may override, and its trust band.
 
-An objective is one class in one file, its keys above and its maths below; `registry.py` lists the classes. `qarl check`
-reads these files and loads no torch, so that what they import at the top loads none either: tensors bring their own
-methods.
+`qarl check` imports these files and the objectives, so none of them imports torch at its top.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
 from qarl.config.base import Fault, Field, Section
 from qarl.config.limits import FACTOR
-from qarl.objectives.aggregate import Aggregation
-from qarl.objectives.proximal import RatioKind
-from qarl.objectives.regularizers import Estimator
+from qarl.objectives.common import INFINITE, Estimator, Surrogate, SurrogateInputs, clamped_exp
+from qarl.objectives.segments import Aggregation, Segments
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from qarl.config.config import Config
-    from qarl.objectives.band import Band
-    from qarl.objectives.correction.combined import Correction
-    from qarl.objectives.surrogate import Surrogate
-    from qarl.objectives.tokens import SurrogateInputs
+    from qarl.objectives.correction_config import CorrectionConfig
 
 AdvantageKind = Literal["grpo", "grpo_no_std", "rloo", "reinforce"]
 PruningLevel = Literal["response", "token"]
+RatioKind = Literal["train", "rollout", "shadow", "one"]
 TruncationSet = Literal["own", "replay"]
-SurrogateFunction = Callable[["SurrogateInputs"], "Surrogate"]
-"""What an objective is at its core: of a micro-batch's tokens, what each of them is worth."""
+SurrogateFunction = Callable[[SurrogateInputs], Surrogate]
 
-# Types of shared keys whose default is the objective's own.
+# Types of shared keys whose default depends on the objective.
 AdvantageKey = Annotated[
     AdvantageKind,
     Field(description="Group mean and std, group mean only (Dr. GRPO), leave-one-out, or batch whitening."),
@@ -102,28 +100,28 @@ class ObjectiveConfig(Section):
     )
 
     own_ratio: ClassVar[RatioKind] = "one"
-    """The ratio of an objective that has no key for it."""
+    """The ratio of an objective without the key `ratio`."""
     sequence_ratio: ClassVar[bool] = False
-    """Whether the objective has one ratio per response, not one per token."""
+    """The objective has one ratio per response, not one per token."""
     idle_at_zero: ClassVar[bool] = True
-    """A token of advantage 0 has value and gradient 0."""
+    """A token with advantage 0 has value 0 and no gradient."""
 
     @abstractmethod
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """What each token is worth, and statistics."""
+        """Compute the value of each token, to maximise, and statistics."""
 
     def bind(self) -> SurrogateFunction:
-        """`surrogate`, ready to be called. Raises UserError where it is a file's that cannot be used."""
+        """Return `surrogate` ready to call. Raises UserError if a user's file cannot be used."""
         return self.surrogate
 
     @property
     def ratio_kind(self) -> RatioKind:
-        """The ratio that `SurrogateInputs.log_ratio` is of."""
+        """The ratio whose log is `SurrogateInputs.log_ratio`."""
         return self.own_ratio
 
     @property
     def band(self) -> Band | None:
-        """Where the ratio still gives gradient; None where nothing loses its gradient at an edge."""
+        """Where the ratio still gives gradient; None if no token loses its gradient at a bound."""
         return None
 
     @property
@@ -132,30 +130,27 @@ class ObjectiveConfig(Section):
         return False
 
     def center(self, inputs: SurrogateInputs) -> float:
-        """`SurrogateInputs.center`, of the tokens of a whole minibatch; 0 where nothing is centred."""
+        """Compute `SurrogateInputs.center` from the tokens of a whole minibatch."""
         return 0.0
 
-    def corrected(self, correction: Correction) -> Correction:
-        """The configured correction, with the weights and rules that are the objective's own."""
+    def corrected(self, correction: CorrectionConfig) -> CorrectionConfig:
+        """Return the configured correction with the objective's own weight or rules added."""
         return correction
 
     def one_ratio_per_response(self, level: str | None) -> bool:
-        """Whether the estimator weights whole responses (DVP, eq. 22), given `correction.level`."""
+        """The estimator weights whole responses (DVP, eq. 22), given `correction.level`."""
         return self.sequence_ratio or level in ("sequence", "geometric")
 
     def default_pruning(self, level: str | None) -> PruningLevel:
-        """Return the value of `dvp_outside` that null stands for, if min-p is the only truncation.
+        """Default of `dvp_outside` without top-p and top-k, given `correction.level`.
 
         The estimator that drops whole responses is defined for dynamic vocabulary pruning only: `dvp_rho` cuts the
-        same relative tail on both sides. Plain min-p, top-p and top-k sampling gets `token`.
-
-        Args:
-            level: `correction.level`.
+        same relative tail on both sides. Plain min-p gets `token`.
         """
         return "response" if self.dvp_rho is not None and self.one_ratio_per_response(level) else "token"
 
     def faults_in(self, config: Config) -> Iterator[Fault]:
-        """What of the other sections does not go with this objective."""
+        """Report values of other sections that this objective cannot be combined with."""
         yield from ()
 
     def faults(self) -> Iterator[Fault]:
@@ -167,7 +162,7 @@ class ObjectiveConfig(Section):
 
 
 class RatioObjective(ObjectiveConfig):
-    """An objective that clips or gates a ratio, which `ratio` chooses."""
+    """An objective that clips or gates the ratio chosen by `ratio`."""
 
     ratio: RatioKind | None = Field(
         None,
@@ -179,3 +174,42 @@ class RatioObjective(ObjectiveConfig):
     @property
     def ratio_kind(self) -> RatioKind:
         return self.ratio or "train"
+
+
+@dataclass(frozen=True)
+class Band:
+    """The ratios that give gradient, bounds included, as reported to diagnostics. A surrogate clips by itself.
+
+    Attributes:
+        level: One ratio per `token`, or per response (`sequence`: the geometric mean over its tokens).
+        high: Upper bound for A > 0.
+        low: Lower bound for A < 0.
+        neg_high: Upper bound for A < 0.
+    """
+
+    level: Literal["token", "sequence"]
+    high: float
+    low: float
+    neg_high: float = math.inf
+
+    def comparable(self, log_ratio: Tensor) -> Tensor:
+        """Return the log ratio per token (T,), with infinite ones replaced by 0 if the band is per response.
+
+        Otherwise one token outside a truncated distribution would move its whole response outside the band.
+        """
+        return log_ratio if self.level == "token" else log_ratio.masked_fill(log_ratio.abs() >= INFINITE, 0.0)
+
+    def beyond(self, log_ratio: Tensor, segments: Segments) -> Tensor:
+        """(T,) bool: tokens whose ratio is outside [low, high] for either sign of the advantage."""
+        ratio, _ = clamped_exp(log_ratio if self.level == "token" else segments.mean(log_ratio))
+        beyond = (ratio < self.low) | (ratio > self.high)
+        return beyond if self.level == "token" else segments.expand(beyond)
+
+    def outside(self, log_ratio: Tensor, advantages: Tensor, segments: Segments) -> Tensor:
+        """(T,) bool: tokens without gradient, for log ratios (T,) and advantages (R,)."""
+        by_token = self.level == "token"
+        ratio, _ = clamped_exp(log_ratio if by_token else segments.mean(log_ratio))
+        advantage = segments.expand(advantages) if by_token else advantages
+        too_low, too_high = ratio < self.low, ratio > self.neg_high
+        lost = ((advantage > 0) & (ratio > self.high)) | ((advantage < 0) & (too_low | too_high))
+        return lost if by_token else segments.expand(lost)

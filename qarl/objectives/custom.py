@@ -2,8 +2,9 @@
 
     def name(inputs: SurrogateInputs, **kwargs) -> Surrogate
 
-or a class whose instances are called so, made once a run with the kwargs. Ratio, advantages, correction, vocabulary
-pruning, penalties and aggregation are the section's, as for every objective. `examples/custom_objective.py` is one.
+or a class that is instantiated once per run with the kwargs and whose instance is called with the inputs. Ratio,
+advantages, correction, vocabulary pruning, penalties and aggregation are keys of the section, as for every objective.
+Example: `examples/custom_objective.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from qarl.inputs.code import REFERENCE, check_reference, describe, file_of, find
 from qarl.inputs.paths import PATH_BYTES
 from qarl.inputs.sources import source_parts
 from qarl.objectives.base import RatioObjective, SurrogateFunction
-from qarl.objectives.surrogate import RATIO_STATS, Surrogate
-from qarl.objectives.tokens import SurrogateInputs
+from qarl.objectives.common import RATIO_STATS, Surrogate, SurrogateInputs
 from qarl.out_of_memory import is_out_of_memory
 from qarl.signals import is_stop
 
@@ -33,18 +33,18 @@ _STATISTIC = re.compile(r"objective/[A-Za-z0-9_]+")
 
 
 class Custom(RatioObjective):
-    """A function or class of the user's."""
+    """A user's function or class."""
 
     name: Literal["custom"] = Field("custom", description="A function or class of your own, at `path`.")
     path: str = Field(
         min_length=1,
         max_length=PATH_BYTES,
         description="path/to/file.py:name, or package.module:name, of name(inputs, **kwargs) -> Surrogate, or of a "
-        "class that is made with kwargs and called so.",
+        "class that is instantiated with kwargs and called with inputs.",
     )
     kwargs: dict[str, JsonValue] = Field({}, description="Keyword arguments of the function, or of the class.")
 
-    idle_at_zero: ClassVar[bool] = False  # what it makes of a response of advantage 0 is its own affair
+    idle_at_zero: ClassVar[bool] = False  # it may give a response with advantage 0 a value
 
     @property
     def file(self) -> str | None:
@@ -52,8 +52,14 @@ class Custom(RatioObjective):
         return file_of(self.path)
 
     def bind(self) -> SurrogateFunction:
-        """The user's function, checked. Raises UserError: it cannot be imported, or not be called with `kwargs`."""
-        return UserSurrogate(self.path, self.kwargs)
+        """Import the user's function. Raises UserError if that fails, or if it cannot be called with `kwargs`."""
+        place = _place(self.path)
+        check_reference(self.path, place)
+        try:
+            function = _bound(find(self.path), self.kwargs)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from error
+        return partial(_checked, place, function)
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
         return self.bind()(inputs)
@@ -71,36 +77,25 @@ class Custom(RatioObjective):
             yield Fault(("path",), self.path, "must be path/to/file.py:name, or package.module:name")
 
 
-class UserSurrogate:
-    """A user's function as an objective: its faults, and results that are no objective, are one line."""
-
-    def __init__(self, reference: str, kwargs: dict[str, Any]) -> None:
-        """Import it. Raises UserError with one line."""
-        self._place = _place(reference)
-        check_reference(reference, self._place)
-        try:
-            self._function = _bound(find(reference), kwargs)
-        except UserError as error:
-            raise UserError(f"{self._place}: {error}") from error
-
-    def __call__(self, inputs: SurrogateInputs) -> Surrogate:
-        try:
-            result = self._function(inputs)
-        except BaseException as error:
-            if is_stop(error) or is_out_of_memory(error):  # both have messages of their own
-                raise
-            raise UserError(f"{self._place}: raised {describe(error)}") from error
-        if fault := _fault(result, inputs):
-            raise UserError(f"{self._place}: {fault}")
-        return result
-
-
 def _place(reference: str) -> str:
     return f"objective.path: `{reference}`"
 
 
+def _checked(place: str, function: Callable[[SurrogateInputs], Any], inputs: SurrogateInputs) -> Surrogate:
+    """Call the function. Raises UserError if it raises or returns anything but a surrogate of these tokens."""
+    try:
+        result = function(inputs)
+    except BaseException as error:
+        if is_stop(error) or is_out_of_memory(error):  # both have messages of their own
+            raise
+        raise UserError(f"{place}: raised {describe(error)}") from error
+    if fault := _fault(result, inputs):
+        raise UserError(f"{place}: {fault}")
+    return result
+
+
 def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[[SurrogateInputs], Any]:
-    """What is called with the inputs alone."""
+    """Bind kwargs, or instantiate the class with them: the result is called with the inputs alone."""
     if isinstance(function, type):
         _check_call(function, (), kwargs)
         try:
@@ -129,7 +124,7 @@ def _check_call(function: Callable[..., Any], arguments: tuple[Any, ...], kwargs
 
 
 def _fault(result: Any, inputs: SurrogateInputs) -> str | None:
-    """Why this is no surrogate of these tokens."""
+    """Say why the result is not a surrogate of these tokens; None if it is."""
     import torch
 
     if not isinstance(result, Surrogate):
@@ -139,7 +134,7 @@ def _fault(result: Any, inputs: SurrogateInputs) -> str | None:
         kind = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         return f"its value is {kind}, must be a tensor of floats"
     if value.shape != logp.shape:
-        return f"its value has shape {list(value.shape)}, must be {list(logp.shape)}: a number a token"
+        return f"its value has shape {list(value.shape)}, must be {list(logp.shape)}: one number per token"
     if value.device != logp.device:
         return f"its value is on {value.device}, and the log-probs are on {logp.device}"
     if torch.is_grad_enabled() and logp.requires_grad and not value.requires_grad:
@@ -157,8 +152,10 @@ def _fault(result: Any, inputs: SurrogateInputs) -> str | None:
 
 
 def _infinite(value: Any, inputs: SurrogateInputs) -> str | None:
-    """The first token whose value is NaN or infinite, where no log-prob is: those reach the learner, which skips the
-    step. Waits once for a GPU."""
+    """Describe the first token with a NaN or infinite value if all log-probs are finite. Synchronizes with the GPU.
+
+    A non-finite log-prob is the learner's fault: the value has to reach the learner, which skips the step.
+    """
     import torch
 
     logps = inputs.logps

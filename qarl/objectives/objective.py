@@ -1,105 +1,57 @@
-"""The objective of a configuration: surrogate, correction, penalties and aggregation in one call."""
+"""The objective that training maximises: surrogate, correction, penalties and aggregation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from qarl.objectives.aggregate import Totals, aggregate
-from qarl.objectives.band import Band
-from qarl.objectives.base import ObjectiveConfig, PruningLevel, SurrogateFunction
-from qarl.objectives.contribution import contribution_stats
-from qarl.objectives.correction.combined import Correction, without_weight
-from qarl.objectives.proximal import RatioKind, proximal_log_ratio
-from qarl.objectives.pruning import prune, without
-from qarl.objectives.ratios import MAX_EXPONENT, log_ratio
-from qarl.objectives.regularizers import k_estimate, kl_to_reference
-from qarl.objectives.segments import Segments
-from qarl.objectives.surrogate import Stats, present, stat
-from qarl.objectives.tokens import Constants, Needs, Pruned, SurrogateInputs, TokenLogProbs
+from qarl.objectives.base import Band, ObjectiveConfig, PruningLevel, RatioKind, SurrogateFunction
+from qarl.objectives.common import (
+    MAX_EXPONENT,
+    Constants,
+    Estimator,
+    Needs,
+    Pruned,
+    Stats,
+    SurrogateInputs,
+    TokenLogProbs,
+    clamped_exp,
+    k_estimate,
+    log_ratio,
+    score,
+    stat,
+)
+from qarl.objectives.correction import correct, mean_weight
+from qarl.objectives.correction_config import CorrectionConfig
+from qarl.objectives.segments import Segments, Totals, aggregate
 
 OUTSIDE = "policy/outside_frac"
 OUTSIDE_RESPONSES = "policy/outside_responses_frac"
 ZERO_WEIGHT_RESPONSES = "policy/zero_weight_responses_frac"
 
 
+def build_objective(config: ObjectiveConfig, correction: CorrectionConfig) -> Objective:
+    """Build the objective of the `objective` and `correction` sections.
+
+    Raises:
+        UserError: The user's own objective cannot be imported.
+    """
+    pruning = config.dvp_outside or config.default_pruning(correction.level)
+    correction = config.corrected(correction)
+    return Objective(config, config.bind(), config.ratio_kind, correction if correction.active else None, pruning)
+
+
 @dataclass(frozen=True)
 class Objective:
-    """The function that training maximises, built by `build_objective`.
-
-    Attributes:
-        config: The section, with the objective's class.
-        surrogate: Values of a micro-batch's tokens.
-        correction: Weights that multiply the surrogate.
-        pruning: What a token outside the learner's truncated distribution drops (`pruning.py`).
-    """
+    """The function that training maximises."""
 
     config: ObjectiveConfig
-    surrogate: SurrogateFunction
-    correction: Correction
-    pruning: PruningLevel
-
-    @property
-    def ratio(self) -> RatioKind:
-        """The ratio that the surrogate works with."""
-        return self.config.ratio_kind
-
-    @property
-    def band(self) -> Band | None:
-        """Where that ratio still gives gradient; None if nothing ever loses its gradient."""
-        return self.config.band
-
-    @property
-    def needs(self) -> Needs:
-        """What the learner has to bring beside the three log-probs."""
-        return Needs(
-            shadow=self.ratio == "shadow",
-            reference=self.config.kl_coef > 0.0,
-            entropy=self.config.entropy_coef > 0.0,
-            minibatch=self.config.centers or self.correction.normalize,
-        )
-
-    @property
-    def zero_advantage_is_idle(self) -> bool:
-        """A response with advantage 0 gives exactly no gradient, so it needs no backward."""
-        config = self.config
-        everywhere = (config.kl_coef, config.entropy_coef, config.router_aux_coef, config.router_z_coef)
-        return config.idle_at_zero and not config.centers and not any(everywhere)
-
-    @torch.no_grad()
-    def log_ratio(self, logps: TokenLogProbs, segments: Segments) -> Tensor:
-        """Return the per-token log ratio that the surrogate clips, (T,), without gradient; zeros if it has none.
-
-        A pruned token keeps its infinite ratio for a band per token. In a band per response it counts as unmoved, as in
-        the surrogate: a mean over the response would be infinite otherwise.
-        """
-        if self.band is not None and self.band.level == "sequence":
-            logps = without(logps, self.pruned(logps, segments))
-        return proximal_log_ratio(logps, self.ratio)
-
-    def pruned(self, logps: TokenLogProbs, segments: Segments) -> Pruned:
-        """Find what has weight 0 because of tokens outside the learner's truncated distribution, if it is truncated."""
-        return prune(logps, segments, self.pruning, self.ratio == "shadow")
-
-    def weights(self, logps: TokenLogProbs, segments: Segments) -> Tensor | None:
-        """Return the correction weights, (T,), with rules, veto and pruning, before `correction.normalize`.
-
-        None without correction.
-        """
-        if self.correction.empty:
-            return None
-        return self.correction(logps, segments, pruned=self.pruned(logps, segments)).weights
-
-    @torch.no_grad()
-    def constants(self, logps: TokenLogProbs, advantages: Tensor, segments: Segments) -> Constants:
-        """The constants of a whole minibatch: logps and segments of all its responses, advantages (R,). No gradient."""
-        pruned, center = self.pruned(logps, segments), 0.0
-        if self.config.centers and logps.logp.numel():
-            center = self.config.center(self._inputs(logps, advantages, segments, pruned))
-        normalize = self.correction.normalize
-        return Constants(center, self.correction.weight_mean(logps, segments, pruned) if normalize else 1.0)
+    surrogate: SurrogateFunction  # value of each token of a micro-batch
+    ratio: RatioKind  # the ratio that the surrogate works with
+    correction: CorrectionConfig | None  # weights, rules and veto, including the objective's own
+    pruning: PruningLevel  # what a token outside the learner's truncated distribution drops
 
     def __call__(
         self,
@@ -111,27 +63,27 @@ class Objective:
     ) -> tuple[Tensor, Stats]:
         """Compute the loss of one micro-batch: minus the aggregate of w * surrogate - kl_coef * K + entropy_coef * H.
 
-        Correction weights w multiply the surrogate alone: the KL and the entropy are of the learner's own distribution
-        and count at every token, rejected, pruned or not. Losses of the micro-batches of a minibatch add up to its
-        loss, and their stats by `add_stats`; `finish_stats` makes metrics of the sum.
+        The correction weight w multiplies the surrogate alone. The KL and the entropy count at every token, rejected,
+        pruned or not, because they are of the learner's own distribution. Losses of the micro-batches of a minibatch
+        add up to its loss, and their statistics by `add_stats`.
 
         Returns:
-            The loss, and statistics. Beside those of the surrogate, the correction and `_token_stats` there is
-            `policy/zero_weight_responses_frac`: non-empty responses whose tokens all have weight 0, by the correction
-            (mask, rule, veto), by pruning, or by both.
+            The loss, and the statistics of the surrogate, of the correction and of `_token_stats`. With them
+            `policy/zero_weight_responses_frac`: non-empty responses whose tokens all have weight 0, because of the
+            correction (mask, rule, veto), pruning, or both.
         """
-        pruned = self.pruned(logps, segments)
-        surrogate = self.surrogate(self._inputs(logps, advantages, segments, pruned, constants.center))
-        value, stats = surrogate.value, surrogate.stats | _token_stats(logps, advantages, segments, pruned)
-        if not self.correction.empty:
-            corrected = self.correction(logps, segments, constants.weight_mean, pruned)
-            value, stats = value * corrected.weights, stats | corrected.stats
-            weights = corrected.weights
+        config = self.config
+        inputs = self._inputs(logps, advantages, segments, constants.center)
+        pruned = inputs.pruned
+        surrogate = self.surrogate(inputs)
+        value, stats = surrogate.value, surrogate.stats | _token_stats(logps, inputs)
+        if self.correction:
+            weights, correction_stats = correct(self.correction, logps, segments, pruned, constants.weight_mean)
+            value, stats = value * weights, stats | correction_stats
         else:
             weights = (~pruned.tokens).to(value.dtype)
-        stats[ZERO_WEIGHT_RESPONSES] = stat(without_weight(weights, segments), present(segments))
+        stats[ZERO_WEIGHT_RESPONSES] = stat(~segments.any(weights != 0.0), segments.present)
         value = value.masked_fill(pruned.tokens, 0.0)
-        config = self.config
         if config.kl_coef > 0.0:
             assert logps.logp_ref is not None and config.kl_estimator is not None, "kl_coef needs both"
             kl = kl_to_reference(logps.logp, logps.logp_ref, config.kl_estimator)
@@ -141,32 +93,175 @@ class Objective:
         if config.entropy_coef > 0.0:
             assert logps.entropy is not None, "entropy_coef needs the entropy"
             value = value + config.entropy_coef * logps.entropy
-        return -aggregate(value, segments, config.aggregation, *totals), stats
+        return -aggregate(value, segments, config.aggregation, totals), stats
+
+    @property
+    def band(self) -> Band | None:
+        """The ratios that give gradient; None if no token loses its gradient at a bound."""
+        return self.config.band
+
+    @property
+    def needs(self) -> Needs:
+        """What the learner has to compute beside the three log-probs."""
+        return Needs(
+            shadow=self.ratio == "shadow",
+            reference=self.config.kl_coef > 0.0,
+            entropy=self.config.entropy_coef > 0.0,
+            minibatch=self.config.centers or bool(self.correction and self.correction.normalize),
+        )
+
+    @property
+    def zero_advantage_is_idle(self) -> bool:
+        """A response with advantage 0 has exactly no gradient, so it needs no backward."""
+        config = self.config
+        everywhere = (config.kl_coef, config.entropy_coef, config.router_aux_coef, config.router_z_coef)
+        return config.idle_at_zero and not config.centers and not any(everywhere)
+
+    @torch.no_grad()
+    def log_ratio(self, logps: TokenLogProbs, segments: Segments) -> Tensor:
+        """Return the log ratio per token that the surrogate clips, (T,), without gradient; zeros if it has none.
+
+        A pruned token keeps its infinite ratio if the band is per token. If it is per response, the token counts as
+        unmoved, as in the surrogate; otherwise the mean over its response would be infinite.
+        """
+        if self.band is not None and self.band.level == "sequence":
+            logps = without(logps, self.pruned(logps, segments))
+        return self._ratio(logps)
+
+    def weights(self, logps: TokenLogProbs, segments: Segments) -> Tensor | None:
+        """Return the correction weights (T,) before `correction.normalize`; None without correction."""
+        if not self.correction:
+            return None
+        return correct(self.correction, logps, segments, self.pruned(logps, segments))[0]
+
+    @torch.no_grad()
+    def constants(self, logps: TokenLogProbs, advantages: Tensor, segments: Segments) -> Constants:
+        """Compute the constants of a whole minibatch from all its responses, without gradient."""
+        inputs, center, weight_mean = self._inputs(logps, advantages, segments), 0.0, 1.0
+        if self.config.centers and logps.logp.numel():
+            center = self.config.center(inputs)
+        if self.correction and self.correction.normalize:
+            weight_mean = mean_weight(self.correction, logps, segments, inputs.pruned)
+        return Constants(center, weight_mean)
+
+    @torch.no_grad()
+    def pruned(self, logps: TokenLogProbs, segments: Segments) -> Pruned:
+        """Find what has weight 0 because of sampled tokens outside the learner's truncated distribution.
+
+        A token is outside if the learner's log-prob is -inf, now or at the rollout's weights; with ratio shadow also if
+        the shadow's is. Dynamic vocabulary pruning (DVP, theorem 5.3, equation 22) has an estimator over trajectories:
+        the ratio of a response with a token outside is 0, so the whole response is dropped. This holds for DVP only.
+        After an update the learner's top-p or top-k set differs from the rollout's, and a few tokens per thousand fall
+        out of it. Dropping their responses would drop most long responses, so only the token gets weight 0.
+
+        Weight 0 is exact: no value and no gradient. Pruned tokens stay in the denominators of the aggregation, like
+        rejected ones. A token with a NaN is never pruned, nor is its response: the NaN has to reach the loss.
+        """
+        learner = [logps.logp, logps.logp_old]
+        if self.ratio == "shadow":
+            assert logps.logp_shadow is not None, "ratio shadow needs logp_shadow"
+            learner.append(logps.logp_shadow)
+        broken = torch.stack([x.isnan() for x in (*learner, logps.logp_sampler)]).any(0)
+        outside = torch.stack([x.isneginf() for x in learner]).any(0) & ~broken
+        if self.pruning == "token":
+            return Pruned(outside, torch.zeros_like(segments.present), outside)
+        responses = segments.any(outside) & ~segments.any(broken)
+        return Pruned(outside | segments.expand(responses), responses, outside)
 
     def _inputs(
-        self, logps: TokenLogProbs, advantages: Tensor, segments: Segments, pruned: Pruned, center: float = 0.0
+        self, logps: TokenLogProbs, advantages: Tensor, segments: Segments, center: float = 0.0
     ) -> SurrogateInputs:
+        pruned = self.pruned(logps, segments)
         inside = without(logps, pruned)
-        return SurrogateInputs(inside, proximal_log_ratio(inside, self.ratio), advantages, segments, pruned, center)
+        return SurrogateInputs(inside, self._ratio(inside), advantages, segments, pruned, center)
+
+    def _ratio(self, logps: TokenLogProbs) -> Tensor:
+        """Return log r per token (T,), with the gradient of the learner's log-prob (TRL precision study, section 9).
+
+        train    l - o, learner now over learner at the rollout's weights (recompute mode, three policies)
+        rollout  l - b, learner now over what the sampler reported (bypass mode, two policies)
+        shadow   value q - b, the sampler's arithmetic at the current weights; gradient of l
+        one      value 0; gradient of l
+        """
+        if self.ratio == "train":
+            return log_ratio(logps.logp, logps.logp_old)
+        if self.ratio == "rollout":
+            return log_ratio(logps.logp, logps.logp_sampler)
+        if self.ratio == "one":
+            return score(logps.logp)
+        assert logps.logp_shadow is not None, "ratio shadow needs logp_shadow"
+        return log_ratio(logps.logp_shadow, logps.logp_sampler).detach() + score(logps.logp)
+
+
+def without(logps: TokenLogProbs, pruned: Pruned) -> TokenLogProbs:
+    """Set pruned tokens to 0 in every column, so that they have ratio 1 and no gradient.
+
+    They count as unmoved in sums and means over their response. The caller masks their values afterwards.
+    """
+    shadow = logps.logp_shadow
+    return replace(
+        logps,
+        logp=logps.logp.masked_fill(pruned.tokens, 0.0),
+        logp_old=logps.logp_old.masked_fill(pruned.tokens, 0.0),
+        logp_sampler=logps.logp_sampler.masked_fill(pruned.tokens, 0.0),
+        logp_shadow=None if shadow is None else shadow.masked_fill(pruned.tokens, 0.0),
+    )
+
+
+def kl_to_reference(logp: Tensor, logp_ref: Tensor, estimator: Estimator) -> Tensor:
+    """Estimate KL(learner || reference) per token, (T,), from r = exp(ref - l), with a gradient to `logp`.
+
+    The expected gradient of each estimator over tokens that the learner samples:
+
+    - k1: its own gradient, -1 per token, is 0 in expectation. It gets the gradient of k2 instead (straight through), so
+      the loss has the value of k1 and the gradient of KL(learner || reference).
+    - k2: the gradient of KL(learner || reference) exactly, although its value is biased.
+    - k3: the gradient of the reverse, KL(reference || learner), although its value is unbiased. The two agree to first
+      order in the distance of the distributions.
+
+    A token outside the truncated distribution of the learner or of the reference has no finite estimate: value 0, no
+    gradient. A log ratio beyond +-20 is clamped and has no gradient.
+    """
+    cut, x = logp.isinf() | logp_ref.isinf(), log_ratio(logp_ref, logp)
+    value = k_estimate(x, estimator)
+    if estimator == "k1":
+        k2 = k_estimate(x, "k2")
+        value = value.detach() + (k2 - k2.detach())
+    return value.masked_fill(cut, 0.0)
 
 
 @torch.no_grad()
-def _token_stats(logps: TokenLogProbs, advantages: Tensor, segments: Segments, pruned: Pruned) -> Stats:
-    """Statistics of every objective, per token.
+def _token_stats(logps: TokenLogProbs, inputs: SurrogateInputs) -> Stats:
+    """Compute the statistics that every objective has.
 
-    `policy/kl_k3` = mean(r - 1 - log r) with r learner now over learner at the snapshot, an estimate of KL(old || now)
-    on tokens drawn from the old policy (Schulman 2020), over the tokens inside both distributions.
-    `policy/kl_clamped_frac`: tokens whose log r was clamped to +-20, here or in a contribution. `policy/outside_frac`:
-    tokens outside the learner's truncated distribution, now or at the snapshot, or outside the shadow's with ratio
-    shadow; their weight is 0. `policy/outside_responses_frac`: responses with such a token; with objective.dvp_outside
-    `response` their weight is 0 as a whole.
+    `policy/kl_k3`: mean(r - 1 - log r) over tokens inside, with r learner now over learner at the rollout's weights, an
+    estimate of KL(old || now). `policy/kl_clamped_frac`: tokens whose log r was clamped to +-20, here or in a
+    contribution. `policy/outside_frac`, `policy/outside_responses_frac`: tokens outside (see `Objective.pruned`), and
+    responses with such a token.
     """
-    outside = pruned.outside
+    outside, segments = inputs.pruned.outside, inputs.segments
     moved = log_ratio(logps.logp, logps.logp_old)
     apart = log_ratio(logps.logp, logps.logp_sampler)
     return {
         "policy/kl_k3": stat(k_estimate(moved, "k3"), ~outside),
         "policy/kl_clamped_frac": stat((moved.abs() > MAX_EXPONENT) | (apart.abs() > MAX_EXPONENT)),
         OUTSIDE: stat(outside),
-        OUTSIDE_RESPONSES: stat(segments.sum(outside.to(torch.int64)) > 0, present(segments)),
-    } | contribution_stats(without(logps, pruned), advantages, segments, pruned)
+        OUTSIDE_RESPONSES: stat(segments.any(outside), segments.present),
+    } | contribution_stats(inputs.logps, inputs.advantages, segments, inputs.pruned)
+
+
+@torch.no_grad()
+def contribution_stats(logps: TokenLogProbs, advantages: Tensor, segments: Segments, pruned: Pruned) -> Stats:
+    """Means of the zero-centred contribution C(r) = -(r - 1) A by the sign of A (VeXact section 4.1, figure 5).
+
+    `train` has r = exp(l - o), which drives a recomputed update; `rollout` has r = exp(l - b). They are equal without
+    mismatch. A gap for one sign only is the paper's early sign of instability. Pruned tokens do not count.
+    """
+    advantage, live = segments.expand(advantages), ~pruned.tokens
+    stats = Stats()
+    for name, reference in (("train", logps.logp_old), ("rollout", logps.logp_sampler)):
+        ratio, _ = clamped_exp(log_ratio(logps.logp, reference))
+        contribution = -(ratio - 1.0) * advantage
+        stats[f"policy/contribution_{name}_pos"] = stat(contribution, live & (advantage > 0))
+        stats[f"policy/contribution_{name}_neg"] = stat(contribution, live & (advantage < 0))
+    return stats

@@ -1,4 +1,4 @@
-"""Policy gradient of one optimizer step a batch (an ablation of QaRL, figure 8): nothing has moved, so the ratio is 1.
+"""Policy gradient with one optimizer step per batch (an ablation of QaRL, figure 8): the ratio is 1.
 
 J_t = A exp(l_t - stop(l_t))
 """
@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from qarl.config.base import Fault, Field
 from qarl.objectives.base import ObjectiveConfig
-from qarl.objectives.surrogate import Surrogate
-from qarl.objectives.token_clip import clipped
-from qarl.objectives.tokens import SurrogateInputs
+from qarl.objectives.common import Surrogate, SurrogateInputs, clamped_exp, ratio_stats, stat
 
 if TYPE_CHECKING:
     from qarl.config.config import Config
@@ -22,12 +20,15 @@ class OnPolicy(ObjectiveConfig):
     """The ratio is 1, with the gradient of the learner's log-prob."""
 
     name: Literal["on_policy"] = Field(
-        "on_policy", description="Ratio 1 with the gradient of the log-prob; one optimizer step a batch."
+        "on_policy", description="Ratio 1 with the gradient of the log-prob; one optimizer step per batch."
     )
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """r A per token, (T,), to maximise, with r = 1 in value. Statistics are over tokens that are not pruned."""
-        return clipped(inputs, None)
+        """J per token, (T,). Statistics are over tokens that are not pruned."""
+        ratio, clamped = clamped_exp(inputs.log_ratio)  # log_ratio = l - stop(l)
+        value, counted = inputs.token_advantages * ratio, inputs.counted_tokens
+        stats = ratio_stats(ratio, clamped.new_zeros(clamped.shape), clamped, counted)
+        return Surrogate(value, stats | {"policy/mu_w": stat(value, counted)})
 
     def faults_in(self, config: Config) -> Iterator[Fault]:
         train, responses = config.train, config.responses_per_step

@@ -1,16 +1,18 @@
-"""REINFORCE (Williams 1992): the policy gradient itself, without a ratio.
+"""REINFORCE (Williams 1992), the policy gradient without a ratio, and RLOO (Ahmadian et al. 2024).
 
-J_t = A l_t
+    J_t = A l_t
+
+The two differ in the advantage: rewards whitened over the batch, or minus the mean of the group's other responses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from qarl.config.base import Field
+from qarl.config.base import Fault, Field
 from qarl.objectives.base import AdvantageKey, AggregationKey, ObjectiveConfig
-from qarl.objectives.surrogate import Surrogate
-from qarl.objectives.tokens import SurrogateInputs
+from qarl.objectives.common import Surrogate, SurrogateInputs
 
 
 class Reinforce(ObjectiveConfig):
@@ -23,10 +25,23 @@ class Reinforce(ObjectiveConfig):
     aggregation: AggregationKey = "seq-mean-token-sum"
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """A l_t per token, (T,), to maximise. A token of infinite log-prob has value 0 and no gradient."""
+        """J per token, (T,). A token with an infinite log-prob has value 0 and no gradient."""
         logp = inputs.logps.logp
         return Surrogate(inputs.token_advantages * logp.masked_fill(logp.isinf(), 0.0))
 
     def one_ratio_per_response(self, level: str | None) -> bool:
-        """Without a weight this is the paper's estimator, over trajectories. A weight per token makes it per token."""
+        """Without a weight this is the paper's estimator over trajectories. A weight per token makes it per token."""
         return level != "token"
+
+
+class RLOO(Reinforce):
+    """The policy gradient, with leave-one-out advantages."""
+
+    name: Literal["rloo"] = Field("rloo", description="reinforce with leave-one-out advantages (Ahmadian et al. 2024).")
+    advantage: AdvantageKey = "rloo"
+
+    def faults(self) -> Iterator[Fault]:
+        yield from super().faults()
+        if self.advantage != "rloo":
+            text = "rloo is reinforce with advantage rloo; leave null, or use reinforce"
+            yield Fault(("advantage",), self.advantage, text)

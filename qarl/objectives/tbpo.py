@@ -1,37 +1,30 @@
 """TBPO, Trust-Band Policy Optimization (QaRL, section 3.2 and appendix E).
 
-The response is one action: its ratio is the geometric mean over its tokens, and a response that leaves its band gives
-no gradient at all, because after one error token the rest of a response is off its trajectory (the paper's figure 6).
+The response is one action: its ratio is the geometric mean over its tokens, and a response outside its band gives no
+gradient at all, because after one error token the rest of a response is off its trajectory (the paper's figure 6).
 
     s = exp(mean_t(l_t - o_t))    w' = clip(exp(mean_t(o_t - b_t)), 1/C, C), no gradient
 
     A > 0:  J = w' min(s A, min(s, 1 + high) A)
     A < 0:  J = w' A s   if 1 - neg_low <= s <= 1 + neg_high, else constant (s at the bound it left through)
 
-The paper's seq_clip_ratio_low is not read: for A > 0 a lower bound never binds in min(). w' is a correction weight of
-level geometric, truncated on both sides, so it multiplies from outside as every correction does.
+The paper's seq_clip_ratio_low has no effect: for A > 0 a lower bound never binds in min(). w' is a correction weight of
+level geometric, truncated on both sides, so `correction.py` multiplies it from outside like every correction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qarl.config.base import Fault, Field
 from qarl.config.limits import FACTOR
-from qarl.objectives.band import Band
-from qarl.objectives.base import ObjectiveConfig
-from qarl.objectives.correction.weights import Weighting
-from qarl.objectives.gspo import sequence_clipped
-from qarl.objectives.proximal import RatioKind
-from qarl.objectives.ratios import sequence_ratio
-from qarl.objectives.surrogate import Surrogate, stat
-from qarl.objectives.tokens import SurrogateInputs
+from qarl.objectives.base import Band, ObjectiveConfig, RatioKind
+from qarl.objectives.common import Surrogate, SurrogateInputs, clamped_exp, ratio_stats, score, stat
 
 if TYPE_CHECKING:
     from qarl.config.config import Config
-    from qarl.objectives.correction.combined import Correction
+    from qarl.objectives.correction_config import CorrectionConfig
 
 
 class TBPO(ObjectiveConfig):
@@ -59,40 +52,40 @@ class TBPO(ObjectiveConfig):
 
     @property
     def band(self) -> Band:
-        return Band(
-            "sequence",
-            high=1.0 + self.seq_clip_ratio_high,
-            low=1.0 - self.neg_seq_clip_ratio_low,
-            neg_high=1.0 + self.neg_seq_clip_ratio_high,
-        )
+        high, low = 1.0 + self.seq_clip_ratio_high, 1.0 - self.neg_seq_clip_ratio_low
+        return Band("sequence", high, low, neg_high=1.0 + self.neg_seq_clip_ratio_high)
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """J / w' per token, (T,), to maximise; all tokens of a response share s and A.
+        """J / w' per token, (T,). Statistics are over responses that are neither empty nor pruned."""
+        segments, advantages, band = inputs.segments, inputs.advantages, self.band
+        s, clamped = clamped_exp(segments.mean(inputs.log_ratio.detach()))  # (R,) ratio of each response
 
-        Gradient flows token-wise, stop(s) * exp(l_t - stop(l_t)). Statistics are over non-empty responses that are not
-        pruned, and count those without gradient on each of the band's three sides.
-        """
-        band, clipped = self.band, sequence_clipped(inputs, self.band)
-        s, _ = sequence_ratio(inputs.log_ratio, inputs.segments)
-        positive, negative, counted = inputs.advantages > 0, inputs.advantages < 0, inputs.counted_responses
-        return Surrogate(
-            clipped.value,
-            clipped.stats
-            | {
-                "policy/tbpo_clipped_high_frac": stat(positive & (s > band.high), counted),
-                "policy/tbpo_dropped_neg_low_frac": stat(negative & (s < band.low), counted),
-                "policy/tbpo_dropped_neg_high_frac": stat(negative & (s > band.neg_high), counted),
-            },
-        )
+        positive, negative = advantages > 0, advantages < 0
+        above = positive & (s > band.high)
+        neg_below, neg_above = negative & (s < band.low), negative & (s > band.neg_high)
+        dropped = above | neg_below | neg_above
+        edge = s.clamp(max=band.high).where(positive, s.clamp(band.low, band.neg_high))
 
-    def corrected(self, correction: Correction) -> Correction:
-        assert correction.weighting is None, "tbpo carries its own mismatch weight"
+        # GSPO-token: value s at every token of the response, with the gradient s d l_t.
+        ratio = segments.expand(s) * score(inputs.logps.logp).exp()
+        ratio = segments.expand(edge).where(segments.expand(dropped), ratio)
+
+        counted = inputs.counted_responses
+        stats = ratio_stats(s, dropped, clamped, counted) | {
+            "policy/tbpo_clipped_high_frac": stat(above, counted),
+            "policy/tbpo_dropped_neg_low_frac": stat(neg_below, counted),
+            "policy/tbpo_dropped_neg_high_frac": stat(neg_above, counted),
+        }
+        return Surrogate(inputs.token_advantages * ratio, stats)
+
+    def corrected(self, correction: CorrectionConfig) -> CorrectionConfig:
+        """Add the weight w'."""
         cap = self.seq_tis_imp_ratio_cap
-        return replace(correction, weighting=Weighting("geometric", "truncate", 1.0 / cap, cap))
+        weight = {"level": "geometric", "mode": "truncate", "signal": "corr", "lower": 1.0 / cap, "upper": cap}
+        return correction.model_copy(update=weight)
 
     def faults_in(self, config: Config) -> Iterator[Fault]:
-        correction = config.correction
-        if correction.level != "none":
-            key, value = correction.weight_key
+        if config.correction.level != "none":
+            key, value = config.correction.weight_key
             text = "carries its own mismatch weight (objective.seq_tis_imp_ratio_cap); correction.level must be none"
             yield Fault(("correction", key), value, f"tbpo {text}")

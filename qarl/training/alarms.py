@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 
 from qarl.config import Config
 from qarl.objectives import Objective
-from qarl.objectives.correction.combined import REJECTED
-from qarl.objectives.correction.config import RejectRule
+from qarl.objectives.correction import REJECTED, per_token
 from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES
 
 MOST = 0.5
@@ -83,14 +81,15 @@ class Alarms:
 
 def watched(config: Config, objective: Objective) -> dict[str, str]:
     """Return metric -> what to say of it, for each part of the correction that rejects responses or tokens."""
-    correction, found = objective.correction, {}
-    for rule in correction.rejections:
-        found[rule.metric] = f"the rule '{RejectRule(**asdict(rule))}' rejects {_unit(rule.per_token)}:"
+    correction, found = objective.correction, dict[str, str]()
+    if correction is None:
+        return found
+    for rule in correction.reject or ():
+        found[rule.metric] = f"the rule '{rule}' rejects {_unit(rule.per_token)}:"
     if correction.veto is not None:
         found["correction/veto_frac"] = f"the veto (a token below {correction.veto:g}) rejects responses:"
-    if not correction.empty:
-        also = " or a token outside the learner's set" if config.truncated else ""
-        found[REJECTED] = f"the correction ({config.correction}){also} rejects {_unit(correction.per_token)}:"
+    also = " or a token outside the learner's set" if config.truncated else ""
+    found[REJECTED] = f"the correction ({config.correction}){also} rejects {_unit(per_token(correction))}:"
     return found
 
 
@@ -108,5 +107,5 @@ def loosen(config: Config) -> str:
     return " or ".join(key for key in keys if key)
 
 
-def _unit(per_token: bool) -> str:
-    return "tokens" if per_token else "responses"
+def _unit(by_token: bool) -> str:
+    return "tokens" if by_token else "responses"

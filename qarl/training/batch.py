@@ -15,7 +15,7 @@ from torch import Tensor
 from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
 from qarl.objectives import Segments, compute_advantages
-from qarl.objectives.advantages import AdvantageKind
+from qarl.objectives.base import AdvantageKind
 from qarl.policy.routes import NO_ROUTES, Routes
 from qarl.policy.routing import numbers_of
 from qarl.training.cutting import Response, by_tokens, by_work, deal, for_ranks, work

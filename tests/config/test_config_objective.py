@@ -12,7 +12,7 @@ from objective_sections import objective_config
 
 from qarl.config import Config, CorrectionConfig, ObjectiveConfig, load_config
 from qarl.errors import UserError
-from qarl.objectives.correction.presets import PRESETS
+from qarl.objectives.correction_config import PRESETS
 from qarl.objectives.registry import BY_NAME
 
 

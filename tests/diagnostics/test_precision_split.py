@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qarl.diagnostics.precision import deployed_metrics, precision_metrics
-from qarl.objectives.band import Band
+from qarl.objectives.base import Band
 from qarl.objectives.segments import Segments
 
 LENGTHS = [4, 0, 1, 6, 5]

@@ -6,7 +6,7 @@ import torch
 from qarl.diagnostics.layout import FORMAT_VERSION, DiagnosticsRecord
 from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.inputs.schema import checked
-from qarl.objectives.band import Band
+from qarl.objectives.base import Band
 from qarl.objectives.segments import Segments
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qarl.objectives.common import Pruned, SurrogateInputs, TokenLogProbs
 from qarl.objectives.segments import Segments
-from qarl.objectives.tokens import TokenLogProbs
 
 
 @dataclass
@@ -81,3 +81,15 @@ def geometric_mean(numerator: list[float], denominator: list[float]) -> float:
 
 def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
+
+
+def nothing_pruned(segments: Segments) -> Pruned:
+    tokens = torch.zeros_like(segments.index, dtype=torch.bool)
+    return Pruned(tokens, torch.zeros_like(segments.lengths, dtype=torch.bool), tokens)
+
+
+def surrogate_inputs(
+    log_ratio: Tensor, logp: Tensor, advantages: Tensor, segments: Segments, center: float = 0.0
+) -> SurrogateInputs:
+    logps = TokenLogProbs(logp, logp, logp)
+    return SurrogateInputs(logps, log_ratio, advantages, segments, nothing_pruned(segments), center)

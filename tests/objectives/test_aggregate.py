@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from qarl.objectives.aggregate import aggregate
-from qarl.objectives.segments import Segments
+from qarl.objectives.segments import Segments, Totals, aggregate
 
 LENGTHS = [2, 0, 3, 1]
 VALUE = [1.0, 3.0, 2.0, 4.0, 9.0, -8.0]
@@ -18,13 +17,13 @@ VALUE = [1.0, 3.0, 2.0, 4.0, 9.0, -8.0]
     ],
 )
 def test_matches_its_name(mode, expected):
-    got = aggregate(torch.tensor(VALUE).double(), Segments.from_lengths(LENGTHS), mode, 4, 6, 16)
+    got = aggregate(torch.tensor(VALUE).double(), Segments.from_lengths(LENGTHS), mode, Totals(4, 6, 16))
     assert got.item() == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
 def test_a_micro_batch_of_empty_responses_gives_zero(mode):
     value = torch.zeros(0, requires_grad=True)
-    share = aggregate(value, Segments.from_lengths([0, 0]), mode, 4, 6, 16)
+    share = aggregate(value, Segments.from_lengths([0, 0]), mode, Totals(4, 6, 16))
     share.backward()
     assert share.item() == 0.0

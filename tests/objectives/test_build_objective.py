@@ -21,7 +21,7 @@ from qarl.objectives import (
     build_objective,
     finish_stats,
 )
-from qarl.objectives.correction.config import RejectRule
+from qarl.objectives.correction_config import RejectRule
 
 LENGTHS = [4, 1, 0, 9, 3, 30, 2, 5]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0]

@@ -6,22 +6,28 @@ import math
 
 import pytest
 import torch
+from ragged import nothing_pruned
 
-from qarl.objectives.correction.combined import Correction
-from qarl.objectives.correction.rejection import Rejection
-from qarl.objectives.correction.weights import Weighting
+from qarl.config import CorrectionConfig
+from qarl.objectives.common import TokenLogProbs, add_stats, finish_stats
+from qarl.objectives.correction import correct, mean_weight
+from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.segments import Segments
-from qarl.objectives.surrogate import add_stats, finish_stats
-from qarl.objectives.tokens import TokenLogProbs
 
 SEGMENTS = Segments.from_lengths([2, 1, 0, 2])
 RATIOS = [3.0, 0.5, 1.2, 1.0, 0.05]  # learner at the snapshot over sampler
 NOW = [1.0, 1.0, 5.0, 1.0, 1.0]  # learner now over learner at the snapshot
-TOKEN_TIS = Weighting("token", "truncate", None, 2.0)
-SEQ_TIS = Weighting("sequence", "truncate", None, 2.0)
+TOKEN_TIS = {"level": "token", "upper": 2.0}
+SEQ_TIS = {"level": "sequence", "upper": 2.0}
 VETO = 0.1
-CORR = Rejection("ratio", "corr", "mean", 0.1, 1.21)  # geometric means sqrt(1.5), 1.2, -, sqrt(0.05)
-ROLLOUT = Rejection("ratio", "rollout", "mean", None, 2.0)  # drops the second response: 1.2 * 5
+# of geometric means sqrt(1.5), 1.2, -, sqrt(0.05)
+CORR = RejectRule(
+    estimator="ratio", aggregate="mean", lower=0.1, upper=1.21
+)  # geometric means sqrt(1.5), 1.2, -, sqrt(0.05)
+# drops the second response: 1.2 * 5
+ROLLOUT = RejectRule(
+    estimator="ratio", signal="rollout", aggregate="mean", upper=2.0
+)  # drops the second response: 1.2 * 5
 
 
 def logps() -> TokenLogProbs:
@@ -29,13 +35,22 @@ def logps() -> TokenLogProbs:
     return TokenLogProbs(old + torch.tensor(NOW).double().log(), old, torch.zeros(5, dtype=torch.float64))
 
 
+def corrected(config: CorrectionConfig, x: TokenLogProbs, segments: Segments = SEGMENTS, mean: float = 1.0):
+    """(weights, stats)"""
+    return correct(config, x, segments, nothing_pruned(segments), mean)
+
+
+def mean_of(config: CorrectionConfig, x: TokenLogProbs, segments: Segments = SEGMENTS) -> float:
+    return mean_weight(config, x, segments, nothing_pruned(segments))
+
+
 def run(**options) -> tuple[list[float], dict[str, float]]:
-    combined = Correction(**options)(logps(), SEGMENTS)
-    return combined.weights.tolist(), finish_stats(combined.stats)
+    weights, stats = corrected(CorrectionConfig(**options), logps())
+    return weights.tolist(), finish_stats(stats)
 
 
 def test_weights_rules_and_veto_multiply():
-    weights, metrics = run(weighting=TOKEN_TIS, rejections=(ROLLOUT,), veto=VETO)
+    weights, metrics = run(**TOKEN_TIS, reject=[ROLLOUT], veto=VETO)
     assert weights == pytest.approx([2.0, 0.5, 0.0, 0.0, 0.0])
     assert metrics["correction/veto_frac"] == 1 / 3
     assert metrics["correction/reject_rollout_ratio_mean_frac"] == 1 / 3
@@ -45,7 +60,7 @@ def test_weights_rules_and_veto_multiply():
 
 
 def test_a_response_has_to_pass_every_rule_and_each_is_counted_alone():
-    weights, metrics = run(rejections=(CORR, ROLLOUT))
+    weights, metrics = run(reject=[CORR, ROLLOUT])
     assert weights == [0.0, 0.0, 0.0, 1.0, 1.0]
     assert metrics["correction/reject_corr_ratio_mean_frac"] == 1 / 3
     assert metrics["correction/reject_rollout_ratio_mean_frac"] == 1 / 3
@@ -54,7 +69,7 @@ def test_a_response_has_to_pass_every_rule_and_each_is_counted_alone():
 
 
 def test_statistics_of_sequence_weights_are_per_response_that_is_not_empty():
-    weights, metrics = run(weighting=SEQ_TIS)
+    weights, metrics = run(**SEQ_TIS)
     assert weights == pytest.approx([1.5, 1.5, 1.2, 0.05, 0.05])
     assert metrics["correction/weight_mean"] == pytest.approx((1.5 + 1.2 + 0.05) / 3)
     assert metrics["correction/ess"] == pytest.approx(2.75**2 / (3 * (1.5**2 + 1.2**2 + 0.05**2)))
@@ -62,57 +77,60 @@ def test_statistics_of_sequence_weights_are_per_response_that_is_not_empty():
 
 
 def test_the_mean_for_normalization_leaves_rules_and_veto_out():
-    correction = Correction(TOKEN_TIS, (CORR, ROLLOUT), VETO, normalize=True)
-    mean = correction.weight_mean(logps(), SEGMENTS)
+    correction = CorrectionConfig(**TOKEN_TIS, reject=[CORR, ROLLOUT], veto=VETO, normalize=True)
+    mean = mean_of(correction, logps())
     assert mean == pytest.approx((2.0 + 0.5 + 1.2 + 1.0 + 0.05) / 5)
-    assert Correction(SEQ_TIS).weight_mean(logps(), SEGMENTS) == pytest.approx(2.75 / 3)
-    combined = Correction(TOKEN_TIS)(logps(), SEGMENTS, mean)
-    assert combined.weights.mean().item() == pytest.approx(1.0)
+    assert mean_of(CorrectionConfig(**SEQ_TIS), logps()) == pytest.approx(2.75 / 3)
+    weights, _ = corrected(CorrectionConfig(**TOKEN_TIS), logps(), mean=mean)
+    assert weights.mean().item() == pytest.approx(1.0)
 
 
 def test_the_mean_of_weights_that_are_all_zero_or_absent_divides_by_one():
-    mask = Weighting("token", "mask", 1e3, 1e4)
-    assert Correction(mask).weight_mean(logps(), SEGMENTS) == 1.0
+    mask = CorrectionConfig(level="token", mode="mask", lower=1e3, upper=1e4)
+    assert mean_of(mask, logps()) == 1.0
     nothing = TokenLogProbs(*[torch.zeros(0)] * 3)
-    assert Correction(TOKEN_TIS).weight_mean(nothing, Segments.from_lengths([0])) == 1.0
-    assert Correction().weight_mean(logps(), SEGMENTS) == 1.0
+    assert mean_of(CorrectionConfig(**TOKEN_TIS), nothing, Segments.from_lengths([0])) == 1.0
+    assert mean_of(CorrectionConfig(), logps()) == 1.0
 
 
 def test_statistics_of_two_parts_add_up_to_the_whole():
-    correction = Correction(TOKEN_TIS, (CORR, ROLLOUT), VETO)
-    whole, x = finish_stats(correction(logps(), SEGMENTS).stats), logps()
+    correction = CorrectionConfig(**TOKEN_TIS, reject=[CORR, ROLLOUT], veto=VETO)
+    whole, x = finish_stats(corrected(correction, logps())[1]), logps()
     parts = {}
     for first, last, lengths in [(0, 2, [2]), (2, 5, [1, 0, 2])]:
         cut = TokenLogProbs(x.logp[first:last], x.logp_old[first:last], x.logp_sampler[first:last])
-        parts = add_stats(parts, correction(cut, Segments.from_lengths(lengths)).stats)
+        parts = add_stats(parts, corrected(correction, cut, Segments.from_lengths(lengths))[1])
     assert finish_stats(parts) == pytest.approx(whole, rel=1e-14)
 
 
 def test_no_gradient_reaches_the_log_probs():
     x = logps()
     x = TokenLogProbs(x.logp.requires_grad_(), x.logp_old.requires_grad_(), x.logp_sampler)
-    assert not Correction(TOKEN_TIS, (ROLLOUT,), VETO)(x, SEGMENTS).weights.requires_grad
+    correction = CorrectionConfig(**TOKEN_TIS, reject=[ROLLOUT], veto=VETO)
+    assert not corrected(correction, x)[0].requires_grad
 
 
-@pytest.mark.parametrize("weighting", [TOKEN_TIS, SEQ_TIS, None])
+@pytest.mark.parametrize("weighting", [TOKEN_TIS, SEQ_TIS, {}])
 @pytest.mark.parametrize(("old", "sampler"), [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf)])
 def test_infinite_log_probs_give_finite_weights(weighting, old, sampler):
     x = TokenLogProbs(torch.tensor([old, -1.0]), torch.tensor([old, -1.0]), torch.tensor([sampler, -1.0]))
-    combined = Correction(weighting, (CORR, ROLLOUT), VETO)(x, Segments.from_lengths([2]))
-    assert combined.weights.isfinite().all()
-    assert all(math.isfinite(value) for value in finish_stats(combined.stats).values())
+    correction = CorrectionConfig(**weighting, reject=[CORR, ROLLOUT], veto=VETO)
+    weights, stats = corrected(correction, x, Segments.from_lengths([2]))
+    assert weights.isfinite().all()
+    assert all(math.isfinite(value) for value in finish_stats(stats).values())
 
 
-def test_a_correction_without_parts_is_empty():
-    assert Correction().empty
-    assert not any(c.empty for c in (Correction(TOKEN_TIS), Correction(rejections=(CORR,)), Correction(veto=VETO)))
+def test_a_correction_without_parts_is_not_active():
+    assert not CorrectionConfig().active
+    assert all(CorrectionConfig(**parts).active for parts in (TOKEN_TIS, {"reject": [CORR]}, {"veto": VETO}))
 
 
-TOKENS = Rejection("ratio", "corr", "token", 0.6, 2.5)  # drops tokens of ratio 3.0, 0.5 and 0.05
+# drops tokens of ratio 3.0, 0.5 and 0.05
+TOKENS = RejectRule(estimator="ratio", aggregate="token", lower=0.6, upper=2.5)
 
 
 def test_a_mask_of_tokens_stands_beside_a_weight_of_the_response():
-    weights, metrics = run(weighting=SEQ_TIS, rejections=(TOKENS,))
+    weights, metrics = run(**SEQ_TIS, reject=[TOKENS])
     assert weights == pytest.approx([0.0, 0.0, 1.2, 0.05, 0.0])
     assert metrics["correction/reject_corr_ratio_token_frac"] == metrics["correction/rejected_frac"] == 3 / 5
     assert metrics["correction/weight_mean"] == pytest.approx(1.25 / 5)
@@ -120,7 +138,7 @@ def test_a_mask_of_tokens_stands_beside_a_weight_of_the_response():
 
 
 def test_a_mask_of_tokens_stands_beside_a_weight_of_the_tokens_and_a_rule_of_responses():
-    weights, metrics = run(weighting=TOKEN_TIS, rejections=(TOKENS, ROLLOUT))
+    weights, metrics = run(**TOKEN_TIS, reject=[TOKENS, ROLLOUT])
     assert weights == pytest.approx([0.0, 0.0, 0.0, 1.0, 0.0])
     assert metrics["correction/reject_rollout_ratio_mean_frac"] == 1 / 3
     assert metrics["correction/rejected_frac"] == 4 / 5
@@ -129,7 +147,7 @@ def test_a_mask_of_tokens_stands_beside_a_weight_of_the_tokens_and_a_rule_of_res
 def test_an_uncapped_weight_of_a_long_response_is_the_product_and_its_clamp_is_counted():
     lengths = [100, 400]
     x = TokenLogProbs(*[torch.full((500,), v, dtype=torch.float64) for v in (-1.0, -1.0, -1.1)])
-    combined = Correction(Weighting("sequence", "raw"))(x, Segments.from_lengths(lengths))
-    assert combined.weights[0].item() == pytest.approx(math.exp(10.0), rel=1e-9)  # no cap
-    assert combined.weights[-1].item() == pytest.approx(math.exp(20.0), rel=1e-9)  # of exp(40)
-    assert finish_stats(combined.stats)["correction/clamped_frac"] == 0.5
+    weights, stats = corrected(CorrectionConfig(level="sequence", mode="raw"), x, Segments.from_lengths(lengths))
+    assert weights[0].item() == pytest.approx(math.exp(10.0), rel=1e-9)  # no cap
+    assert weights[-1].item() == pytest.approx(math.exp(20.0), rel=1e-9)  # of exp(40)
+    assert finish_stats(stats)["correction/clamped_frac"] == 0.5

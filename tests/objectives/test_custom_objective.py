@@ -140,7 +140,7 @@ WRONG = {
         "return Surrogate(inputs.segments.index)",
         r"is a tensor of torch\.int64, must be a tensor of flo",
     ),
-    "a number": ("return Surrogate(inputs.log_ratio.sum())", r"has shape \[\], must be \[17\]: a number a token"),
+    "a number": ("return Surrogate(inputs.log_ratio.sum())", r"has shape \[\], must be \[17\]: one number per token"),
     "a number a response": ("return Surrogate(inputs.advantages)", r"has shape \[5\], must be \[17\]"),
     "no gradient": ("return Surrogate(inputs.log_ratio.detach())", "its value has no gradient; make it of inputs"),
     "nan": (

@@ -2,17 +2,14 @@ import math
 
 import pytest
 import torch
-from ragged import clip, geometric_mean, random_batch
+from objective_sections import objective_config
+from ragged import clip, geometric_mean, random_batch, surrogate_inputs
 
-from qarl.objectives.band import Band
-from qarl.objectives.gspo import sequence_clipped
-from qarl.objectives.ratios import log_ratio
-from qarl.objectives.surrogate import finish_stats
-from qarl.objectives.tokens import SurrogateInputs
+from qarl.objectives.common import finish_stats, log_ratio
 
 LENGTHS = [4, 1, 0, 9, 3, 30, 2]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, 0.4]
-BAND = Band("sequence", high=1.05, low=0.97)
+GSPO = objective_config(name="gspo", clip_ratio_low=0.03, clip_ratio_high=0.05)
 
 
 def surrogate(l: list[float], o: list[float], a: float) -> float:  # noqa: E741
@@ -21,8 +18,8 @@ def surrogate(l: list[float], o: list[float], a: float) -> float:  # noqa: E741
 
 
 def run(batch):
-    inputs = SurrogateInputs(batch.logps, log_ratio(batch.logp, batch.logp_old), batch.advantages, batch.segments)
-    return sequence_clipped(inputs, BAND)
+    ratio = log_ratio(batch.logp, batch.logp_old)
+    return GSPO.surrogate(surrogate_inputs(ratio, batch.logp, batch.advantages, batch.segments))
 
 
 def test_value_matches_the_formula():

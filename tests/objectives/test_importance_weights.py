@@ -2,9 +2,11 @@ import math
 
 import pytest
 import torch
+from ragged import nothing_pruned
 
-from qarl.objectives.correction.weights import Weighting, importance_weights
-from qarl.objectives.ratios import log_ratio
+from qarl.config import CorrectionConfig
+from qarl.objectives.common import TokenLogProbs
+from qarl.objectives.correction import importance_weights
 from qarl.objectives.segments import Segments
 
 LENGTHS = [3, 1, 0, 5]
@@ -13,8 +15,10 @@ LENGTHS = [3, 1, 0, 5]
 def run(
     old: torch.Tensor, sampler: torch.Tensor, lengths: list[int], level="token", mode="truncate", lower=None, upper=2.0
 ):
-    corr = log_ratio(old, sampler)
-    return importance_weights(corr, Segments.from_lengths(lengths), Weighting(level, mode, lower, upper))
+    """(weights, ratio, clamped)"""
+    config = CorrectionConfig(level=level, mode=mode, lower=lower, upper=upper)
+    segments = Segments.from_lengths(lengths)
+    return importance_weights(config, TokenLogProbs(old, old, sampler), segments, nothing_pruned(segments))
 
 
 def per_token(weights: torch.Tensor, level: str, lengths: list[int]) -> torch.Tensor:
@@ -50,13 +54,13 @@ def transcription(old: torch.Tensor, sampler: torch.Tensor, level: str, mode: st
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_matches_the_formula(level, mode, lower, upper):
     old, sampler = random_logps()
-    got = per_token(run(old, sampler, LENGTHS, level, mode, lower, upper).weights, level, LENGTHS)
+    got = per_token(run(old, sampler, LENGTHS, level, mode, lower, upper)[0], level, LENGTHS)
     torch.testing.assert_close(got, transcription(old, sampler, level, mode, lower, upper), rtol=1e-14, atol=0)
 
 
 def weights_of(ratios: list[float], **options) -> list[float]:
     old = torch.tensor(ratios, dtype=torch.float64).log()
-    return run(old, torch.zeros_like(old), [1] * len(ratios), **options).weights.tolist()
+    return run(old, torch.zeros_like(old), [1] * len(ratios), **options)[0].tolist()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -74,7 +78,7 @@ def test_a_mask_keeps_a_ratio_on_its_bound():
 
 def test_no_gradient_reaches_the_log_probs():
     old = torch.zeros(2, requires_grad=True)
-    weights = run(old, torch.ones(2), [2], level="geometric").weights
+    weights = run(old, torch.ones(2), [2], level="geometric")[0]
     assert not weights.requires_grad
 
 
@@ -82,28 +86,27 @@ def test_no_gradient_reaches_the_log_probs():
     ("level", "rejected"),
     [("token", [False, True, True, True]), ("sequence", [False, True, True]), ("geometric", [False, True, False])],
 )
-def test_rejections_are_marked_per_unit_of_the_level(level, rejected):
+def test_a_mask_zeroes_units_of_the_level(level, rejected):
     old = torch.tensor([0.0, 2.0, -0.6, 0.8])  # responses: (), (0, 2) and (-0.6, 0.8)
-    got = run(old, torch.zeros(4), [0, 2, 2], level, "mask", 0.6, 1.2)
-    assert got.rejected.tolist() == rejected
-    assert torch.equal(got.weights == 0, got.rejected)
+    weights, _, _ = run(old, torch.zeros(4), [0, 2, 2], level, "mask", 0.6, 1.2)
+    assert (weights == 0).tolist() == rejected
 
 
 def test_truncation_rejects_nothing_and_tells_the_ratio_before_it():
     old = torch.tensor([5.0, -5.0])
-    got = run(old, torch.zeros(2), [1, 1], lower=0.5)
-    assert not got.rejected.any()
-    assert got.ratio.tolist() == pytest.approx([math.exp(5.0), math.exp(-5.0)])
+    weights, ratio, _ = run(old, torch.zeros(2), [1, 1], lower=0.5)
+    assert weights.all()
+    assert ratio.tolist() == pytest.approx([math.exp(5.0), math.exp(-5.0)])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize(("old", "sampler"), [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf)])
 def test_infinite_log_probs_give_finite_weights_and_are_marked(level, old, sampler):
-    got = run(torch.tensor([old]), torch.tensor([sampler]), [1], level)
-    assert got.weights.isfinite().all()
-    assert got.clamped.item() is (old != sampler)
+    weights, _, clamped = run(torch.tensor([old]), torch.tensor([sampler]), [1], level)
+    assert weights.isfinite().all()
+    assert clamped.item() is (old != sampler)
 
 
 def test_nan_is_not_masked_away():
-    got = run(torch.tensor([math.nan]), torch.zeros(1), [1], "token", "mask", 0.5)
-    assert got.weights.isnan().all()
+    weights, _, _ = run(torch.tensor([math.nan]), torch.zeros(1), [1], "token", "mask", 0.5)
+    assert weights.isnan().all()

@@ -32,6 +32,7 @@ from transcription import Response, loss
 from qarl.config import CorrectionConfig
 from qarl.objectives import Segments, Totals, build_objective, finish_stats
 from qarl.objectives.base import RatioObjective
+from qarl.objectives.correction import per_token
 from qarl.objectives.registry import BY_NAME
 
 NONE = CorrectionConfig(level="none")
@@ -256,7 +257,7 @@ def test_sampled_tokens_outside_drop_themselves_and_with_dvp_their_response(name
     share = lost[segments.lengths > 0].double().mean().item()
     assert metrics["policy/zero_weight_responses_frac"] == pytest.approx(share)
     if "correction/rejected_frac" in metrics:
-        by_token = objective.correction.per_token
+        by_token = per_token(objective.correction)
         zero = (weights == 0).double().mean().item() if by_token else share
         assert metrics["correction/rejected_frac"] == pytest.approx(zero)
     if name == "custom":

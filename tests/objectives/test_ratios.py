@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from qarl.objectives.ratios import clamped_exp, log_ratio, score, sequence_ratio, through_tokens
+from qarl.objectives.common import clamped_exp, log_ratio, score
 from qarl.objectives.segments import Segments
 
 INF = math.inf
@@ -15,14 +15,14 @@ def test_two_equal_infinities_have_log_ratio_zero():
 
 def test_an_infinite_log_ratio_is_finite_and_clamps_the_mean_of_its_response():
     logp, reference = torch.tensor([-INF] + [-1.0] * 4095), torch.full((4096,), -1.0)
-    ratio, clamped = sequence_ratio(log_ratio(logp, reference), Segments.from_lengths([4096]))
+    ratio, clamped = clamped_exp(Segments.from_lengths([4096]).mean(log_ratio(logp, reference)))
     assert ratio.item() == pytest.approx(math.exp(-20), rel=1e-6)
     assert clamped.item()
 
 
 def test_opposite_infinities_in_one_response_cancel():
     exponent = log_ratio(torch.tensor([-INF, -1.0]), torch.tensor([-1.0, -INF]))
-    ratio, _ = sequence_ratio(exponent, Segments.from_lengths([2]))
+    ratio, _ = clamped_exp(Segments.from_lengths([2]).mean(exponent))
     assert ratio.item() == 1.0
 
 
@@ -53,23 +53,3 @@ def test_the_score_is_zero_with_gradient_one_where_the_log_prob_is_finite():
     value.sum().backward()
     assert value.tolist() == [0.0] * 4
     assert logp.grad.tolist() == [1.0, 0.0, 0.0, 1.0]
-
-
-def test_a_sequence_ratio_has_no_gradient():
-    ratio, _ = sequence_ratio(torch.zeros(2, requires_grad=True), Segments.from_lengths([2]))
-    assert not ratio.requires_grad
-
-
-def test_through_tokens_keeps_the_value_and_gives_each_token_the_ratio_as_gradient():
-    logp = torch.tensor([-1.0, -2.0, -INF], requires_grad=True)
-    value = through_tokens(torch.tensor([1.5, 0.5, 3.0]), logp)
-    value.sum().backward()
-    assert value.tolist() == [1.5, 0.5, 3.0]
-    assert logp.grad.tolist() == [1.5, 0.5, 0.0]
-
-
-def test_through_tokens_gives_the_ratio_no_gradient_of_its_own():
-    ratio = torch.tensor([1.5], requires_grad=True)
-    logp = torch.tensor([-1.0], requires_grad=True)
-    through_tokens(ratio, logp).sum().backward()
-    assert ratio.grad is None

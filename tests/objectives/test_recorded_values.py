@@ -14,10 +14,9 @@ from objective_sections import objective_config
 
 from qarl.config import CorrectionConfig
 from qarl.objectives import Segments, TokenLogProbs, Totals, build_objective
-from qarl.objectives.correction.config import RejectRule
-from qarl.objectives.correction.rejection import Rejection, kept
-from qarl.objectives.ratios import log_ratio
-from qarl.objectives.regularizers import k_estimate
+from qarl.objectives.common import k_estimate, log_ratio
+from qarl.objectives.correction import kept
+from qarl.objectives.correction_config import RejectRule
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_values.json").read_text())
 INPUTS = RECORDED["inputs"]
@@ -54,7 +53,7 @@ def passed(rules: list[dict]) -> list[bool]:
     delta = log_ratio(column("logp_old"), column("logp_sampler"))
     keep = torch.ones(len(LENGTHS), dtype=torch.bool)
     for rule in rules:
-        keep &= kept(delta, Segments.from_lengths(LENGTHS), Rejection(signal="corr", **rule))
+        keep &= kept(delta, Segments.from_lengths(LENGTHS), RejectRule(signal="corr", **rule))[0]
     return keep.tolist()
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qarl.objectives.surrogate import add_stats, finish_stats, stat, weight_stats
+from qarl.objectives.common import add_stats, finish_stats, stat, weight_stats
 
 
 def test_stat_counts_only_what_is_under_the_mask():

@@ -2,19 +2,19 @@ import math
 
 import pytest
 import torch
-from ragged import clip, random_batch
+from objective_sections import objective_config
+from ragged import clip, random_batch, surrogate_inputs
 
-from qarl.objectives.band import Band
-from qarl.objectives.ratios import log_ratio
+from qarl.objectives.common import finish_stats, log_ratio
 from qarl.objectives.segments import Segments
-from qarl.objectives.surrogate import finish_stats
-from qarl.objectives.token_clip import clipped, detached
-from qarl.objectives.tokens import SurrogateInputs, TokenLogProbs
 
 LENGTHS = [4, 1, 0, 9, 6]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0]
-BAND = Band("token", high=1.3, low=0.9)
-DUAL = Band("token", high=1.3, low=0.9, neg_high=1.5)
+BOUNDS = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
+GRPO = objective_config(name="grpo", **BOUNDS)
+DUAL = objective_config(name="dual_clip_grpo", clip_ratio_c=1.5, **BOUNDS)
+DETACH = objective_config(name="grpo", loss="detach", **BOUNDS)
+CENTER = objective_config(name="grpo", loss="detach_center", **BOUNDS)
 
 
 def token_surrogate(l: float, o: float, a: float) -> float:  # noqa: E741
@@ -22,12 +22,8 @@ def token_surrogate(l: float, o: float, a: float) -> float:  # noqa: E741
     return min(r * a, clip(r, 0.9, 1.3) * a)
 
 
-def inputs(exponent, logp, advantages, segments, center=0.0):
-    return SurrogateInputs(TokenLogProbs(logp, logp, logp), exponent, advantages, segments, center=center)
-
-
-def run(logp, logp_old, advantages, segments, band=BAND):
-    return clipped(inputs(log_ratio(logp, logp_old), logp, advantages, segments), band)
+def run(logp, logp_old, advantages, segments, objective=GRPO):
+    return objective.surrogate(surrogate_inputs(log_ratio(logp, logp_old), logp, advantages, segments))
 
 
 @pytest.mark.parametrize("spread", [0.2, 30.0])
@@ -72,9 +68,9 @@ def test_only_the_side_that_the_advantage_pushes_to_is_clipped(ratio, advantage,
 
 def test_a_ratio_on_the_edge_keeps_its_whole_gradient():
     logp = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    run(
-        logp, torch.zeros(1).double(), torch.tensor([2.0]).double(), Segments.from_lengths([1]), Band("token", 1.0, 1.0)
-    ).value.sum().backward()
+    on_edge = objective_config(name="grpo", clip_ratio_low=0.0, clip_ratio_high=0.0)
+    advantages, segments = torch.tensor([2.0]).double(), Segments.from_lengths([1])
+    run(logp, torch.zeros(1).double(), advantages, segments, on_edge).value.sum().backward()
     assert logp.grad.item() == 2.0
 
 
@@ -102,7 +98,7 @@ def test_detached_weighs_every_score_with_the_clipped_value_so_that_clipped_toke
     ratios, advantages = [1.0, 1.6, 0.5, 1.2], [1.0, 1.0, -1.0, -1.0]
     logp = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
     segments = Segments.from_lengths([1] * 4)
-    result = detached(inputs(logp - 0.0, logp, torch.tensor(advantages).double(), segments), BAND)
+    result = DETACH.surrogate(surrogate_inputs(logp - 0.0, logp, torch.tensor(advantages).double(), segments))
     result.value.sum().backward()
     assert logp.grad.tolist() == pytest.approx([1.0, 1.3, -0.9, -1.2])
     assert result.value.tolist() == pytest.approx([w * math.log(r) for w, r in zip([1, 1.3, -0.9, -1.2], ratios)])  # noqa: B905
@@ -112,14 +108,15 @@ def test_detached_weighs_every_score_with_the_clipped_value_so_that_clipped_toke
 def test_detached_subtracts_the_center_from_every_weight():
     logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     segments = Segments.from_lengths([1, 1])
-    given = inputs(torch.zeros(2).double(), logp, torch.tensor([1.0, 0.0]).double(), segments, center=0.25)
-    detached(given, BAND).value.sum().backward()
+    given = surrogate_inputs(torch.zeros(2).double(), logp, torch.tensor([1.0, 0.0]).double(), segments, center=0.25)
+    CENTER.surrogate(given).value.sum().backward()
     assert logp.grad.tolist() == [0.75, -0.25]
 
 
 def test_detached_gives_an_infinite_log_prob_no_value_and_no_gradient():
     logp = torch.tensor([-math.inf, -1.0], requires_grad=True)
-    result = detached(inputs(torch.zeros(2), logp, torch.tensor([1.0]), Segments.from_lengths([2]), center=0.5), BAND)
+    given = surrogate_inputs(torch.zeros(2), logp, torch.tensor([1.0]), Segments.from_lengths([2]), center=0.5)
+    result = CENTER.surrogate(given)
     result.value.sum().backward()
     assert result.value.tolist() == [0.0, -0.5]
     assert logp.grad.tolist() == [0.0, 0.5]

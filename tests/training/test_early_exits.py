@@ -230,8 +230,8 @@ def test_every_kind_of_exception_is_one_line_of_the_code_that_raised_it(kind, tm
             work()
         assert "\n" not in str(caught.value)
 
-    raised("objective-build", expected, lambda: custom.UserSurrogate("own:Objective", {}))
-    surrogate = custom.UserSurrogate("own:Objective", {})
+    raised("objective-build", expected, custom.Custom(name="custom", path="own:Objective").bind)
+    surrogate = custom.Custom(name="custom", path="own:Objective").bind()
     raised("objective-call", memory, lambda: surrogate(None))
     raised("tracker-init", expected, lambda: trackers._start("trackio", own["Tracker"]().init))
     said: list[str] = []

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qarl import transfer
 from qarl.config import CorrectionConfig
 from qarl.objectives import Constants, TokenLogProbs, add_stats, build_objective, finish_stats
-from qarl.objectives.correction.config import RejectRule
+from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.registry import BY_NAME
 from qarl.training.batch import CPU, Batch, Column, Part
 from qarl.training.decisions import minibatch_totals

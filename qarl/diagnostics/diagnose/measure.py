@@ -20,8 +20,7 @@ from qarl.diagnostics.precision import deployed_metrics, precision_metrics
 from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.errors import UserError
 from qarl.objectives import TokenLogProbs, build_objective, finish_stats
-from qarl.objectives.contribution import contribution_stats
-from qarl.objectives.pruning import without
+from qarl.objectives.objective import contribution_stats, without
 from qarl.weight_sync.snapshot import Snapshot
 
 EXAMPLES = 8

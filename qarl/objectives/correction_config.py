@@ -1,25 +1,101 @@
-"""Importance correction of the gap between sampler and learner."""
+"""The `correction` section: importance weights, rejection rules, a veto, and named presets of them.
+
+Presets have the names and bounds of verl (trainer/config/algorithm.py, RolloutCorrectionConfig), whose rejection by k1
+between two ratio bounds is a ratio rule here, with bounds on the ratio itself; and of VeXact (section 4.2 and appendix
+A.4, with tau_tok 2 and tau_seq 1e-3).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from qarl.config.base import Fault, Field, Section
 from qarl.config.limits import FACTOR, ITEMS, SCORE
-from qarl.objectives.correction.presets import PRESETS, Preset, PresetName
 
-_WEIGHT_DEFAULTS: dict[str, Any] = {
-    "mode": "truncate",
-    "lower": None,
-    "upper": 2.0,
-    "signal": "corr",
-    "normalize": False,
+PresetName = Literal[
+    "recompute",
+    "bypass",
+    "tis",
+    "seq_tis",
+    "mis",
+    "seq_mis",
+    "token_mis",
+    "icepop",
+    "geo_rs",
+    "geo_rs_token_tis",
+    "geo_rs_seq_tis",
+    "k3_rs",
+    "k3_rs_token_tis",
+    "k3_rs_seq_tis",
+    "bypass_geo_rs",
+    "bypass_k3_rs",
+    "bypass_pg_is",
+    "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_token_tis",
+    "srs-k3-corr",
+    "srs-k3-ppo",
+    "tis-srs-k1-corr",
+    "tis-srs-k3-corr",
+]
+
+
+class Preset(NamedTuple):
+    """What a preset sets.
+
+    Attributes:
+        weights: level, mode, lower, upper and signal of the importance weight; None for no weight.
+        reject: Rules.
+        ratio: objective.ratio; None if the preset leaves it open.
+        policy_gradient: The preset is for objectives without a ratio.
+    """
+
+    weights: dict[str, Any] | None = None
+    reject: tuple[dict[str, Any], ...] = ()
+    ratio: Literal["train", "rollout"] | None = None
+    policy_gradient: bool = False
+
+
+def _rule(estimator: str, aggregate: str, upper: float, lower: float | None = None, signal: str = "corr") -> dict:
+    return {"estimator": estimator, "signal": signal, "aggregate": aggregate, "lower": lower, "upper": upper}
+
+
+_WEIGHT_DEFAULTS: dict[str, Any] = dict(mode="truncate", lower=None, upper=2.0, signal="corr", normalize=False)
+_TOKEN_TIS, _SEQ_TIS = {"level": "token"}, {"level": "sequence"}
+_GEO_RS, _K3_RS = (_rule("ratio", "mean", 1.001, 0.999),), (_rule("k3", "mean", 0.01),)
+_BYPASS_GEO_RS = (_rule("ratio", "mean", 1.001, 0.999, "rollout"),)
+
+PRESETS: dict[str, Preset] = {
+    "recompute": Preset(ratio="train"),
+    "bypass": Preset(ratio="rollout"),
+    "tis": Preset(_TOKEN_TIS),
+    "seq_tis": Preset(_SEQ_TIS),
+    "mis": Preset(_SEQ_TIS | {"mode": "mask"}),
+    "seq_mis": Preset(_SEQ_TIS, (_rule("ratio", "sum", 2.0, 0.5),)),
+    "token_mis": Preset(_TOKEN_TIS | {"mode": "mask"}),
+    "icepop": Preset(_TOKEN_TIS | {"mode": "mask", "lower": 0.5, "upper": 5.0}),
+    "geo_rs": Preset(reject=_GEO_RS),
+    "geo_rs_token_tis": Preset(_TOKEN_TIS, _GEO_RS),
+    "geo_rs_seq_tis": Preset(_SEQ_TIS, _GEO_RS),
+    "k3_rs": Preset(reject=_K3_RS),
+    "k3_rs_token_tis": Preset(_TOKEN_TIS, _K3_RS),
+    "k3_rs_seq_tis": Preset(_SEQ_TIS, _K3_RS),
+    # In verl's bypass the rejected ratio is that of the loss, learner now over sampler.
+    "bypass_geo_rs": Preset(reject=_BYPASS_GEO_RS, ratio="rollout"),
+    "bypass_k3_rs": Preset(reject=(_rule("k3", "mean", 0.01, signal="rollout"),), ratio="rollout"),
+    # verl's bypass mode with loss_type reinforce: the weight is learner now over sampler, and nothing is clipped.
+    "bypass_pg_is": Preset(_SEQ_TIS | {"signal": "rollout"}, policy_gradient=True),
+    "bypass_pg_geo_rs": Preset(reject=_BYPASS_GEO_RS, policy_gradient=True),
+    "bypass_pg_geo_rs_token_tis": Preset(_TOKEN_TIS | {"signal": "rollout"}, _BYPASS_GEO_RS, policy_gradient=True),
+    "srs-k3-corr": Preset(reject=(_rule("k3", "sum", 1e-3),), ratio="rollout"),
+    "srs-k3-ppo": Preset(reject=(_rule("k3", "sum", 1e-3, signal="rollout"),), ratio="rollout"),
+    "tis-srs-k1-corr": Preset(_TOKEN_TIS, (_rule("k1", "sum", 1e-3),), "train"),
+    "tis-srs-k3-corr": Preset(_TOKEN_TIS, (_rule("k3", "sum", 1e-3),), "train"),
 }
 
 
 class RejectRule(Section):
-    """Responses, or tokens, are dropped when their score leaves its bounds. Bounds are of learner over sampler."""
+    """Drop responses, or tokens, whose score is outside the bounds. Bounds are on learner over sampler."""
 
     estimator: Literal["k1", "k2", "k3", "ratio"] = Field(
         description="What a token shows, with r learner over sampler: k1 = -log r, k2 = (log r)^2 / 2, "
@@ -30,8 +106,8 @@ class RejectRule(Section):
     )
     aggregate: Literal["sum", "mean", "max", "token"] = Field(
         description="Over the response's tokens. For ratio: sum is the product of the ratios, mean their geometric "
-        "mean, max demands that every token's ratio is inside. token: no response is dropped, but each token outside, "
-        "beside whatever the weight is."
+        "mean, max requires every token's ratio to be inside. token: drops each token that is outside, not its "
+        "response; can be combined with any weight."
     )
     lower: float | None = Field(
         None, ge=-SCORE, le=SCORE, description="Dropped below this; for k1 and ratio. null: no lower bound."
@@ -58,6 +134,16 @@ class RejectRule(Section):
             yield Fault(("lower",), self.lower, f"must be below upper ({self.upper:g})")
 
     @property
+    def per_token(self) -> bool:
+        """The rule drops tokens, not responses."""
+        return self.aggregate == "token"
+
+    @property
+    def metric(self) -> str:
+        """Name of the share that the rule rejects, of responses or of tokens."""
+        return f"correction/reject_{self.signal}_{self.estimator}_{self.aggregate}_frac"
+
+    @property
     def identity(self) -> tuple[str, str, str]:
         """What the rule measures; two rules of one configuration must not share it."""
         return self.signal, self.estimator, self.aggregate
@@ -67,13 +153,13 @@ class RejectRule(Section):
 
 
 class CorrectionConfig(Section):
-    """Weights, masks and rejections from the ratio learner over sampler, without gradient. tbpo carries its own weight.
+    """Weights and rejections from the ratio learner over sampler, without gradient. tbpo has its own weight.
 
-    A key that is left null takes the value of the preset, where there is one.
+    A null key takes the value of the preset, if there is one.
     """
 
     preset: PresetName | None = Field(
-        None, description="A named correction; keys given beside it replace its own. `qarl check` prints what it means."
+        None, description="A named correction; other keys override its values. `qarl check` prints its meaning."
     )
     level: Literal["none", "token", "sequence", "geometric"] | None = Field(
         None,
@@ -82,8 +168,8 @@ class CorrectionConfig(Section):
     )
     mode: Literal["truncate", "mask", "raw"] | None = Field(
         None,
-        description="Clip the ratio to [lower, upper] (TIS, default), zero it outside (MIS, IcePop), or take it as it "
-        "is (raw; exponents stay within +-20, and a warning says where that bound was met).",
+        description="Clip the ratio to [lower, upper] (TIS, default), zero it outside (MIS, IcePop), or use it "
+        "unchanged (raw; exponents are clamped to +-20, with a warning when that happens).",
     )
     signal: Literal["corr", "rollout"] | None = Field(
         None,
@@ -96,7 +182,7 @@ class CorrectionConfig(Section):
     reject: list[RejectRule] | None = Field(
         None,
         max_length=ITEMS,
-        description="Rules that drop responses, or tokens; what is trained on has passed all of them.",
+        description="Rules that drop responses, or tokens; training uses those that pass all rules.",
     )
     veto: float | None = Field(
         None,
@@ -107,7 +193,7 @@ class CorrectionConfig(Section):
 
     @property
     def expansion(self) -> Preset:
-        """What the preset sets; nothing without one."""
+        """Values of the preset; empty without one."""
         return PRESETS[self.preset] if self.preset else Preset()
 
     @property
@@ -117,7 +203,7 @@ class CorrectionConfig(Section):
 
     @property
     def weight_key(self) -> tuple[str, str | None]:
-        """The key that a user wrote for the weight, and its value: a level that came with a preset is the preset's."""
+        """The user's key that chose the weight, and its value: `level`, or the `preset` that sets it."""
         return ("level", self.level) if "level" in self.model_fields_set else ("preset", self.preset)
 
     def __str__(self) -> str:
@@ -169,8 +255,5 @@ class CorrectionConfig(Section):
 
 
 def _interval(lower: float | None, upper: float | None) -> str:
-    return f"[{_bound(lower)}, {_bound(upper)}]"
-
-
-def _bound(bound: float | None) -> str:
-    return "none" if bound is None else f"{bound:g}"
+    bounds = ("none" if bound is None else f"{bound:g}" for bound in (lower, upper))
+    return f"[{', '.join(bounds)}]"

@@ -1,0 +1,194 @@
+"""What objectives share: their inputs, safe ratios, their result, and statistics that add over micro-batches.
+
+Log-probs are natural, of the sampled token, under the sampling temperature and truncation. -inf is a token outside the
+truncated distribution: it gives finite ratios and no gradient. A NaN is never hidden: it reaches the loss and the
+gradient, and the learner skips the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qarl.objectives.segments import Segments
+
+Estimator = Literal["k1", "k2", "k3"]
+
+Stats = dict[str, "Tensor"]
+"""Metric name -> float64 (2,): the sum and the count. Those of micro-batches add; `finish_stats` divides once."""
+
+MAX_EXPONENT = 20.0
+"""Exponents are clamped to +-20 before exp, and the clamped ones are counted (`*_clamped_frac`)."""
+
+INFINITE = 1e12
+"""Stands for an infinite log ratio. A mean over fewer than 10^10 tokens still exceeds MAX_EXPONENT, no fp32 sum
+overflows, and two of opposite sign in one response cancel instead of making NaN."""
+
+WEIGHT_MEAN = "correction/weight_mean"
+_WEIGHT_SQ_MEAN = "correction/weight_sq_mean"  # intermediate of the effective sample size
+_ESS = "correction/ess"
+RATIO_STATS = ("policy/ratio_mean", "policy/clip_frac", "policy/ratio_clamped_frac")
+
+
+@dataclass(frozen=True)
+class TokenLogProbs:
+    """Log-probs of the sampled tokens, packed, (T,) float32 each. Only `logp` and `entropy` have a gradient."""
+
+    logp: Tensor  # learner now
+    logp_old: Tensor  # learner at the rollout's weights
+    logp_sampler: Tensor  # as the sampler reported
+    logp_shadow: Tensor | None = None  # the sampler's arithmetic at the current weights
+    logp_ref: Tensor | None = None  # reference policy
+    entropy: Tensor | None = None  # of the learner's distribution at the token
+
+
+class Pruned(NamedTuple):
+    """Masks of what has weight 0 because of tokens outside the learner's truncated distribution."""
+
+    tokens: Tensor  # (T,) bool, tokens with weight 0
+    responses: Tensor  # (R,) bool, responses dropped as a whole because of one of their tokens
+    outside: Tensor  # (T,) bool, tokens outside the distribution; a subset of `tokens`
+
+
+@dataclass(frozen=True)
+class SurrogateInputs:
+    """Inputs of an objective for one micro-batch of T tokens and R responses."""
+
+    logps: TokenLogProbs  # pruned tokens are 0 in every column, so their ratio is 1
+    log_ratio: Tensor  # (T,) of the ratio that `objective.ratio` names, with the gradient of logp; zeros without one
+    advantages: Tensor  # (R,)
+    segments: Segments  # response of each token
+    pruned: Pruned  # tokens and responses whose value is replaced by 0
+    center: float = 0.0  # `ObjectiveConfig.center` of the minibatch
+
+    @property
+    def token_advantages(self) -> Tensor:
+        """(T,): the advantage of each token's response."""
+        return self.segments.expand(self.advantages)
+
+    @property
+    def counted_tokens(self) -> Tensor:
+        """(T,) bool: tokens that enter statistics, those that are not pruned."""
+        return ~self.pruned.tokens
+
+    @property
+    def counted_responses(self) -> Tensor:
+        """(R,) bool: responses that enter statistics, those that are neither empty nor pruned."""
+        return self.segments.present & ~self.pruned.responses
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """Result of an objective for one micro-batch."""
+
+    value: Tensor  # (T,) value of each token, to maximise (minus a loss), with gradient to the learner's log-probs
+    stats: Stats = field(default_factory=dict)  # by metric name, made with `stat`
+
+
+class Needs(NamedTuple):
+    """What an objective needs beside the three log-probs that are always there."""
+
+    shadow: bool = False  # logp_shadow (objective.ratio shadow)
+    reference: bool = False  # logp_ref (objective.kl_coef > 0)
+    entropy: bool = False  # entropy with gradient (objective.entropy_coef > 0)
+    minibatch: bool = False  # `Constants` of the whole minibatch before its first backward
+
+
+class Constants(NamedTuple):
+    """Numbers of a whole minibatch that each micro-batch needs."""
+
+    center: float = 0.0  # mean over the minibatch's tokens that loss detach_center subtracts
+    weight_mean: float = 1.0  # mean correction weight, the divisor of correction.normalize
+
+
+def log_ratio(logp: Tensor, logp_reference: Tensor) -> Tensor:
+    """log(p / p_reference) per token: (T,), (T,) -> (T,), finite unless an input is NaN.
+
+    Two equal infinities have ratio 1. A token with an infinite log-prob has no gradient.
+    """
+    both_infinite = logp.isinf() & (logp == logp_reference)
+    difference = (logp - logp_reference).masked_fill(both_infinite, 0.0)
+    difference = difference.masked_fill(difference == math.inf, INFINITE)
+    return difference.masked_fill(difference == -math.inf, -INFINITE)
+
+
+def clamp_exponent(exponent: Tensor) -> tuple[Tensor, Tensor]:
+    """The exponent clamped to +-MAX_EXPONENT, and the bool mask of clamped elements, which have no gradient.
+
+    `Tensor.clamp` is not used because it has no gradient at NaN either.
+    """
+    high, low = exponent > MAX_EXPONENT, exponent < -MAX_EXPONENT
+    return exponent.masked_fill(high, MAX_EXPONENT).masked_fill(low, -MAX_EXPONENT), high | low
+
+
+def clamped_exp(exponent: Tensor) -> tuple[Tensor, Tensor]:
+    """exp of the clamped exponent, and the bool mask of clamped elements."""
+    exponent, beyond = clamp_exponent(exponent)
+    return exponent.exp(), beyond
+
+
+def score(logp: Tensor) -> Tensor:
+    """logp - stop(logp): (T,) zeros with d/d logp = 1. Infinite log-probs have no gradient."""
+    finite = logp.masked_fill(logp.isinf(), 0.0)
+    return finite - finite.detach()
+
+
+def k_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
+    """Elementwise estimate of KL(q || p) from log r, with r = p / q on samples of q (Schulman 2020).
+
+    k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r, with log r clamped to +-20.
+    """
+    x, _ = clamp_exponent(log_ratio)
+    if estimator == "k1":
+        return -x
+    if estimator == "k2":
+        return x.square() / 2
+    assert estimator == "k3", f"unknown estimator {estimator!r}"
+    return x.expm1() - x
+
+
+def stat(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(sum, count) of `values` (any shape; bool counts as 0 and 1) under the bool `mask`, if given."""
+    import torch
+
+    values = values.detach().double()
+    if mask is None:
+        return torch.stack([values.sum(), values.new_full((), values.numel())])
+    return torch.stack([values.masked_fill(~mask, 0.0).sum(), mask.sum().double()])
+
+
+def ratio_stats(ratio: Tensor, clipped: Tensor, clamped: Tensor, mask: Tensor | None) -> Stats:
+    """Statistics of every objective with a ratio: its mean, clipped and clamped shares, per token or per response."""
+    return {name: stat(x, mask) for name, x in zip(RATIO_STATS, (ratio, clipped, clamped), strict=True)}
+
+
+def weight_stats(weights: Tensor, mask: Tensor | None = None) -> Stats:
+    """Mean and effective sample size of importance weights, one per token or response."""
+    return {WEIGHT_MEAN: stat(weights, mask), _WEIGHT_SQ_MEAN: stat(weights.double().square(), mask)}
+
+
+def add_stats(total: Stats, part: Stats) -> Stats:
+    """Statistics of two disjoint parts together. A name may occur in one of them only."""
+    both = total.keys() & part.keys()
+    return total | part | {name: total[name] + part[name] for name in both}
+
+
+def finish_stats(total: Stats) -> dict[str, float]:
+    """Divide sums by counts; 0.0 if nothing was counted. Synchronizes with the device once.
+
+    `correction/ess` = (sum w)^2 / (n sum w^2), in (0, 1]: 1 for equal weights, 0.0 if all weights are 0.
+    """
+    import torch
+
+    if not total:
+        return {}
+    rows = torch.stack(list(total.values())).cpu().tolist()
+    metrics = {name: s / n if n else 0.0 for name, (s, n) in zip(total, rows, strict=True)}
+    if _WEIGHT_SQ_MEAN in metrics:
+        square = metrics.pop(_WEIGHT_SQ_MEAN)
+        metrics[_ESS] = metrics[WEIGHT_MEAN] ** 2 / square if square else 0.0
+    return metrics

@@ -1,0 +1,189 @@
+"""Correction of the mismatch between sampler and learner: importance weights, rejection rules and a veto.
+
+A correction multiplies the surrogate with a weight per token, without gradient. Bounds are on ratios learner over
+sampler, never on the inverse. Rejected tokens keep their place in the denominators of the aggregation (VeXact,
+equations 8 to 11). Pruned tokens have weight 0 and count as unmoved (ratio 1) in everything computed over a response:
+whether they drop their response is decided by the pruning alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qarl.objectives.common import (
+    MAX_EXPONENT,
+    Pruned,
+    Stats,
+    TokenLogProbs,
+    clamped_exp,
+    k_estimate,
+    log_ratio,
+    stat,
+    weight_stats,
+)
+from qarl.objectives.correction_config import CorrectionConfig, RejectRule
+from qarl.objectives.segments import Segments
+
+REJECTED = "correction/rejected_frac"
+
+
+def per_token(config: CorrectionConfig) -> bool:
+    """Tokens of a response may have different weights. Statistics are then per token, else per response."""
+    return config.level == "token" or any(rule.per_token for rule in config.reject or ())
+
+
+@torch.no_grad()
+def correct(
+    config: CorrectionConfig, logps: TokenLogProbs, segments: Segments, pruned: Pruned, weight_mean: float = 1.0
+) -> tuple[Tensor, Stats]:
+    """Compute the weight of each token, (T,): importance weight, times 0 if a rule, the veto or the pruning drops it.
+
+    Args:
+        config: Active correction.
+        logps: Log-probs, (T,) each.
+        segments: Response of each token.
+        pruned: Tokens and responses with weight 0.
+        weight_mean: Divisor of the importance weights (`mean_weight`).
+
+    Returns:
+        The weights, and statistics: per token if `per_token`, else per non-empty response.
+
+            correction/weight_mean, correction/ess  of the final weights
+            correction/rejected_frac    weight 0 for any reason; a response counts if all its tokens have weight 0
+            correction/raw_ratio_mean   weights before bounding
+            correction/clamped_frac     exponents of weights clamped to +-20
+
+        Per non-empty response: `correction/veto_frac`, the share that each rule rejects (rules of aggregate token: per
+        token), and `correction/rule_clamped_frac` (an exponent of a rule was clamped).
+    """
+    present, stats = segments.present, Stats()
+    keep, keep_tokens = torch.ones_like(present), torch.ones_like(segments.index, dtype=torch.bool)
+    clamped = torch.zeros_like(present)
+    for rule in config.reject or ():
+        passed, beyond = kept(_log_ratio(rule.signal, logps, pruned), segments, rule)
+        clamped |= beyond
+        stats[rule.metric] = stat(~passed, None if rule.per_token else present)
+        if rule.per_token:
+            keep_tokens &= passed
+        else:
+            keep &= passed
+    if config.reject:
+        stats["correction/rule_clamped_frac"] = stat(clamped, present)
+    if config.veto is not None:
+        dropped = segments.any(_log_ratio("corr", logps, pruned).double() < math.log(config.veto))
+        stats["correction/veto_frac"] = stat(dropped, present)
+        keep &= ~dropped
+    keep, keep_tokens = keep & ~pruned.responses, keep_tokens & ~pruned.tokens
+
+    weights = logps.logp_old.new_ones(present.shape)
+    if config.level != "none":
+        weights, ratio, beyond = importance_weights(config, logps, segments, pruned)
+        weights = weights / weight_mean
+        unit = None if config.level == "token" else present
+        stats["correction/raw_ratio_mean"] = stat(ratio, unit)
+        stats["correction/clamped_frac"] = stat(beyond, unit)
+    if per_token(config):
+        weights = weights if config.level == "token" else segments.expand(weights)
+        weights = weights.masked_fill(~(segments.expand(keep) & keep_tokens), 0.0)
+        return weights, stats | weight_stats(weights) | {REJECTED: stat(weights == 0.0)}
+    weights = weights.masked_fill(~keep, 0.0)
+    by_token = segments.expand(weights).masked_fill(~keep_tokens, 0.0)
+    rejected = stat(~segments.any(by_token != 0.0), present)
+    return by_token, stats | weight_stats(weights, present) | {REJECTED: rejected}
+
+
+@torch.no_grad()
+def importance_weights(
+    config: CorrectionConfig, logps: TokenLogProbs, segments: Segments, pruned: Pruned
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the bounded ratio learner over sampler, 0 if pruned: (T,) at level token, else (R,), without gradient.
+
+    level: `token` exp(o_t - b_t); `sequence` exp(sum_t); `geometric` exp(mean_t), shared by the response's tokens.
+    mode: `truncate` the ratio to [lower, upper] (TIS); `mask` it to 0 outside, bounds included (MIS, IcePop); `raw`,
+    unbiased if per response, with a variance that grows with the length.
+
+    Returns:
+        The weights, the ratio before bounding, and the bool mask of exponents clamped to +-20.
+    """
+    assert config.signal is not None, "a checked configuration says it"
+    x, gone = _log_ratio(config.signal, logps, pruned), pruned.responses
+    if config.level == "token":
+        exponent, gone = x, pruned.tokens
+    elif config.level == "sequence":
+        exponent = segments.sum(x)
+    else:
+        assert config.level == "geometric", f"unknown correction level {config.level!r}"
+        exponent = segments.mean(x)
+    ratio, clamped = clamped_exp(exponent)
+    if config.mode == "truncate":
+        weights = ratio.clamp(config.lower, config.upper)
+    elif config.mode == "mask":
+        low = -math.inf if config.lower is None else config.lower
+        high = math.inf if config.upper is None else config.upper
+        weights = ratio.masked_fill((ratio > high) | (ratio < low), 0.0)
+    else:
+        assert config.mode == "raw", f"unknown correction mode {config.mode!r}"
+        weights = ratio
+    return weights.masked_fill(gone, 0.0), ratio.masked_fill(gone, 0.0), clamped & ~gone
+
+
+@torch.no_grad()
+def mean_weight(config: CorrectionConfig, logps: TokenLogProbs, segments: Segments, pruned: Pruned) -> float:
+    """Mean importance weight before rules and veto, over tokens at level token, else over non-empty responses.
+
+    What is pruned counts with weight 0. The mean is 1.0 without weights, or if all of them are 0.
+    """
+    if config.level == "none":
+        return 1.0
+    weights = importance_weights(config, logps, segments, pruned)[0].double()
+    if config.level != "token":
+        weights = weights[segments.present]
+    mean = float(weights.mean()) if weights.numel() else 1.0
+    return mean if mean != 0.0 else 1.0
+
+
+def kept(log_ratio: Tensor, segments: Segments, rule: RejectRule) -> tuple[Tensor, Tensor]:
+    """Find what a rule keeps: lower <= score <= upper.
+
+    Computed in float64: k3 of a small mismatch is a difference of nearly equal numbers, and thresholds are of order
+    1e-3. An empty response is kept, and so is one with a NaN: it has to reach the loss.
+
+    Args:
+        log_ratio: (T,) log ratio x of the rule's signal. A token shows k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x, or
+            the ratio e^x. The `sum` of ratio is exp(sum x), its `mean` exp(mean x), and `max` bounds every token.
+        segments: Response of each token.
+        rule: Estimator, aggregate and bounds.
+
+    Returns:
+        (R,) bool, responses kept, or (T,) bool, tokens kept, for aggregate token; and (R,) bool, responses with an
+        exponent clamped to +-20, an infinite one included.
+    """
+    x = log_ratio.detach().double()
+    lower = -math.inf if rule.lower is None else rule.lower
+    upper = math.inf if rule.upper is None else rule.upper
+    if rule.estimator == "ratio" and rule.aggregate in ("sum", "mean"):
+        x = segments.sum(x) if rule.aggregate == "sum" else segments.mean(x)
+        score, clamped = clamped_exp(x)
+    else:
+        clamped = segments.any(x.abs() > MAX_EXPONENT)
+        score = clamped_exp(x)[0] if rule.estimator == "ratio" else k_estimate(x, rule.estimator)
+        if rule.per_token:
+            return ~((score < lower) | (score > upper)), clamped
+        if rule.estimator == "ratio":
+            return ~segments.any((score < lower) | (score > upper)), clamped
+        if rule.aggregate == "max":
+            # An exact maximum is the same in any order, so scatter is safe here.
+            lowest = score.new_full(segments.lengths.shape, -math.inf)
+            score = lowest.scatter_reduce(0, segments.index, score, "amax")
+        else:
+            score = segments.sum(score) if rule.aggregate == "sum" else segments.mean(score)
+    return ~segments.present | ~((score < lower) | (score > upper)), clamped
+
+
+def _log_ratio(signal: str, logps: TokenLogProbs, pruned: Pruned) -> Tensor:
+    """(T,) log ratio of the learner, at the rollout's weights (`corr`) or now (`rollout`), over the sampler."""
+    learner = logps.logp_old if signal == "corr" else logps.logp
+    return log_ratio(learner, logps.logp_sampler).masked_fill(pruned.tokens, 0.0)
