@@ -1,25 +1,24 @@
-"""A quantization scheme of one's own, in one file: int8 weights with a scale a row, activations as they are (w8a16).
+"""A quantization scheme of your own, in one file: int8 weights with a scale per row, 16-bit activations (w8a16).
 
     python examples/toy_scheme.py MODEL OUT
 
-registers it, trains one step of a model with it, exports the run, and compares it offline with schemes that come with
-qarl. MODEL: a directory or `package:NAME` (a small model: this runs on the CPU). Another format than bytes with scales
-would subclass `qarl_formats.scheme.Scheme` itself, which says what each method is for.
+registers it, trains one step of a model with it, exports the run, and compares it offline with built-in schemes. MODEL
+is a directory or `package:NAME` (a small model: this runs on the CPU).
+
+`ByteCodes` has the rest: it stores one code per byte and a scale per row. By default, sampler and learner multiply the
+dequantized weight in a row-invariant dense product. A scheme with a product of its own overrides `operands`,
+`plain_product` and `kernel_product`; one with other tensors subclasses `qarl_formats.scheme.Scheme` itself and adds
+`tensor_specs`, `quantize`, `dequantize` and `codes`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 import yaml
-from qarl_formats import rounding
 from qarl_formats.registry import register
-from qarl_formats.schemes.bf16 import BF16
 from qarl_formats.schemes.bytes import ByteCodes
-from torch import Tensor
 
 
 @register
@@ -27,29 +26,10 @@ class W8A16(ByteCodes):
     """Stored: `weight` int8 [N, K] and `weight_scale` [N, 1]. y = x @ W^T, W = codes * scale rounded to x's dtype."""
 
     name = "w8a16"
-    description = "int8 weights, a scale a row; activations in 16 bits"
-    weight_type = "int"
-    file_format = "int-quantized"  # what compressed-tensors calls one code a byte
+    description = "int8 weights, a scale per row; 16-bit activations"
+    weight_type = "int"  # codes are rounded as compressed-tensors rounds int8; "float": as it rounds e4m3
+    file_format = "int-quantized"  # compressed-tensors' name for one code per byte
     tolerance = 0.1  # mean |delta log-prob| up to which `qarl export --verify` accepts another program
-
-    def _by_torch(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """A float32 master [N, K] -> codes, scale, and how many rows are not finite."""
-        scaled, scale, bad = rounding.symmetric(weight, rounding.INT8, scale_dtype)
-        return rounding.integers(scaled, rounding.INT8), scale, bad
-
-    def _by_kernel(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """The same on a GPU, by Triton."""
-        from qarl_kernels.quantize import quantize_int8
-
-        return quantize_int8(weight, scale_dtype)
-
-    @classmethod
-    def multiply(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
-    ) -> Tensor:
-        """The product of sampler and learner: here the row-invariant one of an unquantized weight."""
-        values = (operands["weight"].float() * operands["weight_scale"].float()).to(x.dtype)
-        return BF16.multiply(x, {"weight": values if kernels else values.float()}, out_features, bias, kernels)
 
 
 def configuration(model: str, run_dir: Path) -> dict:

@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from qarl_formats.counts import nonzero_counts
-from qarl_formats.quantize import QuantizedWeight, codes_changed
-from qarl_formats.stacked import Form
+from qarl_formats.weight import LowBitWeight, codes_changed
 from torch import Tensor
 
 from qarl.experts import of_experts
@@ -31,7 +29,7 @@ def crossings(before: Snapshot, after: Snapshot) -> Crossings:
     counts: list[Tensor] = []
     for together, its_before, its_after in _compared(before, after, shapes):
         names += together
-        counts.append(_changed(its_before, its_after, [shapes[name][0] for name in together]))
+        counts.append(codes_changed(its_before, its_after, [shapes[name][0] for name in together]))
     changed = dict(zip(names, torch.cat(counts).tolist(), strict=True))  # one transfer from the device
     return {name: (changed[name], rows * columns) for name, (rows, columns) in shapes.items()}
 
@@ -68,20 +66,13 @@ def _linears(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:
 
 def _compared(
     before: Snapshot, after: Snapshot, names: dict[str, tuple[int, ...]]
-) -> Iterator[tuple[Sequence[str], Form, Form]]:
-    """Names, each once, and what the two snapshots hold of them: stacks at once, where both have them."""
+) -> Iterator[tuple[Sequence[str], LowBitWeight, LowBitWeight]]:
+    """Modules, each once, and their weights in the two snapshots: packed linears at once if both snapshots have them."""
     left = dict.fromkeys(names)
-    for together, stacked in after.stacks.items():
-        if together in before.stacks and all(name in left for name in together):
-            yield together, before.stacks[together].whole, stacked.whole
+    for together, whole in after.groups.items():
+        if together in before.groups and all(name in left for name in together):
+            yield together, before.groups[together], whole
             for name in together:
                 del left[name]
     for name in left:
-        yield (name,), before.form(name), after.form(name)
-
-
-def _changed(before: Form, after: Form, widths: Sequence[int]) -> Tensor:
-    if isinstance(before, QuantizedWeight) and isinstance(after, QuantizedWeight):
-        return codes_changed(before, after, widths)[0]
-    assert isinstance(before, Tensor) and isinstance(after, Tensor), "two versions of one policy have one scheme"
-    return nonzero_counts(before != after, widths)
+        yield (name,), before.weight(name), after.weight(name)

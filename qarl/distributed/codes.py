@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import Scheme
-from qarl_formats.stacked import Form, rows_of, slices
+from qarl_formats.weight import LowBitWeight
 from torch import Tensor
 
 from qarl.distributed.exchange import Exchange
@@ -115,7 +114,7 @@ class _CodeGather:
                 self._stored[block] = self._empty(block, scheme, rows.device)
             made = self._made(block, rows.detach(), scheme)
             for suffix, out in self._stored[block].items():
-                features = 1 if scheme is None else rows_of(scheme, suffix) or 1
+                features = 1 if scheme is None else scheme.rows_per_entry(suffix) or 1
                 cut = [range(math.ceil(some.start / features), math.ceil(some.stop / features)) for some in places]
                 self._gathers.add(made[suffix].contiguous() if made else out[:0], cut, out)
 
@@ -128,7 +127,7 @@ class _CodeGather:
         return {
             suffix: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
             for suffix, spec in scheme.tensor_specs(n, k).items()
-            if rows_of(scheme, suffix) is not None
+            if scheme.rows_per_entry(suffix) is not None
         }
 
     def _made(self, block: Block, rows: Tensor, scheme: Scheme | None) -> Mapping[str, Tensor]:
@@ -152,14 +151,14 @@ class _CodeGather:
         for name in filter(faulty.__contains__, self._plan.shapes):
             self._refuse(name)
         assert not faulty, "a value that is not finite and was not found again"
-        forms: dict[str, Form] = {}
+        forms: dict[str, LowBitWeight | Tensor] = {}
         for block in self._plan.blocks:
             whole = self._whole(block)
             rows = [self._plan.shapes[name][0] for name in block]
-            forms |= zip(block, slices(whole, rows) if len(block) > 1 else [whole], strict=True)
+            forms |= zip(block, whole.split(rows) if len(block) > 1 else [whole], strict=True)
         return build_snapshot(self._quantizer.version, ((name, forms[name]) for name in self._plan.shapes))
 
-    def _whole(self, block: Block) -> Form:
+    def _whole(self, block: Block) -> LowBitWeight | Tensor:
         """What is published of a block's weights as one."""
         scheme, stored = self._scheme_of(block[0]), self._stored.pop(block)
         if scheme is None:
@@ -174,7 +173,7 @@ class _CodeGather:
             else:
                 device = next(iter(stored.values())).device
                 tensors[suffix] = self._shared[block[0]].to(device, copy=True)
-        return QuantizedWeight(scheme, tensors, (n, k))
+        return LowBitWeight(scheme, tensors, (n, k))
 
     def _refuse(self, name: str) -> None:
         """Raise UserError where the master has values that are not finite, on every rank."""

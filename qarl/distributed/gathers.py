@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from qarl_formats.stacked import under_one_another
+from qarl_formats.rows import concatenate_rows
 from torch import Tensor
 
 from qarl.distributed.exchange import Exchange, Pending
@@ -87,4 +87,4 @@ def own_rows(
                 assert len(shard) == len(own), f"{name}: {len(shard)} rows of {own}, rank {rank}"
                 parts.append(shard[begin - own.start : end - own.start])
             first += rows
-        yield places, under_one_another(parts) if parts else shards[block[0]][:0]
+        yield places, concatenate_rows(parts) if parts else shards[block[0]][:0]

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from qarl_formats.quantize import unpack_codes
 
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
@@ -217,7 +216,7 @@ def _codes(snapshot: Snapshot, out: Path, verify_digests: bool) -> Agreement:
             return Agreement("codes", "differs", f"{module}: not in the files", version)
         stored = {suffix: files[name] for suffix, name in names.items() if name in files}
         codes = weight.scheme.library_codes(stored, weight.shape)
-        same = torch.equal(codes.view(torch.int8), unpack_codes(weight).cpu().view(torch.int8))
+        same = torch.equal(codes.view(torch.int8), weight.codes().cpu().view(torch.int8))
         rest = stored.keys() - {"weight", "weight_packed"}
         if not same or any(not torch.equal(stored[suffix], weight.tensors[suffix].cpu()) for suffix in rest):
             return Agreement("codes", "differs", f"{module}: codes or scales are not those of the run", version)

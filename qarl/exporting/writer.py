@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from qarl_formats.compressed import to_state_dict
-from qarl_formats.quantize import QuantizedWeight
+from qarl_formats.weight import LowBitWeight
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -119,7 +119,7 @@ class _Written:
 def _write_tensors(
     directory: Path,
     shards: list[Shard],
-    forms: Iterator[tuple[str, QuantizedWeight | Tensor]],
+    forms: Iterator[tuple[str, LowBitWeight | Tensor]],
     unpacked: bool,
     progress: Callable[[int], None],
 ) -> _Written:
@@ -143,8 +143,8 @@ def _write_tensors(
     return written
 
 
-def _stored(name: str, form: QuantizedWeight | Tensor, unpacked: bool) -> Iterator[tuple[str, Tensor]]:
-    if unpacked and isinstance(form, QuantizedWeight):
+def _stored(name: str, form: LowBitWeight | Tensor, unpacked: bool) -> Iterator[tuple[str, Tensor]]:
+    if unpacked and isinstance(form, LowBitWeight):
         return iter(to_state_dict(name.removesuffix(".weight"), form, unpacked=True).items())
     return named_tensors(name, form)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 from qarl_formats.compressed import TensorSpec, tensor_specs
-from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import Scheme, check_shape, is_ignored
+from qarl_formats.weight import LowBitWeight
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class Masters:
 
     def forms(
         self, quant: QuantConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> Iterator[tuple[str, QuantizedWeight | Tensor]]:
+    ) -> Iterator[tuple[str, LowBitWeight | Tensor]]:
         """Each parameter as it is published, in order; one at a time is in memory.
 
         Raises UserError before the first one where the scheme does not fit a layer.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 from qarl_formats.compressed import from_state_dict
-from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import is_ignored
+from qarl_formats.weight import LowBitWeight
 from qarl_kernels.logprob import Truncation
 from safetensors import SafetensorError
 from torch import Tensor
@@ -135,7 +135,7 @@ def _stored_dtype(target: Target, config: PreTrainedConfig) -> torch.dtype:
 
 def _stored_forms(
     target: Target, config: PreTrainedConfig, device: torch.device
-) -> Iterator[tuple[str, QuantizedWeight | Tensor]]:
+) -> Iterator[tuple[str, LowBitWeight | Tensor]]:
     """The parameters of an exported checkpoint as they stand in its files."""
     tensors = {name: tensor.to(device) for name, tensor in _read_export(target).items()}
     scheme, dtype = scheme_of(target.quant), _stored_dtype(target, config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from qarl_formats.stacked import adjacent, under_one_another
+from qarl_formats.rows import adjacent, concatenate_rows
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -112,6 +112,6 @@ def move_experts(model: nn.Module, device: torch.device) -> None:
             stacks = [part for expert in experts for part in expert[:2]], [expert[2] for expert in experts]
             for masters in stacks:
                 if adjacent(masters) and masters[0].device != device:
-                    moved = under_one_another(masters).to(device)
+                    moved = concatenate_rows(masters).to(device)
                     for master, rows in zip(masters, moved.split([len(one) for one in masters]), strict=True):
                         master.data = rows

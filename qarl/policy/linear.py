@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from qarl_formats.weight import LowBitWeight
 from qarl_kernels.backward import input_grad, weight_grad
 from torch import Tensor, nn
 
-from qarl.policy.operand import Operand
 from qarl.policy.view import Role
 
 
@@ -26,24 +26,24 @@ class _StraightThrough(torch.autograd.Function):
         master: Tensor,
         bias_master: Tensor | None,
         bias: Tensor | None,
-        operand: Operand,
+        weight: LowBitWeight,
         keep_dequantized_input: bool,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.operand, ctx.keep_dequantized_input = operand, keep_dequantized_input
+        ctx.weight, ctx.keep_dequantized_input = weight, keep_dequantized_input
         ctx.has_bias = bias_master is not None
-        return operand(x, bias)
+        return weight.matmul(x, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        operand = ctx.operand
+        weight = ctx.weight
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = input_grad(grad, operand.dequantized(x.dtype))
+            grad_x = input_grad(grad, weight.values(x.dtype))
         if ctx.needs_input_grad[1]:
             if ctx.keep_dequantized_input:
-                x = operand.rounded_input(x)
+                x = weight.rounded_input(x)
             grad_weight = weight_grad(grad, x)
         if ctx.has_bias:
             grad_bias = grad.float().sum(0)
@@ -64,12 +64,12 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         view = self.role.view
-        operand, bias = view.operands[self.name], view.values.get(f"{self.name}.bias")
+        weight, bias = view.operands[self.name], view.values.get(f"{self.name}.bias")
         rows = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled():
-            y = _StraightThrough.apply(rows, self.weight, self.bias, bias, operand, self.keep_dequantized_input)
+            y = _StraightThrough.apply(rows, self.weight, self.bias, bias, weight, self.keep_dequantized_input)
         else:
-            y = operand(rows, bias)
+            y = weight.matmul(rows, bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

@@ -13,13 +13,12 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from qarl_formats.prepared import PreparedWeight
-from qarl_formats.scheme import InputCodes
+from qarl_formats.rows import adjacent, concatenate_rows
+from qarl_formats.scheme import Codes, InputCodes
+from qarl_formats.weight import LowBitWeight
 from qarl_kernels.backward import input_grad, weight_grad
 from qarl_kernels.moe.groups import Groups
 from torch import Tensor, nn
-
-from qarl.policy.operand import Operand
 
 Backward = Literal["bf16", "fp8"]
 
@@ -51,26 +50,22 @@ class Projection:
     """
 
     stack: Stack
-    operands: tuple[Operand, ...]
+    operands: tuple[LowBitWeight, ...]
     bias: Tensor | None
 
     @cached_property
     def input_codes(self) -> InputCodes | None:
         """What the product reads of activations, see `Scheme.input_codes`."""
-        kinds = {o.scheme.input_codes if isinstance(o, PreparedWeight) else None for o in self.operands}
+        kinds = {weight.input_codes for weight in self.operands}
         return kinds.pop() if len(kinds) == 1 else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, K) of the compute dtype, contiguous. Returns (T, N)."""
-        return _beside([operand(x, bias) for operand, bias in self._parts])
+        return _beside([weight.matmul(x, bias) for weight, bias in self._parts])
 
     def of_codes(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """The same of activations quantized as `input_codes` says. Returns (T, N) of dtype."""
-        found = []
-        for operand, bias in self._parts:
-            assert isinstance(operand, PreparedWeight), "an unquantized operand multiplies values"
-            found.append(operand.of_codes(codes, scale, bias, dtype))
-        return _beside(found)
+        return _beside([weight.matmul(Codes(codes, scale, dtype), bias) for weight, bias in self._parts])
 
     def of(self, x: Tensor | None, codes: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Of codes where there are some, else of values."""
@@ -80,22 +75,22 @@ class Projection:
         return self.of_codes(codes, scale, dtype)
 
     def grouped(self, x: Tensor, groups: Groups, gathered: bool) -> Tensor:
-        """The product of rows with the weights of their experts, of a stack of experts; see `PreparedWeight.grouped`.
+        """The product of rows with the weights of their experts, of a stack of experts; see
+        `LowBitWeight.matmul`.
 
         x: (T, K) of the compute dtype, contiguous, if gathered, else (R, K). Returns (R, N of one expert).
         """
-        (operand,) = self.operands
-        return operand.grouped(x, groups, gathered)
+        (weight,) = self.operands
+        return weight.matmul(x, None, groups, gathered)
 
     def of_codes_grouped(
         self, codes: Tensor, scale: Tensor, groups: Groups, gathered: bool, dtype: torch.dtype
     ) -> Tensor:
         """The same of activations quantized as `input_codes` says. Returns (R, N of one expert) of dtype."""
-        (operand,) = self.operands
-        assert isinstance(operand, PreparedWeight), "an unquantized operand multiplies values"
-        return operand.of_codes_grouped(codes, scale, groups, gathered, dtype)
+        (weight,) = self.operands
+        return weight.matmul(Codes(codes, scale, dtype), None, groups, gathered)
 
-    def multiplied(self) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], Operand]]:
+    def multiplied(self) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], LowBitWeight]]:
         """Each operand with the layers whose weights it holds, and their output features."""
         names, widths = self.stack.names, self.stack.widths
         if len(self.operands) == 1:
@@ -105,7 +100,7 @@ class Projection:
             yield (name,), (width,), operand
 
     @cached_property
-    def _parts(self) -> list[tuple[Operand, Tensor | None]]:
+    def _parts(self) -> list[tuple[LowBitWeight, Tensor | None]]:
         if len(self.operands) == 1 or self.bias is None:
             return [(operand, self.bias) for operand in self.operands]
         return list(zip(self.operands, self.bias.split(self.stack.widths), strict=True))
@@ -116,14 +111,12 @@ class Projection:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """W_deq (N, K)."""
-        weights = [operand.dequantized(dtype) for operand in self.operands]
+        weights = [weight.values(dtype) for weight in self.operands]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def fp8_codes(self) -> tuple[Tensor, Tensor] | None:
         """e4m3 codes (N, K) and scales (N, 1), where that is what the weight is; see `Scheme.fp8_codes`."""
-        if len(self.operands) == 1 and isinstance(self.operands[0], PreparedWeight):
-            return self.operands[0].scheme.fp8_codes(self.operands[0].operands)
-        return None
+        return self.operands[0].fp8_codes() if len(self.operands) == 1 else None
 
     def inputs(self, x: Tensor, rounded: bool) -> Iterator[tuple[slice, Tensor]]:
         """What the products read of x (T, K), and the output features that come of it.
@@ -206,8 +199,6 @@ def gradient_of(masters: Sequence[nn.Parameter]) -> Tensor:
         if first.grad is None:
             first.grad = torch.zeros_like(first, memory_format=torch.contiguous_format)
         return first.grad
-    from qarl_formats.stacked import adjacent, under_one_another
-
     grads = [master.grad for master in masters]
     if any(grad is None for grad in grads) or not adjacent([g for g in grads if g is not None]):
         rows = [len(master) for master in masters]
@@ -216,4 +207,4 @@ def gradient_of(masters: Sequence[nn.Parameter]) -> Tensor:
             if master.grad is not None:
                 part.copy_(master.grad)
             master.grad = part
-    return under_one_another([master.grad for master in masters if master.grad is not None])
+    return concatenate_rows([master.grad for master in masters if master.grad is not None])

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
 from qarl_formats.bits import Proof, same_bits
-from qarl_formats.prepared import PreparedWeight
-from qarl_formats.quantize import QuantizedWeight
-from qarl_formats.stacked import tensors_of
+from qarl_formats.weight import LowBitWeight
 from qarl_kernels.logprob import Distribution, Truncation, distribution, logits_of, token_logprobs
 from torch import Tensor
 
@@ -20,7 +17,7 @@ from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.trace import Tracer
 from qarl.policy.view import Role, View
 from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.snapshot import Snapshot, named_tensors
+from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.verify import PublishError
 
 SCORE_CHUNK = 128  # rows of logits that `score` holds at once
@@ -89,14 +86,12 @@ class Sampler:
         """
         proof = Proof()
         for names, widths, weight in self.view.multiplied():
-            assert isinstance(weight, PreparedWeight), f"{names[0]}: the sampler multiplies what is published"
-            tensors = weight.held(proof.of(f"{', '.join(names)}: "))
+            tensors = weight.stored(proof.of(f"{', '.join(names)}: "))
             if (published := self._published(names, tensors)) is not None:
                 yield from published
                 continue
-            for name, width, start in zip(names, widths, accumulate(widths, initial=0), strict=False):
-                own = tensors if len(names) == 1 else tensors_of(weight.scheme, tensors, start, width)
-                yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in own.items())
+            for name, part in zip(names, LowBitWeight(weight.scheme, tensors, weight.shape).split(widths), strict=True):
+                yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in part.tensors.items())
         for name, value in self.view.values.items():
             if name == self._head and not self._multiplies(value):
                 raise self._refusal(f"{name}: the output layer multiplies with other values")
@@ -107,15 +102,15 @@ class Sampler:
             raise self._refusal(str(error)) from error
 
     def _published(self, names: tuple[str, ...], held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]] | None:
-        """The snapshot's own tensors of a stack, where they are, bit for bit, what is held of it. held: by suffix."""
-        stacked = None if self._installed is None else self._installed.stacks.get(names)
-        if stacked is None:
+        """The snapshot's own tensors of a packed linear if they equal, bit for bit, what is held. held: by suffix."""
+        if self._installed is None or (whole := self._installed.groups.get(names)) is None:
             return None
-        whole = stacked.whole.tensors if isinstance(stacked.whole, QuantizedWeight) else {"weight": stacked.whole}
-        if whole.keys() != held.keys() or not all(same_bits(tensor, held[suffix]) for suffix, tensor in whole.items()):
+        own = whole.tensors
+        if own.keys() != held.keys() or not all(same_bits(tensor, held[suffix]) for suffix, tensor in own.items()):
             return None
-        parts = zip(names, stacked.members, strict=True)
-        return (named for name, form in parts for named in named_tensors(f"{name}.weight", form))
+        tensors = self._installed.tensors
+        keys = [f"{name}.{suffix}" for name in names for suffix in own]
+        return ((key, tensors[key]) for key in keys)
 
     def _refusal(self, what: str) -> PublishError:
         assert self._installed is not None, "no version was installed"

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qarl.policy.operand import Operand
+    from qarl_formats.weight import LowBitWeight
+
     from qarl.policy.projection import Projection
 
 
@@ -34,7 +35,7 @@ class View:
     see `quant.kv_cache_dtype`.
     """
 
-    operands: Mapping[str, Operand]
+    operands: Mapping[str, LowBitWeight]
     values: Mapping[str, Tensor]
     head: Tensor
     projections: Mapping[tuple[str, ...], Projection] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class View:
         """What a KV cache of a forward in `dtype` holds: plain torch keeps e4m3 values in that."""
         return torch.float8_e4m3fn if self.kv_fp8 and self.fused else dtype
 
-    def multiplied(self) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], Operand]]:
+    def multiplied(self) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], LowBitWeight]]:
         """Every operand, with the modules whose weights it holds and their output features, in order."""
         for name, operand in self.operands.items():
             yield (name,), (operand.shape[0],), operand

@@ -6,17 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from qarl_formats.prepared import prepare
-from qarl_formats.quantize import QuantizedWeight
-from qarl_formats.stacked import Form, Stacked, rows_of, slices, stack, stackable
+from qarl_formats.rows import concatenate_rows
+from qarl_formats.weight import LowBitWeight, concatenate, ordinary_weight
 from torch import Tensor
 
 from qarl.config import QuantConfig
 from qarl.errors import UserError
-from qarl.policy.operand import Operand, PlainWeight, fake_quant_operand, full_precision_operand
 from qarl.policy.projection import Projection, Stack
 from qarl.policy.view import View
-from qarl.weight_sync.snapshot import Snapshot, named_tensors, quantize_parameter
+from qarl.weight_sync.snapshot import Snapshot, quantize_parameter
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -27,7 +25,7 @@ class ViewMaker:
 
     parameters: the masters, or their values, by name; stacks: the linears that multiply, those of one input together;
     head: the output layer's name. dtype: of what is published; learner_dtype: of the learner's forward. kernels: see
-    `prepare`.
+    `LowBitWeight.prepare`.
     """
 
     parameters: Mapping[str, Tensor]
@@ -73,7 +71,7 @@ class ViewMaker:
         return self.quant.kv_cache_dtype == "fp8"
 
     def _fused(
-        self, values: Mapping[str, Tensor], operands: Mapping[tuple[str, ...], tuple[Operand, ...]], kv_fp8: bool
+        self, values: Mapping[str, Tensor], operands: Mapping[tuple[str, ...], tuple[LowBitWeight, ...]], kv_fp8: bool
     ) -> View:
         projections = {}
         for one in self.stacks:
@@ -83,19 +81,21 @@ class ViewMaker:
             projections[one.names] = Projection(one, operands[one.names], None if biases is None else torch.cat(biases))
         return View({}, values, self._head(values), projections, kv_fp8)
 
-    def _published(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[Operand, ...]:
+    def _published(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[LowBitWeight, ...]:
         """What the sampler multiplies with: one operand for all layers where their weights can be stacked."""
-        known = snapshot.stacks.get(names)
-        forms = _stacked([snapshot.form(n) for n in names]) if known is None else [known.whole]
-        return tuple(prepare(form, self.dtype, self.kernels) for form in forms)
+        known = snapshot.groups.get(names)
+        weights = _stacked([snapshot.weight(name) for name in names]) if known is None else [known]
+        return tuple(weight.prepare(self.dtype, self.kernels) for weight in weights)
 
-    def _learner_operands(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[Operand, ...]:
+    def _learner_operands(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[LowBitWeight, ...]:
         weights = [snapshot.weights[name] for name in names if name in snapshot.weights]
         if self.quant.learner == "fake_quant" and weights:
             if len(weights) < len(names):  # some of the stack are not quantized
                 return tuple(operand for name in names for operand in self._learner_operands((name,), snapshot))
-            quantized = [form for form in _stacked([*weights]) if isinstance(form, QuantizedWeight)]
-            return tuple(fake_quant_operand(form, self.learner_dtype) for form in quantized)
+            return tuple(
+                ordinary_weight(one.dequantize(self.learner_dtype), one.scheme, self.kernels)
+                for one in _stacked(weights)
+            )
         masters = [f"{name}.weight" for name in names]
         if self.learner_dtype != self.dtype:
             return self._plain([self._rounded(name, snapshot.version) for name in masters])
@@ -103,10 +103,9 @@ class ViewMaker:
             return self._plain([self.parameters[name] for name in masters])
         return self._published(names, snapshot)
 
-    def _plain(self, weights: list[Tensor]) -> tuple[Operand, ...]:
-        (one,) = _stacked([full_precision_operand(weight, self.learner_dtype).weight for weight in weights])
-        assert isinstance(one, Tensor), "values stack to values"
-        return (PlainWeight(one),)
+    def _plain(self, weights: list[Tensor]) -> tuple[LowBitWeight, ...]:
+        rounded = [weight.detach().to(self.learner_dtype, copy=True) for weight in weights]
+        return (ordinary_weight(concatenate_rows(rounded), kernels=self.kernels),)
 
     def _rounded(self, name: str, version: int) -> Tensor:
         """A master in the learner's dtype, finite, sharing no memory with it."""
@@ -135,45 +134,28 @@ def _apart(experts: Stack, quant: QuantConfig) -> UserError:
     )
 
 
-def _stacked(forms: list[Form]) -> list[Form]:
-    """One weight where all of them can be, else all as they are."""
-    if isinstance(forms[0], QuantizedWeight):
-        scheme = forms[0].scheme
-        widths = [form.shape[0] for form in forms]
-        same = all(isinstance(form, QuantizedWeight) and form.scheme == scheme for form in forms)
-        return [stack(forms)] if same and stackable(scheme, widths) else forms
-    return [stack(forms)] if all(isinstance(form, Tensor) for form in forms) else forms
+def _stacked(weights: list[LowBitWeight]) -> list[LowBitWeight]:
+    """One weight if all of them can be concatenated, else all as they are."""
+    scheme = weights[0].scheme
+    same = all(weight.scheme == scheme for weight in weights)
+    return [concatenate(weights)] if same and scheme.can_concatenate([weight.shape[0] for weight in weights]) else weights
 
 
 def restack(snapshot: Snapshot, stacks: Iterable[Stack]) -> None:
-    """Put the tensors of each stack under one another in memory, so that no view holds them a second time, and let the
-    snapshot say so (`Snapshot.stacks`).
+    """Concatenate the tensors of each stack in memory, so that no view holds them a second time, and record the result
+    in `Snapshot.groups`.
 
-    Values stay; a stack's tensors of their own go before the next are copied, where the snapshot alone holds them.
+    Values stay; the separate tensors of a stack are freed before the next are copied, if the snapshot alone holds them.
     """
     for one in stacks:
-        if len(one.names) == 1 or one.names in snapshot.stacks:
+        if len(one.names) == 1 or one.names in snapshot.groups:
             continue
-        forms = [snapshot.form(name) for name in one.names]
-        found = _stacked(forms)
+        weights = [snapshot.weight(name) for name in one.names]
+        found = _stacked(weights)
         if len(found) > 1:
             continue
-        if not _same_memory(found[0], forms[0]):
-            forms = slices(found[0], one.widths)
-            for name, form in zip(one.names, forms, strict=True):
-                snapshot.tensors.update(named_tensors(f"{name}.weight", form))
-                if isinstance(form, QuantizedWeight):
-                    snapshot.weights[name] = form
-        snapshot.stacks[one.names] = Stacked(found[0], forms)
-
-
-def _same_memory(whole: Form, first: Form) -> bool:
-    """Whether a stack is in the memory of its members, of which one is the first."""
-    places = [[tensor.data_ptr() for tensor in _with_rows(form)] for form in (whole, first)]
-    return places[0] == places[1]
-
-
-def _with_rows(form: Form) -> list[Tensor]:
-    if isinstance(form, Tensor):
-        return [form]
-    return [tensor for suffix, tensor in form.tensors.items() if rows_of(form.scheme, suffix) is not None]
+        for name, weight in zip(one.names, found[0].split(one.widths), strict=True):
+            snapshot.tensors.update((f"{name}.{suffix}", tensor) for suffix, tensor in weight.tensors.items())
+            if name in snapshot.weights:
+                snapshot.weights[name] = weight
+        snapshot.groups[one.names] = found[0]

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
-from qarl_formats.stacked import under_one_another
+from qarl_formats.rows import concatenate_rows
 from torch import Tensor, nn
 
 from qarl.distributed.exchange import Exchange, Pending
@@ -101,7 +101,7 @@ class Rounds(ABC):
         found = [master.grad for master in masters]
         if all(grad is None for grad in found):
             return torch.zeros(sum(map(len, masters)), *masters[0].shape[1:], device=self._device)
-        whole = under_one_another(
+        whole = concatenate_rows(
             [
                 torch.zeros(master.shape, device=self._device) if grad is None else grad.contiguous()
                 for master, grad in zip(masters, found, strict=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from qarl_formats.stacked import under_one_another
+from qarl_formats.rows import concatenate_rows
 from torch import Tensor
 
 from qarl.experts import expert_stacks, experts_of
@@ -40,7 +40,7 @@ def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 names = [f"{member}.{suffix}" for member in members]
                 its = [tensors[name] for name in names if name in tensors]
                 if len(its) == len(names) and len({(tensor.shape, tensor.dtype) for tensor in its}) == 1:
-                    joined[names[0]] = f"{stack}.{suffix}", under_one_another(its)
+                    joined[names[0]] = f"{stack}.{suffix}", concatenate_rows(its)
                     gone |= set(names)
     gone -= joined.keys()
     return dict(joined.get(name, (name, tensor)) for name, tensor in tensors.items() if name not in gone)

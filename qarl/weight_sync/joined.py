@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from qarl_formats.rows import adjacent
 from qarl_formats.scheme import Scheme
-from qarl_formats.stacked import adjacent, stackable
 from torch import Tensor
 
 RUN_BYTES = 2**28  # of float32 masters quantized at once: in plain torch there are several temporaries of the size
@@ -25,7 +25,7 @@ def runs(
     one master. None where they do not, or where a scheme stores rows of one with those of the next."""
     schemes = {scheme_of(name) for name in names}
     scheme = schemes.pop()
-    if schemes or (scheme is not None and not stackable(scheme, [masters[name].shape[0] for name in names])):
+    if schemes or (scheme is not None and not scheme.can_concatenate([masters[name].shape[0] for name in names])):
         return
     if not adjacent([masters[name] for name in names]):
         return

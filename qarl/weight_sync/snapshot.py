@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from qarl_formats.quantize import QuantizedWeight, quantize_weight
+from qarl_formats.rows import concatenate_rows
 from qarl_formats.scheme import Scheme, check_shape
-from qarl_formats.stacked import Form, Stacked, slices, under_one_another
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from torch import Tensor
 
 from qarl.errors import UserError
@@ -26,19 +26,19 @@ class Snapshot:
 
     version: optimizer steps taken. tensors: in layer order, names as compressed-tensors writes them
     (`model.layers.0.mlp.up_proj.weight_packed`, ...), unquantized parameters in the compute dtype under their own
-    names. weights: the quantized linears by module name; their tensors are the objects in `tensors`. stacks: those of
-    `tensors` that lie under one another, by the modules' names, see `qarl.policy.views.restack`.
+    names. weights: the quantized linears by module name; their tensors are the objects in `tensors`. groups: linears that
+    are multiplied as one, by the modules' names, whose tensors in `tensors` share their memory.
     """
 
     version: int
     tensors: dict[str, Tensor]
-    weights: dict[str, QuantizedWeight]
-    stacks: dict[tuple[str, ...], Stacked] = field(default_factory=dict)
+    weights: dict[str, LowBitWeight]
+    groups: dict[tuple[str, ...], LowBitWeight] = field(default_factory=dict)
 
-    def form(self, module: str) -> Form:
-        """What is published of a linear's weight: codes and scales, or its values."""
+    def weight(self, module: str) -> LowBitWeight:
+        """The weight of a linear, quantized or not."""
         weight = self.weights.get(module)
-        return self.tensors[f"{module}.weight"] if weight is None else weight
+        return LowBitWeight.of_values(self.tensors[f"{module}.weight"]) if weight is None else weight
 
     @cached_property  # which writes past a frozen dataclass's guard, to a place that comparisons do not see
     def published(self) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def quantize_parameter(
     version: int,
     kernels: bool = False,
     shared: Tensor | None = None,
-) -> QuantizedWeight | Tensor:
+) -> LowBitWeight | Tensor:
     """What is published of one master: codes and scales in `scheme`, or with None the values rounded to `dtype`.
 
     name: the parameter's. master: float32, not changed; the result shares no memory with it. kernels: quantize with
@@ -110,7 +110,7 @@ def quantize_parameters(
     quantized at once where their masters lie under one another, with what they share; their stored tensors then lie
     so too. Raises UserError as `quantize_parameter` does, of tensors that are not finite for the first one.
     """
-    forms: dict[str, QuantizedWeight | Tensor] = {}
+    forms: dict[str, LowBitWeight | Tensor] = {}
     quantizer, shared = Quantizer(dtype, version, kernels), shared or {}
     joined = {run[0]: run for stack in stacks for run in runs(stack, masters, scheme_of)}
     for name, master in masters.items():
@@ -121,8 +121,9 @@ def quantize_parameters(
             rows = [masters[one].detach() for one in joined[name]]
             for one, its in zip(joined[name], rows, strict=True):
                 quantizer.check(one, its.shape, scheme)
-            whole = quantizer.form(name, under_one_another(rows), scheme, shared.get(name))
-            forms |= zip(joined[name], slices(whole, [len(its) for its in rows]), strict=True)
+            whole = quantizer.form(name, concatenate_rows(rows), scheme, shared.get(name))
+            widths = [len(its) for its in rows]
+            forms |= zip(joined[name], whole.split(widths), strict=True)
             continue
         quantizer.check(name, master.shape, scheme)
         forms[name] = quantizer.form(name, master, scheme, shared.get(name))
@@ -155,7 +156,7 @@ class Quantizer:
             except ValueError as error:
                 raise UserError(f"quantize version {self.version}: {error}") from error
 
-    def form(self, name: str, master: Tensor, scheme: Scheme | None, shared: Tensor | None) -> QuantizedWeight | Tensor:
+    def form(self, name: str, master: Tensor, scheme: Scheme | None, shared: Tensor | None) -> LowBitWeight | Tensor:
         """What is published of a master, or of whole units of its rows, which may come in several calls; those of a
         scheme must not be empty."""
         master = master.detach()
@@ -166,7 +167,7 @@ class Quantizer:
                 raise UserError(f"quantize version {self.version}: {name}: {error}") from error
             bad = bad.reshape(())
             self._counts[name] = self._counts[name] + bad if name in self._counts else bad
-            return QuantizedWeight(scheme, tensors, (master.shape[0], master.shape[1]))
+            return LowBitWeight(scheme, tensors, (master.shape[0], master.shape[1]))
         value = master.to(self.dtype, copy=True)
         largest = torch.linalg.vector_norm(value, torch.inf) if value.numel() else value.new_zeros(())
         self._largest[name] = torch.maximum(self._largest[name], largest) if name in self._largest else largest
@@ -193,7 +194,7 @@ class Quantizer:
         return values.isfinite().logical_not_().sum()
 
 
-def named_tensors(name: str, form: QuantizedWeight | Tensor) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(name: str, form: LowBitWeight | Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one published parameter under their full names. name: the parameter's."""
     if isinstance(form, Tensor):
         yield name, form
@@ -202,10 +203,10 @@ def named_tensors(name: str, form: QuantizedWeight | Tensor) -> Iterator[tuple[s
         yield from ((f"{module}.{suffix}", tensor) for suffix, tensor in form.tensors.items())
 
 
-def build_snapshot(version: int, forms: Iterable[tuple[str, QuantizedWeight | Tensor]]) -> Snapshot:
+def build_snapshot(version: int, forms: Iterable[tuple[str, LowBitWeight | Tensor]]) -> Snapshot:
     """A snapshot of published parameters, given as (parameter name, what `published` made of it) in layer order."""
     tensors: dict[str, Tensor] = {}
-    weights: dict[str, QuantizedWeight] = {}
+    weights: dict[str, LowBitWeight] = {}
     for name, form in forms:
         tensors |= named_tensors(name, form)
         if not isinstance(form, Tensor):

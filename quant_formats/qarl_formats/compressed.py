@@ -16,7 +16,7 @@ from qarl_formats.scheme import CHANNEL, Scheme, TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qarl_formats.quantize import QuantizedWeight
+    from qarl_formats.weight import LowBitWeight
 
 _NEW_ARGUMENTS = ("scale_dtype", "zp_dtype")  # fields of QuantizationArgs since compressed-tensors 0.13
 _STATIC_ORDERS = (None, "static", "weight")
@@ -31,29 +31,25 @@ def tensor_specs(scheme: Scheme, out_features: int, in_features: int, unpacked: 
     return scheme.tensor_specs(out_features, in_features, unpacked and scheme.packed)
 
 
-def to_state_dict(name: str, quantized: QuantizedWeight, unpacked: bool = False) -> dict[str, Tensor]:
+def to_state_dict(name: str, weight: LowBitWeight, unpacked: bool = False) -> dict[str, Tensor]:
     """The stored tensors of module `name` under their full names, in the order of `tensor_specs`.
 
-    No copies, but for `unpacked` int4 codes.
+    Copies nothing, except int4 codes with `unpacked`.
     """
-    if unpacked and quantized.scheme.packed:
-        from qarl_formats.quantize import unpack_codes
-
-        codes, scale = unpack_codes(quantized), quantized.tensors["weight_scale"]
-        return {f"{name}.weight": codes, f"{name}.weight_scale": scale}
-    suffixes = tensor_specs(quantized.scheme, *quantized.shape)
-    return {f"{name}.{suffix}": quantized.tensors[suffix] for suffix in suffixes}
+    if unpacked and weight.scheme.packed:
+        return {f"{name}.weight": weight.codes(), f"{name}.weight_scale": weight.tensors["weight_scale"]}
+    return {f"{name}.{suffix}": tensor for suffix, tensor in weight.tensors.items()}
 
 
-def from_state_dict(name: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+def from_state_dict(name: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> LowBitWeight:
     """Collect module `name` from a state dict with compressed-tensors names.
 
-    No copies, but int4 codes that were stored one to a byte are packed.
+    Copies nothing, except that int4 codes stored one per byte are packed.
 
     Raises:
-        ValueError: a tensor is missing, or has another shape or dtype than `scheme` stores; names the tensor.
+        ValueError: A tensor is missing, or has another shape or dtype than `scheme` stores; names the tensor.
     """
-    from qarl_formats.quantize import QuantizedWeight
+    from qarl_formats.weight import LowBitWeight
 
     if scheme.unpackable and f"{name}.weight" in tensors:
         tensors = _packed(name, tensors)
@@ -76,7 +72,7 @@ def from_state_dict(name: str, tensors: Mapping[str, Tensor], scheme: Scheme) ->
                 f"but scheme {scheme.name} stores {spec.dtype} {list(spec.shape)}"
             )
         found[suffix] = tensor
-    return QuantizedWeight(scheme, found, (out_features, in_features))
+    return LowBitWeight(scheme, found, (out_features, in_features))
 
 
 def _packed(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

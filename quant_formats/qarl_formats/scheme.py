@@ -1,11 +1,13 @@
-"""What a quantization scheme is. Imports no torch: a configuration is checked without.
+"""The interface of a quantization scheme. Imports no torch, so that a configuration can be checked without it.
 
-A scheme is a class in `qarl_formats.schemes`, one file each, that `qarl_formats.registry` knows by its name:
+A scheme is one class in `qarl_formats.schemes`, registered by name in `qarl_formats.registry`:
 
-    names, shapes, config.json     tensor_specs, weight_arguments, activation_arguments, file_format
+    what it is and takes           class attributes
+    on disk                        tensor_specs, weight_arguments, activation_arguments, file_format
     arithmetic                     quantize, dequantize, codes
-    products                       operands, multiply, stored: on the CPU in plain torch, on a GPU by Triton kernels
-    what it takes and what it is   the class attributes
+    product                        operands, plain_product, kernel_product, stored
+
+The first three are required. The product has a default, which multiplies the dequantized weight in 16 bits.
 """
 
 from __future__ import annotations
@@ -15,15 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import torch
     from qarl_kernels.moe.groups import Groups
     from torch import Tensor
-
-    from qarl_formats.prepared import PreparedWeight
-    from qarl_formats.quantize import QuantizedWeight
 
 InputCodes: TypeAlias = Literal["int8", "fp8", "fp8_group"]
 GROUP_SIZES = (32, 64, 128)
@@ -45,7 +44,7 @@ _ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype (torch's name of it) of a stored tensor."""
+    """Shape and dtype (torch's name) of a stored tensor."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -55,18 +54,32 @@ class TensorSpec:
         return prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
+class Codes(NamedTuple):
+    """Quantized activations.
+
+    codes: (M, K) int8 or float8_e4m3fn. scale: float32 (M, 1), or (M, ceil(K / 128)) with one scale per token and 128
+    features. dtype: of the product.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class Scheme(ABC):
-    """How the Linear layers of a model are stored and multiplied. Build one with
-    `qarl_formats.registry.make_scheme`, which checks.
+    """How the Linear layers of a model are stored and multiplied.
 
-    group_size: input features that share a scale; None = the whole row (per channel), or what the scheme fixes.
-    symmetric: False stores a zero point per group.
-    grid: "compressed-tensors" (absmax / 7.5, codes -8..7) or "symmetric7" (absmax / 7, codes -7..7).
-    scale_dtype: dtype the weight scales are stored in; codes are computed from the stored value.
+    Build one with `qarl_formats.registry.make_scheme`, which checks the arguments.
 
-    Methods with an argument `kernels` run Triton kernels where it is True, for tensors on a GPU (or in Triton's
-    interpreter) and 16-bit activations, and plain torch where it is False; stored tensors are the same to the bit.
+    Methods with an argument `kernels` run Triton kernels if it is True, for tensors on a GPU (or in Triton's
+    interpreter) and 16-bit activations, and plain torch if it is False. Stored tensors have the same bits either way.
+
+    Attributes:
+        group_size: Input features that share a scale. None: the whole row (per channel), or what the scheme fixes.
+        symmetric: False stores a zero point per group.
+        grid: "compressed-tensors" (absmax / 7.5, codes -8..7) or "symmetric7" (absmax / 7, codes -7..7).
+        scale_dtype: dtype in which weight scales are stored; codes are computed from the stored value.
     """
 
     group_size: int | None = None
@@ -82,30 +95,30 @@ class Scheme(ABC):
     weight_type: ClassVar[str | None] = None
     """"int" or "float"; None: weights are not quantized."""
     activation: ClassVar[str | None] = None
-    """dtype that activations are quantized to, dynamically; None: they are not."""
+    """dtype to which activations are quantized dynamically; None: they are not."""
     input_codes: ClassVar[InputCodes | None] = None
-    """What its Triton product reads of activations: codes and a scale a token, of the group kind one for each 128
-    features too; None: their 16-bit values."""
+    """What `kernel_product` reads of activations: codes and a scale per token ("fp8_group": per token and 128
+    features), or None: 16-bit values."""
 
     # --- what it takes
     group_sizes: ClassVar[tuple[int, ...]] = ()
-    """Group sizes to choose from, beside CHANNEL; none: there is nothing to choose."""
+    """Valid group sizes beside CHANNEL; empty: the group size is fixed."""
     zero_points: ClassVar[bool] = False
     scale_dtypes: ClassVar[tuple[str, ...]] = SCALE_DTYPES
-    """Stored dtypes of `weight_scale` to choose from; none: the scheme fixes it, and `scale_dtype` means nothing."""
+    """Valid dtypes of the stored `weight_scale`; empty: the scheme fixes it and ignores `scale_dtype`."""
     grids: ClassVar[tuple[str, ...]] = GRIDS[:1]
 
     # --- where it runs
     capability: ClassVar[tuple[int, int]] = (0, 0)
-    """Compute capability that its Triton kernels need, beyond what they all do."""
+    """Compute capability that its Triton kernels need, beyond what all of them need."""
     vllm_cpu: ClassVar[bool] = True
-    """Whether vLLM's build for CPUs has a product of its own for it."""
+    """Whether vLLM's CPU build can multiply it."""
     row_block: ClassVar[int] = 1
-    """Output features that share a scale. Layers that vLLM fuses have whole blocks of them."""
+    """Output features that share a scale. Layers that vLLM fuses consist of whole blocks."""
     tolerance: ClassVar[float]
-    """Mean |delta log-prob| a token up to which another program's product of an export counts as the same policy.
-    Other kernels sum in another order and round at other places; where activations are quantized a small difference
-    crosses rounding steps and grows. A wrong scale, a transposed group or a lost tensor costs 1 and more."""
+    """Mean |delta log-prob| per token up to which another program's result for an export counts as the same policy.
+    Other kernels sum in another order and round elsewhere; if activations are quantized, a small difference crosses
+    rounding steps and grows. A wrong scale, a transposed group or a lost tensor costs 1 and more."""
 
     # --- what compressed-tensors calls it
     file_format: ClassVar[str]
@@ -119,12 +132,12 @@ class Scheme(ABC):
 
     @property
     def packed(self) -> bool:
-        """Whether codes are stored several to a word (`weight_packed`) rather than one to a byte (`weight`)."""
+        """Whether several codes share a word (`weight_packed`); otherwise each has a byte (`weight`)."""
         return self.weight_bits == 4
 
     @property
     def unpackable(self) -> bool:
-        """Whether packed codes may be stored one to a byte as well, which vLLM's kernels for CPUs read."""
+        """Whether packed codes can also be stored one per byte, which vLLM's CPU kernels read."""
         return False
 
     def num_groups(self, in_features: int) -> int:
@@ -132,24 +145,43 @@ class Scheme(ABC):
         return 1 if self.group_size is None else in_features // self.group_size
 
     def shape_fault(self, out_features: int, in_features: int) -> str | None:
-        """Why a weight of this shape cannot be stored, and what would do; None where it can."""
+        """Why a weight of this shape cannot be stored, and the fix; None if it can."""
         if self.group_size is None or in_features % self.group_size == 0:
             return None
         fits = [str(size) for size in self.group_sizes if in_features % size == 0] + ["-1 (one group a row)"]
         return f"group_size {self.group_size} does not divide its {in_features} input features; use {' or '.join(fits)}"
 
+    # --- rows: weights concatenated along dim 0
+
+    def rows_per_entry(self, suffix: str) -> int | None:
+        """Output features per row of a stored tensor or operand; None: all of a weight share its one value."""
+        if suffix in ("weight_shape", "weight_global_scale"):
+            return None
+        if suffix == "weight_zero_point":
+            return 8
+        return self.row_block if suffix == "weight_scale" else 1
+
+    @property
+    def row_unit(self) -> int:
+        """Output features that share a stored value, so that only multiples of them can be concatenated."""
+        return max(self.row_block, 1 if self.symmetric else 8)
+
+    def can_concatenate(self, widths: Sequence[int]) -> bool:
+        """Whether the stored tensors of weights with so many output features stay the same when concatenated."""
+        return all(width % self.row_unit == 0 for width in widths[:-1])
+
     # --- on disk
 
     @abstractmethod
     def tensor_specs(self, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
-        """The tensors of one Linear by suffix, in the order in which they are stored. unpacked: see `unpackable`."""
+        """The tensors of one Linear by suffix, in file order. unpacked: see `unpackable`."""
 
     def shape_from(self, tensor: Tensor) -> tuple[int, int] | None:
-        """(N, K) by the stored tensor `shape_suffix`; None where no weight has one of its shape."""
+        """(N, K) from the stored tensor `shape_suffix`; None if no weight has a tensor of its shape."""
         return tuple(tensor.shape) if tensor.ndim == 2 else None  # type: ignore[return-value]
 
     def weight_arguments(self) -> dict[str, Any]:
-        """How compressed-tensors describes the weights: arguments of its `QuantizationArgs`."""
+        """Arguments of compressed-tensors' `QuantizationArgs` that describe the weights."""
         strategy = "channel" if self.group_size is None else "group"
         return {
             "num_bits": self.weight_bits,
@@ -160,7 +192,7 @@ class Scheme(ABC):
         }
 
     def activation_arguments(self) -> dict[str, Any] | None:
-        """The same for the activations; None where they are not quantized."""
+        """The same for the activations; None if they are not quantized."""
         if self.activation is None:
             return None
         kind = "int" if self.activation.startswith("int") else "float"
@@ -168,7 +200,7 @@ class Scheme(ABC):
 
     @property
     def text(self) -> str:
-        """One line for the card of an export."""
+        """One line for the model card of an export."""
         scales = "a scale per row" if self.group_size is None else f"a scale per {self.group_size} inputs"
         kind = f"int{self.weight_bits}" if self.weight_type == "int" else "float8_e4m3fn"
         zero = "" if self.symmetric else " and a zero point"
@@ -177,19 +209,19 @@ class Scheme(ABC):
         return f"{self.name}: {kind} weights with {scales} ({self.scale_dtype}){zero}{grid}; {inputs}"
 
     def library_codes(self, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
-        """`codes` of stored tensors as compressed-tensors' own code unpacks them, for proofs of exported files."""
+        """`codes` as compressed-tensors' own code unpacks them, to check exported files."""
         return stored["weight"]
 
     def library_fault(self, out_features: int, in_features: int) -> str | None:
-        """Why compressed-tensors (and so transformers) cannot dequantize a weight of this shape; None: it can."""
+        """Why compressed-tensors (and so transformers) cannot dequantize a weight of this shape; None if it can."""
         return None
 
     # --- arithmetic
 
     def shared(self, weights: Iterable[Tensor]) -> Tensor | None:
-        """What weights that an engine multiplies as one are quantized with in common, from their float32 masters.
+        """The value that weights share if they are multiplied as one, from their float32 masters; None: there is none.
 
-        None where there is nothing of the kind; `weights` may make its tensors as they are asked for.
+        `weights` may be a generator.
         """
         return None
 
@@ -197,38 +229,29 @@ class Scheme(ABC):
     def quantize(
         self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Quantize a float32 master [N, K] that fits (`qarl_formats.quantize.quantize_weight` is what callers use).
+        """Quantize a float32 master [N, K]; callers use `qarl_formats.weight.quantize_weight`.
 
-        Returns the stored tensors by suffix, in the order of `tensor_specs`, and how many values are NaN or infinite
-        (a scalar on the device; unless it is 0 the tensors mean nothing). shared: what `shared` gave for this weight
-        and those that it is multiplied with; None: it stands alone.
+        Args:
+            weight: Contiguous, of a shape that fits.
+            shared: Result of `shared` for this weight and those it is multiplied with; None: it stands alone.
+
+        Returns:
+            The stored tensors by suffix, in the order of `tensor_specs`, and the number of NaN or infinite values (a
+            scalar on the device). Unless that is 0 the tensors are meaningless.
         """
 
     @abstractmethod
-    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool = False) -> Tensor:
-        """The values [N, K] that the codes stand for, computed in float32 and rounded once to `dtype`."""
+    def dequantize(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool = False
+    ) -> Tensor:
+        """The values [N, K] of the codes, computed in float32 and rounded once to `dtype`."""
 
     @abstractmethod
-    def codes(self, weight: QuantizedWeight) -> Tensor:
-        """The codes one element each, [N, K] of the dtype of a code."""
-
-    def changed(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], widths: Sequence[int]) -> Tensor:
-        """How many codes differ between the stored tensors of two versions: int64 [len(widths)] on their device.
-
-        widths: output features of each weight of a stack, or of the only one.
-        """
-        key = "weight_packed" if self.packed else "weight"
-        import torch
-
-        from qarl_formats.counts import nonzero_counts
-
-        difference = before[key].view(torch.uint8) ^ after[key].view(torch.uint8)
-        if self.packed:
-            return nonzero_counts(difference & 0x0F, widths) + nonzero_counts(difference & 0xF0, widths)
-        return nonzero_counts(difference, widths)
+    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+        """The codes [N, K], one per element."""
 
     def rounded_input(self, x: Tensor) -> Tensor:
-        """x after its quantization and back, in x's dtype; x itself where activations are not quantized."""
+        """x after its quantization and back, in x's dtype; x itself if activations are not quantized."""
         if self.activation is None:
             return x
         from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
@@ -237,132 +260,137 @@ class Scheme(ABC):
         return (codes.float() * scale).to(x.dtype)
 
     def fp8_codes(self, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """e4m3 codes (N, K) and scales (N, 1) of a kernel's operands, for a backward in FP8; None: it has others."""
+        """e4m3 codes (N, K) and scales (N, 1) of a kernel's operands, for an FP8 backward; None: they are no FP8."""
         return None
 
-    # --- products
+    # --- product
 
-    @abstractmethod
-    def operands(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
-        """A weight as `multiply` reads it, by name. dtype: of the activations. Stored tensors stand as themselves."""
+    plain_operands: ClassVar[tuple[str, ...]] = ("weight_values",)
+    """The operands that `plain_product` reads, the matrix (N, K) first. `weight_values` are dequantized values."""
 
-    @classmethod
-    def parts(cls, operands: Mapping[str, Tensor], widths: list[int]) -> list[dict[str, Tensor]]:
-        """The CPU's operands of layers that lie under one another in a fused weight, each of so many rows."""
-        blocks = [-(-width // cls.row_block) for width in widths]
-        split = [tensor.split(blocks if name == "weight_scale" else widths) for name, tensor in operands.items()]
-        return [dict(zip(operands, part, strict=True)) for part in zip(*split, strict=True)]
+    def operands(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
+    ) -> dict[str, Tensor]:
+        """The tensors that the product reads, by name; stored tensors appear as the same objects.
+
+        dtype: of the activations. Default: the stored tensors, and the dequantized values in `weight_values`.
+        """
+        values = self.dequantize(tensors, shape, dtype, kernels)
+        wide = not kernels and values.device.type == "cpu"  # CPUs multiply in float32
+        stored = {name: tensor for name, tensor in tensors.items() if name != "weight_shape"}
+        return stored | {"weight_values": values.float() if wide else values}
+
+    def stored(
+        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """The stored tensors by suffix, read back from `operands`: the inverse of `operands` for any values."""
+        import torch
+
+        suffixes = [suffix for suffix in self.tensor_specs(*shape) if suffix != "weight_shape"]
+        found = {suffix: operands[suffix] for suffix in suffixes}
+        return found | ({"weight_shape": torch.tensor(shape)} if self.shape_suffix == "weight_shape" else {})
+
+    def parts(self, operands: Mapping[str, Tensor], widths: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Split what `plain_product` reads of concatenated weights, with so many output features each."""
+        found: list[dict[str, Tensor]] = [{} for _ in widths]
+        for name in self.plain_operands:
+            rows, tensor = self.rows_per_entry(name), operands[name]
+            own = [tensor] * len(widths) if rows is None else tensor.split([-(-width // rows) for width in widths])
+            for part, its in zip(found, own, strict=True):
+                part[name] = its
+        return found
 
     def kernel_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes of a GPU's operands of one weight beside its stored tensors."""
+        """Bytes of the operands on a GPU beside the stored tensors, for one weight."""
         return 0
 
-    @classmethod
-    @abstractmethod
-    def multiply(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
-    ) -> Tensor:
-        """The product, whose rows keep their bits in every batch.
-
-        x: (M, K) of the compute dtype, contiguous; bias: (N,) or None. Returns (M, N) of x's dtype.
-        """
-
-    @classmethod
-    def multiply_codes(
-        cls,
-        codes: Tensor,
-        scale: Tensor,
+    def matmul(
+        self,
+        x: Tensor | Codes,
         operands: Mapping[str, Tensor],
         out_features: int,
         bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """`multiply` with Triton of activations that are quantized already, where `input_codes` says that it can.
-
-        codes: (M, K); scale: (M, 1) or (M, ceil(K / 128)) float32. Returns (M, N) of dtype, the bits of `multiply`.
-        """
-        raise AssertionError(f"scheme {cls.name} multiplies 16-bit activations")
-
-    @classmethod
-    def multiply_grouped(
-        cls,
-        x: Tensor,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        groups: Groups,
-        gathered: bool,
         kernels: bool,
+        groups: Groups | None = None,
+        gathered: bool = False,
     ) -> Tensor:
-        """Rows times the weights of their experts; each has the bits of `multiply` with its expert's own weight.
+        """Multiply activations with a weight. The bits of a row do not depend on the batch.
 
-        x: (T, K), the tokens, if gathered, else (R, K) in sorted order; contiguous. operands: of the stack of all
-        experts, (E * N, K). out_features: N, of one expert. Returns (R, N) of x's dtype in sorted order.
+        Args:
+            x: (M, K) of the compute dtype, or with kernels their codes as `input_codes` has them; same bits.
+            operands: As `operands` made them. With groups, of all experts: (E * N, K).
+            out_features: N, with groups of one expert.
+            bias: (N,) or None.
+            groups: Experts of the rows; each row is multiplied with its expert's weight, to the same bits as by
+                itself. None: every row is multiplied with the one weight.
+            gathered: x are the tokens (T, K), in the batch's order; otherwise rows (R, K) sorted by expert.
 
-        In plain torch one expert after the other. Raises ValueError where `check_grouped` and `grouped_by_kernel` do.
+        Returns:
+            (M, N) of x's dtype, with groups (R, N) sorted by expert.
         """
-        cls.check_grouped(operands, out_features, groups.experts)
         if kernels:
-            return cls.grouped_by_kernel(x.contiguous(), operands, out_features, groups, gathered)
+            if not isinstance(x, Codes):
+                x = x.contiguous()
+                if self.input_codes is not None:
+                    x = Codes(*_input_quantizer(self.input_codes)(x), x.dtype)
+            return self.kernel_product(x, operands, out_features, bias, groups, gathered)
+        assert not isinstance(x, Codes), "plain torch quantizes activations by itself"
+        if groups is None:
+            return self.plain_product(x, operands, bias)
         y = x.new_empty(groups.rows, out_features)
         starts = groups.starts.tolist()
-        for expert, part in enumerate(cls.parts(operands, [out_features] * groups.experts)):
+        for expert, part in enumerate(self.parts(operands, [out_features] * groups.experts)):
             rows = slice(starts[expert], starts[expert + 1])
             own = x[groups.order[rows] // groups.slots] if gathered else x[rows]
             if len(own):
-                y[rows] = cls.multiply(own, part, out_features, None, False)
+                y[rows] = self.plain_product(own, part, bias)
         return y
 
-    @classmethod
-    def grouped_by_kernel(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
-    ) -> Tensor:
-        """`multiply_grouped` by Triton. Raises ValueError where the scheme has no such kernel."""
-        raise ValueError(f"scheme {cls.name} has no kernel for experts; set quant.kernels: reference")
+    def plain_product(self, x: Tensor, operands: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        """The dense product in plain torch: (M, K) -> (M, N). Default: that of dequantized values."""
+        from qarl_kernels import reference
 
-    @classmethod
-    def multiply_codes_grouped(
-        cls,
-        codes: Tensor,
-        scale: Tensor,
+        return reference.dense(x, operands[self.plain_operands[0]], bias)
+
+    def kernel_product(
+        self,
+        x: Tensor | Codes,
         operands: Mapping[str, Tensor],
         out_features: int,
-        groups: Groups,
+        bias: Tensor | None,
+        groups: Groups | None,
         gathered: bool,
-        dtype: torch.dtype,
     ) -> Tensor:
-        """`multiply_grouped` with Triton of activations that are quantized already, as `multiply_codes` is of one.
+        """`matmul` with Triton. x: contiguous, `Codes` if the scheme has `input_codes`, else values.
 
-        codes: (T, K) if gathered, else (R, K); scale: as many rows. Returns (R, N) of dtype.
+        Default: the product of dequantized values.
         """
-        raise AssertionError(f"scheme {cls.name} multiplies 16-bit activations")
+        assert not isinstance(x, Codes), f"scheme {self.name} multiplies 16-bit activations"
+        weight = operands[self.plain_operands[0]]
+        if groups is None:
+            from qarl_kernels.gemm import dense
 
-    @classmethod
-    def check_grouped(cls, operands: Mapping[str, Tensor], out_features: int, experts: int) -> None:
-        """Raise ValueError unless experts of so many output features can be one stack: none share a stored value."""
-        unit = 8 if "weight_zero_point" in operands else cls.row_block
-        if experts > 1 and out_features % unit:
-            raise ValueError(
-                f"experts of {out_features} output features would share stored values of {cls.name}, which span "
-                f"{unit}; use another scheme, or add the experts to the ignore list"
-            )
+            return dense(x, weight, bias)
+        from qarl_kernels.moe.dense import grouped_dense
 
-    @abstractmethod
-    def stored(
-        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
-    ) -> dict[str, Tensor]:
-        """The stored tensors by suffix, read back from `operands`: undoes `operands`, whatever its values are."""
+        return grouped_dense(x, weight, groups, gathered)
 
-    @abstractmethod
-    def dequantized(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor:
-        """W (N, K) for the backward: the values of `dequantize`, on the CPU held in float32."""
+
+def _input_quantizer(kind: InputCodes) -> Any:
+    """The Triton kernel x -> (codes, scale) for activations (M, K)."""
+    from qarl_kernels import quantize
+
+    if kind == "fp8_group":
+        return quantize.activation_fp8_group
+    return quantize.activation_fp8 if kind == "fp8" else quantize.activation_int8
 
 
 def check_shape(scheme: Scheme, name: str, out_features: int, in_features: int) -> None:
     """Check that a Linear with weight [out_features, in_features] can be stored in `scheme`.
 
     Raises:
-        ValueError: the shape does not fit, as a group size that does not divide `in_features`; names the layer and
-            what would do.
+        ValueError: The shape does not fit, for example because the group size does not divide `in_features`; names the
+            layer and the fix.
     """
     if out_features < 1 or in_features < 1:
         raise ValueError(f"{name}: weight [{out_features}, {in_features}] is empty; add the layer to the ignore list")
@@ -376,7 +404,7 @@ def is_ignored(name: str, ignore: list[str]) -> bool:
     The rule of compressed-tensors `match_name` (`re.match`, so a pattern for a suffix starts with `.*`).
 
     Raises:
-        ValueError: an entry's regex does not compile.
+        ValueError: The regular expression of an entry does not compile.
     """
     for entry in ignore:
         if not entry.startswith("re:"):

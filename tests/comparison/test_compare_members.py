@@ -42,7 +42,7 @@ def test_a_value_that_was_not_finite_leaves_no_mean_and_no_maximum(config, tmp_p
 def test_checkpoint_bytes_are_those_of_the_tensors(tiny_model, family, scheme):
     """Against the forms that a publish is made of: every stored tensor of every parameter, tied weights once."""
     import torch
-    from qarl_formats.quantize import QuantizedWeight
+    from qarl_formats.weight import LowBitWeight
 
     from qarl.inference.masters import open_masters
     from qarl.inference.target import resolve_target
@@ -53,7 +53,7 @@ def test_checkpoint_bytes_are_those_of_the_tensors(tiny_model, family, scheme):
     target = resolve_target(str(tiny_model(family)), quant=quant)
     total = 0
     for _, form in open_masters(target).forms(target.quant, torch.bfloat16, torch.device("cpu")):
-        tensors = form.tensors.values() if isinstance(form, QuantizedWeight) else [form]
+        tensors = form.tensors.values() if isinstance(form, LowBitWeight) else [form]
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     config = Config.model_validate(settings_of(tiny_model(family), quant={"group_size": None, **quant}))
     assert checkpoint_bytes(config) == total

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from qarl_formats.quantize import dequantize_weight, quantize_weight
+from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
 
 from qarl.comparison.intervals import mean_interval, t_quantile
@@ -59,7 +59,7 @@ def test_divergence_and_perplexity_are_those_of_a_float64_model_with_dequantized
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
-                module.weight.copy_(dequantize_weight(quantize_weight(module.weight, scheme, name), torch.float32))
+                module.weight.copy_(quantize_weight(module.weight, scheme, name).dequantize(torch.float32))
     q = plain_log_probs(model, windows)
     following = torch.tensor(windows.ids)[:, 1:, None]
     # The policy multiplies in float32: about 1e-6 of the logits, of order 1.

@@ -10,7 +10,7 @@ import torch
 from exchange_cases import exchange_of
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
-from qarl_formats.stacked import adjacent
+from qarl_formats.rows import adjacent
 from torch import Tensor
 
 from qarl.distributed import codes

@@ -4,7 +4,6 @@ import math
 
 import pytest
 from qarl_formats.registry import make_scheme, scheme_names
-from qarl_formats.stacked import stackable
 
 from qarl.distributed.rows import RowPlan, cut, row_unit, stacked_experts
 
@@ -73,6 +72,6 @@ def test_experts_that_have_no_whole_units_or_are_not_alike_are_alone() -> None:
 def test_units_are_what_may_be_put_under_one_another(scheme: str) -> None:
     made = make_scheme(scheme.split()[0], symmetric="asymmetric" not in scheme)
     unit = row_unit(made)
-    assert stackable(made, [unit, 5]) and stackable(made, [3 * unit, unit])
-    assert unit == 1 or not stackable(made, [unit - 1, 5])
+    assert made.can_concatenate([unit, 5]) and made.can_concatenate([3 * unit, unit])
+    assert unit == 1 or not made.can_concatenate([unit - 1, 5])
     assert row_unit(None) == 1

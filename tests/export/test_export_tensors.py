@@ -13,7 +13,6 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig
-from qarl_formats.quantize import dequantize_weight, unpack_codes
 from qarl_kernels.logprob import Truncation
 from tiny_exports import SCHEMES, TinyRun, entries, same_bytes, save_run, stored_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -54,12 +53,12 @@ def test_the_librarys_reader_gives_back_the_codes(exported):
         own = {n.removeprefix(f"{module}."): t for n, t in stored.items() if n.startswith(f"{module}.")}
         if "weight_shape" in own:
             codes = unpack_from_int32(own["weight_packed"], 4, torch.Size(own["weight_shape"].tolist()))
-            assert torch.equal(codes, unpack_codes(weight)), module
+            assert torch.equal(codes, weight.codes()), module
         elif weight.scheme.packed:
             codes = unpack_fp4_from_uint8(own["weight_packed"], *weight.shape, torch.float32)
-            assert torch.equal(codes, unpack_codes(weight).float()), module
+            assert torch.equal(codes, weight.codes().float()), module
         decompressed = compressor.decompress(own, scheme)["weight"]
-        assert torch.equal(decompressed, dequantize_weight(weight, decompressed.dtype)), module
+        assert torch.equal(decompressed, weight.dequantize(decompressed.dtype)), module
 
 
 def test_the_export_generates_what_the_run_generates(exported):
@@ -102,7 +101,7 @@ def test_transformers_loads_the_dequantized_weights(name, tiny_model, tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     published = run.snapshots[4]
     for module, weight in published.weights.items():
-        assert torch.equal(model.get_submodule(module).weight, dequantize_weight(weight, torch.bfloat16)), module
+        assert torch.equal(model.get_submodule(module).weight, weight.dequantize(torch.bfloat16)), module
     for parameter in ("model.embed_tokens.weight", "model.norm.weight"):
         assert torch.equal(model.get_parameter(parameter), published.tensors[parameter])
 
@@ -124,7 +123,7 @@ def test_unpacked_int4_codes_are_the_same_codes(tiny_model, tmp_path):
     assert run.export(tmp_path / "out", unpacked=True).same_as_run
     stored = stored_tensors(tmp_path / "out")
     for module, weight in run.snapshots[4].weights.items():
-        assert torch.equal(stored[f"{module}.weight"], unpack_codes(weight)), module
+        assert torch.equal(stored[f"{module}.weight"], weight.codes()), module
     assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["format"] == "int-quantized"
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from qarl_formats.quantize import dequantize_weight
 from safetensors import safe_open
 from tiny_exports import SCHEMES, save_run
 from transformers import AutoModelForCausalLM
@@ -78,5 +77,5 @@ def test_transformers_has_the_dequantized_experts(tiny_model, tmp_path):
     weights = run.snapshots[2].weights
     for index, layer in enumerate(model.model.layers):
         expert = f"model.layers.{index}.block_sparse_moe.experts.2"
-        gate, up = (dequantize_weight(weights[f"{expert}.{leaf}"], torch.bfloat16) for leaf in ("w1", "w3"))
+        gate, up = (weights[f"{expert}.{leaf}"].dequantize(torch.bfloat16) for leaf in ("w1", "w3"))
         assert torch.equal(layer.mlp.experts.gate_up_proj[2], torch.cat((gate, up)))

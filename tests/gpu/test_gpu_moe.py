@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from qarl_formats.prepared import prepare
-from qarl_formats.quantize import quantize_weight
+from qarl_formats.weight import LowBitWeight, concatenate, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
-from qarl_formats.stacked import Form, stack
 from qarl_kernels import gemm, tuning
 from qarl_kernels.moe import backward, combine, dense, dispatch, reference, routing
 from torch import Tensor
@@ -54,18 +52,19 @@ def test_rows_of_every_scheme_have_those_bits_on_the_tiles_for_few_rows_and_for_
 ) -> None:
     scheme, experts, slots = make_scheme(name), 16, 4
     masters = random(experts, n, k, seed=1, device=CUDA)
-    weights: list[Form] = list(masters.bfloat16())
+    weights = [LowBitWeight.of_values(values) for values in masters.bfloat16()]
     if scheme.quantized:
         shared = scheme.shared(masters)
         weights = [quantize_weight(master, scheme, "w", True, shared) for master in masters]
-    together, alone = prepare(stack(weights), BF16, True), [prepare(weight, BF16, True) for weight in weights]
+    together, alone = concatenate(weights).prepare(BF16, True), [weight.prepare(BF16, True) for weight in weights]
     for tokens in [*TOKENS, 60]:
         groups = dispatch.groups_of(chosen(tokens, slots, experts).to(CUDA), experts, kernels=True)
         x = random(tokens if gathered else groups.rows, k, seed=2, device=CUDA, dtype=BF16)
-        result = together.grouped(x, groups, gathered)
+        result = together.matmul(x, None, groups, gathered)
         for expert, rows, its in parts(groups):
             if rows.start < rows.stop:
-                assert torch.equal(result[rows], alone[expert](x[its] if gathered else x[rows], None)), (tokens, expert)
+                own = x[its] if gathered else x[rows]
+                assert torch.equal(result[rows], alone[expert].matmul(own)), (tokens, expert)
 
 
 @pytest.mark.parametrize(("experts", "slots", "hidden"), [(128, 8, 2048), (8, 2, 4096), (64, 8, 2048)])

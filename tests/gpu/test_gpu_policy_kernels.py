@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl_formats.prepared import PreparedWeight, prepare
-from qarl_formats.quantize import quantize_weight
+from qarl_formats.schemes.bf16 import OrdinaryProduct
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import Scheme
 from qarl_kernels.logprob import Truncation, logits_of
@@ -16,7 +16,6 @@ from qarl.errors import UserError
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.linear import QuantLinear
 from qarl.policy.load import load_model
-from qarl.policy.operand import PlainWeight
 from qarl.policy.policy import Policy
 from qarl.policy.view import Role, View
 from qarl.weight_sync.snapshot import quantize_parameter
@@ -91,9 +90,10 @@ def _linear(scheme: Scheme, dtype: torch.dtype, kernels: bool, n: int = 320, k: 
     torch.manual_seed(0)
     linear = QuantLinear(nn.Linear(k, n), "linear", Role(), False).cuda()
     master = linear.weight.detach()
-    weight = quantize_weight(master, scheme, "w") if scheme.quantized else master.to(dtype)
+    values = LowBitWeight.of_values(master.to(dtype))
+    weight = quantize_weight(master, scheme, "w") if scheme.quantized else values
     bias = {"linear.bias": linear.bias.detach().to(dtype)}
-    linear.role.settle(View({"linear": prepare(weight, dtype, kernels)}, bias, weight))
+    linear.role.settle(View({"linear": weight.prepare(dtype, kernels)}, bias, values.tensors["weight"]))
     return linear
 
 
@@ -191,8 +191,8 @@ def test_an_aligned_policy_agrees_with_the_reference(tiny_model, scheme: str, ch
 
 def _by_kernels(view: View) -> bool:
     """Whether every linear of a policy is multiplied by a kernel of Triton, on layers of such kernels."""
-    operands = [operand for _, _, operand in view.multiplied()]
-    return view.fused and all(isinstance(operand, PreparedWeight) and operand.kernels for operand in operands)
+    weights = [weight for _, _, weight in view.multiplied()]
+    return view.fused and not any(isinstance(weight.scheme, OrdinaryProduct) for weight in weights)
 
 
 @pytest.mark.parametrize(("scheme", "changes"), POLICIES)
@@ -208,7 +208,7 @@ def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: 
 @pytest.mark.parametrize("learner", ["fake_quant", "full_precision"])
 def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) -> None:
     policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32, learner=learner)
-    assert all(isinstance(operand, PlainWeight) for _, _, operand in policy.learner_view.multiplied())
+    assert all(isinstance(weight.scheme, OrdinaryProduct) for _, _, weight in policy.learner_view.multiplied())
     assert _by_kernels(policy.sampler.view)
     _logprobs(policy).sum().backward()
     assert all(parameter.grad.isfinite().all() for _, parameter in policy.named_parameters())

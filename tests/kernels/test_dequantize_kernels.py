@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from exact import assert_same, poisoned_outputs
-from qarl_formats.quantize import QuantizedWeight, dequantize_weight
+from qarl_formats.weight import LowBitWeight
 from qarl_formats.registry import make_scheme
 from qarl_kernels.dequantize import dequantize_channel, dequantize_fp8_block, dequantize_int4
 from qarl_kernels.launch import INTERPRETED, recording
@@ -54,7 +54,7 @@ def test_int4_equals_the_reference(n, k, group, scale_dtype, symmetric, dtype, d
     tensors = {"weight_packed": _words(n, -(-k // 8), 0), "weight_scale": _scales(n, groups, scale_dtype)}
     if not symmetric:
         tensors["weight_zero_point"] = _words(-(-n // 8), groups, 1)
-    expected = dequantize_weight(QuantizedWeight(scheme, tensors, (n, k)), dtype)
+    expected = LowBitWeight(scheme, tensors, (n, k)).dequantize(dtype)
     packed, scale, zero_point = (
         tensors[name].to(device) if name in tensors else None
         for name in ("weight_packed", "weight_scale", "weight_zero_point")

@@ -8,11 +8,9 @@ import mixtures
 import pytest
 import torch
 from products import random
-from qarl_formats.prepared import prepare
-from qarl_formats.quantize import quantize_weight
+from qarl_formats.weight import LowBitWeight, concatenate, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
-from qarl_formats.scheme import Scheme
-from qarl_formats.stacked import Form, stack
+from qarl_formats.scheme import Codes, Scheme
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
@@ -31,11 +29,11 @@ def _scheme(name: str) -> Scheme:
     return make_scheme(plain, group, symmetric=kind != "asymmetric")
 
 
-def _experts(name: str, n: int, k: int, device: torch.device) -> list[Form]:
+def _experts(name: str, n: int, k: int, device: torch.device) -> list[LowBitWeight]:
     """Weights (n, k), quantized with what those of a stack share."""
     scheme, masters = _scheme(name), random(EXPERTS, n, k, seed=3, device=device)
     if not scheme.quantized:
-        return list(masters.bfloat16())
+        return [LowBitWeight.of_values(values) for values in masters.bfloat16()]
     return [quantize_weight(master, scheme, "w", False, scheme.shared(masters)) for master in masters]
 
 
@@ -51,11 +49,11 @@ def test_a_row_has_the_bits_of_its_experts_own_product(device, name: str, kernel
     groups = mixtures.grouped(6, 2, EXPERTS, device)
     weights = _experts(name, _width(name), 160, device)
     x = random(6 if gathered else 12, 160, seed=9, device=device, dtype=torch.bfloat16)
-    y = prepare(stack(weights), torch.bfloat16, kernels).grouped(x, groups, gathered)
+    y = concatenate(weights).prepare(torch.bfloat16, kernels).matmul(x, None, groups, gathered)
     assert y.dtype == torch.bfloat16 and y.shape == (12, _width(name))
     for expert, rows, tokens in mixtures.parts(groups):
         own = x[tokens] if gathered else x[rows]
-        assert torch.equal(y[rows], prepare(weights[expert], torch.bfloat16, kernels)(own, None))
+        assert torch.equal(y[rows], weights[expert].prepare(torch.bfloat16, kernels).matmul(own))
 
 
 @NEEDS
@@ -69,43 +67,35 @@ def test_activations_that_are_quantized_already_give_the_same_bits(device, name:
         "fp8_group": quantize.activation_fp8_group,
     }
     groups, x = mixtures.grouped(5, 2, EXPERTS, device), random(5, 160, seed=9, device=device, dtype=torch.bfloat16)
-    weight = prepare(stack(_experts(name, _width(name), 160, device)), torch.bfloat16, True)
+    weight = concatenate(_experts(name, _width(name), 160, device)).prepare(torch.bfloat16, True)
     codes, scale = activations[str(weight.scheme.input_codes)](x)
-    y = weight.of_codes_grouped(codes, scale, groups, True, torch.bfloat16)
-    assert torch.equal(y, weight.grouped(x, groups, True))
+    y = weight.matmul(Codes(codes, scale, torch.bfloat16), None, groups, True)
+    assert torch.equal(y, weight.matmul(x, None, groups, True))
 
 
 @pytest.mark.parametrize("kernels", BY)
 def test_no_tokens_give_no_rows(device, kernels: bool) -> None:
-    weight = prepare(stack(_experts("w8a8", 24, 96, device)), torch.bfloat16, kernels)
+    weight = concatenate(_experts("w8a8", 24, 96, device)).prepare(torch.bfloat16, kernels)
     x = torch.zeros(0, 96, dtype=torch.bfloat16, device=device)
-    assert weight.grouped(x, mixtures.grouped(0, 2, EXPERTS, device), True).shape == (0, 24)
+    assert weight.matmul(x, None, mixtures.grouped(0, 2, EXPERTS, device), True).shape == (0, 24)
 
 
 @pytest.mark.parametrize("kernels", BY)
 def test_what_does_not_fit_is_refused(device, kernels: bool) -> None:
     groups, x = mixtures.grouped(3, 2, EXPERTS, device), torch.zeros(3, 96, dtype=torch.bfloat16, device=device)
-    weight = prepare(stack(_experts("w8a8", 24, 96, device)), torch.bfloat16, kernels)
+    weight = concatenate(_experts("w8a8", 24, 96, device)).prepare(torch.bfloat16, kernels)
     with pytest.raises(ValueError, match=r"x is \[6, 96\], but the experts take \(3, 96\)"):
-        weight.grouped(torch.cat([x, x]), groups, True)
+        weight.matmul(torch.cat([x, x]), None, groups, True)
     with pytest.raises(ValueError, match="72 rows are not the weights of 7 experts"):
-        weight.grouped(x, mixtures.grouped(3, 2, 7, device), True)
+        weight.matmul(x, None, mixtures.grouped(3, 2, 7, device), True)
     for name, n, message in [
         ("fp8_block", 40, "40 output features would share stored values of fp8_block, which span 128"),
         ("w4a16 asymmetric", 20, "20 output features would share stored values of w4a16, which span 8"),
     ]:
         with pytest.raises(ValueError, match=message):
-            prepare(_one(name, n, device), torch.bfloat16, kernels).grouped(x, groups, True)
+            _one(name, n, device).prepare(torch.bfloat16, kernels).matmul(x, None, groups, True)
 
 
-def test_a_scheme_without_kernels_for_experts_says_so(device, monkeypatch) -> None:
-    groups, x = mixtures.grouped(3, 2, EXPERTS, device), torch.zeros(3, 96, dtype=torch.bfloat16, device=device)
-    weight = prepare(stack(_experts("bf16", 24, 96, device)), torch.bfloat16, True)
-    monkeypatch.setattr(type(weight.scheme), "grouped_by_kernel", vars(Scheme)["grouped_by_kernel"])
-    with pytest.raises(ValueError, match=r"scheme bf16 has no kernel for experts; set quant\.kernels: reference"):
-        weight.grouped(x, groups, True)
-
-
-def _one(name: str, n: int, device: torch.device) -> Form:
+def _one(name: str, n: int, device: torch.device) -> LowBitWeight:
     """As many rows as `EXPERTS` weights of n have, quantized as one."""
     return quantize_weight(random(EXPERTS * n, 96, seed=3, device=device), _scheme(name), "w")

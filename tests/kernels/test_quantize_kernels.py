@@ -8,7 +8,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from exact import assert_same, poisoned_outputs
-from qarl_formats.quantize import dequantize_weight, quantize_weight
+from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
 from qarl_kernels.launch import INTERPRETED, recording
 from qarl_kernels.quantize import quantize_fp8, quantize_fp8_block, quantize_int4, quantize_int8
@@ -258,6 +258,6 @@ def test_the_stacked_experts_of_a_layer_fit_a_grid(scheme: str, group: int | Non
     weight = torch.empty(128 * 1536, 2048, device=device)
     with recording() as launches:
         quantized = quantize_weight(weight, make_scheme(scheme, group), scheme, kernels=True)
-        dequantize_weight(quantized, torch.bfloat16, kernels=True)
+        quantized.dequantize(torch.bfloat16, kernels=True)
     assert len(launches) >= 2
     assert all(max((*launch.grid, 1)[1:]) <= 65_535 for launch in launches)

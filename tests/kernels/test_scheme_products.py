@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from products import random
-from qarl_formats.prepared import PreparedWeight, prepare
-from qarl_formats.quantize import dequantize_weight, quantize_weight, unpack_codes
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_class, scheme_names
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from qarl_kernels.launch import INTERPRETED
@@ -35,7 +34,7 @@ BY = [pytest.param(True, marks=pytest.mark.skipif(not RUNNABLE, reason="needs TR
 class Case:
     """A prepared weight (N, K), and the values of weight and activations that its product stands for."""
 
-    weight: PreparedWeight
+    weight: LowBitWeight
     exact: Tensor  # (N, K) float64: code * scale, and where activations are not quantized what the product makes of it
 
     def expected(self, x: Tensor) -> Tensor:
@@ -50,17 +49,17 @@ def _case(name: str, dtype: torch.dtype, kernels: bool, device: torch.device, sh
     scheme = make_scheme(scheme_name, group, symmetric=kind != "asymmetric", **scale_dtype)
     master = random(*SHAPES[shape], seed=2, device=device)
     if not scheme.quantized:
-        weight = master.to(dtype)
-        return Case(prepare(weight, dtype, kernels), weight.double().cpu())
+        weight = LowBitWeight.of_values(master.to(dtype))
+        return Case(weight.prepare(dtype, kernels), weight.dequantize(torch.float64).cpu())
     weight = quantize_weight(master, scheme, "w", kernels)
     if scheme.activation is None:
         rounded = torch.float32 if scheme_name == "nvfp4a16" else dtype  # whose product rounds no weight
-        return Case(prepare(weight, dtype, kernels), dequantize_weight(weight, rounded).double().cpu())
+        return Case(weight.prepare(dtype, kernels), weight.dequantize(rounded).double().cpu())
     n, k = weight.shape
-    codes, scale = unpack_codes(weight).double().cpu(), weight.tensors["weight_scale"].double().cpu()
+    codes, scale = weight.codes().double().cpu(), weight.tensors["weight_scale"].double().cpu()
     rows, columns = (128, 128) if scheme_name == "fp8_block" else (1, k // scale.shape[1])
     wide = scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
-    return Case(prepare(weight, dtype, kernels), codes * wide)
+    return Case(weight.prepare(dtype, kernels), codes * wide)
 
 
 def _scale_dtype(dtype: torch.dtype) -> str:
@@ -90,7 +89,7 @@ def test_product_is_its_formula_in_float64(device, name: str, kernels: bool, dty
     case = _case(name, dtype, kernels, device, "ragged" if m == 5 else "small")
     x, n = _x(m, case), case.weight.shape[0]
     bias = random(n, seed=5, device=device, dtype=dtype) if with_bias else None
-    y = case.weight(x, bias)
+    y = case.weight.matmul(x, bias)
     expected = case.expected(x) + (0 if bias is None else bias.double().cpu())
     assert y.dtype == dtype and y.shape == (m, n)
     # one rounding to dtype of a float32 result, whose own error is K * 2^-24 of terms under 100
@@ -102,12 +101,12 @@ def test_product_is_its_formula_in_float64(device, name: str, kernels: bool, dty
 def test_rows_keep_their_bits_in_every_batch_and_layout(device, name: str, kernels: bool) -> None:
     case = _case(name, torch.bfloat16, kernels, device, "ragged")
     x, weight = _x(70, case), case.weight
-    whole = weight(x, None)
+    whole = weight.matmul(x)
     for start, rows in [(0, 1), (37, 2), (5, 33)]:
-        assert torch.equal(weight(x[start : start + rows], None), whole[start : start + rows])
+        assert torch.equal(weight.matmul(x[start : start + rows]), whole[start : start + rows])
     few = x[60:]
     columns, wide = few.t().contiguous().t(), torch.cat([few, few], 1)[:, : x.shape[1]]
-    assert torch.equal(weight(columns, None), whole[60:]) and torch.equal(weight(wide, None), whole[60:])
+    assert torch.equal(weight.matmul(columns), whole[60:]) and torch.equal(weight.matmul(wide), whole[60:])
 
 
 @pytest.mark.parametrize("kernels", BY)
@@ -115,12 +114,13 @@ def test_rows_keep_their_bits_in_every_batch_and_layout(device, name: str, kerne
 def test_quantizing_dequantizing_and_products_of_both_ways_agree(device, name: str, kernels: bool) -> None:
     """Stored tensors and dequantized values to the bit; products up to the order of their sums."""
     case, plain = (_case(name, torch.bfloat16, way, device, "ragged") for way in (kernels, False))
-    torch.testing.assert_close(case.weight(_x(9, case), None), plain.weight(_x(9, plain), None), rtol=2**-7, atol=1e-3)
-    found, expected = (c.weight.dequantized(torch.bfloat16) for c in (case, plain))
+    found, expected = (c.weight.matmul(_x(9, c)) for c in (case, plain))
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
+    found, expected = (c.weight.values(torch.bfloat16) for c in (case, plain))
     assert torch.equal(found.float(), expected.float())
     if case.weight.scheme.quantized:
-        for suffix, tensor in plain.weight.source.tensors.items():
-            assert torch.equal(case.weight.source.tensors[suffix].view(torch.uint8), tensor.view(torch.uint8)), suffix
+        for suffix, tensor in plain.weight.tensors.items():
+            assert torch.equal(case.weight.tensors[suffix].view(torch.uint8), tensor.view(torch.uint8)), suffix
 
 
 @pytest.mark.parametrize("kernels", BY)
@@ -129,7 +129,7 @@ def test_x_that_does_not_fit_is_refused(device, name: str, kernels: bool) -> Non
     case = _case(name, torch.bfloat16, kernels, device)
     for shape in [(3, 104), (2, 3, 96), (96,)]:
         with pytest.raises(ValueError, match=r"x is \[.*reshape x"):
-            case.weight(torch.zeros(shape, dtype=torch.bfloat16, device=device), None)
+            case.weight.matmul(torch.zeros(shape, dtype=torch.bfloat16, device=device))
 
 
 @pytest.mark.skipif(not RUNNABLE, reason="needs TRITON_INTERPRET=1 or a GPU")
@@ -139,5 +139,5 @@ def test_a_tiled_weight_gives_the_bits_of_the_dequantized_one(device, name: str)
     operands, x = case.weight.operands, _x(33, case)
     packed = {key: tensor for key, tensor in operands.items() if key not in ("weight_tiled", "weight_meta")}
     tiled = {key: tensor for key, tensor in operands.items() if key != "weight_packed"}
-    by = [case.weight.scheme.multiply(x, part, case.weight.shape[0], None, True) for part in (packed, tiled)]
-    assert torch.equal(*by) and torch.equal(case.weight(x, None), by[0])
+    by = [case.weight.scheme.matmul(x, part, case.weight.shape[0], None, True) for part in (packed, tiled)]
+    assert torch.equal(*by) and torch.equal(case.weight.matmul(x), by[0])

@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 
 import torch
-from qarl_formats.quantize import dequantize_weight
+from qarl_formats.weight import LowBitWeight
 from qarl_formats.registry import make_scheme
 from qarl_kernels.logprob import Truncation
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from qarl.config import ModelConfig, QuantConfig
 from qarl.policy.linear import QuantLinear
 from qarl.policy.load import load_model
-from qarl.policy.operand import Operand
 from qarl.policy.policy import Policy
 from qarl.policy.view import Role, View
 
@@ -42,7 +41,7 @@ def standalone(linear: nn.Linear, dequantize_input: bool = False) -> QuantLinear
     return QuantLinear(linear, "linear", Role(), dequantize_input)
 
 
-def view_of(linear: QuantLinear, operand: Operand, dtype: torch.dtype) -> View:
+def view_of(linear: QuantLinear, operand: LowBitWeight, dtype: torch.dtype) -> View:
     """A view for `linear` alone, its bias rounded to `dtype`."""
     return View({"linear": operand}, {"linear.bias": linear.bias.detach().to(dtype)}, torch.empty(0))
 
@@ -103,7 +102,7 @@ def put_dequantized(model: PreTrainedModel, policy: Policy, dtype=torch.float32)
     """`model` with every quantized weight replaced by what the policy's codes stand for."""
     with torch.no_grad():
         for name, weight in policy.current.weights.items():
-            model.get_submodule(name).weight.copy_(dequantize_weight(weight, dtype))
+            model.get_submodule(name).weight.copy_(weight.dequantize(dtype))
     return model
 
 

@@ -8,8 +8,9 @@ import gc
 import pytest
 import torch
 from policy_models import make_policy, tokens
-from qarl_formats.prepared import PreparedWeight
-from qarl_formats.stacked import adjacent
+from qarl_formats.rows import adjacent
+from qarl_formats.scheme import Codes
+from qarl_formats.weight import LowBitWeight
 from qarl_kernels.launch import INTERPRETED
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,12 +78,13 @@ class Held(TorchDispatchMode):
         return sum(size for _, size in self._storages.values())
 
 
-def product_of_codes(self: PreparedWeight, codes, scale, bias, dtype) -> torch.Tensor:
-    return torch.zeros(len(codes), self.shape[0], dtype=dtype)
+def product(self: LowBitWeight, x, bias=None) -> torch.Tensor:
+    rows, dtype = (len(x.codes), x.dtype) if isinstance(x, Codes) else (len(x), x.dtype)
+    return torch.zeros(rows, self.shape[0], dtype=dtype)
 
 
-def values_of(self: PreparedWeight, dtype) -> torch.Tensor:
-    return torch.zeros(self.shape, dtype=dtype) if self.scheme.quantized else self.source
+def values_of(self: LowBitWeight, dtype) -> torch.Tensor:
+    return torch.zeros(self.shape, dtype=dtype) if self.quantized else self.tensors["weight"]
 
 
 @pytest.fixture
@@ -92,9 +94,8 @@ def made(tiny_model, monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setattr(projection, "input_grad", torch.mm)
         monkeypatch.setattr(projection, "weight_grad", lambda dy, x, into: None)
-        monkeypatch.setattr(PreparedWeight, "__call__", lambda self, x, bias: x.new_zeros(len(x), self.shape[0]))
-        monkeypatch.setattr(PreparedWeight, "of_codes", product_of_codes)
-        monkeypatch.setattr(PreparedWeight, "dequantized", values_of)
+        monkeypatch.setattr(LowBitWeight, "matmul", product)
+        monkeypatch.setattr(LowBitWeight, "values", values_of)
 
     def make(scheme: str, inner: int = 192, **quant):
         directory = tiny_model("qwen3", num_hidden_layers=2, intermediate_size=inner)

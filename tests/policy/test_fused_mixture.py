@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from policy_models import make_policy, tokens
-from qarl_formats.stacked import adjacent
+from qarl_formats.rows import adjacent
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from policy_models import standalone, view_of
-from qarl_formats.prepared import prepare
-from qarl_formats.quantize import quantize_weight
+from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ N, K = 24, 64
 def linear() -> QuantLinear:
     torch.manual_seed(0)
     made = standalone(nn.Linear(K, N))
-    operand = prepare(quantize_weight(made.weight.detach(), make_scheme("w8a8"), "w"), torch.bfloat16)
+    operand = quantize_weight(made.weight.detach(), make_scheme("w8a8"), "w").prepare(torch.bfloat16)
     made.role.settle(view_of(made, operand, torch.bfloat16))
     return made
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from policy_models import make_policy, standalone, view_of
-from qarl_formats.prepared import PreparedWeight, prepare
-from qarl_formats.quantize import QuantizedWeight, dequantize_weight, quantize_weight
+from qarl_formats.schemes.bf16 import OrdinaryProduct
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
 from qarl_kernels.flash.forward import check
@@ -18,7 +18,6 @@ from qarl.config.architecture import unserved_heads
 from qarl.errors import UserError
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
-from qarl.policy.operand import PlainWeight
 from qarl.weight_sync.snapshot import quantize_parameter
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -100,19 +99,19 @@ def test_other_schemes_run_on_older_gpus(capability, scheme: str) -> None:
 # --- operands
 
 
-def _published(scheme: str, dtype: torch.dtype = torch.bfloat16, **changes) -> QuantizedWeight | Tensor:
+def _published(scheme: str, dtype: torch.dtype = torch.bfloat16, **changes) -> LowBitWeight:
     made = _scheme(scheme, **changes)
     master = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
-    return quantize_weight(master, made, "w") if made.quantized else master.to(dtype)
+    return quantize_weight(master, made, "w") if made.quantized else LowBitWeight.of_values(master.to(dtype))
 
 
 @interpreted
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_kernel_operand_holds_the_published_tensors_and_no_float_copy(scheme: str) -> None:
     weight = _published(scheme)
-    operand = prepare(weight, torch.bfloat16, kernels=True)
-    assert operand.kernels and operand.scheme.name == scheme and operand.source is weight
-    published = [weight] if scheme == "bf16" else list(weight.tensors.values())
+    operand = weight.prepare(torch.bfloat16, kernels=True)
+    assert operand.kernels and operand.scheme.name == scheme and operand.tensors is weight.tensors
+    published = list(weight.tensors.values())
     own = {name: t for name, t in operand.operands.items() if not any(t is tensor for tensor in published)}
     assert own.keys() == ({"weight_tiled", "weight_meta"} if operand.scheme.packed else set())
 
@@ -120,7 +119,7 @@ def test_a_kernel_operand_holds_the_published_tensors_and_no_float_copy(scheme: 
 @interpreted
 @pytest.mark.parametrize(("scheme", "tiled"), [("w4a16", False), ("w4a8", True)])
 def test_scales_of_another_dtype_leave_w4a16_untiled(scheme: str, tiled: bool) -> None:
-    operands = prepare(_published(scheme, scale_dtype="float32"), torch.bfloat16, kernels=True).operands
+    operands = _published(scheme, scale_dtype="float32").prepare(torch.bfloat16, kernels=True).operands
     assert ("weight_tiled" in operands) == ("weight_meta" in operands) == tiled
 
 
@@ -133,7 +132,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("scheme", SCHEMES[1:])
 def test_verification_reads_back_what_the_product_reads(scheme: str, kernels: bool) -> None:
     weight = _published(scheme)
-    held = prepare(weight, torch.bfloat16, kernels).held()
+    held = weight.prepare(torch.bfloat16, kernels).stored()
     assert list(held) == list(weight.tensors)
     assert all(same_bits(held[name], tensor) for name, tensor in weight.tensors.items())
 
@@ -142,15 +141,14 @@ def test_verification_reads_back_what_the_product_reads(scheme: str, kernels: bo
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_change_of_any_operand_shows_in_what_is_held(scheme: str, kernels: bool) -> None:
-    names = prepare(_published(scheme), torch.bfloat16, kernels).operands
+    names = _published(scheme).prepare(torch.bfloat16, kernels).operands
     for name in names:
         weight = _published(scheme)
-        operand = prepare(weight, torch.bfloat16, kernels)
-        tensors = {"weight": weight} if scheme == "bf16" else weight.tensors
-        before = {suffix: tensor.clone() for suffix, tensor in tensors.items()}
+        operand = weight.prepare(torch.bfloat16, kernels)
+        before = {suffix: tensor.clone() for suffix, tensor in weight.tensors.items()}
         operand.operands[name].view(torch.uint8).view(-1)[-1] ^= 1 << 5  # the last byte: of a float its exponent
         try:
-            held = operand.held()
+            held = operand.stored()
         except ValueError as error:
             assert "is not what its codes and scales make" in str(error)
         else:
@@ -159,7 +157,7 @@ def test_a_change_of_any_operand_shows_in_what_is_held(scheme: str, kernels: boo
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_without_kernels_the_operand_is_plain_torch(scheme: str) -> None:
-    assert not prepare(_published(scheme), torch.bfloat16).kernels
+    assert not _published(scheme).prepare(torch.bfloat16).kernels
 
 
 @interpreted
@@ -185,7 +183,7 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
             assert mine is weight
         else:
             plain = learner != "fake_quant" or names != (ignored,)
-            assert isinstance(mine, PlainWeight if plain else PreparedWeight)
+            assert isinstance(mine.scheme, OrdinaryProduct) == plain
     assert sorted(multiplied) == sorted(policy.linears)
 
 
@@ -195,7 +193,7 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
 def _linear(scheme: str, kernels: bool, dequantize_input: bool = False, **changes) -> QuantLinear:
     torch.manual_seed(0)
     linear = standalone(nn.Linear(K, N), dequantize_input)
-    operand = prepare(_published(scheme, **changes), torch.bfloat16, kernels)
+    operand = _published(scheme, **changes).prepare(torch.bfloat16, kernels)
     linear.role.settle(view_of(linear, operand, torch.bfloat16))
     return linear
 
@@ -235,8 +233,7 @@ def test_ste_input_dequantized_is_the_same_with_kernels(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_dequantized_is_what_the_codes_stand_for(scheme: str, dtype: torch.dtype) -> None:
     weight = _published(scheme, dtype)
-    expected = weight if isinstance(weight, Tensor) else dequantize_weight(weight, dtype)
-    assert torch.equal(prepare(weight, dtype, kernels=True).dequantized(dtype), expected)
+    assert torch.equal(weight.prepare(dtype, kernels=True).values(dtype), weight.dequantize(dtype))
 
 
 # --- publishing

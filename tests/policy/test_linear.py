@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from policy_models import standalone, view_of
-from qarl_formats.prepared import prepare
-from qarl_formats.quantize import dequantize_weight, quantize_weight
+from qarl_formats.weight import LowBitWeight, ordinary_weight, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_class, scheme_names
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qarl.policy.linear import QuantLinear
-from qarl.policy.operand import fake_quant_operand, full_precision_operand
 
 N, K, GROUP = 24, 64, 32
 SCHEMES = list(scheme_names())
@@ -32,14 +30,15 @@ def _linear(scheme_name: str, dtype: torch.dtype, learner: str = "aligned", dequ
     linear = standalone(nn.Linear(K, N), dequantize_input)
     scheme = make_scheme(scheme_name, GROUP if scheme_name[:2] == "w4" else None)
     master = linear.weight.detach()
-    published = quantize_weight(master, scheme, "w") if scheme.quantized else master.to(dtype)
+    quantized = scheme.quantized
+    published = quantize_weight(master, scheme, "w") if quantized else LowBitWeight.of_values(master.to(dtype))
+    values = published.dequantize(dtype)
     operand = {
-        "aligned": lambda: prepare(published, dtype),
-        "fake_quant": lambda: fake_quant_operand(published, dtype),
-        "full_precision": lambda: full_precision_operand(linear.weight, dtype),
+        "aligned": lambda: published.prepare(dtype),
+        "fake_quant": lambda: ordinary_weight(values, scheme),
+        "full_precision": lambda: ordinary_weight(master.to(dtype)),
     }[learner]()
     linear.role.settle(view_of(linear, operand, dtype))
-    values = dequantize_weight(published, dtype) if scheme.quantized else published
     return linear, values
 
 
@@ -126,11 +125,11 @@ def test_sampler_and_aligned_learner_give_the_same_bits(scheme: str) -> None:
 def test_inside_another_view_a_linear_reads_that_ones_operand_and_bias() -> None:
     linear, values = _linear("w4a16", torch.float32, "full_precision")
     x, before = _x(torch.float32), linear.role.view
-    other = view_of(linear, prepare(values, torch.float32), torch.float32)
+    other = view_of(linear, LowBitWeight.of_values(values).prepare(torch.float32), torch.float32)
     other.values["linear.bias"].add_(1.0)
     own = linear(x)
     with linear.role.as_(other):
-        assert torch.equal(linear(x), other.operands["linear"](x, other.values["linear.bias"]))
+        assert torch.equal(linear(x), other.operands["linear"].matmul(x, other.values["linear.bias"]))
         assert not torch.equal(linear(x), own)
     assert linear.role.view is before and torch.equal(linear(x), own)
 

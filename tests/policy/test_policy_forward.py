@@ -16,7 +16,6 @@ from policy_models import (
     put_dequantized,
     tokens,
 )
-from qarl_formats.quantize import dequantize_weight
 from qarl_kernels.logprob import Truncation
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -152,5 +151,5 @@ def test_the_samplers_forward_has_the_learners_bits(tiny_model) -> None:
 def test_dequantized_weights_are_what_the_dense_product_reads(tiny_model) -> None:
     policy = make_policy(tiny_model("llama"), "w4a16", torch.bfloat16, 32)
     name = "model.layers.1.mlp.up_proj"
-    expected = dequantize_weight(policy.current.weights[name], torch.bfloat16).float()
+    expected = policy.current.weights[name].dequantize(torch.bfloat16).float()
     assert torch.equal(policy.learner_view.operands[name].operands["weight_values"], expected)

@@ -125,7 +125,7 @@ def test_what_is_published_after_a_shadow_still_proves_itself(tiny_model, learne
     policy.sampler.install(policy.current)
     verify(1, policy.current.fingerprints(), fingerprints(policy.sampler.held()))
     with torch.no_grad():
-        next(policy.sampler.view.operands[n].source for n in policy.linears).tensors["weight_packed"][0, 0] ^= 1
+        next(policy.sampler.view.operands[n] for n in policy.linears).tensors["weight_packed"][0, 0] ^= 1
     with pytest.raises(PublishError, match=r"version 1: .*weight_values of the product is not what its codes"):
         fingerprints(policy.sampler.held())
 

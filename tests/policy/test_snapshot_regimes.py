@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from qarl.config import QuantConfig
 from qarl.errors import UserError
-from qarl.policy.operand import PlainWeight
 from qarl.policy.policy import Policy
 from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.verify import PublishError, verify
@@ -193,7 +192,7 @@ def test_full_precision_learner_does_not_see_a_master_before_refresh(tiny_model)
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_fake_quant_learner_is_near_the_sampler_but_not_on_its_arithmetic(tiny_model, scheme: str) -> None:
     policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme), learner="fake_quant")
-    assert all(isinstance(operand, PlainWeight) for operand in policy.learner_view.operands.values())
+    assert all(isinstance(weight.scheme, OrdinaryProduct) for weight in policy.learner_view.operands.values())
     with torch.no_grad():
         learner = logprobs(policy)
         with policy.sampling():

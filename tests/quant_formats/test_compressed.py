@@ -16,7 +16,7 @@ from qarl_formats.compressed import (
     tensor_specs,
     to_state_dict,
 )
-from qarl_formats.quantize import quantize_weight
+from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
 
 N, K = 20, 64

@@ -6,10 +6,9 @@ import pytest
 import torch
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from library_oracle import library_dequantized, library_scheme, library_tensors
-from qarl_formats.quantize import codes_changed, dequantize_weight, quantize_weight, unpack_codes
+from qarl_formats.weight import codes_changed, quantize_weight
 from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import SCALE_DTYPES
-from qarl_formats.stacked import slices
 
 N, K = 24, 256
 
@@ -90,7 +89,7 @@ def test_stored_tensors_equal_the_library(scheme, case):
 def test_dequantized_equals_the_library_in_the_scale_dtype(scheme, case):
     quantized = quantize_weight(ADVERSARIAL[case], scheme, "w")
     dtype = getattr(torch, scheme.scale_dtype)
-    assert torch.equal(dequantize_weight(quantized, dtype), library_dequantized(quantized.tensors, scheme))
+    assert torch.equal(quantized.dequantize(dtype), library_dequantized(quantized.tensors, scheme))
 
 
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
@@ -102,7 +101,7 @@ def test_blocks_that_128_does_not_divide_equal_the_library(shape, scale_dtype):
     expected = library_tensors(weight, scheme)
     assert torch.equal(quantized.tensors["weight"].view(torch.uint8), expected["weight"].view(torch.uint8))
     assert torch.equal(quantized.tensors["weight_scale"], expected["weight_scale"])
-    found = dequantize_weight(quantized, getattr(torch, scale_dtype))
+    found = quantized.dequantize(getattr(torch, scale_dtype))
     codes, scale = quantized.tensors["weight"].double(), quantized.tensors["weight_scale"].double()
     wide = scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
     assert torch.equal(found, (codes * wide).float().to(found.dtype))
@@ -119,12 +118,12 @@ def test_symmetric7_is_absmax_over_7_on_plus_minus_7(scheme_name, case):
     scale[scale == 0] = torch.finfo(torch.bfloat16).eps
     codes = quantize(weight, scale, None, library_scheme(make_scheme("w4a16", 32)).weights, torch.int8).clamp(min=-7)
     assert torch.equal(quantized.tensors["weight_scale"], scale)
-    assert torch.equal(unpack_codes(quantized), codes)
+    assert torch.equal(quantized.codes(), codes)
 
 
 def test_symmetric7_never_stores_minus_8_when_the_scale_saturates():
     quantized = quantize_weight(torch.full((1, 32), -1e6), make_scheme("w4a16", 32, True, "symmetric7", "float16"), "w")
-    assert unpack_codes(quantized).min() == -7
+    assert quantized.codes().min() == -7
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
@@ -132,7 +131,7 @@ def test_codes_are_computed_from_the_stored_scale(scheme):
     weight = ADVERSARIAL["normal"]
     quantized = quantize_weight(weight, scheme, "w")
     scale = quantized.tensors["weight_scale"].double()
-    error = (dequantize_weight(quantized, torch.float32).double() - weight).unflatten(-1, (scale.shape[1], -1)).abs()
+    error = (quantized.dequantize(torch.float32).double() - weight).unflatten(-1, (scale.shape[1], -1)).abs()
     # Half a step for integers inside the grid; the clamped ends (7.5 -> 7, and a rounded zero point) add at most one.
     # e4m3fn has 3 mantissa bits: half a step at the top binade, 256..448, is 16 scales.
     bound = {"int": 1.01, "float": 16.01}[scheme.weight_type]
@@ -144,8 +143,8 @@ def test_zero_weight_dequantizes_to_zero_with_a_finite_nonzero_scale(scheme):
     quantized = quantize_weight(torch.zeros(N, K), scheme, "w")
     assert quantized.tensors["weight_scale"].isfinite().all()
     assert (quantized.tensors["weight_scale"] > 0).all()
-    assert not unpack_codes(quantized).float().any()
-    assert not dequantize_weight(quantized, torch.float32).any()
+    assert not quantized.codes().float().any()
+    assert not quantized.dequantize(torch.float32).any()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -153,12 +152,12 @@ def test_dequantized_bf16_is_the_float64_product_rounded_once(symmetric):
     scheme = make_scheme("w4a16", 32, symmetric)
     quantized = quantize_weight(ADVERSARIAL["small"], scheme, "w")
     step = quantized.tensors["weight_scale"].double().repeat_interleave(32, dim=1)
-    codes = unpack_codes(quantized).double()
+    codes = quantized.codes().double()
     if not scheme.symmetric:
         words = quantized.tensors["weight_zero_point"].long()  # [N/8, groups], row r in bits 4 * (r % 8)
         nibbles = torch.stack([(words >> (4 * i)) & 15 for i in range(8)], dim=1).flatten(0, 1)
         codes -= (nibbles - 8).double().repeat_interleave(32, dim=1)
-    assert torch.equal(dequantize_weight(quantized, torch.bfloat16), (codes * step).to(torch.bfloat16))
+    assert torch.equal(quantized.dequantize(torch.bfloat16), (codes * step).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -192,24 +191,24 @@ def test_noncontiguous_master_gives_the_same_tensors():
 def test_quantizing_a_dequantized_symmetric7_weight_keeps_its_codes():
     scheme = make_scheme("w4a16", 32, grid="symmetric7")
     first = quantize_weight(_normal(3), scheme, "w")
-    again = quantize_weight(dequantize_weight(first, torch.float32), scheme, "w")
-    assert codes_changed(first, again) == (0, N * K)
+    again = quantize_weight(first.dequantize(torch.float32), scheme, "w")
+    assert codes_changed(first, again).tolist() == [0]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
 def test_codes_changed_counts_single_codes(scheme):
     before = quantize_weight(_normal(3), scheme, "w")
     after = quantize_weight(_normal(3) + 0.2 * _normal(4), scheme, "w")
-    same = unpack_codes(before).view(torch.uint8) == unpack_codes(after).view(torch.uint8)
-    assert codes_changed(before, after) == (N * K - int(same.sum()), N * K)
+    same = before.codes().view(torch.uint8) == after.codes().view(torch.uint8)
+    assert codes_changed(before, after).tolist() == [N * K - int(same.sum())]
 
 
 def test_codes_changed_does_not_count_the_padding_of_a_row():
     weight = _normal(3)[:, :13].contiguous()
     quantized = quantize_weight(weight, make_scheme("w4a16", -1), "w")
     other = quantize_weight(-weight.flip(0), make_scheme("w4a16", -1), "w")
-    differ = int((unpack_codes(quantized) != unpack_codes(other)).sum())
-    assert codes_changed(quantized, other) == (differ, N * 13)
+    differ = int((quantized.codes() != other.codes()).sum())
+    assert codes_changed(quantized, other).tolist() == [differ]
 
 
 @pytest.mark.parametrize("widths", [[8, 8, 8], [16, 3, 5], [24]])
@@ -217,9 +216,9 @@ def test_codes_changed_does_not_count_the_padding_of_a_row():
 def test_codes_changed_are_counted_for_each_weight_of_a_stack(scheme, widths):
     made = make_scheme(scheme, 32 if scheme == "w4a16" else None)
     before, after = (quantize_weight(_normal(seed)[:24].contiguous(), made, "w") for seed in (3, 4))
-    pairs = zip(slices(before, widths), slices(after, widths), strict=True)
-    expected = [int(codes_changed(one, other)[0]) for one, other in pairs]
-    assert codes_changed(before, after, widths)[0].tolist() == expected and min(expected) > 0
+    pairs = zip(before.split(widths), after.split(widths), strict=True)
+    expected = [int(codes_changed(one, other)) for one, other in pairs]
+    assert codes_changed(before, after, widths).tolist() == expected and min(expected) > 0
 
 
 def test_codes_changed_refuses_another_scheme():

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 from qarl_formats.compressed import quantization_config
-from qarl_formats.prepared import prepare
-from qarl_formats.quantize import quantize_weight
+from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_kernels.logprob import Truncation
 
@@ -203,7 +202,7 @@ def scheme_agrees(engine, name: str) -> bool:
     for m in (1, 7, 64):
         x = torch.randn(m, 576, generator=generator).to(DTYPE)
         y = layer(x)[0]
-        wanted = [prepare(weight, DTYPE)(x, bias) for weight, bias in zip(weights, biases, strict=True)]
+        wanted = [weight.prepare(DTYPE).matmul(x, bias) for weight, bias in zip(weights, biases, strict=True)]
         if not torch.equal(y, torch.cat(wanted, -1)):
             return False
     return True

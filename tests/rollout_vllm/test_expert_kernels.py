@@ -10,10 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from qarl_formats.prepared import UNQUANTIZED, prepare
-from qarl_formats.quantize import quantize_weight
+from qarl_formats.weight import LowBitWeight, UNQUANTIZED, quantize_weight
 from qarl_formats.registry import make_scheme
-from qarl_formats.stacked import Form
 from qarl_kernels import pointwise
 from torch import Tensor, nn
 
@@ -29,7 +27,7 @@ SCHEMES = [
     ("fp8_block", None, True),
     ("nvfp4a16", None, True),
 ]
-Weights = dict[str, list[Form]]  # w1, w3 and w2 of each expert
+Weights = dict[str, list[LowBitWeight]]  # w1, w3 and w2 of each expert
 
 
 def _sizes(name: str) -> tuple[int, int]:
@@ -48,7 +46,7 @@ def _weights(scheme, name: str, seed: int) -> Weights:
         leaf: [torch.randn(shape, generator=generator) * 0.1 for _ in range(COUNT)] for leaf, shape in shapes.items()
     }
     if not scheme.quantized:
-        return {leaf: [master.to(DTYPE) for master in each] for leaf, each in masters.items()}
+        return {leaf: [LowBitWeight.of_values(master.to(DTYPE)) for master in each] for leaf, each in masters.items()}
     together = {"w2": scheme.shared(masters["w2"]), "w1": scheme.shared([*masters["w1"], *masters["w3"]])}
     shared = together | {"w3": together["w1"]}
     return {
@@ -80,8 +78,7 @@ def _load(layer: nn.Module, method, weights: Weights, kernels: bool | None = Non
     """Through the weight loaders, the last expert first."""
     for leaf, each in weights.items():
         for expert in reversed(range(COUNT)):
-            form = each[expert]
-            for suffix, tensor in {"weight": form}.items() if isinstance(form, Tensor) else form.tensors.items():
+            for suffix, tensor in each[expert].tensors.items():
                 name = f"{'w2' if leaf == 'w2' else 'w13'}_{suffix}"
                 parameter = getattr(layer, name)
                 done = parameter.weight_loader(
@@ -93,14 +90,14 @@ def _load(layer: nn.Module, method, weights: Weights, kernels: bool | None = Non
 
 def _expected(weights: Weights, x: Tensor, shares: Tensor, ids: Tensor) -> Tensor:
     """Each token by itself, its experts in ascending order."""
-    prepared = {leaf: [prepare(form, DTYPE) for form in each] for leaf, each in weights.items()}
+    prepared = {leaf: [form.prepare(DTYPE) for form in each] for leaf, each in weights.items()}
     rows = []
     for token in range(len(x)):
         row, total = x[token : token + 1], torch.zeros(())
         for place in ids[token].argsort().tolist():
             gate, up, down = (prepared[leaf][int(ids[token, place])] for leaf in ("w1", "w3", "w2"))
-            product = pointwise.silu(gate(row, None)) * up(row, None)
-            total = total + down(product, None).float() * shares[token, place]
+            product = pointwise.silu(gate.matmul(row)) * up.matmul(row)
+            total = total + down.matmul(product).float() * shares[token, place]
         rows.append(total.to(DTYPE))
     return torch.cat(rows)
 
@@ -109,8 +106,7 @@ def _stored(weights: Weights) -> dict[str, Tensor]:
     """The published tensors of each stack, under one another."""
     found = {}
     for stem, leaves in (("w13", ("w1", "w3")), ("w2", ("w2",))):
-        forms = [weights[leaf][expert] for expert in range(COUNT) for leaf in leaves]
-        tensors = [{"weight": form} if isinstance(form, Tensor) else form.tensors for form in forms]
+        tensors = [weights[leaf][expert].tensors for expert in range(COUNT) for leaf in leaves]
         found |= {f"{stem}_{s}": torch.cat([t[s] for t in tensors]) for s in tensors[0] if s != "weight_shape"}
     return found
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from qarl_formats.quantize import quantize_weight
+from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
 from torch import Tensor, nn
 

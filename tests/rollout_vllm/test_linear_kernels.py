@@ -9,8 +9,7 @@ import importlib.util
 
 import pytest
 import torch
-from qarl_formats.prepared import prepare
-from qarl_formats.quantize import QuantizedWeight, quantize_weight
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_formats.registry import make_scheme
 from torch import Tensor, nn
 
@@ -55,7 +54,7 @@ def _config(in_features: int, group: int, symmetric: bool = True, **changes):
 
 def _weights(
     name: str, group: int | None, symmetric: bool, widths: list[int], seed: int = 0, k: int = K
-) -> list[QuantizedWeight]:
+) -> list[LowBitWeight]:
     generator = torch.Generator().manual_seed(seed)
     scheme = make_scheme(name, group, symmetric)
     masters = [torch.randn(n, k, generator=generator) * 0.05 for n in widths]
@@ -63,13 +62,13 @@ def _weights(
     return [quantize_weight(master, scheme, "w", shared=shared) for master in masters]
 
 
-def _fused(weights: list[QuantizedWeight]) -> dict[str, Tensor]:
+def _fused(weights: list[LowBitWeight]) -> dict[str, Tensor]:
     """The loaded parameters of a fused layer: rows under one another; float32 scales for bytes, as vLLM holds them."""
     found = {s: torch.cat([w.tensors[s] for w in weights]) for s in weights[0].tensors if s != "weight_shape"}
     return found if "weight_packed" in found else found | {"weight_scale": found["weight_scale"].float()}
 
 
-def _loaded(weights: list[QuantizedWeight]) -> nn.Module:
+def _loaded(weights: list[LowBitWeight]) -> nn.Module:
     """A layer between vLLM's load and `process_weights_after_loading`."""
     from qarl.rollout.vllm.linear_kernels import hold
 
@@ -98,11 +97,11 @@ def _kernel(name: str, group: int | None, symmetric: bool, k: int = K):
     return kernel.__new__(kernel)  # no configuration is read after vLLM's choice
 
 
-def _learners(weights: list[QuantizedWeight], x: Tensor, bias: Tensor | None, kernels: bool = False) -> Tensor:
+def _learners(weights: list[LowBitWeight], x: Tensor, bias: Tensor | None, kernels: bool = False) -> Tensor:
     widths = [w.shape[0] for w in weights]
     biases = [None] * len(widths) if bias is None else bias.split(widths)
-    operands = [prepare(weight, x.dtype, kernels) for weight in weights]
-    return torch.cat([operand(x, b) for operand, b in zip(operands, biases, strict=True)], -1)
+    operands = [weight.prepare(x.dtype, kernels) for weight in weights]
+    return torch.cat([operand.matmul(x, b) for operand, b in zip(operands, biases, strict=True)], -1)
 
 
 def _x(m: int, k: int = K) -> Tensor:

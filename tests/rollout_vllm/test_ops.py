@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl_formats.prepared import PreparedWeight, prepare
-from qarl_formats.quantize import quantize_weight
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
 from torch import Tensor
 
@@ -18,13 +17,14 @@ def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _weight(name: str, dtype: torch.dtype) -> PreparedWeight:
+def _weight(name: str, dtype: torch.dtype) -> LowBitWeight:
     scheme = make_scheme(name, 32 if make_scheme(name).group_sizes else None)
     master = _random(N, K, seed=2)
-    return prepare(quantize_weight(master, scheme, "w") if scheme.quantized else master.to(dtype), dtype)
+    quantized = scheme.quantized
+    return (quantize_weight(master, scheme, "w") if quantized else LowBitWeight.of_values(master.to(dtype))).prepare(dtype)
 
 
-def _call(weight: PreparedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+def _call(weight: LowBitWeight, x: Tensor, bias: Tensor | None) -> Tensor:
     operands = weight.operands
     return linear(x, list(operands.values()), ",".join(operands), weight.scheme.name, N, bias, weight.kernels)
 
@@ -43,8 +43,8 @@ def test_operator_is_registered_as_torch_demands(name: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("name", scheme_names())
 def test_operator_is_the_prepared_weights_product(name: str) -> None:
     weight, x, bias = _weight(name, torch.bfloat16), _random(7, K, seed=7).bfloat16(), _random(N, seed=5).bfloat16()
-    assert torch.equal(_call(weight, x, bias), weight(x, bias))
-    assert torch.equal(_call(weight, x, None), weight(x, None))
+    assert torch.equal(_call(weight, x, bias), weight.matmul(x, bias))
+    assert torch.equal(_call(weight, x, None), weight.matmul(x))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

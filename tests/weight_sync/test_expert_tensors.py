@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl_formats.quantize import quantize_weight
+from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
-from qarl_formats.stacked import slices
 from torch import Tensor
 
 from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
@@ -22,7 +21,7 @@ def published(scheme: str, group: int | None, count: int = 3, apart: bool = Fals
     parts = {
         f"{EXPERTS}.{i // len(leaves)}.{leaves[i % len(leaves)]}": form
         for stem, leaves in LEAVES.items()
-        for i, form in enumerate(slices(quantize_weight(stacks[stem], made, stem), [32] * count * len(leaves)))
+        for i, form in enumerate(quantize_weight(stacks[stem], made, stem).split([32] * count * len(leaves)))
     }
     names = [f"{EXPERTS}.{i}.{leaf}" for i in range(count) for leaves in LEAVES.values() for leaf in leaves]
     tensors = {

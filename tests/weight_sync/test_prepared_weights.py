@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from qarl_formats.prepared import PreparedWeight
+from qarl_formats.weight import LowBitWeight
 from qarl_formats.registry import make_scheme, scheme_names
 from torch import Tensor
 
@@ -64,7 +64,7 @@ class Case:
         return {"operands": operands | {LAYER: replace(layer, operands=layer.operands | changes)}}
 
     @property
-    def layer(self) -> PreparedWeight:
+    def layer(self) -> LowBitWeight:
         return self.policy.sampler.view.operands[LAYER]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
-from qarl_formats.stacked import adjacent, rows_of
+from qarl_formats.rows import adjacent
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
@@ -161,7 +161,7 @@ def test_masters_under_one_another_are_quantized_at_once_to_the_same_bits(scheme
     assert found.manifest() == expected.manifest()
     for stack in stacks:
         for suffix in expected.weights[modules[0]].tensors:
-            if rows_of(made, suffix) is not None:
+            if made.rows_per_entry(suffix) is not None:
                 assert adjacent([found.weights[name.removesuffix(".weight")].tensors[suffix] for name in stack])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from qarl_formats.quantize import QuantizedWeight, dequantize_weight, quantize_weight
+from qarl_formats.weight import LowBitWeight, quantize_weight
 
 from qarl.errors import UserError
 from qarl.weight_sync.fingerprints import fingerprints
@@ -27,7 +27,7 @@ def test_a_part_of_what_is_stored_is_what_the_part_of_the_weight_stores(scheme, 
         pytest.skip("64 rows are no whole block")
     n = 1024 if scheme == "fp8_block" else N
     whole = quantize_weight(torch.randn(n, K, generator=torch.Generator().manual_seed(0)), SCHEMES[scheme], "w")
-    wanted = dequantize_weight(whole, torch.float64)
+    wanted = whole.dequantize(torch.float64)
     parts = []
     for index in range(count):
         shard = Shard(index, count)
@@ -36,7 +36,7 @@ def test_a_part_of_what_is_stored_is_what_the_part_of_the_weight_stores(scheme, 
         if "weight_shape" in tensors:
             assert torch.equal(tensors["weight_shape"], whole.tensors["weight_shape"])
             tensors["weight_shape"] = torch.tensor(shape)
-        parts.append(dequantize_weight(QuantizedWeight(SCHEMES[scheme], tensors, shape), torch.float64))
+        parts.append(LowBitWeight(SCHEMES[scheme], tensors, shape).dequantize(torch.float64))
     assert torch.equal(torch.cat(parts, 1 if module.endswith(("o_proj", "down_proj")) else 0), wanted)
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from qarl_formats.prepared import PreparedWeight, prepare
-from qarl_formats.quantize import QuantizedWeight, dequantize_weight, quantize_weight
 from qarl_formats.registry import make_scheme
+from qarl_formats.scheme import Codes
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from torch import Tensor
 
 from kernel_bench.peers import Absent
@@ -61,8 +61,7 @@ def make_routing(kind: str, tokens: int, sizes: Sizes, device: torch.device) -> 
 
 
 class Experts:
-    """The weights of one layer in one scheme. gate_up: (E * 2 I, H), gate and up of an expert after one another; down:
-    (E * H, I); each as published, or bf16 values."""
+    """The weights of one layer in one scheme. gate_up: (E * 2 I, H), gate and up per expert; down: (E * H, I)."""
 
     def __init__(self, scheme: str, sizes: Sizes, group_size: int, device: torch.device) -> None:
         self.scheme, self.sizes, self.device = scheme, sizes, device
@@ -70,28 +69,23 @@ class Experts:
         e, h, i = sizes.experts, sizes.hidden, sizes.inner
         kind = make_scheme(scheme, group_size if scheme.startswith("w4") else None) if scheme != "bf16" else None
 
-        def made(rows: int, columns: int) -> QuantizedWeight | Tensor:
+        def made(rows: int, columns: int) -> LowBitWeight:
             master = torch.randn(rows, columns, generator=generator, device=device).mul_(0.02)
-            return (
-                master.bfloat16()
-                if kind is None
-                else quantize_weight(master, kind, scheme, kernels=device.type == "cuda")
-            )
+            if kind is None:
+                return LowBitWeight.of_values(master.bfloat16())
+            return quantize_weight(master, kind, scheme, kernels=device.type == "cuda")
 
         self.gate_up, self.down = made(e * 2 * i, h), made(e * h, i)
 
     def values(self, which: str, expert: int) -> Tensor:
         """Of one expert, float32: (2 I, H) or (H, I)."""
-        weight = getattr(self, which)
         rows = 2 * self.sizes.inner if which == "gate_up" else self.sizes.hidden
-        whole = weight if isinstance(weight, Tensor) else self._dequantized(which)
-        return whole[expert * rows : (expert + 1) * rows].float()
+        return self._dequantized(which)[expert * rows : (expert + 1) * rows].float()
 
     def _dequantized(self, which: str) -> Tensor:
         cached = self.__dict__.setdefault("_values", {})
         if which not in cached:
-            weight = getattr(self, which)
-            cached[which] = dequantize_weight(weight, torch.bfloat16, kernels=self.device.type == "cuda")
+            cached[which] = getattr(self, which).dequantize(torch.bfloat16, kernels=self.device.type == "cuda")
         return cached[which]
 
     def forget(self) -> None:
@@ -116,7 +110,7 @@ def qarl(experts: Experts) -> Callable[[Tensor, Routing], Call]:
     from qarl_kernels.moe.dispatch import groups_of
     from qarl_kernels.swiglu import swiglu
 
-    gate_up, down = (prepare(weight, torch.bfloat16, kernels=True) for weight in (experts.gate_up, experts.down))
+    gate_up, down = (weight.prepare(torch.bfloat16, kernels=True) for weight in (experts.gate_up, experts.down))
     kind = gate_up.scheme.input_codes
     to_codes = {
         "int8": quantize.activation_int8,
@@ -124,10 +118,9 @@ def qarl(experts: Experts) -> Callable[[Tensor, Routing], Call]:
         "fp8_group": quantize.activation_fp8_group,
     }
 
-    def product(weight: PreparedWeight, x: Tensor, codes: Any, groups: Any, gathered: bool) -> Tensor:
-        if codes is None:
-            return weight.grouped(x, groups, gathered)
-        return weight.of_codes_grouped(*codes, groups, gathered, torch.bfloat16)
+    def product(weight: LowBitWeight, x: Tensor, codes: Any, groups: Any, gathered: bool) -> Tensor:
+        read = x if codes is None else Codes(*codes, torch.bfloat16)
+        return weight.matmul(read, None, groups, gathered)
 
     def bind(x: Tensor, routing: Routing) -> Call:
         def run() -> Tensor:
@@ -155,7 +148,7 @@ def _fused_experts(experts: Experts, config: Any, gate_up: Tensor, down: Tensor)
 def _shaped(experts: Experts, which: str, suffix: str) -> Tensor:
     """A stored tensor of all experts as vLLM holds it: (E, rows, columns)."""
     weight = getattr(experts, which)
-    tensor = weight if isinstance(weight, Tensor) else weight.tensors[suffix]
+    tensor = weight.tensors[suffix]
     return tensor.view(experts.sizes.experts, -1, *tensor.shape[1:])
 
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from qarl_formats.quantize import dequantize_weight, quantize_weight
 from qarl_formats.registry import scheme_names
+from qarl_formats.weight import quantize_weight
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor
 
@@ -93,9 +93,9 @@ def _quantize(master: Tensor, scheme: str, symmetric: bool, group: int) -> Prepa
 def _dequantize(master: Tensor, scheme: str, symmetric: bool, group: int) -> Prepared:
     kind = qarl_scheme(scheme, group, symmetric)
     weight = quantize_weight(master, kind, scheme)
-    expected = (dequantize_weight(quantize_weight(master[:CHECKED], kind, scheme), torch.bfloat16),)
+    expected = (quantize_weight(master[:CHECKED], kind, scheme).dequantize(torch.bfloat16),)
     read = tuple(tensor for suffix, tensor in weight.tensors.items() if suffix != "weight_shape")
-    return lambda: dequantize_weight(weight, torch.bfloat16, kernels=True), expected, read
+    return lambda: weight.dequantize(torch.bfloat16, kernels=True), expected, read
 
 
 def _tile(master: Tensor, group: int) -> Prepared:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from qarl_formats.quantize import dequantize_weight, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_class
 from qarl_formats.scheme import Scheme
+from qarl_formats.weight import quantize_weight
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor
 
@@ -91,7 +91,7 @@ def make_weight(scheme: str, n: int, k: int, group: int, device: torch.device) -
     quantized = quantize_weight(master, kind, scheme)
     # Where activations are not quantized, the operand is the value rounded to bf16.
     dtype = torch.bfloat16 if kind.activation is None else torch.float32
-    values = dequantize_weight(quantized, dtype).float()
+    values = quantized.dequantize(dtype).float()
     return Weight(scheme, n, k, quantized.tensors, values, kind.group_size)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from qarl_formats.quantize import QuantizedWeight, dequantize_weight
 from torch import Tensor
 
 from qarl.config import QuantConfig
@@ -27,9 +26,9 @@ def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, An
         module = name.removesuffix(".weight")
         if module not in masters.linears or not name.endswith(".weight"):
             continue
-        form = snapshot.form(module)
-        master = masters.read(name).to(_device_of(form))
-        held = form.float() if isinstance(form, Tensor) else dequantize_weight(form, torch.float32)
+        weight = snapshot.weight(module)
+        master = masters.read(name).to(weight.device)
+        held = weight.dequantize(torch.float32)
         parts = module.split(".")
         layer = next((int(part) for part in parts if part.isdigit()), None)
         yield {"module": module, "layer": layer, "kind": parts[-1], **error_of(master, held)}
@@ -54,7 +53,3 @@ def error_of(weight: Tensor, held: Tensor) -> dict[str, float | None]:
 def checkpoint_bytes(masters: Masters, quant: QuantConfig, dtype: torch.dtype) -> int:
     """Bytes of the tensors that an export in this scheme stores; file headers come on top of them."""
     return stored_bytes(masters.specs(quant, dtype))
-
-
-def _device_of(form: QuantizedWeight | Tensor) -> torch.device:
-    return (form if isinstance(form, Tensor) else form.tensors["weight_scale"]).device

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from qarl_formats.bits import Proof
-from qarl_formats.prepared import UNQUANTIZED, held
-from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import Scheme, is_ignored
-from qarl_formats.stacked import rows_of, stackable
+from qarl_formats.weight import UNQUANTIZED, LowBitWeight
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -53,7 +51,8 @@ class HeldStack:
 
     def stored(self, layer: nn.Module, proof: Proof | None = None) -> dict[str, Tensor]:
         """The loaded tensors by parameter name, under one another; see `published`."""
-        found = held(self.scheme, self.operands(layer), self.shape, self.dtype, self.kernels, proof)
+        weight = LowBitWeight(self.scheme, {}, self.shape, self.operands(layer), self.dtype, self.kernels)
+        found = weight.stored(proof)
         if "weight_global_scale" in found:  # of each published weight, and the same
             found["weight_global_scale"] = found["weight_global_scale"].repeat(self.shape[0] // self.width)
         return {f"{self.stem}_{name}": tensor for name, tensor in found.items() if name != "weight_shape"}
@@ -85,7 +84,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         self._sizes = {"w13": (inner, hidden_size), "w2": (hidden_size, inner)}
         self._experts, self._dtype = num_experts, params_dtype
         for stem, (n, k) in self._sizes.items():
-            if self.scheme.quantized and not stackable(self.scheme, [n, n]):
+            if self.scheme.quantized and not self.scheme.can_concatenate([n, n]):
                 raise ValueError(f"experts of {n} rows share stored values of scheme {self.scheme.name}; use another")
             for suffix, shape, dtype in self._parameters(n, k):
                 empty = torch.empty(num_experts, HALVES[stem], *shape, dtype=dtype)
@@ -126,8 +125,7 @@ class ExpertsMethod(FusedMoEMethodBase):
                 held_.copy_(made[name])
 
     def _operands(self, tensors: dict[str, Tensor], shape: tuple[int, int], kernels: bool) -> dict[str, Tensor]:
-        weight = QuantizedWeight(self.scheme, tensors, shape) if self.scheme.quantized else tensors["weight"]
-        operands = self.scheme.operands(weight, self._dtype, kernels)
+        operands = self.scheme.operands(tensors, shape, self._dtype, kernels)
         if "weight_tiled" in operands:
             operands.pop("weight_packed", None)
         return operands
@@ -188,7 +186,7 @@ def _stacked(scheme: Scheme, loaded: Mapping[str, Tensor], shape: tuple[int, int
     for suffix, tensor in loaded.items():
         if suffix == "weight_shape":
             found[suffix] = torch.tensor(shape)
-        elif scheme.quantized and rows_of(scheme, suffix) is None:
+        elif scheme.rows_per_entry(suffix) is None:
             found[suffix] = tensor[:1].clone()
         else:
             found[suffix] = tensor
@@ -198,7 +196,7 @@ def _stacked(scheme: Scheme, loaded: Mapping[str, Tensor], shape: tuple[int, int
 def _require_one_for_all(scheme: Scheme, loaded: Mapping[str, Tensor]) -> None:
     """Raises ValueError where the weights of a stack do not share what the scheme has once for all of them."""
     for suffix, tensor in loaded.items():
-        shared = scheme.quantized and suffix != "weight_shape" and rows_of(scheme, suffix) is None
+        shared = suffix != "weight_shape" and scheme.rows_per_entry(suffix) is None
         if shared and not bool((tensor == tensor[:1]).all()):
             raise ValueError(
                 "the experts of a layer have different global scales; qarl multiplies them with one, as its "

@@ -17,10 +17,9 @@ from collections.abc import Mapping
 
 import torch
 from qarl_formats.bits import Proof
-from qarl_formats.prepared import held
-from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import GROUP_SIZES, Scheme
+from qarl_formats.weight import LowBitWeight
 from torch import Tensor, nn
 from vllm.model_executor.kernels.linear import (
     FP8ScaledMMLinearLayerConfig,
@@ -67,8 +66,7 @@ class HoldsPublished(ABC):
         on_gpu = any(tensor.device.type != "cpu" for tensor in tensors.values())
         self.kernels = on_gpu if kernels is None else kernels
         self.scheme, self.shape, self.dtype = scheme, shape, dtype
-        weight = QuantizedWeight(scheme, dict(tensors), shape) if scheme.quantized else tensors["weight"]
-        operands = scheme.operands(weight, dtype, self.kernels)
+        operands = scheme.operands(tensors, shape, dtype, self.kernels)
         if "weight_tiled" in operands:
             operands.pop("weight_packed", None)
         for name in STORED:
@@ -102,7 +100,8 @@ class HoldsPublished(ABC):
         it is not, or where there is a proof, its `settle` does.
         """
         operands = {name: getattr(layer, name).data for name in self.names}
-        found = held(self.scheme, operands, self.shape, self.dtype, self.kernels, proof)
+        weight = LowBitWeight(self.scheme, {}, self.shape, operands, self.dtype, self.kernels)
+        found = weight.stored(proof)
         found.pop("weight_shape", None)
         return found
 

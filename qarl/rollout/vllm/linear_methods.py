@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from qarl_formats.compressed import parse_quantization_config
-from qarl_formats.prepared import UNQUANTIZED
+from qarl_formats.weight import UNQUANTIZED
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod

@@ -18,13 +18,13 @@ from torch.library import custom_op
 def linear(
     x: Tensor, operands: list[Tensor], names: str, scheme: str, out_features: int, bias: Tensor | None, kernels: bool
 ) -> Tensor:
-    """`qarl_formats.scheme.Scheme.multiply` of the scheme called `scheme`.
+    """`qarl_formats.scheme.Scheme.matmul` of the scheme called `scheme`.
 
     x: (M, K) of the compute dtype. operands, names: the weight as the product reads it, and the operands' names with
     commas between them. bias: (N,) or None. kernels: by Triton. Returns (M, N) of x's dtype.
     """
     weight = dict(zip(names.split(","), operands, strict=True))
-    return scheme_class(scheme).multiply(x, weight, out_features, bias, kernels)
+    return scheme_class(scheme)().matmul(x, weight, out_features, bias, kernels)
 
 
 @linear.register_fake
@@ -53,7 +53,7 @@ def experts(
     """
     chosen, slots = ids.long().sort(dim=-1)
     weights = weights.float().gather(1, slots)
-    kind = scheme_class(scheme)
+    kind = scheme_class(scheme)()  # the operands know the rest
     wide = dict(zip(gate_up_names.split(","), gate_up, strict=True))
     narrow = dict(zip(down_names.split(","), down, strict=True))
     if kernels:
@@ -62,18 +62,16 @@ def experts(
         from qarl_kernels.swiglu import swiglu
 
         groups = dispatch.groups_of(chosen, count, kernels=True)
-        both = kind.multiply_grouped(x.contiguous(), wide, 2 * inner, groups, True, True)
+        both = kind.matmul(x, wide, 2 * inner, None, True, groups, True)
         product = swiglu(both).product
         assert product is not None, "it was asked for"
-        return combine_by_kernel(
-            kind.multiply_grouped(product, narrow, x.shape[1], groups, False, True), weights, groups
-        )
+        return combine_by_kernel(kind.matmul(product, narrow, x.shape[1], None, True, groups), weights, groups)
     groups = groups_of(chosen, count)
     return combine(_one_by_one(kind, x, wide, narrow, groups, inner), weights, groups)
 
 
 def _one_by_one(
-    kind: type[Scheme], x: Tensor, wide: Mapping[str, Tensor], narrow: Mapping[str, Tensor], groups: Groups, inner: int
+    kind: Scheme, x: Tensor, wide: Mapping[str, Tensor], narrow: Mapping[str, Tensor], groups: Groups, inner: int
 ) -> Tensor:
     """What each expert gives for its rows, (R, H) in sorted order; gate and up apart, in the learner's shapes."""
     count, hidden = groups.experts, x.shape[1]
@@ -83,8 +81,8 @@ def _one_by_one(
     for expert in range(count):
         rows = x[tokens[starts[expert] : starts[expert + 1]]]
         if len(rows):
-            gate, up = (kind.multiply(rows, part, inner, None, False) for part in halves[2 * expert : 2 * expert + 2])
-            found.append(kind.multiply(pointwise.silu(gate) * up, downs[expert], hidden, None, False))
+            gate, up = (kind.matmul(rows, part, inner, None, False) for part in halves[2 * expert : 2 * expert + 2])
+            found.append(kind.matmul(pointwise.silu(gate) * up, downs[expert], hidden, None, False))
     return torch.cat(found)
 
 

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
-from qarl_formats.scheme import Scheme, TensorSpec
+from qarl_formats.scheme import Codes, Scheme, TensorSpec
 
 if TYPE_CHECKING:
     import torch
     from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
-    from qarl_formats.prepared import PreparedWeight
-    from qarl_formats.quantize import QuantizedWeight
-
 
 @register
 class BF16(Scheme):
-    """What an unquantized layer of any scheme is. A weight is a plain tensor [N, K] of the compute dtype.
+    """The scheme of every unquantized layer. A weight is `weight`, values (N, K) of the compute dtype.
 
-    Operands: `weight`, in float32 on the CPU, whose products run in it, and as it is on a GPU.
+    The operand has the same name: in float32 on the CPU, whose products run in it, otherwise the values themselves.
     """
 
     name = "bf16"
     description = "nothing quantized"
     tolerance = 0.1
+    plain_operands = ("weight",)
 
     def tensor_specs(self, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
         raise AssertionError("scheme bf16 stores the plain weight")
@@ -36,43 +35,61 @@ class BF16(Scheme):
     ) -> tuple[dict[str, Tensor], Tensor]:
         raise AssertionError("scheme bf16 quantizes nothing")
 
-    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool = False) -> Tensor:
-        raise AssertionError("scheme bf16 has no codes")
+    def dequantize(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool = False
+    ) -> Tensor:
+        return tensors["weight"].to(dtype)
 
-    def codes(self, weight: QuantizedWeight) -> Tensor:
+    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
         raise AssertionError("scheme bf16 has no codes")
 
     @property
     def text(self) -> str:
         return "none"
 
-    def operands(self, weight: Tensor, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
+    def operands(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
+    ) -> dict[str, Tensor]:
+        weight = tensors["weight"]
         return {"weight": weight.float() if weight.device.type == "cpu" and not kernels else weight}
 
     def stored(
-        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
+        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
     ) -> dict[str, Tensor]:
         return {"weight": operands["weight"].to(dtype)}
 
-    @classmethod
-    def multiply(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
+
+@dataclass(frozen=True)
+class OrdinaryProduct(BF16):
+    """The framework's own GEMM, whose bits may depend on the batch, for learners that are not aligned. Not registered.
+
+    imitated: the scheme whose activation quantization it imitates (quantize, dequantize), for QAT; None: none.
+    """
+
+    imitated: Scheme | None = None
+
+    def rounded_input(self, x: Tensor) -> Tensor:
+        return x if self.imitated is None else self.imitated.rounded_input(x)
+
+    def plain_product(self, x: Tensor, operands: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        from torch.nn.functional import linear
+
+        weight = operands["weight"]
+        wide = self.rounded_input(x).to(weight.dtype)
+        return linear(wide, weight, None if bias is None else bias.to(wide.dtype)).to(x.dtype)
+
+    def kernel_product(
+        self,
+        x: Tensor | Codes,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        bias: Tensor | None,
+        groups: Groups | None,
+        gathered: bool,
     ) -> Tensor:
-        if kernels:
-            from qarl_kernels.gemm import dense
-
-            return dense(x.contiguous(), operands["weight"], bias)
-        from qarl_kernels import reference
-
-        return reference.dense(x, operands["weight"], bias)
-
-    @classmethod
-    def grouped_by_kernel(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
-    ) -> Tensor:
-        from qarl_kernels.moe.dense import grouped_dense
-
-        return grouped_dense(x, operands["weight"], groups, gathered)
-
-    def dequantized(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor:
-        return prepared.operands["weight"]
+        """Dense products stay the framework's; only those of experts have a kernel."""
+        assert not isinstance(x, Codes), "an ordinary product multiplies values"
+        if groups is None:
+            return self.plain_product(x, operands, bias)
+        operands = {"weight": operands["weight"].to(x.dtype)}
+        return super().kernel_product(self.rounded_input(x), operands, out_features, bias, groups, gathered)

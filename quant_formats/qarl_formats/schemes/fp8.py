@@ -1,16 +1,16 @@
-"""fp8: float8_e4m3fn weights, a scale a row; activations float8_e4m3fn per token, dynamic (FP8_DYNAMIC)."""
+"""fp8: float8_e4m3fn weights with a scale per row; activations float8_e4m3fn per token, dynamic (FP8_DYNAMIC)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
-from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, GroupedProduct, QuantizeInput, Reference
+from qarl_formats.scheme import Codes
+from qarl_formats.schemes.bytes import ByteActivations
 
 if TYPE_CHECKING:
-    import torch
+    from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
 
@@ -19,7 +19,7 @@ class FP8(ByteActivations):
     """y = ((qx @ codes^T in fp32) * s_w) * s_x."""
 
     name = "fp8"
-    description = "float8_e4m3fn weights, a scale a row; float8_e4m3fn activations, a scale a token"
+    description = "float8_e4m3fn weights, a scale per row; float8_e4m3fn activations, a scale per token"
     weight_type = "float"
     activation = "fp8"
     input_codes = "fp8"
@@ -27,35 +27,23 @@ class FP8(ByteActivations):
     file_format = "float-quantized"
     tolerance = 0.3
 
-    def _by_torch(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        from qarl_formats import rounding
-
-        scaled, scale, bad = rounding.symmetric(weight, rounding.FP8, scale_dtype)
-        return rounding.e4m3(scaled), scale, bad
-
-    def _by_kernel(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        from qarl_kernels.quantize import quantize_fp8
-
-        return quantize_fp8(weight, scale_dtype)
-
     def fp8_codes(self, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
         return operands["weight"], operands["weight_scale"]
 
-    @classmethod
-    def _reference(cls) -> Reference:
+    @staticmethod
+    def plain(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         from qarl_kernels import reference
 
-        return reference.fp8
+        return reference.fp8(x, codes, scale, bias)
 
-    @classmethod
-    @cache
-    def _kernels(cls) -> tuple[QuantizeInput, CodesProduct]:
-        from qarl_kernels import gemm, quantize
+    @staticmethod
+    def kernel(
+        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, n: int, groups: Groups | None, gathered: bool
+    ) -> Tensor:
+        if groups is None:
+            from qarl_kernels.gemm import fp8
 
-        return quantize.activation_fp8, gemm.fp8
+            return fp8(x.codes, x.scale, codes, scale, bias, x.dtype)
+        from qarl_kernels.moe.codes import grouped_fp8
 
-    @classmethod
-    def _grouped_kernel(cls) -> GroupedProduct:
-        from qarl_kernels.moe import codes
-
-        return codes.grouped_fp8
+        return grouped_fp8(x.codes, x.scale, codes, scale, n, groups, gathered, x.dtype)

@@ -1,28 +1,25 @@
-"""fp8_block: float8_e4m3fn weights, a scale a block of 128 x 128; activations float8_e4m3fn per token and 128 features.
+"""fp8_block: float8_e4m3fn weights with a scale per block of 128 x 128; activations float8_e4m3fn, dynamic, with a scale
+per token and 128 features.
 
-What DeepSeek-V3 was trained in, and what compressed-tensors calls FP8_BLOCK. Where 128 does not divide N or K the last
-blocks are smaller, as the library has them; vLLM wants whole blocks of rows in all but the last of the layers it fuses.
+The format DeepSeek-V3 was trained in, which compressed-tensors calls FP8_BLOCK. If 128 does not divide N or K, the last
+blocks are smaller, as in the library. vLLM needs whole blocks of rows in all but the last of the layers it fuses.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from qarl_formats.registry import register
-from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, GroupedProduct, QuantizeInput, Reference
+from qarl_formats.scheme import Codes
+from qarl_formats.schemes.bytes import ByteActivations
 
 if TYPE_CHECKING:
     import torch
+    from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
-    from qarl_formats.quantize import QuantizedWeight
-
 BLOCK = 128
-
-
-def _blocks(size: int) -> int:
-    return -(-size // BLOCK)
 
 
 @register
@@ -30,7 +27,9 @@ class FP8Block(ByteActivations):
     """y = sum over blocks of 128 features, in order, of (qx_b @ codes_b^T in fp32) * (s_x,b * s_w,b)."""
 
     name = "fp8_block"
-    description = "float8_e4m3fn weights, a scale a 128 x 128 block; float8_e4m3fn activations, a scale a token and 128"
+    description = (
+        "float8_e4m3fn weights, a scale per 128 x 128 block; float8_e4m3fn activations, a scale per token and 128"
+    )
     weight_type = "float"
     activation = "fp8"
     input_codes = "fp8_group"
@@ -41,10 +40,7 @@ class FP8Block(ByteActivations):
     tolerance = 0.3
 
     def num_groups(self, in_features: int) -> int:
-        return _blocks(in_features)
-
-    def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
-        return _blocks(out_features), _blocks(in_features)
+        return -(-in_features // BLOCK)
 
     def weight_arguments(self) -> dict[str, Any]:
         return super().weight_arguments() | {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
@@ -60,7 +56,7 @@ class FP8Block(ByteActivations):
         }
 
     def library_fault(self, out_features: int, in_features: int) -> str | None:
-        # 0.17 takes the size of a block from the number of scales, and cuts activations into whole groups alone.
+        # 0.17 infers the block size from the number of scales, and splits activations into whole groups only.
         whole = out_features <= BLOCK or (out_features % BLOCK == 0 and in_features > BLOCK)
         if whole and in_features % BLOCK == 0:
             return None
@@ -79,7 +75,7 @@ class FP8Block(ByteActivations):
         from qarl_formats import rounding
 
         n, k = weight.shape
-        rows, columns = self.scale_shape(n, k)
+        rows, columns = -(-n // BLOCK), -(-k // BLOCK)
         whole = pad(weight, (0, columns * BLOCK - k, 0, rows * BLOCK - n))
         blocks = whole.view(rows, BLOCK, columns, BLOCK).transpose(1, 2).reshape(rows, columns, BLOCK * BLOCK)
         scaled, scale, bad = rounding.symmetric(blocks, rounding.FP8, scale_dtype)
@@ -91,37 +87,37 @@ class FP8Block(ByteActivations):
 
         return quantize_fp8_block(weight, scale_dtype)
 
-    def spread(self, scale: Tensor, shape: tuple[int, int]) -> Tensor:
+    def dequantize(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool = False
+    ) -> Tensor:
+        codes, scale = tensors["weight"], tensors["weight_scale"]
+        if kernels:
+            from qarl_kernels.dequantize import dequantize_fp8_block
+
+            return dequantize_fp8_block(codes, scale, dtype)
         n, k = shape
-        return scale.float().repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
-
-    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool = False) -> Tensor:
-        if not kernels:
-            return super().dequantize(weight, dtype)
-        from qarl_kernels.dequantize import dequantize_fp8_block
-
-        return dequantize_fp8_block(weight.tensors["weight"], weight.tensors["weight_scale"], dtype)
+        wide = scale.float().repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+        return (codes.float() * wide).to(dtype)
 
     def rounded_input(self, x: Tensor) -> Tensor:
         import torch
 
         return torch.cat([super(FP8Block, self).rounded_input(part) for part in x.split(BLOCK, -1)], -1)
 
-    @classmethod
-    def _reference(cls) -> Reference:
+    @staticmethod
+    def plain(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         from qarl_kernels import reference
 
-        return reference.fp8_block
+        return reference.fp8_block(x, codes, scale, bias)
 
-    @classmethod
-    @cache
-    def _kernels(cls) -> tuple[QuantizeInput, CodesProduct]:
-        from qarl_kernels import fp8_block, quantize
+    @staticmethod
+    def kernel(
+        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, n: int, groups: Groups | None, gathered: bool
+    ) -> Tensor:
+        if groups is None:
+            from qarl_kernels.fp8_block import fp8_block
 
-        return quantize.activation_fp8_group, fp8_block.fp8_block
+            return fp8_block(x.codes, x.scale, codes, scale, bias, x.dtype)
+        from qarl_kernels.moe.fp8_block import grouped_fp8_block
 
-    @classmethod
-    def _grouped_kernel(cls) -> GroupedProduct:
-        from qarl_kernels.moe import fp8_block
-
-        return fp8_block.grouped_fp8_block
+        return grouped_fp8_block(x.codes, x.scale, codes, scale, n, groups, gathered, x.dtype)

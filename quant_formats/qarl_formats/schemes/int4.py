@@ -1,7 +1,7 @@
-"""What the schemes with packed int4 weights share: eight codes to a word, a scale a group or a row.
+"""The base of schemes with packed int4 weights: eight codes per word, a scale per group or row.
 
-Stored: `weight_packed` int32 [N, ceil(K / 8)], `weight_scale` [N, groups], `weight_zero_point` int32
-[ceil(N / 8), groups] where asymmetric, `weight_shape` int64 [2] (pack-quantized). Rows that are not whole words are
+Stored (pack-quantized): `weight_packed` int32 [N, ceil(K / 8)], `weight_scale` [N, groups], if asymmetric
+`weight_zero_point` int32 [ceil(N / 8), groups], `weight_shape` int64 [2] on the CPU. Rows that are not whole words are
 padded, as the library pads them.
 """
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from qarl_formats.quantize import QuantizedWeight
     from qarl_formats.rounding import Grid
 
 
@@ -47,7 +46,7 @@ class PackedInt4(Scheme):
         return tuple(int(size) for size in tensor) if tuple(tensor.shape) == (2,) else None  # type: ignore[return-value]
 
     def library_codes(self, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
-        if "weight_packed" not in stored:  # one to a byte
+        if "weight_packed" not in stored:  # one per byte
             return stored["weight"]
         import torch
         from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
@@ -101,44 +100,38 @@ class PackedInt4(Scheme):
             scale_dtype=getattr(torch, self.scale_dtype),
         )
 
-    def codes(self, weight: QuantizedWeight) -> Tensor:
+    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
         from qarl_formats.packing import unpack_int4
 
-        return unpack_int4(weight.tensors["weight_packed"], weight.shape[1])
+        return unpack_int4(tensors["weight_packed"], shape[1])
 
-    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool = False) -> Tensor:
-        import torch
-
-        from qarl_formats.packing import unpack_zero_points
-
-        (n, k), scale, zero_point = (
-            weight.shape,
-            weight.tensors["weight_scale"],
-            weight.tensors.get("weight_zero_point"),
-        )
+    def dequantize(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool = False
+    ) -> Tensor:
+        scale, zero_point = tensors["weight_scale"], tensors.get("weight_zero_point")
+        n, k = shape
         if kernels:
             from qarl_kernels.dequantize import dequantize_int4
 
-            return dequantize_int4(weight.tensors["weight_packed"], scale, zero_point, k, dtype)
-        values = self.codes(weight).to(torch.float32).view(n, scale.shape[1], -1)
+            return dequantize_int4(tensors["weight_packed"], scale, zero_point, k, dtype)
+        from qarl_formats.packing import unpack_zero_points
+
+        values = self.codes(tensors, shape).float().view(n, scale.shape[1], -1)
         if zero_point is not None:
             values.sub_(unpack_zero_points(zero_point, n).unsqueeze(-1))
         return values.mul_(scale.float().unsqueeze(-1)).view(n, k).to(dtype)
 
     def kernel_bytes(self, out_features: int, in_features: int) -> int:
-        # tiles of 16 x 128, and 4 bytes a group and row
+        # tiles of 16 x 128, and 4 bytes per group and row
         rows, blocks = -(-out_features // 16) * 16, -(-in_features // 128)
         groups = 128 // min(self.group_size or 128, 128)
         return rows * blocks * (64 + 4 * groups)
 
-    def _packed_of(self, operands: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
-        """The packed codes of a tiled weight."""
-        from qarl_kernels.tile import untile_int4
+    def stored(
+        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        if (tiled := operands.get("weight_tiled")) is not None:
+            from qarl_kernels.tile import untile_int4
 
-        return untile_int4(operands["weight_tiled"], *shape)
-
-    def _stored_with(self, packed: Tensor, operands: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-        import torch
-
-        rest = {name: operands[name] for name in ("weight_scale", "weight_zero_point") if name in operands}
-        return {"weight_packed": packed, **rest, "weight_shape": torch.tensor(shape)}
+            operands = {**operands, "weight_packed": untile_int4(tiled, *shape)}
+        return super().stored(operands, shape, dtype)

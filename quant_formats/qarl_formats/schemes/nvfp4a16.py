@@ -1,6 +1,6 @@
-"""nvfp4a16: e2m1 weights, an e4m3 scale a group of 16, a float32 scale a tensor; activations as they are (NVFP4A16).
+"""nvfp4a16: e2m1 weights, an e4m3 scale per group of 16, a float32 scale per tensor; 16-bit activations (NVFP4A16).
 
-Stored (nvfp4-pack-quantized): `weight_packed` uint8 [N, K / 2], two codes a byte, the first in the low nibble;
+Stored (nvfp4-pack-quantized): `weight_packed` uint8 [N, K / 2], two codes per byte, the first in the low nibble;
 `weight_scale` float8_e4m3fn [N, K / 16]; `weight_global_scale` float32 [1], a divisor.
 """
 
@@ -10,15 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from qarl_formats.registry import register
-from qarl_formats.scheme import Scheme, TensorSpec
+from qarl_formats.scheme import Codes, Scheme, TensorSpec
 
 if TYPE_CHECKING:
     import torch
     from qarl_kernels.moe.groups import Groups
     from torch import Tensor
-
-    from qarl_formats.prepared import PreparedWeight
-    from qarl_formats.quantize import QuantizedWeight
 
 GROUP = 16
 STORED = ("weight_packed", "weight_scale", "weight_global_scale")
@@ -26,15 +23,15 @@ STORED = ("weight_packed", "weight_scale", "weight_global_scale")
 
 @register
 class NVFP4A16(Scheme):
-    """y = (x @ (codes * scale)^T in fp32) / global scale, as vLLM's Marlin kernel has it: no weight is rounded.
+    """y = (x @ (codes * scale)^T in fp32) / global scale, as in vLLM's Marlin kernel: no weight is rounded.
 
-    Operands: the stored tensors, and in plain torch `weight_values` (N, K), codes times scales, which it multiplies,
-    float32 on the CPU; for the kernels `weight_tiled` and `weight_meta` (`qarl_kernels.nvfp4a16.tile_nvfp4`), beside
-    which `weight_packed` may be left out: it is then put back in order from the tiles.
+    Operands: the stored tensors. In plain torch also `weight_scaled` (N, K), codes times scales, float32 on the CPU.
+    With Triton also `weight_tiled` and `weight_meta` (`qarl_kernels.nvfp4a16.tile_nvfp4`); `weight_packed` may then be
+    left out and is restored from the tiles.
     """
 
     name = "nvfp4a16"
-    description = "e2m1 weights, an e4m3 scale a group of 16 and a float32 scale a tensor; activations in 16 bits"
+    description = "e2m1 weights, an e4m3 scale per group of 16 and a float32 scale per tensor; 16-bit activations"
     weight_bits = 4
     weight_type = "float"
     scale_dtypes = ()
@@ -43,6 +40,7 @@ class NVFP4A16(Scheme):
     file_format = "nvfp4-pack-quantized"
     strategies = ("tensor_group",)
     shape_suffix = "weight_packed"
+    plain_operands = ("weight_scaled", "weight_global_scale")
 
     def num_groups(self, in_features: int) -> int:
         return in_features // GROUP
@@ -100,8 +98,10 @@ class NVFP4A16(Scheme):
             bad = weight.isfinite().logical_not_().sum()
         return dict(zip(STORED, (packed, scale, divisor), strict=True)), bad
 
-    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool = False) -> Tensor:
-        packed, scale, divisor = (weight.tensors[name] for name in STORED)
+    def dequantize(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool = False
+    ) -> Tensor:
+        packed, scale, divisor = (tensors[name] for name in STORED)
         if kernels:
             from qarl_kernels.nvfp4_weights import dequantize_nvfp4
 
@@ -110,75 +110,53 @@ class NVFP4A16(Scheme):
 
         return dequantized_nvfp4(packed, scale, divisor, dtype)
 
-    def codes(self, weight: QuantizedWeight) -> Tensor:
-        """As float8_e4m3fn of the same values, -0 among them."""
+    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+        """As float8_e4m3fn of the same values, including -0."""
         import torch
         from qarl_kernels.nvfp4 import e2m1_values
 
-        return e2m1_values(weight.tensors["weight_packed"]).to(torch.float8_e4m3fn)
+        return e2m1_values(tensors["weight_packed"]).to(torch.float8_e4m3fn)
 
-    def operands(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
-        stored = {name: weight.tensors[name] for name in STORED}
+    def operands(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
+    ) -> dict[str, Tensor]:
+        stored = {name: tensors[name] for name in STORED}
         if not kernels:
             from qarl_kernels.nvfp4 import scaled_codes
 
             values = scaled_codes(stored["weight_packed"], stored["weight_scale"])
-            return stored | {"weight_values": values if values.device.type == "cpu" else values.to(dtype)}
+            return stored | {"weight_scaled": values if values.device.type == "cpu" else values.to(dtype)}
         from qarl_kernels.nvfp4a16 import tile_nvfp4
 
         tiled, meta = tile_nvfp4(stored["weight_packed"], stored["weight_scale"])
         return stored | {"weight_tiled": tiled, "weight_meta": meta}
 
-    @classmethod
-    def multiply(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
-    ) -> Tensor:
-        divisor = operands["weight_global_scale"]
-        if not kernels:
-            from qarl_kernels import nvfp4
-
-            return nvfp4.nvfp4a16(x, operands["weight_values"], divisor, bias)
-        from qarl_kernels.nvfp4a16 import nvfp4a16
-
-        packed, scale = operands.get("weight_packed"), operands["weight_scale"]
-        tiled, meta = operands["weight_tiled"], operands["weight_meta"]
-        return nvfp4a16(x.contiguous(), packed, scale, divisor, tiled, meta, bias)
-
-    @classmethod
-    def grouped_by_kernel(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
-    ) -> Tensor:
-        from qarl_kernels.nvfp4a16 import nvfp4a16
-
-        return nvfp4a16(
-            x,
-            operands.get("weight_packed"),
-            operands["weight_scale"],
-            operands["weight_global_scale"],
-            operands["weight_tiled"],
-            operands["weight_meta"],
-            groups=groups,
-            gathered=gathered,
-        )
-
-    @classmethod
-    def parts(cls, operands: Mapping[str, Tensor], widths: list[int]) -> list[dict[str, Tensor]]:
-        split = super().parts({"weight_values": operands["weight_values"]}, widths)  # what the CPU reads of a part
-        return [part | {"weight_global_scale": operands["weight_global_scale"]} for part in split]
-
     def stored(
-        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
+        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        found = {name: operands[name] for name in STORED if name in operands}
-        if kernels:
+        if (tiled := operands.get("weight_tiled")) is not None:
             from qarl_kernels.nvfp4a16 import untile_nvfp4
 
-            found["weight_packed"] = untile_nvfp4(operands["weight_tiled"], *shape)
-        return found
+            operands = {**operands, "weight_packed": untile_nvfp4(tiled, *shape)}
+        return super().stored(operands, shape, dtype)
 
-    def dequantized(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor:
-        from qarl_formats.quantize import QuantizedWeight
+    def plain_product(self, x: Tensor, operands: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        from qarl_kernels import nvfp4
 
-        assert isinstance(prepared.source, QuantizedWeight)
-        values = self.dequantize(prepared.source, dtype, prepared.kernels)
-        return values.float() if values.device.type == "cpu" and not prepared.kernels else values
+        return nvfp4.nvfp4a16(x, operands["weight_scaled"], operands["weight_global_scale"], bias)
+
+    def kernel_product(
+        self,
+        x: Tensor | Codes,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        bias: Tensor | None,
+        groups: Groups | None,
+        gathered: bool,
+    ) -> Tensor:
+        assert not isinstance(x, Codes), "nvfp4a16 multiplies 16-bit activations"
+        scales = operands["weight_scale"], operands["weight_global_scale"]
+        weight = operands.get("weight_packed"), *scales, operands["weight_tiled"], operands["weight_meta"]
+        from qarl_kernels.nvfp4a16 import nvfp4a16
+
+        return nvfp4a16(x, *weight, bias, groups=groups, gathered=gathered)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
+from qarl_formats.scheme import Codes
 from qarl_formats.schemes.int4 import PackedInt4
 
 if TYPE_CHECKING:
@@ -13,103 +14,62 @@ if TYPE_CHECKING:
     from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
-    from qarl_formats.prepared import PreparedWeight
-    from qarl_formats.quantize import QuantizedWeight
-
 
 @register
 class W4A8(PackedInt4):
     """y = sum over groups of (qx_g @ codes_g^T) * s_g, in order, times the token's scale.
 
-    Operands: `weight_scale`, and of the CPU `weight_codes` float32 (N, K); of a GPU `weight_tiled` and `weight_meta`.
+    Operands: `weight_scale`, and in plain torch `weight_codes` float32 (N, K); with Triton `weight_tiled` and
+    `weight_meta`.
     """
 
     name = "w4a8"
-    description = "int4 weights, a scale a group or row; int8 activations, a scale a token"
+    description = "int4 weights, a scale per group or row; int8 activations, a scale per token"
     activation = "int8"
     input_codes = "int8"
     tolerance = 0.4
+    plain_operands = ("weight_codes", "weight_scale")
 
-    def operands(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
-        packed, scale = weight.tensors["weight_packed"], weight.tensors["weight_scale"]
+    def operands(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
+    ) -> dict[str, Tensor]:
+        scale = tensors["weight_scale"]
         if not kernels:
-            return {"weight_scale": scale, "weight_codes": self.codes(weight).float()}
+            return {"weight_scale": scale, "weight_codes": self.codes(tensors, shape).float()}
         from qarl_kernels import tile
 
-        (n, k), group = weight.shape, self.group_size
-        tiled, meta = tile.tile_int4(packed, k), tile.meta_w4a8(scale, n, k, group)
+        meta = tile.meta_w4a8(scale, *shape, self.group_size)
+        tiled = tile.tile_int4(tensors["weight_packed"], shape[1])
         return {"weight_scale": scale, "weight_tiled": tiled, "weight_meta": meta}
 
-    @classmethod
-    def multiply(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
-    ) -> Tensor:
-        scale = operands["weight_scale"]
-        if not kernels:
-            from qarl_kernels import reference
+    def stored(
+        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        if (codes := operands.get("weight_codes")) is not None:
+            import torch
 
-            return reference.w4a8(x, operands["weight_codes"], scale, bias)
-        from qarl_kernels import quantize
+            from qarl_formats.packing import pack_int4
 
-        return cls.multiply_codes(*quantize.activation_int8(x.contiguous()), operands, out_features, bias, x.dtype)
+            operands = {**operands, "weight_packed": pack_int4(codes.to(torch.int8))}
+        return super().stored(operands, shape, dtype)
 
-    @classmethod
-    def multiply_codes(
-        cls,
-        codes: Tensor,
-        scale: Tensor,
+    def plain_product(self, x: Tensor, operands: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        from qarl_kernels import reference
+
+        return reference.w4a8(x, operands["weight_codes"], operands["weight_scale"], bias)
+
+    def kernel_product(
+        self,
+        x: Tensor | Codes,
         operands: Mapping[str, Tensor],
         out_features: int,
         bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        from qarl_kernels.w4a8 import w4a8
-
-        channel = operands["weight_scale"].shape[1] == 1
-        tiled, meta = operands["weight_tiled"], operands["weight_meta"]
-        return w4a8(codes, scale, tiled, meta, codes.shape[1], out_features, bias, dtype, channel)
-
-    @classmethod
-    def grouped_by_kernel(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
-    ) -> Tensor:
-        from qarl_kernels import quantize
-
-        codes, scale = quantize.activation_int8(x)
-        return cls.multiply_codes_grouped(codes, scale, operands, out_features, groups, gathered, x.dtype)
-
-    @classmethod
-    def multiply_codes_grouped(
-        cls,
-        codes: Tensor,
-        scale: Tensor,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        groups: Groups,
+        groups: Groups | None,
         gathered: bool,
-        dtype: torch.dtype,
     ) -> Tensor:
+        assert isinstance(x, Codes), "w4a8 multiplies codes"
         from qarl_kernels.w4a8 import w4a8
 
-        channel = operands["weight_scale"].shape[1] == 1
-        weight = operands["weight_tiled"], operands["weight_meta"], codes.shape[1], out_features
-        return w4a8(codes, scale, *weight, None, dtype, channel, groups=groups, gathered=gathered)
-
-    def stored(
-        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
-    ) -> dict[str, Tensor]:
-        if kernels:
-            return self._stored_with(self._packed_of(operands, shape), operands, shape)
-        import torch
-
-        from qarl_formats.packing import pack_int4
-
-        return self._stored_with(pack_int4(operands["weight_codes"].to(torch.int8)), operands, shape)
-
-    def dequantized(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor:
-        if prepared.kernels:
-            return self.dequantize(prepared.source, dtype, kernels=True)
-        codes, scale = prepared.operands["weight_codes"], prepared.operands["weight_scale"]
-        n, k = codes.shape
-        wide = codes.view(n, scale.shape[1], -1) * scale.float()[..., None]
-        return wide.view(n, k).to(dtype).to(codes.dtype)
+        per_row = operands["weight_scale"].shape[1] == 1
+        weight = operands["weight_tiled"], operands["weight_meta"], x.codes.shape[1], out_features
+        return w4a8(x.codes, x.scale, *weight, bias, x.dtype, per_row, groups=groups, gathered=gathered)

@@ -1,15 +1,15 @@
-"""w8a8: int8 weights, a scale a row; activations int8 per token, dynamic (compressed-tensors W8A8)."""
+"""w8a8: int8 weights with a scale per row; activations int8 per token, dynamic (compressed-tensors W8A8)."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
-from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, GroupedProduct, QuantizeInput, Reference
+from qarl_formats.scheme import Codes
+from qarl_formats.schemes.bytes import ByteActivations
 
 if TYPE_CHECKING:
-    import torch
+    from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
 
@@ -18,39 +18,27 @@ class W8A8(ByteActivations):
     """y = ((qx @ codes^T in int32) * s_w) * s_x, exact up to the scales."""
 
     name = "w8a8"
-    description = "int8 weights, a scale a row; int8 activations, a scale a token"
+    description = "int8 weights, a scale per row; int8 activations, a scale per token"
     weight_type = "int"
     activation = "int8"
     input_codes = "int8"
     file_format = "int-quantized"
     tolerance = 0.3
 
-    def _by_torch(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        from qarl_formats import rounding
-
-        scaled, scale, bad = rounding.symmetric(weight, rounding.INT8, scale_dtype)
-        return rounding.integers(scaled, rounding.INT8), scale, bad
-
-    def _by_kernel(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        from qarl_kernels.quantize import quantize_int8
-
-        return quantize_int8(weight, scale_dtype)
-
-    @classmethod
-    def _reference(cls) -> Reference:
+    @staticmethod
+    def plain(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         from qarl_kernels import reference
 
-        return reference.w8a8
+        return reference.w8a8(x, codes, scale, bias)
 
-    @classmethod
-    @cache
-    def _kernels(cls) -> tuple[QuantizeInput, CodesProduct]:
-        from qarl_kernels import gemm, quantize
+    @staticmethod
+    def kernel(
+        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, n: int, groups: Groups | None, gathered: bool
+    ) -> Tensor:
+        if groups is None:
+            from qarl_kernels.gemm import w8a8
 
-        return quantize.activation_int8, gemm.w8a8
+            return w8a8(x.codes, x.scale, codes, scale, bias, x.dtype)
+        from qarl_kernels.moe.codes import grouped_w8a8
 
-    @classmethod
-    def _grouped_kernel(cls) -> GroupedProduct:
-        from qarl_kernels.moe import codes
-
-        return codes.grouped_w8a8
+        return grouped_w8a8(x.codes, x.scale, codes, scale, n, groups, gathered, x.dtype)

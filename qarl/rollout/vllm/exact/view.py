@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from qarl_formats.prepared import PreparedWeight
-from qarl_formats.quantize import QuantizedWeight
+from qarl_formats.weight import LowBitWeight
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from qarl.policy.decoder import Decoder
 from qarl.policy.linear import QuantLinear
 from qarl.policy.modules import replace_modules
-from qarl.policy.operand import Operand
 from qarl.policy.projection import Projection, Stack
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.policy.view import Role, View
@@ -46,7 +44,7 @@ def held_view(model: nn.Module, decoder: Decoder, dtype: torch.dtype, head: Tens
     embedding = modules[decoder.embedding_name.removesuffix(".weight")]
     values = {decoder.embedding_name: embedding.weight.data[: embedding.org_vocab_size]}
     norms = [decoder.norm_name]  # and routers, and gates of shared experts
-    operands: dict[str, Operand] = {}
+    operands: dict[str, LowBitWeight] = {}
     projections = {}
     for layer in decoder.layers:
         norms += [name for name in (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if name is not None]
@@ -66,7 +64,7 @@ def held_view(model: nn.Module, decoder: Decoder, dtype: torch.dtype, head: Tens
     return View(operands, values, head, projections, kv_fp8)
 
 
-def _operands(held: nn.Module, unit: Unit, stack: Stack, dtype: torch.dtype) -> tuple[list[PreparedWeight], bool]:
+def _operands(held: nn.Module, unit: Unit, stack: Stack, dtype: torch.dtype) -> tuple[list[LowBitWeight], bool]:
     """The weight of one layer of vLLM, whole for Triton kernels or in the stack's parts; and whether it is for them."""
     kernel: HoldsPublished | HeldStack | None
     if (method := experts_method(held)) is not None:
@@ -80,9 +78,7 @@ def _operands(held: nn.Module, unit: Unit, stack: Stack, dtype: torch.dtype) -> 
     parts = [whole] if len(widths) == 1 else kernel.scheme.parts(whole, widths)
     found = []
     for width, part in zip(widths, parts, strict=True):
-        shape = width, kernel.shape[1]
-        source = QuantizedWeight(kernel.scheme, part, shape) if kernel.scheme.quantized else part["weight"]
-        found.append(PreparedWeight(kernel.scheme, source, part, dtype, kernel.kernels))
+        found.append(LowBitWeight(kernel.scheme, part, (width, kernel.shape[1]), part, dtype, kernel.kernels))
     return found, kernel.kernels
 
 
@@ -95,5 +91,4 @@ def addresses(view: View) -> Iterator[int]:
         if projection.bias is not None:
             yield projection.bias.data_ptr()
     for _, _, operand in view.multiplied():
-        assert isinstance(operand, PreparedWeight), "vLLM holds what is published"
         yield from (tensor.data_ptr() for tensor in operand.operands.values())
