@@ -67,7 +67,7 @@ def _linears(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:
 def _compared(
     before: Snapshot, after: Snapshot, names: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[Sequence[str], LowBitWeight, LowBitWeight]]:
-    """Modules, each once, and their weights in the two snapshots: packed linears at once if both snapshots have them."""
+    """Modules, each once, and their weights in both snapshots; packed linears at once if both have them."""
     left = dict.fromkeys(names)
     for together, whole in after.groups.items():
         if together in before.groups and all(name in left for name in together):

@@ -138,7 +138,8 @@ def _stacked(weights: list[LowBitWeight]) -> list[LowBitWeight]:
     """One weight if all of them can be concatenated, else all as they are."""
     scheme = weights[0].scheme
     same = all(weight.scheme == scheme for weight in weights)
-    return [concatenate(weights)] if same and scheme.can_concatenate([weight.shape[0] for weight in weights]) else weights
+    widths = [weight.shape[0] for weight in weights]
+    return [concatenate(weights)] if same and scheme.can_concatenate(widths) else weights
 
 
 def restack(snapshot: Snapshot, stacks: Iterable[Stack]) -> None:

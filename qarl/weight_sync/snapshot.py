@@ -26,8 +26,8 @@ class Snapshot:
 
     version: optimizer steps taken. tensors: in layer order, names as compressed-tensors writes them
     (`model.layers.0.mlp.up_proj.weight_packed`, ...), unquantized parameters in the compute dtype under their own
-    names. weights: the quantized linears by module name; their tensors are the objects in `tensors`. groups: linears that
-    are multiplied as one, by the modules' names, whose tensors in `tensors` share their memory.
+    names. weights: the quantized linears by module name; their tensors are the objects in `tensors`. groups: linears
+    that are multiplied as one, by the modules' names, whose tensors in `tensors` share their memory.
     """
 
     version: int

@@ -280,9 +280,7 @@ class Scheme(ABC):
         stored = {name: tensor for name, tensor in tensors.items() if name != "weight_shape"}
         return stored | {"weight_values": values.float() if wide else values}
 
-    def stored(
-        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
         """The stored tensors by suffix, read back from `operands`: the inverse of `operands` for any values."""
         import torch
 
@@ -332,7 +330,8 @@ class Scheme(ABC):
             if not isinstance(x, Codes):
                 x = x.contiguous()
                 if self.input_codes is not None:
-                    x = Codes(*_input_quantizer(self.input_codes)(x), x.dtype)
+                    codes, scale = _input_quantizer(self.input_codes)(x)
+                    x = Codes(codes, scale, x.dtype)
             return self.kernel_product(x, operands, out_features, bias, groups, gathered)
         assert not isinstance(x, Codes), "plain torch quantizes activations by itself"
         if groups is None:

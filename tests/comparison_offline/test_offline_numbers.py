@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
+from qarl_formats.weight import quantize_weight
 
 from qarl.comparison.intervals import mean_interval, t_quantile
 from qarl.comparison.offline.divergence import TokenNumbers, final_states, token_numbers

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 from exchange_cases import exchange_of
 from qarl_formats.registry import make_scheme, scheme_names
-from qarl_formats.scheme import Scheme
 from qarl_formats.rows import adjacent
+from qarl_formats.scheme import Scheme
 from torch import Tensor
 
 from qarl.distributed import codes

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from qarl_formats.weight import LowBitWeight, concatenate, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
+from qarl_formats.weight import LowBitWeight, concatenate, quantize_weight
 from qarl_kernels import gemm, tuning
 from qarl_kernels.moe import backward, combine, dense, dispatch, reference, routing
 from torch import Tensor

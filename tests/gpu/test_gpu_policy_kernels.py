@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl_formats.schemes.bf16 import OrdinaryProduct
-from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import Scheme
+from qarl_formats.schemes.bf16 import OrdinaryProduct
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_kernels.logprob import Truncation, logits_of
 from torch import Tensor, nn
 

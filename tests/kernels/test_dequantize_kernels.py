@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from exact import assert_same, poisoned_outputs
-from qarl_formats.weight import LowBitWeight
 from qarl_formats.registry import make_scheme
+from qarl_formats.weight import LowBitWeight
 from qarl_kernels.dequantize import dequantize_channel, dequantize_fp8_block, dequantize_int4
 from qarl_kernels.launch import INTERPRETED, recording
 from qarl_kernels.quantize import activation_fp8, activation_fp8_group, activation_int8

@@ -8,9 +8,9 @@ import mixtures
 import pytest
 import torch
 from products import random
-from qarl_formats.weight import LowBitWeight, concatenate, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Codes, Scheme
+from qarl_formats.weight import LowBitWeight, concatenate, quantize_weight
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 

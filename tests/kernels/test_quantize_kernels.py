@@ -8,8 +8,8 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from exact import assert_same, poisoned_outputs
-from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
+from qarl_formats.weight import quantize_weight
 from qarl_kernels.launch import INTERPRETED, recording
 from qarl_kernels.quantize import quantize_fp8, quantize_fp8_block, quantize_int4, quantize_int8
 

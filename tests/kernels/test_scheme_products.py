@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from products import random
-from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_class, scheme_names
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor

@@ -6,8 +6,8 @@ import copy
 from pathlib import Path
 
 import torch
-from qarl_formats.weight import LowBitWeight
 from qarl_formats.registry import make_scheme
+from qarl_formats.weight import LowBitWeight
 from qarl_kernels.logprob import Truncation
 from torch import Tensor, nn
 from transformers import PreTrainedModel

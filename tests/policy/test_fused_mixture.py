@@ -254,10 +254,10 @@ def test_crossings_of_stacks_are_those_of_each_of_their_weights(tiny_model, sche
         policy.refresh(version)
         restack(policy.current, policy._stacks)
         versions.append(policy.current)
-    assert sum(len(names) for names in policy.current.stacks) > 12
-    apart = crossings(*(replace(snapshot, stacks={}) for snapshot in versions))
+    assert sum(len(names) for names in policy.current.groups) > 12
+    apart = crossings(*(replace(snapshot, groups={}) for snapshot in versions))
     assert crossings(*versions) == apart and all(0 < changed < total for changed, total in apart.values())
-    assert crossings(replace(versions[0], stacks={}), versions[1]) == apart
+    assert crossings(replace(versions[0], groups={}), versions[1]) == apart
 
 
 def test_a_byte_that_the_sampler_holds_otherwise_is_found(make) -> None:

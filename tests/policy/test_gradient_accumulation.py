@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from policy_models import standalone, view_of
-from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
+from qarl_formats.weight import quantize_weight
 from torch import Tensor, nn
 
 from qarl.policy.gradients import GradientAccumulator

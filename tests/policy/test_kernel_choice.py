@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from policy_models import make_policy, standalone, view_of
-from qarl_formats.schemes.bf16 import OrdinaryProduct
-from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
+from qarl_formats.schemes.bf16 import OrdinaryProduct
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_kernels.flash.forward import check
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor, nn

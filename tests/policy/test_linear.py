@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from policy_models import standalone, view_of
-from qarl_formats.weight import LowBitWeight, ordinary_weight, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_class, scheme_names
+from qarl_formats.weight import LowBitWeight, ordinary_weight, quantize_weight
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

@@ -229,10 +229,11 @@ def test_every_tensor_of_the_learner_is_the_master_in_its_dtype(tiny_model, lear
     masters = dict(policy.named_parameters())
     for name, value in policy.learner_view.values.items():
         assert value.dtype == learner_dtype and torch.equal(value, masters[name].to(learner_dtype)), name
-    for name, operand in policy.learner_view.operands.items():
+    for name, weight in policy.learner_view.operands.items():
+        values = weight.values(learner_dtype)
         if learner == "full_precision":
-            assert torch.equal(operand.weight, masters[f"{name}.weight"].to(learner_dtype).float())
-        assert torch.equal(operand.weight, operand.weight.to(learner_dtype).float())
+            assert torch.equal(values, masters[f"{name}.weight"].to(learner_dtype).float())
+        assert torch.equal(values, values.to(learner_dtype).float())
     hidden = []
     norm = policy.model.base_model.norm
     norm.register_forward_hook(lambda module, args, out: hidden.append(out.dtype))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from policy_models import CPU, hf_logprobs, load, logprobs, make_policy, put_dequantized
 from qarl_formats.registry import make_scheme
+from qarl_formats.schemes.bf16 import OrdinaryProduct
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from qarl.config import QuantConfig

@@ -16,8 +16,8 @@ from qarl_formats.compressed import (
     tensor_specs,
     to_state_dict,
 )
-from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
+from qarl_formats.weight import quantize_weight
 
 N, K = 20, 64
 SCHEMES = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from library_oracle import library_dequantized, library_scheme, library_tensors
-from qarl_formats.weight import codes_changed, quantize_weight
 from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import SCALE_DTYPES
+from qarl_formats.weight import codes_changed, quantize_weight
 
 N, K = 24, 256
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 from qarl_formats.compressed import quantization_config
-from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
+from qarl_formats.weight import quantize_weight
 from qarl_kernels.logprob import Truncation
 
 from qarl.exporting.vllm_probe import ENVIRONMENT

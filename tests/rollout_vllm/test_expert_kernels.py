@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from qarl_formats.weight import LowBitWeight, UNQUANTIZED, quantize_weight
 from qarl_formats.registry import make_scheme
+from qarl_formats.weight import UNQUANTIZED, LowBitWeight, quantize_weight
 from qarl_kernels import pointwise
 from torch import Tensor, nn
 

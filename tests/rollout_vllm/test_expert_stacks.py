@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
+from qarl_formats.weight import quantize_weight
 from torch import Tensor, nn
 
 from qarl.rollout.vllm import loading

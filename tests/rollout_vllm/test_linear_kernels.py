@@ -9,8 +9,8 @@ import importlib.util
 
 import pytest
 import torch
-from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_formats.registry import make_scheme
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from torch import Tensor, nn
 
 from qarl import __version__

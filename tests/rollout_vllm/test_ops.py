@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from torch import Tensor
 
 from qarl.rollout.vllm.ops import linear
@@ -21,7 +21,9 @@ def _weight(name: str, dtype: torch.dtype) -> LowBitWeight:
     scheme = make_scheme(name, 32 if make_scheme(name).group_sizes else None)
     master = _random(N, K, seed=2)
     quantized = scheme.quantized
-    return (quantize_weight(master, scheme, "w") if quantized else LowBitWeight.of_values(master.to(dtype))).prepare(dtype)
+    return (quantize_weight(master, scheme, "w") if quantized else LowBitWeight.of_values(master.to(dtype))).prepare(
+        dtype
+    )
 
 
 def _call(weight: LowBitWeight, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl_formats.weight import quantize_weight
 from qarl_formats.registry import make_scheme
+from qarl_formats.weight import quantize_weight
 from torch import Tensor
 
 from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from qarl_formats.weight import LowBitWeight
 from qarl_formats.registry import make_scheme, scheme_names
+from qarl_formats.weight import LowBitWeight
 from torch import Tensor
 
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from qarl_formats.registry import make_scheme, scheme_names
-from qarl_formats.scheme import Scheme
 from qarl_formats.rows import adjacent
+from qarl_formats.scheme import Scheme
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 

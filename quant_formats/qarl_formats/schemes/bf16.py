@@ -53,9 +53,7 @@ class BF16(Scheme):
         weight = tensors["weight"]
         return {"weight": weight.float() if weight.device.type == "cpu" and not kernels else weight}
 
-    def stored(
-        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
         return {"weight": operands["weight"].to(dtype)}
 
 

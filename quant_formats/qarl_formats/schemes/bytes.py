@@ -93,9 +93,7 @@ class ByteActivations(ByteCodes):
         codes = tensors["weight"]
         return {"weight": codes if kernels else codes.float(), "weight_scale": tensors["weight_scale"]}
 
-    def stored(
-        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
         import torch
 
         codes = operands["weight"].to(getattr(torch, self.code_dtype))

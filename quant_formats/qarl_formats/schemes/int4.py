@@ -127,9 +127,7 @@ class PackedInt4(Scheme):
         groups = 128 // min(self.group_size or 128, 128)
         return rows * blocks * (64 + 4 * groups)
 
-    def stored(
-        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
         if (tiled := operands.get("weight_tiled")) is not None:
             from qarl_kernels.tile import untile_int4
 

@@ -131,9 +131,7 @@ class NVFP4A16(Scheme):
         tiled, meta = tile_nvfp4(stored["weight_packed"], stored["weight_scale"])
         return stored | {"weight_tiled": tiled, "weight_meta": meta}
 
-    def stored(
-        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
         if (tiled := operands.get("weight_tiled")) is not None:
             from qarl_kernels.nvfp4a16 import untile_nvfp4
 

@@ -42,9 +42,7 @@ class W4A8(PackedInt4):
         tiled = tile.tile_int4(tensors["weight_packed"], shape[1])
         return {"weight_scale": scale, "weight_tiled": tiled, "weight_meta": meta}
 
-    def stored(
-        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
         if (codes := operands.get("weight_codes")) is not None:
             import torch
 
