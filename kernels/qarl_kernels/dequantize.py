@@ -1,6 +1,6 @@
 """Triton kernels that turn stored weights back into matrices: (code - zero point) * scale in FP32, rounded once.
 
-Bit for bit what `qarl_formats.quantize.dequantize_weight` computes. Each thread writes 16 bytes of bf16 or fp16.
+Bit for bit what `qarl_formats.weight.LowBitWeight.dequantize` computes. Each thread writes 16 bytes of bf16 or fp16.
 """
 
 from __future__ import annotations

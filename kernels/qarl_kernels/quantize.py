@@ -1,6 +1,6 @@
 """Quantization by Triton kernels: master weights to stored tensors, activations to codes and scales, one read of each.
 
-Weights are bit for bit what `qarl_formats.quantize.quantize_weight` computes, activations what
+Weights are bit for bit what `qarl_formats.weight.quantize_weight` computes, activations what
 `qarl_kernels.activation` does: IEEE divisions, scales rounded to their stored dtype before they divide.
 
 - int4: a thread holds eight neighbouring values, in two 16-byte loads, and packs their codes in registers; threads of
