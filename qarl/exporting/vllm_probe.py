@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qarl.rollout.vllm.alone import keep_compiled_code_private, no_way_in
-from qarl.rollout.vllm.limits import known_limits
+from qarl.rollout.vllm.own_kernels.limits import known_limits
+from qarl.rollout.vllm.sandbox import keep_compiled_code_private, no_way_in
 from qarl.rollout.vllm.settings import ENVIRONMENT as COMMON
 
 ENVIRONMENT = COMMON | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}

@@ -54,7 +54,7 @@ from qarl.training.updates import Updates
 from qarl.types import Prompt
 
 if TYPE_CHECKING:
-    from qarl.rollout.vllm.early import BegunSampler
+    from qarl.rollout.vllm.launch import BegunSampler
 
 ALONE = Alone()
 
@@ -312,7 +312,7 @@ def _room(config: Config, device: torch.device, ranks: Ranks) -> Room | None:
 def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> BegunSampler | None:
     if config.rollout.engine == "native" or not _draws(config, ranks):
         return None
-    from qarl.rollout.vllm.early import early_sampler
+    from qarl.rollout.vllm.launch import early_sampler
 
     return early_sampler(config, device, place)
 

@@ -40,7 +40,7 @@ real, rounds = VLLM.draw, []
 def draw(self, one):
     rounds.append(one)
     if len(rounds) == 2:
-        decoder = self._engine._sampler._host._policy._decoder
+        decoder = self._engine._sampler._host.numerics.forward._decoder
         with torch.inference_mode():
             decoder.role.view.values["model.layers.1.post_attention_layernorm.weight"].mul_(1.5)
     return real(self, one)

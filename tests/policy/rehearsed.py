@@ -40,7 +40,7 @@ CONTEXT, MOST, SEQUENCES = 2048, 96, 24
 
 
 class Forward:
-    """As much of `qarl.rollout.vllm.exact.model.Forward` as vLLM's start runs, of a policy of Triton kernels."""
+    """As much of `qarl.rollout.vllm.exact.model.ExactModel` as vLLM's start runs, of a policy of Triton kernels."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.head = policy, policy.sampler.view.head.to(torch.bfloat16)
@@ -57,7 +57,7 @@ class Forward:
         with self.policy.sampler.running():
             return self.policy.sampler.hidden_states(ids, attention)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         self.logit_rows.append(len(hidden))
         self.found = fused_distribution(hidden.contiguous(), self.head, Truncation())  # `distribution`, on a GPU
         return self.found.logits

@@ -103,7 +103,7 @@ def checked(
         checkpoint = Path(place, "checkpoint")
         write_snapshot_checkpoint(checkpoint, policy.current, policy.sampler.layout, tokenizer)
         host = Host(sampler_settings(config, policy.sampler.layout, checkpoint), policy.current.fingerprints())
-    found: dict[str, Any] = {"proved_frac": host.held.proved_frac, "measured": measured(host)}
+    found: dict[str, Any] = {"proved_frac": host.numerics.proved_frac, "measured": measured(host)}
     found["version 0"] = different(host, policy, Asked(lengths, response, shaped))
     fewer = Asked(lengths, response, shaped[-1:])
     if DEVICE.type == "cuda":

@@ -44,10 +44,10 @@ DTYPE = torch.bfloat16
 def main(checkpoint: str, answer: str) -> None:
     from vllm import LLM
 
-    from qarl.rollout.vllm.head import use_float32_head
-    from qarl.rollout.vllm.linear_kernels import kernel_of
+    from qarl.rollout.vllm.own_kernels.head import use_float32_head
+    from qarl.rollout.vllm.own_kernels.linear_kernels import kernel_of
+    from qarl.rollout.vllm.own_kernels.numerics import unserved
     from qarl.rollout.vllm.plugin import register
-    from qarl.rollout.vllm.start import unserved
 
     register()
     engine = LLM(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from listening import listening
 
-from qarl.rollout.vllm.alone import INDUCTOR, close_sockets, keep_compiled_code_private, listening_sockets, no_way_in
+from qarl.rollout.vllm.sandbox import INDUCTOR, close_sockets, keep_compiled_code_private, listening_sockets, no_way_in
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from qarl.rollout.room import has_room
-from qarl.rollout.vllm.asleep import GREW, Freed, beside_others
 from qarl.rollout.vllm.engine import MEASURED_OTHERS
+from qarl.rollout.vllm.host import GREW, Host, beside_others
 
 
 class Worker:
@@ -72,5 +72,8 @@ def test_what_a_sleep_freed_is_this_processs_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", module)
     reserved = iter([1000, 950])
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(reserved))
-    freed = Freed()
-    assert freed.nbytes() == 750
+    host = object.__new__(Host)
+    host.settings, host.numerics = SimpleNamespace(sleep=True), SimpleNamespace(before_sleep=lambda: None)
+    host._worker = SimpleNamespace(sleep=None)
+    host._llm = SimpleNamespace(sleep=lambda level: None)
+    assert host.sleep(2) == 750

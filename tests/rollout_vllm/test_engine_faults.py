@@ -19,9 +19,9 @@ from qarl.errors import UserError
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.vllm.early import early_sampler
 from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
 from qarl.rollout.vllm.inline import InlineSampler
+from qarl.rollout.vllm.launch import early_sampler
 from qarl.rollout.vllm.process import BegunProcess
 from qarl.rollout.vllm.sleep import MARGIN, SamplerSleep
 from qarl.sizes import decide_sizes

@@ -56,7 +56,7 @@ def _weights(scheme, name: str, seed: int) -> Weights:
 
 
 def _made(scheme, name: str) -> tuple[nn.Module, object]:
-    from qarl.rollout.vllm.expert_kernels import ExpertsMethod
+    from qarl.rollout.vllm.own_kernels.expert_kernels import ExpertsMethod
 
     layer, method = nn.Module(), ExpertsMethod(SimpleNamespace(tp_size=1), scheme)
     _create(layer, method, name)
@@ -185,7 +185,7 @@ def test_experts_with_different_global_scales_are_refused() -> None:
 
 
 def test_all_experts_of_a_layer_are_quantized_or_none() -> None:
-    from qarl.rollout.vllm.expert_kernels import method_for
+    from qarl.rollout.vllm.own_kernels.expert_kernels import method_for
 
     layer, scheme = SimpleNamespace(moe_config=SimpleNamespace(num_experts=3)), make_scheme("w8a8")
     place = "model.layers.4.block_sparse_moe.experts"
@@ -197,7 +197,7 @@ def test_all_experts_of_a_layer_are_quantized_or_none() -> None:
 
 @pytest.mark.parametrize(("tp", "whole"), [(2, COUNT), (1, 2 * COUNT)])
 def test_experts_cut_over_gpus_are_refused(tp, whole) -> None:
-    from qarl.rollout.vllm.expert_kernels import ExpertsMethod
+    from qarl.rollout.vllm.own_kernels.expert_kernels import ExpertsMethod
 
     method = ExpertsMethod(SimpleNamespace(tp_size=tp), UNQUANTIZED)
     with pytest.raises(ValueError, match="tensor_parallel_size 1"):

@@ -17,10 +17,10 @@ from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 from torch import Tensor, nn
 
-from qarl.rollout.vllm import loading
-from qarl.rollout.vllm.held import UNSENT, HeldModel
-from qarl.rollout.vllm.known_to_graphs import in_place_of_lists, scale_orders
-from qarl.rollout.vllm.loading import Loader
+from qarl.rollout.vllm.own_kernels import loading
+from qarl.rollout.vllm.own_kernels.graph_tensors import in_place_of_lists, scale_orders
+from qarl.rollout.vllm.own_kernels.held import UNSENT, HeldModel
+from qarl.rollout.vllm.own_kernels.loading import Loader
 from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
 from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.verify import PublishError
@@ -124,7 +124,7 @@ def reload_by_loaders(layer: Any, tensors: dict[str, Tensor]) -> None:
 def reload_by_stacks(layer: Any, tensors: dict[str, Tensor]) -> bool:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    from qarl.rollout.vllm.expert_stacks import give_stacks
+    from qarl.rollout.vllm.own_kernels.loading import give_stacks
 
     initialize_layerwise_reload(layer)
     taken = give_stacks(layer, {n.removeprefix(f"{EXPERTS}.").replace(".", "_"): t for n, t in tensors.items()})

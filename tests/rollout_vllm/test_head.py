@@ -18,7 +18,7 @@ def layer() -> SimpleNamespace:
 
 
 def test_a_head_is_fresh_after_a_refresh_and_not_before(layer) -> None:
-    from qarl.rollout.vllm.head import Float32Head
+    from qarl.rollout.vllm.own_kernels.head import Float32Head
 
     head = Float32Head(layer)
     assert head.fresh()
@@ -29,7 +29,7 @@ def test_a_head_is_fresh_after_a_refresh_and_not_before(layer) -> None:
 
 
 def test_one_corrupted_value_is_not_fresh(layer) -> None:
-    from qarl.rollout.vllm.head import Float32Head
+    from qarl.rollout.vllm.own_kernels.head import Float32Head
 
     head = Float32Head(layer)
     head.wide.view(torch.int32)[17, 3] ^= 1

@@ -11,7 +11,7 @@ import torch
 from qarl_formats.bits import Proof
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.held import HeldModel
+from qarl.rollout.vllm.own_kernels.held import HeldModel
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.verify import PublishError
 
@@ -36,7 +36,7 @@ class Repacked:
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The module that knows qarl's kernels in vLLM imports vLLM, which these layers do without."""
     stand_in = SimpleNamespace(kernel_of=lambda module: getattr(module, "kernel", None))
-    monkeypatch.setitem(sys.modules, "qarl.rollout.vllm.linear_kernels", stand_in)
+    monkeypatch.setitem(sys.modules, "qarl.rollout.vllm.own_kernels.linear_kernels", stand_in)
 
 
 def snapshot(seed: int = 0) -> dict[str, Tensor]:

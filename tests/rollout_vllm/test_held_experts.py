@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.held import HeldModel
-from qarl.rollout.vllm.loading import Loader
+from qarl.rollout.vllm.own_kernels.held import HeldModel
+from qarl.rollout.vllm.own_kernels.loading import Loader
 from qarl.weight_sync.expert_tensors import join_experts
 from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.verify import PublishError

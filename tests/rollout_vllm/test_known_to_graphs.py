@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from qarl.rollout.vllm.held import Unit
-from qarl.rollout.vllm.known_to_graphs import SMALL, Attributes, KernelTensors
-from qarl.rollout.vllm.loading import Loader
+from qarl.rollout.vllm.own_kernels.graph_tensors import SMALL, Attributes, KernelTensors
+from qarl.rollout.vllm.own_kernels.held import Unit
+from qarl.rollout.vllm.own_kernels.loading import Loader
 
 
 class Held:

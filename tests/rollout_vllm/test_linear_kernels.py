@@ -70,7 +70,7 @@ def _fused(weights: list[LowBitWeight]) -> dict[str, Tensor]:
 
 def _loaded(weights: list[LowBitWeight]) -> nn.Module:
     """A layer between vLLM's load and `process_weights_after_loading`."""
-    from qarl.rollout.vllm.linear_kernels import hold
+    from qarl.rollout.vllm.own_kernels.linear_kernels import hold
 
     layer = nn.Module()
     layer.output_partition_sizes = [w.shape[0] for w in weights]
@@ -85,10 +85,10 @@ def _fusable(name: str, widths: list[int]) -> list[int]:
 
 
 def _kernel(name: str, group: int | None, symmetric: bool, k: int = K):
-    from qarl.rollout.vllm import linear_kernels, nvfp4
+    from qarl.rollout.vllm.own_kernels import linear_kernels, linear_methods
 
     if name == "nvfp4a16":
-        return nvfp4.NVFP4A16Kernel()
+        return linear_methods.NVFP4A16Kernel()
     kernel = next(k for k in vars(linear_kernels).values() if getattr(k, "name", None) == name)
     if issubclass(kernel, linear_kernels.MPLinearKernel):
         config = _config(k, group, symmetric)
@@ -215,7 +215,7 @@ def test_many_rows_of_a_tiled_weight_are_multiplied_by_its_values(monkeypatch) -
     ],
 )
 def test_int4_kernels_say_what_they_do_not_do(changes, reason) -> None:
-    from qarl.rollout.vllm.linear_kernels import W4A16Kernel
+    from qarl.rollout.vllm.own_kernels.linear_kernels import W4A16Kernel
 
     works, why = W4A16Kernel.can_implement(_config(K, 64, **changes))
     assert not works and reason in why
@@ -224,7 +224,7 @@ def test_int4_kernels_say_what_they_do_not_do(changes, reason) -> None:
 def test_int8_kernel_refuses_static_activation_scales() -> None:
     from vllm.model_executor.kernels.linear import Int8ScaledMMLinearLayerConfig
 
-    from qarl.rollout.vllm.linear_kernels import W8A8Kernel
+    from qarl.rollout.vllm.own_kernels.linear_kernels import W8A8Kernel
 
     config = Int8ScaledMMLinearLayerConfig(is_static_input_scheme=True, is_channelwise=True, input_symmetric=True)
     works, why = W8A8Kernel.can_implement(config)
@@ -238,7 +238,7 @@ def test_plugin_is_inert_without_its_switch_and_idempotent_with_it(monkeypatch) 
     from vllm.platforms import PlatformEnum
 
     from qarl.rollout.vllm import plugin
-    from qarl.rollout.vllm.linear_kernels import FP8BlockKernel, FP8Kernel, W4A16Kernel, W8A8Kernel
+    from qarl.rollout.vllm.own_kernels.linear_kernels import FP8BlockKernel, FP8Kernel, W4A16Kernel, W8A8Kernel
 
     tables = ("_POSSIBLE_KERNELS", "_POSSIBLE_INT8_KERNELS", "_POSSIBLE_FP8_KERNELS", "_POSSIBLE_FP8_BLOCK_KERNELS")
     for table in tables:

@@ -8,7 +8,7 @@ from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.weight import LowBitWeight, quantize_weight
 from torch import Tensor
 
-from qarl.rollout.vllm.ops import linear
+from qarl.rollout.vllm.own_kernels.ops import linear
 
 N, K = 40, 96
 

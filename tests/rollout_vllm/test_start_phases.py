@@ -17,7 +17,7 @@ import torch
 
 from qarl.config import Config
 from qarl.rollout.vllm import worker
-from qarl.rollout.vllm.early import early_sampler
+from qarl.rollout.vllm.launch import early_sampler
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.weight_sync.connection import SamplerFault

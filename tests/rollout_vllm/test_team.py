@@ -15,8 +15,8 @@ import torch
 from test_engine_process import ORDER, Stop, ignore, stop
 from tiny_runs import Qarl, settings, write_config
 
+from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
 from qarl.rollout.vllm.process import SamplerProcess
-from qarl.rollout.vllm.team import SamplerTeam
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.transport import open_transport
 from qarl.weight_sync.update import WeightUpdate
@@ -131,7 +131,7 @@ KILL = f"""
 import json, os, signal, sys
 sys.path.append({str(Path(__file__).parent)!r})
 from listening import listening
-from qarl.rollout.vllm.team import SamplerTeam
+from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
 real, rollouts = SamplerTeam.begin, []
 def begin(self, operation, payload):
     rollouts.extend([operation] * (operation == "generate"))

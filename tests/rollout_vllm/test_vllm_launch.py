@@ -15,9 +15,9 @@ from qarl.errors import UserError
 from qarl.policy.load_config import load_architecture
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.stopping import Stopping
-from qarl.rollout.vllm.arguments import engine_arguments, graph_sizes
 from qarl.rollout.vllm.launch import drawing_of, kv_cache_bytes, require_vllm, sampler_gpus, sampler_settings
-from qarl.rollout.vllm.settings import KV_FP8, Drawing, request_seed
+from qarl.rollout.vllm.settings import EXACT_MODEL, KV_FP8, Drawing, request_seed
+from qarl.rollout.vllm.start import engine_arguments, graph_sizes
 from qarl.types import Prompt
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head size, bfloat16
@@ -46,13 +46,12 @@ def test_settings_on_the_cpu_neither_compile_nor_sleep_nor_stage(tiny) -> None:
     assert found.enforce_eager and not found.sleep and not found.staging and found.cuda is None
 
 
-def test_exact_numerics_are_qarls_kernels_in_pages_of_the_policys_attention(tiny, monkeypatch) -> None:
-    monkeypatch.setattr("qarl.rollout.vllm.arguments._exact_architecture", lambda settings: "ExactLlamaForCausalLM")
+def test_exact_numerics_are_qarls_kernels_in_pages_of_the_policys_attention(tiny) -> None:
     exact = changed(tiny, numerics="exact", linear_kernels=None)
     settings = sampler_settings(exact, tiny.policy.sampler.layout, Path("here"))
     assert (settings.numerics, settings.linear_kernels) == ("exact", "qarl")
     found = engine_arguments(settings)
-    assert found["hf_overrides"] == {"architectures": ["ExactLlamaForCausalLM"]}
+    assert found["hf_overrides"] == {"architectures": [EXACT_MODEL], "quantization_config": None}
     assert (found["block_size"], found["enforce_eager"]) == (64, True) and "compilation_config" not in found
     fp8 = engine_arguments(replace(settings, kv_fp8=True))
     assert fp8 == found | {"additional_config": {KV_FP8: True}}

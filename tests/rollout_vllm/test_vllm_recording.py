@@ -16,7 +16,8 @@ from qarl.errors import UserError
 from qarl.policy.routing import numbers_of
 from qarl.rollout.vllm import host
 from qarl.rollout.vllm.messages import data_limit, done, order, read_done, read_order
-from qarl.rollout.vllm.recording import Recording, Tap, Taps, recorded
+from qarl.rollout.vllm.own_kernels.routers import Tap, Taps
+from qarl.rollout.vllm.recording import Recording, recorded
 from qarl.rollout.vllm.settings import Drawing, Request, Response
 from qarl.rollout.vllm.wire import Message, WireError
 

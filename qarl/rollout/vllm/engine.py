@@ -31,13 +31,22 @@ from qarl.rollout.engine import (
 )
 from qarl.rollout.room import Room, own_room
 from qarl.rollout.stopping import Stopping
-from qarl.rollout.vllm.early import LOG, BegunSampler, SamplerError, begin_sampler, not_started, see
 from qarl.rollout.vllm.inline import InlineSampler
-from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_gpus, sampler_settings
+from qarl.rollout.vllm.launch import (
+    LOG,
+    BegunSampler,
+    SamplerError,
+    begin_sampler,
+    drawing_of,
+    not_started,
+    routing_of,
+    sampler_gpus,
+    sampler_settings,
+    see,
+)
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.rollout.vllm.sleep import Sampler, SamplerSleep
-from qarl.rollout.vllm.team import SamplerTeam
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.layout import ModelLayout
@@ -210,6 +219,8 @@ class VLLMEngine:
             if vllm.process == "inline":
                 self._sampler = InlineSampler(settings, expected, self.log)
             elif vllm.tensor_parallel > 1:
+                from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
+
                 device = self.layout.device
                 transports = [open_transport(device, gpu) for gpu in sampler_gpus(self.config, device)]
                 self.weights.use(*transports)

@@ -1,56 +1,52 @@
-"""The side of the vLLM engine that holds vLLM: starts it, loads what is published, generates, scores, sleeps.
+"""The sampler's side of the vLLM engine: starts vLLM, loads published weights, generates, scores, sleeps.
 
-It lives in the sampler's own process (`worker.py`), or in the learner's (`rollout.vllm.process: inline`). Importing
-this module does not import vLLM; making a host does.
+It runs in the sampler's own process (`worker.py`), or in the learner's (`rollout.vllm.process: inline`). Importing this
+module does not import vLLM; making a host does.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, wraps
+from typing import Any
 
 import torch
 from qarl_kernels.logprob import Truncation
-from torch import nn
 
 from qarl.policy.trace import Tracer
-from qarl.rollout.vllm.alone import keep_compiled_code_private
-from qarl.rollout.vllm.asleep import Freed, beside_others
-from qarl.rollout.vllm.held import HeldModel
-from qarl.rollout.vllm.limits import known_limits
-from qarl.rollout.vllm.loading import Loader, stored
-from qarl.rollout.vllm.meeting import agreed
+from qarl.rollout.vllm.numerics import numerics_of
 from qarl.rollout.vllm.phases import Phases
-from qarl.rollout.vllm.recording import Experts, Recording, Taps, recorded
+from qarl.rollout.vllm.recording import Experts, Recording, recorded
+from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings, vllm_environment
-from qarl.rollout.vllm.start import import_ahead, require_served, start_vllm
-from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.rollout.vllm.start import import_ahead, start_vllm
+from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.receiver import Arriving, receive
-from qarl.weight_sync.shards import METADATA, Shard, shard_prints
-from qarl.weight_sync.verify import PublishError, verify
-
-if TYPE_CHECKING:
-    from qarl.rollout.vllm.exact.model import Forward
+from qarl.weight_sync.verify import PublishError
 
 Progress = Callable[[int, int], None]
+GREW = "Memory usage increased after sleeping"  # error of vLLM's worker, 0.24 to 0.32
 
 logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
 
 
 class Host:
-    """A started vLLM and what it holds.
+    """A started vLLM and the weights it holds.
 
-    expected: fingerprints of the snapshot in `settings.checkpoint`, by published name. phases: of the start, so far.
-    Raises whatever vLLM raises when it cannot start; PublishError when it lacks a layer of the snapshot, UserError when
-    qarl's kernels cannot serve one.
+    Args:
+        settings: How vLLM is started.
+        expected: Fingerprints of the snapshot in `settings.checkpoint`, by published name.
+        phases: Of the start so far.
+
+    Raises:
+        PublishError: The model lacks a layer of the snapshot.
+        UserError: qarl's kernels do not support a layer.
+        Exception: Whatever vLLM raises if it cannot start.
     """
-
-    _policy: Forward | None = None  # the policy's forward, where that is what vLLM runs
 
     def __init__(
         self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], phases: Phases | None = None
@@ -59,50 +55,22 @@ class Host:
         keep_compiled_code_private()
         self.settings, self._expected = settings, expected
         self._phases = Phases() if phases is None else phases
-        self._llm = start_vllm(settings, self._phases)
+        self.numerics = numerics_of(settings)
+        self._llm = start_vllm(settings, self.numerics, self._phases)
         self._worker = self._llm.collective_rpc(_itself)[0]
-        self._head = None
-        self._shard = Shard(settings.shard, settings.shards)
-        if settings.numerics == "exact":
-            from qarl.rollout.vllm.exact.start import forward_of
-
-            self._policy = forward_of(self._worker.model_runner)
-            self._head = self._policy.head
-        elif settings.linear_kernels == "qarl" or settings.cuda is None:
-            # Without it vLLM's packed copy of a tied output layer would outlive its reloads on the CPU.
-            from qarl.rollout.vllm.head import use_float32_head
-
-            self._head = use_float32_head(self._model)
-        if settings.linear_kernels == "qarl":
-            require_served(self._model)
-        self._parts = self._parts_in_checkpoint()
-        self.held = HeldModel(self._model, self._parts)
-        self._loader = Loader(self._worker, self.held, expected, settings.checkpoint, settings.staging, self._shard)
+        self.numerics.started(self._worker, expected)
         if settings.routing:
-            _ = self._experts  # kernels that cannot tell them are refused now, and not by the first call that asks
+            _ = self._experts  # refuse kernels that cannot report them now, not at the first call that asks
         self._phases.end("ready")
         logger.info(self._phases.line())
 
     import_ahead = staticmethod(import_ahead)
 
-    @property
-    def _model(self) -> nn.Module:
-        return self._worker.model_runner.get_model()
-
     def capabilities(self) -> dict[str, Any]:
-        """What the other side wants to know of a started engine.
-
-        proved_frac: share of the snapshot's bytes whose arrival digests prove. notes: what vLLM does otherwise
-        than the scheme says. phases: seconds of the parts of its start.
-        """
-        import vllm
-
-        quantization = json.loads((self.settings.checkpoint / "config.json").read_text()).get("quantization_config")
-        own = self.settings.linear_kernels == "vllm"  # and experts that it has no kernels for were refused before
-        _, note = known_limits(quantization, vllm.__version__, experts=False) if own else ("", "")
+        """What the learner's side needs to know; see `Connection`. phases: seconds of each part of the start."""
         return {
-            "proved_frac": self.held.proved_frac,
-            "notes": [f"vLLM {vllm.__version__}: {note}"] if note else [],
+            "proved_frac": self.numerics.proved_frac,
+            "notes": self.numerics.notes(),
             "phases": self._phases.seconds,
         }
 
@@ -110,12 +78,19 @@ class Host:
 
     @torch.inference_mode()
     def publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
-        """Load what arrives, in layer order, and check what is held afterwards.
+        """Load tensors that arrive and check what is held afterwards.
 
-        arriving: tensors in checkpoint layout, or patches of those held (see `receive`). expected: fingerprints of
-        the whole snapshot. Returns the seconds of its parts: receive, load, check.
-        Raises PublishError: other bytes arrived than were sent, or other ones are held, here or in another process of
-        the same model.
+        Args:
+            version: Of the snapshot.
+            arriving: Tensors in checkpoint layout, or patches of held tensors, by published name.
+            expected: Fingerprints of the whole snapshot.
+
+        Returns:
+            Seconds of the parts receive, load and check.
+
+        Raises:
+            PublishError: Other bytes arrived than were sent, or other bytes are held, here or in another process that
+                holds a part of the same model.
         """
         fault: Exception | None = None
         seconds: dict[str, float] = {}
@@ -123,7 +98,7 @@ class Host:
             seconds = self._publish(version, arriving, expected)
         except Exception as error:
             fault = error
-        if self._shard.count > 1 and not agreed(fault is None) and fault is None:
+        if not self.numerics.agreed(fault is None) and fault is None:
             fault = PublishError(f"publish of version {version}: another process of the same model refused it")
         if fault is not None:
             raise fault
@@ -131,39 +106,18 @@ class Host:
 
     def _publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
         begin = time.perf_counter()
-        tensors = receive(version, arriving, expected, lambda name: self._loader.base(name, expected))
+        tensors = receive(version, arriving, expected, lambda name: self.numerics.base(name, expected))
         received = self._now()
         if tensors:
-            self._loader.load(tensors)
+            self.numerics.load(tensors)
             if not self._llm.reset_prefix_cache():
                 raise PublishError(f"publish of version {version}: vLLM still runs requests of an earlier version")
-            if self._head is not None:
-                self._head.refresh()
-            if self._policy is not None:
-                self._policy.follow()
         loaded = self._now()
-        if self._shard.count > 1:
-            self._parts |= shard_prints(tensors.items(), self._shard)
-            expected = self._parts
-        self.held.check(version, expected)
-        if self._head is not None and not self._head.fresh():
-            raise PublishError(f"publish of version {version}: vLLM's output layer does not multiply with its weight")
+        self.numerics.check(version, expected)
         return {"receive": received - begin, "load": loaded - received, "check": self._now() - loaded}
 
-    def _parts_in_checkpoint(self) -> dict[str, Fingerprint]:
-        """Fingerprints of what this process must hold of the snapshot that vLLM started from, by published name.
-
-        Raises PublishError where the checkpoint is not the snapshot.
-        """
-        if self._shard.count == 1:
-            return dict(self._expected)
-        checkpoint, device = self.settings.checkpoint, self._worker.device
-        whole = {name: print_ for name, print_ in self._expected.items() if not name.endswith(METADATA)}
-        verify(0, whole, fingerprints(stored(checkpoint, set(whole), device)), "the checkpoint")
-        return dict(self._expected) | shard_prints(stored(checkpoint, set(whole), device), self._shard)
-
     def _now(self) -> float:
-        """Seconds, when all work given to the GPU is done."""
+        """Seconds, after all queued work of the GPU."""
         if self.settings.cuda is not None:
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -172,7 +126,7 @@ class Host:
         """Natural-log probabilities of every token but the first of each sequence, at temperature 1."""
         from vllm import SamplingParams
 
-        self._shape(Truncation())
+        self.numerics.shape(Truncation())
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self._run([(tokens, params) for tokens in sequences])
         return [
@@ -183,13 +137,17 @@ class Host:
     # --- generation --------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], drawing: Drawing, progress: Progress) -> list[Response]:
-        """A response to each request. progress: called after every step with the responses finished and their tokens;
-        what it raises ends the call, and vLLM forgets the requests."""
+        """One response per request.
+
+        progress: Called after every step with the number of finished responses and their tokens. An exception from it
+        ends the call, and vLLM drops the requests.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # Where the policy shapes distributions vLLM need only know whether it draws: it takes 0.01 to 2 alone.
-        temperature = drawing.temperature if self._policy is None else float(drawing.temperature > 0)
+        # vLLM accepts temperatures from 0.01 to 2. The policy's sampler applies any; vLLM only decides greedy or not.
+        own = self.numerics.forward is None
+        temperature = drawing.temperature if own else float(drawing.temperature > 0)
         common = {
             "max_tokens": drawing.max_tokens,
             "temperature": temperature,
@@ -204,12 +162,12 @@ class Host:
             "ignore_eos": True,  # what ends a response is in stop_token_ids
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
-        self._shape(Truncation(drawing.temperature, drawing.top_k, drawing.top_p, drawing.min_p))
+        self.numerics.shape(Truncation(drawing.temperature, drawing.top_k, drawing.top_p, drawing.min_p))
         asked = [(r.token_ids, SamplingParams(seed=r.seed, **common)) for r in requests]
         if not drawing.routing:
             outputs = self._run(asked, progress)
             return [_response(outputs[i].outputs[0]) for i in range(len(requests))]
-        self._llm.reset_prefix_cache()  # what is found in it from now on, this call has computed
+        self._llm.reset_prefix_cache()  # cached prefixes must come from this call, whose experts are recorded
         recording = Recording(*self._experts)
         with recorded(self._worker.model_runner, recording):
             outputs = self._run(asked, progress)
@@ -219,24 +177,16 @@ class Host:
 
     @cached_property
     def _experts(self) -> tuple[Experts, int]:
-        """Where the experts of each forward's rows are, and how many experts a layer has."""
-        count = next(module.moe_config.num_experts for module in self._model.modules() if hasattr(module, "moe_config"))
-        buffer = None if self._policy is None else self._policy.routing
-        return Taps(self._model) if buffer is None else buffer, count
+        return self.numerics.experts()
 
     def trace(self, requests: Sequence[Request], drawing: Drawing, tracer: Tracer) -> list[Response]:
-        """`generate`, with every operation of its forwards told to the tracer; where numerics are exact."""
+        """`generate` with every operation of its forwards reported to the tracer; exact numerics only."""
         from qarl.rollout.vllm.exact.tracing import traced
 
-        assert self._policy is not None, "only the policy's own forward is traced"
+        assert self.numerics.forward is not None, "only the policy's own forward is traced"
         self._llm.reset_prefix_cache()  # or the prompts' forwards would not run again
-        with traced(self._worker.model_runner, self._policy, tracer):
+        with traced(self._worker.model_runner, self.numerics.forward, tracer):
             return self.generate(requests, drawing, lambda finished, tokens: None)
-
-    def _shape(self, truncation: Truncation) -> None:
-        """How distributions are shaped from now on, where that is not vLLM's own task."""
-        if self._policy is not None:
-            self._policy.truncation = truncation
 
     def _run(self, requests: Iterable[tuple[list[int], Any]], progress: Progress | None = None) -> dict[int, Any]:
         """Final outputs by index."""
@@ -265,30 +215,57 @@ class Host:
     # --- memory ------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> int | None:
-        """Give the KV cache back, and the weights: parked in host memory (level 1) or dropped (level 2).
+        """Free the KV cache and the weights, which are parked in host memory (level 1) or dropped (level 2).
 
-        Returns the bytes of the GPU that this freed; None where `settings.sleep` keeps everything.
+        Returns the freed bytes of the GPU, or None if `settings.sleep` keeps everything.
         """
         if not self.settings.sleep:
             return None
-        self._loader.sleep()
-        freed = Freed()
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        self.numerics.before_sleep()
+        reserved = torch.cuda.memory_reserved()
+        held = CuMemAllocator.get_instance().get_current_usage()  # weights and KV cache, all of which it unmaps
         with beside_others(self._worker):
             self._llm.sleep(level=level)
-        return freed.nbytes()
+        return held + reserved - torch.cuda.memory_reserved()  # torch's cache is freed too
 
     def wake(self) -> None:
-        """Take the memory again. After a sleep of level 2 the weights hold nothing until the next, full publish."""
+        """Take the memory again. After level 2 the weights are undefined until the next full publish."""
         self._llm.wake_up()
-        self._loader.wake()
+        self.numerics.after_sleep()
 
     def close(self) -> None:
-        """Let go of the engine and its memory."""
+        """Free the engine and its memory."""
         self._llm.llm_engine.engine_core.shutdown()
-        del self._llm, self._worker, self.held, self._loader, self._head
-        self._policy = None
+        del self._llm, self._worker, self.numerics
+        self.__dict__.pop("_experts", None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def beside_others(worker: Any) -> Iterator[None]:
+    """Inside, vLLM's worker falls asleep although other processes allocate memory on its GPU meanwhile.
+
+    After freeing its memory the worker compares the free memory of the whole GPU with that before, and fails if there
+    is less; nothing is left to do then.
+    """
+    sleep = worker.sleep
+
+    @wraps(sleep)
+    def sleeping(*arguments: Any, **options: Any) -> None:
+        try:
+            sleep(*arguments, **options)
+        except AssertionError as error:
+            if GREW not in str(error):
+                raise
+
+    worker.sleep = sleeping
+    try:
+        yield
+    finally:
+        del worker.sleep
 
 
 def _itself(worker: Any) -> Any:
@@ -296,7 +273,7 @@ def _itself(worker: Any) -> Any:
 
 
 def _response(output: Any, routing: bytes = b"") -> Response:
-    # The drawn token comes first of each position's.
+    # The sampled token is the first entry of each position.
     logprobs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
     reason = "stop" if output.finish_reason == "stop" else "length"
     return Response(list(output.token_ids), logprobs, reason, output.stop_reason, routing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,11 +20,15 @@ from qarl.errors import UserError
 from qarl.experts import EXPERT_NAMES
 from qarl.policy.routing import stored_dtype
 from qarl.rollout.engine import SamplingParams
+from qarl.rollout.vllm.process import BegunProcess, ended_with
 from qarl.rollout.vllm.settings import Drawing, SamplerSettings
+from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.transport import learner_gpu
+from qarl.weight_sync.transport import Transport, learner_gpu, open_transport
 
 KV_BLOCK = 128  # tokens, vLLM's on the CPU and a multiple of its other ones
+LOG = "sampler.log"  # in the directory of a run, or of a rank's
+MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
 
 
 def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> SamplerSettings:
@@ -169,3 +174,64 @@ def drawing_of(sampling: SamplingParams, routing: int = 0) -> Drawing:
         stop_token_ids=tuple(sorted(sampling.stop_token_ids)),
         routing=routing,
     )
+
+
+class SamplerError(UserError):
+    """vLLM cannot go on, however often it is started."""
+
+
+def not_started(fault: SamplerFault, log: Path) -> SamplerError:
+    """That of a first start."""
+    hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
+    return SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}{see(log)}")
+
+
+def see(log: Path) -> str:
+    """Where to read on: the log, if anything was printed; one that is empty may go with a start that is refused."""
+    return f"; see {log}" if log.exists() and log.stat().st_size else ""
+
+
+@dataclass(frozen=True)
+class BegunSampler:
+    """A process of a run's vLLM. transport: for later publishes. log: gets what it prints."""
+
+    begun: BegunProcess
+    transport: Transport
+    log: Path
+
+    def look(self) -> None:
+        """Raise SamplerError where it has ended, which before its start is by itself."""
+        if (code := self.begun.process.poll()) is not None:
+            raise not_started(ended_with(code), self.log)
+
+    def close(self) -> None:
+        """End it, if it was not taken over."""
+        self.begun.close()
+        self.transport.close()
+
+
+def early_sampler(config: Config, device: torch.device, place: Path) -> BegunSampler | None:
+    """`begin_sampler`; None where `config` has no vLLM that is one process, or it cannot begin yet."""
+    rollout = config.rollout
+    if rollout.engine != "vllm" or rollout.vllm.process == "inline" or rollout.vllm.tensor_parallel > 1:
+        return None
+    try:
+        return begin_sampler(config, device, place)
+    except (OSError, UserError):  # which the start will tell, if it comes again
+        return None
+
+
+def begin_sampler(config: Config, device: torch.device, place: Path) -> BegunSampler:
+    """Begin the process of the vLLM that `config` asks for.
+
+    Raises OSError, and UserError where its log cannot be written.
+    device: the learner's. place: see `VLLMEngine`. Its threads are those that torch has now.
+    """
+    rollout, threads = config.rollout, sampler_threads(device)
+    transport = open_transport(device, sampler_gpu(config))
+    try:
+        begun = BegunProcess(rollout.linear_products, rollout.numerics, threads, transport.plan, place / LOG)
+    except BaseException:
+        transport.close()
+        raise
+    return BegunSampler(begun, transport, place / LOG)

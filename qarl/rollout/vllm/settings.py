@@ -1,4 +1,4 @@
-"""What passes between the two sides of the vLLM engine. Plain data; imports neither torch nor vLLM."""
+"""Settings, requests and responses that pass between the two sides of the vLLM engine. Imports no torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -10,34 +10,32 @@ from typing import Any, Literal
 
 from qarl.types import FinishReason
 
-# In process, so that the model is at hand; nothing is fetched or reported; no kernel compiled on the fly; whatever
-# still opens a socket does so where no other machine reaches it.
+# The engine runs in one process, so that the model is at hand. Nothing is fetched or reported, no kernel is compiled on
+# the fly, and sockets open on the loopback interface only.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one whose reload was tried
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # reloads are tested with this one
     "HF_HUB_OFFLINE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-KV_FP8 = "qarl_kv_fp8"  # of vLLM's additional configuration: keys and values of the policy's forward are e4m3
+EXACT_MODEL = "QarlExact"  # name of the policy's forward in vLLM's registry of models
+KV_FP8 = "qarl_kv_fp8"  # key of vLLM's additional configuration: the policy's forward keeps keys and values in e4m3
 
 
 def vllm_environment(
     given: Mapping[str, str], linear_kernels: str, numerics: str, threads: int | None
 ) -> dict[str, str]:
-    """What vLLM must find in the environment of its process before it is imported, beside what is `given`.
-
-    The others: see `SamplerSettings`.
-    """
+    """Variables that vLLM's process needs before vLLM is imported, beside those `given`; see `SamplerSettings`."""
     own = {name: given.get(name, value) for name, value in ENVIRONMENT.items()}
-    own["QARL_VLLM_KERNELS"] = linear_kernels
-    if numerics == "exact":  # it would put products and softmaxes of vLLM's in the place of torch's
+    own["QARL_VLLM_KERNELS"] = linear_kernels if numerics == "fast" else "vllm"
+    if numerics == "exact":  # vLLM would replace torch's products and softmaxes
         own["VLLM_BATCH_INVARIANT"] = "0"
-    if threads is not None:  # vLLM's own choice leaves one out, for a server that works beside it
+    if threads is not None:  # by default vLLM leaves one out for a server beside it
         own["OMP_NUM_THREADS"] = given.get("OMP_NUM_THREADS", str(threads))
     return own
 
@@ -46,13 +44,23 @@ def vllm_environment(
 class SamplerSettings:
     """How vLLM is started.
 
-    checkpoint: directory. dtype: of activations. scheme: its name. context: tokens of prompt and response.
-    kv_cache_bytes: of all layers, None: what `memory_frac` of the GPU leaves. sleep: its memory can be given back.
-    staging: the published tensors of repacked layers are kept. linear_kernels: whose; numerics: exact is the policy's
-    own forward, with qarl's. kv_fp8: see `quant.kv_cache_dtype`. routing: calls may ask which experts tokens went
-    through. cuda: index of the GPU, None on the CPU. threads: on the CPU. args: further engine arguments. shard: which
-    of `shards` parts of the model this process holds. meeting: file in a private directory that the processes of one
-    model meet in, None for a whole one.
+    Attributes:
+        checkpoint: Directory.
+        dtype: Of activations.
+        scheme: Name of the quantization scheme.
+        context: Most tokens of a prompt and its response.
+        kv_cache_bytes: Of all layers; None: what `memory_frac` of the GPU leaves.
+        sleep: Whether the memory can be freed.
+        staging: Keep the published tensors of layers that vLLM repacks.
+        linear_kernels: Whose linear kernels multiply.
+        cuda: Index of the GPU; None on the CPU.
+        numerics: `exact` runs the policy's own forward with qarl's kernels.
+        kv_fp8: See `quant.kv_cache_dtype`.
+        routing: Whether calls may ask which experts tokens were routed to.
+        threads: On the CPU.
+        args: Further engine arguments.
+        shard: Which of `shards` parts of the model this process holds.
+        rendezvous: File in a private directory where the processes of one model meet; None for a whole model.
     """
 
     checkpoint: Path
@@ -75,12 +83,12 @@ class SamplerSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     shard: int = 0
     shards: int = 1
-    meeting: Path | None = None
+    rendezvous: Path | None = None
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to draw. seed: of its own random stream, in [0, 2^63)."""
+    """One response to sample. seed: of its own random stream, in [0, 2^63)."""
 
     token_ids: list[int]
     seed: int
@@ -88,9 +96,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How responses are drawn, the same for every request of one call; see `qarl.rollout.engine.SamplingParams`.
+    """Sampling parameters of all requests of one call; see `qarl.rollout.engine.SamplingParams`.
 
-    routing: bytes that tell the experts of one token, where they are to be told; 0: they are not.
+    routing: Bytes that encode the experts of one token; 0 if they are not recorded.
     """
 
     max_tokens: int
@@ -105,8 +113,12 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Response:
-    """What was drawn. stopped_by: the stop token id or stop string, None at the length limit. routing: the bytes of
-    `Rollout.routing`, where it was asked for."""
+    """One sampled response.
+
+    Attributes:
+        stopped_by: The stop token id or stop string; None at the length limit.
+        routing: Bytes of `Rollout.routing`, if requested.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -117,12 +129,12 @@ class Response:
 
 @dataclass(frozen=True)
 class Failure:
-    """An operation that failed; the sampler goes on serving. publish: the tensors are to blame, not the engine."""
+    """An operation that failed; the sampler keeps serving. publish: whether it was a PublishError."""
 
     message: str
     publish: bool
 
 
 def request_seed(seed: int, prompt_id: int, sample: int) -> int:
-    """The seed of one response's random stream, in [0, 2^63): it depends on nothing else."""
+    """The seed of one response's random stream, in [0, 2^63)."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}/{sample}".encode()).digest()[:8]) >> 1

@@ -1,8 +1,9 @@
-"""The sleep of a vLLM on the learner's GPU, as the learner sees it: when it falls asleep, and when it is woken."""
+"""When a vLLM on the learner's GPU sleeps and wakes."""
 
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -10,19 +11,24 @@ from qarl.rollout.engine import ignore_progress
 from qarl.rollout.room import Room
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.process import SamplerProcess
-from qarl.rollout.vllm.team import SamplerTeam
 
-Sampler = SamplerProcess | SamplerTeam | InlineSampler
+if TYPE_CHECKING:
+    from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
 
-MARGIN = 2**30  # bytes of a GPU for what no estimate counts, where vLLM wakes beside the learner
+Sampler: TypeAlias = "SamplerProcess | SamplerTeam | InlineSampler"
+MARGIN = 2**30  # bytes of GPU memory that no estimate counts, for waking beside the learner
 
 
 class SamplerSleep:
-    """Of one sampler at a time. What it raises is the sampler's, SamplerFault.
+    """The sleep state of one sampler at a time. Methods raise the sampler's SamplerFault.
 
-    room: of the learners' GPUs. beside: bytes of one that an update of the learner takes, beside which vLLM may wake
-    already; None: it wakes for the next publish. asleep: until it has woken, whether it is told to or not. metrics: of
-    the last sleep and waking, by name.
+    Args:
+        room: Free memory of the learners' GPUs.
+        beside: Bytes of an optimizer update, beside which vLLM may wake already; None: it wakes for the next publish.
+
+    Attributes:
+        asleep: True until it has woken, also after it was told to wake.
+        metrics: Of the last sleep and wake-up, by name.
     """
 
     def __init__(self, room: Room, beside: int | None) -> None:
@@ -32,11 +38,11 @@ class SamplerSleep:
         self._freed = 0  # bytes, by the last sleep
 
     def forget(self) -> None:
-        """The sampler is gone."""
+        """Forget a sampler that has ended."""
         self.asleep = self._waking = False
 
     def fall(self, sampler: Sampler, level: int) -> bool:
-        """Let it sleep, and wait. Returns whether it did: not one that keeps everything, or is asleep already."""
+        """Put it to sleep and wait. Returns False if it keeps everything or sleeps already."""
         if self.asleep and not self._waking:
             return False
         self.wake(sampler)
@@ -50,9 +56,9 @@ class SamplerSleep:
         return True
 
     def begin_to_wake(self, sampler: Sampler | None) -> None:
-        """Wake it without waiting, where its GPUs have room for it and an update. It may be called again.
+        """Start waking it without waiting, if its GPUs have memory for it and for an update. May be called again.
 
-        Not one that is in this process. Other ranks that have a part in the room ask at the same time.
+        Does nothing for a sampler in this process. All ranks that share the memory ask at the same time.
         """
         waits = self.asleep and not self._waking and not isinstance(sampler, InlineSampler)
         needed = self._freed + self._beside + MARGIN if waits and self._beside is not None else None
@@ -65,7 +71,7 @@ class SamplerSleep:
         if not self.asleep:
             return
         if not self._waking:
-            torch.cuda.empty_cache()  # the learner's spare memory is what the sampler gave it
+            torch.cuda.empty_cache()  # the sampler needs the memory that the learner cached
         begin = time.perf_counter()
         if not self._waking:
             sampler.begin("wake", None)

@@ -1,38 +1,34 @@
-"""How vLLM starts: what is imported and put into it before, and what it must be afterwards.
+"""How vLLM starts: what is imported first, and the engine arguments.
 
 Importing this module does not import vLLM; its functions do.
 """
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from qarl_kernels.attention import PAGE
 
-from qarl.errors import UserError
-from qarl.rollout.vllm.alone import no_way_in
-from qarl.rollout.vllm.arguments import engine_arguments
-from qarl.rollout.vllm.meeting import meeting_in
+from qarl.rollout.vllm.numerics import Numerics
 from qarl.rollout.vllm.phases import Phases
-from qarl.rollout.vllm.recording import tapped
-from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.rollout.vllm.settings import EXACT_MODEL, KV_FP8, SamplerSettings
 
 if TYPE_CHECKING:
     from vllm import LLM
 
+# Batches of decodes that CUDA graphs are captured for; a batch runs in the next larger one.
+STEPS = ((1, 2, 4, 8), range(16, 128, 16), range(128, 513, 32))
+
 
 def import_ahead(exact: bool) -> None:
-    """Import what a start will import, in an environment that is prepared. exact: for `rollout.numerics: exact`.
+    """Import the modules that a start needs, in a prepared environment. A failing import fails again at the start.
 
-    What cannot be imported is left to the start, which says so.
+    exact: for `rollout.numerics: exact`.
     """
-    names = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "qarl.rollout.vllm.linear_methods"]
-    names += ["qarl.rollout.vllm.exact.start"] if exact else []
+    names = ["vllm.entrypoints.llm", "vllm.v1.engine.core"]
+    names.append(f"qarl.rollout.vllm.{'exact' if exact else 'own_kernels'}.numerics")
     with suppress(Exception):
         from vllm.platforms import current_platform
 
@@ -42,69 +38,83 @@ def import_ahead(exact: bool) -> None:
             import_module(name)
 
 
-def start_vllm(settings: SamplerSettings, phases: Phases) -> LLM:
-    """vLLM with the model in `settings.checkpoint`. phases: get the parts of it. Raises whatever vLLM raises."""
+def start_vllm(settings: SamplerSettings, numerics: Numerics, phases: Phases) -> LLM:
+    """vLLM with the model in `settings.checkpoint`. Raises whatever vLLM raises."""
     from vllm import LLM
 
-    from qarl.rollout.vllm.onednn import keep_scales
-    from qarl.rollout.vllm.plugin import register
     from qarl.rollout.vllm.sampling import batch_seeded_noise
 
-    keep_scales()
     batch_seeded_noise()
-    register()  # vLLM does it itself where qarl is installed, but not where it is only on the path
-    backend = "gloo" if settings.cuda is None else "nccl"
-    groups = no_way_in(backend)
-    if settings.meeting is not None:
-        groups = meeting_in(settings.meeting, backend, settings.shard, settings.shards)
-    arguments = engine_arguments(settings)
-    if settings.numerics == "fast":
-        _import_model(settings.checkpoint)
-    phases.end("imports")
-    routers = tapped(settings.routing and settings.numerics == "fast")
-    with groups, routers, phases.of_worker(partial(_loaded, settings)):
-        return LLM(str(settings.checkpoint), **arguments)
+    with numerics.starting():
+        phases.end("imports")
+        with phases.of_worker(numerics.loaded):
+            return LLM(str(settings.checkpoint), **engine_arguments(settings))
 
 
-def _import_model(checkpoint: Path) -> None:
-    """Import vLLM's class of the checkpoint's model here, where it will run: vLLM would ask another process about it,
-    which imports all of vLLM for that."""
-    from vllm.model_executor.models.registry import ModelRegistry
+def engine_arguments(settings: SamplerSettings) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`."""
+    arguments: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "max_model_len": settings.context,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_batched_tokens,
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": True,  # the responses to a prompt share its prefill
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
+        "generation_config": "vllm",  # no sampling parameters from the model's directory
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+    }
+    if settings.cuda is None:
+        # On the CPU vLLM cannot take back the random numbers that a seeded request uses up in the middle of its prompt
+        # (0.24 to 0.32), so prompts are not split.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(settings.max_batched_tokens, settings.context)
+    else:
+        arguments |= {"gpu_memory_utilization": settings.memory_frac, "enable_sleep_mode": settings.sleep}
+    if settings.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    own = _exact_arguments(settings) if settings.numerics == "exact" else _fast_arguments(settings)
+    return arguments | own | dict(settings.args)
 
-    for name in json.loads((checkpoint / "config.json").read_text())["architectures"]:
-        if (known := ModelRegistry.models.get(name)) is not None and hasattr(known, "module_name"):
-            ModelRegistry.register_model(name, known.load_model_cls())
+
+def _exact_arguments(settings: SamplerSettings) -> dict[str, Any]:
+    # The model reads the checkpoint's quantization itself.
+    overrides = {"architectures": [EXACT_MODEL], "quantization_config": None}
+    arguments: dict[str, Any] = {"hf_overrides": overrides, "block_size": PAGE}
+    if settings.kv_fp8:  # not `kv_cache_dtype`, which asks vLLM's own attention
+        arguments["additional_config"] = {KV_FP8: True}
+    if settings.cuda is None:
+        arguments["enforce_eager"] = True
+    elif not settings.enforce_eager:  # torch compiles nothing: the policy's kernels are what they are
+        arguments |= {
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_num_of_warmups": 1},
+            "cudagraph_capture_sizes": graph_sizes(settings.max_num_seqs),
+            "enable_flashinfer_autotune": False,  # nothing of it runs
+        }
+    return arguments
 
 
-def _loaded(settings: SamplerSettings, worker: Any) -> None:
-    """vLLM's worker holds the weights, and has run nothing."""
-    if settings.numerics == "exact":
-        from qarl.rollout.vllm.exact.rehearsal import rehearse
-        from qarl.rollout.vllm.exact.start import take_over
+def _fast_arguments(settings: SamplerSettings) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    if settings.shards > 1:
+        arguments |= {
+            "tensor_parallel_size": settings.shards,
+            "distributed_executor_backend": "external_launcher",
+            "disable_custom_all_reduce": True,  # it asks for GPUs that this process does not see; sums go over NCCL
+            "async_scheduling": False,  # decides by timing, which may differ between the processes
+        }
+        if settings.cuda is not None:
+            arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    if settings.linear_kernels == "qarl" and settings.scheme == "bf16":
+        arguments["hf_overrides"] = {"quantization_config": {"quant_method": "qarl-dense"}}
+    if settings.kv_fp8:
+        arguments["kv_cache_dtype"] = "fp8"
+    return arguments
 
-        take_over(worker.model_runner)
-        rehearse(worker.model_runner)
 
-
-def require_served(model: nn.Module) -> None:
-    """Raise UserError where vLLM multiplies a layer with kernels of its own."""
-    if names := unserved(model):
-        raise UserError(
-            f"rollout.linear_kernels: qarl has no kernel for '{names[0]}' in vLLM; set rollout.linear_kernels=vllm"
-        )
-
-
-def unserved(model: nn.Module) -> list[str]:
-    """Names of the model's linear layers and experts that vLLM multiplies with kernels of its own."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.linear import LinearBase
-
-    from qarl.rollout.vllm.expert_kernels import experts_method
-    from qarl.rollout.vllm.linear_kernels import kernel_of
-
-    return [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, LinearBase) and kernel_of(module) is None)
-        or (isinstance(module, RoutedExperts) and experts_method(module) is None)
-    ]
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that graphs are captured for; the largest is `max_num_seqs`, as far as there are graphs."""
+    steps = [size for part in STEPS for size in part]
+    return [size for size in steps if size < max_num_seqs] + [min(max_num_seqs, steps[-1])]

@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from qarl.errors import UserError
-from qarl.rollout.vllm.alone import keep_compiled_code_private
 from qarl.rollout.vllm.host import Host, Progress
 from qarl.rollout.vllm.messages import done, failed, read_order, read_start
 from qarl.rollout.vllm.phases import Phases
+from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import Drawing, Failure, Request
 from qarl.rollout.vllm.wire import Channel, Message
 from qarl.weight_sync.receiver import Arriving

@@ -1,1 +1,1 @@
-"""`rollout.numerics: exact`: vLLM keeps weights, schedules and pages; what is computed is the policy's own forward."""
+"""`rollout.numerics: exact`: a model of vLLM that is the policy's own forward on the published tensors."""

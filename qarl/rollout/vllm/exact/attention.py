@@ -1,7 +1,7 @@
-"""vLLM's KV cache under the policy's attention: what vLLM must know of a layer's keys, and what a batch says of itself.
+"""vLLM's KV cache for the policy's attention.
 
-vLLM allots blocks of `PAGE` tokens to sequences. Its metadata builder is asked once a step, and what it makes of block
-tables, slots and lengths is the attention object that the policy's decoder takes.
+vLLM assigns blocks of `PAGE` tokens to sequences. Once per step it asks the metadata builder, which makes the attention
+object of the policy's decoder from block tables, slots and lengths.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from qarl.policy.attention import Attention, Caches, Span, paged
 
 
 class CachedLayer(AttentionLayerBase):
-    """The keys and values of one layer, in the place of vLLM's attention.
+    """The keys and values of one layer.
 
-    kv_cache: vLLM sets it, (P, H_kv, PAGE, 2 D): of each token its key, then its value. pages: keys and values in it,
-    (P, H_kv, PAGE, D) each.
-    A layer that sees a window of its sequence keeps all of it, like the others: blocks are the same for all layers.
+    A layer with a sliding window keeps its whole sequence: blocks are the same for all layers.
+
+    Attributes:
+        kv_cache: Set by vLLM, (P, H_kv, PAGE, 2 D): the key, then the value of each token.
+        pages: Keys and values in it, (P, H_kv, PAGE, D) each.
     """
 
     def __init__(self, index: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -60,7 +62,7 @@ def pages_of(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class PolicyAttention(AttentionBackend):
-    """Tells vLLM how the KV cache looks and who reads a batch's metadata; it computes nothing."""
+    """Tells vLLM the shape of the KV cache and who reads a batch's metadata; it computes nothing."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -70,7 +72,7 @@ class PolicyAttention(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        raise NotImplementedError("there is none: no layer of vLLM's attends")  # vLLM asks, and takes this for none
+        raise NotImplementedError("no layer of vLLM computes attention")  # vLLM accepts that
 
     @staticmethod
     def get_builder_cls() -> type[AttentionBuilder]:
@@ -80,15 +82,15 @@ class PolicyAttention(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """As later versions of vLLM have it without being told."""
+        """The shape that later versions of vLLM choose by themselves."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
 
 class AttentionBuilder(AttentionMetadataBuilder[Any]):
     """Makes the attention of each batch.
 
-    Batches of one token a sequence run from tensors on the device alone, whose addresses vLLM keeps from step to step,
-    so that its CUDA graphs capture them. Rows that fill up a graph's batch have length 0 and negative slots.
+    Batches of one token per sequence use only tensors on the device whose addresses stay the same from step to step, so
+    that vLLM's CUDA graphs capture them. Rows that pad a graph's batch have length 0 and negative slots.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -116,7 +118,7 @@ class AttentionBuilder(AttentionMetadataBuilder[Any]):
         from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
 
         assert batch.positions is not None and batch.num_reqs == batch.num_actual_tokens
-        # A graph serves all lengths, and what runs before it is captured must launch what it does.
+        # A graph serves all lengths, and warm-up runs must launch the same kernels as the capture.
         longest = batch.max_seq_len if self._bound is None else self._bound
         return DecodeAttention(
             batch.positions, batch.slot_mapping, batch.block_table_tensor, batch.seq_lens, longest, caches
@@ -146,7 +148,7 @@ def _spans(batch: CommonAttentionMetadata) -> list[Span]:
 
 
 def _counts_and_lengths(batch: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
-    """Tokens of each sequence in the batch, and its tokens with those before: (S,) integers of the host."""
+    """Tokens of each sequence in the batch, and with those before: (S,) integers on the host."""
     lengths = batch.seq_lens_cpu_upper_bound
     assert lengths is not None, "vLLM knows its sequences' lengths"
     return batch.query_start_loc_cpu.diff(), lengths

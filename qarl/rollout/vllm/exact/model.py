@@ -1,135 +1,159 @@
-"""vLLM's models with the policy's forward: vLLM loads and holds the weights, the policy's decoder computes."""
+"""The policy's decoder as a model of vLLM: vLLM schedules, holds KV pages and captures CUDA graphs; qarl computes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+from qarl_formats.compressed import parse_quantization_config
+from qarl_formats.weight import UNQUANTIZED
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Distribution, Truncation, distribution
 from torch import Tensor, nn
 from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention import Attention as VLLMAttention
-from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.policy.attention import Attention, Caches, Span, paged
 from qarl.policy.decoder import Decoder
+from qarl.policy.linear import QuantLinear
+from qarl.policy.modules import replace_modules
 from qarl.policy.routes import NO_ROUTES, recording
+from qarl.policy.skeleton import linear_names, schemes_of, skeleton
 from qarl.policy.trace import Context, Tracer
-from qarl.policy.view import View
+from qarl.policy.view import Role
 from qarl.rollout.vllm.exact.attention import CachedLayer, pages_of
-from qarl.rollout.vllm.exact.view import addresses, bare_decoder, held_view
-from qarl.rollout.vllm.head import Float32Head, use_float32_head
+from qarl.rollout.vllm.exact.weights import PublishedWeights
 from qarl.rollout.vllm.recording import Buffer
 from qarl.rollout.vllm.settings import KV_FP8
-from qarl.weight_sync.verify import PublishError
-
-PREFIX = "Exact"  # of the registered classes' names
 
 
-class Forward:
-    """The policy's forward on the weights of one vLLM model.
+class ExactModel(nn.Module):
+    """The policy's forward on published tensors that it holds itself.
 
-    It is made when it is first needed, after vLLM has loaded. truncation: of the tokens that are drawn next. routing:
-    the experts of the rows of the forward that ran last, of a mixture.
-    drawn_from: the last distribution that was computed, until somebody takes it.
+    Attributes:
+        truncation: Shapes the distribution that the next tokens are sampled from.
+        routing: For a mixture, the experts of the rows of the last forward.
+        weights: What the decoder reads.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, layers: list[CachedLayer]) -> None:
-        self._model, self._config, self._layers = model, vllm_config.model_config, layers
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self._config = vllm_config.model_config
         self._device: torch.device = vllm_config.device_config.device
-        self._shape = AutoConfig.from_pretrained(self._config.model, trust_remote_code=False)  # later it may be gone
-        self.truncation = Truncation()
-        self._drawn_from: Distribution | None = None
-        self._tell: Callable[[Tensor], None] | None = None
-        self._kv_fp8 = kv_fp8(vllm_config)
         self._rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self._told: Callable[[Tensor], None] | None = None
+        self._sampled_from: Distribution | None = None
+        self.truncation = Truncation()
+        # vLLM makes models under defaults of its own for devices and dtypes.
+        with torch.device("cpu"), set_default_torch_dtype(torch.float32), torch.no_grad():
+            self._build(bool(vllm_config.additional_config.get(KV_FP8)))
+        layers = self._decoder.layers
+        self.layers = [CachedLayer(at, one.kv_heads, one.head_dim, self._cache_dtype) for at, one in enumerate(layers)]
+        for layer in self.layers:
+            name = f"model.layers.{layer.index}.self_attn.attn"
+            vllm_config.compilation_config.static_forward_context[name] = layer
 
-    @cached_property
-    def head(self) -> Float32Head:
-        return use_float32_head(self._model)
+    def _build(self, kv_fp8: bool) -> None:
+        place, dtype = Path(self._config.model), self._config.dtype
+        shape = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        stored = json.loads((place / "config.json").read_text()).get("quantization_config")
+        scheme, ignore = (UNQUANTIZED, []) if stored is None else parse_quantization_config(stored)
+        model, role = skeleton(shape), Role()
+        scheme_of = schemes_of(model, scheme, ignore)
+        for name in linear_names(model):
+            model.set_submodule(name, QuantLinear(model.get_submodule(name), name, role, False))
+        positions = -(-self._config.max_model_len // PAGE) * PAGE
+        replace_modules(model, role, positions, {dtype}, self._device)
+        self._decoder = Decoder(model.base_model, role, False, "bf16")
+        for at, table in enumerate(self._decoder.rotary.tables[dtype]):
+            self.register_buffer(f"rotary_{at}", table, persistent=False)  # a deep sleep of vLLM's spares buffers alone
+        tied = bool(shape.tie_word_embeddings)
+        self.weights = PublishedWeights(self._decoder, scheme_of, dtype, self._device, tied, kv_fp8)
+        on_gpu = self._device.type == "cuda"
+        self._cache_dtype = torch.float8_e4m3fn if on_gpu and kv_fp8 else dtype
 
-    @cached_property
-    def _decoder(self) -> Decoder:
-        rows = -(-self._config.max_model_len // PAGE) * PAGE
-        with torch.inference_mode(False), torch.no_grad():
-            decoder = bare_decoder(self._shape, rows, self._config.dtype, self._device)
-        decoder.role.settle(self._view(decoder))
-        return decoder
+    # --- what vLLM asks of a model -------------------------------------------------------------------------------
 
-    def _view(self, decoder: Decoder) -> View:
-        return held_view(self._model, decoder, self._config.dtype, self.head.weight, self._kv_fp8)
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.weights.load(dict(weights))
+        self._decoder.role.settle(self.weights.view())
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        raise NotImplementedError("prompts are token ids")  # vLLM looks for the method
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Any = None
+    ) -> Tensor:
+        """Final hidden states (T, H) of vLLM's current batch. input_ids: (T,) integers; positions: (T,) int64."""
+        assert intermediate_tensors is None and inputs_embeds is None, "the sampler is one process, fed with token ids"
+        batch = get_forward_context().attn_metadata
+        attention = self._measured(positions) if batch is None else next(iter(batch.values()))  # one for all layers
+        if self._told is not None:
+            self._told(input_ids)
+        if self.routing is None:
+            return self._decoder(input_ids.long(), attention)
+        routes = recording()
+        hidden = self._decoder(input_ids.long(), attention, routes=routes)
+        self.routing.leave(routes.recorded())
+        return hidden
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """float32 (R, V) of states (R, H), as tokens are sampled from them."""
+        self._sampled_from = distribution(hidden_states.contiguous(), self._decoder.role.view.head, self.truncation)
+        return self._sampled_from.logits
+
+    # --- for the sampler and the start ---------------------------------------------------------------------------
 
     @cached_property
     def routing(self) -> Buffer | None:
         found = [layer.experts for layer in self._decoder.layers if layer.experts is not None]
         return Buffer(self._rows, len(found), found[0].per_token, self._device) if found else None
 
-    def follow(self) -> None:
-        """Read the weights where they are after a load. Raises PublishError where CUDA graphs read them elsewhere."""
-        role = self._decoder.role
-        view = self._view(self._decoder)
-        if view.fused and list(addresses(view)) != list(addresses(role.view)):
-            raise PublishError("publish: vLLM's reload moved a weight, and its CUDA graphs read the old one")
-        role.settle(view)
+    @property
+    def experts(self) -> int:
+        """How many experts a layer of a mixture has."""
+        return next(layer.experts.count for layer in self._decoder.layers if layer.experts is not None)
 
-    def states(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Final hidden states (T, H) of vLLM's current batch. ids: (T,) integers; positions: (T,) int64."""
-        batch = get_forward_context().attn_metadata
-        attention = self._measured(positions) if batch is None else next(iter(batch.values()))  # one for all layers
-        if self._tell is not None:
-            self._tell(ids)
-        if self.routing is None:
-            return self._decoder(ids.long(), attention)
-        routes = recording()
-        hidden = self._decoder(ids.long(), attention, routes=routes)
-        self.routing.leave(routes.recorded())
-        return hidden
+    def take(self, logits: Tensor) -> Distribution:
+        """The distribution that `compute_logits` returned these logits of; it was the last one."""
+        found, self._sampled_from = self._sampled_from, None
+        assert found is not None and found.logits is logits, "vLLM samples from what was computed last"
+        return found
 
     @contextmanager
     def traced(self, tracer: Tracer, rows: Callable[[Tensor], Iterable[Context]]) -> Iterator[None]:
-        """Inside, forwards are told to the tracer. rows: what those of the batch that runs now are, by its ids."""
-        self._tell = lambda ids: tracer.expect(rows(ids))
+        """Inside, the tracer is told of all operations. rows(ids): whose rows the current batch has."""
+        self._told = lambda ids: tracer.expect(rows(ids))
         try:
             with self._decoder.noting(tracer):
                 yield
         finally:
-            self._tell = None
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 (R, V) of states (R, H), as tokens are drawn from them."""
-        self._drawn_from = distribution(hidden.contiguous(), self._decoder.role.view.head, self.truncation)
-        return self._drawn_from.logits
-
-    def take(self, logits: Tensor) -> Distribution:
-        """The distribution that has these logits, computed last."""
-        found, self._drawn_from = self._drawn_from, None
-        assert found is not None and found.logits is logits, "vLLM draws from what was computed last"
-        return found
+            self._told = None
 
     @property
     def fused(self) -> bool:
-        """Whether its layers are Triton kernels."""
+        """Whether the layers are Triton kernels."""
         return self._decoder.role.view.fused
 
     def run(self, ids: Tensor, attention: Attention) -> Tensor:
-        """`states` of a batch that is not vLLM's."""
+        """`forward` of a batch that is not vLLM's."""
         return self._decoder(ids, attention, routes=NO_ROUTES if self.routing is None else recording())
 
     def pages(self) -> Caches:
-        """A KV cache of one page a layer, of zeros, with the strides of vLLM's."""
-        shapes = [(1, layer.kv_heads, PAGE, 2 * layer.head_dim) for layer in self._layers]
-        dtype = self._decoder.role.view.cache_dtype(self._config.dtype)
-        made = (torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes)
+        """A KV cache of one zero page per layer, with the strides of vLLM's."""
+        shapes = [(1, layer.kv_heads, PAGE, 2 * layer.head_dim) for layer in self.layers]
+        made = (torch.zeros(shape, dtype=self._cache_dtype, device=self._device) for shape in shapes)
         return [pages_of(cache) for cache in made]
 
     def _measured(self, positions: Tensor) -> Attention:
-        """For a batch of vLLM's that only measures memory, before there is a KV cache: each row for itself."""
+        """Attention of a batch that only measures memory, before there is a KV cache: each row by itself."""
         rows, device, pages = len(positions), positions.device, self.pages()
         if not self.fused:
             return paged([Span(row, 1, 0, [0]) for row in range(rows)], device, pages, fused=False)
@@ -137,49 +161,3 @@ class Forward:
 
         nothing, table = positions.new_zeros(rows), torch.zeros(rows, 1, dtype=torch.int32, device=device)
         return DecodeAttention(nothing, nothing - 1, table, torch.ones_like(table)[:, 0], 1, pages)
-
-
-def kv_fp8(vllm_config: VllmConfig) -> bool:
-    """Whether keys and values are e4m3, as `engine_arguments` asked for."""
-    return bool(vllm_config.additional_config.get(KV_FP8))
-
-
-def cache_dtype(vllm_config: VllmConfig) -> torch.dtype:
-    """What vLLM's KV cache holds: on a GPU, where layers are Triton kernels, e4m3 where that is asked for."""
-    on_gpu = vllm_config.device_config.device.type == "cuda"
-    return torch.float8_e4m3fn if on_gpu and kv_fp8(vllm_config) else vllm_config.model_config.dtype
-
-
-class ExactModel(nn.Module):
-    """Put before one of vLLM's causal language models, whose layers it leaves as holders of their weights."""
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        found = vllm_config.compilation_config.static_forward_context
-        layers = []
-        for name, module in list(self.named_modules()):
-            if isinstance(module, VLLMAttention):
-                owner, _, leaf = name.rpartition(".")
-                delattr(self.get_submodule(owner), leaf)
-                layer = CachedLayer(len(layers), module.num_kv_heads, module.head_size, cache_dtype(vllm_config))
-                found[module.layer_name] = layer
-                layers.append(layer)
-        self.policy = Forward(self, vllm_config, layers)
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Any = None
-    ) -> Tensor:
-        assert intermediate_tensors is None and inputs_embeds is None, "the sampler is one process, fed with token ids"
-        return self.policy.states(input_ids, positions)
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return self.policy.logits(hidden_states)
-
-
-def register(architecture: str) -> str:
-    """Make vLLM's causal language model of this name known with the policy's forward. Returns its new name."""
-    name = PREFIX + architecture
-    if name not in ModelRegistry.get_supported_archs():
-        base = ModelRegistry.models[architecture].load_model_cls()
-        ModelRegistry.register_model(name, type(name, (ExactModel, base), {}))
-    return name

@@ -1,7 +1,7 @@
-"""The kernels of the policy's forward, compiled side by side before vLLM runs it and compiles one after the other.
+"""Compiles the kernels of the policy's forward in parallel before vLLM runs it, which would compile them one by one.
 
-What vLLM is about to run is recorded instead of run: the batch that measures memory, a prefill, decodes beside one,
-the decodes that CUDA graphs are captured for, and the drawing of tokens. What else comes up later is compiled then.
+Launches of the batches that vLLM is about to run are recorded instead of run: the batch that measures memory, prefills,
+decodes beside a prefill, the decodes that CUDA graphs are captured for, and sampling. Others compile when needed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 from qarl.policy.attention import Attention
 
 if TYPE_CHECKING:
-    from qarl.rollout.vllm.exact.model import Forward
+    from qarl.rollout.vllm.exact.model import ExactModel
 
-THREADS = 16  # at most; what Python does of a compilation is one thread's
+THREADS = 16  # at most; the Python part of a compilation holds the interpreter's lock
 logger = logging.getLogger("vllm.qarl")
 
 
 @torch.inference_mode()
 def rehearse(model_runner: Any) -> None:
-    """Compile for an `ExactModel` that holds its weights. vLLM starts without too: what fails is a line of its log."""
-    policy: Forward = model_runner.get_model().policy
+    """Compile for an `ExactModel` that holds its weights. A failure is logged, and kernels compile when needed."""
+    policy: ExactModel = model_runner.get_model()
     if not policy.fused:
         return
     device: torch.device = model_runner.device
@@ -46,8 +46,8 @@ def rehearse(model_runner: Any) -> None:
         logger.warning("kernels are compiled when they are needed: %s: %s", type(error).__name__, error)
 
 
-def perform(policy: Forward, config: Any, device: torch.device) -> None:
-    """The forwards and the distributions of what vLLM is about to run. config: vLLM's."""
+def perform(policy: ExactModel, config: Any, device: torch.device) -> None:
+    """Run the forwards and the sampling that vLLM is about to run. config: vLLM's."""
     from qarl_kernels.draw import exponential_  # imports Triton
 
     scheduler, context = config.scheduler_config, config.model_config.max_model_len
@@ -56,15 +56,15 @@ def perform(policy: Forward, config: Any, device: torch.device) -> None:
     drawn = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     for rows, attention in _batches(policy, sorted(sizes), scheduler.max_num_batched_tokens, context, device):
         hidden = policy.run(torch.zeros(rows, dtype=torch.int64, device=device), attention)
-        logits = policy.take(policy.logits(hidden[:drawn])).logits
+        logits = policy.take(policy.compute_logits(hidden[:drawn])).logits
     zeros = torch.zeros(2, len(logits), dtype=torch.int64, device=device)
     exponential_(torch.empty_like(logits, memory_format=torch.contiguous_format), *zeros)
 
 
 def _batches(
-    policy: Forward, sizes: list[int], most: int, context: int, device: torch.device
+    policy: ExactModel, sizes: list[int], most: int, context: int, device: torch.device
 ) -> Iterator[tuple[int, Attention]]:
-    """(rows, attention) of what measures memory, of prefills of `most` rows and fewer, and of decodes of all sizes."""
+    """(rows, attention) of the memory measurement, of prefills of up to `most` rows, and of decodes of all sizes."""
     from qarl.policy.fused_attention import DecodeAttention, PagedAttention
 
     pages = policy.pages()
@@ -74,7 +74,7 @@ def _batches(
         return DecodeAttention(positions, positions, _table(rows, longest, device), positions.int(), longest, pages)
 
     def prefill(rows: int, beside: int = 0, position: int = 0) -> tuple[int, PagedAttention]:
-        """Of new sequences, with decodes beside them of tokens at this position."""
+        """New sequences, with decodes beside them of tokens at this position."""
         whole, rest = divmod(rows - beside, context)
         begun = [context] * whole + [rest] * (rest > 0)
         counts, positions = np.array(begun + [1] * beside), np.array([0] * len(begun) + [position] * beside)

@@ -1,4 +1,4 @@
-"""A trace of vLLM's forwards: whose rows its batches have, with every operation run as it is, in no CUDA graph."""
+"""Traces vLLM's forwards: which request each row of a batch belongs to, without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from qarl.policy.trace import Context, Tracer
-from qarl.rollout.vllm.exact.model import Forward
+from qarl.rollout.vllm.exact.model import ExactModel
 
 
 @contextmanager
-def traced(model_runner: Any, policy: Forward, tracer: Tracer) -> Iterator[None]:
-    """Inside, forwards of the model runner's requests are told to the tracer."""
+def traced(model_runner: Any, policy: ExactModel, tracer: Tracer) -> Iterator[None]:
+    """Inside, the tracer is told of the forwards of the model runner's requests."""
     rows = Rows(model_runner)
     name = "_determine_batch_execution_and_padding"
     setattr(model_runner, name, partial(getattr(model_runner, name), force_eager=True))
@@ -27,10 +27,10 @@ def traced(model_runner: Any, policy: Forward, tracer: Tracer) -> Iterator[None]
 
 
 class Rows:
-    """Whose tokens the rows of vLLM's batches are.
+    """The requests that the rows of vLLM's batches belong to.
 
-    Where vLLM schedules ahead, its host has not seen a drawn token when it runs, and keeps -1 in its place; what ran
-    before is remembered here.
+    With asynchronous scheduling vLLM's host has not seen a sampled token when the next step runs, and keeps -1 in its
+    place; this remembers the tokens that ran.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -38,7 +38,7 @@ class Rows:
         self._seen: dict[str, dict[int, int]] = {}
 
     def contexts(self, ids: Tensor) -> list[Context]:
-        """Of the batch that runs now. ids: (T,) tokens of its rows."""
+        """Contexts of the current batch. ids: (T,) tokens of its rows."""
         batch, tokens = self._runner.input_batch, ids.tolist()
         starts = self._runner.query_start_loc.np
         found = []

@@ -1,15 +1,23 @@
-"""What vLLM's own kernels cannot run, or run otherwise than the checkpoint says."""
+"""What vLLM's own kernels cannot run, or compute otherwise than the checkpoint says, and one fault of theirs.
+
+Importing this module does not import vLLM.
+"""
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 
 def known_limits(quantization: dict[str, Any] | None, version: str, experts: bool) -> tuple[str, str]:
-    """(why vLLM cannot run the format on this device, what it does otherwise than the format says); "" where nothing.
+    """(why vLLM cannot run the format on this device, how its arithmetic differs from the format), each "" if nothing.
 
-    experts: whether those of a mixture are among what is quantized.
     Read in vLLM's sources (0.24 and 0.32: `compressed_tensors.py`, `kernels/linear`) and seen on these devices.
+
+    Args:
+        quantization: `quantization_config` of the checkpoint; None if it is not quantized.
+        version: vLLM's.
+        experts: Whether experts of a mixture are among the quantized layers.
     """
     import torch
     from vllm.platforms import current_platform
@@ -58,3 +66,25 @@ def cpu_int8_error() -> float:
     # vLLM's handle keeps addresses, not references: the operands must outlive the product.
     del transposed, weight_scale, scale
     return float((found.double() - exact).norm() / exact.norm())
+
+
+def keep_scales() -> None:
+    """Keep the weight scales of vLLM's int8 product on the CPU alive. Repeated calls do nothing.
+
+    vLLM gives oneDNN the address of the scales. A reload of weights makes a new handle from new tensors, copies their
+    values into the old ones and frees the new: the handle then reads freed memory and the sampler returns empty text
+    (seen with 0.32; the canary detects it).
+    """
+    import vllm._custom_ops as ops
+
+    make = getattr(ops, "create_onednn_scaled_mm", None)
+    if make is None or hasattr(make, "__wrapped__"):
+        return
+
+    @wraps(make)
+    def keeping(weight, weight_scales, *rest):
+        handle = make(weight, weight_scales, *rest)
+        handle.weight_scales = weight_scales
+        return handle
+
+    ops.create_onednn_scaled_mm = keeping

@@ -6,12 +6,17 @@ leaves the others waiting in such a sum, so all of them end with it.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from qarl.rollout.vllm.process import TICK_S, SamplerProcess, Tick
 from qarl.rollout.vllm.settings import SamplerSettings
@@ -43,7 +48,7 @@ class SamplerTeam:
         self.members: list[SamplerProcess] = []
         try:
             for index, plan in enumerate(plans):
-                own = replace(settings, shard=index, shards=len(plans), meeting=self._folder / "store")
+                own = replace(settings, shard=index, shards=len(plans), rendezvous=self._folder / "store")
                 own_log = log if index == 0 else log.with_suffix(f".{index}{log.suffix}")
                 self.members.append(SamplerProcess(own, expected, plan, own_log, timeout_s))
         except BaseException:
@@ -114,3 +119,41 @@ class SamplerTeam:
     def _end(self) -> None:
         for member in self.members:
             member.close()
+
+
+SHARED = ("psm_", "cpushm")  # in the names of what vLLM shares memory by: Python's, and that of its sums on the CPU
+
+
+@contextmanager
+def rendezvous(file: Path, backend: str, index: int, count: int) -> Iterator[None]:
+    """While vLLM starts as process `index` of `count`. file: the same for all, new. backend: of the default group."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    os.environ["VLLM_RPC_BASE_PATH"] = str(file.parent)  # for sockets
+    os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}  # NCCL needs no more
+    dist.init_process_group(backend, store=dist.FileStore(str(file), count), rank=index, world_size=count)
+    # (how its groups would meet if there were none yet, rank, number of its GPU among those that this process sees). On
+    # the CPU vLLM names shared memory after the first, which two vLLMs of a machine must not have in common.
+    found = (f"env://:{file.parent.name}", index, 0)
+    ExecutorWithExternalLauncher._distributed_args = lambda self: found
+    yield
+    if agreed(True):  # all have opened it
+        _forget_names()
+
+
+def agreed(well: bool) -> bool:
+    """Whether all is well in every process of the model; all of them ask."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    answer = torch.tensor([well], dtype=torch.int32)
+    dist.all_reduce(answer, dist.ReduceOp.MIN, group=get_world_group().cpu_group)
+    return bool(answer)
+
+
+def _forget_names() -> None:
+    """Take the names of shared memory away, which lasts as long as its processes: they are killed at their end."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/dev/shm/")[2]
+        if any(part in path for part in SHARED):
+            with suppress(OSError):
+                os.unlink(f"/dev/shm/{path}")

@@ -32,7 +32,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
-from qarl.rollout.vllm.ops import linear
+from qarl.rollout.vllm.own_kernels.ops import linear
 
 STORED = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale")
 

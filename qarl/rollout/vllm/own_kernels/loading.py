@@ -9,6 +9,7 @@ layers weigh. Layers that hold their published tensors as they are need neither:
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -19,8 +20,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.held import HeldModel
-from qarl.rollout.vllm.known_to_graphs import Attributes, KernelTensors, Orders, in_place_of_lists, scale_orders
+from qarl.rollout.vllm.own_kernels.graph_tensors import (
+    Attributes,
+    KernelTensors,
+    Orders,
+    in_place_of_lists,
+    scale_orders,
+)
+from qarl.rollout.vllm.own_kernels.held import HeldModel
 from qarl.weight_sync.expert_tensors import part_experts
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.shards import METADATA, WHOLE, Shard, shard_of
@@ -159,8 +166,6 @@ class Loader:
         """Give the experts that vLLM's kernels repack to their layers, whose reload has begun. Returns what is left."""
         if not self._members:
             return tensors
-        from qarl.rollout.vllm.expert_stacks import give_stacks
-
         model, stacks = self._worker.model_runner.get_model(), self._stacks(tensors)
         taken = {name for name, found in stacks.items() if give_stacks(model.get_submodule(name), found)}
         return [(name, tensor) for name, tensor in tensors if self._units[name] not in taken]
@@ -170,7 +175,7 @@ class Loader:
         given = list(tensors)
         if not self._members:
             return given
-        from qarl.rollout.vllm.expert_kernels import experts_method  # imports vLLM
+        from qarl.rollout.vllm.own_kernels.expert_kernels import experts_method  # imports vLLM
 
         model, stacks, taken = self._worker.model_runner.get_model(), self._stacks(given), set()
         for name in units:
@@ -201,3 +206,54 @@ def stored(checkpoint: Path, names: set[str], device: torch.device) -> Iterator[
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             yield from ((name, file.get_tensor(name).to(device)) for name in file.keys() if name in names)  # noqa: SIM118
+
+
+def give_stacks(layer: nn.Module, stacks: Mapping[str, Tensor]) -> bool:
+    """Load all published tensors of a layer's experts when the layer's reload, which has begun, ends.
+
+    vLLM's loaders take the tensors of one expert at a time, and the layerwise reload of vLLM 0.24 adds up what it holds
+    back at every call: on an H200, 64 s for the 768 experts of 6 layers of Qwen3-30B-A3B in W4A16, and more than linear
+    in layers. Here each parameter is one delayed load.
+
+    stacks: in checkpoint layout, by the name of the parameter (`w13_weight_packed`). Returns False, and does nothing,
+    where a stack has no parameter that holds it as it is or transposed: vLLM's loaders may know how.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    parameters: dict[str, Any] = {name: held for name, held in layer._parameters.items() if held is not None}
+    laid: dict[str, Tensor] = {}
+    for name, stack in stacks.items():
+        found = laid_out(name, stack, parameters[name]) if name in parameters else None
+        if found is None:
+            return False
+        laid[name] = found
+    info = get_layerwise_info(layer)
+    for name, parameter in parameters.items():
+        parameter.weight_loader = _put
+        info.loaded_weights.append((name, inspect.signature(_put).bind(parameter, laid.get(name))))
+    info.load_numel = 1  # more than nothing, and less than all: what a reload repacks when it ends
+    return True
+
+
+def laid_out(name: str, stack: Tensor, parameter: nn.Parameter) -> Tensor | None:
+    """A published stack, of all experts under one another, as vLLM's parameter of all experts has it, which vLLM may
+    call transposed; None where the shapes are others."""
+    shape = parameter.shape
+    if not shape or len(stack) % shape[0]:
+        return None
+    each = stack.unflatten(0, (shape[0], len(stack) // shape[0]))
+    if name.endswith(tuple(suffix.removeprefix(".") for suffix in METADATA)):
+        each = each[:, -shape[-1] :]  # gate's and up's are the same
+    elif getattr(parameter, "is_transposed", False) and each.dim() == 3:
+        each = each.transpose(1, 2)
+    if each.dim() == 2 and each.shape[1] == 1 and len(shape) == 1:
+        each = each[:, 0]  # a number of each expert
+    return each if each.shape == shape else None
+
+
+def _put(param: nn.Parameter, loaded: Tensor | None) -> None:
+    """A weight loader of a whole parameter. None: of what no published tensor stands for, and no kernel reads."""
+    if loaded is None:
+        param.data.zero_()
+    else:
+        param.data.copy_(loaded)

@@ -24,8 +24,8 @@ from qarl.weight_sync.shards import METADATA
 from qarl.weight_sync.verify import PublishError, verify, verify_changes
 
 if TYPE_CHECKING:
-    from qarl.rollout.vllm.expert_kernels import ExpertsMethod
-    from qarl.rollout.vllm.linear_kernels import HoldsPublished
+    from qarl.rollout.vllm.own_kernels.expert_kernels import ExpertsMethod
+    from qarl.rollout.vllm.own_kernels.linear_kernels import HoldsPublished
 
 EXPERTS = "routed_experts"  # the module in which vLLM holds the experts of a layer, inside what the checkpoint calls so
 # Of experts' parameters those that no published tensor stands for and no kernel reads: whatever was in their memory.
@@ -251,11 +251,11 @@ def _made_from(unit: str, module: nn.Module, proof: Proof | None = None) -> dict
     added = Proof() if proof is None else proof
     kernel: ExpertsMethod | HoldsPublished | None
     if unit.rpartition(".")[2] == EXPERTS:
-        from qarl.rollout.vllm.expert_kernels import experts_method  # imports vLLM
+        from qarl.rollout.vllm.own_kernels.expert_kernels import experts_method  # imports vLLM
 
         kernel = experts_method(module)
     else:
-        from qarl.rollout.vllm.linear_kernels import kernel_of
+        from qarl.rollout.vllm.own_kernels.linear_kernels import kernel_of
 
         kernel = kernel_of(module)
     made = {} if kernel is None else kernel.published(module, added.of(f"vLLM's layer '{unit}': "))

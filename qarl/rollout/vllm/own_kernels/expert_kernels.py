@@ -23,8 +23,8 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from qarl.experts import expert_stacks
-from qarl.rollout.vllm.linear_kernels import hold
-from qarl.rollout.vllm.ops import experts
+from qarl.rollout.vllm.own_kernels.linear_kernels import hold
+from qarl.rollout.vllm.own_kernels.ops import experts
 
 HALVES = {"w13": 2, "w2": 1}  # weights of one expert under one another: gate and up, down
 

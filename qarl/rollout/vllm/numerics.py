@@ -1,0 +1,81 @@
+"""What computes inside vLLM: the policy's own forward (`exact/`), or vLLM's model and kernels (`own_kernels/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from qarl_kernels.logprob import Truncation
+from torch import Tensor
+
+from qarl.rollout.vllm.recording import Experts
+from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.weight_sync.fingerprints import Fingerprint
+
+
+class Numerics(Protocol):
+    """One kind of arithmetic in one vLLM, and the weights that it holds.
+
+    Attributes:
+        forward: The policy's forward inside vLLM; None if vLLM's own model computes.
+        proved_frac: Share of the published bytes that `check` compares with what was sent.
+    """
+
+    forward: Any
+    proved_frac: float
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Context in which vLLM starts."""
+        ...
+
+    def loaded(self, worker: Any) -> None:
+        """Called when vLLM's worker has loaded the model and has run nothing."""
+        ...
+
+    def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
+        """Called when vLLM has started. expected: fingerprints of the snapshot in the checkpoint, by published name."""
+        ...
+
+    def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
+        """A published tensor as the last publish left it; patches apply to a copy of it."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put published tensors, by name, into the model."""
+        ...
+
+    def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
+        """Raise PublishError unless the model holds the snapshot with these fingerprints."""
+        ...
+
+    def agreed(self, well: bool) -> bool:
+        """Whether all is well in every process that holds a part of the model; all of them ask."""
+        ...
+
+    def shape(self, truncation: Truncation) -> None:
+        """Set the distribution that the next tokens are sampled from, if vLLM's sampler does not do it."""
+        ...
+
+    def experts(self) -> tuple[Experts, int]:
+        """Where to read the experts of the last forward's rows, and how many experts a layer has."""
+        ...
+
+    def notes(self) -> list[str]:
+        """How vLLM's kernels differ from the scheme, one line each."""
+        ...
+
+    def before_sleep(self) -> None: ...
+
+    def after_sleep(self) -> None: ...
+
+
+def numerics_of(settings: SamplerSettings) -> Numerics:
+    """The arithmetic that `settings.numerics` names. This is the only import of `own_kernels` in the sampler."""
+    if settings.numerics == "exact":
+        from qarl.rollout.vllm.exact.numerics import ExactNumerics
+
+        return ExactNumerics(settings)
+    from qarl.rollout.vllm.own_kernels.numerics import OwnKernels
+
+    return OwnKernels(settings)

@@ -1,0 +1,147 @@
+"""vLLM's own arithmetic: how it starts, and how published tensors get into its layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from qarl_kernels.logprob import Truncation
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models.registry import ModelRegistry
+
+from qarl.errors import UserError
+from qarl.rollout.vllm.own_kernels.expert_kernels import experts_method
+from qarl.rollout.vllm.own_kernels.head import Float32Head, use_float32_head
+from qarl.rollout.vllm.own_kernels.held import HeldModel
+from qarl.rollout.vllm.own_kernels.limits import keep_scales, known_limits
+from qarl.rollout.vllm.own_kernels.linear_kernels import kernel_of
+from qarl.rollout.vllm.own_kernels.loading import Loader, stored
+from qarl.rollout.vllm.own_kernels.routers import Taps, tapped
+from qarl.rollout.vllm.own_kernels.tensor_parallel import agreed, rendezvous
+from qarl.rollout.vllm.plugin import register
+from qarl.rollout.vllm.recording import Experts
+from qarl.rollout.vllm.sandbox import no_way_in
+from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.shards import METADATA, Shard, shard_prints
+from qarl.weight_sync.verify import PublishError, verify
+
+
+class OwnKernels:
+    """See `Numerics`."""
+
+    forward = None
+
+    def __init__(self, settings: SamplerSettings) -> None:
+        self._settings = settings
+        self._shard = Shard(settings.shard, settings.shards)
+        self._head: Float32Head | None = None
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        settings = self._settings
+        keep_scales()
+        register()  # vLLM does it itself if qarl is installed, but not if it is only on the path
+        _import_model(settings.checkpoint)
+        backend = "gloo" if settings.cuda is None else "nccl"
+        groups = no_way_in(backend)
+        if settings.rendezvous is not None:
+            groups = rendezvous(settings.rendezvous, backend, settings.shard, settings.shards)
+        with groups, tapped(settings.routing):
+            yield
+
+    def loaded(self, worker: Any) -> None: ...
+
+    def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
+        settings, self._model = self._settings, worker.model_runner.get_model()
+        # On the CPU vLLM's packed copy of a tied output layer would outlive its reloads.
+        if settings.linear_kernels == "qarl" or settings.cuda is None:
+            self._head = use_float32_head(self._model)
+        if settings.linear_kernels == "qarl":
+            require_served(self._model)
+        self._parts = dict(expected)
+        if self._shard.count > 1:
+            self._parts |= self._parts_of_checkpoint(expected, worker.device)
+        self._held = HeldModel(self._model, self._parts)
+        self.proved_frac = self._held.proved_frac
+        self._loader = Loader(worker, self._held, expected, settings.checkpoint, settings.staging, self._shard)
+
+    def _parts_of_checkpoint(self, expected: Mapping[str, Fingerprint], device: Any) -> dict[str, Fingerprint]:
+        """Fingerprints of this process's part of each tensor. Raises PublishError if the checkpoint is another one."""
+        checkpoint = self._settings.checkpoint
+        whole = {name: print_ for name, print_ in expected.items() if not name.endswith(METADATA)}
+        verify(0, whole, fingerprints(stored(checkpoint, set(whole), device)), "the checkpoint")
+        return shard_prints(stored(checkpoint, set(whole), device), self._shard)
+
+    def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
+        return self._loader.base(name, expected)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self._loader.load(tensors)
+        if self._head is not None:
+            self._head.refresh()
+        if self._shard.count > 1:
+            self._parts |= shard_prints(tensors.items(), self._shard)
+
+    def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
+        self._held.check(version, self._parts if self._shard.count > 1 else expected)
+        if self._head is not None and not self._head.fresh():
+            raise PublishError(f"publish of version {version}: vLLM's output layer does not multiply with its weight")
+
+    def agreed(self, well: bool) -> bool:
+        return agreed(well) if self._shard.count > 1 else well
+
+    def shape(self, truncation: Truncation) -> None: ...
+
+    def experts(self) -> tuple[Experts, int]:
+        modules = self._model.modules()
+        return Taps(self._model), next(m.moe_config.num_experts for m in modules if hasattr(m, "moe_config"))
+
+    def notes(self) -> list[str]:
+        if self._settings.linear_kernels == "qarl":
+            return []
+        import vllm
+
+        config = json.loads((self._settings.checkpoint / "config.json").read_text())
+        # Experts that vLLM has no kernels for were refused before.
+        _, note = known_limits(config.get("quantization_config"), vllm.__version__, experts=False)
+        return [f"vLLM {vllm.__version__}: {note}"] if note else []
+
+    def before_sleep(self) -> None:
+        self._loader.sleep()
+
+    def after_sleep(self) -> None:
+        self._loader.wake()
+
+
+def _import_model(checkpoint: Path) -> None:
+    """Import vLLM's class of the checkpoint's model in this process.
+
+    vLLM would start another process to inspect it, which imports all of vLLM.
+    """
+    for name in json.loads((checkpoint / "config.json").read_text())["architectures"]:
+        if (known := ModelRegistry.models.get(name)) is not None and hasattr(known, "module_name"):
+            ModelRegistry.register_model(name, known.load_model_cls())
+
+
+def require_served(model: nn.Module) -> None:
+    """Raise UserError if vLLM multiplies a layer with kernels of its own."""
+    if names := unserved(model):
+        raise UserError(
+            f"rollout.linear_kernels: qarl has no kernel for '{names[0]}' in vLLM; set rollout.linear_kernels=vllm"
+        )
+
+
+def unserved(model: nn.Module) -> list[str]:
+    """Names of the model's linear layers and experts that vLLM multiplies with kernels of its own."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, LinearBase) and kernel_of(module) is None)
+        or (isinstance(module, RoutedExperts) and experts_method(module) is None)
+    ]
