@@ -90,6 +90,10 @@ def test_memory_is_measured_with_the_draws_of_a_rollout(found, case) -> None:
     assert found[case]["measured"] == {"tokens": [5, 1], "shaped": 0}
 
 
+def test_nothing_of_vllms_own_arithmetic_is_imported(found) -> None:
+    assert found["own kernels"] == []
+
+
 def test_a_training_run_has_no_mismatch_in_any_step(qarl_with_vllm: Qarl, tiny_model, tmp_path: Path) -> None:
     rollout = {"engine": "vllm", "numerics": "exact", "min_p": 0.05, "vllm": {"publish": "delta"}}
     sections = {"rollout": rollout, "train": {"steps": 2}, "checkpoint": {"every": 100}}

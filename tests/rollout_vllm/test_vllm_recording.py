@@ -126,11 +126,11 @@ def test_taps_give_the_layers_in_order_and_refuse_kernels_that_route_inside() ->
 def test_kernels_that_route_inside_are_refused_by_the_start_of_a_sampler_that_will_be_asked(
     tmp_path, monkeypatch, asked
 ) -> None:
-    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: routed(True, Tap)))
-    monkeypatch.setattr(host, "start_vllm", lambda *_: SimpleNamespace(collective_rpc=lambda _: [worker]))
+    monkeypatch.setattr(host, "start_vllm", lambda *_: SimpleNamespace(collective_rpc=lambda _: [None]))
     monkeypatch.setattr(host, "vllm_environment", lambda *_: {})
-    for part in ("keep_compiled_code_private", "HeldModel", "Loader"):
-        monkeypatch.setattr(host, part, lambda *_: None)
+    monkeypatch.setattr(host, "keep_compiled_code_private", lambda: None)
+    numerics = SimpleNamespace(started=lambda *_: None, experts=lambda: (Taps(routed(True, Tap)), 4))
+    monkeypatch.setattr(host, "numerics_of", lambda settings: numerics)
     settings = replace(fake_sampler.settings(tmp_path), cuda=0, routing=asked)
     with pytest.raises(UserError, match=r"model\.routing: vLLM's kernel") if asked else nullcontext():
         host.Host(settings, {})

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from qarl.errors import UserError
 
@@ -46,6 +44,9 @@ class Taps:
 @contextmanager
 def tapped(wanted: bool) -> Iterator[None]:
     """Inside, routers that vLLM makes get taps before CUDA graphs are captured. wanted: whether they do at all."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
     make = BaseRouter.__init__
 
     @wraps(make)
