@@ -101,7 +101,7 @@ def batches(forward: Forward) -> Iterator[None]:
     positions = torch.arange(SEQUENCES) * 10
     for rows in (1, 8, SEQUENCES):
         of_rows = positions[:rows], positions[:rows] + PAGE, table[:rows], positions[:rows].int() + 1
-        forward.logits(forward.run(torch.full((rows,), 7), DecodeAttention(*of_rows, CONTEXT, pages)))
+        forward.compute_logits(forward.run(torch.full((rows,), 7), DecodeAttention(*of_rows, CONTEXT, pages)))
         yield
     for rows, decodes, at in ((93, 0, 0), (93, 1, 100), (93, 1, 1500), (50, 4, 1500), (40, 11, 100), (96, 24, 100)):
         counts, starts = np.array([rows - 19 - decodes, 19] + [1] * decodes), np.array([0, 70] + [at] * decodes)
