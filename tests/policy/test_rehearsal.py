@@ -70,7 +70,7 @@ def test_a_rehearsal_that_fails_is_one_line_of_the_log(error: Exception, monkeyp
         model_config=SimpleNamespace(max_model_len=16),
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
     )
-    model = SimpleNamespace(policy=SimpleNamespace(fused=True, pages=pages))
+    model = SimpleNamespace(fused=True, pages=pages)
     rehearsal.rehearse(SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"), vllm_config=config))
     assert lines == [f"kernels are compiled when they are needed: {type(error).__name__}: no room"]
     assert not collecting()
