@@ -185,10 +185,11 @@ def _run(
     out = output(out, m, n, out_dtype, x.device)
     done = 0
     tile = lookup(table, n, k, m, x)
+    decode = table == "dense" and m in library.DECODE_ROWS and capability_of(x) >= (9, 0)
+    # Rows further apart may make cuBLAS choose a kernel that was not compared.
+    if (decode or tile.way == "library") and bias is None and out_dtype == x.dtype and out.is_contiguous():
+        done = library.product(x, weight, out, by_kernel)
     if tile.way == "library":
-        # Rows further apart may make cuBLAS choose a kernel that was not compared.
-        if bias is None and out_dtype == x.dtype and out.is_contiguous():
-            done = library.product(x, weight, out, by_kernel)
         tile = lookup(table, n, k, m - done, x, library=False)
     if done:
         run(x[done:], weight, None if s_x is None else s_x[done:], s_w, bias, out[done:], tile)
