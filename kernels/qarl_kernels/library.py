@@ -1,9 +1,9 @@
 """16-bit products through cuBLAS, for shapes at which it is known to give the bits of the kernels here.
 
-cuBLAS chooses its algorithm from the shape, so it is only called for few numbers of rows: `ROWS` rows at a time, and the
-batches that CUDA graphs of decodes are captured for (`DECODE_ROWS`). Each shape is tried once per (N, K, dtype) against
-`gemm`'s own kernel on random data, and used only if every bit agrees (on H100 its kernels without split-K do). Other rows
-are left to the caller.
+cuBLAS chooses its algorithm from the shape, so it is only called for few numbers of rows: `ROWS` rows at a time, and
+the batches that CUDA graphs of decodes are captured for (`DECODE_ROWS`). Each shape is tried once per (N, K, dtype)
+against `gemm`'s own kernel on random data, and used only if every bit agrees (on H100 its kernels without split-K do).
+Other rows are left to the caller.
 """
 
 from __future__ import annotations
