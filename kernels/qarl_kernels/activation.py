@@ -1,8 +1,8 @@
-"""Dynamic per-token quantization of activations, by the rules of vLLM's CUDA kernels, in plain torch.
+"""Dynamic per-token quantization of activations in plain torch, by the rules of vLLM's CUDA kernels.
 
-Every row (token) has its own scale, so its codes do not depend on the other rows of the batch. Both functions divide
-by tensors: on CUDA torch turns a division by a Python number into a multiplication with its reciprocal, and
-`number / tensor` is a reciprocal and a multiplication on every device.
+Every row (token) has its own scale, so its codes do not depend on the rest of the batch. Divisors are tensors, because
+torch on CUDA turns a division by a Python number into a multiplication by its reciprocal, and computes
+`number / tensor` as a reciprocal and a multiplication on every device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 
 
 def _absmax(x: Tensor) -> Tensor:
-    """Largest magnitude of each row, float32 [*, 1]; NaN if the row has one."""
+    """Return the largest magnitude per row, float32 (*, 1); NaN if the row has one."""
     return torch.maximum(x.amax(dim=-1, keepdim=True), -x.amin(dim=-1, keepdim=True)).float()
 
 
@@ -24,21 +24,21 @@ def _absmax(x: Tensor) -> Tensor:
 def quantize_activation_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize each row to int8: scale = absmax / 127, codes = round-half-even(x * (127 / absmax)), all in float32.
 
-    The rule of vLLM `dynamic_scaled_int8_quant_kernel` (csrc/quantization/w8a8/int8/scaled_quant.cu), which
-    multiplies by 127 / absmax and not by the reciprocal of the scale, nor divides by the scale. One difference: the
-    multiplier is kept finite, so codes of rows whose absmax is under 3.8e-37 fade to 0 instead of being +-127 and NaN.
+    The rule of vLLM's `dynamic_scaled_int8_quant_kernel` (csrc/quantization/w8a8/int8/scaled_quant.cu), which
+    multiplies by 127 / absmax; it neither multiplies by the reciprocal of the scale nor divides by it. One difference:
+    the multiplier is kept finite, so rows with absmax under 3.8e-37 have codes near 0 instead of +-127 and NaN.
 
     Args:
-        x: float [*, K].
+        x: (*, K) float.
 
     Returns:
-        codes: int8 [*, K] in [-127, 127]; zeros for a zero row.
-        scale: float32 [*, 1]; 0 for a zero row, not finite for a row that is not, so its products are not either.
+        codes: (*, K) int8 in [-127, 127]; zeros for a zero row.
+        scale: (*, 1) float32; 0 for a zero row, not finite for a row with NaN or infinity.
     """
     absmax = _absmax(x)
     limit = torch.full_like(absmax, INT8_MAX)
     multiplier = (limit / absmax).clamp_(max=torch.finfo(torch.float32).max)
-    # Without a clamp: both roundings together leave |x * multiplier| <= 127 * (1 + 2^-22), which rounds to 127.
+    # No clamp needed: the two roundings leave |x * multiplier| <= 127 * (1 + 2^-22), which rounds to 127.
     codes = (x.float() * multiplier).round_().to(torch.int8)
     return codes, absmax / limit
 
@@ -47,16 +47,16 @@ def quantize_activation_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_activation_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize each row to e4m3fn: scale = max(absmax / 448, 1 / (448 * 512)), codes = e4m3fn(x / scale).
 
-    The rule of vLLM `dynamic_per_token_scaled_fp8_quant` (csrc/quantization/w8a8/fp8/common.cu). vLLM's torch
+    The rule of vLLM's `dynamic_per_token_scaled_fp8_quant` (csrc/quantization/w8a8/fp8/common.cu). vLLM's torch
     fallback (`QuantFP8.forward_native`, used on CPUs and under torch.compile) multiplies by 1 / scale instead, which
-    moves a value that lies next to a rounding boundary now and then.
+    rounds a few values near a rounding boundary differently.
 
     Args:
-        x: float [*, K].
+        x: (*, K) float.
 
     Returns:
-        codes: float8_e4m3fn [*, K], saturated to +-448; zeros for a zero row.
-        scale: float32 [*, 1], at least 1 / (448 * 512); not finite for a row that is not.
+        codes: (*, K) float8_e4m3fn, saturated to +-448; zeros for a zero row.
+        scale: (*, 1) float32, at least 1 / (448 * 512); not finite for a row with NaN or infinity.
     """
     absmax = _absmax(x)
     scale = (absmax / torch.full_like(absmax, FP8_MAX)).clamp_(min=FP8_MIN_SCALE)

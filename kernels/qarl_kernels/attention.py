@@ -1,12 +1,12 @@
-"""Causal attention over a paged KV cache, with bits that depend on a token's own context only.
+"""Causal attention over a paged KV cache in plain torch; a token's bits depend on its own context only.
 
-One function serves prefill, chunked prefill, decode and the learner's full-sequence forward. What makes a row's bits
-the same in all of them: pages of a fixed number of tokens; scores and weighted values of one page are products of a
-fixed shape; the maximum is exact in any order; sums run over one page and then over pages in order; a page wholly
-after the query adds exact zeros.
+One function serves prefill, chunked prefill, decode and the learner's full-sequence forward. A row has the same bits in
+all of them because: pages hold a fixed number of tokens; scores and weighted values of one page are products of a fixed
+shape; the maximum is exact in any order; sums run over one page and then over pages in order; a page entirely after the
+query adds exact zeros.
 
-Every listed page must hold finite values in all its slots, written or not: a hidden value has weight 0, and 0 * NaN is
-NaN. Hidden keys may be anything, and pages that are not listed are never read.
+All slots of listed pages must hold finite values, written or not: a masked value has weight 0, and 0 * NaN is NaN.
+Masked keys may be anything. Pages that are not listed are never read.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from functools import cache
 import torch
 from torch import Tensor
 
-PAGE = 64  # tokens of one KV page
-TILE = 16  # query tokens of one prefill tile
-MAX_ELEMENTS = 1 << 24  # scores, keys and values held at once (64 MiB in float32)
+PAGE = 64  # tokens per KV page
+TILE = 16  # query tokens per prefill tile
+MAX_ELEMENTS = 1 << 24  # scores, keys and values in memory at once (64 MiB in float32)
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Tiles of queries that see at most the same number of pages.
+    """Tiles of queries, all with the same bound on the pages they see.
 
-    rows: (n, t) int64, row of each query in the packed batch; a negative row is padding.
-    positions: (n, t) int64, position of each query in its sequence; padding has 0.
-    pages: (n, p) int64, the sequence's pages in order; entries past its end may be any valid page.
-    real: (m,) int64, which of the n * t queries are no padding; None: to be looked up, for which a GPU is waited for.
+    Attributes:
+        rows: (n, t) int64, row of each query in the packed batch; negative for padding.
+        positions: (n, t) int64, position of each query in its sequence; 0 for padding.
+        pages: (n, p) int64, pages of the sequence in order; entries past its end may be any valid page.
+        real: (m,) int64, which of the n * t queries are not padding; None: looked up, which synchronizes with a GPU.
     """
 
     rows: Tensor
@@ -44,7 +45,7 @@ class QueryTiles:
 
 @cache
 def decode_rows(rep: int, head_dim: int, threads: int) -> int:
-    """Rows of a decode tile (one token, `rep` query heads): the fewest that give a prefill tile's bits here."""
+    """Return the fewest rows of a decode tile (one token, `rep` query heads) that give a prefill tile's bits here."""
     del threads
     generator = torch.Generator().manual_seed(rep * 1009 + head_dim)
     full = TILE * rep
@@ -63,14 +64,14 @@ def decode_rows(rep: int, head_dim: int, threads: int) -> int:
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: list[QueryTiles], scale: float, window: int | None = None
 ) -> Tensor:
-    """softmax(q k^T * scale) v for every query over the keys of its sequence up to its own position.
+    """Compute softmax(q k^T * scale) v for every query over the keys of its sequence up to its own position.
 
     Args:
-        q: (T, H, D) bf16/fp16/fp32.
-        k_cache, v_cache: (P, H_kv, PAGE, D), H a multiple of H_kv; values of q's dtype, held in it or in float32.
-        tiles: together they hold each of the T rows once.
-        scale: multiplies the scores.
-        window: a query sees its last `window` tokens only; None means all.
+        q: (T, H, D) bf16, fp16 or float32.
+        k_cache, v_cache: (P, H_kv, PAGE, D), H a multiple of H_kv; of q's dtype, or its values in float32.
+        tiles: Tiles that contain each of the T rows once.
+        scale: Factor of the scores.
+        window: Number of last tokens that a query sees; None: all.
 
     Returns:
         (T, H, D), rounded once to q's dtype; products, softmax and sums are float32.
@@ -117,7 +118,7 @@ def _attend(
     scale: float,
     window: int | None,
 ) -> None:
-    """Some tiles of one shape, written into out. rows: t * rep query rows, padded up for a decode."""
+    """Write some tiles of one shape into out. rows: t * rep query rows, padded for a decode."""
     n, t = index.shape
     p = pages.shape[1]
     heads, dim = q.shape[1:]
@@ -132,7 +133,7 @@ def _attend(
         query = torch.nn.functional.pad(query, (0, 0, 0, rows - t * rep))
         row_position = torch.nn.functional.pad(row_position, (0, rows - t * rep))
 
-    # Page by page: one page's keys and values at a time stay in cache, and queries need no copy per page.
+    # Page by page: keys and values of one page stay in the CPU cache, and queries need no copy per page.
     scores = query.new_empty(p, batch, rows, PAGE)
     for page in range(p):
         torch.bmm(query, _page_of(k_cache, pages[:, page]).transpose(1, 2), out=scores[page])
@@ -147,7 +148,7 @@ def _attend(
     totals = weights.sum(-1)  # (p, n * H_kv, rows)
     total = totals[0]
     value = torch.bmm(weights[0], _page_of(v_cache, pages[:, 0]))
-    for page in range(1, p):  # pages in order: a fixed order of summation, and later pages add exact zeros
+    for page in range(1, p):  # fixed summation order; later pages add exact zeros
         total = total + totals[page]
         value += torch.bmm(weights[page], _page_of(v_cache, pages[:, page]))
 
@@ -163,5 +164,5 @@ def _real(rows: Tensor) -> Tensor:
 
 
 def _page_of(cache: Tensor, page: Tensor) -> Tensor:
-    """One page of each tile as float32 (n * H_kv, PAGE, D). page: (n,) int64."""
+    """Return one page of each tile, float32 (n * H_kv, PAGE, D). page: (n,) int64."""
     return cache[page].float().flatten(0, 1)

@@ -1,6 +1,6 @@
-"""Sums over the rows of a matrix, added into float32, in an order that the matrix's shape alone decides.
+"""Sums over the rows of a matrix, added to float32, in an order that depends on the matrix's shape alone.
 
-Stretches of rows are summed by programs of their own; their sums are then added up in order. No atomics.
+Each program sums a stretch of rows; a second launch adds the stretches in order. No atomics.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from qarl_kernels.casts import widen
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 
-ROWS, COLUMNS, WARPS = 32, 64, 4  # of a program's tile
-PROGRAMS = 1056  # eight for each of Hopper's 132 multiprocessors; a number, so that sums are the same on all devices
+ROWS, COLUMNS, WARPS = 32, 64, 4  # tile of a program
+PROGRAMS = 1056  # eight per multiprocessor of an H100; a constant, so that sums are equal on all devices
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -24,7 +24,7 @@ def _column_sum_kernel(
     into,  # ADD: (columns,) f32, else (stretches, columns) f32
     rows,
     columns,
-    stretch,  # rows of a program
+    stretch,  # rows per program
     stride,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -66,16 +66,18 @@ def _sum(x: Tensor, into: Tensor, stretch: int, add: bool, tile: tuple[int, int,
 
 
 def add_partial_sums(partial: Tensor, into: Tensor) -> None:
-    """into += the sum of the rows of partial. partial: float32 (P, N), P some hundreds; into: float32 (N,)."""
+    """into += partial.sum(0). partial: (P, N) float32, P some hundreds; into: (N,) float32."""
     if partial.shape[0]:
         _sum(partial, into, partial.shape[0], True, (64, 32, WARPS))
 
 
 def column_sum(x: Tensor, into: Tensor, tile: tuple[int, int, int] = (ROWS, COLUMNS, WARPS)) -> None:
-    """into += the sum of the rows of x: the gradient of a bias. The same x adds the same bits.
+    """into += x.sum(0), the gradient of a bias, deterministically.
 
-    x: bf16, fp16 or float32 (T, N), rows contiguous, any distance apart. into: float32 (N,), contiguous.
-    tile: rows, columns and warps of a program, for tuning.
+    Args:
+        x: (T, N) bf16, fp16 or float32, last dimension contiguous, arbitrary row stride.
+        into: (N,) float32, contiguous.
+        tile: Rows, columns and warps of a program, for tuning.
     """
     rows, columns = x.shape
     if into.shape != (columns,) or into.dtype != torch.float32 or not into.is_contiguous():

@@ -1,10 +1,9 @@
-"""64-bit digests of tensors' bytes: on a GPU, one launch for all tensors and one wait for all answers.
+"""64-bit digests of tensors' bytes: on a GPU one launch for all tensors and one synchronization for all results.
 
-The bytes are little-endian 32-bit words, the last one zero-padded. Word w at place i adds mix(2^32 i + w) to a sum
-modulo 2^64, so that programs may come in any order; the digest is mix(sum + mix(bytes)). mix is the finalizer of
-splitmix64 (Steele, Lea and Flood, OOPSLA 2014; constants of Stafford's variant 13), a bijection: one changed word
-always changes the digest, any other difference stays unseen with probability 2^-64. It proves arrival, not authorship:
-who wants a collision can make one.
+The bytes are little-endian 32-bit words, the last one zero-padded. Word w at index i adds mix(2^32 i + w) to a sum
+modulo 2^64, so programs may run in any order; the digest is mix(sum + mix(bytes)). mix is the finalizer of splitmix64
+(Steele, Lea and Flood, OOPSLA 2014; constants of Stafford's variant 13), a bijection: changing one word always changes
+the digest, and any other change goes unnoticed with probability 2^-64. It detects corruption, not forgery.
 
 A launch reads a table of addresses: a model has hundreds of tensors, most of them so small that a launch for each would
 cost more than reading it.
@@ -23,11 +22,11 @@ from torch import Tensor
 from qarl_kernels.launch import launch
 
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # multipliers of the mix
-LIMIT = 2**34  # bytes of a tensor: places have 32 bits
-ALIGNED = 16  # bytes: of an address that a thread can load four words from at once
-TILE = 2048  # words that a program loads at once: 8 in each of 256 threads
-STEPS = 8  # tiles of a program: 64 KiB
-_CHUNK = 1 << 22  # words of a step of the plain function
+LIMIT = 2**34  # bytes per tensor: word indices have 32 bits
+ALIGNED = 16  # bytes: alignment from which a thread loads four words at once
+TILE = 2048  # words that a program loads at once: 8 per thread
+STEPS = 8  # tiles per program: 64 KiB
+_CHUNK = 1 << 22  # words per step of the plain function
 
 _FIRST, _SECOND = tl.constexpr(FIRST), tl.constexpr(SECOND)
 
@@ -44,12 +43,16 @@ def _digest(total: int, nbytes: int) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """The digest of one tensor by plain torch: what `digests` means.
+    """Compute the digest of one tensor in plain torch, the definition of `digests`.
 
-    tensor: any shape, dtype and device; its values in row-major order. Returns 16 hexadecimal digits.
+    Args:
+        tensor: Any shape, dtype and device, below 16 GiB; read in row-major order.
+
+    Returns:
+        16 hexadecimal digits.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    assert data.numel() < LIMIT, f"{data.numel()} bytes: places have 32 bits"
+    assert data.numel() < LIMIT, f"{data.numel()} bytes: word indices have 32 bits"
     total = 0
     for start in range(0, -(-data.numel() // 4), _CHUNK):
         part = data[4 * start : 4 * (start + _CHUNK)]
@@ -57,7 +60,7 @@ def digest(tensor: Tensor) -> str:
         padded[: part.numel()] = part
         words = padded.view(torch.int32).long() & 0xFFFFFFFF
         x = torch.arange(start, start + words.numel(), device=words.device) << 32 | words
-        # int64 products wrap as uint64 ones do; its shifts bring in signs, which the masks remove
+        # int64 products wrap like uint64 ones; the masks remove the sign bits that its shifts bring in
         x = (x ^ (x >> 30 & (1 << 34) - 1)) * (FIRST - 2**64)
         x = (x ^ (x >> 27 & (1 << 37) - 1)) * (SECOND - 2**64)
         total += int((x ^ (x >> 31 & (1 << 33) - 1)).sum())
@@ -74,7 +77,7 @@ def _mix(place, word):
 
 @triton.jit
 def _digest_kernel(table, owners, sums, count, TILE: tl.constexpr, STEPS: tl.constexpr):
-    """table: int64 [3, count], addresses, bytes and first programs of tensors. owners: int32, tensors of programs."""
+    """table: (3, count) i64, address, bytes and first program of each tensor. owners: i32, tensor of each program."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     address = tl.load(table + tensor)
@@ -83,7 +86,7 @@ def _digest_kernel(table, owners, sums, count, TILE: tl.constexpr, STEPS: tl.con
     words = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
     whole = size // 4
     total = tl.zeros([TILE], dtype=tl.uint64)
-    if first + STEPS * TILE <= whole:  # no masks, so that a thread loads four words at once
+    if first + STEPS * TILE <= whole:  # without masks a thread loads four words at once
         for step in tl.static_range(STEPS):
             place = first + step * TILE + tl.arange(0, TILE)
             total += _mix(place, tl.load(words + place))
@@ -100,9 +103,9 @@ def _digest_kernel(table, owners, sums, count, TILE: tl.constexpr, STEPS: tl.con
     tl.atomic_add(sums + tensor, mixed.to(tl.int64, bitcast=True))
 
 
-@lru_cache(maxsize=16)  # layouts: a model has one, or as many as its tensors come in portions
+@lru_cache(maxsize=16)  # a model has one list of sizes, or one per portion
 def _programs(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int]]:
-    """The tensor of every program, and the first program of every tensor."""
+    """Return the tensor of every program, and the first program of every tensor."""
     counts = [-(-size // (4 * TILE * STEPS)) for size in sizes]
     owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(counts))
     firsts = [0]
@@ -112,21 +115,22 @@ def _programs(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, lis
 
 
 def _addressable(tensor: Tensor) -> Tensor:
-    """The same bytes in row-major order from an aligned address: the tensor itself, or a copy."""
+    """Return the tensor if it is contiguous at an aligned address, else a copy that is."""
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNED == 0:
         return tensor
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def digest_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """The sums that `finish_digests` makes digests of: int64 [tensors], on their device; waits for nothing.
+    """Compute the sums for `finish_digests`, int64 (tensors,) on their device, without synchronizing.
 
-    tensors: any shapes and dtypes, below 16 GiB each, on one device (the CPU in Triton's interpreter). Those that
-    are not contiguous, or whose address is not a multiple of 16, are copied.
+    Args:
+        tensors: Any shapes and dtypes, below 16 GiB each, on one GPU (or the CPU in Triton's interpreter). Tensors
+            that are not contiguous, or whose address is not a multiple of 16, are copied.
     """
     device = tensors[0].device
     assert all(tensor.device == device for tensor in tensors), "tensors of one call share a device"
-    assert all(tensor.nbytes < LIMIT for tensor in tensors), "places have 32 bits"
+    assert all(tensor.nbytes < LIMIT for tensor in tensors), "word indices have 32 bits"
     readable = [_addressable(tensor) for tensor in tensors]
     sizes = tuple(tensor.nbytes for tensor in readable)
     owners, firsts = _programs(sizes, device)
@@ -143,16 +147,16 @@ def digest_sums(tensors: Sequence[Tensor]) -> Tensor:
         TILE=TILE,
         STEPS=STEPS,
     )
-    return sums  # copies may go now: their memory is handed out again in stream order
+    return sums  # copies may be freed now: their memory is reused in stream order
 
 
 def finish_digests(sums: Tensor, sizes: Sequence[int]) -> list[str]:
-    """Digests of `digest_sums`. sums: int64 [tensors]; sizes: bytes of the same tensors. Waits for the device once."""
+    """Return the digests. sums: from `digest_sums`; sizes: bytes of the same tensors. Synchronizes once."""
     return [_digest(total, nbytes) for total, nbytes in zip(sums.tolist(), sizes, strict=True)]
 
 
 def digests(tensors: Sequence[Tensor]) -> list[str]:
-    """`digest` of every tensor, by one launch. tensors: as `digest_sums` takes them."""
+    """Compute `digest` of every tensor with one launch. tensors: as for `digest_sums`."""
     if not tensors:
         return []
     return finish_digests(digest_sums(tensors), [tensor.nbytes for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Gradient of an embedding table: rows of the same token summed in the order in which they stand. No atomics."""
+"""Gradient of an embedding table: rows of the same token are summed in batch order, without atomics."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.rows import check_rows
 
-ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a program's tile: rows of one token that are read at a time, and features
+ROWS, COLUMNS, WARPS = 4, 1024, 4  # tile of a program: rows of one token loaded at once, features
 
 
 @triton.jit
 def _embedding_kernel(
     grad,  # (rows, columns) bf16 or fp16
     ids,  # (rows,) i64, sorted
-    order,  # (rows,) i64, which row of grad each of them is of
-    ends,  # (rows,) i64, where the run of equal ids ends
+    order,  # (rows,) i64, the row of grad of each id
+    ends,  # (rows,) i64, end of the run of equal ids
     into,  # (vocabulary, columns) f32
     columns,
     stride,
@@ -32,7 +32,7 @@ def _embedding_kernel(
     first = tl.program_id(0)
     token = tl.load(ids + first)
     before = tl.load(ids + tl.maximum(first - 1, 0))
-    if (token != padding_id) & ((first == 0) | (before != token)):  # the run's first row sums them all
+    if (token != padding_id) & ((first == 0) | (before != token)):  # the program of the run's first row sums the run
         end = tl.load(ends + first).to(tl.int32)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         keep = column < columns
@@ -49,11 +49,14 @@ def _embedding_kernel(
 def embedding_grad(
     grad: Tensor, ids: Tensor, into: Tensor, padding_id: int, tile: tuple[int, int, int] = (ROWS, COLUMNS, WARPS)
 ) -> None:
-    """into[ids[t]] += grad[t] for every t, the sum over equal ids in float32. The same inputs add the same bits.
+    """into[ids[t]] += grad[t] for every t, deterministically; equal ids are summed in float32. Does not synchronize.
 
-    grad: bf16 or fp16 (T, H), rows contiguous, any distance apart. ids: int64 (T,). into: float32 (V, H), rows
-    contiguous. padding_id: a token whose row gets nothing; -1: none. tile: rows, columns and warps of a program, for
-    tuning. Does not wait for the device.
+    Args:
+        grad: (T, H) bf16 or fp16, last dimension contiguous, arbitrary row stride.
+        ids: (T,) int64.
+        into: (V, H) float32, last dimension contiguous.
+        padding_id: A token without gradient; -1: none.
+        tile: Rows, columns and warps of a program, for tuning.
     """
     check_rows("grad", grad)
     rows, columns = grad.shape

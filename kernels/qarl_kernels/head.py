@@ -34,23 +34,9 @@ MERGED = 32, 64  # rows and tiles that a program of the merge kernel loads at on
 GRADIENT = 1 << 27  # bytes of the logits' gradient
 WIDTH = 8192  # vocabulary entries whose gradient is held at once
 
-# Candidates for tuning; the first of each list is used. The statistics' tile fixes the order of a row's sums, so it
-# must not depend on the number of rows.
-STATISTICS_TILES = (
-    Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True),
-    Tile("x_first", 128, 256, 64, warps=8, stages=4),
-    Tile("x_first", 128, 256, 64, warps=8, stages=3),
-    Tile("x_first", 128, 128, 64, warps=4, stages=3),
-    Tile("x_first", 128, 128, 64, warps=8, stages=3),
-    Tile("x_first", 128, 128, 128, warps=8, stages=3),
-    Tile("x_first", 128, 128, 64, warps=8, stages=5, persistent=True),
-)
-GRADIENT_TILES = (
-    Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True, halves=True),
-    Tile("x_first", 128, 256, 64, warps=8, stages=3, persistent=True, halves=True),
-    Tile("x_first", 128, 128, 64, warps=8, stages=4, persistent=True),
-    Tile("x_first", 128, 128, 64, warps=8, stages=3, halves=True),
-)
+# The statistics' tile fixes the order of a row's sums, so it must not depend on the number of rows.
+STATISTICS_TILE = Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True)
+GRADIENT_TILE = Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True, halves=True)
 GRADIENT_CUT = Tile("x_first", 128, 128, 64, warps=8, stages=4, persistent=True)  # with min-p; a larger tile spills
 BEFORE_HOPPER = Tile("x_first", 64, 128, 32, warps=4, stages=3)
 POINTERS = Tile("x_first", 64, 64, 32)  # on Hopper, for row strides that TMA cannot read
@@ -152,7 +138,7 @@ def _pass(
     """
     rows, features = hidden.shape
     vocabulary = weight.shape[0]
-    chosen, tma = tile_for(STATISTICS_TILES[0], hidden, weight)
+    chosen, tma = tile_for(STATISTICS_TILE, hidden, weight)
     tile = tile or chosen
     assert PITCH % tile.block_m == 0, tile
     tiles = cdiv(vocabulary, tile.block_n)
@@ -283,7 +269,7 @@ def _logit_gradient(
 ) -> None:
     """Write the gradient of the logits x @ w^T into out (M, N). w: rows [first, first + N) of the weight."""
     cut = logits.log_min_p is not None
-    chosen, tma = tile_for(GRADIENT_CUT if cut else GRADIENT_TILES[0], x, w)
+    chosen, tma = tile_for(GRADIENT_CUT if cut else GRADIENT_TILE, x, w)
     tile = tile or chosen
     m, n = out.shape
     tma_out = tma and out.element_size() == 2 and supports_tma(out)

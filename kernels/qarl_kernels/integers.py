@@ -1,4 +1,4 @@
-"""Arithmetic of grids and tiles on the host. Triton's own functions of these names take microseconds there."""
+"""Integer arithmetic for grids and tiles on the host, where Triton's functions of these names take microseconds."""
 
 from __future__ import annotations
 

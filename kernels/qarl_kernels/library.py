@@ -1,9 +1,9 @@
-"""16-bit products through cuBLAS, for shapes at which it is known to give the bits of the kernels here.
+"""16-bit products through cuBLAS, for shapes at which it gives the bits of the kernels here.
 
-cuBLAS chooses its algorithm from the shape, so it is only called for few numbers of rows: `ROWS` rows at a time, and
-the batches that CUDA graphs of decodes are captured for (`DECODE_ROWS`). Each shape is tried once per (N, K, dtype)
-against `gemm`'s own kernel on random data, and used only if every bit agrees (on H100 its kernels without split-K do).
-Other rows are left to the caller.
+cuBLAS chooses its algorithm by shape, so it is only called with a few row counts: `ROWS`, and the batch sizes that
+decodes are captured for in CUDA graphs (`DECODE_ROWS`). Each shape is verified once per (N, K, dtype) against `gemm`'s
+own kernel on random data, and used only if every bit agrees (on H100 its kernels without split-K do). The caller
+computes other rows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ Kernel = Callable[[Tensor, Tensor, Tensor], None]  # x, weight, out
 
 
 def product(x: Tensor, weight: Tensor, out: Tensor, kernel: Kernel) -> int:
-    """Fill out[:done] with x[:done] @ weight^T and return done.
+    """Write x[:done] @ weight^T to out[:done].
 
-    x: (M, K), weight: (N, K), out: (M, N), all of one 16-bit dtype. kernel: whose bits are wanted.
+    Args:
+        x: (M, K), weight: (N, K), out: (M, N), all of one 16-bit dtype.
+        kernel: The kernel whose bits are required.
+
+    Returns:
+        The number of rows written, `done`.
     """
     done = 0
     if x.device.type != "cuda" or collecting():
@@ -50,15 +55,15 @@ def product(x: Tensor, weight: Tensor, out: Tensor, kernel: Kernel) -> int:
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = x @ weight^T, as cuBLAS does it."""
+    """out = x @ weight^T by cuBLAS."""
     torch.mm(x, weight.t(), out=out)
 
 
 @cache
 def agrees(kernel: Kernel, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the library gives the kernel's bits for (rows, K) @ (K, N)."""
+    """Return whether cuBLAS gives the kernel's bits for (rows, K) @ (K, N)."""
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"the first product with a weight of {n} x {k} ran inside a CUDA graph; run it once before")
+        raise RuntimeError(f"the first product with a {n} x {k} weight ran in CUDA graph capture; run it once before")
     generator = torch.Generator(device).manual_seed(n * 1_000_003 + k)
     x = torch.randn(rows, k, generator=generator, device=device, dtype=dtype)
     weight = torch.randn(n, k, generator=generator, device=device, dtype=dtype)

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens from hidden states, a few rows of logits at a time.
 
-The logits matrix (tokens x vocabulary) is never held whole: forward and backward work through fixed chunks of rows,
-and the backward recomputes a chunk's logits. On the CPU a row's bits do not depend on the chunk or the batch. On a GPU
-`qarl_kernels.head` stores no logits at all, unless tokens are ranked (top-k, top-p).
+The logits matrix (tokens x vocabulary) is never in memory as a whole: forward and backward process fixed chunks of
+rows, and the backward recomputes a chunk's logits. On the CPU a row's bits do not depend on the chunk or the batch. On
+a GPU `qarl_kernels.head` stores no logits at all, except with top-k or top-p, which rank tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from qarl_kernels.truncation import CUT_LOGIT_GAP, Distribution, KeptSets, Recor
 
 
 def logits_of(hidden: Tensor, weight: Tensor, kernels: bool = True) -> Tensor:
-    """hidden @ weight^T as float32. hidden: (R, H); weight: (V, H), float32 on the CPU, hidden's dtype on a GPU.
+    """Return hidden @ weight^T, float32 (R, V).
 
-    kernels: on a GPU, the Triton product of 16-bit operands, whose rows do not depend on the batch; False: torch's.
+    Args:
+        hidden: (R, H).
+        weight: (V, H), float32 on the CPU, hidden's dtype on a GPU.
+        kernels: On a GPU, whether 16-bit operands use the Triton product, which is batch invariant, or torch's.
     """
     if hidden.device.type == "cpu":
         return invariant.matmul(hidden.float(), weight)
@@ -91,7 +94,7 @@ def distribution(hidden: Tensor, weight: Tensor, truncation: Truncation, kernels
 
 
 def log_probs_of(logits: Tensor, truncation: Truncation) -> Tensor:
-    """The distribution drawn from, as natural log-probs (R, V) float32. Overwrites logits."""
+    """Return the sampling distribution as natural log-probs, float32 (R, V). Overwrites logits."""
     truncate_(logits, truncation)
     return normalized(logits)
 
@@ -101,7 +104,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, master, weight, targets, truncation, chunk, kernels, retained, sums):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.truncation, ctx.chunk, ctx.kernels, ctx.master, ctx.sums = truncation, chunk, kernels, master, sums
-        ctx.set_materialize_grads(False)  # an output that is not used gives None, and its gradient is not computed
+        ctx.set_materialize_grads(False)  # an unused output has gradient None, and nothing is computed for it
         logp = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logp)
         for start, kept in _chunks(hidden.shape[0], chunk, truncation):
@@ -113,14 +116,14 @@ class _TokenLogProbs(torch.autograd.Function):
             if isinstance(truncation, Recording) and cut is not None:
                 truncation.into.append(KeptSets.of(cut))
             if retained is not None:
-                # What is cut still counts exp(-50) of the largest each: 3e-17 in a vocabulary of 150,000.
+                # Truncated tokens still count exp(-50) of the largest each: 3e-17 with 150,000 tokens.
                 retained[part] = torch.logsumexp(rows, -1).sub_(whole).exp_().clamp_(max=1.0)
             rows = normalized(rows)
             target = targets[part, None]
             logp[part] = rows.gather(-1, target)[:, 0]
             if cut is not None:
                 logp[part].masked_fill_(cut.gather(-1, target)[:, 0], float("-inf"))
-            entropy[part] = -rows.exp().mul_(rows).sum(-1)  # finite: a logit cut off is far down, not -inf
+            entropy[part] = -rows.exp().mul_(rows).sum(-1)  # finite: truncated logits are far down, not -inf
         return logp, entropy
 
     @staticmethod
@@ -130,7 +133,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         into, returned = weight_sum(ctx.master, ctx.sums, weight)
-        # On the CPU chunks add up apart first, so that the bits are those of autograd's addition.
+        # On the CPU chunks are summed separately first, which gives the bits of autograd's accumulation.
         grad_weight = torch.zeros_like(into) if into is not returned and hidden.device.type == "cpu" else into
         low = weight.dtype == torch.bfloat16  # on a GPU: operands in bf16, sums in float32
         wide = weight if low else weight.float()
@@ -138,8 +141,8 @@ class _TokenLogProbs(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             logits = logits_of(hidden[part], weight, ctx.kernels)
             cut = truncate_(logits, ctx.truncation, kept)
-            arriving = (None if g is None else g[part, None] / ctx.truncation.divisor for g in (grad, grad_entropy))
-            rows = _logit_grad(normalized(logits), cut, targets[part, None], *arriving)
+            scaled = (None if g is None else g[part, None] / ctx.truncation.divisor for g in (grad, grad_entropy))
+            rows = _logit_grad(normalized(logits), cut, targets[part, None], *scaled)
             if low:
                 rows = rows.bfloat16()
                 grad_hidden[part] = rows @ weight
@@ -164,13 +167,16 @@ def _chunks(rows: int, chunk: int, truncation: Truncation) -> list[tuple[int, Ke
 def _logit_grad(
     log_probs: Tensor, cut: Tensor | None, target: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
 ) -> Tensor:
-    """Gradient with respect to the logits, (R, V). A cut logit is a constant and gets none.
+    """Return the gradient of the logits, (R, V). Truncated logits are constants with gradient 0.
 
-        d logp / dz_j = [j = target] - p_j        0 in the whole row where the target is cut
+        d logp / dz_j = [j = target] - p_j        0 in the whole row if the target is truncated
         dH / dz_j     = -p_j (log p_j + H)
 
-    log_probs: (R, V), overwritten. cut: bool (R, V) or None. target: (R, 1) int64. grad, grad_entropy: (R, 1), what
-    arrives over the temperature that divided the logits, or None; not both are None.
+    Args:
+        log_probs: (R, V), overwritten.
+        cut: (R, V) bool, mask of truncated tokens, or None.
+        target: (R, 1) int64.
+        grad, grad_entropy: (R, 1), output gradients divided by the temperature; at most one is None.
     """
     rows = None
     if grad_entropy is not None:
@@ -200,22 +206,26 @@ def token_logprobs(
     retained: list[Tensor] | None = None,
     sums: Sums | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target token and the entropy of its distribution.
+    """Compute the log-prob of each target token and the entropy of its distribution.
 
-    hidden: (R, H) bf16/fp16/fp32, the state before the target; master: (V, H) float32 parameter that takes the
-    output layer's gradient, or None; weight: (V, H), the values the forward uses; weight, kernels: see `logits_of`;
-    targets: (R,) int64; chunk: rows of logits held at once. Returns logp (R,) and entropy (R,), float32, in nats, both
-    with gradient; that of the entropy costs nothing where it is not used.
+    A target outside the truncated distribution has logp -inf and no gradient (DVP: a token that the learner's own
+    vocabulary excludes has ratio 0). The kept set is a constant: it does not move with the logits. A `Recording`
+    truncation stores the kept sets, and a `Replay` uses stored ones; both need top-k or top-p.
 
-    A target outside the truncated distribution has logp -inf and gives no gradient (DVP: a token that the learner's own
-    vocabulary excludes has ratio 0). The truncation itself is constant: the kept set does not move with the logits.
-    A `Recording` truncation stores the kept sets, and a `Replay` uses stored ones; both need top-k or top-p, which
-    compute whole rows of logits.
+    Args:
+        hidden: (R, H) bf16, fp16 or float32, the states before the targets.
+        master: (V, H) float32 parameter that receives the output layer's gradient, or None.
+        weight: (V, H), the values that the forward uses; see `logits_of` for its dtype and `kernels`.
+        targets: (R,) int64.
+        truncation: Temperature, top-k, top-p and min-p.
+        chunk: Rows of logits in memory at once.
+        kernels: Whether a GPU runs Triton kernels.
+        retained: With truncation, receives the probability of the kept set before truncation, float32 (R,), without
+            gradient (DVP, proposition 5.5), at the cost of one more reduction per chunk.
+        sums: Gradient buffers; autograd then gets no gradient of the master that they hold.
 
-    retained: where the distribution is truncated, gets the probability that the kept set had before, (R,) float32,
-    appended (DVP, proposition 5.5); one reduction more over each chunk, without gradient.
-
-    sums: asked in the backward for the tensor that the master's gradient is added to; autograd then gets none.
+    Returns:
+        logp (R,) and entropy (R,), float32, in nats, both differentiable. An unused output costs no backward.
     """
     mass = None
     if retained is not None and truncation.active:
@@ -229,8 +239,8 @@ def token_logprobs(
 
 
 def fused(hidden: Tensor, weight: Tensor, truncation: Truncation) -> bool:
-    """Whether `qarl_kernels.head` serves: 16-bit operands on a GPU, no ranking of tokens."""
+    """Return whether `qarl_kernels.head` applies: 16-bit operands on a GPU, and neither top-k nor top-p."""
     ranked = truncation.active and (truncation.top_k > 0 or truncation.top_p < 1.0)
-    assert ranked or not isinstance(truncation, Recording | Replay), "kept sets are of top-k and top-p"
+    assert ranked or not isinstance(truncation, Recording | Replay), "kept sets need top-k or top-p"
     narrow = hidden.dtype in (torch.bfloat16, torch.float16) and weight.dtype == hidden.dtype
     return hidden.device.type == "cuda" and narrow and not ranked

@@ -1,4 +1,4 @@
-"""Rotary embedding as `qarl_kernels.rotary` has it, whose keys and values go straight into a paged KV cache."""
+"""Rotary embedding like `qarl_kernels.rotary`, writing keys and values straight into a paged KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qarl_kernels.plans import planned
 from qarl_kernels.rotary import HEADS, WARPS, Rotation, copied_heads, halves, tile_of_heads, turned_heads
 from qarl_kernels.rows import VECTOR, inside
 
-FEW_ROWS = 512  # up to which a program has one head and one warp, so that there are enough programs
+FEW_ROWS = 512  # up to this many rows a program has one head and one warp, so that there are enough programs
 
 _VECTOR = tl.constexpr(VECTOR)
 
@@ -27,7 +27,7 @@ def _paged_kernel(
     q,  # (rows, heads, D)
     k_cache,  # (pages, kv_heads, PAGE, D), D contiguous; of qkv's dtype, e4m3, or int16 of pairs (flash/pairs.py)
     v_cache,  # the same
-    slots,  # (rows,) i64, page * PAGE + offset; negative: nothing is written
+    slots,  # (rows,) i64, page * PAGE + offset; negative: not written
     cos,  # (positions, D)
     sin,  # (positions, D)
     positions,  # (rows,) i64
@@ -90,13 +90,17 @@ def rotary_into_pages(
     slots: Tensor,
     tile: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Queries (T, heads, D) as of `rotary_forward`; its keys, and the values, are written to their slots.
+    """Compute `rotary_forward`, and write its keys and values to their slots of the cache.
 
     Args:
-        k_cache, v_cache: (P, kv_heads, PAGE, D), D contiguous, the rest any strides; of qkv's dtype, or float8_e4m3fn
-            where the rotation rounds to it (`kv_fp8`); that has features in the order of `flash/pairs.py`.
-        slots: (T,) int64, page * PAGE + offset of each token, no two the same; negative: nothing is written.
-        tile: heads and warps of a program, for tuning; changes no bit.
+        qkv, rotation: As for `rotary_forward`.
+        k_cache, v_cache: (P, kv_heads, PAGE, D), last dimension contiguous, other strides arbitrary. Of qkv's dtype, or
+            float8_e4m3fn with `kv_fp8`, with features in the order of `flash/pairs.py`.
+        slots: (T,) int64, page * PAGE + offset of each token, all different; negative: the token is not written.
+        tile: Heads and warps of a program, for tuning; changes no bit.
+
+    Returns:
+        Queries (T, heads, D).
     """
     return _into_pages(qkv, k_cache, v_cache, slots, *(tile or (None, None)), *rotation)
 
@@ -121,7 +125,7 @@ def _into_pages(
                 f"{rotation.head_dim} {qkv.dtype}"
             )
         if cache.stride(3) != 1:
-            raise ValueError(f"a cache's heads must be contiguous, not of strides {cache.stride()}")
+            raise ValueError(f"the cache's last dimension must be contiguous; its strides are {cache.stride()}")
     k_cache, v_cache, page = in_pairs(k_cache), in_pairs(v_cache), k_cache.shape[2]
     rows = qkv.shape[0]
     if per_program is None or warps is None:

@@ -1,7 +1,7 @@
-"""Row-wise operations whose bits do not depend on the batch around a row.
+"""Row-wise operations in plain torch whose bits do not depend on the rest of the batch.
 
-torch's vectorised loops finish a chunk's last elements with scalar code, and where a chunk ends depends on the size
-of the batch. Add, multiply, divide and square root round the same in both; transcendental functions may not (seen:
+torch's vectorized loops process the last elements of a chunk with scalar code, and where a chunk ends depends on the
+batch size. Add, multiply, divide and square root round the same in both; transcendental functions may not (measured:
 `torch.nn.functional.silu` in float32). `torch.exp` masks its last vector and is safe, so it is the only one used.
 """
 
@@ -27,12 +27,12 @@ class _SiLU(torch.autograd.Function):
 
 
 def silu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)), computed in float32 and rounded once to x's dtype. x: any shape, contiguous."""
+    """Return x / (1 + exp(-x)), computed in float32 and rounded once to x's dtype. x: any shape, contiguous."""
     return _SiLU.apply(x)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps x and one number a row for the backward, not the float32 intermediates."""
+    """Saves x and one number per row for the backward, not the float32 intermediates."""
 
     @staticmethod
     def forward(ctx, x: Tensor, master: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -53,10 +53,13 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, master: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """weight * round(x / sqrt(mean(x^2) + eps)), the mean over the last axis in float32 (Llama's and Qwen's order).
+    """Return weight * round(x / sqrt(mean(x^2) + eps)), with a float32 mean over the last axis (as Llama and Qwen).
 
-    x: (..., H) contiguous; master: (H,) float32 parameter that takes the weight's gradient unrounded, or None;
-    weight: (H,) of x's dtype, the values the forward uses. Returns x's shape and dtype.
+    Args:
+        x: (..., H), contiguous.
+        master: (H,) float32 parameter that receives the weight's gradient, or None.
+        weight: (H,) of x's dtype, the values that the forward uses.
+        eps: Added to the mean square.
     """
     return _RMSNorm.apply(x, master, weight, eps)
 
@@ -72,8 +75,8 @@ class _RoundE4M3(torch.autograd.Function):
 
 
 def round_e4m3(x: Tensor) -> Tensor:
-    """The nearest e4m3 values, saturated to +-448, in x's dtype; the gradient goes straight through.
+    """Round x (bf16, fp16 or float32, any shape) to e4m3, saturated to +-448, in x's dtype; straight-through gradient.
 
-    x: bf16, fp16 or fp32, any shape. NaN stays NaN.
+    NaN stays NaN.
     """
     return _RoundE4M3.apply(x)

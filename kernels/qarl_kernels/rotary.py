@@ -1,13 +1,13 @@
-"""Rotary embedding of queries and keys out of the fused product, with the norm over a head before it (Qwen3).
+"""Rotary embedding of queries and keys from the fused qkv product, with the norm per head before it (Qwen3).
 
-Values are rounded where Hugging Face's `apply_rotary_pos_emb` rounds 16-bit tensors: each product with the cosine
-or the sine, and their sum; the norm is that of `qarl_kernels.pointwise.rms_norm`. A head's bits depend on that head
+Values are rounded where Hugging Face's `apply_rotary_pos_emb` rounds 16-bit tensors: after each product with cosine or
+sine, and after their sum; the norm is that of `qarl_kernels.pointwise.rms_norm`. A head's bits depend on that head
 alone.
 
-A thread has eight values of the first half of a head and the eight that they turn with in the second half; cosines,
-sines and weights stay in registers for some heads of the same token.
+A thread holds eight values of the first half of a head, and the eight of the second half that they rotate with;
+cosines, sines and norm weights stay in registers for several heads of a token.
 
-Where the sampler's KV cache holds e4m3, keys are rounded to it after they are turned, and values as they come.
+If the sampler's KV cache is e4m3, keys are rounded to it after the rotation, and values as they are.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ from qarl_kernels.plans import planned
 from qarl_kernels.quantize_kernels import _of_group
 from qarl_kernels.rows import VECTOR, check_rows, inside, row_sum
 
-HEADS, WARPS = 4, 4  # of a program
+HEADS, WARPS = 4, 4  # per program
 
 _VECTOR = tl.constexpr(VECTOR)
 
 
 class Rotation(NamedTuple):
-    """How queries and keys come out of a product (T, (heads + 2 * kv_heads) * D): queries, keys, values.
+    """How queries, keys and values come out of a product (T, (heads + 2 * kv_heads) * D), in this order.
 
-    head_dim: D, even. cos, sin: (positions, D) of the product's dtype, contiguous. positions: (T,) int64, their row for
-    each token. q_norm, k_norm: weights (D,) of that dtype, or None. eps: of the norms. kv_fp8: keys and values are
-    rounded to e4m3, with a scale of 1.
+    Attributes:
+        heads, kv_heads: Numbers of heads.
+        head_dim: D, even.
+        cos, sin: (positions, D) of the product's dtype, contiguous.
+        positions: (T,) int64, row of cos and sin of each token.
+        q_norm, k_norm: (D,) weights of the norms, of the product's dtype, or None.
+        eps: Epsilon of the norms.
+        kv_fp8: Whether keys and values are rounded to e4m3, with scale 1.
     """
 
     heads: int
@@ -55,13 +60,13 @@ class Rotation(NamedTuple):
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def values(self, qkv: Tensor) -> Tensor:
-        """The values (T, kv_heads, D) in a product (T, columns), before they are rounded."""
+        """Return a view of the values (T, kv_heads, D) in a product (T, columns), not rounded."""
         dim = self.head_dim
         start = qkv.storage_offset() + (self.heads + self.kv_heads) * dim
         return qkv.as_strided((qkv.shape[0], self.kv_heads, dim), (qkv.stride(0), dim, 1), start)
 
     def arguments(self, qkv: Tensor) -> dict[str, Any]:
-        """What every kernel here takes. qkv: bf16 or fp16, rows contiguous, any distance apart."""
+        """Return the arguments common to all rotary kernels. qkv: bf16 or fp16, arbitrary row stride."""
         check_rows("qkv", qkv, self.columns)
         return {
             "qkv": qkv,
@@ -80,22 +85,22 @@ class Rotation(NamedTuple):
 
 @triton.jit
 def halves(start, keep, HALF: tl.constexpr):
-    """Two times eight values (T, 8), at `start` (T,) and half a head on."""
+    """Load two tiles (T, 8): at the pointers `start` (T,), and half a head later."""
     at = start[:, None] + tl.arange(0, _VECTOR)[None, :]
     return tl.load(at, keep, other=0.0), tl.load(at + HALF, keep, other=0.0)
 
 
 @triton.jit
 def exists(head, heads, column):
-    """head < heads for each vector (T, 1): the interpreter makes an integer of a mask & a scalar."""
+    """Return head < heads per vector (T, 1); Triton's interpreter turns `mask & scalar` into an integer."""
     return (head + 0 * column < heads)[:, None]
 
 
 @triton.jit
 def store_halves(start, keep, first, second, HALF: tl.constexpr, FP8: tl.constexpr = False):
-    """What `halves` reads, of the dtype that is stored there. FP8: 16-bit values, which are rounded to e4m3.
+    """Store two tiles (T, 8) where `halves` would load them. FP8: round the 16-bit values to e4m3.
 
-    start of int16: the two halves go into pairs there, see `flash/pairs.py`.
+    If `start` points to int16, the two halves are interleaved, see `flash/pairs.py`.
     """
     at = start[:, None] + tl.arange(0, _VECTOR)[None, :]
     if FP8 and start.dtype.element_ty == tl.int16:
@@ -110,7 +115,7 @@ def store_halves(start, keep, first, second, HALF: tl.constexpr, FP8: tl.constex
 
 @triton.jit
 def inverse_norm(first, second, eps, HALF: tl.constexpr, TOKENS: tl.constexpr, VECTORS: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of each token's head, for each of its vectors (T, 1)."""
+    """Return 1 / sqrt(mean(x^2) + eps) of each token's head, repeated for its vectors, (T, 1)."""
     total = row_sum(widen(first) * widen(first) + widen(second) * widen(second), TOKENS, VECTORS)
     mean = tl.div_rn(total, tl.full(total.shape, 2 * HALF, tl.float32))
     inverse = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
@@ -127,7 +132,7 @@ def copied_heads(
     source, into, pitch, head, heads, column, stored,
     HALF: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Heads [head, head + HEADS) of `heads` of some tokens as they are, or rounded to e4m3; see `turned_heads`."""
+    """Copy heads [head, head + HEADS) of some tokens, rounded to e4m3 if FP8; arguments as in `turned_heads`."""
     for i in tl.static_range(HEADS):
         present = stored & exists(head + i, heads, column)
         first, second = halves(source + (head + i) * (2 * HALF) + column, present, HALF)
@@ -139,11 +144,11 @@ def turned_heads(
     source, into, pitch, weight, head, heads, column, keep, stored, cosines, sines, eps,
     HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, VECTORS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Heads [head, head + HEADS) of `heads` of some tokens, normalized if there is a weight, then turned.
+    """Normalize (if there is a weight) and rotate heads [head, head + HEADS) of `heads` of some tokens.
 
-    source, into: pointers (T,) to the first heads of each vector's token; heads of `into` are `pitch` apart. column:
-    (T,), of each vector in a head. keep: vectors that exist; stored: and are wanted. cosines, sines: pairs (T, 8).
-    FP8: the result is rounded to e4m3 then.
+    source, into: (T,) pointers to the first head of each vector's token. pitch: stride of the heads of `into`. column:
+    (T,), column of each vector in a head. keep: mask of existing vectors; stored: mask of vectors to store. cosines,
+    sines: pairs of (T, 8). FP8: round the result to e4m3.
     """
     dtype: tl.constexpr = cosines[0].dtype
     cos_first, cos_second = widen(cosines[0]), widen(cosines[1])
@@ -169,7 +174,7 @@ def _forward_kernel(
     qkv,  # (rows, (heads + 2 * kv_heads) * D) bf16 or fp16
     q,  # (rows, heads, D)
     k,  # (rows, kv_heads, D)
-    v,  # (rows, kv_heads, D), or None where values are not rounded
+    v,  # (rows, kv_heads, D), or None if values are not rounded
     cos,  # (positions, D)
     sin,  # (positions, D)
     positions,  # (rows,) i64
@@ -214,7 +219,7 @@ def _forward_kernel(
 
 
 def tile_of_heads(head_dim: int, warps: int) -> dict[str, int | bool]:
-    """How the threads of a program share tokens and a head's vectors; a head's bits are the same whatever the warps."""
+    """Return how the threads of a program divide tokens and vectors of a head; the warps do not change a bit."""
     vectors = next_power_of_2(cdiv(head_dim // 2, VECTOR))
     tokens = max(1, 32 * warps // vectors)
     return {"HALF": head_dim // 2, "TOKENS": tokens, "VECTORS": vectors, "RAGGED": head_dim // 2 % VECTOR != 0}
@@ -223,12 +228,16 @@ def tile_of_heads(head_dim: int, warps: int) -> dict[str, int | bool]:
 def rotary_forward(
     qkv: Tensor, rotation: Rotation, tile: tuple[int, int] = (HEADS, WARPS)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (T, heads, D), keys and values (T, kv_heads, D).
+    """Normalize (if the model has norms) and rotate queries and keys.
 
-    Queries and keys are normalized if they have a norm, then turned; values are those in qkv. With `kv_fp8` keys and
-    values are rounded to e4m3, in qkv's dtype.
+    Args:
+        qkv: (T, columns) bf16 or fp16, last dimension contiguous, arbitrary row stride.
+        rotation: Layout, angles and norms.
+        tile: Heads and warps of a program, for tuning; changes no bit.
 
-    tile: heads and warps of a program, for tuning; changes no bit.
+    Returns:
+        Queries (T, heads, D), keys and values (T, kv_heads, D), of qkv's dtype. Values are a view of qkv, except with
+        `kv_fp8`, which rounds keys and values to e4m3.
     """
     q, k, v = _turned(qkv, *tile, *rotation)
     return q, k, rotation.values(qkv) if v is None else v

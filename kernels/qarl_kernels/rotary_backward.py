@@ -1,4 +1,4 @@
-"""Gradient of `qarl_kernels.rotary`: of queries and keys in the fused product, and of the weights of their norms."""
+"""Gradient of `qarl_kernels.rotary`: of queries and keys in the fused product, and of the norms' weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qarl_kernels.rotary import (
 )
 from qarl_kernels.rows import VECTOR, check_rows, inside, row_sum
 
-PROGRAMS = 1056  # at most, where weights have gradients, whose partial sums depend on it
+PROGRAMS = 1056  # limit with norms, whose weights' partial sums depend on the number of programs
 
 _VECTOR = tl.constexpr(VECTOR)
 
@@ -34,7 +34,7 @@ def _backward_heads(
     grad, source, into, weight, partial, cos, sin, positions, rows, head, heads, stride_grad, stride, stride_into, eps,
     HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, VECTORS: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Heads [head, head + HEADS) of `heads` for some of the tokens; partial: (programs, D), sums of each."""
+    """Backward of heads [head, head + HEADS) of `heads` for some tokens; partial: (programs, D) f32 sums."""
     dtype: tl.constexpr = into.dtype.element_ty
     t = tl.arange(0, TOKENS * VECTORS)
     column = t % VECTORS * _VECTOR
@@ -57,7 +57,7 @@ def _backward_heads(
                 weights = halves(weight + column, keep, HALF)
                 inverse = inverse_norm(first, second, eps, HALF, TOKENS, VECTORS)
                 first, second = widen(first) * inverse, widen(second) * inverse
-                # A token that does not exist has 0 * inf where eps is 0.
+                # Rows past the end would give 0 * inf if eps is 0.
                 sum_left += tl.where(present, grad_left * first, 0.0)
                 sum_right += tl.where(present, grad_right * second, 0.0)
                 grad_left *= widen(weights[0])
@@ -82,15 +82,15 @@ def _backward_heads(
 def _backward_kernel(
     dq,  # (rows, heads, D) bf16 or fp16
     dk,  # (rows, kv_heads, D)
-    qkv,  # (rows, (heads + 2 * kv_heads) * D); read where there is a norm
+    qkv,  # (rows, (heads + 2 * kv_heads) * D); read only with norms
     dqkv,  # as qkv
     cos,  # (positions, D)
     sin,  # (positions, D)
     positions,  # (rows,) i64
     q_norm,  # (D,), or None
     k_norm,  # (D,), or None
-    partial_q,  # (programs, D) f32: of each program of queries, the sum for the weight's gradient; None without norm
-    partial_k,  # the same of keys
+    partial_q,  # (programs, D) f32, each program's part of the q_norm gradient; None without norm
+    partial_k,  # the same for k_norm
     rows,
     heads,
     kv_heads,
@@ -130,14 +130,15 @@ def rotary_backward(
     tile: tuple[int, int] = (HEADS, WARPS),
     programs: int = PROGRAMS,
 ) -> None:
-    """Writes the gradients of queries and keys into dqkv, whose last kv_heads * D columns are left as they are.
+    """Write the gradients of queries and keys into dqkv; its last kv_heads * D columns are not touched.
 
     Args:
-        dq, dk: (T, heads, D) and (T, kv_heads, D) 16-bit, heads contiguous, tokens any distance apart.
-        qkv, rotation: as for `rotary_forward`; qkv is read where there is a norm. dqkv: as qkv.
-        grad_q_norm, grad_k_norm: float32 (D,), contiguous, which the weights' gradients are added into, or None. The
-            same inputs add the same bits.
-        tile, programs: how the work is cut, for tuning.
+        dq, dk: (T, heads, D) and (T, kv_heads, D) 16-bit, heads contiguous, arbitrary token stride.
+        qkv, rotation: As for `rotary_forward`; qkv is read only with norms.
+        dqkv: Like qkv.
+        grad_q_norm, grad_k_norm: (D,) float32, contiguous, to which the norms' gradients are added, deterministically;
+            or None.
+        tile, programs: Override how the work is split, for tuning.
     """
     arguments, head_dim = rotation.arguments(qkv), rotation.head_dim
     check_rows("dqkv", dqkv, rotation.columns)

@@ -1,9 +1,9 @@
-"""How kernels hold whole rows in registers, and what they share: where values are, sums over a row, its quantization.
+"""How kernels hold whole rows in registers: loads, stores, sums over a row, and its quantization.
 
-A program has `rows` rows, each in chunks of `vectors` vectors of eight 16-bit values (16 bytes, one access of one
-thread). A row of 12,288 values is six chunks of 2,048 and not one block of 16,384, a quarter of it empty. Threads of a
-program are as many as vectors of a chunk of its rows: a thread holds one vector of each chunk, so chunks add up element
-by element, and one sum over the threads of a row follows. How that sum runs depends on the row's width alone.
+A program holds `rows` rows, each in chunks of `vectors` vectors of eight 16-bit values (16 bytes, one access of one
+thread). A row of 12,288 values is six chunks of 2,048, and not one block of 16,384 of which a quarter is empty. A
+program has one thread per vector of a chunk of its rows, so a thread holds one vector of each chunk: chunks add up
+elementwise, and one sum over the threads of a row follows. Its order depends on the row's width alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GROUP_VECTORS = tl.constexpr(GROUP // VECTOR)
 
 @dataclass(frozen=True)
 class RowTile:
-    """rows of a program, vectors of a chunk of a row (a power of two, at least a group's 16), chunks of a row."""
+    """Rows of a program; vectors of a chunk, a power of two and at least 16 (one group); chunks of a row."""
 
     rows: int
     vectors: int
@@ -45,14 +45,14 @@ class RowTile:
 
     @property
     def lanes(self) -> int:
-        """Values of a row that there is room for."""
+        """Values of a row that the tile has room for."""
         return self.chunks * self.vectors * VECTOR
 
 
 def row_tiles(columns: int) -> list[RowTile]:
-    """Every tile worth trying for rows of so many values; any of them is right.
+    """Return the tiles worth trying for rows of `columns` values.
 
-    Tiles differ in the last bits of a row's sum: which one is taken may depend on `columns` and on nothing else.
+    Tiles differ in the last bits of a row's sum, so the choice may depend on `columns` only.
     """
     tiles = []
     for vectors in (16, 32, 64, 128, 256, 512, 1024):
@@ -64,7 +64,7 @@ def row_tiles(columns: int) -> list[RowTile]:
 
 @cache
 def row_tile(columns: int) -> RowTile:
-    """The tile for rows of so many values: few empty lanes, and four chunks or more, so that loads are under way."""
+    """Return a tile with few empty lanes and at least four chunks, so that several loads are in flight."""
     if not 0 < columns <= MAX_ROW:
         raise ValueError(f"rows of {columns} values do not fit the registers of one program; at most {MAX_ROW} do")
     widest = 256 if columns <= 16_384 else 512
@@ -73,14 +73,14 @@ def row_tile(columns: int) -> RowTile:
 
 @cache
 def backward_tile(columns: int) -> RowTile:
-    """As `row_tile`, for kernels that keep sums of many rows beside a row: fewer chunks, more threads."""
+    """Return a tile with fewer chunks and more threads, for kernels that hold sums of many rows beside a row."""
     if not 0 < columns <= MAX_ROW:
         raise ValueError(f"rows of {columns} values do not fit the registers of one program; at most {MAX_ROW} do")
     return _roomy(columns, 2, 512)
 
 
 def _roomy(columns: int, chunks: int, widest: int) -> RowTile:
-    """The widest of 128 threads or more with so many chunks whose lanes are nearly all full, else the fullest."""
+    """Return the widest tile with at least `chunks` chunks and nearly full lanes, else the fullest tile."""
     tiles = [tile for tile in row_tiles(columns) if tile.vectors <= widest and tile.rows <= max(1, 128 // tile.vectors)]
     full = [tile for tile in tiles if tile.lanes <= 1.15 * columns and tile.chunks >= chunks]
     return (
@@ -89,7 +89,7 @@ def _roomy(columns: int, chunks: int, widest: int) -> RowTile:
 
 
 def check_rows(name: str, x: Tensor, columns: int | None = None) -> None:
-    """Raise ValueError unless x is a matrix of 16-bit values with contiguous rows, of so many columns."""
+    """Raise ValueError unless x is a 16-bit matrix with contiguous rows (of `columns` values)."""
     wrong = x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16) or (x.stride(1) != 1 and x.shape[1] > 1)
     if wrong or (columns is not None and x.shape[1] != columns):
         width = "" if columns is None else f" of {columns} columns"
@@ -100,7 +100,7 @@ def check_rows(name: str, x: Tensor, columns: int | None = None) -> None:
 
 
 def empty_codes(rows: int, columns: int, activation: Activation, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for codes (rows, columns) and their float32 scales (rows, 1 or groups)."""
+    """Allocate codes (rows, columns) and their float32 scales (rows, 1 or groups)."""
     groups = cdiv(columns, GROUP) if activation == "fp8_group" else 1
     dtype = torch.int8 if activation == "int8" else torch.float8_e4m3fn
     codes = torch.empty(rows, columns, dtype=dtype, device=device)
@@ -109,7 +109,7 @@ def empty_codes(rows: int, columns: int, activation: Activation, device: torch.d
 
 @triton.jit
 def inside(row_inside, column, columns, RAGGED: tl.constexpr):
-    """Which values of the vectors at `column` (T,) exist: (T, 1), or (T, 8) where rows end inside a vector."""
+    """Return the mask of the vectors at `column` (T,): (T, 1), or (T, 8) if rows end inside a vector."""
     keep = (row_inside & (column < columns))[:, None]
     if RAGGED:
         keep = keep & (column[:, None] + tl.arange(0, _VECTOR)[None, :] < columns)
@@ -118,7 +118,7 @@ def inside(row_inside, column, columns, RAGGED: tl.constexpr):
 
 @triton.jit
 def load_chunks(start, row_inside, column, columns, CHUNKS: tl.constexpr, STEP: tl.constexpr, RAGGED: tl.constexpr):
-    """A tuple of chunks (T, 8). start: pointers (T,) to the rows' first values; column (T,): the first chunk's."""
+    """Load a tuple of chunks (T, 8). start: (T,) pointers to the rows; column: (T,) columns of the first chunk."""
     lane = tl.arange(0, _VECTOR)[None, :]
     chunks = ()
     for c in tl.static_range(CHUNKS):
@@ -129,7 +129,7 @@ def load_chunks(start, row_inside, column, columns, CHUNKS: tl.constexpr, STEP: 
 
 @triton.jit
 def store_chunks(start, chunks, row_inside, column, columns, STEP: tl.constexpr, RAGGED: tl.constexpr):
-    """What `load_chunks` would load."""
+    """Store chunks where `load_chunks` would load them."""
     lane = tl.arange(0, _VECTOR)[None, :]
     for c in tl.static_range(len(chunks)):
         at = column + c * STEP
@@ -138,13 +138,13 @@ def store_chunks(start, chunks, row_inside, column, columns, STEP: tl.constexpr,
 
 @triton.jit
 def row_sum(x, ROWS: tl.constexpr, VECTORS: tl.constexpr):
-    """x (ROWS * VECTORS, 8) -> the sum of each row (ROWS,), in an order that the shape alone decides."""
+    """Sum x (ROWS * VECTORS, 8) per row, (ROWS,), in an order that depends on the shape alone."""
     return tl.sum(tl.reshape(tl.sum(x, axis=1), [ROWS, VECTORS]), axis=1)
 
 
 @triton.jit
 def store_codes(
-    chunks,  # tuple of (T, 8) bf16 or fp16, zeros outside
+    chunks,  # tuple of (T, 8) bf16 or fp16, zeros past the row
     codes,  # (rows, columns) i8 or e4m3
     scale,  # (rows, 1) or (rows, groups) f32
     row,  # (T,) i64
@@ -156,7 +156,7 @@ def store_codes(
     VECTORS: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Quantize rows, or groups of 128 of their values, by the rule of `quantize_kernels.activation_kernel`."""
+    """Quantize rows, or groups of 128 values, by the rule of `quantize_kernels.activation_kernel`."""
     dtype: tl.constexpr = codes.dtype.element_ty
     lane = tl.arange(0, _VECTOR)[None, :]
     start = codes + row * columns

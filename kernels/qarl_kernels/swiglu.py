@@ -1,4 +1,4 @@
-"""SiLU of the gate times the linear half, with the quantization that follows, and its gradient with the product again.
+"""SiLU(gate) * up with the quantization after it, and its gradient, which recomputes the product.
 
 Values are rounded where 16-bit tensors in plain torch are: after SiLU, which is computed in float32, and after the
 product. A row's bits depend on that row alone.
@@ -30,16 +30,17 @@ from qarl_kernels.rows import (
     store_codes,
 )
 
-BACKWARD_VECTORS, BACKWARD_WARPS = 256, 4  # of a program; a vector is eight values of the gate and eight of the rest
+BACKWARD_VECTORS, BACKWARD_WARPS = 256, 4  # per program; a vector is eight values of gate and the eight of up
 
 _VECTOR = tl.constexpr(VECTOR)
 
 
 class Gated(NamedTuple):
-    """What `swiglu` returns.
+    """Results of `swiglu`.
 
-    product: (T, I) or None. codes, scale: of the quantized product, as `qarl_kernels.quantize.activation_*` return
-    them, or None.
+    Attributes:
+        product: (T, I), or None if not requested.
+        codes, scale: Quantized product, as `qarl_kernels.quantize.activation_*` return it, or None.
     """
 
     product: Tensor | None
@@ -49,14 +50,14 @@ class Gated(NamedTuple):
 
 @triton.jit
 def _silu(gate):
-    """gate / (1 + exp(-gate)) and the sigmoid, in f32. gate: f32."""
+    """Return gate / (1 + exp(-gate)) and the sigmoid. gate: f32."""
     divisor = 1.0 + tl.exp(-gate)
     return gate / divisor, 1.0 / divisor
 
 
 @triton.jit
 def _gated(gate, up):
-    """round(round(silu(gate)) * up), 16-bit, and round(silu(gate)) and the sigmoid in f32."""
+    """Return round(round(silu(gate)) * up), 16-bit, and round(silu(gate)) and the sigmoid in f32."""
     silu, sigmoid = _silu(widen(gate))
     silu = widen(narrow(silu, gate.dtype))
     return narrow(silu * widen(up), gate.dtype), silu, sigmoid
@@ -74,7 +75,7 @@ def _gated_kernel(
     GROUPED: tl.constexpr,
     ROWS: tl.constexpr,
     VECTORS: tl.constexpr,
-    CHUNKS: tl.constexpr,  # of the row, or 1 where a program needs no more
+    CHUNKS: tl.constexpr,  # chunks per program: all of the row, or 1
     RAGGED: tl.constexpr,  # columns is not a multiple of 8
 ):
     STEP: tl.constexpr = VECTORS * _VECTOR
@@ -99,7 +100,7 @@ def _gated_kernel(
 def _backward_kernel(
     grad,  # (rows, columns) bf16 or fp16
     gate_up,  # (rows, 2 * columns)
-    into,  # (rows, 2 * columns); may be gate_up: a value is written by the program that read it, afterwards
+    into,  # (rows, 2 * columns); may be gate_up: each program reads its values before it writes them
     product,  # (rows, columns), or None
     rows,
     columns,
@@ -129,7 +130,7 @@ def _backward_kernel(
 
 
 def _halves_of(gate_up: Tensor) -> tuple[int, int]:
-    """Rows of gate_up, and columns of each half."""
+    """Return the rows of gate_up and the columns of each half."""
     check_rows("gate_up", gate_up)
     rows, columns = gate_up.shape
     if columns % 2:
@@ -140,13 +141,13 @@ def _halves_of(gate_up: Tensor) -> tuple[int, int]:
 def swiglu(
     gate_up: Tensor, activation: Activation = None, want_product: bool = True, tile: RowTile | None = None
 ) -> Gated:
-    """round(silu(gate)) * up, and its quantization.
+    """Compute round(silu(gate)) * up, and quantize it.
 
     Args:
-        gate_up: bf16 or fp16 (T, 2 I), the gate first; rows contiguous, any distance apart; I at most 32,768.
-        activation: what the product is quantized to, for the product of matrices that follows; None: it is not.
-        want_product: whether the product is written.
-        tile: how rows are held, for tuning; changes no bit.
+        gate_up: (T, 2 I) bf16 or fp16, gate first; last dimension contiguous, arbitrary row stride; I at most 32,768.
+        activation: Format of the codes for the matrix product that follows, or None.
+        want_product: Whether to write the product.
+        tile: Overrides how programs hold rows, for tuning; changes no bit.
     """
     return Gated(*_swiglu(gate_up, activation, want_product, tile))
 
@@ -157,7 +158,7 @@ def _swiglu(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     rows, columns = _halves_of(gate_up)
     tile = tile or row_tile(columns)
-    whole = activation in ("int8", "fp8")  # a row has one scale; else its chunks are programs of their own
+    whole = activation in ("int8", "fp8")  # one scale per row, else each chunk has its own program
     product = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device) if want_product else None
     codes, scale = empty_codes(rows, columns, activation, gate_up.device) if activation else (None, None)
     launch(
@@ -188,13 +189,17 @@ def swiglu_backward(
     vectors: int = BACKWARD_VECTORS,
     warps: int = BACKWARD_WARPS,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient of gate_up (T, 2 I), and the product of `swiglu` (T, I) once more, bit for bit, or None.
+    """Compute the gradient of gate_up, and recompute the product of `swiglu` bit for bit.
 
     Args:
-        grad: (T, I) 16-bit, what arrives at the product. gate_up: as for `swiglu`.
-        want_product: whether the product is computed.
-        into: (T, 2 I), where the gradient goes, which may be gate_up itself; None: a new tensor.
-        vectors, warps: of a program, for tuning; change no bit.
+        grad: (T, I) 16-bit, output gradient of the product.
+        gate_up: As for `swiglu`.
+        want_product: Whether to compute the product.
+        into: (T, 2 I), receives the gradient and may be gate_up itself; None: a new tensor.
+        vectors, warps: Size of a program, for tuning; change no bit.
+
+    Returns:
+        The gradient (T, 2 I), and the product (T, I) or None.
     """
     rows, columns = _halves_of(gate_up)
     check_rows("grad", grad, columns)

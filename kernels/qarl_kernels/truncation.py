@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p: from logits to the sampling distribution, and kept sets to use again."""
+"""Temperature, top-k, top-p and min-p: from logits to the sampling distribution, and recorded kept sets."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Tokens cut off keep a finite logit this far under the row's maximum (exp(-50) = 2e-22: never drawn), so that neither
-# the entropy nor any backward meets an infinity. `token_logprobs` reports -inf for them all the same.
+# Truncated tokens keep a finite logit this far under the row's maximum (exp(-50) = 2e-22: never drawn), so that neither
+# the entropy nor any backward meets an infinity. `token_logprobs` still reports -inf for them.
 CUT_LOGIT_GAP = 50.0
-ROW_VALUES = 4  # float32 values in the 16 bytes that a row of a GPU begins at a multiple of
+ROW_VALUES = 4  # float32 values in 16 bytes, the alignment of rows on a GPU
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """How the sampler shapes the distribution before drawing: temperature, top-k and min-p, top-p of what these leave.
+    """How the sampler shapes the distribution: temperature, then top-k and min-p, then top-p on the remaining tokens.
 
-    Temperature 0 is greedy: the likeliest token is drawn, and log-probs are those of the distribution as the model
-    gave it (temperature 1, nothing cut).
+    Temperature 0 is greedy: the likeliest token is drawn, and log-probs are those of the model's own distribution
+    (temperature 1, no truncation).
     """
 
     temperature: float = 1.0
@@ -39,7 +39,7 @@ class Truncation:
 
     @property
     def divisor(self) -> float:
-        """What logits are divided by."""
+        """The divisor of the logits."""
         return 1.0 if self.greedy else self.temperature
 
 
@@ -127,10 +127,10 @@ class Replay(Truncation):
 
 
 def normalized(logits: Tensor) -> Tensor:
-    """Log-softmax of rows (R, V) float32, whose bits do not depend on which row it is.
+    """Compute the log-softmax of rows (R, V) float32; its bits do not depend on a row's index.
 
-    On a GPU torch adds up a row from the multiple of 16 bytes before it on, so that rows which begin beside one sum in
-    another order. They are filled up with tokens of no probability.
+    On a GPU torch sums a row from the 16-byte boundary before it, so unaligned rows sum in another order. They are
+    padded with tokens of probability 0.
     """
     more = -logits.shape[-1] % ROW_VALUES if logits.device.type == "cuda" else 0
     if not more:
@@ -141,13 +141,14 @@ def normalized(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of R states. Nothing here waits for the device.
+    """Sampling distributions of R states. No method synchronizes with the device.
 
-    logits: float32 (R, V), rows any distance apart, after temperature; of a token that is cut CUT_LOGIT_GAP under the
-        row's largest.
-    truncated: whether tokens may be cut.
-    sums: where the learner sums over tiles of the vocabulary (`qarl_kernels.head`), its float32 (R,) each: the largest
-        logit, and the logarithm of the sum of exp(logit - largest). None: it takes a softmax of whole rows.
+    Attributes:
+        logits: (R, V) float32, arbitrary row stride, after temperature; CUT_LOGIT_GAP under the row's maximum for
+            truncated tokens.
+        truncated: Whether tokens may be truncated.
+        sums: Largest logit and log(sum(exp(logit - largest))) per row, float32 (R,) each, if the learner sums over
+            tiles of the vocabulary (`qarl_kernels.head`). None: the learner takes a softmax of whole rows.
     """
 
     logits: Tensor
@@ -156,34 +157,37 @@ class Distribution:
 
     @cached_property
     def lse(self) -> Tensor:
-        """float32 (R,), the logarithm of the sum of exp(logit)."""
+        """log(sum(exp(logits))), float32 (R,)."""
         if self.sums is None:
-            return self.logits.amax(-1) - self._normalized.amax(-1)  # of the bits that a row has by itself
+            return self.logits.amax(-1) - self._normalized.amax(-1)  # the same bits for any row index
         largest, log_total = self.sums
         return largest + log_total
 
     @cached_property
     def _normalized(self) -> Tensor:
-        """(R, V), without `sums`: the log-softmax of the logits."""
+        """The log-softmax of the logits, (R, V); used without `sums`."""
         return normalized(self.logits)
 
     def logprobs(self, tokens: Tensor) -> Tensor:
-        """Of one token (R,) int64 a row: float32 (R,), in nats, bit for bit the learner's; -inf of a token cut."""
+        """Return the log-prob of one token (R,) int64 per row, float32 (R,), in nats, bit for bit the learner's.
+
+        Truncated tokens have -inf.
+        """
         if self.sums is None:
             return self.all_logprobs().gather(-1, tokens[:, None])[:, 0]
         return self._of(self.logits.gather(-1, tokens[:, None]))[:, 0]
 
     def all_logprobs(self) -> Tensor:
-        """Of every token, (R, V)."""
+        """Return the log-probs of all tokens, (R, V)."""
         return self._of(self.logits)
 
     def _of(self, chosen: Tensor) -> Tensor:
-        """Log-probs of logits (R, n); without `sums`, of all of them."""
+        """Return the log-probs of logits (R, n); without `sums`, n is V."""
         if self.sums is None:
             found, largest = self._normalized, chosen.amax(-1)
         else:
             largest, log_total = self.sums
             found = (chosen - largest[:, None]).sub_(log_total[:, None])
-        if self.truncated:  # no token that is kept is so far down, but for a min-p that cuts next to nothing
+        if self.truncated:  # no kept token is so far down, except with a min-p that truncates next to nothing
             found = found.masked_fill(chosen == (largest - CUT_LOGIT_GAP)[:, None], float("-inf"))
         return found

@@ -108,4 +108,4 @@ def test_the_output_layers_buffers_are_those_of_its_kernels():
 
     assert (counted.HEAD_PARTIAL, counted.HEAD_GRADIENT) == (head.PARTIAL, head.GRADIENT)
     assert (counted.HEAD_WIDTH, counted.HEAD_PITCH) == (head.WIDTH, head.PITCH)
-    assert head.STATISTICS_TILES[0].block_n == counted.HEAD_TILE
+    assert head.STATISTICS_TILE.block_n == counted.HEAD_TILE

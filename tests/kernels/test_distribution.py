@@ -42,7 +42,7 @@ pytestmark = [
 def tiles_of_its_size(monkeypatch) -> None:
     """The interpreter has tiles of which the small cases here make several."""
     if INTERPRETED:
-        monkeypatch.setattr(head, "STATISTICS_TILES", (Tile("x_first", 64, 64, 16),))
+        monkeypatch.setattr(head, "STATISTICS_TILE", Tile("x_first", 64, 64, 16))
         monkeypatch.setattr(head, "POINTERS", Tile("x_first", 16, 32, 16))
 
 

@@ -30,14 +30,26 @@ TRUNCATIONS = [
     Truncation(temperature=1.3, min_p=0.02),
 ]
 DTYPES = [torch.bfloat16, torch.float16]
+STATISTICS_TILES = (
+    Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True),
+    Tile("x_first", 128, 256, 64, warps=8, stages=3),
+    Tile("x_first", 128, 128, 64, warps=4, stages=3),
+    Tile("x_first", 128, 128, 128, warps=8, stages=3),
+    Tile("x_first", 128, 128, 64, warps=8, stages=5, persistent=True),
+)
+GRADIENT_TILES = (
+    Tile("x_first", 128, 256, 64, warps=8, stages=3, persistent=True, halves=True),
+    Tile("x_first", 128, 128, 64, warps=8, stages=4, persistent=True),
+    Tile("x_first", 128, 128, 64, warps=8, stages=3, halves=True),
+)
 
 
 @pytest.fixture(autouse=True)
 def tiles_of_its_size(monkeypatch) -> None:
     """The interpreter has tiles of which the small cases here make several."""
     if INTERPRETED:
-        monkeypatch.setattr(head, "STATISTICS_TILES", (Tile("x_first", 64, 64, 16),))
-        monkeypatch.setattr(head, "GRADIENT_TILES", (Tile("x_first", 64, 64, 16),))
+        monkeypatch.setattr(head, "STATISTICS_TILE", Tile("x_first", 64, 64, 16))
+        monkeypatch.setattr(head, "GRADIENT_TILE", Tile("x_first", 64, 64, 16))
         monkeypatch.setattr(head, "GRADIENT_CUT", Tile("x_first", 32, 64, 16))
         monkeypatch.setattr(head, "POINTERS", Tile("x_first", 16, 32, 16))
 
@@ -259,7 +271,7 @@ def test_on_a_gpu_tiles_agree_and_memory_stays_bounded(device) -> None:
     hidden, weight, targets = _case(1000, 50_000, 512, torch.bfloat16, device)
     logits = Logits.of(Truncation())
     expected = head.statistics(hidden, weight, targets, logits)[0]
-    for tile in head.STATISTICS_TILES:
+    for tile in STATISTICS_TILES:
         found = head.statistics(hidden, weight, targets, logits, tile)[0]
         assert torch.equal(found.largest, expected.largest)
         torch.testing.assert_close(found.logp, expected.logp, rtol=1e-5, atol=1e-5)
@@ -270,7 +282,7 @@ def test_on_a_gpu_tiles_agree_and_memory_stays_bounded(device) -> None:
     before = torch.cuda.memory_allocated()
     whole = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None)
     assert torch.cuda.max_memory_allocated() - before < 64 << 20, "the logits alone are 200 MB"
-    for tile in head.GRADIENT_TILES:
+    for tile in GRADIENT_TILES:
         found = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None, tile)
         assert relative_error(found, whole) < 1e-3
 

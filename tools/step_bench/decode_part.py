@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 from model_sizes import Shape
@@ -158,7 +159,7 @@ def swept(run: Decode, shape: Shape, options: argparse.Namespace, device: torch.
     tiles = decode.tiles_of(q, run.caches[0][0])
     before = tiles[head], decode.PROGRAMS
     try:
-        for candidate in decode.DECODE_CANDIDATES:
+        for candidate in product((1, 2, 4, 8), (3, 5, 7, 9)):  # warps, stages
             for programs in (0, 264, 528, 1056):
                 tiles[head], decode.PROGRAMS = candidate, programs
                 record: Record = {"what": "attention", "candidate": [*candidate, programs]}

@@ -1,9 +1,9 @@
 """Gradients of causal attention over a packed batch, deterministic and without atomics.
 
-Probabilities are recomputed from the saved log-sum-exp. The gradient of queries walks over the keys of a tile of query
-rows; those of keys and values walk over the query rows that see a tile of keys, one contiguous stretch whose first
-rows alone are masked, head after head of those that share the keys. Long stretches are cut into items of at most
-ITEM_ROWS rows, which write float32 partial sums that a last kernel adds in order.
+Probabilities are recomputed from the saved log-sum-exp. The gradient of queries iterates over the keys of a tile of
+query rows. The gradients of keys and values iterate over the query rows that see a tile of keys, one contiguous range
+of which only the first rows need a mask, for each head that shares the keys. Long ranges are split into work items of
+at most ITEM_ROWS rows, which write float32 partial sums that a last kernel adds in order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from qarl_kernels.flash.steps import LOG2E
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, launch, supports_tma
 
-# By head size padded to a power of two: (gradient of queries, gradients of keys and values). A row's bits depend on
-# the tile, and the tile on the head size alone.
+# By padded head size: tiles for the gradient of queries, and for keys and values. A row's bits depend on the tile, and
+# the tile on the head size alone.
 TILES = {
     64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
     128: (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
@@ -32,13 +32,6 @@ BEFORE_HOPPER = {
     128: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     256: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
 }
-# What a tuning script may try.
-CANDIDATES = [
-    Tile(rows, block, warps, stages)
-    for rows, warps in ((64, 4), (128, 4), (128, 8))
-    for block in (32, 64, 128)
-    for stages in (2, 3)
-]
 STATS_ROWS = 32
 
 
@@ -56,12 +49,13 @@ def attention_backward(
     dk: Tensor | None = None,
     dv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attention_forward`; the same bits every time.
+    """Compute the gradients of `attention_forward`, deterministically.
 
     Args:
         grad_out: (T, H, D) of q's dtype.
-        q, k, v, layout, scale, window: what the forward was given; out (T, H, D) and lse (H, T): what it returned.
-        dq: (T, H, D), dk and dv: (T, H_kv, D), of q's dtype, rows any stride apart: filled if given.
+        q, k, v, layout, scale, window: Arguments of the forward.
+        out, lse: Results of the forward, (T, H, D) and (H, T).
+        dq, dk, dv: (T, H, D) and twice (T, H_kv, D), of q's dtype, arbitrary row stride; written if given.
 
     Returns:
         dq, dk, dv.
@@ -77,7 +71,7 @@ def attention_backward(
     )
     if tokens == 0:
         return dq, dk, dv
-    # Past the last row as much again as a block reads, which must be finite: it is multiplied by 0.
+    # Blocks read past the last row; these values are multiplied by 0 and must be finite.
     padded_tokens = cdiv(tokens + 3 + tables.TILE, 4) * 4
     stats = torch.zeros(4, 2, heads, padded_tokens, dtype=torch.float32, device=q.device)
     sizes = {"D": dim, "D_PAD": padded(dim)}

@@ -1,4 +1,4 @@
-"""Kernels of the backward, see `backward.py`."""
+"""Kernels of the attention backward; `backward.py` launches them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def stats_kernel(
 ):
     """stats[c, 0, head, row + c] = lse[head, row]; stats[c, 1, head, row + c] = sum of the row of grad_out * out.
 
-    Four copies, each shifted by one: whatever row a block starts at, in one of them its address is a multiple of 16,
-    which the tensor memory accelerator wants.
+    Four copies, each shifted by one element: whichever row a block starts at, its address is a multiple of 16 bytes in
+    one of them, as TMA requires.
     """
     head = tl.program_id(0)
     heads = tl.num_programs(0)
@@ -125,7 +125,7 @@ def query_grad_kernel(
 
 @triton.jit
 def numbers(source, at, SIZE: tl.constexpr, TMA: tl.constexpr):
-    """SIZE float32 from `at` on, of an array that holds as many past any that are asked for."""
+    """Load SIZE float32 from index `at`. No mask: the array is padded by SIZE values."""
     if TMA:
         values = source.load([at])
     else:
@@ -164,7 +164,7 @@ def key_grad_kernel(
     WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Scores stand transposed, (keys, queries), so that both products with them take them from registers."""
+    """Scores are transposed, (keys, queries), so that both products that use them read them from registers."""
     kv_head = tl.program_id(0)
     entry = items + tl.program_id(1) // (TILE // BLOCK_N) * 7
     skip = tl.program_id(1) % (TILE // BLOCK_N) * BLOCK_N
@@ -179,7 +179,7 @@ def key_grad_kernel(
     count = tl.minimum(count, BLOCK_N)
     if WINDOW:
         limit = row + BLOCK_N - 1 + window
-        if limit <= tl.load(entry + 6):  # the window ends before the continuations begin, whose positions go on there
+        if limit <= tl.load(entry + 6):  # the window ends before the continuations, which reuse positions
             end = tl.minimum(end, limit)
 
     d = tl.arange(0, D_PAD)
@@ -202,7 +202,7 @@ def key_grad_kernel(
         grad = operand(grad_out, first, end, head * D, head * D + D, stride_g, BLOCK_M, D_PAD, TMA)
         scores = dot(keys, query.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         dp = dot(values, grad.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
-        # Both before the next product, and one after the other: few registers, and no wait amid running products.
+        # Loaded before the next product, and one at a time: saves registers, and no wait between running products.
         dp -= numbers(stats, (tl.num_programs(0) * rep + head) * T_PAD + copy + first, BLOCK_M, TMA)[None, :]
         level = numbers(stats, head * T_PAD + copy + first, BLOCK_M, TMA)
         if WINDOW:
@@ -244,7 +244,7 @@ def key_sum_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Add the partial sums of a tile in order."""
+    """Add the partial sums of a key tile in order."""
     kv_head = tl.program_id(0)
     entry = cuts + tl.program_id(1) // (TILE // ROWS) * 4
     n = tl.program_id(1) % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)

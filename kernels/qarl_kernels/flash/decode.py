@@ -1,10 +1,10 @@
-"""Attention of one query token a sequence over a paged KV cache: kernels and their launches, see `paged.py`.
+"""Decode attention, one query token per sequence over a paged KV cache: kernels and their launches; see `paged.py`.
 
-A program takes the query heads of one kv head of one sequence. Where that makes few programs for a GPU several share a
-sequence's chunks of keys, and a second kernel merges what they found; where it makes enough, each walks over all of
-them in one loop, so that loads run ahead from chunk to chunk. How many share is a matter of shapes, and a sequence's
-length one of the device: a program of a short sequence has less to do, but a launch is as large for a longest sequence
-of 40,000 tokens as for one of 2,000.
+A program takes the query heads of one kv head of one sequence. If that makes few programs for a GPU, several programs
+share the chunks of a sequence, and a second kernel merges their results; else each iterates over all chunks in one
+loop, so loads are prefetched from chunk to chunk. The number of programs depends on shapes, and lengths are read on the
+device: programs of short sequences have less to do, but a launch for a longest sequence of 40,000 tokens has as many
+programs as one of 2,000.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qarl_kernels.flash.steps import (
     columns,
     merge,
     no_sums,
-    normalised,
+    normalized,
     page_of,
     probabilities,
     row_total,
@@ -33,32 +33,30 @@ from qarl_kernels.flash.steps import (
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import capability_of, launch
 
-# By head size padded to a power of two: warps and stages of a decode program. Looking up a page takes a stage for each
-# block that is under way, so that 7 stages have three blocks of keys and values on their way. The bits are the same
-# whatever stands here.
+# By padded head size: warps and stages of a decode program. They do not change the bits. The page lookup takes one
+# stage per block in flight, so 7 stages keep three blocks of keys and values in flight.
 DECODE = {64: (4, 7), 128: (4, 7), 256: (8, 3)}
-# Over a cache of e4m3 there are half the bytes to wait for and the more instructions. 256 sequences of 2,560 tokens, 8
-# heads of 128: 0.32 ms, with (4, 5) 0.34, over a 16-bit cache 0.61.
+# e4m3 caches have half the bytes to load and more instructions. 256 sequences of 2,560 tokens, 8 heads of 128: 0.32 ms
+# with (2, 5), 0.34 with (4, 5); 0.61 with a 16-bit cache.
 FP8_DECODE = {64: (4, 7), 128: (2, 5), 256: (4, 5)}
-# Heads that are padded have no pairs there, and are widened by way of shared memory.
+# Padded heads are not interleaved, and are converted through shared memory.
 FP8_PADDED = {**DECODE, 128: (2, 3)}
 BEFORE_HOPPER = {64: (4, 5), 128: (4, 5), 256: (8, 2)}
-PROGRAMS = 528  # up to which chunks are shared out: four for each of Hopper's 132 multiprocessors
-DECODE_CANDIDATES = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (3, 5, 7, 9)]
+PROGRAMS = 528  # chunks are split over up to so many programs: four per multiprocessor of an H100
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "lengths", "chunks", "window", "stride_lengths", "stride_pages"])
 def decode_kernel(
     q,  # (T, H, D) 16-bit
-    k,  # cache, of q's dtype, e4m3, or int16 that hold pairs of e4m3 (see pairs.py)
+    k,  # cache, of q's dtype, e4m3, or int16 holding pairs of e4m3 (see pairs.py)
     v,
     out,  # (T, H, D) contiguous
-    partial,  # (S, H, C, D) fp32, or None where a program walks over all chunks
-    state,  # (S, H, C, 2) fp32: top and total
+    partial,  # (S, H, C, D) fp32, or None if a program iterates over all chunks
+    state,  # (S, H, C, 2) fp32, top and total, or None
     pages,  # (S, P) int32
-    rows,  # (S,) int32 row of q, None: the sequence's number
-    sequences,  # (S,) int32 line of pages, None: the sequence's number
-    lengths,  # (S,) int32 keys of each sequence
+    rows,  # (S,) int32, row of q; None: the sequence's index
+    sequences,  # (S,) int32, row of pages; None: the sequence's index
+    lengths,  # (S,) int32, keys of each sequence
     chunks,
     scale,
     rep,
@@ -94,7 +92,7 @@ def decode_kernel(
         row = tl.load(rows + number * stride_lengths)
         line = tl.load(sequences + number * stride_lengths)
 
-    PARTS: tl.constexpr = 2 if k.dtype.element_ty == tl.int16 else 1  # of a head, side by side
+    PARTS: tl.constexpr = 2 if k.dtype.element_ty == tl.int16 else 1  # column blocks of a head
     WIDTH: tl.constexpr = D // PARTS
     d = tl.arange(0, D_PAD // PARTS)
     m = tl.arange(0, HEADS)
@@ -115,20 +113,20 @@ def decode_kernel(
     all_acc = no_sums(HEADS, D_PAD // PARTS, PARTS)
     first = lowest // CHUNK + tl.program_id(0)
     last = tl.cdiv(length, CHUNK)
-    if partial is None:  # the loop within serves all chunks
+    if partial is None:  # the inner loop covers all chunks
         last = tl.minimum(last, first + 1)
     for chunk in tl.range(first, last, tl.num_programs(0)):
         end = length
         if partial is not None:
             end = tl.minimum(length, (chunk + 1) * CHUNK)
         top = tl.full((HEADS,), float("-inf"), tl.float32)
-        # Wider than it is high, or every warp would compute all products (Triton gives warps to rows before columns).
+        # More columns than rows, else every warp would compute all products: Triton assigns warps to rows first.
         total = tl.zeros((HEADS, 2 * HEADS), tl.float32)
         acc = no_sums(HEADS, D_PAD // PARTS, PARTS)
         for start in tl.range(tl.maximum(chunk * CHUNK, lowest // BLOCK * BLOCK), end, BLOCK):
             at = start + n
             seen = columns(at < end, d, WIDTH)
-            if PAGE % BLOCK == 0:  # a block's keys are in one page
+            if PAGE % BLOCK == 0:  # a block lies in one page
                 page = tl.load(pages + start // PAGE).to(tl.int64)
                 k_at = k + (page * stride_k_page + start % PAGE * stride_k) + n * stride_k
                 v_at = v + (page * stride_v_page + start % PAGE * stride_v) + n * stride_v
@@ -143,7 +141,7 @@ def decode_kernel(
             scores = tl.where(((at < end) & (at >= lowest))[None, :], scores, float("-inf"))
             if partial is None:
                 next_chunk = start % CHUNK == 0
-                if next_chunk:  # the factor 0 of the next step empties the chunk's sums
+                if next_chunk:  # the next step's factor is 0, which clears the chunk's sums
                     all_top, all_total, all_acc = merge(all_top, all_total, all_acc, top, row_total(total), acc)
                     top = tl.full((HEADS,), float("-inf"), tl.float32)
             p, factor, top = probabilities(scores, top, scale)
@@ -160,7 +158,7 @@ def decode_kernel(
     if partial is None:
         for i in tl.static_range(PARTS):
             at_out = out + row.to(tl.int64) * heads * D + head[:, None] * D + (i * WIDTH + d)[None, :]
-            tl.store(at_out, narrow(normalised(all_acc[i], all_total), out.dtype.element_ty), mask=here)
+            tl.store(at_out, narrow(normalized(all_acc[i], all_total), out.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["rows", "lengths", "chunks", "window", "stride_lengths"])
@@ -168,7 +166,7 @@ def merge_kernel(
     partial,  # (S, H, C, D) fp32
     state,  # (S, H, C, 2) fp32
     out,  # (T, H, D) 16-bit
-    rows,  # (S,) int32 row of out, None: the sequence's number
+    rows,  # (S,) int32, row of out; None: the sequence's index
     lengths,  # (S,) int32
     chunks,
     window,
@@ -200,11 +198,11 @@ def merge_kernel(
         chunk_top, chunk_total = tl.load(state + slot * 2), tl.load(state + slot * 2 + 1)
         top, total, acc = merge(top, total, acc, chunk_top, chunk_total, (chunk_acc,))
     at = out + (row.to(tl.int64) * heads + head) * D + one[:, None] + d[None, :]
-    tl.store(at, narrow(normalised(acc[0], total), out.dtype.element_ty), mask=(d < D)[None, :])
+    tl.store(at, narrow(normalized(acc[0], total), out.dtype.element_ty), mask=(d < D)[None, :])
 
 
 def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[int, int]]:
-    """The table that decodes of queries q over a cache k take warps and stages from."""
+    """Return the table of warps and stages for queries q over a cache k."""
     if capability_of(q) < (9, 0):
         return BEFORE_HOPPER
     if k.dtype.itemsize > 1:
@@ -226,6 +224,7 @@ def decode(
     max_length: int,
     token_axis: int,
 ) -> None:
+    """Write out for one query per sequence; see `paged.paged_attention` and `decode_kernel` for the arguments."""
     heads, dim = q.shape[1:]
     head_axis = 3 - token_axis
     rep = heads // k.shape[head_axis]

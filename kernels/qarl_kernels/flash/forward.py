@@ -1,9 +1,9 @@
-"""Forward of causal attention over a packed batch, or over a paged KV cache: one kernel.
+"""Forward of causal attention over a packed batch or a paged KV cache, one kernel for both.
 
-A program takes a tile of query rows of one head and walks over the keys of its sequence in blocks of absolute
-position. One loop serves all blocks, so that loads run ahead across the seam between prompt and continuation, across
-chunks and into the diagonal: every block gathers its rows by pointers, and only blocks that hide something are masked.
-Tiles within the first chunk need no second accumulator and run as a kernel of their own.
+A program takes a tile of query rows of one head and iterates over the keys of its sequence in blocks of absolute
+position. A single loop covers all blocks, so loads are prefetched across the boundary between prompt and continuation,
+across chunks and into the diagonal: every block gathers its rows by pointers, and only blocks that hide a key are
+masked. Tiles within the first chunk need no second accumulator and are launched separately.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qarl_kernels.flash.steps import (
     columns,
     merge,
     no_sums,
-    normalised,
+    normalized,
     page_of,
     probabilities,
     row_total,
@@ -37,7 +37,7 @@ from qarl_kernels.plans import planned
 
 @dataclass(frozen=True)
 class Tile:
-    """Shape of a program: query rows (or keys, in the key gradient), the block it walks in, threads, loads ahead."""
+    """Shape of a program: query rows (or keys, in the key gradient), keys (or queries) per step, warps, stages."""
 
     rows: int
     block: int
@@ -45,8 +45,8 @@ class Tile:
     stages: int
 
 
-# By head size padded to a power of two: (sequences within a chunk, longer ones). The bits are the same whatever stands
-# here. On Hopper 128 rows of queries read half of what 64 do of keys and values, which the L2 cache cannot feed.
+# By padded head size: tiles for sequences within a chunk, and for longer ones. They do not change the bits. On Hopper
+# tiles of 128 query rows load keys and values half as often as tiles of 64, which the L2 cache cannot feed.
 TILES = {
     64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
     128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
@@ -57,23 +57,21 @@ BEFORE_HOPPER = {
     128: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
     256: (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2)),
 }
-# Over a cache of e4m3, whose keys and values go through registers on their way to the tensor cores.
+# For e4m3 caches, whose keys and values pass through registers on their way to the tensor cores.
 FP8_TILES = {**TILES, 128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))}
-# Over pairs: more than a warp for 16 rows would compute products of half a head twice.
+# For interleaved e4m3: more than one warp per 16 rows would compute products of half a head twice.
 FP8_BEFORE_HOPPER = {**BEFORE_HOPPER, 128: (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2))}
-# What a tuning script may try; the block is the contract's and stays.
-CANDIDATES = [Tile(rows, 64, warps, stages) for rows, warps in ((64, 4), (128, 4), (128, 8)) for stages in (2, 3, 4)]
 
 
 @triton.jit(do_not_specialize=["tiles", "T", "window", "stride_pages"])
 def attention_kernel(
     q,  # (T, H, D) 16-bit
-    k,  # (T, H_kv, D), or a cache whose rows are tokens, of q's dtype, e4m3, or int16 that hold pairs (see pairs.py)
+    k,  # (T, H_kv, D) or a cache, of q's dtype, e4m3, or int16 holding pairs of e4m3 (see pairs.py)
     v,
     out,  # (T, H, D) contiguous
     lse,  # (H, T) fp32, log2
     tiles,  # (n, 6) int32, see PackedLayout.queries and PagedLayout.queries
-    pages,  # (S, P) int32 of a paged cache
+    pages,  # (S, P) int32, pages of a cache, or None
     scale,
     T,
     rep,
@@ -94,7 +92,7 @@ def attention_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     WINDOW: tl.constexpr,
-    PAGE: tl.constexpr,  # tokens of a page, 0 where rows are packed
+    PAGE: tl.constexpr,  # tokens per page; 0: packed rows
     LSE: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -105,13 +103,13 @@ def attention_kernel(
         return
     row = tl.load(entry) + skip
     position = tl.load(entry + 2) + skip
-    place = tl.load(entry + 3)  # of the prompt's rows, or of the sequence in the table of pages
+    place = tl.load(entry + 3)  # first row of the prompt, or the sequence's row of the page table
     shared = tl.load(entry + 4)
     own = tl.load(entry + 5) - shared
     count = tl.minimum(count, BLOCK_M)
     end = position + count
 
-    PARTS: tl.constexpr = 2 if k.dtype.element_ty == tl.int16 else 1  # of a head, side by side
+    PARTS: tl.constexpr = 2 if k.dtype.element_ty == tl.int16 else 1  # column blocks of a head
     WIDTH: tl.constexpr = D // PARTS
     d = tl.arange(0, D_PAD // PARTS)
     m = tl.arange(0, BLOCK_M)
@@ -135,7 +133,7 @@ def attention_kernel(
         all_acc = no_sums(BLOCK_M, D_PAD // PARTS, PARTS)
 
     begin = 0
-    clear = 0  # the first position at which no row's window has an edge
+    clear = 0  # blocks from here on are inside every row's window
     if WINDOW:
         begin = tl.maximum(position - window + 1, 0) // BLOCK * BLOCK
         clear = end - window
@@ -163,7 +161,7 @@ def attention_kernel(
                 scores = tl.where((position + m)[:, None] >= at[None, :], scores, float("-inf"))
         if CHUNKS:
             next_chunk = first % CHUNK == 0
-            if next_chunk:  # the factor 0 of the next step empties the chunk's sums
+            if next_chunk:  # the next step's factor is 0, which clears the chunk's sums
                 all_top, all_total, all_acc = merge(all_top, all_total, all_acc, top, row_total(total), acc)
                 top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         p, factor, top = probabilities(scores, top, scale)
@@ -175,7 +173,7 @@ def attention_kernel(
         sums = row_total(total)
     out += (row.to(tl.int64) * heads + head) * D
     for i in tl.static_range(PARTS):
-        result = narrow(normalised(acc[i], sums), out.dtype.element_ty)
+        result = narrow(normalized(acc[i], sums), out.dtype.element_ty)
         tl.store(out + (m * heads).to(tl.int64)[:, None] * D + (i * WIDTH + d)[None, :], result, mask=here)
     if LSE:
         tl.store(lse + head.to(tl.int64) * T + row + m, top + tl.log2(tl.where(sums == 0.0, 1.0, sums)), mask=m < count)
@@ -184,16 +182,17 @@ def attention_kernel(
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v of every row over the keys that it sees.
+    """Compute softmax(q k^T * scale) v of every row over the keys that it sees.
 
     Args:
-        q: (T, H, D) bf16 or fp16, rows any stride apart.
-        k, v: (T, H_kv, D) of q's dtype, H a multiple of H_kv, rows any stride apart.
-        scale: multiplies the scores; positive.
-        window: a query sees its last `window` tokens only; None means all.
+        q: (T, H, D) bf16 or fp16, arbitrary row stride.
+        k, v: (T, H_kv, D) of q's dtype, H a multiple of H_kv, arbitrary row stride.
+        layout: Positions of the rows.
+        scale: Factor of the scores, positive.
+        window: Number of last tokens that a query sees; None: all.
 
     Returns:
-        out (T, H, D) contiguous, of q's dtype; lse (H, T) float32, log2 of the sum of exp(scores * scale).
+        out (T, H, D), contiguous, of q's dtype; lse (H, T) float32, log2(sum(exp(scores * scale))).
     """
     first, *others = layout.stretches or [(layout.queries, False)]
     out, lse = _begun(q, k, v, layout.tokens, scale, window, *first)
@@ -232,9 +231,14 @@ def run(
     token_axis: int = 0,
     tile: Tile | None = None,
 ) -> None:
-    """Fill out, and lse if given, for the query rows of some tiles; chunks: whether any sees more than one CHUNK.
+    """Write out, and lse if given, for the query rows of some tiles.
 
-    pages: (S, P) int32 where k and v are caches (pages, ...), whose axis `token_axis` (1 or 2) holds a page's tokens.
+    Args:
+        queries: (n, 6) int32, tiles of `PackedLayout.queries` or `PagedLayout.queries`.
+        chunks: Whether any tile sees more than one CHUNK.
+        pages: (S, P) int32 page table, if k and v are caches (pages, ...).
+        token_axis: The axis of the caches (1 or 2) that holds a page's tokens.
+        tile: Overrides the tile, for tuning.
     """
     heads, dim = q.shape[1:]
     head_axis = 1 if pages is None else 3 - token_axis
@@ -244,7 +248,7 @@ def run(
         attention_kernel,
         (heads, queries.shape[0] * (tables.TILE // tile.rows)),
         num_warps=tile.warps,
-        # Looking up the page takes a stage of its own.
+        # The page lookup takes a pipeline stage.
         num_stages=tile.stages + (pages is not None and dim <= 128),
         q=q,
         k=k,
@@ -279,7 +283,7 @@ def run(
 
 
 def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[Tile, Tile]]:
-    """The table that queries q over keys k take their tile from."""
+    """Return the table of tiles for queries q and keys k."""
     fp8 = k.dtype.itemsize == 1
     if capability_of(q) >= (9, 0):
         return FP8_TILES if fp8 else TILES
@@ -289,20 +293,20 @@ def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[Tile, Tile]]:
 def check(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, head_axis: int = 1, fp8: bool = False
 ) -> None:
-    """Raise ValueError for what the kernels cannot read. fp8: k and v may hold e4m3."""
+    """Raise ValueError for operands that the kernels cannot read. fp8: k and v may be e4m3."""
     heads, dim = q.shape[1:]
     kv_heads = k.shape[head_axis]
     held = (q.dtype, torch.float8_e4m3fn) if fp8 else (q.dtype,)
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype not in held or v.dtype != k.dtype:
-        other = " or k and v of e4m3," if fp8 else ""
+        other = ", or k and v of e4m3" if fp8 else ""
         raise ValueError(
-            f"attention needs q, k and v of bf16 or fp16, all one,{other} not {q.dtype}, {k.dtype}, {v.dtype}"
+            f"q, k and v must share one dtype, bf16 or fp16{other}; they have {q.dtype}, {k.dtype}, {v.dtype}"
         )
     if k.shape != v.shape or k.shape[-1] != dim or heads % kv_heads:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
     if dim > 256 or dim % 8:
         raise ValueError(f"attention takes head sizes up to 256 in steps of 8, not {dim}")
     if q.stride(2) != 1 or q.stride(1) != dim or k.stride(-1) != 1 or v.stride(-1) != 1:
-        raise ValueError("heads must stand one after the other in a row, without gaps; call contiguous() first")
+        raise ValueError("heads must be contiguous within a row; call contiguous() first")
     if not scale > 0 or (window is not None and window < 1):
         raise ValueError(f"scale {scale} and window {window} must be positive")

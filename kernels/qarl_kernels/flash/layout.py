@@ -1,9 +1,9 @@
-"""Where the tokens of a packed batch with shared prompts stand, as tables that the attention kernels read.
+"""Positions of the tokens of a packed batch with shared prompts, as tables for the attention kernels.
 
-A group is a prompt followed by its continuations, rows contiguous in that order; the prompt stands once. A token of a
-continuation attends to its prompt's rows and to its own, so positions of continuations start at the prompt's length.
-Two consequences make the kernels simple: the keys of a row are two contiguous stretches of rows, and the queries that
-see a key are one: from the key's own row to the end of the group (prompt) or of the continuation.
+A group is a prompt followed by its continuations, contiguous rows in that order; the prompt is stored once. A token of
+a continuation attends to its prompt's rows and to its own, so positions of continuations start at the prompt's length.
+This keeps the kernels simple: the keys of a row are two contiguous ranges of rows, and the queries that see a key are
+one, from the key's own row to the end of the group (prompt) or of the continuation.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from torch import Tensor
 
 from qarl_kernels.integers import next_power_of_2
 
-BLOCK = 64  # keys of one step of the online softmax, aligned to absolute position
-CHUNK = 1024  # keys of one stretch that is summed from zero, aligned to absolute position; a multiple of BLOCK
-TILE = 128  # query or key rows of one entry of a table; a kernel's own tile divides it
-ITEM_ROWS = 4096  # query rows of one work item of the key gradient: a shared prompt may be seen by any number
+BLOCK = 64  # keys per step of the online softmax, aligned to absolute position
+CHUNK = 1024  # keys summed from zero before they are merged, aligned to absolute position; a multiple of BLOCK
+TILE = 128  # query or key rows per table entry; a kernel's own tile divides it
+ITEM_ROWS = 4096  # query rows per work item of the key gradient, because any number of rows may see a shared prompt
 
 
 def padded(dim: int) -> int:
-    """Head size as the kernels hold it."""
+    """Return the head size that kernels use: a power of two, at least 64."""
     return max(64, next_power_of_2(dim))
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Everything that attention over one packed batch needs, the same for every layer.
+    """Tables for attention over one packed batch, shared by all layers.
 
-    tokens: T, rows of the batch.
-    positions: (T,) int64, position of each row in its sequence.
-    queries: (n, 6) int32, per tile of query rows: first row, rows, position of the first row, first row of the
-        prompt, positions below which keys are the prompt's, first row of the keys from there on. Longest first.
-    long_tiles: how many of the tiles, the first ones, see more than one CHUNK of keys.
-    items: (m, 7) int32, work of the key gradient: first key row, key rows, position of the first key, first query
-        row, end of the query rows, number of the partial sum or -1 where the tile has one item only, end of the rows
-        of the keys' own prompt or continuation. Longest first.
-    partials: partial sums that items write.
-    cuts: (c, 4) int32, tiles of several items: first key row, key rows, first partial sum, partial sums.
+    Attributes:
+        tokens: T, rows of the batch.
+        positions: (T,) int64, position of each row in its sequence.
+        queries: (n, 6) int32, for each tile of query rows: first row, rows, position of the first row, first row of the
+            prompt, position below which keys are the prompt's, first row of the keys from there on. Longest first.
+        long_tiles: Number of tiles, the first ones, that see more than one CHUNK of keys.
+        items: (m, 7) int32, work items of the key gradient: first key row, key rows, position of the first key, first
+            query row, end of the query rows, index of the partial sum (-1 if the tile has one item only), end of the
+            rows of the keys' own prompt or continuation. Longest first.
+        partials: Number of partial sums that items write.
+        cuts: (c, 4) int32, key tiles with several items: first key row, key rows, first partial sum, partial sums.
     """
 
     tokens: int
@@ -60,15 +61,15 @@ class PackedLayout:
 
 
 def stretches_of(queries: Tensor, long_tiles: int) -> list[tuple[Tensor, bool]]:
-    """The tiles of queries that one launch takes, and whether any of them sees more than one CHUNK; none is empty."""
+    """Split the query tiles into launches, each with whether its tiles see more than one CHUNK; none is empty."""
     parts = (queries[:long_tiles], True), (queries[long_tiles:], False)
     return [part for part in parts if part[0].shape[0]]
 
 
 def packed_layout(groups: list[tuple[int, list[int]]], device: torch.device) -> PackedLayout:
-    """Layout of groups (prompt tokens, tokens of each continuation); a continuation may be empty.
+    """Lay out groups (prompt tokens, tokens of each continuation); a continuation may be empty.
 
-    One copy to the device and no wait for it.
+    Copies once to the device and does not synchronize.
     """
     sizes = np.fromiter((1 + len(own) for _, own in groups), np.int64, len(groups))
     first = np.cumsum(sizes) - sizes  # of each group, its prompt among the segments
@@ -135,16 +136,16 @@ def packed_layout(groups: list[tuple[int, list[int]]], device: torch.device) -> 
 
 
 def _cut(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which length each piece of at most `size` belongs to, and where in it the piece starts."""
+    """Split lengths into pieces of at most `size`: the index of each piece's length, and its start there."""
     pieces = -(-lengths // size)
     whole = np.repeat(np.arange(lengths.size), pieces)
     return whole, (np.arange(whole.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
 
 
 def upload(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
-    """Tables of int64 and int32 on the device by one copy, from pinned memory to a GPU, which nobody waits for.
+    """Copy int64 and int32 tables to the device at once, from pinned memory and without synchronizing on a GPU.
 
-    Each begins at a multiple of 16 bytes: a kernel is compiled for that, and again for an address that is none.
+    Each table starts at a multiple of 16 bytes; other alignments would compile the kernels a second time.
     """
     words = [-(-table.nbytes // 16) * 2 for table in tables]
     pinned = device.type == "cuda"

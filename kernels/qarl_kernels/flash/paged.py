@@ -1,7 +1,7 @@
 """Causal attention over a paged KV cache: prefill, chunked prefill and decode, with the bits of the packed forward.
 
-Spans of several tokens run the packed forward's kernel on gathered pages; a decode, of one query token, has a kernel of
-its own, whose programs take all query heads of a kv head.
+Spans of several tokens run the packed forward's kernel on gathered pages. Decodes, spans of one token, have a kernel of
+their own, whose programs take all query heads of a kv head.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from qarl_kernels.flash.layout import stretches_of, upload
 
 @dataclass(frozen=True)
 class PagedLayout:
-    """Which queries a batch has and where their keys are, the same for every layer.
+    """The queries of a batch and where their keys are, shared by all layers.
 
-    tokens: T, rows of the batch.
-    pages: (S, P) int32, pages of each sequence in order; entries past its end may be anything.
-    queries: (n, 6) int32, per tile of query rows of spans of several tokens: first row, rows, position of the first
-        row, sequence, 0, 0. Longest first.
-    long_tiles: how many of the tiles, the first ones, see more than one CHUNK of keys.
-    decodes: (d, 3) int32, per span of one token: row, sequence, keys it sees.
-    longest: most keys that a decode sees.
+    Attributes:
+        tokens: T, rows of the batch.
+        pages: (S, P) int32, pages of each sequence in order; entries past its end may be anything.
+        queries: (n, 6) int32, for each tile of query rows of spans of several tokens: first row, rows, position of the
+            first row, sequence, 0, 0. Longest first.
+        long_tiles: Number of tiles, the first ones, that see more than one CHUNK of keys.
+        decodes: (d, 3) int32, for each span of one token: row, sequence, keys it sees.
+        longest: Most keys that a decode sees.
     """
 
     tokens: int
@@ -54,10 +55,15 @@ def paged_layout(
     device: torch.device,
     beside: Sequence[np.ndarray] = (),
 ) -> tuple[PagedLayout, list[Tensor]]:
-    """Layout of spans, one a sequence: first row in the batch, tokens, position of the first token, pages.
+    """Lay out spans, one per sequence.
 
-    pages: per sequence the pages of all tokens up to the span's last, or an (S, P) int32 table on the device.
-    beside: int64 tables that go to the device in the same copy; they are returned.
+    Args:
+        rows: First row of each span in the batch.
+        counts: Tokens of each span.
+        positions: Position of each span's first token.
+        pages: For each sequence the pages of all tokens up to the span's last, or an (S, P) int32 table on the device.
+        device: Where the tables go, in one copy.
+        beside: More int64 tables for the same copy; they are returned.
     """
     row, count, position = (np.asarray(column, np.int64).reshape(-1) for column in (rows, counts, positions))
     sequence = np.arange(row.size)
@@ -101,15 +107,17 @@ def paged_attention(
     window: int | None = None,
     token_axis: int = 2,
 ) -> Tensor:
-    """softmax(q k^T * scale) v for every query over the keys of its sequence up to its own position.
+    """Compute softmax(q k^T * scale) v for every query over the keys of its sequence up to its own position.
 
     Args:
-        q: (T, H, D) bf16 or fp16, rows any stride apart; every row belongs to one span of the layout.
-        k_cache, v_cache: of q's dtype, or float8_e4m3fn whose values it takes, (P, H_kv, PAGE, D) with token_axis 2 or
-            (P, PAGE, H_kv, D) with 1; PAGE a multiple of 16. One of float8_e4m3fn has features in the order of
-            `pairs.py`, and its strides are even where that is in pairs. What stands past a sequence's end is not read.
-        scale: multiplies the scores; positive.
-        window: a query sees its last `window` tokens only; None means all.
+        q: (T, H, D) bf16 or fp16, arbitrary row stride; every row belongs to one span of the layout.
+        k_cache, v_cache: (P, H_kv, PAGE, D) with token_axis 2 or (P, PAGE, H_kv, D) with 1, PAGE a multiple of 16; of
+            q's dtype or float8_e4m3fn, with features in the order of `pairs.py`. Slots past a sequence's end are not
+            read.
+        layout: Queries and pages.
+        scale: Factor of the scores, positive.
+        window: Number of last tokens that a query sees; None: all.
+        token_axis: The axis of the caches that holds a page's tokens.
 
     Returns:
         (T, H, D) of q's dtype.
@@ -137,12 +145,14 @@ def decode_attention(
     max_length: int,
     token_axis: int = 2,
 ) -> Tensor:
-    """`paged_attention` of one query a sequence, the last of its `lengths` tokens; launches depend on shapes alone.
+    """Compute `paged_attention` of one query per sequence, its last token; launches depend on shapes alone.
 
     Args:
-        q: (S, H, D); caches and scale as in `paged_attention`.
+        q: (S, H, D).
+        k_cache, v_cache, scale, window, token_axis: As for `paged_attention`.
         page_table: (S, P) int32, pages of each sequence in order.
-        lengths: (S,) int32, at most max_length; a sequence of length 0 gives zeros.
+        lengths: (S,) int32, tokens of each sequence; length 0 gives zeros.
+        max_length: Upper bound of the lengths.
 
     Returns:
         (S, H, D) of q's dtype.

@@ -1,11 +1,11 @@
-"""The order of features in a KV cache of e4m3: in pairs, for head sizes that kernels hold without padding.
+"""Feature order of an e4m3 KV cache: interleaved in pairs, for head sizes that kernels use without padding.
 
-A head's features i and i + D/2 stand side by side, the first one in the lower byte. So 16 bits of the cache are an
-operand of a decode: they go into a tensor core's registers by the instructions for 16-bit matrices, and there come
-apart into the same place of a tile of the first features and of one of the second, in no thread but their own. A
-rotation turns these two features with one another, so the thread that writes has both.
+Features i and i + D/2 of a head are adjacent, the first in the lower byte. So 16 bits of the cache are one operand of a
+decode: the instructions for 16-bit matrices load them into a tensor core's registers, where each thread splits its own
+values into a tile of the first features and one of the second, without exchanging data. The rotary embedding rotates
+these two features with each other, so the thread that writes them has both.
 
-Other head sizes have features in their order. Shape, strides and dtype of a cache are the same either way.
+Other head sizes keep the usual order. Shape, strides and dtype of a cache are the same either way.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from qarl_kernels.flash.layout import padded
 
 
 def paired(dim: int) -> bool:
-    """Whether a cache of e4m3 has features of heads of this size in pairs."""
+    """Return whether an e4m3 cache interleaves the features of heads of this size."""
     return padded(dim) == dim
 
 
 def in_pairs(cache: Tensor) -> Tensor:
-    """A cache (..., D) as kernels take it: int16 (..., D/2) where it holds pairs, else itself. No copy."""
+    """Return the view of a cache (..., D) that kernels take: int16 (..., D/2) if it is interleaved, else itself."""
     if cache.dtype.itemsize > 1 or not paired(cache.shape[-1]):
         return cache
     if cache.storage_offset() % 2 or any(stride % 2 for stride in cache.stride()[:-1]):
         raise ValueError(
-            f"a cache of e4m3 holds pairs: it must start, and have its strides, at even numbers of bytes, not "
-            f"{cache.storage_offset()} and {tuple(cache.stride())}"
+            f"the offset and strides of an e4m3 cache must be even, not {cache.storage_offset()} and "
+            f"{tuple(cache.stride())}"
         )
     return cache.view(torch.int16)
 
@@ -46,9 +46,9 @@ def from_cache(rows: Tensor) -> Tensor:
 
 @triton.jit
 def load_features(at, mask, dtype: tl.constexpr):
-    """Rows of a cache as tiles of `dtype` side by side: a tuple of one (N, D), or of two (N, D/2) where it has pairs.
+    """Load rows of a cache as tiles of `dtype`: a tuple of one (N, D), or of two (N, D/2) if it is interleaved.
 
-    at: pointers to q's dtype, e4m3, or int16 that hold pairs of e4m3.
+    at: pointers to `dtype`, e4m3, or int16 holding pairs of e4m3.
     """
     x = tl.load(at, mask=mask, other=0.0)
     if at.dtype.element_ty == tl.int16:

@@ -1,11 +1,11 @@
-"""The arithmetic that every attention kernel shares, so that a row has the same bits in all of them.
+"""Arithmetic shared by all attention kernels, so that a row has the same bits in all of them.
 
-A row's state is (top, total, acc): the largest score seen, in units of log2; the sum of its probabilities relative to
-it; the weighted values. It starts as (-inf, 0, 0) and takes BLOCK keys a step. A step whose keys are all hidden leaves
-it as it is. CHUNK keys are summed from zero; `merge` adds the chunks in order, so a program may compute one alone.
+A row's state is (top, total, acc): the largest score so far, in units of log2; the sum of probabilities relative to it;
+the weighted values. It starts as (-inf, 0, 0) and takes BLOCK keys per step. A step whose keys are all masked does not
+change it. CHUNK keys are summed from zero; `merge` adds the chunks in order, so a program may compute a chunk alone.
 
-The sum of probabilities is a product with ones: the tensor core adds in one order whatever the tile's shape, threads
-do not. Its columns, 16 or more, are the same number.
+The sum of probabilities is a matrix product with ones: tensor cores add in the same order whatever the tile's shape,
+threads do not. Its columns, 16 or more, are equal.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def probabilities(scores, top, scale):
-    """Unnormalised probabilities of one block and the new top. scores (M, N) fp32, hidden ones -inf; top (M,).
+    """Return unnormalized probabilities p (M, N) of one block, the factor (M,) for earlier sums, and the new top (M,).
 
-    scale: of the scores, log2(e) in it, positive. Returns p (M, N) fp32, the factor for older sums (M,), top (M,).
+    scores: (M, N) fp32, -inf if masked; top: (M,); scale: positive factor of the scores, including log2(e).
     """
     highest = tl.maximum(top, tl.max(scores, 1) * scale)
     finite = tl.where(highest == float("-inf"), 0.0, highest)  # -inf - -inf would be NaN
@@ -33,8 +33,8 @@ def probabilities(scores, top, scale):
 
 @triton.jit
 def accumulate(p, v, factor, total, acc):
-    """The sums with one more block. p (M, N) fp32; total (M, 16 or more) fp32; v and acc tuples of tiles side by side,
-    (N, D/n) 16-bit and (M, D/n) fp32."""
+    """Add one block to the sums. p: (M, N) fp32; total: (M, 16 or more) fp32; v, acc: tuples of column blocks, (N, D/n)
+    16-bit and (M, D/n) fp32."""
     p = narrow(p, v[0].dtype)
     ones = tl.full((p.shape[1], total.shape[1]), 1.0, v[0].dtype)
     sums = ()
@@ -46,7 +46,7 @@ def accumulate(p, v, factor, total, acc):
 
 @triton.jit
 def no_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """PARTS tiles (ROWS, WIDTH) of fp32 zeros, where sums over values start."""
+    """Return PARTS fp32 tiles (ROWS, WIDTH) of zeros."""
     sums = ()
     for _ in tl.static_range(PARTS):
         sums += (tl.zeros((ROWS, WIDTH), tl.float32),)
@@ -55,7 +55,7 @@ def no_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def merge(top, total, acc, chunk_top, chunk_total, chunk_acc):
-    """The state with one more chunk. top, total (M,); acc a tuple of tiles (M, D/n); all fp32."""
+    """Add one chunk to the state. top, total: (M,); acc: tuple of tiles (M, D/n); all fp32."""
     highest = tl.maximum(top, chunk_top)
     finite = tl.where(highest == float("-inf"), 0.0, highest)
     old, new = tl.exp2(top - finite), tl.exp2(chunk_top - finite)
@@ -67,19 +67,19 @@ def merge(top, total, acc, chunk_top, chunk_total, chunk_acc):
 
 @triton.jit
 def row_total(total):
-    """(M, N) fp32 of equal columns -> (M,)."""
+    """Return one column (M,) of (M, N) fp32 with equal columns."""
     return tl.max(total, 1)
 
 
 @triton.jit
-def normalised(acc, total):
-    """acc / total; a row that saw no key gives zeros."""
+def normalized(acc, total):
+    """Return acc / total; zeros for a row without keys."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit
 def columns(rows, d, D: tl.constexpr):
-    """Mask of a tile (rows, columns d) from that of its rows; columns from D on, which pad the head size, are out."""
+    """Extend a row mask to a tile (rows, columns d); columns from D on are padding and masked."""
     mask = rows[:, None]
     if d.shape[0] != D:
         mask = mask & (d < D)[None, :]
@@ -88,5 +88,5 @@ def columns(rows, d, D: tl.constexpr):
 
 @triton.jit
 def page_of(pages, at, end, PAGE: tl.constexpr):
-    """Page of each position, 0 past the end, int64. pages: a sequence's line of the table."""
+    """Return the page of each position, int64, 0 past the end. pages: the sequence's row of the page table."""
     return tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
