@@ -143,7 +143,7 @@ def test_a_cache_that_does_not_fit_is_an_error(device) -> None:
         (fitting.half(), "does not take 1 heads of 64"),
         (fitting.to(torch.float8_e4m3fn), "does not take 1 heads of 64"),
         (_cache(2, 2, 16, 64, device, False, qkv.dtype), "does not take 1 heads of 64"),
-        (_cache(2, 1, 64, 16, device, False, qkv.dtype).transpose(2, 3), "heads must be contiguous"),
+        (_cache(2, 1, 64, 16, device, False, qkv.dtype).transpose(2, 3), "last dimension must be contiguous"),
     ):
         with pytest.raises(ValueError, match=why):
             rotary_into_pages(qkv, rotation, fitting, cache, slots)
