@@ -14,7 +14,7 @@ from qarl.config import Config
 from qarl.diagnostics.gradient_passes import CHUNK, LEARNER, Passes
 from qarl.policy.decoder import Decoder
 from qarl.policy.kernels import require_fp8_products
-from qarl.policy.projection import Backward
+from qarl.policy.linear import Backward
 
 Modules = dict[str, tuple[float, float]]
 """Module name -> (cosine, relative error) of its weight's gradient, in layer order."""
@@ -41,7 +41,7 @@ def backward_error(passes: Passes) -> BackwardError:
     Memory: h is held in float32 on the host, beside g.
     """
     policy = passes.policy
-    assert policy.learner_view.fused, "layers in plain torch have no FP8 backward"
+    assert policy.weights.fused, "layers in plain torch have no FP8 backward"
     with _backward(policy.decoder, "bf16"):
         exact = [None if gradient is None else gradient.cpu() for gradient in passes.gradients(LEARNER)]
     with _backward(policy.decoder, "fp8"):

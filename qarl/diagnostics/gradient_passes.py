@@ -13,7 +13,6 @@ E - F is the study's d_clip. A pass that would repeat another is not run: where 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -131,10 +130,10 @@ class Passes:
         """Of each master, on its device, times the loss scale; None for one that nothing came to."""
         clipped = None if one.clip is None else self._clipped(one.clip)
         for number, part in enumerate(self.parts):
-            # with gradient checkpointing the backward runs the forward again, in the same arithmetic
-            with torch.enable_grad(), self.policy.shadow() if one.score else nullcontext():
+            weights = self.policy.shadow if one.score else self.policy.weights
+            with torch.enable_grad():
                 arguments = part.prompts, part.responses, part.truncation(self.truncation), self.chunk
-                logp, _ = self.policy.logprobs(*arguments, routes=part.routes)
+                logp, _ = self.policy.logprobs(*arguments, routes=part.routes, weights=weights)
                 if len(self.logp[one.score]) == number:
                     self.logp[one.score].append(logp.detach())
                 ratio, _ = clamped_exp(self._ratio(number, one.ratio))

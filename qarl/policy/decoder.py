@@ -1,85 +1,238 @@
-"""The decoder of a policy: a Hugging Face model's weights and configuration under layers of qarl's own."""
+"""The decoder of a policy: embedding, decoder layers and the last norm, on the masters of a Hugging Face model.
+
+In plain torch autograd runs the backward. On Triton kernels the whole decoder is one function of autograd: its backward
+walks the layers itself, frees what a layer kept as it goes, recomputes as much as `recompute` says, and adds every
+master's gradient in place. The order of all sums is fixed, so a step gives the same bits twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from qarl_kernels.embedding import embedding_grad
+from qarl_kernels.fused_norm import Normed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qarl.policy.attention import Attention, PlainAttention
-from qarl.policy.layer import read_layers
-from qarl.policy.modules import Embedding, HFModule, RMSNorm, RotaryTable
-from qarl.policy.plain_layer import plain_layer
-from qarl.policy.projection import Backward
+from qarl.policy.attention import Attention
+from qarl.policy.fused_attention import PackedAttention
+from qarl.policy.layer import DecoderLayer, Kept, add_norm
+from qarl.policy.linear import Backward, PackedLinear, gradient_of
+from qarl.policy.modules import HFModule, read_layers, read_norm, rotary_tables
 from qarl.policy.routes import NO_ROUTES, Routes
 from qarl.policy.trace import Note, unnoted
-from qarl.policy.view import Role
+from qarl.policy.weights import WeightSet
 
 Recompute = Literal["elementwise", "mlp", "products", "layer"]
 
 
+@dataclass(frozen=True)
+class Run:
+    """What all layers of one forward read, and its backward.
+
+    Attributes:
+        weights: Of the version that runs.
+        attention: Over the batch's own keys or a KV cache.
+        routes: Of the tokens through the experts.
+        cos, sin: (positions, D); in plain torch (T, D), the position of each row.
+        note: Records what each operation gives, see `qarl.policy.trace`.
+        backward: See `OutputGradient`.
+    """
+
+    weights: WeightSet
+    attention: Attention
+    routes: Routes
+    cos: Tensor
+    sin: Tensor
+    note: Note
+    backward: Backward
+
+    def noted(self, index: int, operation: str, tensor: Tensor) -> Tensor:
+        """The tensor, after it was recorded."""
+        self.note(index, operation, tensor)
+        return tensor
+
+
 def _unheard(masters: Sequence[nn.Parameter]) -> None:
-    """Where nobody waits for gradients before the backward is over."""
+    """Nobody waits for gradients before the backward is over."""
 
 
 class Decoder:
-    """Runs the layers of a model whose modules `qarl.policy.modules` has replaced, on the role's view.
+    """Reads the layers of a model and runs them.
 
-    model: without its output layer. dequantize_input: see `quant.ste_input`. recompute: what a backward computes again
-    instead of keeping it. elementwise: norms, rotation and activation; mlp: also the products of gate and up; products:
-    all products but the MLP's last, so that beside a layer's input the attention's output is kept; layer: everything.
-    In plain torch, where autograd keeps what it wants, the first three keep all. backward: whether the backward's
-    products are of 16-bit or FP8 operands, which only fused layers have. note: is told what each operation gives, see
-    `qarl.policy.trace`. on_gradients: a fused backward tells it, layer by layer, of which masters `.grad` is complete,
-    and adds nothing to them afterwards; those of plain torch are autograd's own leaves, which have hooks for it.
+    Args:
+        model: Hugging Face model without its output layer.
+        positions: Rows of the rotary tables.
+        dtypes: Compute dtypes of its forwards.
+        device: Of the rotary tables.
+        dequantize_input: See `PackedLinear`.
+        backward: See `OutputGradient`; plain torch has 16-bit products only.
+
+    Attributes:
+        recompute: What a backward recomputes instead of keeping it. elementwise: norms, rotation and activation; mlp:
+            also the products of gate and up; products: all products but the MLP's last, so that beside a layer's input
+            the attention's output is kept; layer: everything. In plain torch autograd keeps what it wants, and the
+            first three are the same.
+        note: Records what each operation gives, see `qarl.policy.trace`.
+        on_gradients: Called by a fused backward, layer by layer, with the masters whose `.grad` is complete. In plain
+            torch autograd's own hooks tell.
     """
 
-    def __init__(self, model: HFModule, role: Role, dequantize_input: bool, backward: Backward) -> None:
-        self.role, self.dequantize_input = role, dequantize_input
-        self.embedding: Embedding = model.embed_tokens
-        self.rotary: RotaryTable = model.rotary_emb
-        self.norm: RMSNorm = model.norm
-        self.embedding_name, self.norm_name = self.embedding.parameter, self.norm.parameter
-        self.layers = read_layers(model)
+    def __init__(
+        self,
+        model: HFModule,
+        positions: int,
+        dtypes: set[torch.dtype],
+        device: torch.device,
+        dequantize_input: bool = False,
+        backward: Backward = "bf16",
+    ) -> None:
+        self.embedding: nn.Parameter = model.embed_tokens.weight
+        padding = model.embed_tokens.padding_idx
+        self.padding_id = -1 if padding is None else padding
+        self.embedding_name = "model.embed_tokens.weight"
+        self.rotary = rotary_tables(model.rotary_emb, positions, dtypes, device)
+        self.norm = read_norm(model.norm, "model.norm")
+        self.layers: list[DecoderLayer] = read_layers(model, dequantize_input)
         self.recompute: Recompute = "elementwise"
         self.backward: Backward = backward
         self.note: Note = unnoted
         self.on_gradients: Callable[[Sequence[nn.Parameter]], None] = _unheard
 
+    @property
+    def linears(self) -> list[PackedLinear]:
+        """The packed linears of all layers, in order."""
+        return [linear for layer in self.layers for linear in layer.linears]
+
     def __call__(
-        self, ids: Tensor, attention: Attention, rows: Tensor | None = None, routes: Routes = NO_ROUTES
+        self,
+        ids: Tensor,
+        attention: Attention,
+        weights: WeightSet,
+        rows: Tensor | None = None,
+        routes: Routes = NO_ROUTES,
     ) -> Tensor:
-        """Final hidden states of a packed batch. ids: (T,) int64; rows: (R,) int64, which to return; None: all.
+        """Final hidden states of a packed batch, (R, H) of the compute dtype.
 
-        attention: made for the role's view, see `qarl.policy.attention`. routes: of the tokens through the experts.
-        Returns (R, H) of the compute dtype.
+        Args:
+            ids: (T,) int64.
+            attention: See `qarl.policy.attention`; made for `weights.fused`.
+            weights: The version that runs.
+            rows: (R,) int64, which states to return; None: all.
+            routes: Of the tokens through the experts.
         """
-        if not isinstance(attention, PlainAttention):
-            from qarl.policy.fused_decoder import fused_states  # imports Triton, which the CPU does not need
+        cos, sin = self.rotary[weights.values[self.embedding_name].dtype]
+        if not weights.fused:
+            cos, sin = cos[attention.positions], sin[attention.positions]
+        run = Run(weights, attention, routes, cos, sin, self.note, self.backward)
+        if weights.fused and torch.is_grad_enabled():
+            assert rows is not None and isinstance(attention, PackedAttention), "a learner says which states it reads"
+            return _Fused.apply(self.embedding, self, ids, rows, run)
+        last = self.run(ids, rows, run).normed
+        assert last is not None, "the last norm gives values"
+        return last
 
-            return fused_states(self, ids, attention, rows, routes)
-        hidden, note = self.embedding(ids), self.note
-        note(-1, "embedding", hidden)
-        cos, sin = self.rotary(hidden, attention.positions)
-        again = self.recompute == "layer" and torch.is_grad_enabled()
-        run = partial(checkpoint, plain_layer, use_reentrant=False) if again else plain_layer
+    def run(self, ids: Tensor, rows: Tensor | None, run: Run, kept: list[Kept] | None = None) -> Normed:
+        """The last norm of the rows. kept: gets what each layer's backward needs; None: there is none."""
+        fused = run.weights.fused
+        x, residual = self._embedded(ids, run), None
+        run.note(-1, "embedding", x)
         for layer in self.layers:
-            hidden = run(layer, hidden, cos, sin, attention, note, routes, self.role.view.kv_fp8)
-        note(len(self.layers), "final_stream", hidden)
-        hidden = self.norm(hidden)
-        note(len(self.layers), "final_norm", hidden)
-        return hidden if rows is None else hidden[rows]
+            if not fused:
+                x, residual = self._plain(layer, x, run), None
+                continue
+            x, residual, intermediates = layer.forward(x, residual, run)
+            if kept is not None:
+                kept.append(intermediates.drop(self.recompute))
+            del intermediates  # nobody holds the rest while the next layer runs
+        if fused and rows is not None:
+            x, residual = x[rows], None if residual is None else residual[rows]
+        last = add_norm(x, residual, self.norm, run)
+        noted = {"rows": rows if fused else None}
+        run.note(len(self.layers), "final_stream", last.hidden, **noted)
+        run.note(len(self.layers), "final_norm", last.normed, **noted)
+        if not fused and rows is not None and last.normed is not None:
+            last = last._replace(normed=last.normed[rows])
+        return last
+
+    def _embedded(self, ids: Tensor, run: Run) -> Tensor:
+        value = run.weights.values[self.embedding_name]
+        return value[ids] if run.weights.fused else _Lookup.apply(ids, self.embedding, value, self.padding_id)
+
+    def _plain(self, layer: DecoderLayer, hidden: Tensor, run: Run) -> Tensor:
+        """The residual stream after a layer in plain torch."""
+
+        def stream(hidden: Tensor) -> Tensor:
+            x, residual, _ = layer.forward(hidden, None, run)
+            return residual + x
+
+        again = self.recompute == "layer" and torch.is_grad_enabled()
+        return checkpoint(stream, hidden, use_reentrant=False) if again else stream(hidden)
 
     @contextmanager
     def noting(self, note: Note) -> Iterator[None]:
-        """Inside, forwards say what they compute to `note`."""
+        """Inside, forwards record what they compute with `note`."""
         before, self.note = self.note, note
         try:
             yield
         finally:
             self.note = before
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of the embedding's value (V, H), with a float32 gradient for its master.
+
+    The padding token gets no gradient from its look-ups, as in `nn.Embedding`: its row may be all zeros, and a norm's
+    gradient at a zero row is 1 / sqrt(eps) = 1000 times too large to be of use.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, master: Tensor, value: Tensor, padding_id: int) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.padding_id = master.shape[0], padding_id
+        return value[ids]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        wide = grad.float().reshape(-1, grad.shape[-1])
+        summed = torch.ops.aten.embedding_dense_backward(wide, ids.reshape(-1), ctx.rows, ctx.padding_id, False)
+        return None, summed, None, None
+
+
+class _Fused(torch.autograd.Function):
+    """The decoder on Triton kernels. Its first input stands for all masters, which get their gradients in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, decoder: Decoder, ids: Tensor, rows: Tensor, run: Run) -> Tensor:
+        ctx.decoder, ctx.ids, ctx.rows, ctx.run = decoder, ids, rows, run
+        kept: list[Kept] = []
+        last = decoder.run(ids, rows, run, kept)
+        ctx.kept, ctx.hidden, ctx.inverse = kept, last.hidden, last.inverse
+        assert last.normed is not None, "the last norm gives values"
+        return last.normed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        decoder, kept, run = ctx.decoder, ctx.kept, ctx.run
+        assert kept, "a second backward through one forward"
+        grad = decoder.norm.backward(grad.contiguous(), None, ctx.hidden, ctx.inverse, run)
+        decoder.on_gradients([decoder.norm.master])
+        grad = _spread(grad, ctx.rows, len(ctx.ids))
+        for layer in reversed(decoder.layers):
+            grad = layer.backward(grad, kept.pop(), run)
+            decoder.on_gradients(layer.parameters())
+        embedding_grad(grad, ctx.ids, gradient_of([decoder.embedding]), decoder.padding_id)
+        decoder.on_gradients([decoder.embedding])
+        return None, None, None, None, None
+
+
+def _spread(grad: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Gradient of x[rows]: grad (R, H) summed into `count` rows; a row may be read several times, or never."""
+    wide = torch.zeros(count, grad.shape[1], dtype=torch.float32, device=grad.device)
+    embedding_grad(grad, rows, wide, -1)
+    return wide.to(grad.dtype)

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from qarl.errors import UserError
 from qarl.experts import EXPERT_NAMES, ExpertNames
-from qarl.policy.view import Role
 
 # A hidden layer of transformers has its block of experts here, whatever the checkpoint calls it.
 BLOCK = "mlp"
@@ -23,12 +22,7 @@ BLOCK = "mlp"
 
 class Router(nn.Module):
     """A router's float32 master (E, H), or that of a shared expert's gate (1, H). What it computes,
-    `qarl.policy.mixture` and the Triton layers do.
-
-    role: of the policy, see `qarl.policy.modules.replace_modules`.
-    """
-
-    role: Role
+    `qarl.policy.mixture` does."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()

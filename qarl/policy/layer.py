@@ -1,131 +1,316 @@
-"""What a decoder layer is made of, read once from a Hugging Face model of the Llama layout."""
+"""A decoder layer: its forward on CPU and GPU, and its backward on a GPU.
+
+    forward     h = x + residual; n = norm(h); q, k, v = n Wqkv^T; q, k = rotary(q, k); o = attention(q, k, v);
+                m = h + o Wo^T; n = norm(m); g, u = n Wgu^T; x' = (silu(g) * u) Wd^T; residual' = m
+    roundings   to the compute dtype after each product, norm, rotation and addition, as in Hugging Face's layers
+
+In a mixture of experts x' comes from `qarl.policy.mixture`.
+
+If a weight set is fused, each operation is a Triton kernel: the norm adds the residual, and the kernel that makes
+activations quantizes them. The backward is then written out: it recomputes what is cheap, and adds each weight's
+gradient to the masters at once. Otherwise each operation is the kernel's plain-torch twin, and autograd runs the
+backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-from torch import nn
-from transformers import PreTrainedConfig
+import torch
+from qarl_kernels import pointwise
+from qarl_kernels.fused_norm import Normed, add_rms_norm, add_rms_norm_backward, rms_norm_again
+from qarl_kernels.rotary import Rotation
+from qarl_kernels.rotary_backward import rotary_backward
+from torch import Tensor, nn
 
-from qarl.config.model_fields import layer_windows
-from qarl.experts import EXPERT_NAMES, ExpertNames
-from qarl.fused import GATE_UP, QKV
-from qarl.policy.experts import Mixture, normalizes
-from qarl.policy.modules import HFModule
-from qarl.policy.projection import Stack
+from qarl.policy.attention import PlainAttention
+from qarl.policy.fused_attention import PackedAttention
+from qarl.policy.linear import OutputGradient, PackedLinear, activations, gradient_of
+from qarl.policy.mixture import KeptExperts, mixture, mixture_backward
+from qarl.policy.mlp import mlp, mlp_backward
 from qarl.policy.routes import ExpertLayer
+from qarl.policy.trace import unnoted
 
-ATTENTION = (tuple(f"self_attn.{name}" for name in QKV), ("self_attn.o_proj",))
-MLP = (tuple(f"mlp.{name}" for name in GATE_UP), ("mlp.down_proj",))
-NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+if TYPE_CHECKING:
+    from qarl.policy.decoder import Recompute, Run
 
 
-@dataclass(frozen=True)
-class LayerModules:
-    """Sizes, parameter names and masters of one layer.
+@dataclass
+class Norm:
+    """An RMSNorm. name: of its weight. master: (H,) float32. eps: added to the mean square."""
 
-    module: the layer itself, whose linears, norms and activation `qarl.policy.modules` has put in place. masters: of
-    the norms, the router and the shared expert's gate, by parameter name. input_norm, mlp_norm, q_norm, k_norm: names
-    of norms' weights, the last two or None. whole_norms: whether those two are over all heads at once. stacks: of q, k,
-    v; o; gate, up; down, the last two of all experts where there are experts: gate and up of the first, of the second,
-    ...; behind them gate, up; down of the shared expert, where there is one. experts: None where the layer has an MLP.
-    window: tokens that a query sees, None: all. scale: of the scores.
+    name: str
+    master: nn.Parameter
+    eps: float
+
+    def backward(self, grad: Tensor, into: Tensor | None, hidden: Tensor, inverse: Tensor, run: Run) -> Tensor:
+        """The gradient of the norm's input, added to `into`; see `add_rms_norm_backward`. The master gets its own."""
+        weight = run.weights.values[self.name]
+        return add_rms_norm_backward(grad, into, hidden, inverse, weight, gradient_of([self.master]))
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, norm: Norm, run: Run, linear: PackedLinear | None = None, values: bool = False
+) -> Normed:
+    """The residual stream x + residual and its norm, as the linear that follows reads it.
+
+    values: whether its values are needed as well if `linear` reads codes.
+    """
+    weight = run.weights.values[norm.name]
+    if run.weights.fused:
+        codes = None if linear is None else linear.input_codes(run.weights)
+        return add_rms_norm(x, residual, weight, norm.eps, codes, want_normed=codes is None or values)
+    hidden = x if residual is None else residual + x
+    normed = pointwise.rms_norm(hidden.contiguous(), norm.master, weight, norm.eps)
+    return Normed(hidden, hidden.new_empty(0), normed, None, None)
+
+
+@dataclass
+class Kept:
+    """What the backward of a fused layer finds of its forward; it recomputes what is None.
+
+    hidden: (T, H), the residual stream before the layer. inverse: (T,), of the norm there. qkv: (T, (H + 2 H_kv) D).
+    out: (T, H, D), lse: (H, T), of the attention. middle, middle_inverse: the stream and norm before the MLP.
+    gate_up: (T, 2 I), of an MLP. experts: of a mixture.
+    """
+
+    hidden: Tensor
+    inverse: Tensor | None = None
+    qkv: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    middle: Tensor | None = None
+    middle_inverse: Tensor | None = None
+    gate_up: Tensor | None = None
+    experts: KeptExperts | None = None
+
+    def drop(self, recompute: Recompute) -> Kept:
+        """What is kept until the backward if it recomputes what `recompute` says, see `Decoder`."""
+        if recompute == "elementwise":
+            return self
+        experts = None if self.experts is None else self.experts.drop(recompute)
+        if recompute == "mlp":
+            return replace(self, gate_up=None, experts=experts)
+        if recompute == "products":
+            return Kept(self.hidden, out=self.out, lse=self.lse, experts=experts)
+        return Kept(self.hidden, experts=experts)
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """Sizes and masters of one layer, and what it computes.
+
+    Attributes:
+        window: Number of tokens that a query sees; None: all.
+        scale: Of the attention scores.
+        q_norm, k_norm: Norms of queries and keys before the rotation, or None. whole_norms: whether they are over all
+            heads at once (OLMoE), not over each head.
+        gate_up, down: Of the MLP, or of all experts.
+        shared: gate_up and down of the expert that all tokens go through, or empty.
+        experts: None if the layer has an MLP.
+        gates: Masters of the router and of the shared expert's gate, by name.
     """
 
     index: int
-    module: HFModule
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
     window: int | None
-    eps: float
-    input_norm: str
-    mlp_norm: str
-    q_norm: str | None
-    k_norm: str | None
+    input_norm: Norm
+    mlp_norm: Norm
+    q_norm: Norm | None
+    k_norm: Norm | None
     whole_norms: bool
-    masters: Mapping[str, nn.Parameter]
-    stacks: tuple[Stack, ...]
+    qkv: PackedLinear
+    o: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    shared: tuple[PackedLinear, ...] = ()
     experts: ExpertLayer | None = None
+    gates: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        return self.qkv, self.o, self.gate_up, self.down, *self.shared
+
+    @property
+    def norms(self) -> list[Norm]:
+        return [norm for norm in (self.input_norm, self.mlp_norm, self.q_norm, self.k_norm) if norm is not None]
 
     def parameters(self) -> list[nn.Parameter]:
         """All masters of the layer, the large ones first."""
-        weights = [master for stack in self.stacks for master in stack.masters]
-        biases = [master for stack in self.stacks for master in stack.biases]
-        return [*weights, *biases, *self.masters.values()]
+        weights = [master for linear in self.linears for master in linear.masters]
+        biases = [master for linear in self.linears for master in linear.biases]
+        return [*weights, *biases, *(norm.master for norm in self.norms), *self.gates.values()]
+
+    # --- forward -----------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, residual: Tensor | None, run: Run) -> tuple[Tensor, Tensor, Kept]:
+        """x: (T, H), what the layer before adds to `residual`. Returns the same of this layer, and what to keep."""
+        hidden, inverse, qkv = self._into_qkv(x, residual, run)
+        out, lse = self._attend(qkv, run)
+        product = run.noted(self.index, "o", self.o(out.flatten(1), run.weights))
+        if self.experts is not None:
+            normed = self._into_experts(product, hidden, run)
+            y, experts = mixture(self, self.experts, normed, run)
+            return y, normed.hidden, Kept(hidden, inverse, qkv, out, lse, normed.hidden, normed.inverse, None, experts)
+        middle, middle_inverse, gate_up = self._into_gate_up(product, hidden, run)
+        kept = Kept(hidden, inverse, qkv, out, lse, middle, middle_inverse, gate_up)
+        return mlp(gate_up, self.down, self.index, run), middle, kept
+
+    def _into_qkv(self, x: Tensor, residual: Tensor | None, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        return self._into(self.qkv, x, residual, self.input_norm, run, ("stream", "input_norm", "qkv"))
+
+    def _into_gate_up(self, x: Tensor, residual: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        return self._into(self.gate_up, x, residual, self.mlp_norm, run, ("mlp_stream", "mlp_norm", "gate_up"))
+
+    def _into(
+        self,
+        linear: PackedLinear,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: Norm,
+        run: Run,
+        operations: tuple[str, str, str],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(stream, inverse, product of the normed stream). operations: of stream, norm and product in a trace."""
+        normed = add_norm(x, residual, norm, run, linear)
+        run.note(self.index, operations[0], normed.hidden)
+        run.note(self.index, operations[1], normed.normed, normed.codes, normed.scale)
+        y = linear(activations(normed.normed, normed.codes, normed.scale, x.dtype), run.weights)
+        return normed.hidden, normed.inverse, run.noted(self.index, operations[2], y)
+
+    def _into_experts(self, x: Tensor, residual: Tensor, run: Run) -> Normed:
+        """The stream and norm before the experts; their router reads values even if they read codes."""
+        normed = add_norm(x, residual, self.mlp_norm, run, self.gate_up, values=True)
+        run.note(self.index, "mlp_stream", normed.hidden)
+        run.note(self.index, "mlp_norm", normed.normed, normed.codes, normed.scale)
+        return normed
+
+    def _attend(self, qkv: Tensor, run: Run) -> tuple[Tensor, Tensor | None]:
+        """Attention of the product of q, k and v: (T, H, D), and its log-sum-exp if the backward needs one."""
+        attention, rest = run.attention, (self.index, self.scale, self.window)
+        if isinstance(attention, PlainAttention):
+            q, k, v = self._turned(qkv, run)
+            run.note(self.index, "rotary", q, k)
+            return run.noted(self.index, "attention", attention(q, k, v, *rest)), None
+        rotation, qkv = self._rotation(run), self._with_whole_norms(qkv, run)
+        out, lse = attention.forward(qkv, rotation, *rest)
+        if run.note is not unnoted:
+            run.note(self.index, "rotary", *attention.keys_and_values(qkv, rotation, self.index))
+        return run.noted(self.index, "attention", out), lse
+
+    def _turned(self, qkv: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (T, heads, D) in plain torch: norms, rotation, rounding to an FP8 KV cache."""
+        q, k, v = qkv.split([self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2], 1)
+        if self.whole_norms:
+            q, k = self._normed(q, self.q_norm, run), self._normed(k, self.k_norm, run)
+        q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in (q, k, v))
+        if not self.whole_norms:
+            q, k = self._normed(q, self.q_norm, run), self._normed(k, self.k_norm, run)
+        q, k = rotated(q, run.cos, run.sin), rotated(k, run.cos, run.sin)
+        return (q, pointwise.round_e4m3(k), pointwise.round_e4m3(v)) if run.weights.kv_fp8 else (q, k, v)
+
+    @staticmethod
+    def _normed(x: Tensor, norm: Norm | None, run: Run) -> Tensor:
+        if norm is None:
+            return x
+        return pointwise.rms_norm(x.contiguous(), norm.master, run.weights.values[norm.name], norm.eps)
+
+    def _rotation(self, run: Run) -> Rotation:
+        """What Triton kernels do to queries, keys and values, but for norms over all heads at once."""
+        norms = (None, None) if self.whole_norms else (self.q_norm, self.k_norm)
+        q_norm, k_norm = (None if norm is None else run.weights.values[norm.name] for norm in norms)
+        sizes, tables = (self.heads, self.kv_heads, self.head_dim), (run.cos, run.sin, run.attention.positions)
+        return Rotation(*sizes, *tables, q_norm, k_norm, self.input_norm.eps, run.weights.kv_fp8)
+
+    def _with_whole_norms(self, qkv: Tensor, run: Run) -> Tensor:
+        """The product of q, k and v after norms over all heads at once, if the layer has them."""
+        if not self.whole_norms:
+            return qkv
+        normed = torch.empty_like(qkv)
+        for columns, part, _ in self._whole_norms(qkv, run):
+            assert part.normed is not None, "it was asked for"
+            normed[:, columns] = part.normed
+        values = slice((self.heads + self.kv_heads) * self.head_dim, None)
+        normed[:, values] = qkv[:, values]
+        return normed
+
+    def _whole_norms(self, qkv: Tensor, run: Run) -> Iterator[tuple[slice, Normed, Norm]]:
+        """For q and for k: the columns, their normed values and the norm."""
+        start = 0
+        for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)):
+            assert norm is not None, "both have a norm"
+            columns = slice(start, start + heads * self.head_dim)
+            yield columns, add_norm(qkv[:, columns], None, norm, run), norm
+            start = columns.stop
+
+    # --- backward of a fused layer -----------------------------------------------------------------------------
+
+    def backward(self, grad: Tensor, kept: Kept, run: Run) -> Tensor:
+        """grad: (T, H), of the stream after the layer. Returns that of the stream before it; masters get theirs."""
+        self._complete(kept, run)
+        assert kept.middle is not None and kept.middle_inverse is not None
+        normed = partial(rms_norm_again, kept.middle, kept.middle_inverse, run.weights.values[self.mlp_norm.name])
+        if self.experts is None:
+            assert kept.gate_up is not None
+            grad_normed = mlp_backward(grad, kept.gate_up, normed, self.gate_up, self.down, run)
+            kept.gate_up = None
+        else:
+            assert kept.experts is not None, "the chosen experts are always kept"
+            grad_normed = mixture_backward(self, self.experts, grad, normed(), kept.experts, run)
+        del normed
+        grad = self.mlp_norm.backward(grad_normed, grad, kept.middle, kept.middle_inverse, run)
+        kept.middle = kept.middle_inverse = None
+
+        assert kept.out is not None and kept.lse is not None and kept.qkv is not None and kept.inverse is not None
+        gradient = OutputGradient(self.o, run.weights, grad, run.backward)
+        gradient.add_to_masters(kept.out.flatten(1))
+        grad_qkv = self._attention_backward(gradient.of_input().view_as(kept.out), kept, run)
+        gradient = OutputGradient(self.qkv, run.weights, grad_qkv, run.backward)
+        gradient.add_to_masters(rms_norm_again(kept.hidden, kept.inverse, run.weights.values[self.input_norm.name]))
+        return self.input_norm.backward(gradient.of_input(), grad, kept.hidden, kept.inverse, run)
+
+    def _attention_backward(self, grad: Tensor, kept: Kept, run: Run) -> Tensor:
+        """The gradient of the product of q, k and v, from that of the attention's output (T, H, D)."""
+        attention, rotation, qkv, out, lse = run.attention, self._rotation(run), kept.qkv, kept.out, kept.lse
+        assert isinstance(attention, PackedAttention) and qkv is not None and out is not None and lse is not None
+        normed = self._with_whole_norms(qkv, run)
+        grad_qkv = torch.empty_like(qkv)
+        dv = rotation.values(grad_qkv)
+        dq, dk = attention.backward(grad, normed, rotation, out, lse, self.scale, self.window, dv)
+        norms = (None, None) if self.whole_norms else (self.q_norm, self.k_norm)
+        q_sums, k_sums = (None if norm is None else gradient_of([norm.master]) for norm in norms)
+        rotary_backward(dq, dk, normed, rotation, grad_qkv, q_sums, k_sums)
+        if self.whole_norms:
+            for columns, part, norm in self._whole_norms(qkv, run):
+                its = grad_qkv[:, columns]
+                its.copy_(norm.backward(its, None, part.hidden, part.inverse, run))
+        return grad_qkv
+
+    def _complete(self, kept: Kept, run: Run) -> None:
+        """Recompute what was not kept, with the same bits."""
+        if kept.qkv is None or kept.inverse is None:
+            _, kept.inverse, kept.qkv = self._into_qkv(kept.hidden, None, run)
+        if kept.out is None or kept.lse is None:
+            kept.out, kept.lse = self._attend(kept.qkv, run)
+        if kept.middle is None or kept.middle_inverse is None:
+            x = self.o(kept.out.flatten(1), run.weights)
+            if self.experts is not None:
+                before = self._into_experts(x, kept.hidden, run)
+                kept.middle, kept.middle_inverse = before.hidden, before.inverse
+                return
+            kept.middle, kept.middle_inverse, kept.gate_up = self._into_gate_up(x, kept.hidden, run)
+        elif kept.gate_up is None and self.experts is None:
+            normed = rms_norm_again(kept.middle, kept.middle_inverse, run.weights.values[self.mlp_norm.name])
+            kept.gate_up = self.gate_up(normed, run.weights)
 
 
-def read_layers(model: HFModule) -> list[LayerModules]:
-    """The layers of a model without its output layer, whose parameters a causal LM knows as `model.…`."""
-    config, layers = model.config, []
-    windows = layer_windows(config.model_type, vars(config))
-    names, number = EXPERT_NAMES.get(config.model_type), 0
-    for index, module in enumerate(model.layers):
-        block = None if names is None else getattr(module, names.block, None)
-        experts = None
-        if names is not None and isinstance(block, Mixture):
-            experts = _read_experts(config, f"model.layers.{index}", names, number)
-            number += 1
-        layers.append(_read_layer(config, index, module, windows[index], experts))
-    return layers
-
-
-def _read_experts(config: PreTrainedConfig, layer: str, names: ExpertNames, number: int) -> ExpertLayer:
-    router, *shared = (f"{layer}.{gate}.weight" for gate in names.gates())
-    experts = config.num_experts, config.num_experts_per_tok, normalizes(config)
-    return ExpertLayer(number, router, *experts, names, *shared)
-
-
-def _read_layer(
-    config: PreTrainedConfig, index: int, module: HFModule, window: int | None, experts: ExpertLayer | None
-) -> LayerModules:
-    name, attention = f"model.layers.{index}", module.self_attn
-    modules = dict(module.named_modules())
-    norms = {leaf: f"{name}.{leaf}.weight" for leaf in NORMS if leaf in modules}
-    masters = {norm: modules[leaf].weight for leaf, norm in norms.items()}
-    mlp: tuple[tuple[str, ...], ...] = MLP
-    shared: tuple[tuple[str, ...], ...] = ()
-    if experts is not None:
-        of, count = experts.names, range(experts.count)
-        mlp = (
-            tuple(of.expert(i, leaf) for i in count for leaf in (of.gate, of.up)),
-            tuple(of.expert(i, of.down) for i in count),
-        )
-        shared = of.shared_stacks()
-        masters |= zip(experts.gates, (modules[gate].weight for gate in of.gates()), strict=True)
-    qkv, o = (_stack(name, leaves, modules) for leaves in ATTENTION)
-    gate_up, down = (_stack(name, leaves, modules, None if experts is None else experts.count) for leaves in mlp)
-    q_norm = modules.get("self_attn.q_norm")
-    return LayerModules(
-        index=index,
-        module=module,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=attention.head_dim,
-        scale=float(attention.scaling),
-        window=window,
-        eps=module.input_layernorm.eps,
-        input_norm=norms["input_layernorm"],
-        mlp_norm=norms["post_attention_layernorm"],
-        q_norm=norms.get("self_attn.q_norm"),
-        k_norm=norms.get("self_attn.k_norm"),
-        whole_norms=q_norm is not None and q_norm.weight.numel() != attention.head_dim,
-        masters=masters,
-        stacks=(qkv, o, gate_up, down, *(_stack(name, leaves, modules) for leaves in shared)),
-        experts=experts,
-    )
-
-
-def _stack(name: str, leaves: tuple[str, ...], modules: Mapping[str, HFModule], experts: int | None = None) -> Stack:
-    linears = [modules[leaf] for leaf in leaves]
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    assert len(biases) in (0, len(leaves)), f"{name}: some of {', '.join(leaves)} have a bias and some have none"
-    return Stack(
-        tuple(f"{name}.{leaf}" for leaf in leaves),
-        tuple(linear.out_features for linear in linears),
-        tuple(linear.weight for linear in linears),
-        tuple(biases),
-        experts,
-    )
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x (T, H, D) by cos and sin (T, D), in x's dtype."""
+    left, right = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-right, left), -1) * sin[:, None]

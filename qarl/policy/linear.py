@@ -1,76 +1,247 @@
-"""The quantized linear layer: a low-bit forward, a straight-through backward into the FP32 master weight.
+"""The quantized linear layer: a low-bit forward, and a straight-through backward into float32 masters.
 
-    forward    y  = gemm(x, codes, scales)            the very tensors the sampler runs
-    backward   dx = dy @ W_deq,  dW = dy^T @ x        W_deq from the codes; no gradient to scales
+    forward    y = x W^T + b      W: codes and scales, the tensors that the sampler multiplies
+    backward   dx = dy W_deq      W_deq: the values that the codes stand for
+               dW = dy^T x        added to the masters' gradients; scales get none
 
-(formulas: "Quantization"; QaRL section 3.1).
+(QaRL, section 3.1.) Layers that read the same input are one packed linear, as in vLLM: q, k and v; gate and up; in a
+mixture, gate and up of all experts. A row's bits do not depend on the other rows.
+
+On a GPU Triton kernels multiply, and `qarl.policy.layer` calls the backward (`OutputGradient`), which adds to the
+masters' `.grad` in place. In plain torch autograd calls the backward, which returns the gradients.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from qarl_formats.rows import adjacent, concatenate_rows
+from qarl_formats.scheme import Codes, InputCodes
 from qarl_formats.weight import LowBitWeight
+from qarl_kernels import fp8_backward
 from qarl_kernels.backward import input_grad, weight_grad
+from qarl_kernels.column_sum import column_sum
+from qarl_kernels.moe.backward import grouped_input_grad, grouped_weight_grad
+from qarl_kernels.moe.groups import Groups
 from torch import Tensor, nn
 
-from qarl.policy.view import Role
+if TYPE_CHECKING:
+    from qarl.policy.weights import WeightSet
+
+Backward: TypeAlias = Literal["bf16", "fp8"]
+
+
+def activations(
+    values: Tensor | None, codes: Tensor | None, scale: Tensor | None, dtype: torch.dtype
+) -> Tensor | Codes:
+    """What a product reads: codes if there are some, else values."""
+    if codes is not None and scale is not None:
+        return Codes(codes, scale, dtype)
+    assert values is not None, "activations are values or codes"
+    return values
+
+
+class Part(NamedTuple):
+    """The weight of some layers of a packed linear.
+
+    names: of the layers. features: their outputs in the packed linear. bias: (N,) of the compute dtype, or None.
+    """
+
+    names: tuple[str, ...]
+    features: slice
+    weight: LowBitWeight
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLinear:
+    """Linear layers with the same input, and their masters; a `WeightSet` has their weights.
+
+    Attributes:
+        names: Modules in the order of their outputs.
+        widths: Output features of each.
+        masters: (width, K) float32 each.
+        biases: (width,) float32 each, or empty.
+        experts: Number of experts whose layers these are, one expert after the other; a row is multiplied with its
+            expert's weight. None: every row is multiplied with all weights.
+        dequantize_input: Whether dW is made from activations after quantization and back (`quant.ste_input`).
+    """
+
+    names: tuple[str, ...]
+    widths: tuple[int, ...]
+    masters: tuple[nn.Parameter, ...]
+    biases: tuple[nn.Parameter, ...]
+    experts: int | None = None
+    dequantize_input: bool = False
+
+    def parts(self, weights: Sequence[LowBitWeight], bias: Tensor | None) -> tuple[Part, ...]:
+        """The entry of a `WeightSet`. weights: one for all layers, or one per layer. bias: (N,) of all layers."""
+        if len(weights) == 1:
+            return (Part(self.names, slice(0, sum(self.widths)), weights[0], bias),)
+        stops = list(accumulate(self.widths))
+        biases = [None] * len(stops) if bias is None else bias.split(self.widths)
+        columns = zip(self.names, [0, *stops[:-1]], stops, weights, biases, strict=True)
+        return tuple(Part((name,), slice(start, stop), weight, own) for name, start, stop, weight, own in columns)
+
+    def input_codes(self, weights: WeightSet) -> InputCodes | None:
+        """What the product reads of activations, see `Scheme.input_codes`; None: their values."""
+        kinds = {part.weight.input_codes for part in weights.linears[self]}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def __call__(self, x: Tensor | Codes, weights: WeightSet) -> Tensor:
+        """The product (T, N). x: (T, K) of the compute dtype, contiguous, or its codes as `input_codes` says."""
+        return self._multiply(x, weights, slice(None))
+
+    def grouped(self, x: Tensor | Codes, weights: WeightSet, groups: Groups, gathered: bool) -> Tensor:
+        """The product of rows with the weights of their experts: (R, N of one expert), sorted by expert.
+
+        x: (T, K), the tokens, if gathered, else (R, K) sorted by expert; contiguous, or its codes.
+        """
+        if weights.fused:
+            (part,) = weights.linears[self]
+            return part.weight.matmul(x, None, groups, gathered)
+        assert isinstance(x, Tensor) and self.experts is not None
+        tokens, counts = groups.order.long() // groups.slots, groups.starts.diff().tolist()
+        rows = [x[its] for its in tokens.split(counts)] if gathered else x.split(counts)
+        each = len(self.names) // self.experts
+        return torch.cat([self._multiply(r, weights, slice(e * each, (e + 1) * each)) for e, r in enumerate(rows)])
+
+    def _multiply(self, x: Tensor | Codes, weights: WeightSet, layers: slice) -> Tensor:
+        """The product with some of the layers; in plain torch each is a part, so that autograd sees its master."""
+        parts = weights.linears[self][layers]
+        if weights.fused or not torch.is_grad_enabled():
+            return _products(x, parts)
+        return _StraightThrough.apply(x, parts, self.dequantize_input, *self.masters[layers], *self.biases[layers])
+
+
+def _products(x: Tensor | Codes, parts: Sequence[Part]) -> Tensor:
+    found = [part.weight.matmul(x, part.bias) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
 class _StraightThrough(torch.autograd.Function):
+    """The product and its backward on autograd, of weights that are one layer's each."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        master: Tensor,
-        bias_master: Tensor | None,
-        bias: Tensor | None,
-        weight: LowBitWeight,
-        keep_dequantized_input: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parts: Sequence[Part], dequantize_input: bool, *masters: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.keep_dequantized_input = weight, keep_dequantized_input
-        ctx.has_bias = bias_master is not None
-        return weight.matmul(x, bias)
+        ctx.parts, ctx.dequantize_input = parts, dequantize_input
+        return _products(x, parts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight = ctx.weight
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = input_grad(grad, weight.values(x.dtype))
-        if ctx.needs_input_grad[1]:
-            if ctx.keep_dequantized_input:
-                x = weight.rounded_input(x)
-            grad_weight = weight_grad(grad, x)
-        if ctx.has_bias:
-            grad_bias = grad.float().sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        first = ctx.parts[0].features.start
+        dx, weights, biases = None, [], []
+        for number, part in reversed(list(enumerate(ctx.parts))):
+            own = dy[:, part.features.start - first : part.features.stop - first].contiguous()
+            if ctx.needs_input_grad[0]:
+                its = input_grad(own, part.weight.values(x.dtype))
+                dx = its if dx is None else dx + its  # the last layer's first, as autograd adds them up
+            if ctx.needs_input_grad[3 + number]:
+                weights.append(weight_grad(own, part.weight.rounded_input(x) if ctx.dequantize_input else x))
+            else:
+                weights.append(None)
+            if part.bias is not None:
+                biases.append(own.float().sum(0))
+        return dx, None, None, *reversed(weights), *reversed(biases)
 
 
-class QuantLinear(nn.Module):
-    """Drop-in for `nn.Linear`: float32 masters under the same names, products on the operand of the role's view.
+class OutputGradient:
+    """The gradient dy (T, N) of a fused packed linear's output, from which the others are made.
 
-    name: the module's, under which views hold its operand and, as `<name>.bias`, its bias in the compute dtype.
+    backward: "bf16" multiplies 16-bit operands with float32 sums; "fp8" quantizes both operands of each product
+    (`qarl_kernels.fp8_backward`), dy once for both.
     """
 
-    def __init__(self, linear: nn.Linear, name: str, role: Role, keep_dequantized_input: bool) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self.name, self.role, self.keep_dequantized_input = name, role, keep_dequantized_input
+    def __init__(self, linear: PackedLinear, weights: WeightSet, dy: Tensor, backward: Backward) -> None:
+        self.linear, self.parts, self.dy = linear, weights.linears[linear], dy
+        self._fp8 = None
+        if backward == "fp8":
+            transposed = fp8_backward.transpose(*(self._fp8_codes() or (_dequantized(self.parts, dy.dtype),)))
+            rows, columns = fp8_backward.quantize(dy, transposed.factor)
+            assert rows is not None and columns is not None, "both were asked for"
+            self._fp8 = transposed, rows, columns
 
-    def forward(self, x: Tensor) -> Tensor:
-        view = self.role.view
-        weight, bias = view.operands[self.name], view.values.get(f"{self.name}.bias")
-        rows = x.reshape(-1, self.in_features)
-        if torch.is_grad_enabled():
-            y = _StraightThrough.apply(rows, self.weight, self.bias, bias, weight, self.keep_dequantized_input)
-        else:
-            y = weight.matmul(rows, bias)
-        return y.view(*x.shape[:-1], self.out_features)
+    def of_input(self) -> Tensor:
+        """dx: (T, K) of dy's dtype."""
+        if self._fp8 is None:
+            return input_grad(self.dy, _dequantized(self.parts, self.dy.dtype))
+        transposed, rows, _ = self._fp8
+        return fp8_backward.input_grad_of(rows, transposed, self.dy.dtype)
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
+    def add_to_masters(self, x: Tensor) -> None:
+        """Add the gradients of weights and biases. x: (T, K) of dy's dtype, the values that the forward read."""
+        sums = gradient_of(self.linear.masters)
+        for features, read in self._inputs(x):
+            if self._fp8 is None:
+                weight_grad(self.dy[:, features], read, into=sums[features])
+            else:
+                columns = self._fp8[2]
+                own = fp8_backward.Codes(columns.codes[features], columns.scale[features])
+                fp8_backward.add_weight_grad_of(own, read, sums[features])
+        if self.linear.biases:
+            column_sum(self.dy, gradient_of(self.linear.biases))
+
+    def _inputs(self, x: Tensor) -> list[tuple[slice, Tensor]]:
+        if not self.linear.dequantize_input:
+            return [(slice(0, self.dy.shape[1]), x)]
+        return [(part.features, part.weight.rounded_input(x)) for part in self.parts]
+
+    def _fp8_codes(self) -> tuple[Tensor, Tensor] | None:
+        """e4m3 codes (N, K) and scales (N, 1), if the weight is such; see `Scheme.fp8_codes`."""
+        return self.parts[0].weight.fp8_codes() if len(self.parts) == 1 else None
+
+
+def input_grad_grouped(linear: PackedLinear, weights: WeightSet, dy: Tensor, groups: Groups) -> Tensor:
+    """dx (R, K) of a fused product of experts. dy: (R, N of one expert)."""
+    return grouped_input_grad(dy, _dequantized(weights.linears[linear], dy.dtype).to(dy.dtype), groups)
+
+
+def add_weight_grad_grouped(
+    linear: PackedLinear, weights: WeightSet, dy: Tensor, x: Tensor, groups: Groups, gathered: bool
+) -> None:
+    """Add dW of a fused product of experts to the masters. x: what it read, (T, K) if gathered, else (R, K)."""
+    (part,) = weights.linears[linear]
+    read = part.weight.rounded_input(x) if linear.dequantize_input else x
+    grouped_weight_grad(dy, read, groups, gathered, gradient_of(linear.masters))
+
+
+def _dequantized(parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+    """W_deq (N, K)."""
+    weights = [part.weight.values(dtype) for part in parts]
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+@torch.no_grad()
+def gradient_of(masters: Sequence[nn.Parameter]) -> Tensor:
+    """The gradients of the masters of a packed linear as one float32 tensor; zeros are made if there are none.
+
+    It shares memory with their `.grad`, so adding to it adds to them.
+    """
+    first = masters[0]
+    if len(masters) == 1:
+        if first.grad is None:
+            first.grad = torch.zeros_like(first, memory_format=torch.contiguous_format)
+        return first.grad
+    grads = [master.grad for master in masters]
+    if any(grad is None for grad in grads) or not adjacent([g for g in grads if g is not None]):
+        rows = [len(master) for master in masters]
+        whole = torch.zeros(sum(rows), *first.shape[1:], dtype=first.dtype, device=first.device)
+        for master, part in zip(masters, whole.split(rows), strict=True):
+            if master.grad is not None:
+                part.copy_(master.grad)
+            master.grad = part
+    return concatenate_rows([master.grad for master in masters if master.grad is not None])
+
+
+class InPlace:
+    """Sends a gradient to the master's `.grad` (`qarl_kernels.backward.Sums`)."""
+
+    def sum_of(self, master: Tensor) -> Tensor:
+        assert isinstance(master, nn.Parameter), "a master is a parameter"
+        return gradient_of([master])

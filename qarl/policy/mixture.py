@@ -1,29 +1,205 @@
-"""A mixture of experts in plain torch, on autograd: its meaning, a CPU's path, and what Triton layers must agree with.
+"""A mixture of experts in the place of a layer's MLP: its forward on CPU and GPU, and its backward on a GPU.
 
-The router's logits, probabilities and weights are float32. A token's experts stand in ascending order, and what they
-give is added up in that order in float32, and then what the shared expert gives, so that a row's bits depend on that
-row alone.
+    forward     p = softmax(n Wr^T) in float32; each token takes the k experts with the largest p, with weights w; for
+                each (token, expert): g, u = n Wgu_e^T; d = (silu(g) * u) Wd_e^T; y = sum of w * d over the token's
+                experts, plus sigmoid(n Ws^T) * s if there is a shared expert, an MLP that gives s for all tokens
+    backward    grad d = w * grad y, grad w = <grad y, d>; then as an MLP's, with each expert's rows together; the
+                router learns through w and through its own losses
+
+A token's experts are in ascending order and their results are added in that order in float32, then the shared expert's:
+a row's bits depend on that row alone. Rows are sorted by expert between the first product and the sum. On a GPU nothing
+waits for the device, and launch sizes depend only on the number of tokens, so a CUDA graph can hold a forward.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from qarl_kernels.moe.reference import combine, groups_of
+from qarl_formats.scheme import Codes
+from qarl_kernels.backward import input_grad, weight_grad
+from qarl_kernels.fused_norm import Normed
+from qarl_kernels.moe import reference
+from qarl_kernels.moe.balance import balance_grad
+from qarl_kernels.moe.combine import combine, combine_backward, shared_backward, sum_over_slots
+from qarl_kernels.moe.dispatch import groups_of
+from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.routed import Routed, Shared
+from qarl_kernels.moe.routing import route, route_backward
 from qarl_kernels.moe.shared import shared_gate
+from qarl_kernels.swiglu import swiglu_backward
 from torch import Tensor
 
-from qarl.policy.layer import LayerModules
-from qarl.policy.router import logits_grad, route_tokens
+from qarl.policy.linear import activations, add_weight_grad_grouped, gradient_of, input_grad_grouped
+from qarl.policy.mlp import activate, mlp, mlp_backward
 from qarl.policy.routes import ExpertLayer, Routes
-from qarl.policy.trace import Note
+from qarl.policy.trace import unnoted
+
+if TYPE_CHECKING:
+    from qarl.policy.decoder import Recompute, Run
+    from qarl.policy.layer import DecoderLayer
+
+
+@dataclass
+class KeptShared:
+    """What a backward finds of the shared expert's forward. gate_up: (T, 2 I). shared: its output and gate."""
+
+    gate_up: Tensor
+    shared: Shared
+
+
+@dataclass
+class KeptExperts:
+    """What a backward finds of its forward over T tokens with k experts each, R = T k rows.
+
+    routed, groups: always kept, so that a recomputation chooses the same experts. gate_up: (R, 2 I). down: (R, H), the
+    experts' outputs. shared: of the shared expert. What is None is recomputed.
+    """
+
+    routed: Routed
+    groups: Groups
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
+    shared: KeptShared | None = None
+
+    def drop(self, recompute: Recompute) -> KeptExperts:
+        """What is kept until the backward: see `Decoder`. The experts' products are k times an MLP's."""
+        return self if recompute == "elementwise" else KeptExperts(self.routed, self.groups)
+
+
+def mixture(layer: DecoderLayer, experts: ExpertLayer, normed: Normed, run: Run) -> tuple[Tensor, KeptExperts]:
+    """The experts' output (T, H), and what a backward may keep. normed: (T, H), with codes if `gate_up` reads codes."""
+    x, weights = normed.normed, run.weights
+    assert x is not None, "a router reads values"
+    routed = _route(layer, experts, x, run)
+    groups = groups_of(routed.experts, experts.count, kernels=weights.fused)
+    gate_up = layer.gate_up.grouped(activations(x, normed.codes, normed.scale, x.dtype), weights, groups, True)
+    _note(layer, routed, groups, gate_up, run)
+    down = _into_down(layer, gate_up, groups, run)
+    kept = None if experts.shared_gate is None else _shared(layer, experts.shared_gate, normed, run)
+    shared = None if kept is None else kept.shared
+    y = (combine if weights.fused else reference.combine)(down, routed.weights, groups, shared)
+    return run.noted(layer.index, "down", y), KeptExperts(routed, groups, gate_up, down, kept)
+
+
+def _route(layer: DecoderLayer, experts: ExpertLayer, x: Tensor, run: Run) -> Routed:
+    value = run.weights.values[experts.router]
+    if run.weights.fused:
+        return route_tokens(x, value, experts, run.routes, kernels=True)
+    weights, chosen, logits = _Route.apply(x, layer.gates[experts.router], value, experts, run.routes)
+    return Routed(logits, chosen, weights)
+
+
+def _into_down(layer: DecoderLayer, gate_up: Tensor, groups: Groups, run: Run) -> Tensor:
+    """(R, H), the outputs of each row's expert."""
+    if run.weights.fused:
+        gated = activate(gate_up, layer.down, run)
+        read = activations(gated.product, gated.codes, gated.scale, gate_up.dtype)
+    else:  # each expert's rows by themselves: the bits of torch's backward of silu depend on where a tensor ends
+        each = gate_up.split(groups.starts.diff().tolist())
+        read = torch.cat([product for product, _, _ in (activate(rows, layer.down, run) for rows in each)])
+    return layer.down.grouped(read, run.weights, groups, False)
+
+
+def _note(layer: DecoderLayer, routed: Routed, groups: Groups, gate_up: Tensor, run: Run) -> None:
+    """Trace what the experts computed, the rows of a token side by side."""
+    if run.note is unnoted:
+        return
+    run.note(layer.index, "router", routed.logits, routed.experts)
+    place = groups.place.long()
+    product = activate(gate_up, layer.down, run).product
+    for operation, rows in (("gate_up", gate_up), ("activation", product)):
+        run.note(layer.index, operation, rows[place].unflatten(0, (-1, groups.slots)))
+
+
+def _shared(layer: DecoderLayer, gate_name: str, normed: Normed, run: Run) -> KeptShared:
+    """What the shared expert gives for all tokens, and its gate."""
+    (gate_up, down), x, value = layer.shared, normed.normed, run.weights.values[gate_name]
+    assert x is not None, "a gate reads values"
+    fused = run.weights.fused
+    gate = shared_gate(x, value, kernels=True) if fused else _Gate.apply(x, layer.gates[gate_name], value)
+    read: Tensor | Codes = x
+    if gate_up.input_codes(run.weights) == layer.gate_up.input_codes(run.weights):
+        read = activations(x, normed.codes, normed.scale, x.dtype)
+    run.note(layer.index, "shared_gate", gate)
+    product = run.noted(layer.index, "shared_gate_up", gate_up(read, run.weights))
+    return KeptShared(product, Shared(mlp(product, down, layer.index, run, "shared_"), gate))
+
+
+def mixture_backward(
+    layer: DecoderLayer, experts: ExpertLayer, grad: Tensor, normed: Tensor, kept: KeptExperts, run: Run
+) -> Tensor:
+    """grad: (T, H), of the forward's output; normed: (T, H), its input. Returns the gradient of the input; masters get
+    theirs."""
+    routed, groups, weights = kept.routed, kept.groups, run.weights
+    gate_up = layer.gate_up.grouped(normed, weights, groups, True) if kept.gate_up is None else kept.gate_up
+    down = _into_down(layer, gate_up, groups, run) if kept.down is None else kept.down
+    kept.gate_up = kept.down = None
+    grad_down, grad_weights = combine_backward(grad, down, routed.weights, groups, into=down)
+    del down
+    arriving = input_grad_grouped(layer.down, weights, grad_down, groups)
+    grad_gate_up, product = swiglu_backward(arriving, gate_up, True, into=gate_up)
+    assert product is not None, "it was asked for"
+    add_weight_grad_grouped(layer.down, weights, grad_down, product, groups, False)
+    del arriving, grad_down, product
+    add_weight_grad_grouped(layer.gate_up, weights, grad_gate_up, normed, groups, True)
+    arriving = input_grad_grouped(layer.gate_up, weights, grad_gate_up, groups)
+    del grad_gate_up, gate_up
+    grad_logits = logits_grad(grad_weights, routed, experts, run.routes, kernels=True)
+    weight_grad(grad_logits, normed.float(), into=gradient_of([layer.gates[experts.router]]))
+    others = input_grad(grad_logits, weights.values[experts.router].float())
+    if experts.shared_gate is not None:
+        shared, kept.shared = kept.shared, None
+        others += _shared_backward(layer, experts.shared_gate, grad, normed, shared, run)
+    return sum_over_slots(arriving, groups, others.to(normed.dtype))
+
+
+def _shared_backward(
+    layer: DecoderLayer, gate_name: str, grad: Tensor, normed: Tensor, kept: KeptShared | None, run: Run
+) -> Tensor:
+    """The gradient (T, H) float32 of what the shared expert read. kept: is overwritten; None: is recomputed."""
+    kept = kept or _shared(layer, gate_name, Normed(normed, normed, normed, None, None), run)
+    grad_output, grad_logit = shared_backward(grad, kept.shared, into=kept.shared.output)
+    logit = grad_logit[:, None]
+    weight_grad(logit, normed.float(), into=gradient_of([layer.gates[gate_name]]))
+    arriving = mlp_backward(grad_output, kept.gate_up, lambda: normed, *layer.shared, run)
+    return arriving.float().addcmul_(logit, run.weights.values[gate_name].float())
+
+
+# --- the router ------------------------------------------------------------------------------------------------
+
+
+def route_tokens(x: Tensor, value: Tensor, experts: ExpertLayer, routes: Routes, kernels: bool) -> Routed:
+    """The experts of the rows of x (T, H). value: (E, H), the router's weight in x's dtype.
+
+    `routes` records the router's own choice, and may replace it by a replayed one.
+    """
+    how = x, value, experts.per_token, experts.normalize
+    found = route(*how, kernels=kernels)
+    routes.tell(experts.number, found.experts)
+    given = routes.of_layer(experts.number)
+    if given is not None:
+        chosen = torch.where(given[:, :1] < 0, found.experts, given.to(torch.int32)).contiguous()
+        found = route(*how, chosen=chosen, kernels=kernels)
+    routes.measure(experts.number, found.logits, found.experts)
+    if routes.balance is not None:
+        routes.balance.count(experts.number, found.experts, experts.count)
+    return found
+
+
+def logits_grad(grad_weights: Tensor, routed: Routed, experts: ExpertLayer, routes: Routes, kernels: bool) -> Tensor:
+    """(T, E) float32, from the gradient (T, k) of the experts' weights and from the routers' own losses."""
+    grad = route_backward(grad_weights, routed, experts.normalize, kernels=kernels)
+    if routes.balance is not None:
+        losses = routes.balance
+        found = balance_grad(routed, losses.tokens, losses.aux, losses.z, losses.mean_slots, losses.layers)
+        grad = grad + found.grad_logits
+    return grad
 
 
 class _Route(torch.autograd.Function):
-    """Weights (T, k) of a token's experts, the experts, and the logits, with the gradient of the weights straight
+    """Weights (T, k) of a token's experts, the experts, and the logits. The gradient of the weights goes straight
     through the rounding of the router's weight to its master."""
 
     @staticmethod
@@ -44,7 +220,7 @@ class _Route(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """The shared expert's gate (T,), with the gradient straight through the rounding of its weight to its master."""
+    """The shared expert's gate (T,). Its gradient goes straight through the rounding of its weight to its master."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, value: Tensor) -> Tensor:
@@ -57,44 +233,3 @@ class _Gate(torch.autograd.Function):
         x, value, gate = ctx.saved_tensors
         logit = (grad * (gate * (1.0 - gate)))[:, None]
         return (logit * value.float()).to(x.dtype), logit.t() @ x.float(), None
-
-
-def mixture(modules: LayerModules, experts: ExpertLayer, x: Tensor, routes: Routes, note: Note) -> Tensor:
-    """The experts of a layer in the place of its MLP. x: (T, H), normed. Returns (T, H)."""
-    index, block = modules.index, getattr(modules.module, experts.names.block)
-    value = block.gate.role.view.values[experts.router]
-    weights, chosen, logits = _Route.apply(x, block.gate.weight, value, experts, routes)
-    note(index, "router", logits, chosen)
-    groups = groups_of(chosen, experts.count)
-    tokens, starts = groups.order.long() // groups.slots, groups.starts.tolist()
-    gates, products, outputs = [], [], []
-    names = experts.names
-    for expert, (first, end) in zip(block.experts, pairwise(starts), strict=True):
-        rows = x[tokens[first:end]]
-        gate, up = getattr(expert, names.gate)(rows), getattr(expert, names.up)(rows)
-        product = block.act_fn(gate) * up
-        gates.append(torch.cat((gate, up), -1))
-        products.append(product)
-        outputs.append(getattr(expert, names.down)(product))
-    for operation, found in (("gate_up", gates), ("activation", products)):
-        note(index, operation, torch.cat(found)[groups.place.long()].unflatten(0, weights.shape))
-    shared = None if experts.shared_gate is None else _shared(modules, experts, block, x, note)
-    total = combine(torch.cat(outputs), weights, groups, shared)
-    note(index, "down", total)
-    return total
-
-
-def _shared(modules: LayerModules, experts: ExpertLayer, block: Any, x: Tensor, note: Note) -> Shared:
-    """What the shared expert gives for x (T, H), and its gate."""
-    index, names = modules.index, experts.names
-    assert names.shared is not None and experts.shared_gate is not None
-    expert, router = getattr(block, names.shared), getattr(block, f"{names.shared}_gate")
-    gate = _Gate.apply(x, router.weight, router.role.view.values[experts.shared_gate])
-    note(index, "shared_gate", gate)
-    both = getattr(expert, names.gate)(x), getattr(expert, names.up)(x)
-    note(index, "shared_gate_up", *both)
-    product = block.act_fn(both[0]) * both[1]
-    note(index, "shared_activation", product)
-    output = getattr(expert, names.down)(product)
-    note(index, "shared_down", output)
-    return Shared(output, gate)

@@ -1,11 +1,8 @@
-"""Row-invariant stand-ins for a Hugging Face model's norms, activation, rotary table and embedding.
-
-Each keeps the module's parameters under their own names as float32 masters, and computes on the values of the role's
-view, in its compute dtype; gradients pass straight through the rounding.
-"""
+"""Reads the decoder's structure and masters from a Hugging Face model, once; its modules are not run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -14,84 +11,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from qarl.config.architecture import FAMILIES
-from qarl.config.model_fields import check_implemented, check_refused
+from qarl.config.model_fields import check_implemented, check_refused, layer_windows
 from qarl.errors import UserError
-from qarl.policy.experts import Router
-from qarl.policy.view import Role, View
+from qarl.experts import EXPERT_NAMES, ExpertNames
+from qarl.fused import GATE_UP, QKV
+from qarl.policy.experts import Mixture, normalizes
+from qarl.policy.layer import DecoderLayer, Norm
+from qarl.policy.linear import PackedLinear
+from qarl.policy.routes import ExpertLayer
 
-HFModule: TypeAlias = Any  # of Hugging Face, whose attributes no checker knows
+HFModule: TypeAlias = Any  # Hugging Face modules, whose attributes no type checker knows
 
-
-class RMSNorm(nn.Module):
-    """`qarl_kernels.pointwise.rms_norm` with a float32 master weight (H,). name: the module's."""
-
-    def __init__(self, norm: HFModule, name: str, role: Role) -> None:
-        super().__init__()
-        self.weight: nn.Parameter = norm.weight
-        self.eps = float(norm.variance_epsilon)
-        self.parameter, self.role = f"{name}.weight", role
-
-    def forward(self, x: Tensor) -> Tensor:
-        return pointwise.rms_norm(x.contiguous(), self.weight, self.role.view.values[self.parameter], self.eps)
-
-
-class SiLU(nn.Module):
-    """`qarl_kernels.pointwise.silu` as a module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return pointwise.silu(x.contiguous())
-
-
-class RotaryTable(nn.Module):
-    """cos and sin of every position, computed once, so that a position's values never depend on the batch.
-
-    tables: for each compute dtype cos and sin, (positions, D) of that dtype, computed in float32 by the model's own
-    module and rounded once.
-    """
-
-    def __init__(self, rotary: HFModule, positions: int, dtypes: set[torch.dtype], device: torch.device) -> None:
-        super().__init__()
-        rotary, order = rotary.to(device), torch.arange(positions, device=device)[None]
-        self.tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
-        for dtype in dtypes:
-            cos, sin = rotary(torch.empty(1, dtype=dtype, device=device), order)
-            self.tables[dtype] = cos[0].contiguous(), sin[0].contiguous()
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.tables[x.dtype]
-        return cos[position_ids], sin[position_ids]
-
-
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, master: Tensor, value: Tensor, padding_id: int) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.rows, ctx.padding_id = master.shape[0], padding_id
-        return value[ids]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        wide = grad.float().reshape(-1, grad.shape[-1])
-        summed = torch.ops.aten.embedding_dense_backward(wide, ids.reshape(-1), ctx.rows, ctx.padding_id, False)
-        return None, summed, None, None
-
-
-class Embedding(nn.Module):
-    """Token embedding: values (V, H) in the compute dtype, float32 gradient to the master. name: the module's.
-
-    The padding token gets no gradient from its look-ups, as in `nn.Embedding`. Its row may be all zeros, and a norm's
-    gradient at a zero row is 1 / sqrt(eps) = 1000 times too large to be of use.
-    """
-
-    def __init__(self, embedding: nn.Embedding, name: str, role: Role) -> None:
-        super().__init__()
-        self.weight = embedding.weight
-        self.padding_id = -1 if embedding.padding_idx is None else embedding.padding_idx
-        self.parameter, self.role = f"{name}.weight", role
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return _Lookup.apply(ids, self.weight, self.role.view.values[self.parameter], self.padding_id)
+QKV_PROJ, O_PROJ = tuple(f"self_attn.{name}" for name in QKV), ("self_attn.o_proj",)
+GATE_UP_PROJ, DOWN_PROJ = tuple(f"mlp.{name}" for name in GATE_UP), ("mlp.down_proj",)
 
 
 def check_family(config: PreTrainedConfig) -> None:
@@ -112,38 +44,128 @@ def check_family(config: PreTrainedConfig) -> None:
         raise UserError(f"model.path: the configuration {error}") from None
 
 
-def replace_modules(
-    model: nn.Module, role: Role, positions: int, dtypes: set[torch.dtype], device: torch.device
-) -> None:
-    """Put the stand-ins in place, in `model`, and prove each norm's on random input.
+def check_norms(model: nn.Module) -> None:
+    """Compare each RMSNorm of a model with the policy's on random input. Raises UserError if they differ."""
+    for name, module in model.named_modules():
+        if not (type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
+            continue
+        weight = module.weight.detach()
+        x = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight.device)
+        with torch.no_grad():
+            own = pointwise.rms_norm(x, None, weight, float(module.variance_epsilon))
+            if not torch.allclose(module(x), own, rtol=1e-5, atol=1e-6, equal_nan=True):
+                raise UserError(
+                    f"model.path: {name} ({type(module).__name__}) is not a Llama-style RMSNorm; "
+                    f"use a model of {', '.join(FAMILIES)}"
+                )
 
-    positions: rows of the rotary tables. dtypes: in which views compute. Raises UserError for a norm of another kind.
+
+def rotary_tables(
+    rotary: HFModule, positions: int, dtypes: set[torch.dtype], device: torch.device
+) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
+    """cos and sin (positions, D) per compute dtype, so that a position's values never depend on the batch.
+
+    They are computed in float32 by the model's own module and rounded once.
     """
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        parent, _, leaf = name.rpartition(".")
-        owner = modules[parent]
-        kind = type(module).__name__
-        if kind.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            _prove_norm(name, module)
-            setattr(owner, leaf, RMSNorm(module, name, role))
-        elif isinstance(module, nn.Embedding):
-            setattr(owner, leaf, Embedding(module, name, role))
-        elif isinstance(module, nn.SiLU) or kind == "SiLUActivation":
-            setattr(owner, leaf, SiLU())
-        elif isinstance(module, Router):
-            module.role = role
-        elif leaf == "rotary_emb":
-            setattr(owner, leaf, RotaryTable(module, positions, dtypes, device))
+    rotary, order = rotary.to(device), torch.arange(positions, device=device)[None]
+    tables = {}
+    for dtype in dtypes:
+        cos, sin = rotary(torch.empty(1, dtype=dtype, device=device), order)
+        tables[dtype] = cos[0].contiguous(), sin[0].contiguous()
+    return tables
 
 
-def _prove_norm(name: str, original: HFModule) -> None:
-    weight = original.weight.detach()
-    x = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight.device)
-    norm = RMSNorm(original, name, Role(View({}, {f"{name}.weight": weight}, weight)))
-    with torch.no_grad():
-        if not torch.allclose(original(x), norm(x), rtol=1e-5, atol=1e-6, equal_nan=True):
-            raise UserError(
-                f"model.path: {name} ({type(original).__name__}) is not a Llama-style RMSNorm; "
-                f"use a model of {', '.join(FAMILIES)}"
-            )
+def read_norm(module: HFModule, name: str) -> Norm:
+    """A norm and its master. name: of the module."""
+    return Norm(f"{name}.weight", module.weight, float(module.variance_epsilon))
+
+
+def read_layers(model: HFModule, dequantize_input: bool) -> list[DecoderLayer]:
+    """The layers of a model without its output layer, whose parameters a causal LM names `model.…`.
+
+    dequantize_input: see `PackedLinear`.
+    """
+    config, layers = model.config, []
+    windows = layer_windows(config.model_type, vars(config))
+    names, number = EXPERT_NAMES.get(config.model_type), 0
+    for index, module in enumerate(model.layers):
+        block = None if names is None else getattr(module, names.block, None)
+        experts = None
+        if names is not None and isinstance(block, Mixture):
+            experts = _read_experts(config, f"model.layers.{index}", names, number)
+            number += 1
+        layers.append(_read_layer(config, index, module, windows[index], experts, dequantize_input))
+    return layers
+
+
+def _read_experts(config: PreTrainedConfig, layer: str, names: ExpertNames, number: int) -> ExpertLayer:
+    router, *shared = (f"{layer}.{gate}.weight" for gate in names.gates())
+    experts = config.num_experts, config.num_experts_per_tok, normalizes(config)
+    return ExpertLayer(number, router, *experts, names, *shared)
+
+
+def _read_layer(
+    config: PreTrainedConfig,
+    index: int,
+    module: HFModule,
+    window: int | None,
+    experts: ExpertLayer | None,
+    dequantize_input: bool,
+) -> DecoderLayer:
+    name, attention = f"model.layers.{index}", module.self_attn
+    modules = dict(module.named_modules())
+
+    def norm(leaf: str) -> Norm | None:
+        return read_norm(modules[leaf], f"{name}.{leaf}") if leaf in modules else None
+
+    def packed(leaves: tuple[str, ...], of: ExpertLayer | None = None) -> PackedLinear:
+        return _packed(name, leaves, modules, None if of is None else of.count, dequantize_input)
+
+    gate_up, down = GATE_UP_PROJ, DOWN_PROJ
+    shared: tuple[tuple[str, ...], ...] = ()
+    gates = {}
+    if experts is not None:
+        names = experts.names
+        gate_up = tuple(names.expert(i, leaf) for i in range(experts.count) for leaf in (names.gate, names.up))
+        down = tuple(names.expert(i, names.down) for i in range(experts.count))
+        shared = names.shared_stacks()
+        gates = dict(zip(experts.gates, (modules[gate].weight for gate in names.gates()), strict=True))
+    input_norm, mlp_norm = norm("input_layernorm"), norm("post_attention_layernorm")
+    assert input_norm is not None and mlp_norm is not None, "every family has both norms"
+    q_norm = norm("self_attn.q_norm")
+    return DecoderLayer(
+        index=index,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scale=float(attention.scaling),
+        window=window,
+        input_norm=input_norm,
+        mlp_norm=mlp_norm,
+        q_norm=q_norm,
+        k_norm=norm("self_attn.k_norm"),
+        whole_norms=q_norm is not None and q_norm.master.numel() != attention.head_dim,
+        qkv=packed(QKV_PROJ),
+        o=packed(O_PROJ),
+        gate_up=packed(gate_up, experts),
+        down=packed(down, experts),
+        shared=tuple(map(packed, shared)),
+        experts=experts,
+        gates=gates,
+    )
+
+
+def _packed(
+    name: str, leaves: tuple[str, ...], modules: Mapping[str, HFModule], experts: int | None, dequantize_input: bool
+) -> PackedLinear:
+    linears = [modules[leaf] for leaf in leaves]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(leaves)), f"{name}: some of {', '.join(leaves)} have a bias and some have none"
+    return PackedLinear(
+        tuple(f"{name}.{leaf}" for leaf in leaves),
+        tuple(linear.out_features for linear in linears),
+        tuple(linear.weight for linear in linears),
+        tuple(biases),
+        experts,
+        dequantize_input,
+    )

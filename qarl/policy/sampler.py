@@ -15,7 +15,7 @@ from qarl.policy.attention import Attention, Caches, Span, packed, paged
 from qarl.policy.decoder import Decoder
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.trace import Tracer
-from qarl.policy.view import Role, View
+from qarl.policy.weights import WeightSet
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.verify import PublishError
@@ -28,21 +28,21 @@ class Sampler:
     """Runs one version of a policy in the sampler's arithmetic, and shows what it multiplies with.
 
     The policy offers each new version (`offer`); `install` takes it over, and a publish proves `held` against it.
-    layout: of the model. head: the name of the output layer's weight. view: what the forward reads. tracer: is told
+    layout: of the model. head: the name of the output layer's weight. weights: what the forward reads. tracer: is told
     what every operation gives, and by the engine what rows it is about to run; None: nobody is.
     """
 
-    view: View
+    weights: WeightSet
     tracer: Tracer | None = None
 
-    def __init__(self, layout: ModelLayout, decoder: Decoder, role: Role, head: str, kernels: bool) -> None:
-        self.layout, self._decoder, self._role, self._head, self._kernels = layout, decoder, role, head, kernels
-        self._offered: tuple[Snapshot, Callable[[], View]] | None = None
+    def __init__(self, layout: ModelLayout, decoder: Decoder, head: str, kernels: bool) -> None:
+        self.layout, self._decoder, self._head, self._kernels = layout, decoder, head, kernels
+        self._offered: tuple[Snapshot, Callable[[], WeightSet]] | None = None
         self._installed: Snapshot | None = None
 
-    def offer(self, snapshot: Snapshot, view: Callable[[], View]) -> None:
-        """`snapshot` is the policy's current one from now on. view: makes what the sampler's forward reads of it."""
-        self._offered = snapshot, view
+    def offer(self, snapshot: Snapshot, weights: Callable[[], WeightSet]) -> None:
+        """Announce the policy's current snapshot. weights: makes what the sampler's forward reads of it."""
+        self._offered = snapshot, weights
 
     @property
     def experts(self) -> list[ExpertLayer]:
@@ -52,7 +52,7 @@ class Sampler:
     @property
     def cache_dtype(self) -> torch.dtype:
         """What the KV cache of its forward holds."""
-        return self.view.cache_dtype(self.layout.dtype)
+        return self.weights.cache_dtype(self.layout.dtype)
 
     @property
     def newest(self) -> int:
@@ -71,13 +71,13 @@ class Sampler:
         Raises PublishError unless the snapshot was offered last: what is published is what was learned last.
         """
         assert self._offered is not None, "no version was offered"
-        offered, view = self._offered
+        offered, weights = self._offered
         if snapshot is not offered:
             raise PublishError(
                 f"publish of version {snapshot.version}: the learner is at version {offered.version}; "
                 "publish the current snapshot"
             )
-        self.view, self._installed = view(), snapshot
+        self.weights, self._installed = weights(), snapshot
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Every published tensor that the forward multiplies with, by name, read back from the form that it reads.
@@ -85,14 +85,17 @@ class Sampler:
         Raises PublishError, at the end, where that form is not, bit for bit, what the tensor is prepared to.
         """
         proof = Proof()
-        for names, widths, weight in self.view.multiplied():
-            tensors = weight.stored(proof.of(f"{', '.join(names)}: "))
-            if (published := self._published(names, tensors)) is not None:
-                yield from published
-                continue
-            for name, part in zip(names, LowBitWeight(weight.scheme, tensors, weight.shape).split(widths), strict=True):
-                yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in part.tensors.items())
-        for name, value in self.view.values.items():
+        for linear, parts in self.weights.linears.items():
+            widths = dict(zip(linear.names, linear.widths, strict=True))
+            for names, _, weight, _ in parts:
+                tensors = weight.stored(proof.of(f"{', '.join(names)}: "))
+                if (published := self._published(names, tensors)) is not None:
+                    yield from published
+                    continue
+                whole = LowBitWeight(weight.scheme, tensors, weight.shape)
+                for name, own in zip(names, whole.split([widths[name] for name in names]), strict=True):
+                    yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in own.tensors.items())
+        for name, value in self.weights.values.items():
             if name == self._head and not self._multiplies(value):
                 raise self._refusal(f"{name}: the output layer multiplies with other values")
             yield name, value
@@ -118,16 +121,10 @@ class Sampler:
 
     def _multiplies(self, value: Tensor) -> bool:
         """Whether the output layer's weight is `value`, which on the CPU it holds in float32."""
-        blocks = zip(self.view.head.split(HEAD_ROWS), value.split(HEAD_ROWS), strict=True)
-        return self.view.head is value or all(torch.equal(head, rows.to(head.dtype)) for head, rows in blocks)
+        blocks = zip(self.weights.head.split(HEAD_ROWS), value.split(HEAD_ROWS), strict=True)
+        return self.weights.head is value or all(torch.equal(head, rows.to(head.dtype)) for head, rows in blocks)
 
     # --- forwards ----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Inside, forwards of the policy's modules run on the installed version, without gradient."""
-        with self._role.as_(self.view), torch.no_grad():
-            yield
 
     @contextmanager
     def traced(self, tracer: Tracer) -> Iterator[None]:
@@ -141,27 +138,28 @@ class Sampler:
 
     def paged(self, spans: list[Span], caches: Caches) -> Attention:
         """Attention of a forward over the KV cache."""
-        return paged(spans, self.layout.device, caches, self.view.fused)
+        return paged(spans, self.layout.device, caches, self.weights.fused)
 
+    @torch.no_grad()
     def hidden_states(
         self, ids: Tensor, attention: Attention, rows: Tensor | None = None, routes: Routes = NO_ROUTES
     ) -> Tensor:
-        """Final hidden states (T, H) of a packed batch, or of its `rows`, inside `running`. ids: (T,) int64."""
-        return self._decoder(ids, attention, rows, routes)
+        """Final hidden states (T, H) of a packed batch, or of its `rows`. ids: (T,) int64."""
+        return self._decoder(ids, attention, self.weights, rows, routes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits (R, V) of hidden states (R, H); no gradient."""
-        return logits_of(hidden, self.view.head, self._kernels)
+        return logits_of(hidden, self.weights.head, self._kernels)
 
     @torch.no_grad()
     def distribution(self, hidden: Tensor, truncation: Truncation) -> Distribution:
         """Of the tokens that follow states (R, H), with the learner's log-probs."""
-        return distribution(hidden, self.view.head, truncation, self._kernels)
+        return distribution(hidden, self.weights.head, truncation, self._kernels)
 
     @torch.no_grad()
     def logprobs(self, hidden: Tensor, tokens: Tensor, truncation: Truncation) -> Tensor:
         """Log-probs of the tokens (R,) that follow states (R, H), by the learner's own function: (R,), in nats."""
-        return token_logprobs(hidden, None, self.view.head, tokens, truncation, SCORE_CHUNK, self._kernels)[0]
+        return token_logprobs(hidden, None, self.weights.head, tokens, truncation, SCORE_CHUNK, self._kernels)[0]
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]]) -> Tensor:
@@ -178,8 +176,5 @@ class Sampler:
     def states(self, sequences: list[list[int]]) -> Tensor:
         """Final hidden states (T, H) of whole sequences of token ids, one after the other."""
         device = self.layout.device
-        attention = packed([(len(tokens), [0]) for tokens in sequences], device, self.view.fused)
-        with self.running():
-            return self.hidden_states(
-                torch.tensor([t for tokens in sequences for t in tokens], device=device), attention
-            )
+        attention = packed([(len(tokens), [0]) for tokens in sequences], device, self.weights.fused)
+        return self.hidden_states(torch.tensor([t for tokens in sequences for t in tokens], device=device), attention)

@@ -41,7 +41,7 @@ class Rounds(ABC):
             ]
             for group in self._groups
         ]
-        self._norm, self._head = policy.decoder.norm.weight, None if policy.tied else policy.head_master
+        self._norm, self._head = policy.decoder.norm.master, None if policy.tied else policy.head_master
         assert {p for group in self._groups for p in group} == self._names.keys(), "a master in no group"
         assert len({b for group in self._blocks for b, _ in group}) == sum(map(len, self._blocks)), (
             "a block of two groups"
@@ -154,6 +154,6 @@ class RowSums(Rounds):
 
 def backward_order(policy: Policy) -> list[list[nn.Parameter]]:
     """The masters in groups that a backward completes one after the other, whichever forward was fused."""
-    decoder, named = policy.decoder, dict(policy.named_parameters())
-    first = [decoder.norm.weight] if policy.tied else [policy.head_master, decoder.norm.weight]
-    return [first, *(layer.parameters() for layer in reversed(decoder.layers)), [named[decoder.embedding_name]]]
+    decoder = policy.decoder
+    first = [decoder.norm.master] if policy.tied else [policy.head_master, decoder.norm.master]
+    return [first, *(layer.parameters() for layer in reversed(decoder.layers)), [decoder.embedding]]

@@ -38,7 +38,7 @@ def fused(tiny_model, monkeypatch):
                 rollout={"n": 2},
                 train={"prompts_per_step": 2, "minibatch_size": 4},
             )
-        assert run.policy.learner_view.fused
+        assert run.policy.weights.fused
         return run
 
     return make
@@ -150,7 +150,7 @@ class Made:
     def __init__(self, exact: list[Tensor], fp8: list[Tensor]) -> None:
         names = [*("a.weight", "b.weight", "norm.weight")[: len(exact)], "unused.bias"]
         self.policy = SimpleNamespace(
-            learner_view=SimpleNamespace(fused=True),
+            weights=SimpleNamespace(fused=True),
             decoder=SimpleNamespace(backward="bf16"),
             linears={"a": None, "b": None},
             named_parameters=lambda: [(name, None) for name in names],

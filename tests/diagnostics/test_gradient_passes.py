@@ -36,11 +36,8 @@ def test_the_four_gradients_are_those_of_four_losses(llama):
     for full in (False, True):
         for by_shadow in (True, False):
             with torch.enable_grad():
-                if by_shadow:
-                    with run.policy.shadow():
-                        logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
-                else:
-                    logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
+                texts = batch.prompts, batch.responses, run.sampling.truncation, 128
+                logp, _ = run.policy.logprobs(*texts, weights=run.policy.shadow if by_shadow else None)
                 q = shadow(run, batch)
                 now = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)[0].detach()
                 ratio = ((now if full else q) - sampler).exp()

@@ -14,8 +14,8 @@ from torch import Tensor
 from qarl.distributed.exchange import AloneExchange, Pending
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.handles import empty
+from qarl.policy.linear import gradient_of
 from qarl.policy.policy import Policy
-from qarl.policy.projection import gradient_of
 from qarl.training.row_setup import plan_of
 from qarl.training.row_sums import RowSums, backward_order
 
@@ -45,7 +45,7 @@ def made(directory, fused: bool, monkeypatch) -> Policy:
         kernels = {} if fused else {"kernels": "reference"}
         scheme = ("bf16", None) if fused and not ON_GPU else ("w4a16", 32)
         policy = make_policy(directory, scheme[0], torch.bfloat16, scheme[1], DEVICE, **kernels)
-    assert policy.learner_view.fused == fused
+    assert policy.weights.fused == fused
     return policy
 
 
@@ -103,9 +103,9 @@ class Accumulated:
 
     def backward(self) -> None:
         for layer in reversed(self.decoder.layers):
-            for stack in layer.stacks:
-                self.made.append(gradient_of(stack.masters).add_(len(self.made) + 1))
-            for master in layer.masters.values():
+            for linear in layer.linears:
+                self.made.append(gradient_of(linear.masters).add_(len(self.made) + 1))
+            for master in [*(norm.master for norm in layer.norms), *layer.gates.values()]:
                 gradient_of([master])
             self.decoder.on_gradients(layer.parameters())
 
@@ -122,7 +122,7 @@ def test_what_experts_add_their_gradients_to_is_sent_as_it_is(tiny_model) -> Non
 
     loss = Accumulated(policy)
     Keeping(policy, plan, AloneExchange()).round(loss)
-    stacks = [stack for layer in reversed(policy.decoder.layers) for stack in layer.stacks]
+    stacks = [stack for layer in reversed(policy.decoder.layers) for stack in layer.linears]
     of_experts = 0
     for stack, whole in zip(stacks, loss.made, strict=True):
         if stack.experts is not None:

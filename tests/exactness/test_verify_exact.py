@@ -22,6 +22,7 @@ from qarl.exactness.request import Request, Sizes, rounds, sizes_of
 from qarl.exactness.verify import Check
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import resolve_target
+from qarl.policy.linear import PackedLinear
 from qarl.policy.policy import Policy
 from qarl.policy.sampler import Sampler
 from qarl.results import Difference
@@ -77,18 +78,18 @@ def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def another_epsilon(policy: Policy, caches) -> Any:
-    return changed(policy.decoder.layers[1].module.post_attention_layernorm, "eps", 1e-2)
+    return changed(policy.decoder.layers[1].mlp_norm, "eps", 1e-2)
 
 
 def another_weight(policy: Policy, caches) -> Any:
-    mlp = policy.decoder.layers[0].module.mlp
-    real = mlp.down_proj.forward
-    return changed(mlp.down_proj, "forward", lambda x: real(x) * (1 + 2**-7))
+    down, real = policy.decoder.layers[0].down, PackedLinear.__call__
+    scale = 1 + 2**-7
+    return changed(PackedLinear, "__call__", lambda self, *read: real(self, *read) * (scale if self is down else 1))
 
 
 def another_rotation(policy: Policy, caches) -> Any:
-    tables = {dtype: (cos, -sin) for dtype, (cos, sin) in policy.decoder.rotary.tables.items()}
-    return changed(policy.decoder.rotary, "tables", tables)
+    tables = {dtype: (cos, -sin) for dtype, (cos, sin) in policy.decoder.rotary.items()}
+    return changed(policy.decoder, "rotary", tables)
 
 
 def another_last_norm(policy: Policy, caches) -> Any:

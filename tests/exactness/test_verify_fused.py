@@ -12,7 +12,7 @@ from qarl.exactness.request import Request, Round
 from qarl.exactness.verify import Check
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
-from qarl.policy.fused_layer import FusedLayer
+from qarl.policy.layer import DecoderLayer
 from qarl.rollout.engine import SamplingParams
 from qarl.types import Prompt
 
@@ -26,18 +26,18 @@ def test_a_fault_of_a_kernel_is_found_where_it_is(tiny_model, monkeypatch) -> No
     directory = tiny_model("llama", num_hidden_layers=1)
     rollout = RolloutConfig(max_num_seqs=2, max_batched_tokens=2)
     opened = open_policy(resolve_target(str(directory)), rollout=rollout, max_length=8)
-    assert opened.policy.learner_view.fused
-    real, engine = FusedLayer._attend, Native(opened)
+    assert opened.policy.weights.fused
+    real, engine = DecoderLayer._attend, Native(opened)
 
-    def faulty(self, qkv, attention):
-        if hasattr(attention, "caches"):
-            attention.caches[0][1][:, :, 0] = 1.0  # the values of every page's first token
-        return real(self, qkv, attention)
+    def faulty(self, qkv, run):
+        if hasattr(run.attention, "caches"):
+            run.attention.caches[0][1][:, :, 0] = 1.0  # the values of every page's first token
+        return real(self, qkv, run)
 
     def during(method):
         def run(*arguments):
             with monkeypatch.context() as patch:
-                patch.setattr(FusedLayer, "_attend", faulty)
+                patch.setattr(DecoderLayer, "_attend", faulty)
                 return method(*arguments)
 
         return run

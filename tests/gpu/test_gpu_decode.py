@@ -86,8 +86,7 @@ class Batch:
         starts = np.zeros(len(counts), np.int64)
         attention = PagedAttention.of_tables(np.array(counts), starts, table.to(CUDA), self.caches)
         ids = [token for ids, count in zip(self.ids, counts, strict=True) for token in ids[:count]]
-        with self.sampler.running():
-            found = self.sampler.hidden_states(torch.tensor(ids, device=CUDA), attention)
+        found = self.sampler.hidden_states(torch.tensor(ids, device=CUDA), attention)
         expected = torch.cat([states[:count] for states, count in zip(self.states, counts, strict=True)])
         assert torch.equal(found, expected)
 
@@ -103,8 +102,7 @@ class Batch:
             self.table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def hidden(self) -> Tensor:
-        with self.sampler.running():
-            return self.sampler.hidden_states(self.token, self.attention)
+        return self.sampler.hidden_states(self.token, self.attention)
 
 
 @pytest.mark.parametrize(("scheme", "group"), SCHEMES)
@@ -275,8 +273,7 @@ def test_nothing_waits_for_the_gpu(tiny_model) -> None:
         torch.cuda.set_sync_debug_mode(mode)
         try:
             attention = PagedAttention.of_tables(np.array([65, 1]), np.array([0, 0]), table, batch.caches)
-            with policy.sampler.running():
-                hidden = policy.sampler.hidden_states(ids, attention)
+            hidden = policy.sampler.hidden_states(ids, attention)
             for truncation in TRUNCATIONS:
                 policy.sampler.distribution(hidden, truncation).logprobs(drawn)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from policy_models import OneLinear
 from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import Scheme
 from qarl_formats.schemes.bf16 import OrdinaryProduct
@@ -14,10 +15,9 @@ from torch import Tensor, nn
 from qarl.config import ModelConfig, QuantConfig
 from qarl.errors import UserError
 from qarl.policy.gradients import GradientAccumulator
-from qarl.policy.linear import QuantLinear
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
-from qarl.policy.view import Role, View
+from qarl.policy.weights import WeightSet
 from qarl.weight_sync.snapshot import quantize_parameter
 
 pytestmark = [
@@ -86,15 +86,13 @@ def test_a_master_that_is_not_finite_is_named(scheme: str, changes: dict) -> Non
 # --- one linear
 
 
-def _linear(scheme: Scheme, dtype: torch.dtype, kernels: bool, n: int = 320, k: int = 256) -> QuantLinear:
+def _linear(scheme: Scheme, dtype: torch.dtype, kernels: bool, n: int = 320, k: int = 256) -> OneLinear:
     torch.manual_seed(0)
-    linear = QuantLinear(nn.Linear(k, n), "linear", Role(), False).cuda()
+    linear = nn.Linear(k, n).cuda()
     master = linear.weight.detach()
     values = LowBitWeight.of_values(master.to(dtype))
     weight = quantize_weight(master, scheme, "w") if scheme.quantized else values
-    bias = {"linear.bias": linear.bias.detach().to(dtype)}
-    linear.role.settle(View({"linear": weight.prepare(dtype, kernels)}, bias, values.tensors["weight"]))
-    return linear
+    return OneLinear(linear, weight.prepare(dtype, kernels), dtype)
 
 
 @pytest.mark.parametrize("m", [0, 1, 7, 64, 300])
@@ -157,9 +155,9 @@ def _policy(directory, scheme: str, kernels: str, **changes) -> Policy:
     return Policy(load_model(ModelConfig(path=str(directory))), made, quant, torch.bfloat16, CUDA)
 
 
-def _logprobs(policy: Policy) -> Tensor:
+def _logprobs(policy: Policy, weights: WeightSet | None = None) -> Tensor:
     tokens = torch.randint(3, 259, (6, 40), generator=torch.Generator().manual_seed(0)).tolist()
-    return policy.logprobs(tokens[:3], tokens[3:], Truncation(), 50)[0]
+    return policy.logprobs(tokens[:3], tokens[3:], Truncation(), 50, weights=weights)[0]
 
 
 POLICIES = [
@@ -189,27 +187,26 @@ def test_an_aligned_policy_agrees_with_the_reference(tiny_model, scheme: str, ch
         assert error < (0.15 if scheme.startswith("fp8") else 0.1), f"{name}: {error:.3f}"
 
 
-def _by_kernels(view: View) -> bool:
+def _by_kernels(weights: WeightSet) -> bool:
     """Whether every linear of a policy is multiplied by a kernel of Triton, on layers of such kernels."""
-    weights = [weight for _, _, weight in view.multiplied()]
-    return view.fused and not any(isinstance(weight.scheme, OrdinaryProduct) for weight in weights)
+    schemes = [part.weight.scheme for part in weights.parts()]
+    return weights.fused and not any(isinstance(scheme, OrdinaryProduct) for scheme in schemes)
 
 
 @pytest.mark.parametrize(("scheme", "changes"), POLICIES)
 def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: str, changes: dict) -> None:
     policy = _policy(tiny_model("qwen3"), scheme, "auto", **changes)
-    assert _by_kernels(policy.learner_view)
+    assert _by_kernels(policy.weights)
     with torch.no_grad():
         learner = _logprobs(policy)
-        with policy.sampling():
-            assert torch.equal(_logprobs(policy), learner)
+        assert torch.equal(_logprobs(policy, policy.sampler.weights), learner)
 
 
 @pytest.mark.parametrize("learner", ["fake_quant", "full_precision"])
 def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) -> None:
     policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32, learner=learner)
-    assert all(isinstance(weight.scheme, OrdinaryProduct) for _, _, weight in policy.learner_view.multiplied())
-    assert _by_kernels(policy.sampler.view)
+    assert all(isinstance(part.weight.scheme, OrdinaryProduct) for part in policy.weights.parts())
+    assert _by_kernels(policy.sampler.weights)
     _logprobs(policy).sum().backward()
     assert all(parameter.grad.isfinite().all() for _, parameter in policy.named_parameters())
 

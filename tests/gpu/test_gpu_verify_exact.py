@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import qarl
-from qarl.policy.fused_layer import FusedLayer
+from qarl.policy.layer import DecoderLayer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,9 +40,9 @@ real, rounds = VLLM.draw, []
 def draw(self, one):
     rounds.append(one)
     if len(rounds) == 2:
-        decoder = self._engine._sampler._host.numerics.forward._decoder
+        weights = self._engine._sampler._host.numerics.forward._read
         with torch.inference_mode():
-            decoder.role.view.values["model.layers.1.post_attention_layernorm.weight"].mul_(1.5)
+            weights.values["model.layers.1.post_attention_layernorm.weight"].mul_(1.5)
     return real(self, one)
 VLLM.draw = draw
 if __name__ == "__main__":
@@ -88,14 +88,14 @@ def test_every_truncation_is_exact(tiny_model, truncation, vocabulary):
 
 
 def test_a_fault_of_the_sampler_is_found_in_its_layer_and_operation(tiny_model, monkeypatch):
-    real = FusedLayer._attend
+    real = DecoderLayer._attend
 
-    def faulty(self, qkv, attention):
-        if hasattr(attention, "caches") and self.modules.index == 1:
-            attention.caches[1][1][:, :, 0] = 1.0  # the values of every page's first token
-        return real(self, qkv, attention)
+    def faulty(self, qkv, run):
+        if hasattr(run.attention, "caches") and self.index == 1:
+            run.attention.caches[1][1][:, :, 0] = 1.0  # the values of every page's first token
+        return real(self, qkv, run)
 
-    monkeypatch.setattr(FusedLayer, "_attend", faulty)
+    monkeypatch.setattr(DecoderLayer, "_attend", faulty)
     found = qarl.verify_exact(tiny_model("qwen3"), tokens=200, longest=64, device="cuda")
     assert not found.exact and found.first is not None
     assert (found.first.layer, found.first.operation) == (1, "attention"), found.first

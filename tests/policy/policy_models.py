@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qarl.config import ModelConfig, QuantConfig
-from qarl.policy.linear import QuantLinear
+from qarl.policy.linear import PackedLinear
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
-from qarl.policy.view import Role, View
+from qarl.policy.weights import WeightSet
 
 CPU = torch.device("cpu")
 
@@ -36,14 +36,38 @@ def make_policy(
     return Policy(loaded, made, config, dtype, device)
 
 
-def standalone(linear: nn.Linear, dequantize_input: bool = False) -> QuantLinear:
-    """A QuantLinear of its own, whose role has no view yet."""
-    return QuantLinear(linear, "linear", Role(), dequantize_input)
+class OneLinear:
+    """A packed linear of one layer with its weights, called like a module. weight, bias: its masters."""
+
+    def __init__(
+        self, module: nn.Linear, operand: LowBitWeight, dtype: torch.dtype, dequantize_input: bool = False
+    ) -> None:
+        self.weight, self.bias = module.weight, module.bias
+        masters = (module.weight,), (module.bias,)
+        self.linear = PackedLinear(("linear",), (module.out_features,), *masters, None, dequantize_input)
+        self.weights = self.with_weight(operand, module.bias.detach().to(dtype))
+
+    def with_weight(self, operand: LowBitWeight, bias: Tensor) -> WeightSet:
+        """Weights of this linear alone."""
+        return WeightSet({self.linear: self.linear.parts([operand], bias)}, {}, torch.empty(0))
+
+    @property
+    def operand(self) -> LowBitWeight:
+        return self.weights.linears[self.linear][0].weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.weights)
 
 
-def view_of(linear: QuantLinear, operand: LowBitWeight, dtype: torch.dtype) -> View:
-    """A view for `linear` alone, its bias rounded to `dtype`."""
-    return View({"linear": operand}, {"linear.bias": linear.bias.detach().to(dtype)}, torch.empty(0))
+def operand_of(weights: WeightSet, module: str) -> LowBitWeight:
+    """The weight that a module is multiplied with, alone or together with others."""
+    return next(part.weight for part in weights.parts() if module in part.names)
+
+
+def sampled(policy: Policy, **texts) -> Tensor:
+    """`logprobs` of the sampler's forward, without gradient."""
+    with torch.no_grad():
+        return logprobs(policy, **texts, weights=policy.sampler.weights)
 
 
 def load(directory: Path) -> PreTrainedModel:
@@ -62,10 +86,17 @@ def batch() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, responses
 
 
-def logprobs(policy: Policy, prompts=None, responses=None, truncation=Truncation(), chunk: int = 7) -> Tensor:  # noqa: B008
+def logprobs(
+    policy: Policy,
+    prompts=None,
+    responses=None,
+    truncation=Truncation(),  # noqa: B008
+    chunk: int = 7,
+    weights: WeightSet | None = None,
+) -> Tensor:
     if prompts is None:
         prompts, responses = batch()
-    return policy.logprobs(prompts, responses, truncation, chunk)[0]
+    return policy.logprobs(prompts, responses, truncation, chunk, weights=weights)[0]
 
 
 def hf_logprobs(model: PreTrainedModel, prompts=None, responses=None) -> Tensor:

@@ -43,7 +43,7 @@ class Forward:
     """As much of `qarl.rollout.vllm.exact.model.ExactModel` as vLLM's start runs, of a policy of Triton kernels."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.head = policy, policy.sampler.view.head.to(torch.bfloat16)
+        self.policy, self.head = policy, policy.sampler.weights.head.to(torch.bfloat16)
         self.logit_rows: list[int] = []
 
     def pages(self, count: int = 1) -> Caches:
@@ -54,8 +54,7 @@ class Forward:
         return [(cache[..., :head_dim], cache[..., head_dim:]) for cache in made]
 
     def run(self, ids: Tensor, attention: Attention) -> Tensor:
-        with self.policy.sampler.running():
-            return self.policy.sampler.hidden_states(ids, attention)
+        return self.policy.sampler.hidden_states(ids, attention)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         self.logit_rows.append(len(hidden))
@@ -91,7 +90,7 @@ def tiny_policy(path: Path, kv_cache_dtype: str) -> Policy:
     """Of Triton kernels, with weights that are whatever memory held: kernels depend on no number."""
     with recording():
         policy = make_policy(path, "bf16", torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
-    assert policy.sampler.view.fused
+    assert policy.sampler.weights.fused
     return policy
 
 

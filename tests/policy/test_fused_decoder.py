@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from policy_models import assert_gradients_close, make_policy, tokens
+from policy_models import assert_gradients_close, make_policy, operand_of, tokens
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 
@@ -64,7 +64,7 @@ def make(tiny_model) -> Callable[..., Policy]:
                 if not ON_GPU and scheme != "w4a16":  # the interpreter takes seconds to quantize a weight row by row
                     patch.setattr("qarl.policy.policy.quantize_parameters", _quantized_by_torch)
                 made[key] = make_policy(directory, scheme, torch.bfloat16, group, DEVICE, **kernels, **quant)
-        assert made[key].learner_view.fused == fused
+        assert made[key].weights.fused == fused
         return made[key]
 
     return of
@@ -137,15 +137,15 @@ def test_every_family_agrees_with_plain_layers(make, family) -> None:
 def test_layers_of_one_product_may_differ_in_scheme(make, learner) -> None:
     quant = {"learner": learner, "ste_input": "dequantized", "ignore": ["lm_head", GATE]}
     fused, plain = (make(fused, "w8a8", **quant) for fused in BOTH)
-    projection = fused.learner_view.projections[GATE, UP]
-    assert [type(operand) for operand in projection.operands] == [
-        type(plain.learner_view.operands[name]) for name in (GATE, UP)
+    gate, up = fused.weights.linears[fused.decoder.layers[0].gate_up]
+    assert [part.weight.scheme for part in (gate, up)] == [
+        operand_of(plain.weights, name).scheme for name in (GATE, UP)
     ]
+    assert (gate.features, up.features) == (slice(0, 128), slice(128, 256))
     x = torch.randn(3, 64, dtype=torch.bfloat16, device=DEVICE)
-    (gate, read_by_gate), (up, read_by_up) = projection.inputs(x, rounded=True)
-    assert (gate, up) == (slice(0, 128), slice(128, 256))
-    assert torch.equal(read_by_gate, x)
-    assert torch.equal(read_by_up, plain.learner_view.operands[UP].rounded_input(x)) and not torch.equal(read_by_up, x)
+    assert torch.equal(gate.weight.rounded_input(x), x)
+    rounded = up.weight.rounded_input(x)
+    assert torch.equal(rounded, operand_of(plain.weights, UP).rounded_input(x)) and not torch.equal(rounded, x)
     (logp, found), (reference, expected) = gradients(fused), gradients(plain)
     torch.testing.assert_close(logp, reference, rtol=0, atol=TOLERANCE["w8a8"])
     assert_near(found, expected, 0.99)
@@ -202,10 +202,7 @@ def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group, quant) ->
     found, start = [], 0
     for count in (2, 3, 1, 1):
         attention = policy.sampler.paged([Span(0, count, start, [1])], caches)
-        with policy.sampler.running():
-            found.append(
-                policy.sampler.hidden_states(torch.tensor(ids[start : start + count], device=DEVICE), attention)
-            )
+        found.append(policy.sampler.hidden_states(torch.tensor(ids[start : start + count], device=DEVICE), attention))
         start += count
     assert torch.equal(torch.cat(found), states)
 
@@ -229,8 +226,7 @@ def test_tables_on_the_device_give_the_learners_bits(make, page) -> None:
     table = torch.tensor([[3, 1], [2, 999]], dtype=torch.int32, device=DEVICE)
 
     def states(attention: PagedAttention | DecodeAttention, *ids: int) -> torch.Tensor:
-        with policy.sampler.running():
-            return policy.sampler.hidden_states(torch.tensor(ids, device=DEVICE), attention)
+        return policy.sampler.hidden_states(torch.tensor(ids, device=DEVICE), attention)
 
     def paged(counts: list[int], positions: list[int], slots: torch.Tensor | None = None) -> PagedAttention:
         return PagedAttention.of_tables(np.array(counts), np.array(positions), table, caches, slots)
@@ -282,7 +278,7 @@ def test_a_code_that_the_product_reads_otherwise_is_found(make) -> None:
     policy = make(True, "w4a8", 32, learner="aligned")
     policy.sampler.install(policy.current)
     verify_in_process(0, policy.current.tensors, policy.sampler.held())
-    _, _, operand = next(found for found in policy.sampler.view.multiplied() if len(found[0]) > 1)
+    operand = next(part.weight for part in policy.sampler.weights.parts() if len(part.names) > 1)
     assert "weight_packed" not in operand.operands  # the product has the codes in tiles alone
     tiled = operand.operands["weight_tiled"].view(-1).view(torch.uint8)
     tiled[0] ^= 1
@@ -311,7 +307,7 @@ def test_rows_that_fill_a_batch_up_have_positions_that_there_are(make, kept_grad
     policy = make(True)
     logp, expected = kept_gradients(policy)
     longest = max(len(prompt + response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True))
-    tables = policy.decoder.rotary.tables
+    tables = policy.decoder.rotary
     held = [torch.cat((table[:longest], torch.full_like(table, torch.nan))) for table in tables[torch.bfloat16]]
     monkeypatch.setitem(tables, torch.bfloat16, tuple(table[:longest] for table in held))  # behind them is NaN
     monkeypatch.setattr(policy, "max_length", longest)

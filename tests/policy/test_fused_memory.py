@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from qarl.activations import FusedPass
 from qarl.config.architecture import read_config_json
-from qarl.policy import projection
+from qarl.policy import linear
 from qarl.policy.attention import packed
 from qarl.policy.policy import Policy
-from qarl.policy.views import restack
+from qarl.policy.weights import restack
 from qarl.weight_sync.snapshot import quantize_parameters
 
 pytestmark = pytest.mark.skipif(
@@ -92,17 +92,16 @@ def made(tiny_model, monkeypatch):
     """made(scheme, ...) -> a policy on fused layers, all of whose gradients are there, and its architecture."""
     monkeypatch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(projection, "input_grad", torch.mm)
-        monkeypatch.setattr(projection, "weight_grad", lambda dy, x, into: None)
+        monkeypatch.setattr(linear, "input_grad", torch.mm)
+        monkeypatch.setattr(linear, "weight_grad", lambda dy, x, into: None)
         monkeypatch.setattr(LowBitWeight, "matmul", product)
         monkeypatch.setattr(LowBitWeight, "values", values_of)
 
     def make(scheme: str, inner: int = 192, **quant):
         directory = tiny_model("qwen3", num_hidden_layers=2, intermediate_size=inner)
         policy = make_policy(directory, scheme, torch.bfloat16, None, DEVICE, **quant)
-        for layer in policy.decoder.layers:
-            for stack in layer.stacks:
-                projection.gradient_of(stack.masters)
+        for packed_linear in policy.decoder.linears:
+            linear.gradient_of(packed_linear.masters)
         for _, parameter in policy.named_parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -126,7 +125,7 @@ def test_a_forward_and_backward_hold_what_is_counted(made, scheme, recompute) ->
         architecture, COUNT, "bfloat16", recompute, codes=scheme != "bf16", dequantized=scheme != "bf16"
     )
     with Held() as held:
-        states = policy.decoder(ids, attention, rows)
+        states = policy.decoder(ids, attention, policy.weights, rows)
         gc.collect()
         after = held.now
         states.backward(torch.ones_like(states))
@@ -145,7 +144,7 @@ def test_keys_and_values_of_an_fp8_cache_are_counted(made, recompute) -> None:
     policy.set_recompute(recompute)
     ids, attention, rows = inputs(policy)
     with Held() as held:
-        states = policy.decoder(ids, attention, rows)
+        states = policy.decoder(ids, attention, policy.weights, rows)
         states.backward(torch.ones_like(states))
     state = 2 * COUNT * architecture.hidden_size
 
@@ -165,7 +164,7 @@ def test_a_forward_without_gradient_holds_what_is_counted(made, scheme) -> None:
     policy, architecture = made(scheme)
     ids, attention, _ = inputs(policy)
     with torch.no_grad(), Held() as held:
-        policy.decoder(ids, attention)
+        policy.decoder(ids, attention, policy.weights)
     counted = FusedPass(architecture, COUNT, "bfloat16", "elementwise", codes=scheme != "bf16")
     assert held.most == pytest.approx(counted.forward_bytes, rel=0.03)
 
@@ -173,14 +172,14 @@ def test_a_forward_without_gradient_holds_what_is_counted(made, scheme) -> None:
 def test_one_stack_at_a_time_is_there_twice_while_a_snapshot_is_stacked(made) -> None:
     policy, _ = made("bf16")
     masters = dict(policy.named_parameters())
-    stacks = [stack for layer in policy.decoder.layers for stack in layer.stacks]
+    linears = policy.decoder.linears
     with Held() as held:
         snapshot = quantize_parameters(masters, lambda name: None, torch.bfloat16, 1)
         gc.collect()
         before = held.now
-        restack(snapshot, stacks)
+        restack(snapshot, linears)
         after = held.now
-    several = [[snapshot.tensors[f"{name}.weight"] for name in stack.names] for stack in stacks if len(stack.names) > 1]
+    several = [[snapshot.tensors[f"{name}.weight"] for name in one.names] for one in linears if len(one.names) > 1]
     assert len(several) == 4 and all(map(adjacent, several))
     assert after == before and held.most == before + max(sum(t.nbytes for t in stack) for stack in several)
     for name, tensor in snapshot.tensors.items():

@@ -20,7 +20,7 @@ from qarl.policy.attention import Span
 from qarl.policy.decoder import Recompute
 from qarl.policy.policy import Policy
 from qarl.policy.routes import Balance, Routes
-from qarl.policy.views import restack
+from qarl.policy.weights import restack
 from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
 from qarl.weight_sync.verify import PublishError, verify_in_process
 
@@ -64,7 +64,7 @@ def make(tiny_model) -> Callable[..., Policy]:
                 if not ON_GPU:  # the interpreter takes seconds to quantize a weight row by row
                     patch.setattr("qarl.policy.policy.quantize_parameters", _quantized_by_torch)
                 made[key] = make_policy(directory, scheme, torch.bfloat16, group, DEVICE, **kernels, **quant)
-        assert made[key].learner_view.fused == fused
+        assert made[key].weights.fused == fused
         return made[key]
 
     return of
@@ -206,8 +206,7 @@ def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group) -> None:
     ]
     for start, stop in ((0, len(ids) - 1), (len(ids) - 1, len(ids))):
         attention = policy.sampler.paged([Span(0, stop - start, start, [1])], caches)
-        with policy.sampler.running():
-            found = policy.sampler.hidden_states(torch.tensor(ids[start:stop], device=DEVICE), attention)
+        found = policy.sampler.hidden_states(torch.tensor(ids[start:stop], device=DEVICE), attention)
         assert torch.equal(found, states[start:stop])
 
 
@@ -233,13 +232,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_the_experts_of_a_layer_lie_under_one_another_and_keep_their_values(tiny_model, scheme, group, quant) -> None:
     policy = make_policy(tiny_model("mixtral"), scheme, torch.bfloat16, group, **quant)
     before = {name: tensor.clone() for name, tensor in policy.current.tensors.items()}
-    restack(policy.current, policy._stacks)
+    restack(policy.current, policy.decoder.linears)
     assert all(same_bits(tensor, before[name]) for name, tensor in policy.current.tensors.items())
-    for stack in policy._stacks:
+    for stack in policy.decoder.linears:
         codes = [policy.current.weights[name].tensors[suffix] for name in stack.names for suffix in CODES[scheme]]
         assert stack.experts is None or adjacent(codes)
     stacked = dict(policy.current.tensors)
-    restack(policy.current, policy._stacks)  # nothing is left to do
+    restack(policy.current, policy.decoder.linears)  # nothing is left to do
     assert all(policy.current.tensors[name] is tensor for name, tensor in stacked.items())
 
 
@@ -252,7 +251,7 @@ def test_crossings_of_stacks_are_those_of_each_of_their_weights(tiny_model, sche
             for parameter in policy.model.parameters():
                 parameter += 0.01 * version * torch.randn(parameter.shape)
         policy.refresh(version)
-        restack(policy.current, policy._stacks)
+        restack(policy.current, policy.decoder.linears)
         versions.append(policy.current)
     assert sum(len(names) for names in policy.current.groups) > 12
     apart = crossings(*(replace(snapshot, groups={}) for snapshot in versions))

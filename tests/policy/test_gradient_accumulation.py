@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from policy_models import standalone, view_of
+from policy_models import OneLinear
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 from torch import Tensor, nn
 
 from qarl.policy.gradients import GradientAccumulator
-from qarl.policy.linear import QuantLinear
 
 N, K = 24, 64
 
 
 @pytest.fixture
-def linear() -> QuantLinear:
+def linear() -> OneLinear:
     torch.manual_seed(0)
-    made = standalone(nn.Linear(K, N))
+    made = nn.Linear(K, N)
     operand = quantize_weight(made.weight.detach(), make_scheme("w8a8"), "w").prepare(torch.bfloat16)
-    made.role.settle(view_of(made, operand, torch.bfloat16))
-    return made
+    return OneLinear(made, operand, torch.bfloat16)
 
 
 @pytest.fixture
-def sums(linear: QuantLinear) -> GradientAccumulator:
+def sums(linear: OneLinear) -> GradientAccumulator:
     return GradientAccumulator([linear.weight, linear.bias])
 
 
-def _loss(linear: QuantLinear, seed: int) -> Tensor:
+def _loss(linear: OneLinear, seed: int) -> Tensor:
     return linear(torch.randn(9, K, generator=torch.Generator().manual_seed(seed)).bfloat16()).float().square().sum()
 
 
-def _alone(linear: QuantLinear, seed: int) -> tuple[Tensor, Tensor]:
+def _alone(linear: OneLinear, seed: int) -> tuple[Tensor, Tensor]:
     """Gradients of weight and bias by autograd alone."""
     return torch.autograd.grad(_loss(linear, seed), [linear.weight, linear.bias])
 
@@ -122,11 +122,12 @@ def test_autograd_grad_leaves_the_masters_and_the_sums_alone(linear, sums) -> No
 def test_a_weight_that_is_computed_passes_its_gradient_on(linear) -> None:
     """A master behind another operation gets its gradient through the graph."""
     base = nn.Parameter(linear.weight.detach().clone())
-    del linear.weight
-    linear.weight = base * 2
+    computed, part = base * 2, linear.weights.linears[linear.linear][0]
+    linear.linear = replace(linear.linear, masters=(computed,))
+    linear.weights = linear.with_weight(part.weight, part.bias)
     sums = GradientAccumulator([base, linear.bias])
     sums.backward(_loss(linear, 1))
-    (expected,) = torch.autograd.grad(_loss(linear, 1), [linear.weight])
+    (expected,) = torch.autograd.grad(_loss(linear, 1), [computed])
     sums.deliver()
     assert torch.equal(base.grad, expected * 2)
 

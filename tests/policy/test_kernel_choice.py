@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policy_models import make_policy, standalone, view_of
+from policy_models import OneLinear, make_policy
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
 from qarl_formats.schemes.bf16 import OrdinaryProduct
@@ -17,7 +17,6 @@ from qarl.config import QuantConfig
 from qarl.config.architecture import unserved_heads
 from qarl.errors import UserError
 from qarl.policy.kernels import use_kernels
-from qarl.policy.linear import QuantLinear
 from qarl.weight_sync.snapshot import quantize_parameter
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -173,11 +172,11 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
         learner=learner,
         ignore=["lm_head", ignored],
     )
-    own, sampler = policy.learner_view.multiplied(), policy.sampler.view.multiplied()
     multiplied: list[str] = []
-    for (names, widths, mine), (sampled, _, weight) in zip(own, sampler, strict=True):
+    for own, sampler in zip(policy.weights.parts(), policy.sampler.weights.parts(), strict=True):
+        names, features, mine, weight = own.names, own.features, own.weight, sampler.weight
         multiplied += names
-        assert names == sampled and mine.shape[0] == weight.shape[0] == sum(widths)
+        assert names == sampler.names and mine.shape[0] == weight.shape[0] == features.stop - features.start
         assert weight.kernels and weight.scheme.name == ("bf16" if names == (ignored,) else "w4a16")
         if learner == "aligned":
             assert mine is weight
@@ -190,12 +189,10 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
 # --- numbers, against the reference
 
 
-def _linear(scheme: str, kernels: bool, dequantize_input: bool = False, **changes) -> QuantLinear:
+def _linear(scheme: str, kernels: bool, dequantize_input: bool = False, **changes) -> OneLinear:
     torch.manual_seed(0)
-    linear = standalone(nn.Linear(K, N), dequantize_input)
     operand = _published(scheme, **changes).prepare(torch.bfloat16, kernels)
-    linear.role.settle(view_of(linear, operand, torch.bfloat16))
-    return linear
+    return OneLinear(nn.Linear(K, N), operand, torch.bfloat16, dequantize_input)
 
 
 @interpreted

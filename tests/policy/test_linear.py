@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policy_models import standalone, view_of
+from policy_models import OneLinear
 from qarl_formats.registry import make_scheme, scheme_class, scheme_names
 from qarl_formats.weight import LowBitWeight, ordinary_weight, quantize_weight
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from qarl.policy.linear import QuantLinear
 
 N, K, GROUP = 24, 64, 32
 SCHEMES = list(scheme_names())
@@ -25,9 +23,9 @@ QUANTIZED_INPUTS = [
 
 
 def _linear(scheme_name: str, dtype: torch.dtype, learner: str = "aligned", dequantize_input: bool = False):
-    """(QuantLinear that reads the learner's operand, W_deq (N, K) in dtype)."""
+    """(A linear that reads the learner's weight, W_deq (N, K) in dtype)."""
     torch.manual_seed(0)
-    linear = standalone(nn.Linear(K, N), dequantize_input)
+    linear = nn.Linear(K, N)
     scheme = make_scheme(scheme_name, GROUP if scheme_name[:2] == "w4" else None)
     master = linear.weight.detach()
     quantized = scheme.quantized
@@ -38,19 +36,18 @@ def _linear(scheme_name: str, dtype: torch.dtype, learner: str = "aligned", dequ
         "fake_quant": lambda: ordinary_weight(values, scheme),
         "full_precision": lambda: ordinary_weight(master.to(dtype)),
     }[learner]()
-    linear.role.settle(view_of(linear, operand, dtype))
-    return linear, values
+    return OneLinear(linear, operand, dtype, dequantize_input), values
 
 
-def _x(dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(*(shape or (9, K)), generator=torch.Generator().manual_seed(1)).to(dtype)
+def _x(dtype: torch.dtype) -> Tensor:
+    return torch.randn(9, K, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def _bias(linear: QuantLinear) -> Tensor:
-    return linear.role.view.values["linear.bias"].double()
+def _bias(linear: OneLinear) -> Tensor:
+    return linear.weights.linears[linear.linear][0].bias.double()
 
 
-def _backward(linear: QuantLinear, x: Tensor) -> tuple[Tensor, Tensor]:
+def _backward(linear: OneLinear, x: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dy) of one backward with random dy."""
     x = x.clone().requires_grad_()
     y = linear(x)
@@ -87,7 +84,7 @@ def test_full_precision_learner_runs_on_the_rounded_master(scheme: str, dtype: t
 def test_fake_quant_learner_multiplies_dequantized_operands(scheme: str) -> None:
     linear, values = _linear(scheme, torch.float32, "fake_quant")
     x = _x(torch.float32)
-    rounded = linear.role.view.operands["linear"].rounded_input(x)
+    rounded = linear.operand.rounded_input(x)
     assert not torch.equal(rounded, x)
     expected = rounded.double() @ values.double().t() + _bias(linear)
     torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)
@@ -122,16 +119,12 @@ def test_sampler_and_aligned_learner_give_the_same_bits(scheme: str) -> None:
         assert torch.equal(linear(x), learner)
 
 
-def test_inside_another_view_a_linear_reads_that_ones_operand_and_bias() -> None:
+def test_a_linear_reads_the_weight_and_bias_that_it_is_given() -> None:
     linear, values = _linear("w4a16", torch.float32, "full_precision")
-    x, before = _x(torch.float32), linear.role.view
-    other = view_of(linear, LowBitWeight.of_values(values).prepare(torch.float32), torch.float32)
-    other.values["linear.bias"].add_(1.0)
-    own = linear(x)
-    with linear.role.as_(other):
-        assert torch.equal(linear(x), other.operands["linear"].matmul(x, other.values["linear.bias"]))
-        assert not torch.equal(linear(x), own)
-    assert linear.role.view is before and torch.equal(linear(x), own)
+    x, weight = _x(torch.float32), LowBitWeight.of_values(values).prepare(torch.float32)
+    bias = linear.bias.detach() + 1.0
+    own, found = linear(x), linear.linear(x, linear.with_weight(weight, bias))
+    assert torch.equal(found, weight.matmul(x, bias)) and not torch.equal(found, own)
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
@@ -158,19 +151,8 @@ def test_checkpointing_gives_the_same_gradients(scheme: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_leading_dimensions_are_kept() -> None:
-    linear, _ = _linear("w8a8", torch.bfloat16)
-    x = _x(torch.bfloat16, 2, 3, K)
-    assert torch.equal(linear(x), linear(x.view(6, K)).view(2, 3, N))
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_rows_give_no_rows_and_a_zero_gradient(scheme: str) -> None:
     linear, _ = _linear(scheme, torch.bfloat16)
     _backward(linear, torch.zeros(0, K, dtype=torch.bfloat16))
     assert not linear.weight.grad.any() and not linear.bias.grad.any()
-
-
-def test_a_linear_without_a_snapshot_refuses_to_run() -> None:
-    with pytest.raises(AssertionError, match="before a snapshot"):
-        standalone(nn.Linear(K, N))(_x(torch.float32))

@@ -63,7 +63,7 @@ def test_bf16_is_off_by_rounding_alone(tiny_model) -> None:
     assert difference.mean() < 0.02 and difference.max() < 0.15  # seen: 0.010 and 0.031
     policy = make_policy(directory, dtype=torch.bfloat16)
     for layer in range(2):  # a gate of 1/2, whatever a token says
-        policy.learner_view.values[f"model.layers.{layer}.mlp.shared_expert_gate.weight"].zero_()
+        policy.weights.values[f"model.layers.{layer}.mlp.shared_expert_gate.weight"].zero_()
     assert (logprobs(policy) - expected).abs().mean() > 0.05
 
 

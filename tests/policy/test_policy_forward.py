@@ -13,7 +13,9 @@ from policy_models import (
     load,
     logprobs,
     make_policy,
+    operand_of,
     put_dequantized,
+    sampled,
     tokens,
 )
 from qarl_kernels.logprob import Truncation
@@ -42,7 +44,7 @@ def test_sliding_window_is_that_of_the_hugging_face_model(tiny_model) -> None:
 
 def test_padding_token_gets_no_gradient_from_its_look_ups(tiny_model) -> None:
     policy = make_policy(tiny_model("qwen3"))  # untied: nothing but look-ups reaches the embedding
-    assert policy.model.get_input_embeddings().padding_id == 2
+    assert policy.decoder.padding_id == 2
     found = gradients(policy, prompts=[[5, 2, 7]], responses=[[9, 2, 11]])["model.embed_tokens.weight"]
     assert not found[2].any() and found[7].any()
 
@@ -144,12 +146,11 @@ def test_the_samplers_forward_has_the_learners_bits(tiny_model) -> None:
     policy = make_policy(tiny_model("qwen3"), "w8a8", torch.bfloat16)
     with torch.no_grad():
         learner = logprobs(policy)
-        with policy.sampling():
-            assert torch.equal(logprobs(policy), learner)
+    assert torch.equal(sampled(policy), learner)
 
 
 def test_dequantized_weights_are_what_the_dense_product_reads(tiny_model) -> None:
     policy = make_policy(tiny_model("llama"), "w4a16", torch.bfloat16, 32)
     name = "model.layers.1.mlp.up_proj"
     expected = policy.current.weights[name].dequantize(torch.bfloat16).float()
-    assert torch.equal(policy.learner_view.operands[name].operands["weight_values"], expected)
+    assert torch.equal(operand_of(policy.weights, name).operands["weight_values"], expected)

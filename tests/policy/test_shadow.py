@@ -11,10 +11,12 @@ from policy_models import (
     hf_logprobs,
     load,
     make_policy,
+    operand_of,
     tokens,
     weights_of_loss,
 )
 from policy_models import logprobs as logprobs_of
+from policy_models import sampled as sampled_of
 from qarl_formats.registry import make_scheme
 from qarl_kernels.logprob import Truncation
 
@@ -35,6 +37,10 @@ TEXTS = {"prompts": [SHORT, SHORT, tokens(70, 2)], "responses": [tokens(9, 4), t
 
 def logprobs(policy: Policy, **kwargs) -> torch.Tensor:
     return logprobs_of(policy, **TEXTS, **kwargs)
+
+
+def sampled(policy: Policy) -> torch.Tensor:
+    return sampled_of(policy, **TEXTS)
 
 
 def _shadow(policy: Policy, truncation: Truncation = PLAIN) -> torch.Tensor:
@@ -69,17 +75,14 @@ def test_an_aligned_learner_is_its_own_shadow_bit_for_bit(tiny_model, scheme: st
 @pytest.mark.parametrize("learner", UNALIGNED)
 def test_the_shadow_is_the_sampler_of_the_current_version(tiny_model, learner: str) -> None:
     policy = make_policy(tiny_model("qwen2"), "w8a8", torch.bfloat16, learner=learner)
-    with policy.sampling():
-        published = logprobs(policy)
+    published = sampled(policy)
     assert torch.equal(_shadow(policy), published)
     _move(policy)
     ahead = _shadow(policy)
     assert not torch.equal(ahead, published)
-    with policy.sampling():
-        assert torch.equal(logprobs(policy), published), "the shadow moved the sampler"
+    assert torch.equal(sampled(policy), published), "the shadow moved the sampler"
     policy.sampler.install(policy.current)
-    with policy.sampling():
-        assert torch.equal(logprobs(policy), ahead)
+    assert torch.equal(sampled(policy), ahead)
 
 
 @pytest.mark.parametrize("learner", ["aligned", *UNALIGNED])
@@ -100,16 +103,10 @@ def test_the_top_token_is_the_one_with_the_largest_log_prob(tiny_model, shadow: 
     policy = make_policy(tiny_model("qwen2"), "w4a16", torch.bfloat16, GROUP, learner="full_precision")
     every = range(policy.config.vocab_size)
 
-    def forwards() -> tuple[int, torch.Tensor]:
-        logp, _ = policy.logprobs([SHORT for _ in every], [[token] for token in every], PLAIN, 50)
-        return int(logp.argmax()), policy.top_tokens(*TEXTS.values(), 5)
-
+    weights = policy.shadow if shadow else None
     with torch.no_grad():
-        if shadow:
-            with policy.shadow():
-                best, top = forwards()
-        else:
-            best, top = forwards()
+        logp, _ = policy.logprobs([SHORT for _ in every], [[token] for token in every], PLAIN, 50, weights=weights)
+        best, top = int(logp.argmax()), policy.top_tokens(*TEXTS.values(), 5, weights=weights)
     assert top.shape == (sum(map(len, TEXTS["responses"])),)
     # The first tokens of both responses to SHORT.
     assert top[0] == best == top[len(TEXTS["responses"][0])]
@@ -125,7 +122,7 @@ def test_what_is_published_after_a_shadow_still_proves_itself(tiny_model, learne
     policy.sampler.install(policy.current)
     verify(1, policy.current.fingerprints(), fingerprints(policy.sampler.held()))
     with torch.no_grad():
-        next(policy.sampler.view.operands[n] for n in policy.linears).tensors["weight_packed"][0, 0] ^= 1
+        next(policy.sampler.weights.parts()).weight.tensors["weight_packed"][0, 0] ^= 1
     with pytest.raises(PublishError, match=r"version 1: .*weight_values of the product is not what its codes"):
         fingerprints(policy.sampler.held())
 
@@ -134,11 +131,10 @@ def test_a_shadows_gradient_goes_straight_through_to_the_masters(tiny_model) -> 
     policy = make_policy(tiny_model("qwen2"), "w4a16", group_size=GROUP, learner="full_precision")
     aligned = make_policy(tiny_model("qwen2"), "w4a16", group_size=GROUP)
     found = []
-    for made, inside in ((policy, policy.shadow), (aligned, aligned.shadow)):
+    for made in (policy, aligned):
         made.model.zero_grad()
-        with inside():
-            logp = logprobs(made)
-            (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
+        logp = logprobs(made, weights=made.shadow)
+        (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
         found.append({name: p.grad.clone() for name, p in made.named_parameters()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     own = logprobs(policy)
@@ -153,18 +149,9 @@ def test_a_shadow_under_gradient_checkpointing_has_the_same_gradient(tiny_model)
     for checkpointing in (False, True):
         policy = make_policy(tiny_model("llama"), "w4a16", torch.bfloat16, GROUP, learner="full_precision")
         policy.set_recompute("layer" if checkpointing else "elementwise")
-        with policy.shadow():
-            logprobs(policy).sum().backward()
+        logprobs(policy, weights=policy.shadow).sum().backward()
         grads.append({name: p.grad for name, p in policy.named_parameters()})
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
-
-
-def test_after_a_fault_inside_forwards_are_the_learners_again(tiny_model) -> None:
-    policy = make_policy(tiny_model("llama"), "w4a16", group_size=GROUP, learner="full_precision")
-    own = logprobs(policy).detach()
-    with pytest.raises(RuntimeError, match="inside"), policy.shadow(), policy.sampling():
-        raise RuntimeError("inside")
-    assert policy.role.view is policy.learner_view and torch.equal(logprobs(policy).detach(), own)
 
 
 def test_a_shadow_under_truncation_reports_what_it_cuts_as_minus_infinity(tiny_model) -> None:
@@ -215,8 +202,7 @@ def test_the_sampler_keeps_its_bits_beside_a_learner_of_another_dtype(tiny_model
     policy = _own(tiny_model("qwen2"), "full_precision", torch.bfloat16, learner_dtype, scheme)
     plain = make_policy(tiny_model("qwen2"), scheme, torch.bfloat16, GROUP if scheme[:2] == "w4" else None)
     assert not policy.aligned and policy.current.manifest() == plain.current.manifest()
-    with policy.sampling(), plain.sampling():
-        assert torch.equal(logprobs(policy), logprobs(plain))
+    assert torch.equal(sampled(policy), sampled(plain))
     assert torch.equal(_shadow(policy), _shadow(plain))
     verify(0, policy.current.fingerprints(), fingerprints(policy.sampler.held()))
 
@@ -227,19 +213,18 @@ def test_every_tensor_of_the_learner_is_the_master_in_its_dtype(tiny_model, lear
     dtype = torch.float16 if learner_dtype == torch.bfloat16 else torch.bfloat16
     policy = _own(tiny_model("qwen2"), learner, dtype, learner_dtype, "w8a8")
     masters = dict(policy.named_parameters())
-    for name, value in policy.learner_view.values.items():
+    for name, value in policy.weights.values.items():
         assert value.dtype == learner_dtype and torch.equal(value, masters[name].to(learner_dtype)), name
-    for name, weight in policy.learner_view.operands.items():
-        values = weight.values(learner_dtype)
+    for name in policy.linears:
+        values = operand_of(policy.weights, name).values(learner_dtype)
         if learner == "full_precision":
             assert torch.equal(values, masters[f"{name}.weight"].to(learner_dtype).float())
         assert torch.equal(values, values.to(learner_dtype).float())
     hidden = []
-    norm = policy.model.base_model.norm
-    norm.register_forward_hook(lambda module, args, out: hidden.append(out.dtype))
-    logp = logprobs(policy)
-    _shadow(policy)
-    assert hidden == [learner_dtype, dtype]
+    with policy.decoder.noting(lambda layer, operation, *out, rows=None: hidden.append((operation, out[0].dtype))):
+        logp = logprobs(policy)
+        _shadow(policy)
+    assert [of for operation, of in hidden if operation == "final_norm"] == [learner_dtype, dtype]
     logp.sum().backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in masters.values())
 
@@ -255,10 +240,10 @@ def test_a_wider_learner_is_nearer_to_float64_than_the_samplers_dtype(tiny_model
 
 def test_the_same_dtype_shares_every_tensor(tiny_model) -> None:
     policy = _own(tiny_model("qwen2"), "full_precision", torch.bfloat16, torch.bfloat16)
-    own, sampler = policy.learner_view, policy.sampler.view
+    own, sampler = policy.weights, policy.sampler.weights
     assert own.values is sampler.values and own.head is sampler.head
     assert all(own.values[name] is policy.current.tensors[name] for name in own.values)
-    assert len(policy.model.base_model.rotary_emb.tables) == 1
+    assert len(policy.decoder.rotary) == 1
 
 
 def test_an_aligned_learner_of_another_dtype_is_refused(tiny_model) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policy_models import CPU, hf_logprobs, load, logprobs, make_policy, put_dequantized
+from policy_models import CPU, hf_logprobs, load, logprobs, make_policy, put_dequantized, sampled
 from qarl_formats.registry import make_scheme
 from qarl_formats.schemes.bf16 import OrdinaryProduct
 from transformers import AutoModelForCausalLM, GPT2Config
@@ -113,11 +113,9 @@ def test_refresh_moves_the_learner_and_publish_the_sampler(tiny_model) -> None:
         policy.linears["model.layers.0.mlp.up_proj"].weight.mul_(-0.5)
     policy.refresh(1)
     assert not torch.equal(logprobs(policy).detach(), before)
-    with policy.sampling():
-        assert torch.equal(logprobs(policy), before)
+    assert torch.equal(sampled(policy), before)
     policy.sampler.install(policy.current)
-    with policy.sampling():
-        assert not torch.equal(logprobs(policy), before)
+    assert not torch.equal(sampled(policy), before)
 
 
 def test_only_the_current_snapshot_can_be_installed(tiny_model) -> None:
@@ -167,7 +165,7 @@ def test_ignore_list_without_lm_head_is_refused(tiny_model) -> None:
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_aligned_learner_shares_the_samplers_operands(tiny_model, scheme: str) -> None:
     policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme))
-    assert policy.aligned and policy.learner_view is policy.sampler.view
+    assert policy.aligned and policy.weights is policy.sampler.weights
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED)
@@ -177,9 +175,8 @@ def test_full_precision_learner_is_the_unquantized_model_beside_a_quantized_samp
     with torch.no_grad():
         learner = logprobs(policy)
         torch.testing.assert_close(learner, hf_logprobs(load(tiny_model("qwen2"))), rtol=0, atol=1e-4)
-        with policy.sampling():
-            assert torch.equal(logprobs(policy), logprobs(aligned))
-            assert not torch.allclose(logprobs(policy), learner, atol=1e-3)
+        assert torch.equal(sampled(policy), logprobs(aligned))
+        assert not torch.allclose(sampled(policy), learner, atol=1e-3)
 
 
 def test_full_precision_learner_does_not_see_a_master_before_refresh(tiny_model) -> None:
@@ -193,12 +190,13 @@ def test_full_precision_learner_does_not_see_a_master_before_refresh(tiny_model)
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_fake_quant_learner_is_near_the_sampler_but_not_on_its_arithmetic(tiny_model, scheme: str) -> None:
     policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme), learner="fake_quant")
-    assert all(isinstance(weight.scheme, OrdinaryProduct) for weight in policy.learner_view.operands.values())
+    assert all(
+        isinstance(weight.scheme, OrdinaryProduct) for weight in (part.weight for part in policy.weights.parts())
+    )
     with torch.no_grad():
         learner = logprobs(policy)
-        with policy.sampling():
-            # float32 all through: the same numbers up to rounding, and codes that a rounding moves to a neighbour
-            torch.testing.assert_close(learner, logprobs(policy), rtol=0, atol=0.05)
+        # float32 all through: the same numbers up to rounding, and codes that a rounding moves to a neighbour
+        torch.testing.assert_close(learner, sampled(policy), rtol=0, atol=0.05)
 
 
 # --- what is refused

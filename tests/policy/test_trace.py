@@ -150,7 +150,7 @@ def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(
     zeros = torch.zeros(shape, dtype=torch.bfloat16, device=device)
     caches = [tuple(zeros.to(policy.sampler.cache_dtype, copy=True) for _ in "kv")]
     tracer = Tracer(tokens)
-    with policy.sampler.traced(tracer), policy.sampler.running():
+    with policy.sampler.traced(tracer):
         for start, stop in ((0, 3), (3, 4)):
             tracer.expect([Context(0, start, tokens[:stop])])
             attention = policy.sampler.paged([Span(0, stop - start, start, [0])], caches)
@@ -162,7 +162,7 @@ def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(
     keys = caches[0][0].float()
     keys[:, :, 1] += 1.0
     caches[0][0].copy_(keys)
-    with policy.sampler.traced(damaged := Tracer(tokens)), policy.sampler.running():
+    with policy.sampler.traced(damaged := Tracer(tokens)):
         damaged.expect([Context(0, 3, tokens)])
         attention = policy.sampler.paged([Span(0, 1, 3, [0])], caches)
         policy.sampler.hidden_states(torch.tensor(tokens[3:], device=device), attention)

@@ -5,8 +5,6 @@ It stands in for the layers of Triton kernels, so that what the engine gives the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -51,11 +49,7 @@ class HashingSampler:
         self.install(None)
 
     def install(self, snapshot: object) -> None:
-        self.view = SimpleNamespace(fused=True)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        yield
+        self.weights = SimpleNamespace(fused=True)
 
     def paged(self, spans: list[Span], caches: Caches) -> Spans:
         return Spans(spans, caches)

@@ -186,9 +186,8 @@ def rerouted(
     for request, response in zip(requests, host.generate(requests, recorded, lambda done, tokens: None), strict=True):
         told = numbers_of(torch.frombuffer(bytearray(response.routing), dtype=dtype).view(-1, *of_token))
         ids, routes = torch.tensor(request.token_ids + response.token_ids[:-1], device=DEVICE), recording()
-        attention = packed([(0, [len(ids)])], DEVICE, policy.sampler.view.fused)
-        with policy.sampler.running():
-            policy.sampler.hidden_states(ids, attention, routes=routes)
+        attention = packed([(0, [len(ids)])], DEVICE, policy.sampler.weights.fused)
+        policy.sampler.hidden_states(ids, attention, routes=routes)
         assert len(told) == len(ids)
         wrong += int((told != routes.recorded().cpu()).any(-1).any(-1).sum())
     return wrong

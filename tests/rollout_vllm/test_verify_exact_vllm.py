@@ -24,7 +24,7 @@ def draw(self, one):
     rounds.append(one)
     if len(rounds) == 2:
         decoder = self._engine._sampler._host.numerics.forward._decoder
-        decoder.layers[1].module.post_attention_layernorm.eps = 1e-2
+        decoder.layers[1].mlp_norm.eps = 1e-2
     return real(self, one)
 VLLM.draw = draw
 """

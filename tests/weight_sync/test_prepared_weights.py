@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from policy_models import operand_of
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.weight import LowBitWeight
 from torch import Tensor
@@ -49,23 +50,27 @@ class Case:
         self.engine.publish(self.policy.current)
 
     def publish_corrupted(self, monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
-        """Publish anew, with these parts of the sampler's view in place of its own."""
+        """Publish anew, with these parts of the sampler's weights in place of its own."""
         install = self.policy.sampler.install
 
         def corrupted(snapshot) -> None:
             install(snapshot)
-            self.policy.sampler.view = replace(self.policy.sampler.view, **changes)
+            self.policy.sampler.weights = replace(self.policy.sampler.weights, **changes)
 
         monkeypatch.setattr(self.policy.sampler, "install", corrupted)
         self.engine.publish(self.policy.current)
 
     def with_operand(self, **changes: Tensor) -> dict[str, dict]:
-        operands, layer = self.policy.sampler.view.operands, self.layer
-        return {"operands": operands | {LAYER: replace(layer, operands=layer.operands | changes)}}
+        corrupted = replace(self.layer, operands=self.layer.operands | changes)
+        linears = {
+            linear: tuple(part._replace(weight=corrupted) if LAYER in part.names else part for part in parts)
+            for linear, parts in self.policy.sampler.weights.linears.items()
+        }
+        return {"linears": linears}
 
     @property
     def layer(self) -> LowBitWeight:
-        return self.policy.sampler.view.operands[LAYER]
+        return operand_of(self.policy.sampler.weights, LAYER)
 
 
 @pytest.fixture(params=SCHEMES)
@@ -136,7 +141,7 @@ def test_an_int4_code_out_of_range_is_refused(tiny_model, monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", [NORM, EMBEDDING, "model.layers.0.self_attn.q_norm.weight"])
 def test_one_norm_or_embedding_value_is_refused(case, name: str, monkeypatch) -> None:
-    values = dict(case.policy.sampler.view.values)
+    values = dict(case.policy.sampler.weights.values)
     values[name] = values[name].clone()
     values[name].view(torch.int16).view(-1)[-1] ^= 1
     with refused(name):
@@ -148,7 +153,7 @@ def test_one_value_of_the_output_layer_is_refused(tiny_model, family: str, name:
     case = Case(tiny_model(family), "w4a16", **SCHEMES["w4a16"])
     for change in (other_value, last_bit):
         with monkeypatch.context() as patch, refused(name):
-            case.publish_corrupted(patch, head=change(case.policy.sampler.view.head))
+            case.publish_corrupted(patch, head=change(case.policy.sampler.weights.head))
         case.engine.publish(case.policy.current)
 
 

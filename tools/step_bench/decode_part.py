@@ -31,7 +31,7 @@ def decode_records(options: argparse.Namespace, shape: Shape, device: torch.devi
     bound = max(*options.context, options.bound)
     policy = policy_of(shape.config(), quant, random_masters(options.seed, device), 0, device, bound)
     policy.sampler.install(policy.current)
-    head = policy.sampler.view.head
+    head = policy.sampler.weights.head
     layers = sum(tensor.nbytes for name, tensor in policy.current.tensors.items() if name.startswith("model.layers."))
     for batch in options.batch:
         for context in options.context:
@@ -103,7 +103,7 @@ class Decode:
 
     def _attention(self, pages: Tensor, context: int, bound: int) -> Attention:
         batch, count = pages.shape
-        if not self.sampler.view.fused:
+        if not self.sampler.weights.fused:
             spans = [Span(row, 1, context - 1, pages[row].tolist()) for row in range(batch)]
             return self.sampler.paged(spans, self.caches)
         from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
@@ -120,8 +120,7 @@ class Decode:
         )
 
     def states(self) -> Tensor:
-        with self.sampler.running():
-            return self.sampler.hidden_states(self.ids, self.attention)
+        return self.sampler.hidden_states(self.ids, self.attention)
 
     def distribution(self) -> Tensor:
         return self.sampler.distribution(self.hidden, Truncation()).logprobs(self.ids)

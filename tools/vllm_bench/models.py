@@ -77,5 +77,5 @@ def policy_of(
 def as_new_version(policy: Policy, version: int) -> Snapshot:
     """The policy's tensors as another version, whose fingerprints nobody knows yet."""
     policy.current = replace(policy.current, version=version)
-    policy.sampler.offer(policy.current, lambda: policy.learner_view)  # of an aligned learner, it is the sampler's
+    policy.sampler.offer(policy.current, lambda: policy.weights)  # of an aligned learner, it is the sampler's
     return policy.current

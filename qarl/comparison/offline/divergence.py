@@ -75,7 +75,7 @@ def token_numbers(policy: Policy, states: Tensor, reference: Tensor, windows: Wi
     Raises UserError where a log-prob is not finite.
     """
     device = policy.device
-    chunk = max(1, LOGIT_BYTES // (8 * policy.sampler.view.head.shape[0]))
+    chunk = max(1, LOGIT_BYTES // (8 * policy.sampler.weights.head.shape[0]))
     columns: list[list[Tensor]] = [[], [], [], []]
     targets = torch.tensor([ids[-windows.predictions :] for ids in windows.ids])
     flat_states, flat_reference, flat_targets = states.flatten(0, 1), reference.flatten(0, 1), targets.flatten()

@@ -136,8 +136,7 @@ class RunPolicy:
             prompts: list[list[int]], responses: list[list[int]], _: Truncation, chunk: int, routes: Routes
         ) -> Tensor:
             learner = self.policy.top_tokens(prompts, responses, chunk, routes)
-            with self.policy.shadow():
-                return learner != self.policy.top_tokens(prompts, responses, chunk, routes)
+            return learner != self.policy.top_tokens(prompts, responses, chunk, routes, self.policy.shadow)
 
         return self._packed(saved, flips)
 

@@ -62,7 +62,7 @@ class AheadRunner:
         record: bool = False,
     ) -> None:
         self.sampler, self.cache, self.truncation, self.max_num_seqs = sampler, cache, truncation, max_num_seqs
-        self._view = sampler.view
+        self._weights = sampler.weights
         device = self.device = sampler.layout.device
         most, pages = ladder(max_num_seqs), chunks_of_pages(longest)
         drawn, words = most + max_num_seqs, Inputs.words(most, pages)
@@ -84,7 +84,7 @@ class AheadRunner:
         self._ran: list[Ran] = []  # in this step, on its way to the host
 
     def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
-        same = self.sampler.view is self._view and cache is self.cache and truncation == self.truncation
+        same = self.sampler.weights is self._weights and cache is self.cache and truncation == self.truncation
         same = same and record == self.record
         return same and max_num_seqs == self.max_num_seqs and chunks_of_pages(longest) <= self._table.shape[1]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isfinite
 
+import torch
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation
 from transformers import PreTrainedTokenizerBase
@@ -110,7 +111,7 @@ class NativeEngine:
             ]
             scheduler.add(samples)
             responses += samples
-        with self.sampler.running():
+        with torch.no_grad():
             self._run(scheduler, runner, Stopping(self.tokenizer, sampling), progress, record)
         self.preemptions = scheduler.preemptions
         return [self._rollout(r, version, sampling.seed, record) for r in responses]
@@ -178,7 +179,7 @@ class NativeEngine:
         self, cache: KVCache, truncation: Truncation, sizes: RolloutConfig, longest: int, record: bool
     ) -> Runner:
         """The runner of the generation before, with its graphs, where it serves; else a new one."""
-        ahead = self.sampler.view.fused
+        ahead = self.sampler.weights.fused
         # One that runs ahead decodes every sequence in every step.
         most = min(sizes.max_num_seqs, sizes.max_batched_tokens) if ahead else sizes.max_num_seqs
         runner = self._runner

@@ -22,12 +22,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.policy.attention import Attention, Caches, Span, paged
 from qarl.policy.decoder import Decoder
-from qarl.policy.linear import QuantLinear
-from qarl.policy.modules import replace_modules
 from qarl.policy.routes import NO_ROUTES, recording
-from qarl.policy.skeleton import linear_names, schemes_of, skeleton
+from qarl.policy.skeleton import schemes_of, skeleton
 from qarl.policy.trace import Context, Tracer
-from qarl.policy.view import Role
 from qarl.rollout.vllm.exact.attention import CachedLayer, pages_of
 from qarl.rollout.vllm.exact.weights import PublishedWeights
 from qarl.rollout.vllm.recording import Buffer
@@ -65,14 +62,11 @@ class ExactModel(nn.Module):
         shape = AutoConfig.from_pretrained(place, trust_remote_code=False)
         stored = json.loads((place / "config.json").read_text()).get("quantization_config")
         scheme, ignore = (UNQUANTIZED, []) if stored is None else parse_quantization_config(stored)
-        model, role = skeleton(shape), Role()
+        model = skeleton(shape)
         scheme_of = schemes_of(model, scheme, ignore)
-        for name in linear_names(model):
-            model.set_submodule(name, QuantLinear(model.get_submodule(name), name, role, False))
         positions = -(-self._config.max_model_len // PAGE) * PAGE
-        replace_modules(model, role, positions, {dtype}, self._device)
-        self._decoder = Decoder(model.base_model, role, False, "bf16")
-        for at, table in enumerate(self._decoder.rotary.tables[dtype]):
+        self._decoder = Decoder(model.base_model, positions, {dtype}, self._device)
+        for at, table in enumerate(self._decoder.rotary[dtype]):
             self.register_buffer(f"rotary_{at}", table, persistent=False)  # a deep sleep of vLLM's spares buffers alone
         tied = bool(shape.tie_word_embeddings)
         self.weights = PublishedWeights(self._decoder, scheme_of, dtype, self._device, tied, kv_fp8)
@@ -83,7 +77,7 @@ class ExactModel(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.weights.load(dict(weights))
-        self._decoder.role.settle(self.weights.view())
+        self._read = self.weights.weight_set()
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         raise NotImplementedError("prompts are token ids")  # vLLM looks for the method
@@ -98,15 +92,15 @@ class ExactModel(nn.Module):
         if self._told is not None:
             self._told(input_ids)
         if self.routing is None:
-            return self._decoder(input_ids.long(), attention)
+            return self._decoder(input_ids.long(), attention, self._read)
         routes = recording()
-        hidden = self._decoder(input_ids.long(), attention, routes=routes)
+        hidden = self._decoder(input_ids.long(), attention, self._read, routes=routes)
         self.routing.leave(routes.recorded())
         return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """float32 (R, V) of states (R, H), as tokens are sampled from them."""
-        self._sampled_from = distribution(hidden_states.contiguous(), self._decoder.role.view.head, self.truncation)
+        self._sampled_from = distribution(hidden_states.contiguous(), self._read.head, self.truncation)
         return self._sampled_from.logits
 
     # --- for the sampler and the start ---------------------------------------------------------------------------
@@ -140,11 +134,12 @@ class ExactModel(nn.Module):
     @property
     def fused(self) -> bool:
         """Whether the layers are Triton kernels."""
-        return self._decoder.role.view.fused
+        return self._read.fused
 
     def run(self, ids: Tensor, attention: Attention) -> Tensor:
         """`forward` of a batch that is not vLLM's."""
-        return self._decoder(ids, attention, routes=NO_ROUTES if self.routing is None else recording())
+        routes = NO_ROUTES if self.routing is None else recording()
+        return self._decoder(ids, attention, self._read, routes=routes)
 
     def pages(self) -> Caches:
         """A KV cache of one zero page per layer, with the strides of vLLM's."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from qarl.experts import experts_of
 from qarl.policy.decoder import Decoder
-from qarl.policy.projection import Projection, Stack
-from qarl.policy.view import View
+from qarl.policy.linear import PackedLinear
+from qarl.policy.weights import WeightSet
 from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.shards import METADATA
@@ -35,7 +35,7 @@ class PublishedWeights:
         dtype: Of activations and of unquantized weights.
         device: On a GPU, Triton kernels multiply.
         tied: Whether the output layer is the embedding.
-        kv_fp8: See `View`.
+        kv_fp8: See `WeightSet`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PublishedWeights:
         self._dtype, self._device, self._kv_fp8 = dtype, device, kv_fp8
         self._kernels = device.type == "cuda"
         self._head_name = decoder.embedding_name if tied else "lm_head.weight"
-        self._stacks = [one for layer in decoder.layers for one in layer.stacks]
+        self._stacks = decoder.linears
         self._joined = {one.names: _joined_name(one) for one in self._stacks if one.experts is not None}
         self._stack_of = {module: one for one in self._stacks for module in one.names}
         self._shapes = {
@@ -88,29 +88,19 @@ class PublishedWeights:
         for one in self._stacks:
             if one.names in arrived:
                 self._fill(one, arrived[one.names])
-        if self._kernels and not self._biases:
+        if not self._biases:
             self._concatenate_biases()
         if not self._kernels and self._head_name in tensors:
             self._head.copy_(tensors[self._head_name])
 
-    def view(self) -> View:
+    def weight_set(self) -> WeightSet:
         """What the decoder reads, in the memory that later loads fill. Raises PublishError if a tensor is missing."""
         missing = [one.names[0] for one in self._stacks if one.names not in self._weights]
         missing += [self._head_name] if self._head_name not in self._values else []
         if missing:
             raise PublishError(f"publish: the checkpoint lacks '{missing[0]}', which the policy's model has")
-        if not self._kernels:
-            operands: dict[str, LowBitWeight] = {
-                name: weight
-                for one in self._stacks
-                for name, weight in zip(one.names, self._weights[one.names], strict=True)
-            }
-            return View(operands, self._values, self._head, kv_fp8=self._kv_fp8)
-        projections = {
-            one.names: Projection(one, tuple(self._weights[one.names]), self._biases.get(one.names))
-            for one in self._stacks
-        }
-        return View({}, self._values, self._head, projections, self._kv_fp8)
+        linears = {one: one.parts(self._weights[one.names], self._biases.get(one.names)) for one in self._stacks}
+        return WeightSet(linears, self._values, self._head, self._kernels, self._kv_fp8)
 
     def base(self, name: str) -> Tensor:
         """A published tensor as the weights hold it."""
@@ -137,7 +127,7 @@ class PublishedWeights:
 
     # --- one packed linear -------------------------------------------------------------------------------------
 
-    def _fill(self, one: Stack, tensors: dict[str, Tensor]) -> None:
+    def _fill(self, one: PackedLinear, tensors: dict[str, Tensor]) -> None:
         held = self._weights.get(one.names)
         if held is not None:
             missing = {name: t for name, t in self._published(one, Proof()) if name not in tensors}
@@ -150,7 +140,7 @@ class PublishedWeights:
             for name, operand in weight.operands.items():
                 operand.copy_(new.operands[name])
 
-    def _weights_of(self, one: Stack, tensors: Mapping[str, Tensor]) -> list[LowBitWeight]:
+    def _weights_of(self, one: PackedLinear, tensors: Mapping[str, Tensor]) -> list[LowBitWeight]:
         """The stored weights: all rows as one for Triton kernels, else one per module."""
         tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
         joined = self._joined.get(one.names)
@@ -164,12 +154,12 @@ class PublishedWeights:
             weights.append(LowBitWeight(self._scheme_of(f"{module}.weight"), own, self._shapes[module]))
         return [concatenate(weights)] if self._kernels and _can_concatenate(weights) else weights
 
-    def _joined_weight(self, one: Stack, tensors: Mapping[str, Tensor]) -> LowBitWeight:
+    def _joined_weight(self, one: PackedLinear, tensors: Mapping[str, Tensor]) -> LowBitWeight:
         """One weight of all experts from the tensors that `join_experts` made."""
         scheme = self._scheme_of(f"{one.names[0]}.weight")
         # A tensor without rows is the same for all experts.
         own = {s: t if scheme.rows_per_entry(s) is not None else t[:1] for s, t in tensors.items()}
-        return LowBitWeight(scheme, own, (one.width, self._shapes[one.names[0]][1]))
+        return LowBitWeight(scheme, own, (sum(one.widths), self._shapes[one.names[0]][1]))
 
     def _suffixes(self, module: str) -> list[str]:
         """Names of the stored tensors of a module's weight, without metadata."""
@@ -184,7 +174,7 @@ class PublishedWeights:
         for one in self._stacks:
             yield from self._published(one, proof)
 
-    def _published(self, one: Stack, proof: Proof) -> Iterable[tuple[str, Tensor]]:
+    def _published(self, one: PackedLinear, proof: Proof) -> Iterable[tuple[str, Tensor]]:
         """The published tensors of a packed linear by name, read back from the operands; experts are joined."""
         place = proof.of(f"{one.names[0]}: ")
         weights, joined = self._weights[one.names], self._joined.get(one.names)
@@ -225,7 +215,7 @@ def _in_own_memory(weight: LowBitWeight) -> LowBitWeight:
     return replace(weight, tensors=operands, operands=operands)
 
 
-def _joined_name(experts: Stack) -> str:
+def _joined_name(experts: PackedLinear) -> str:
     """The name under which `join_experts` publishes all experts of a packed linear."""
     owner = experts_of(experts.names[0].rpartition(".")[0])
     assert owner is not None and experts.experts is not None, f"{experts.names[0]} is no expert"

@@ -1,0 +1,208 @@
+"""The weights that one forward reads, and how they are made from the snapshot of a version.
+
+A forward gets a `WeightSet` as an argument. A policy has up to four:
+
+    learner    the current version, as `quant.learner` and `model.learner_dtype` say
+    sampler    the published version, in the sampler's arithmetic
+    shadow     the current version, in the sampler's arithmetic
+    reference  a version kept from earlier, as the learner read it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from qarl_formats.rows import concatenate_rows
+from qarl_formats.weight import LowBitWeight, concatenate, ordinary_weight
+from torch import Tensor
+
+from qarl.errors import UserError
+from qarl.policy.linear import PackedLinear, Part
+from qarl.weight_sync.snapshot import Snapshot, quantize_parameter
+
+if TYPE_CHECKING:
+    from qarl.policy.policy import Policy
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """All tensors of one version that a forward reads. Weight sets share tensors that are equal.
+
+    Attributes:
+        linears: Weights and biases of each packed linear: one part for all its layers, or one part per layer.
+        values: All other parameters by name (norms, embedding, biases, output layer), in the compute dtype.
+        head: (V, H), the output layer as `qarl_kernels.logprob.logits_of` reads it.
+        fused: Whether the forward runs on Triton kernels; otherwise it runs in plain torch, with autograd.
+        kv_fp8: Whether attention reads keys and values rounded to e4m3 (`quant.kv_cache_dtype`).
+    """
+
+    linears: Mapping[PackedLinear, tuple[Part, ...]]
+    values: Mapping[str, Tensor]
+    head: Tensor
+    fused: bool = False
+    kv_fp8: bool = False
+
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the KV cache of a forward in `dtype`; plain torch stores e4m3 values in `dtype`."""
+        return torch.float8_e4m3fn if self.kv_fp8 and self.fused else dtype
+
+    def parts(self) -> Iterator[Part]:
+        """The parts of all packed linears, in layer order."""
+        for parts in self.linears.values():
+            yield from parts
+
+
+def learner_weights(policy: Policy, snapshot: Snapshot, masters: Mapping[str, Tensor]) -> WeightSet:
+    """The learner's weights of a snapshot that was just made from the masters.
+
+    In the published dtype they share the snapshot's tensors. In another dtype they are the masters, rounded to it.
+
+    Args:
+        policy: Names the packed linears and how its learner computes.
+        snapshot: The current version.
+        masters: By name; an aligned learner reads none.
+    """
+    if policy.aligned:
+        return sampler_weights(policy, snapshot)
+    names = _unquantized(policy)
+    if policy.learner_dtype == policy.dtype:
+        values = {name: snapshot.tensors[name] for name in names}
+    else:
+        values = {name: _rounded(policy, name, masters, snapshot.version) for name in names}
+    fused = policy.kernels and policy.learner_dtype in NARROW
+    linears = {
+        linear: linear.parts(
+            [weight for group in _groups(linear, fused) for weight in _learner(policy, group, snapshot, masters)],
+            _bias(linear, values),
+        )
+        for linear in policy.decoder.linears
+    }
+    rounds = _kv_fp8(policy) and policy.quant.learner != "full_precision"
+    return _checked(policy, WeightSet(linears, values, _head(values[policy.head_name]), fused, rounds))
+
+
+def sampler_weights(policy: Policy, snapshot: Snapshot, learner: WeightSet | None = None) -> WeightSet:
+    """A snapshot in the sampler's arithmetic.
+
+    Args:
+        policy: Names the packed linears and the sampler's dtype.
+        snapshot: The version to read.
+        learner: The learner's weights of the same version, to share values with.
+    """
+    shared = learner is not None and policy.learner_dtype == policy.dtype
+    if learner is not None and shared:
+        values = learner.values
+    else:
+        values = {name: snapshot.tensors[name] for name in _unquantized(policy)}
+    linears = {
+        linear: linear.parts(
+            [weight for group in _groups(linear, policy.kernels) for weight in _published(policy, group, snapshot)],
+            _bias(linear, values),
+        )
+        for linear in policy.decoder.linears
+    }
+    # An output layer on the CPU is a float32 copy, which both share; on a GPU it is the value itself.
+    head = learner.head if learner is not None and shared else _head(values[policy.head_name])
+    return _checked(policy, WeightSet(linears, values, head, policy.kernels, _kv_fp8(policy)))
+
+
+def _kv_fp8(policy: Policy) -> bool:
+    return policy.quant.kv_cache_dtype == "fp8"
+
+
+def _unquantized(policy: Policy) -> list[str]:
+    weights = {f"{name}.weight" for linear in policy.decoder.linears for name in linear.names}
+    return [name for name, _ in policy.named_parameters() if name not in weights]
+
+
+def _groups(linear: PackedLinear, fused: bool) -> list[tuple[str, ...]]:
+    """Layers that are multiplied as one weight: a CPU's products have other bits in other shapes, so there each layer
+    is multiplied by itself."""
+    return [linear.names] if fused else [(name,) for name in linear.names]
+
+
+def _published(policy: Policy, names: tuple[str, ...], snapshot: Snapshot) -> list[LowBitWeight]:
+    """The sampler's weights of some layers: one for all of them if they can be concatenated."""
+    known = snapshot.groups.get(names)
+    weights = _concatenated([snapshot.weight(name) for name in names]) if known is None else [known]
+    return [weight.prepare(policy.dtype, policy.kernels) for weight in weights]
+
+
+def _learner(
+    policy: Policy, names: tuple[str, ...], snapshot: Snapshot, masters: Mapping[str, Tensor]
+) -> list[LowBitWeight]:
+    """The weights of some layers as a learner that is not aligned reads them."""
+    dtype, kernels = policy.learner_dtype, policy.kernels
+    quantized = [snapshot.weights[name] for name in names if name in snapshot.weights]
+    if policy.quant.learner == "fake_quant" and quantized:
+        if len(quantized) < len(names):  # some of them are ignored
+            return [weight for name in names for weight in _learner(policy, (name,), snapshot, masters)]
+        return [ordinary_weight(one.dequantize(dtype), one.scheme, kernels) for one in _concatenated(quantized)]
+    own = [f"{name}.weight" for name in names]
+    if dtype != policy.dtype:
+        values = [_rounded(policy, name, masters, snapshot.version) for name in own]
+    elif policy.quant.learner == "full_precision":
+        values = [masters[name].detach().to(dtype, copy=True) for name in own]
+    else:
+        return _published(policy, names, snapshot)
+    return [ordinary_weight(concatenate_rows(values), kernels=kernels)]
+
+
+def _rounded(policy: Policy, name: str, masters: Mapping[str, Tensor], version: int) -> Tensor:
+    """A master in the learner's dtype, finite, sharing no memory with it."""
+    value = quantize_parameter(name, masters[name], None, policy.learner_dtype, version)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _bias(linear: PackedLinear, values: Mapping[str, Tensor]) -> Tensor | None:
+    biases = [values[f"{name}.bias"] for name in linear.names] if linear.biases else []
+    return torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
+
+
+def _head(value: Tensor) -> Tensor:
+    return value.float() if value.device.type == "cpu" else value
+
+
+def _checked(policy: Policy, weights: WeightSet) -> WeightSet:
+    """Raise UserError if experts that Triton kernels multiply at once are not one weight."""
+    for linear, parts in weights.linears.items() if weights.fused else ():
+        if linear.experts is not None and len(parts) > 1:
+            raise UserError(
+                f"quant.scheme: {policy.quant.scheme} cannot hold the experts of {linear.names[0]} and its neighbours "
+                f"as one weight: some are ignored (quant.ignore), or their {linear.widths[0]} output features share "
+                "scales or zero points; quantize all or none, use another scheme, or set quant.kernels: reference"
+            )
+    return weights
+
+
+def _concatenated(weights: list[LowBitWeight]) -> list[LowBitWeight]:
+    """One weight if they can be concatenated, else all as they are."""
+    scheme = weights[0].scheme
+    same = all(weight.scheme == scheme for weight in weights)
+    widths = [weight.shape[0] for weight in weights]
+    return [concatenate(weights)] if same and scheme.can_concatenate(widths) else weights
+
+
+def restack(snapshot: Snapshot, linears: Iterable[PackedLinear]) -> None:
+    """Concatenate the tensors of each packed linear in memory, so that no weight set holds them a second time, and
+    record the result in `Snapshot.groups`.
+
+    Values stay; a linear's own tensors are freed before the next are copied, if only the snapshot holds them.
+    """
+    for linear in linears:
+        if len(linear.names) == 1 or linear.names in snapshot.groups:
+            continue
+        found = _concatenated([snapshot.weight(name) for name in linear.names])
+        if len(found) > 1:
+            continue
+        for name, weight in zip(linear.names, found[0].split(linear.widths), strict=True):
+            snapshot.tensors.update((f"{name}.{suffix}", tensor) for suffix, tensor in weight.tensors.items())
+            if name in snapshot.weights:
+                snapshot.weights[name] = weight
+        snapshot.groups[linear.names] = found[0]
