@@ -91,7 +91,7 @@ def operand(source, rows, limit, k, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.
 
 
 @triton.jit
-def gathered(rows, k, K, BLOCK_K: tl.constexpr):
+def gathered_rows(rows, k, K, BLOCK_K: tl.constexpr):
     """Features [k, k + BLOCK_K) of the rows that start at the pointers `rows` (BLOCK,), zeros beyond K."""
     c = k + tl.arange(0, BLOCK_K)
     return tl.load(rows[:, None] + c[None, :], mask=(c < K)[None, :], other=0.0)

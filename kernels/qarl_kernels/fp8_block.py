@@ -1,7 +1,7 @@
 """y = sum over blocks of 128 features of (qx_b @ codes_b^T) * s_x,b * s_w,b: FP8 with 1 x 128 and 128 x 128 scales.
 
 A block's product is one chain of tensor-core instructions from zero; blocks are added in order in FP32, so a row's
-bits depend on nothing but itself and the weight.
+bits depend only on the row and the weight. Dense or grouped by expert, as in `qarl_kernels.gemm`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.blocks import dot_of_rows, no_sum, of_rows, operand, tile_of
-from qarl_kernels.casts import narrow
+from qarl_kernels.blocks import dot_of_rows, gathered_rows, no_sum, of_rows, operand, program_tile, source_rows
+from qarl_kernels.casts import narrow, widen
 from qarl_kernels.direct import Descriptor
 from qarl_kernels.gemm import check_e4m3
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch, supports_tma
+from qarl_kernels.moe.groups import Groups, kernel_arguments, output_features, output_rows, row_tiles
 from qarl_kernels.output import output
 from qarl_kernels.plans import planned
 from qarl_kernels.tuning import Tile, lookup
 
 
 @triton.jit
-def scaled_block(a, b, s_a, s_b, none, SWAP: tl.constexpr):
-    """The product of a block's codes a (BLOCK_M, 128), b (BLOCK_N, 128), from the zeros `none`, with its scales.
+def _scaled_block(a, b, s_a, s_b, none, SWAP: tl.constexpr):
+    """a (BLOCK_M, 128) @ b (BLOCK_N, 128)^T, summed from the zeros `none`, times s_a (BLOCK_M,) * s_b, a scalar.
 
-    s_a: (BLOCK_M,) fp32; s_b: a number. Returns (BLOCK_M, BLOCK_N), with SWAP its transpose.
+    Returns (BLOCK_M, BLOCK_N), with SWAP its transpose.
     """
     product = dot_of_rows(a, b, none, SWAP)
     if SWAP:
@@ -38,12 +39,14 @@ def scaled_block(a, b, s_a, s_b, none, SWAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def fp8_block_kernel(
-    x,
-    w,
-    s_x,
-    s_w,
-    bias,
-    out,
+    x,  # (M, K) e4m3, or a descriptor (TMA_X); (T, K) with `order`
+    w,  # (N, K) e4m3, with experts (EXPERTS * N, K); or a descriptor (TMA_W)
+    s_x,  # (M, ceil(K / 128)) f32; (T, ceil(K / 128)) with `order`
+    s_w,  # (ceil(N / 128), ceil(K / 128)); with experts (EXPERTS * N / 128, ceil(K / 128)), 128 divides N
+    bias,  # (N,) or None
+    out,  # (M, N)
+    order,  # (M,) i32 or None, see `blocks.source_rows`
+    starts,  # (EXPERTS + 1,) i32 or None, see `blocks.program_tile`
     M,
     N,
     K,
@@ -53,36 +56,37 @@ def fp8_block_kernel(
     stride_sx,
     stride_sw,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # divides 128
     SWAP: tl.constexpr,
-    BIAS: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA_X: tl.constexpr,
+    TMA_W: tl.constexpr,
     STAGES: tl.constexpr,
+    EXPERTS: tl.constexpr,  # 0: dense
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """x (M, K), w (N, K) e4m3; s_x (M, K/128), s_w (N/128, K/128) fp32; out (M, N). BLOCK_N divides 128."""
-    num_m = tl.cdiv(M, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
-    pid_m, pid_n = tile_of(tl.program_id(0), num_m, num_n)
-    m = pid_m * BLOCK_M
-    n = pid_n * BLOCK_N
-    rm = m + tl.arange(0, BLOCK_M)
-    rn = n + tl.arange(0, BLOCK_N)
-    x_scales = s_x + tl.where(rm < M, rm, 0).to(tl.int64) * stride_sx
-    w_scales = s_w + n // 128 * stride_sw
-    acc = no_sum(BLOCK_M, BLOCK_N, SWAP, tl.float32)
-    none = tl.zeros_like(acc)
-    for block in tl.range(tl.cdiv(K, 128), num_stages=STAGES):  # stated here, it pipelines the scales' loads too
-        a = operand(x, m, M, block * 128, K, stride_xm, BLOCK_M, 128, TMA)
-        b = operand(w, n, N, block * 128, K, stride_wn, BLOCK_N, 128, TMA)
-        acc += scaled_block(a, b, tl.load(x_scales + block), tl.load(w_scales + block), none, SWAP)
-    y = of_rows(acc, SWAP)
-    if BIAS:
-        y += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        out + rm.to(tl.int64)[:, None] * stride_om + rn[None, :],
-        narrow(y, out.dtype.element_ty),
-        mask=(rm < M)[:, None] & (rn < N)[None, :],
-    )
+    expert, m, end, n = program_tile(starts, M, N, EXPERTS, LANES, BLOCK_M, BLOCK_N)
+    if EXPERTS == 0 or m < end:
+        rm = m + tl.arange(0, BLOCK_M)
+        rn = n + tl.arange(0, BLOCK_N)
+        source = source_rows(order, rm, end, SLOTS).to(tl.int64)
+        x_scales = s_x + source * stride_sx
+        w_scales = s_w + (expert * N + n) // 128 * stride_sw
+        acc = no_sum(BLOCK_M, BLOCK_N, SWAP, tl.float32)
+        none = tl.zeros_like(acc)
+        # The number of stages is stated here so that the scales' loads are pipelined too.
+        for block in tl.range(tl.cdiv(K, 128), num_stages=STAGES):
+            if order is None:
+                a = operand(x, m, end, block * 128, K, stride_xm, BLOCK_M, 128, TMA_X)
+            else:
+                a = gathered_rows(x + source * stride_xm, block * 128, K, 128)
+            b = operand(w, expert * N + n, (expert + 1) * N, block * 128, K, stride_wn, BLOCK_N, 128, TMA_W)
+            acc += _scaled_block(a, b, tl.load(x_scales + block), widen(tl.load(w_scales + block)), none, SWAP)
+        y = of_rows(acc, SWAP)
+        if bias is not None:
+            y += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+        at = out + rm.to(tl.int64)[:, None] * stride_om + rn[None, :]
+        tl.store(at, narrow(y, out.dtype.element_ty), mask=(rm < end)[:, None] & (rn < N)[None, :])
 
 
 @planned
@@ -94,47 +98,51 @@ def fp8_block(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
+    groups: Groups | None = None,
+    gathered: bool = False,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """y = sum over blocks of (qx_b @ codes_b^T) * (s_x,b * s_w,b) + bias.
+    """y = sum over blocks of (qx_b @ codes_b^T) * (s_x,b * s_w,b) + bias, dense or per expert.
 
-    qx: (M, K) float8_e4m3fn; s_x: (M, ceil(K / 128)) fp32; codes: (N, K) float8_e4m3fn; s_w: (ceil(N / 128),
-    ceil(K / 128)); bias: (N,). out: (M, N), any row stride, is filled if given. Returns (M, N) of out_dtype.
+    Args:
+        qx: (M, K) float8_e4m3fn. With groups one row per sorted pair; if gathered (T, K), one per token.
+        s_x: (M, ceil(K / 128)) fp32, with a row per row of qx.
+        codes: (N, K) float8_e4m3fn, contiguous; with groups that of all experts, concatenated, and N counts one expert.
+        s_w: (ceil(N / 128), ceil(K / 128)); with groups that of all experts, and 128 divides N.
+        bias: (N,), or None. Grouped products have none.
+        out: (M, N) of out_dtype to fill, any row stride, or None.
+        groups: Rows belong to experts.
+        tile: For tests and tuning; changes no bit. Default: the tuned one.
+
+    Returns:
+        (M, N) of out_dtype; with groups in sorted order.
+
+    Raises:
+        ValueError: dtypes or shapes do not fit each other or the groups.
     """
     check_e4m3("fp8_block", qx, codes)
-    m, k = qx.shape
-    n = codes.shape[0]
-    if codes.shape[1] != k or s_w.shape != (-(-n // 128), -(-k // 128)) or s_x.shape != (m, -(-k // 128)):
+    m, n = output_rows(qx, groups, gathered, bias), output_features(len(codes), groups)
+    k, blocks = qx.shape[1], cdiv(qx.shape[1], 128)
+    if groups is not None and groups.experts > 1 and n % 128:
+        raise ValueError(f"fp8_block: experts of {n} output features would share scales, which span 128")
+    if codes.shape[1] != k or s_w.shape != (cdiv(len(codes), 128), blocks) or s_x.shape != (len(qx), blocks):
         raise ValueError(
             f"fp8_block: x {tuple(qx.shape)}, weight {tuple(codes.shape)}, scales {tuple(s_x.shape)} and "
-            f"{tuple(s_w.shape)} do not belong together"
+            f"{tuple(s_w.shape)} do not fit each other"
         )
-    return run(qx, s_x, codes, s_w.float(), bias, out_dtype, lookup("fp8_block", n, k, m, qx), out)
-
-
-def run(
-    qx: Tensor,
-    s_x: Tensor,
-    codes: Tensor,
-    s_w: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    tile: Tile,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`fp8_block` with a given tile."""
-    m, k = qx.shape
-    n = codes.shape[0]
+    tile = tile or lookup("fp8_block", n, k, m, qx, groups=groups, gathered=gathered)
     if qx.stride(1) != 1:
         qx = qx.contiguous()
     out = output(out, m, n, out_dtype, qx.device)
-    tma = supports_tma(qx) and supports_tma(codes)
+    tma_w = supports_tma(codes) and (gathered or supports_tma(qx))
+    tma_x = tma_w and not gathered
     launch(
         fp8_block_kernel,
-        (cdiv(m, tile.block_m) * cdiv(n, tile.block_n),),
+        (row_tiles(m, tile.block_m, groups) * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=Descriptor(qx, (tile.block_m, 128)) if tma else qx,
-        w=Descriptor(codes, (tile.block_n, 128)) if tma else codes,
+        x=Descriptor(qx, (tile.block_m, 128)) if tma_x else qx,
+        w=Descriptor(codes, (tile.block_n, 128)) if tma_w else codes,
         s_x=s_x,
         s_w=s_w,
         bias=bias,
@@ -150,8 +158,9 @@ def run(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         SWAP=tile.way == "w_first",
-        BIAS=bias is not None,
-        TMA=tma,
+        TMA_X=tma_x,
+        TMA_W=tma_w,
         STAGES=tile.stages,
+        **kernel_arguments(groups, gathered),
     )
     return out

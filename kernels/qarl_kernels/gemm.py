@@ -1,13 +1,18 @@
-"""y = x @ w^T for 16-bit, INT8 and FP8 operands, with the scales of W8A8 and FP8 in the epilogue.
+"""y = x @ w^T for 16-bit, INT8 and FP8 operands, dense or grouped by expert; W8A8 and FP8 scale in the epilogue.
 
-One kernel, whose operands come through the tensor memory accelerator on Hopper and through pointers elsewhere. With
-few tokens the product is computed as w @ x^T, so that the 64 rows that wgmma wants are rows of w.
+One kernel. On Hopper its operands come through the tensor memory accelerator, elsewhere through pointers. With few
+rows the product is computed as w @ x^T, so that the 64 rows that wgmma wants are rows of w.
+
+Grouped: each program computes rows of one expert with that expert's weight (`blocks.expert_rows`). Rows that are
+gathered by token come through pointers, because the accelerator loads adjacent rows only. A tile may reach into the
+next expert's weight, which changes only columns that are not stored.
 
 Batch invariance: an output element is a chain of tensor-core products along K. INT8 is exact in any order. 16-bit:
 mma.sync, wgmma in either operand order and cuBLAS's kernels without split-K give the same bits, whatever the tile. FP8:
 wgmma chains agree with each other (and with cuBLAS with fast accumulation), mma.sync does not, so tiles of FP8 on
 Hopper are always wgmma's: the side that holds 64 rows or more comes first. `max_num_imprecise_acc` stays at Triton's
-default for Hopper (one chain over all of K), which is what fast accumulation means.
+default for Hopper (one chain over all of K), which is what fast accumulation means. So a row of a grouped product has
+the bits of the dense product with its expert's weight.
 """
 
 from __future__ import annotations
@@ -18,34 +23,27 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels import library
-from qarl_kernels.blocks import dot_of_rows, no_sum, of_rows, operand, tile_of
+from qarl_kernels.blocks import dot_of_rows, expert_rows, gathered_rows, no_sum, of_rows, operand, source_rows, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.direct import Descriptor
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma
+from qarl_kernels.moe.groups import Groups, kernel_arguments, output_features, output_rows, row_tiles
 from qarl_kernels.output import output
 from qarl_kernels.plans import planned
 from qarl_kernels.tuning import Tile, lookup
 
 
-@triton.jit
-def scaled(y, s_x, in_m, s_w, in_n):
-    """y (BLOCK_M, BLOCK_N), a sum of products of codes, in float32 with the scales of its weight and then its rows.
-
-    s_x (BLOCK_M,) fp32, s_w (BLOCK_N,): pointers, read where in_m and in_n.
-    """
-    y = y.to(tl.float32) * tl.load(s_w, mask=in_n, other=0.0).to(tl.float32)[None, :]
-    return y * tl.load(s_x, mask=in_m, other=0.0)[:, None]
-
-
 @triton.jit(do_not_specialize=["M", "programs"])
 def gemm_kernel(
-    x,
-    w,
-    out,
-    s_x,
-    s_w,
-    bias,
+    x,  # (M, K), or a descriptor (TMA_X); (T, K) with `order`
+    w,  # (N, K), with experts (EXPERTS * N, K), or if TRANSPOSED (EXPERTS * K, N); or a descriptor (TMA_W)
+    out,  # (M, N), or a descriptor (TMA_OUT)
+    s_x,  # (M,) f32, with `order` (T,); or None, and s_w too
+    s_w,  # (N,), with experts (EXPERTS * N,)
+    bias,  # (N,) or None
+    order,  # (M,) i32 or None, see `blocks.source_rows`
+    starts,  # (EXPERTS + 1,) i32 or None, see `blocks.expert_rows`
     M,
     N,
     K,
@@ -58,44 +56,63 @@ def gemm_kernel(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     ACC: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIAS: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA_X: tl.constexpr,
+    TMA_W: tl.constexpr,
     TMA_OUT: tl.constexpr,
     PERSISTENT: tl.constexpr,
     HALVES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EXPERTS: tl.constexpr,  # 0: dense
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """x (M, K), w (N, K), out (M, N); s_x (M,) fp32, s_w (N,), bias (N,). See the module for the order of sums."""
-    num_m = tl.cdiv(M, BLOCK_M)
+    num_m = tl.num_programs(0) // tl.cdiv(N, BLOCK_N) if EXPERTS else tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
     tl.assume(steps > 0)
     for pid in tl.range(tl.program_id(0), num_m * num_n, programs, flatten=PERSISTENT):
         pid_m, pid_n = tile_of(pid, num_m, num_n)
-        m = pid_m * BLOCK_M
-        n = pid_n * BLOCK_N
-        acc = no_sum(BLOCK_M, BLOCK_N, SWAP, ACC)
-        for step in range(steps):
-            a = operand(x, m, M, step * BLOCK_K, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
-            b = operand(w, n, N, step * BLOCK_K, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
-            acc = dot_of_rows(a, b, acc, SWAP)
-        rm = m + tl.arange(0, BLOCK_M)
-        rn = n + tl.arange(0, BLOCK_N)
-        y = of_rows(acc, SWAP)
-        if SCALED:
-            y = scaled(y, s_x + rm, rm < M, s_w + rn, rn < N)
-        if BIAS:
-            y += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
-        if TMA_OUT:
-            if HALVES:  # half of the tile at a time: the smaller staging buffer leaves room for a pipeline stage
-                left, right = tl.split(y.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
-                out.store([m, n], narrow(left, out.dtype))
-                out.store([m, n + BLOCK_N // 2], narrow(right, out.dtype))
-            else:
-                out.store([m, n], narrow(y, out.dtype))
+        if EXPERTS:
+            expert, m, end = expert_rows(starts, pid_m, EXPERTS, LANES, BLOCK_M)
         else:
-            at = out + rm.to(tl.int64)[:, None] * stride_om + rn[None, :]
-            tl.store(at, narrow(y, out.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+            expert, m, end = 0, pid_m * BLOCK_M, M
+        n = pid_n * BLOCK_N
+        size = K if TRANSPOSED else N
+        first, last = expert * size, (expert + 1) * size  # rows of the expert's weight
+        if EXPERTS == 0 or m < end:
+            if order is not None:
+                source = source_rows(order, m + tl.arange(0, BLOCK_M), end, SLOTS)
+                rows = x + source.to(tl.int64) * stride_xm
+            acc = no_sum(BLOCK_M, BLOCK_N, SWAP, ACC)
+            for step in range(steps):
+                k = step * BLOCK_K
+                if order is None:
+                    a = operand(x, m, end, k, K, stride_xm, BLOCK_M, BLOCK_K, TMA_X)
+                else:
+                    a = gathered_rows(rows, k, K, BLOCK_K)
+                if TRANSPOSED:
+                    b = operand(w, first + k, last, n, N, stride_wn, BLOCK_K, BLOCK_N, TMA_W).T
+                else:
+                    b = operand(w, first + n, last, k, K, stride_wn, BLOCK_N, BLOCK_K, TMA_W)
+                acc = dot_of_rows(a, b, acc, SWAP)
+            rm = m + tl.arange(0, BLOCK_M)
+            rn = n + tl.arange(0, BLOCK_N)
+            y = of_rows(acc, SWAP)
+            if s_x is not None:
+                y = y.to(tl.float32) * tl.load(s_w + first + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+                y *= tl.load(s_x + (rm if order is None else source), mask=rm < end, other=0.0)[:, None]
+            if bias is not None:
+                y += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+            if TMA_OUT:
+                if HALVES:  # half of the tile at a time: a smaller staging buffer leaves memory for a pipeline stage
+                    left, right = tl.split(y.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+                    out.store([m, n], narrow(left, out.dtype))
+                    out.store([m, n + BLOCK_N // 2], narrow(right, out.dtype))
+                else:
+                    out.store([m, n], narrow(y, out.dtype))
+            else:
+                at = out + rm.to(tl.int64)[:, None] * stride_om + rn[None, :]
+                tl.store(at, narrow(y, out.dtype.element_ty), mask=(rm < end)[:, None] & (rn < N)[None, :])
 
 
 @planned
@@ -105,15 +122,31 @@ def dense(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    groups: Groups | None = None,
+    gathered: bool = False,
+    tile: Tile | None = None,
 ) -> Tensor:
     """y = x @ weight^T + bias, FP32 accumulation, one rounding; a row's bits do not depend on the other rows.
 
-    x: (M, K) bf16 or fp16, any row stride; weight: (N, K) of x's dtype; bias: (N,). out: (M, N), any row stride, is
-    filled if given. Returns (M, N) of out_dtype (out's, else x's).
+    Args:
+        x: (M, K) bf16 or fp16, any row stride. With groups one row per sorted pair; if gathered (T, K), one per token.
+        weight: (N, K) of x's dtype; with groups that of all experts, concatenated, and N counts one expert.
+        bias: (N,), or None. Grouped products have none.
+        out_dtype: Of the result. Default: out's dtype, else x's.
+        out: (M, N) to fill, any row stride, or None.
+        groups: Rows belong to experts.
+        tile: For tests and tuning; changes no bit. Default: the tuned one.
+
+    Returns:
+        (M, N) of out_dtype; with groups in sorted order.
+
+    Raises:
+        ValueError: dtypes or shapes do not fit each other or the groups.
     """
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         raise ValueError(f"dense needs bf16 or fp16 operands of one dtype, not {x.dtype} and {weight.dtype}; cast them")
-    return _run("dense", x, weight, None, None, bias, out_dtype or (x if out is None else out).dtype, out)
+    dtype = out_dtype or (x if out is None else out).dtype
+    return _multiply("dense", x, weight, None, None, bias, dtype, out, groups, gathered, tile)
 
 
 @planned
@@ -125,14 +158,17 @@ def w8a8(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
+    groups: Groups | None = None,
+    gathered: bool = False,
+    tile: Tile | None = None,
 ) -> Tensor:
     """y = (qx @ codes^T in int32) * s_w * s_x + bias, bit-equal to the reference.
 
-    qx: (M, K) int8; s_x: (M, 1) fp32; codes: (N, K) int8; s_w: (N, 1). out: as in `dense`. Returns (M, N).
+    qx: (M, K) int8; s_x: (M, 1) fp32; codes: (N, K) int8; s_w: (N, 1). The rest as in `dense`.
     """
     if qx.dtype != torch.int8 or codes.dtype != torch.int8:
         raise ValueError(f"w8a8 needs int8 codes, not {qx.dtype} and {codes.dtype}; quantize the activations first")
-    return _run("w8a8", qx, codes, s_x, s_w, bias, out_dtype, out)
+    return _multiply("w8a8", qx, codes, s_x, s_w, bias, out_dtype, out, groups, gathered, tile)
 
 
 @planned
@@ -144,18 +180,20 @@ def fp8(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
+    groups: Groups | None = None,
+    gathered: bool = False,
+    tile: Tile | None = None,
 ) -> Tensor:
     """y = (qx @ codes^T in fp32) * s_w * s_x + bias, with the tensor cores' fast accumulation on Hopper.
 
-    qx: (M, K) float8_e4m3fn; s_x: (M, 1) fp32; codes: (N, K) float8_e4m3fn; s_w: (N, 1). out: as in `dense`. Returns
-    (M, N).
+    qx: (M, K) float8_e4m3fn; s_x: (M, 1) fp32; codes: (N, K) float8_e4m3fn; s_w: (N, 1). The rest as in `dense`.
     """
     check_e4m3("fp8", qx, codes)
-    return _run("fp8", qx, codes, s_x, s_w, bias, out_dtype, out)
+    return _multiply("fp8", qx, codes, s_x, s_w, bias, out_dtype, out, groups, gathered, tile)
 
 
 def check_e4m3(name: str, qx: Tensor, codes: Tensor) -> None:
-    """Raise ValueError, which names the scheme, unless both are e4m3 codes, on a GPU that multiplies them."""
+    """Raise ValueError, which names the scheme, unless both are e4m3 codes on a GPU that multiplies them."""
     if qx.dtype != torch.float8_e4m3fn or codes.dtype != torch.float8_e4m3fn:
         raise ValueError(
             f"{name} needs float8_e4m3fn codes, not {qx.dtype} and {codes.dtype}; quantize the activations first"
@@ -164,8 +202,8 @@ def check_e4m3(name: str, qx: Tensor, codes: Tensor) -> None:
         raise ValueError("fp8 products need compute capability 8.9 (Ada, Hopper); use w8a8, or the reference")
 
 
-def _run(
-    table: str,
+def _multiply(
+    family: str,
     x: Tensor,
     weight: Tensor,
     s_x: Tensor | None,
@@ -173,9 +211,12 @@ def _run(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None,
+    groups: Groups | None,
+    gathered: bool,
+    tile: Tile | None,
 ) -> Tensor:
-    m, k = x.shape
-    n = weight.shape[0]
+    m, n = output_rows(x, groups, gathered, bias), output_features(len(weight), groups)
+    k = x.shape[1]
     if weight.shape[1] != k:
         raise ValueError(f"x has {k} features and the weight {weight.shape[1]}; they must agree")
     if weight.stride(1) != 1:
@@ -184,22 +225,27 @@ def _run(
         x = x.contiguous()
     out = output(out, m, n, out_dtype, x.device)
     done = 0
-    tile = lookup(table, n, k, m, x)
-    decode = table == "dense" and m in library.DECODE_ROWS and capability_of(x) >= (9, 0)
-    # Rows further apart may make cuBLAS choose a kernel that was not compared.
+    decode = family == "dense" and groups is tile is None and m in library.DECODE_ROWS and capability_of(x) >= (9, 0)
+    tile = tile or lookup(family, n, k, m, x, groups=groups, gathered=gathered)
+    # cuBLAS may choose a kernel that was not compared if rows are further apart.
     if (decode or tile.way == "library") and bias is None and out_dtype == x.dtype and out.is_contiguous():
         done = library.product(x, weight, out, by_kernel)
     if tile.way == "library":
-        tile = lookup(table, n, k, m - done, x, library=False)
+        tile = lookup(family, n, k, m - done, x, library=False)
     if done:
         run(x[done:], weight, None if s_x is None else s_x[done:], s_w, bias, out[done:], tile)
-    else:  # as always in a decode, where the host's microseconds count
-        run(x, weight, s_x, s_w, bias, out, tile)
+    else:  # always in a decode, where the host's microseconds count
+        run(x, weight, s_x, s_w, bias, out, tile, groups, gathered)
     return out
 
 
 # For rows that the tensor memory accelerator cannot read: loads of one element take many registers, tuned tiles spill.
 POINTERS = Tile("x_first", 64, 64, 32)
+
+
+def loads_vectors(x: Tensor) -> bool:
+    """Whether the compiler knows that pointers to the rows, and their ends, are aligned."""
+    return x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0
 
 
 def by_kernel(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -215,29 +261,35 @@ def run(
     bias: Tensor | None,
     out: Tensor,
     tile: Tile,
+    groups: Groups | None = None,
+    gathered: bool = False,
+    transposed: bool = False,
 ) -> None:
-    """Fill out (M, N) with the product of x (M, K) and weight (N, K), scaled by s_x (M, 1) and s_w (N, 1) if given."""
-    m, k = x.shape
-    n = weight.shape[0]
+    """Fill out (M, N) with x (M, K) times weight (N, K), scaled by s_x (M, 1) and s_w (N, 1) if given.
+
+    transposed: the weight is (K, N), for the gradient of a grouped product's input.
+    """
+    (m, n), k = out.shape, x.shape[1]
     if m == 0 or n == 0:
         return
-    tma = supports_tma(x) and supports_tma(weight)
-    if not tma and capability_of(x) >= (9, 0):
-        tile = POINTERS
-    swap, block_k = tile.way == "w_first", tile.block_k
-    # A float32 tile staged for the accelerator, or held while the next one loads, does not fit beside the stages.
+    tile, tma_x, tma_w = _operands_by(x, weight, tile, groups, gathered, transposed)
+    swap = tile.way == "w_first"
+    # A float32 tile that is staged for the accelerator, or held while the next one loads, does not fit beside the
+    # stages. A tile of an expert's last rows would write the next one's.
     narrow_out = out.element_size() == 2
-    tma_out = tma and not swap and narrow_out and supports_tma(out)
+    tma_out = tma_x and tma_w and groups is None and not swap and narrow_out and supports_tma(out)
     halves = tma_out and tile.halves
-    tiles = cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
-    programs = min(tiles, multiprocessors(x)) if tile.persistent and tma and narrow_out else tiles
+    tiles = row_tiles(m, tile.block_m, groups) * cdiv(n, tile.block_n)
+    persistent = groups is None and tile.persistent and tma_x and narrow_out
+    programs = min(tiles, multiprocessors(x)) if persistent else tiles
+    block_w = (tile.block_k, tile.block_n) if transposed else (tile.block_n, tile.block_k)
     launch(
         gemm_kernel,
         (programs,),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=Descriptor(x, (tile.block_m, block_k)) if tma else x,
-        w=Descriptor(weight, (tile.block_n, block_k)) if tma else weight,
+        x=Descriptor(x, (tile.block_m, tile.block_k)) if tma_x else x,
+        w=Descriptor(weight, block_w) if tma_w else weight,
         out=Descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
         s_x=s_x,
         s_w=s_w,
@@ -251,13 +303,29 @@ def run(
         programs=programs,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=tile.block_k,
         SWAP=swap,
         ACC=tl.int32 if x.dtype == torch.int8 else tl.float32,
-        SCALED=s_x is not None,
-        BIAS=bias is not None,
-        TMA=tma,
+        TMA_X=tma_x,
+        TMA_W=tma_w,
         TMA_OUT=tma_out,
         PERSISTENT=programs < tiles,
         HALVES=halves,
+        TRANSPOSED=transposed,
+        **kernel_arguments(groups, gathered),
     )
+
+
+def _operands_by(
+    x: Tensor, weight: Tensor, tile: Tile, groups: Groups | None, gathered: bool, transposed: bool
+) -> tuple[Tile, bool, bool]:
+    """(tile, whether x and weight come through the tensor memory accelerator)."""
+    if groups is None:
+        tma = supports_tma(x) and supports_tma(weight)
+        return (POINTERS if not tma and capability_of(x) >= (9, 0) else tile), tma, tma
+    tma_x = not gathered and supports_tma(x)
+    # In a gradient the next expert's rows would be summed; pointers mask them.
+    tma_w = supports_tma(weight) and not (transposed and x.shape[1] % tile.block_k)
+    if (tma_x or loads_vectors(x)) and (tma_w or loads_vectors(weight)):
+        return tile, tma_x, tma_w
+    return POINTERS, tma_x, False

@@ -24,7 +24,6 @@ from qarl_kernels import gemm, tuning
 from qarl_kernels.blocks import COMPILED, int4_rows, program_tile, source_rows
 from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import check_stored
-from qarl_kernels.moe import codes
 from qarl_kernels.moe.groups import Groups, output_features, output_rows
 from qarl_kernels.nvfp4_weights import GROUP, scaled_nvfp4
 from qarl_kernels.output import output
@@ -288,16 +287,13 @@ def dequantized(
 ) -> Tensor:
     """The product with codes * scale as a matrix of x's dtype, scaled in the epilogue. Returns (M, N), or `out`."""
     weight = scaled_nvfp4(packed, scale, x.dtype)
-    (m, k), rows = x.shape, len(weight)
-    ones = torch.ones(m, 1, dtype=torch.float32, device=x.device)
-    divided = global_scale.reciprocal().expand(rows).contiguous()
-    if groups is not None:
-        n = output_features(rows, groups)
-        tile = tuning.lookup("dense", n, k, groups.rows, x, groups=groups, gathered=gathered)
-        return codes.run(x, ones, weight, divided, n, groups, gathered, out_dtype, tile)
+    m, n = output_rows(x, groups, gathered, bias), output_features(len(weight), groups)
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = output(out, m, rows, out_dtype, x.device)
-    tile = tuning.lookup("dense", rows, k, m, x, library=False)  # the library's products have no scales
-    gemm.run(x, weight, ones, divided, bias, out, tile)
+    out = output(out, m, n, out_dtype, x.device)
+    ones = torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
+    divided = global_scale.reciprocal().expand(len(weight)).contiguous()
+    # Not by the library, whose products have no scales.
+    tile = tuning.lookup("dense", n, x.shape[1], m, x, library=False, groups=groups, gathered=gathered)
+    gemm.run(x, weight, ones, divided, bias, out, tile, groups, gathered)
     return out

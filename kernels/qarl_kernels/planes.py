@@ -175,12 +175,10 @@ def run_tiled(
     wide: the kernel is a 16-bit `wide` one, which takes x and out as its tile says. own: arguments that only this
     kernel has. Returns `out`, (M, n).
     """
-    m, k = output_rows(x, groups, gathered), x.shape[1]
+    m, k = output_rows(x, groups, gathered, bias), x.shape[1]
     experts = 1 if groups is None else groups.experts
     if tiled.shape[:2] != (cdiv(experts * n, 16), cdiv(k, BLOCK)):
         raise ValueError(f"x has {k} features, but a tiled weight {list(tiled.shape)} is not {experts} x {n} x {k}")
-    if groups is not None and bias is not None:
-        raise ValueError("grouped products take no bias")
     if x.stride(1) != 1:
         x = x.contiguous()
     out = output(out, m, n, out_dtype, x.device)

@@ -27,7 +27,6 @@ from qarl_kernels.blocks import COMPILED, int4_rows, program_tile, source_rows
 from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import dequantize_int4
 from qarl_kernels.integers import cdiv
-from qarl_kernels.moe.dense import grouped_dense
 from qarl_kernels.moe.groups import Groups, output_features, output_rows
 from qarl_kernels.planes import eight_products, run_tiled, store, wide_product, x_planes, x_rows
 from qarl_kernels.plans import planned
@@ -270,11 +269,7 @@ def w4a16(
             assert tiled is not None, "w4a16 needs the weight packed or tiled"
             packed = untile_int4(tiled, len(scale), k)
         weight = dequantize_int4(packed, scale, zero_point, k, x.dtype)
-        return (
-            gemm.dense(x, weight, bias, out_dtype, out)
-            if groups is None
-            else grouped_dense(x, weight, groups, gathered)
-        )
+        return gemm.dense(x, weight, bias, out_dtype, out, groups, gathered)
     wide = tile.way == "wide"
     own = {"meta": meta, "meta_n": meta.shape[1], "GROUPS": meta.shape[0] // tiled.shape[1]}
     kernel, dtype = wide_kernel if wide else narrow_kernel, out_dtype or (x if out is None else out).dtype

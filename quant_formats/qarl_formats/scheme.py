@@ -366,13 +366,9 @@ class Scheme(ABC):
         """
         assert not isinstance(x, Codes), f"scheme {self.name} multiplies 16-bit activations"
         weight = operands[self.plain_operands[0]]
-        if groups is None:
-            from qarl_kernels.gemm import dense
+        from qarl_kernels.gemm import dense
 
-            return dense(x, weight, bias)
-        from qarl_kernels.moe.dense import grouped_dense
-
-        return grouped_dense(x, weight, groups, gathered)
+        return dense(x, weight, bias, groups=groups, gathered=gathered)
 
 
 def _input_quantizer(kind: InputCodes) -> Any:

@@ -107,7 +107,7 @@ def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
 
         return Linear(
             lambda x: fp8_block.fp8_block(*quantize.activation_fp8_group(x), codes, scale, None, BF16),
-            lambda x, tile: fp8_block.run(*quantize.activation_fp8_group(x), codes, scale, None, BF16, tile),
+            lambda x, tile: fp8_block.fp8_block(*quantize.activation_fp8_group(x), codes, scale, None, BF16, tile=tile),
             expected,
         )
     scale = torch.rand(n, 1, device=CUDA) * 0.01

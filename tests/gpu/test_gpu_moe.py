@@ -10,7 +10,7 @@ import torch
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.weight import LowBitWeight, concatenate, quantize_weight
 from qarl_kernels import gemm, tuning
-from qarl_kernels.moe import backward, combine, dense, dispatch, reference, routing
+from qarl_kernels.moe import backward, combine, dispatch, reference, routing
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
@@ -35,11 +35,11 @@ def test_a_row_has_the_bits_of_its_experts_own_product(experts: int, slots: int,
     for tokens in TOKENS:
         groups = dispatch.groups_of(chosen(tokens, slots, experts).to(CUDA), experts, kernels=True)
         x = random(tokens, k, seed=2, device=CUDA, dtype=BF16)
-        result = dense.grouped_dense(x, weight, groups, True)
+        result = gemm.dense(x, weight, groups=groups, gathered=True)
         in_order = x[groups.order.long() // slots]
-        assert torch.equal(dense.grouped_dense(in_order, weight, groups, False), result)
+        assert torch.equal(gemm.dense(in_order, weight, groups=groups, gathered=False), result)
         for tile in [tile for _, tile in tuning.GROUPED_DENSE] if tokens == 200 else []:
-            assert torch.equal(dense.grouped_dense(x, weight, groups, True, tile=tile), result), tile
+            assert torch.equal(gemm.dense(x, weight, groups=groups, gathered=True, tile=tile), result), tile
         for expert, rows, its in parts(groups):
             own = weight[expert * n : (expert + 1) * n]
             assert torch.equal(result[rows], gemm.dense(x[its], own)), (tokens, expert)
@@ -118,7 +118,9 @@ def test_routing_sorting_product_and_sum_are_captured_and_replay() -> None:
     def block() -> tuple[Tensor, Tensor]:
         routed = routing.route(x, router, slots, True, kernels=True)
         groups = dispatch.groups_of(routed.experts, experts, kernels=True)
-        return routed.experts, combine.combine(dense.grouped_dense(x, weight, groups, True), routed.weights, groups)
+        return routed.experts, combine.combine(
+            gemm.dense(x, weight, groups=groups, gathered=True), routed.weights, groups
+        )
 
     before = block()[0].clone()
     graph = torch.cuda.CUDAGraph()

@@ -267,7 +267,8 @@ def _product(family: str, n: int, k: int, tile_: tuning.Tile) -> None:
             w4a8.w4a8(qx, scale_x, tiled, meta, k, n, None, BF16, tile=tile_)
     elif family == "fp8_block":
         scales = empty(m, -(-k // 128), dtype=FP32), empty(-(-n // 128), -(-k // 128), dtype=FP32)
-        fp8_block.run(empty(m, k, dtype=e4m3), scales[0], empty(n, k, dtype=e4m3), scales[1], None, BF16, tile_)
+        qx, codes = empty(m, k, dtype=e4m3), empty(n, k, dtype=e4m3)
+        fp8_block.fp8_block(qx, scales[0], codes, scales[1], None, BF16, tile=tile_)
     else:
         dtype = {"dense": BF16, "w8a8": int8, "fp8": e4m3}[family]
         scales = (None, None) if family == "dense" else (empty(m, 1, dtype=FP32), empty(n, 1))

@@ -18,9 +18,8 @@ from compile_cases import (
     scales_fp4,
     tiled_fp4,
 )
-from qarl_kernels import nvfp4a16, w4a8, w4a16
-from qarl_kernels.moe import backward, codes, fp8_block
-from qarl_kernels.moe import dense as moe_dense
+from qarl_kernels import fp8_block, gemm, nvfp4a16, w4a8, w4a16
+from qarl_kernels.moe import backward
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import TABLES, Tile, default_tile, entries
 
@@ -31,13 +30,13 @@ ROWS_EACH = (4, 40, 100, 1000)  # of an expert: a tile of the 16-bit defaults ea
 
 def _product(family: str, given: Groups, n: int, k: int, gathered: bool, tile_: Tile) -> None:
     rows, width, blocks = given.rows // given.slots if gathered else given.rows, given.experts * n, -(-k // 128)
-    x, dy, rest = empty(rows, k), empty(given.rows, n), (n, given, gathered)
+    x, dy = empty(rows, k), empty(given.rows, n)
     tiled, meta = empty(width // 16, blocks, 16, 16, dtype=torch.int32), empty(blocks, width, dtype=FP32)
     byte = torch.int8 if family.startswith("w") else torch.float8_e4m3fn
     qx, scale_x = x.to(byte), empty(rows, 1, dtype=FP32)
     grouped = {"groups": given, "gathered": gathered, "tile": tile_}
     if family == "dense":
-        moe_dense.grouped_dense(x, empty(width, k), given, gathered, tile=tile_)
+        gemm.dense(x, empty(width, k), **grouped)
     elif family == "input_grad":
         backward.grouped_input_grad(dy, empty(width, k), given, tile=tile_)
     elif family == "weight_grad":
@@ -50,9 +49,10 @@ def _product(family: str, given: Groups, n: int, k: int, gathered: bool, tile_: 
         w4a8.w4a8(qx, scale_x, tiled, meta, k, n, None, BF16, **grouped)
     elif family == "fp8_block":
         scales = empty(rows, blocks, dtype=FP32), empty(width // 128, blocks)
-        fp8_block.run(qx, scales[0], empty(width, k, dtype=byte), scales[1], *rest, BF16, tile_)
+        fp8_block.fp8_block(qx, scales[0], empty(width, k, dtype=byte), scales[1], None, BF16, **grouped)
     else:
-        codes.run(qx, scale_x, empty(width, k, dtype=byte), empty(width, 1), *rest, BF16, tile_)
+        product = {"w8a8": gemm.w8a8, "fp8": gemm.fp8}[family]
+        product(qx, scale_x, empty(width, k, dtype=byte), empty(width, 1), None, BF16, **grouped)
 
 
 def _label(family: str, experts: int, n: int, k: int, tile_: Tile) -> str:
@@ -130,7 +130,7 @@ def int4() -> Iterator[str]:
     tile_ = default_tile("dense", given.rows, not on_hopper(), experts=experts)
     x, weight = empty(65_536, k), empty(experts * n, k)
     scales = empty(len(x), 1, dtype=FP32), empty(len(weight), dtype=FP32)
-    codes.run(x, scales[0], weight, scales[1], n, given, True, BF16, tile_)
+    gemm.run(x, weight, *scales, None, empty(given.rows, n), tile_, given, True)
     yield f"experts nvfp4a16 dequantized {tile_}" + " wgmma" * on_hopper()
 
 

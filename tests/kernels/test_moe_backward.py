@@ -108,11 +108,11 @@ def test_errors_name_what_is_wrong(device) -> None:
     dy, x, weight = operands(groups, True, 16, 32, BF16)
     into = torch.zeros(3 * 16, 32, device=device)
     for call, message in (
-        (lambda: backward.grouped_input_grad(dy[:4], weight, groups), "8 rows belong to these groups, not 4"),
+        (lambda: backward.grouped_input_grad(dy[:4], weight, groups), "x has 4 rows, but these groups need 8"),
         (lambda: backward.grouped_input_grad(dy, weight[:45], groups), "an expert's weight 15"),
         (lambda: backward.grouped_input_grad(dy.float(), weight, groups), "needs bf16 or fp16 operands"),
-        (lambda: backward.grouped_weight_grad(dy, x, groups, False, into), "8 rows belong to these groups, not 4"),
-        (lambda: backward.grouped_weight_grad(dy[:4], x, groups, True, into), "8 rows belong to these groups, not 4"),
+        (lambda: backward.grouped_weight_grad(dy, x, groups, False, into), "x has 4 rows, but these groups need 8"),
+        (lambda: backward.grouped_weight_grad(dy[:4], x, groups, True, into), "x has 4 rows, but these groups need 8"),
         (lambda: backward.grouped_weight_grad(dy, x, groups, True, into[1:]), r"contiguous float32 \(48, 32\)"),
         (lambda: backward.grouped_weight_grad(dy, x, groups, True, into.double()), "not torch.float64"),
     ):

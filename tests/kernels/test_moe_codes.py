@@ -9,8 +9,6 @@ from products import integers, random, relative_error
 from qarl_kernels import fp8_block, gemm, reference
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.moe import codes as moe_codes
-from qarl_kernels.moe import fp8_block as moe_block
 from qarl_kernels.tuning import Tile
 from torch import Tensor
 
@@ -43,7 +41,8 @@ def test_w8a8_is_the_reference_of_each_rows_expert_bit_for_bit(device, n: int, k
     given = mixtures.grouped(TOKENS, 2, EXPERTS, device)
     x, codes = _x(k, gathered, device), integers(-128, 127, EXPERTS * n, k, seed=2, device=device)
     scale = _scale(len(codes), device)
-    y = moe_codes.run(*quantize_activation_int8(x), codes, scale, n, given, gathered, torch.bfloat16, tile)
+    grouped = {"groups": given, "gathered": gathered, "tile": tile}
+    y = gemm.w8a8(*quantize_activation_int8(x), codes, scale, None, torch.bfloat16, **grouped)
 
     def expected(rows: Tensor, expert: int) -> Tensor:
         return reference.w8a8(rows, _part(codes, expert).float(), _part(scale, expert))
@@ -59,12 +58,12 @@ def test_fp8_is_the_product_of_each_expert_alone_bit_for_bit(device, n: int, k: 
     given = mixtures.grouped(TOKENS, 2, EXPERTS, device)
     x, codes = _x(k, gathered, device), random(EXPERTS * n, k, seed=2, device=device)
     codes, scale = codes.to(torch.float8_e4m3fn), _scale(len(codes), device)
-    y = moe_codes.run(*quantize_activation_fp8(x), codes, scale, n, given, gathered, torch.bfloat16, tile)
+    grouped = {"groups": given, "gathered": gathered, "tile": tile}
+    y = gemm.fp8(*quantize_activation_fp8(x), codes, scale, None, torch.bfloat16, **grouped)
 
     def alone(rows: Tensor, expert: int) -> Tensor:
-        out, (qx, s_x) = torch.empty(len(rows), n, dtype=torch.bfloat16, device=device), quantize_activation_fp8(rows)
-        gemm.run(qx, _part(codes, expert), s_x, _part(scale, expert), None, out, tile)
-        return out
+        own = _part(codes, expert), _part(scale, expert)
+        return gemm.fp8(*quantize_activation_fp8(rows), *own, None, torch.bfloat16, tile=tile)
 
     def exact(rows: Tensor, expert: int) -> Tensor:
         qx, s_x = quantize_activation_fp8(rows)
@@ -81,17 +80,18 @@ def test_fp8_block_is_the_product_of_each_expert_alone_bit_for_bit(device, k: in
         pytest.skip("FP8 rows of this K have no 16-byte stride; the interpreter covers the pointer path")
     n, given = 128, mixtures.grouped(TOKENS, 2, EXPERTS, device)
     x, codes = _x(k, gathered, device), random(EXPERTS * n, k, seed=2, device=device)
-    codes, scale = codes.to(torch.float8_e4m3fn), random(EXPERTS, 2, seed=4, device=device).bfloat16()
+    codes, scale = codes.to(torch.float8_e4m3fn), random(EXPERTS, -(-k // 128), seed=4, device=device).bfloat16()
 
     def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
         parts = [quantize_activation_fp8(part) for part in rows.split(128, 1)]
         return tuple(torch.cat(side, 1) for side in zip(*parts, strict=True))  # type: ignore[return-value]
 
-    y = moe_block.run(*quantized(x), codes, scale, n, given, gathered, torch.bfloat16, tile)
+    grouped = {"groups": given, "gathered": gathered, "tile": tile}
+    y = fp8_block.fp8_block(*quantized(x), codes, scale, None, torch.bfloat16, **grouped)
 
     def alone(rows: Tensor, expert: int) -> Tensor:
         parts = _part(codes, expert), _part(scale, expert).float()
-        return fp8_block.run(*quantized(rows), *parts, None, torch.bfloat16, tile)
+        return fp8_block.fp8_block(*quantized(rows), *parts, None, torch.bfloat16, tile=tile)
 
     assert torch.equal(y, mixtures.by_expert(given, gathered, x, alone))
 
@@ -101,22 +101,20 @@ def test_fp8_block_is_the_product_of_each_expert_alone_bit_for_bit(device, k: in
     assert relative_error(y, mixtures.by_expert(given, gathered, x, exact)) < 5e-3
 
 
-@pytest.mark.parametrize("product", [moe_codes.grouped_w8a8, moe_codes.grouped_fp8, moe_block.grouped_fp8_block])
+@pytest.mark.parametrize("product", [gemm.w8a8, gemm.fp8, fp8_block.fp8_block], ids=["w8a8", "fp8", "fp8_block"])
 def test_what_does_not_fit_is_refused(device, product) -> None:
     given = mixtures.grouped(4, 2, EXPERTS, device)
     scale = torch.ones(4, 1, device=device)
     x, weight = torch.zeros(4, 96, device=device), torch.zeros(EXPERTS * 128, 96, device=device)
     with pytest.raises(ValueError, match=r"needs .* codes, not torch.float32"):
-        product(x, scale, weight, scale, 128, given, True, torch.bfloat16)
-    kind = torch.int8 if product is moe_codes.grouped_w8a8 else torch.float8_e4m3fn
-    with pytest.raises(ValueError, match="belong together"):
-        product(x.to(kind), scale, weight.to(kind), torch.ones(5, 1), 128, given, False, torch.bfloat16)
+        product(x, scale, weight, scale, None, torch.bfloat16, groups=given, gathered=True)
+    kind = torch.int8 if product is gemm.w8a8 else torch.float8_e4m3fn
+    with pytest.raises(ValueError, match="x has 4 rows, but these groups need 8, one per sorted pair"):
+        product(x.to(kind), scale, weight.to(kind), torch.ones(5, 1), None, torch.bfloat16, groups=given)
 
 
 def test_experts_that_would_share_a_scale_are_refused(device) -> None:
     x, weight = (torch.zeros(rows, 96, device=device).to(torch.float8_e4m3fn) for rows in (4, EXPERTS * 40))
+    given = {"groups": mixtures.grouped(4, 2, EXPERTS, device), "gathered": True}
     with pytest.raises(ValueError, match="experts of 40 output features would share scales, which span 128"):
-        scales = torch.ones(4, 1), torch.ones(2, 1)
-        moe_block.grouped_fp8_block(
-            x, scales[0], weight, scales[1], 40, mixtures.grouped(4, 2, EXPERTS, device), True, torch.bfloat16
-        )
+        fp8_block.fp8_block(x, torch.ones(4, 1), weight, torch.ones(2, 1), None, torch.bfloat16, **given)

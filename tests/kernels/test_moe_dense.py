@@ -9,7 +9,6 @@ from products import random, relative_error
 from qarl_kernels import gemm
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe import reference
-from qarl_kernels.moe.dense import grouped_dense
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import Tile
 from torch import Tensor
@@ -45,7 +44,7 @@ def test_each_row_is_multiplied_with_its_experts_weight(device, tokens, slots, e
     for expert, rows, its in parts(groups):
         expected[rows] = rows_of(x, gathered, rows, its).double() @ weight[expert * n : (expert + 1) * n].double().t()
     assert relative_error(reference.grouped_dense(x, weight, groups, gathered), expected) < ONE_ROUNDING[dtype]
-    assert relative_error(grouped_dense(x, weight, groups, gathered), expected) < ONE_ROUNDING[dtype]
+    assert relative_error(gemm.dense(x, weight, groups=groups, gathered=gathered), expected) < ONE_ROUNDING[dtype]
 
 
 # Rows that no vector can be loaded from are multiplied on one tile, whatever was asked for.
@@ -59,7 +58,7 @@ def test_a_row_has_the_bits_of_its_experts_own_product(device, shape, tile) -> N
     groups = grouped(tokens, slots, experts, device)
     for gathered in (False, True):
         x, weight = operands(groups, gathered, n, k, torch.bfloat16)
-        result = grouped_dense(x, weight, groups, gathered, tile=tile)
+        result = gemm.dense(x, weight, groups=groups, gathered=gathered, tile=tile)
         for expert, rows, its in parts(groups):
             own = rows_of(x, gathered, rows, its)
             expected = torch.full((own.shape[0], n), torch.nan, dtype=x.dtype, device=device)
@@ -73,7 +72,7 @@ def test_tiles_of_the_table_of_defaults_agree_with_gemm(device) -> None:
     for tokens in (5, 70, 260):
         groups = grouped(tokens, 1, 3, device)
         x = random(tokens, 128, seed=1, device=device, dtype=torch.bfloat16)
-        result = grouped_dense(x, weight, groups, True)
+        result = gemm.dense(x, weight, groups=groups, gathered=True)
         for expert, rows, its in parts(groups):
             for row, token in list(zip(range(rows.start, rows.stop), its, strict=True))[:2]:
                 alone = gemm.dense(x[token][None], weight[expert * 64 : (expert + 1) * 64])
@@ -101,17 +100,17 @@ def test_one_expert_may_have_every_row(device, expert: int) -> None:
     groups = all_to(expert, 150, 5, device)
     x, weight = operands(groups, True, 40, 72, torch.bfloat16)
     expected = x.double() @ weight[expert * 40 : (expert + 1) * 40].double().t()
-    assert relative_error(grouped_dense(x, weight, groups, True), expected) < ONE_ROUNDING[x.dtype]
+    assert relative_error(gemm.dense(x, weight, groups=groups, gathered=True), expected) < ONE_ROUNDING[x.dtype]
 
 
 @pytest.mark.parametrize("tile", TILES[:2], ids=lambda tile: tile.way)
 def test_what_is_not_finite_stays_in_its_row_and_its_expert(device, tile) -> None:
     groups = grouped(30, 2, 5, device)
     x, weight = operands(groups, True, 40, 72, torch.bfloat16)
-    clean = grouped_dense(x, weight, groups, True, tile=tile)
+    clean = gemm.dense(x, weight, groups=groups, gathered=True, tile=tile)
     x[4, 3] = torch.nan
     weight[2 * 40 : 3 * 40] = torch.nan
-    result = grouped_dense(x, weight, groups, True, tile=tile)
+    result = gemm.dense(x, weight, groups=groups, gathered=True, tile=tile)
     spoiled = (groups.order // 2 == 4).clone()
     spoiled[groups.starts[2] : groups.starts[3]] = True
     assert 0 < spoiled.sum() < groups.rows
@@ -122,28 +121,31 @@ def test_out_is_filled_and_nothing_beside_it(device) -> None:
     groups = grouped(20, 2, 4, device)
     x, weight = operands(groups, False, 40, 64, torch.bfloat16)
     wide = torch.full((groups.rows, 50), 7.0, device=device, dtype=x.dtype)
-    assert grouped_dense(x, weight, groups, False, out=wide[:, :40]).data_ptr() == wide.data_ptr()
-    assert torch.equal(wide[:, :40], grouped_dense(x, weight, groups, False)) and (wide[:, 40:] == 7.0).all()
+    assert gemm.dense(x, weight, groups=groups, gathered=False, out=wide[:, :40]).data_ptr() == wide.data_ptr()
+    assert (
+        torch.equal(wide[:, :40], gemm.dense(x, weight, groups=groups, gathered=False)) and (wide[:, 40:] == 7.0).all()
+    )
 
 
 def test_no_tokens(device) -> None:
     groups = grouped(0, 2, 4, device)
     for gathered in (False, True):
         x, weight = operands(groups, gathered, 40, 64, torch.bfloat16)
-        assert grouped_dense(x, weight, groups, gathered).shape == (0, 40)
+        assert gemm.dense(x, weight, groups=groups, gathered=gathered).shape == (0, 40)
         assert reference.grouped_dense(x, weight, groups, gathered).shape == (0, 40)
 
 
 def test_errors_name_what_is_wrong(device) -> None:
     groups = grouped(4, 2, 3, device)
     x, weight = operands(groups, True, 8, 16, torch.bfloat16)
-    for arguments, message in (
-        ((x.float(), weight, groups, True), "grouped_dense needs bf16 or fp16 operands of one dtype"),
-        ((x, weight.half(), groups, True), "not torch.bfloat16 and torch.float16"),
-        ((x, weight, groups, False), "8 rows belong to these groups, not 4"),
-        ((x, weight[:-1], groups, True), "23 rows are no multiple of 3 experts"),
-        ((x[:, :8], weight, groups, True), "x has 8 features and the weight 16"),
-        ((x.t().contiguous().t(), weight, groups, True), "rows of both operands must be contiguous"),
+    for x_, weight_, gathered, message in (
+        (x.float(), weight, True, "dense needs bf16 or fp16 operands of one dtype"),
+        (x, weight.half(), True, "not torch.bfloat16 and torch.float16"),
+        (x, weight, False, "x has 4 rows, but these groups need 8, one per sorted pair"),
+        (x, weight[:-1], True, "a weight of 23 rows is not that of 3 experts"),
+        (x[:, :8], weight, True, "x has 8 features and the weight 16"),
     ):
         with pytest.raises(ValueError, match=message):
-            grouped_dense(*arguments)
+            gemm.dense(x_, weight_, groups=groups, gathered=gathered)
+    with pytest.raises(ValueError, match="grouped products take no bias"):
+        gemm.dense(x, weight, x[0], groups=groups, gathered=True)

@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from mixtures import chosen
+from qarl_kernels.blocks import expert_rows, source_rows
 from qarl_kernels.launch import INTERPRETED, launch
 from qarl_kernels.moe.dispatch import COLUMNS, SORTS, groups_of, rows_in_order
-from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.tiles import lanes_of, most_tiles, source_rows, tile_rows
+from qarl_kernels.moe.groups import Groups, kernel_arguments, row_tiles
 from torch import Tensor
 
 pytestmark = [
@@ -47,32 +47,37 @@ def test_pairs_stand_by_expert_and_in_their_order(device, experts: Tensor, count
 
 
 @triton.jit
-def _tiles_kernel(starts, order, found, sources, experts, slots, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+def _tiles_kernel(
+    starts,
+    order,
+    found,
+    sources,
+    EXPERTS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     tile = tl.program_id(0)
-    expert, first, end = tile_rows(starts, tile, experts, LANES, BLOCK_M)
+    expert, first, end = expert_rows(starts, tile, EXPERTS, LANES, BLOCK_M)
     tl.store(found + 3 * tile, expert)
     tl.store(found + 3 * tile + 1, first)
     tl.store(found + 3 * tile + 2, end)
     rows = first + tl.arange(0, BLOCK_M)
     at = sources + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(at, source_rows(order, rows, end, slots, True))
+    tl.store(at, source_rows(order, rows, end, SLOTS))
 
 
 def tiles(groups: Groups, block_m: int) -> tuple[list[list[int]], list[list[int]]]:
-    bound = most_tiles(groups, block_m)
+    bound = row_tiles(groups.rows, block_m, groups)
     found = torch.empty(bound, 3, dtype=torch.int32, device=groups.order.device)
     sources = torch.empty(bound, block_m, dtype=torch.int32, device=groups.order.device)
     launch(
         _tiles_kernel,
         (bound,),
-        starts=groups.starts,
-        order=groups.order,
         found=found,
         sources=sources,
-        experts=groups.experts,
-        slots=groups.slots,
-        LANES=lanes_of(groups.experts),
         BLOCK_M=block_m,
+        **kernel_arguments(groups, True),
     )
     return found.tolist(), sources.tolist()
 
@@ -94,9 +99,9 @@ def test_tiles_hold_every_row_once_within_one_expert(device, experts: Tensor, co
 
 def test_no_more_tiles_are_launched_than_rows_could_need() -> None:
     worst = groups_of(torch.tensor([[0, 1, 2]] * 17, dtype=torch.int32), 3)  # 17 rows each: two tiles of 16
-    assert most_tiles(worst, 16) == 6
-    assert most_tiles(groups_of(torch.arange(8, dtype=torch.int32).view(1, 8), 128), 16) == 8
-    assert most_tiles(groups_of(torch.empty(0, 2, dtype=torch.int32), 4), 16) == 0
+    assert row_tiles(worst.rows, 16, worst) == 6
+    assert row_tiles(8, 16, groups_of(torch.arange(8, dtype=torch.int32).view(1, 8), 128)) == 8
+    assert row_tiles(0, 16, groups_of(torch.empty(0, 2, dtype=torch.int32), 4)) == 0
 
 
 @pytest.mark.parametrize("columns", [24, COLUMNS + 8])

@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from qarl_kernels import nvfp4a16, tuning, w4a8, w4a16
+from qarl_kernels import fp8_block, gemm, nvfp4a16, tuning, w4a8, w4a16
 from qarl_kernels.launch import recording
-from qarl_kernels.moe import backward, codes, dense, fp8_block
+from qarl_kernels.moe import backward
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Shape, Tile, default_tile, lookup
 from torch import Tensor
@@ -190,12 +190,12 @@ TILED = empty(E * N // 16, K // 128, 16, 16, dtype=torch.int32)
 def _launch(family: str, gathered: bool) -> None:
     """The function that a scheme calls."""
     rows = ROWS // 2 if gathered else ROWS
-    x, rest = empty(rows, K), (N, GIVEN, gathered)
+    x = empty(rows, K)
     grouped = {"groups": GIVEN, "gathered": gathered}
     int8, e4m3 = x.to(torch.int8), x.to(torch.float8_e4m3fn)
     scale, width = empty(rows, 1, dtype=FP32), E * N
     if family == "dense":
-        dense.grouped_dense(x, empty(width, K), GIVEN, gathered)
+        gemm.dense(x, empty(width, K), **grouped)
     elif family == "w4a16":
         meta = empty(K // 128, width, dtype=torch.int32)
         w4a16.w4a16(x, None, empty(width, K // 128), None, TILED, meta, **grouped)
@@ -206,12 +206,12 @@ def _launch(family: str, gathered: bool) -> None:
         tiled = TILED, empty(2 * (K // 128), width, dtype=torch.int32)
         nvfp4a16.nvfp4a16(x, None, *scales, *tiled, **grouped)
     elif family == "w8a8":
-        codes.grouped_w8a8(int8, scale, empty(width, K, dtype=torch.int8), empty(width, 1), *rest, BF16)
+        gemm.w8a8(int8, scale, empty(width, K, dtype=torch.int8), empty(width, 1), None, BF16, **grouped)
     elif family == "fp8":
-        codes.grouped_fp8(e4m3, scale, empty(width, K, dtype=e4m3.dtype), empty(width, 1), *rest, BF16)
+        gemm.fp8(e4m3, scale, empty(width, K, dtype=e4m3.dtype), empty(width, 1), None, BF16, **grouped)
     elif family == "fp8_block":
         scales = empty(rows, K // 128, dtype=FP32), empty(width // 128, K // 128)
-        fp8_block.grouped_fp8_block(e4m3, scales[0], empty(width, K, dtype=e4m3.dtype), scales[1], *rest, BF16)
+        fp8_block.fp8_block(e4m3, scales[0], empty(width, K, dtype=e4m3.dtype), scales[1], None, BF16, **grouped)
     elif family == "input_grad":
         backward.grouped_input_grad(empty(ROWS, N), empty(width, K), GIVEN)
     else:

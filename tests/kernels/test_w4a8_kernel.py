@@ -64,13 +64,13 @@ def test_fp8_block_is_the_float64_sum_of_its_blocks(device, m, n, k, tile) -> No
     qx, scale_x = torch.cat([q for q, _ in parts], 1), torch.cat([s for _, s in parts], 1)
     wide = codes.double() * scale.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     expected = (qx.double() * scale_x.double().repeat_interleave(128, 1)[:, :k]) @ wide.t() + bias.double()
-    result = fp8_block.run(qx, scale_x, codes, scale, bias, torch.float32, tile)
+    result = fp8_block.fp8_block(qx, scale_x, codes, scale, bias, torch.float32, tile=tile)
     assert relative_error(result, expected) < 2e-3  # a block is a fast-accumulated chain on Hopper
     assert relative_error(reference.fp8_block(x.float(), codes.float(), scale, bias), expected) < 1e-5
 
 
 def test_fp8_block_refuses_scales_of_another_shape(device) -> None:
     q = torch.zeros(2, 256, device=device).to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="do not belong together"):
+    with pytest.raises(ValueError, match="do not fit each other"):
         scale = torch.ones(2, 2, device=device)
         fp8_block.fp8_block(q, scale, q, scale[:1, :1], None, torch.bfloat16)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from qarl_kernels import nvfp4a16, w4a8, w4a16
-from qarl_kernels.moe import backward, codes, dense, fp8_block
+from qarl_kernels import fp8_block, gemm, nvfp4a16, w4a8, w4a16
+from qarl_kernels.moe import backward
 from qarl_kernels.moe.dispatch import groups_of
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tile import meta_w4a16
@@ -82,9 +82,7 @@ class GroupedProblem(Problem):
         return self.product(tile)
 
     def product(self, tile: Tile) -> Tensor:
-        family, x, rest = self.family, self.x, (self.groups, self.gathered)
-        if family == "dense":
-            return dense.grouped_dense(x, self.weight, *rest, tile=tile)
+        family, x = self.family, self.x
         if family == "input_grad":
             return backward.grouped_input_grad(self.dy, self.weight, self.groups, tile=tile)
         if family == "weight_grad":
@@ -92,6 +90,8 @@ class GroupedProblem(Problem):
             self.timed(tile)
             return self.into.clone()
         grouped = {"groups": self.groups, "gathered": self.gathered, "tile": tile}
+        if family == "dense":
+            return gemm.dense(x, self.weight, **grouped)
         if family == "w4a16":
             return w4a16.w4a16(x, None, self.scale, None, self.tiled, self.meta, **grouped)
         if family == "nvfp4a16":
@@ -99,5 +99,5 @@ class GroupedProblem(Problem):
         if family == "w4a8":
             weight = self.tiled, self.meta, self.k, self.n
             return w4a8.w4a8(x, self.scale_x, *weight, None, torch.bfloat16, **grouped)
-        run = fp8_block.run if family == "fp8_block" else codes.run
-        return run(x, self.scale_x, self.weight, self.scale_w, self.n, *rest, torch.bfloat16, tile)
+        products = {"w8a8": gemm.w8a8, "fp8": gemm.fp8, "fp8_block": fp8_block.fp8_block}
+        return products[family](x, self.scale_x, self.weight, self.scale_w, None, torch.bfloat16, **grouped)

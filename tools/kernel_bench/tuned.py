@@ -89,7 +89,7 @@ class Problem:
             weight = self.tiled, self.meta, self.k, self.n
             return w4a8.w4a8(self.x, self.scale_x, *weight, None, dtype, tile=tile)
         if self.family == "fp8_block":
-            return fp8_block.run(self.x, self.scale_x, self.weight, self.scale_w, None, dtype, tile)
+            return fp8_block.fp8_block(self.x, self.scale_x, self.weight, self.scale_w, None, dtype, tile=tile)
         out = torch.empty(self.x.shape[0], self.n, dtype=dtype, device=self.device)
         if tile.way == "library":
             return out[: library.product(self.x, self.weight, out, gemm.by_kernel)]  # shorter where its bits differ

@@ -1,9 +1,9 @@
-"""The two products of a grouped linear layer's backward: 16-bit operands, sums in float32.
+"""The two products of a grouped linear layer's backward: 16-bit operands, FP32 sums.
 
-    dx_r = dy_r @ W_e          of the expert e that row r belongs to; rounded once to dy's dtype
+    dx_r = dy_r @ W_e          with e the expert of row r; rounded once to dy's dtype
     dW_e += dy_e^T @ x_e       over the expert's rows in their order; added to a float32 gradient
 
-One program owns a tile of dW_e and goes through the expert's rows, so the same inputs add the same bits; no atomics.
+One program owns a tile of dW_e and loops over the expert's rows, without atomics, so the same inputs add the same bits.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.blocks import dot
+from qarl_kernels import gemm
+from qarl_kernels.blocks import dot, source_rows
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
-from qarl_kernels.moe import dense
-from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.tiles import source_rows
+from qarl_kernels.moe.groups import Groups, output_features, output_rows
 from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile, lookup
 
@@ -26,11 +25,10 @@ from qarl_kernels.tuning import Tile, lookup
 @triton.jit
 def _weight_grad_kernel(
     dy,  # (R, N) bf16 or fp16
-    x,  # (T or R, K)
+    x,  # (R, K); (T, K) with `order`
     into,  # (experts * N, K) f32
-    order,  # (R,) i32
+    order,  # (R,) i32 or None
     starts,  # (experts + 1,) i32
-    slots,
     N,
     K,
     stride_dy,
@@ -38,7 +36,7 @@ def _weight_grad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    GATHERED: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     expert = tl.program_id(1)
     first = tl.load(starts + expert)
@@ -49,7 +47,7 @@ def _weight_grad_kernel(
         k_first = tl.program_id(0) % num_k * BLOCK_K
         k = k_first + tl.arange(0, BLOCK_K)
         acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-        source = source_rows(order, first + tl.arange(0, BLOCK_R), end, slots, GATHERED)
+        source = source_rows(order, first + tl.arange(0, BLOCK_R), end, SLOTS)
         for start in range(first, end, BLOCK_R):
             rows = start + tl.arange(0, BLOCK_R)
             live = (rows < end)[:, None]
@@ -59,10 +57,11 @@ def _weight_grad_kernel(
             b = tl.load(
                 x + source.to(tl.int64)[:, None] * stride_x + k[None, :], mask=live & (k < K)[None, :], other=0.0
             )
-            # A step ahead: rows whose places are read in the same step are not read ahead of the product.
-            source = source_rows(order, rows + BLOCK_R, end, slots, GATHERED)
+            # One step ahead: rows whose numbers are loaded in the same step are not prefetched for the product.
+            source = source_rows(order, rows + BLOCK_R, end, SLOTS)
             acc = dot(a.T, b, acc)
-        # Half of the tile at a time: all of what is there takes as many registers as the sum, and a second program's.
+        # Half of the tile at a time: all of the old gradient would take as many registers as the sum, and the program
+        # would be alone on its multiprocessor.
         HALF: tl.constexpr = BLOCK_K // 2
         left, right = tl.split(acc.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1))
         row, k = (expert.to(tl.int64) * N + n)[:, None] * K, k_first + tl.arange(0, HALF)
@@ -73,7 +72,6 @@ def _weight_grad_kernel(
 
 @triton.jit
 def _add(at, value, keep):
-    """Add to what is there, where `keep`."""
     tl.store(at, tl.load(at, mask=keep, other=0.0) + value, mask=keep)
 
 
@@ -83,59 +81,52 @@ def grouped_input_grad(
     """dx = dy @ W of each row's expert.
 
     Args:
-        dy: (R, N) bf16 or fp16, in sorted order, rows contiguous, any distance apart.
+        dy: (R, N) bf16 or fp16, in sorted order; last dimension contiguous, arbitrary row stride.
         weight: (E * N, K) of dy's dtype.
-        out: (R, K), any row stride, is filled if given.
-        tile: for tuning.
+        out: (R, K) to fill, any row stride, or None.
+        tile: For tests and tuning. Default: the tuned one.
 
     Returns:
-        (R, K) of dy's dtype. What of the input was gathered, `combine.sum_over_slots` adds up.
+        (R, K) of dy's dtype. If the input was gathered, `combine.sum_over_slots` adds up its tokens' rows.
 
     Raises:
-        ValueError: shapes or dtypes do not agree.
+        ValueError: Shapes or dtypes do not agree.
     """
-    dense.check_operands("grouped_input_grad", dy, weight, groups, False)
-    n = dense.features("grouped_input_grad", weight, groups)
+    _check("grouped_input_grad", dy, weight)
+    m, n = output_rows(dy, groups, False), output_features(len(weight), groups)
     if dy.shape[1] != n:
         raise ValueError(f"dy has {dy.shape[1]} features and an expert's weight {n}; they must agree")
     k = weight.shape[1]
-    out = output(out, groups.rows, k, dy.dtype, dy.device)
-    return dense.run(
-        dy,
-        weight,
-        groups,
-        False,
-        True,
-        k,
-        out,
-        tile or lookup("input_grad", n, k, groups.rows, dy, groups=groups, gathered=False),
-    )
+    out = output(out, m, k, dy.dtype, dy.device)
+    tile = tile or lookup("input_grad", n, k, m, dy, groups=groups)
+    gemm.run(dy, weight, None, None, None, out, tile, groups, transposed=True)
+    return out
 
 
 def grouped_weight_grad(
     dy: Tensor, x: Tensor, groups: Groups, gathered: bool, into: Tensor, tile: Tile | None = None
 ) -> None:
-    """Add dy_e^T @ x_e of each expert to its part of `into`; that of an expert without rows is not touched.
+    """Add dy_e^T @ x_e of each expert to its part of `into`. Parts of experts without rows are not touched.
 
     Args:
-        dy: (R, N) bf16 or fp16, in sorted order. x: of dy's dtype, (T, K) if gathered, else (R, K); rows of both are
-            contiguous, any distance apart.
+        dy: (R, N) bf16 or fp16, in sorted order.
+        x: Of dy's dtype, (T, K) if gathered, else (R, K). Last dimension of both contiguous, arbitrary row stride.
         into: float32 (E * N, K), contiguous.
-        tile: block_m output features, block_n input features, block_k rows at a time; for tuning.
+        tile: block_m output features, block_n input features, block_k rows at a time. Default: the tuned one.
 
     Raises:
-        ValueError: shapes or dtypes do not agree.
+        ValueError: Shapes or dtypes do not agree.
     """
     n, k = dy.shape[1], x.shape[1]
-    dense.check_operands("grouped_weight_grad", x, dy, groups, gathered)
-    dense.check_operands("grouped_weight_grad", dy, x, groups, False)
+    _check("grouped_weight_grad", x, dy)
+    output_rows(x, groups, gathered), output_rows(dy, groups, False)
     if into.shape != (groups.experts * n, k) or into.dtype != torch.float32 or not into.is_contiguous():
         raise ValueError(
             f"grouped_weight_grad: into must be contiguous float32 ({groups.experts * n}, {k}), not {into.dtype} "
             f"{tuple(into.shape)}"
         )
-    if not (dense.loads_vectors(dy) and dense.loads_vectors(x)):
-        tile = dense.POINTERS
+    if not (gemm.loads_vectors(dy) and gemm.loads_vectors(x)):
+        tile = gemm.POINTERS
     tile = tile or lookup("weight_grad", n, k, groups.rows, x, groups=groups, gathered=gathered)
     launch(
         _weight_grad_kernel,
@@ -145,9 +136,8 @@ def grouped_weight_grad(
         dy=dy,
         x=x,
         into=into,
-        order=groups.order,
+        order=groups.order if gathered else None,
         starts=groups.starts,
-        slots=groups.slots,
         N=n,
         K=k,
         stride_dy=dy.stride(0),
@@ -155,5 +145,13 @@ def grouped_weight_grad(
         BLOCK_N=tile.block_m,
         BLOCK_K=tile.block_n,
         BLOCK_R=tile.block_k,
-        GATHERED=gathered,
+        SLOTS=groups.slots,
     )
+
+
+def _check(name: str, x: Tensor, other: Tensor) -> None:
+    """Raise ValueError unless both are of one 16-bit dtype with contiguous rows."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or other.dtype != x.dtype:
+        raise ValueError(f"{name} needs bf16 or fp16 operands of one dtype, not {x.dtype} and {other.dtype}; cast them")
+    if x.stride(1) != 1 or other.stride(1) != 1:
+        raise ValueError(f"{name}: rows of both operands must be contiguous; call .contiguous()")

@@ -44,8 +44,8 @@ def row_tiles(m: int, block_m: int, groups: Groups | None) -> int:
     return (m + min(groups.experts, m) * (block_m - 1)) // block_m
 
 
-def output_rows(x: Tensor, groups: Groups | None, gathered: bool) -> int:
-    """M of a product of x. Raises ValueError unless x has the rows that the groups need."""
+def output_rows(x: Tensor, groups: Groups | None, gathered: bool, bias: Tensor | None = None) -> int:
+    """M of a product of x. Raises ValueError if x does not have the rows that the groups need, or a bias is given."""
     if groups is None:
         return x.shape[0]
     needed = groups.rows // groups.slots if gathered else groups.rows
@@ -53,6 +53,8 @@ def output_rows(x: Tensor, groups: Groups | None, gathered: bool) -> int:
         raise ValueError(
             f"x has {x.shape[0]} rows, but these groups need {needed}, one per {'token' if gathered else 'sorted pair'}"
         )
+    if bias is not None:
+        raise ValueError("grouped products take no bias")
     return groups.rows
 
 

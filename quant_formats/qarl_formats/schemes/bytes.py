@@ -83,9 +83,9 @@ class ByteActivations(ByteCodes):
     @staticmethod
     @abstractmethod
     def kernel(
-        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, n: int, groups: Groups | None, gathered: bool
+        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
-        """The same with Triton; with groups of experts with n output features each, see `Scheme.matmul`."""
+        """The same with Triton, of each row's expert if groups are given, see `Scheme.matmul`."""
 
     def operands(
         self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
@@ -113,4 +113,4 @@ class ByteActivations(ByteCodes):
     ) -> Tensor:
         assert isinstance(x, Codes), f"scheme {self.name} multiplies codes"
         weight = operands["weight"], operands["weight_scale"]
-        return self.kernel(x, *weight, bias, out_features, groups, gathered)
+        return self.kernel(x, *weight, bias, groups, gathered)

@@ -38,12 +38,8 @@ class FP8(ByteActivations):
 
     @staticmethod
     def kernel(
-        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, n: int, groups: Groups | None, gathered: bool
+        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
-        if groups is None:
-            from qarl_kernels.gemm import fp8
+        from qarl_kernels.gemm import fp8
 
-            return fp8(x.codes, x.scale, codes, scale, bias, x.dtype)
-        from qarl_kernels.moe.codes import grouped_fp8
-
-        return grouped_fp8(x.codes, x.scale, codes, scale, n, groups, gathered, x.dtype)
+        return fp8(x.codes, x.scale, codes, scale, bias, x.dtype, groups=groups, gathered=gathered)

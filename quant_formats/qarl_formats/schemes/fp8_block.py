@@ -112,12 +112,8 @@ class FP8Block(ByteActivations):
 
     @staticmethod
     def kernel(
-        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, n: int, groups: Groups | None, gathered: bool
+        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
-        if groups is None:
-            from qarl_kernels.fp8_block import fp8_block
+        from qarl_kernels.fp8_block import fp8_block
 
-            return fp8_block(x.codes, x.scale, codes, scale, bias, x.dtype)
-        from qarl_kernels.moe.fp8_block import grouped_fp8_block
-
-        return grouped_fp8_block(x.codes, x.scale, codes, scale, n, groups, gathered, x.dtype)
+        return fp8_block(x.codes, x.scale, codes, scale, bias, x.dtype, groups=groups, gathered=gathered)

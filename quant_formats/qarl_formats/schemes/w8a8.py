@@ -33,12 +33,8 @@ class W8A8(ByteActivations):
 
     @staticmethod
     def kernel(
-        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, n: int, groups: Groups | None, gathered: bool
+        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
-        if groups is None:
-            from qarl_kernels.gemm import w8a8
+        from qarl_kernels.gemm import w8a8
 
-            return w8a8(x.codes, x.scale, codes, scale, bias, x.dtype)
-        from qarl_kernels.moe.codes import grouped_w8a8
-
-        return grouped_w8a8(x.codes, x.scale, codes, scale, n, groups, gathered, x.dtype)
+        return w8a8(x.codes, x.scale, codes, scale, bias, x.dtype, groups=groups, gathered=gathered)
