@@ -1,8 +1,8 @@
 """Conversions between float32 and the stored float types, the same bits on a GPU and in Triton's interpreter.
 
-A GPU has them as instructions, though before Hopper Triton 3.6 goes to e4m3 by way of fp16, cut off. The interpreter
-(Triton 3.9) rounds bf16 and e4m3 ties away from zero, and loses bf16 subnormals and the NaN of e4m3, so there the same
-numbers are made with integer arithmetic.
+GPUs convert by instructions, but before Hopper, Triton 3.6 converts to e4m3 through a truncated fp16. The interpreter
+(Triton 3.9) rounds bf16 and e4m3 ties away from zero and loses bf16 subnormals and the NaN of e4m3, so there integer
+arithmetic makes the same numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from triton.language.target_info import cuda_capability_geq
 from qarl_kernels.launch import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-_BY_FP16 = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))  # seen in 3.6, and not in 3.9
+_BY_FP16 = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))  # seen in 3.6, not in 3.9
 
 
 @triton.jit
 def widen(x):
     """bf16, fp16, e4m3 or fp32 -> fp32, exact."""
     if x.dtype == tl.bfloat16:
-        # Not `.to`: LLVM makes a half product of half(float(half) * float(bf16)); small scales become 0 (seen, H100).
+        # Not `.to`: LLVM turns half(float(half) * float(bf16)) into a half product; small scales become 0 (seen, H100).
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     if _INTERPRETED and x.dtype == tl.float8e4nv:
         code = x.to(tl.uint8, bitcast=True)
@@ -59,9 +59,9 @@ def narrow_e4m3(x):
 
 @triton.jit
 def odd_fp16(x):
-    """fp32 that rounds, cut off to fp16 first, as it does itself: what would be cut off sets the last bit that stays.
+    """Make x round to e4m3 correctly through a truncated fp16: the truncated bits set the last bit that stays.
 
-    In e4m3's range; below fp16's normal numbers all is 0 to e4m3.
+    For x in e4m3's range; everything below fp16's normal numbers rounds to 0.
     """
     bits = x.to(tl.uint32, bitcast=True)
     return (bits | (((bits & 0x1FFF) + 0x1FFF) & 0x2000)).to(tl.float32, bitcast=True)
@@ -69,7 +69,7 @@ def odd_fp16(x):
 
 @triton.jit
 def round_e4m3(x, dtype: tl.constexpr):
-    """bf16, fp16 or fp32 -> the nearest e4m3 as `dtype`, 16-bit or e4m3 itself, all of which hold it exactly."""
+    """bf16, fp16 or fp32 -> the nearest e4m3, as `dtype` (16-bit, or e4m3 itself), which holds it exactly."""
     code = narrow_e4m3(widen(x))
     if dtype == tl.float8e4nv:
         return code
@@ -81,10 +81,10 @@ def round_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def round_pairs(low, high):
-    """bf16, fp16 or fp32 -> int16 that hold the nearest e4m3 of both, the first in the lower byte; saturated to +-448.
+    """bf16, fp16 or fp32 -> int16 with the nearest e4m3 of both, `low` in the low byte; saturated to +-448.
 
-    By the instruction that makes the two at once. Codes that are made apart, and then joined, come out wrong: where a
-    thread holds four, ptxas 12.8 and 12.9 make 0 of every other one (seen, H200).
+    One instruction makes both. Codes that are made separately and then joined come out wrong: if a thread holds four,
+    ptxas 12.8 and 12.9 turn every other one into 0 (seen, H200).
     """
     if _INTERPRETED:
         low_code = narrow_e4m3(widen(low)).to(tl.uint8, bitcast=True).to(tl.uint16)
@@ -102,10 +102,11 @@ def round_pairs(low, high):
 
 
 def _instructions(apart: str, kind: str, mask: str, factor: str) -> str:
-    """PTX that widens four e4m3 of the register $2 to the registers $0 and $1, which hold two of 16 bits each.
+    """PTX that widens the four e4m3 of register $2 to two 16-bit values each in $0 and $1.
 
-    apart: leaves exponent and mantissa, where those of `kind` end, and other bits in `low` and `high`, and the signs in
-    `low_sign` and `high_sign`. mask: of the former. factor: what is between the two types' exponents, twice.
+    apart: instructions that leave the signs in `low_sign` and `high_sign`, and exponent and mantissa in `low` and
+    `high`, at their place in `kind`, among other bits. mask: selects exponent and mantissa. factor: 2 to the difference
+    of the exponent biases, twice.
     """
     return f"""{{
         .reg .b32 low, high, low_sign, high_sign, factor, zero;
@@ -122,7 +123,7 @@ def _instructions(apart: str, kind: str, mask: str, factor: str) -> str:
 
 
 def _of_pairs(down: int, kind: str, mask: str, factor: str) -> str:
-    """down: bits from where a code stands in the upper byte to where it goes."""
+    """down: distance in bits from a code's place in the upper byte to its place in the result."""
     apart = f"""shl.b32 low_sign, $2, 8;
         shl.b32 low, $2, {8 - down};
         shr.b32 high, $2, {down};
@@ -137,7 +138,7 @@ _IN_ORDER = """prmt.b32 low, $2, 0, 0x1404;
         and.b32 high_sign, high, 0x80008000;
         shr.b32 low, low, 4;
         shr.b32 high, high, 4;"""
-# To bf16 not by the instructions for it, which go by way of fp32.
+# Not by the conversion instructions to bf16, which go through fp32.
 _E4M3_AS_BF16 = tl.constexpr(_instructions(_IN_ORDER, "bf16x2", "0x07F007F0", "0x7B807B80"))  # times 2^120
 _E4M3_AS_FP16 = tl.constexpr("""{
         .reg .b16 low, high;
@@ -151,11 +152,11 @@ _PAIRS_AS_FP16 = tl.constexpr(_of_pairs(1, "f16x2", "0x3F803F80", "0x5C005C00"))
 
 @triton.jit
 def widen_e4m3(x, dtype: tl.constexpr):
-    """e4m3 -> bf16 or fp16, exact; its NaN may become 480 of the same sign. What is no e4m3 stays as it is.
+    """e4m3 -> bf16 or fp16, exact, but NaN may become 480 of the same sign. Other dtypes are returned unchanged.
 
-    A product of what comes out is summed as one of 16-bit values that were loaded. So it is not pure: through what is
-    pure Triton sees that 8 bits were loaded, and has a warp's tensor core add other features at a time than in products
-    over 16-bit keys and values, which changes bits now and then (seen, H200).
+    A product of the result must be summed like one of loaded 16-bit values, so the assembly is not pure: through pure
+    code Triton sees that 8 bits were loaded, and lets a warp's tensor core add other features together than for 16-bit
+    keys and values, which sometimes changes bits (seen, H200).
     """
     if x.dtype != tl.float8e4nv:
         return x
@@ -175,10 +176,10 @@ def widen_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def widen_pairs(x, dtype: tl.constexpr):
-    """int16 that hold two e4m3 each -> those of the low bytes and those of the high ones as bf16 or fp16, exact.
+    """int16 that hold two e4m3 each -> the low and the high ones as bf16 or fp16, exact, but NaN may become +-480.
 
-    The NaN of e4m3 may become 480 of the same sign. Pure: Triton sees that 16 bits were loaded, so that the order of
-    sums is the one wanted, and may move this behind the loads of a product's operand from shared memory.
+    Pure: Triton sees that 16 bits were loaded, so the order of sums is right, and may move this behind a product
+    operand's loads from shared memory.
     """
     if _INTERPRETED:
         low = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)

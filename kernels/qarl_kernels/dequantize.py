@@ -1,6 +1,6 @@
-"""Triton kernels that turn stored weights back into matrices: (code - zero point) * scale in FP32, rounded once.
+"""Triton kernels that dequantize stored weights: (code - zero point) * scale in FP32, rounded once.
 
-Bit for bit what `qarl_formats.weight.LowBitWeight.dequantize` computes. Each thread writes 16 bytes of bf16 or fp16.
+Bit-equal to `qarl_formats.weight.LowBitWeight.dequantize`. Each thread writes 16 bytes of bf16 or fp16.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from qarl_kernels.casts import narrow, widen
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 
-TILE = 2048  # values of a program: 8 in each of 256 threads
+TILE = 2048  # values per program: 8 in each of 256 threads
 FP8_BLOCK = 128
 
-# The float whose bits are these or'ed with a nibble u is 12,582,912 + u: the difference of two such is exact, and
-# takes one addition where a conversion would run at a quarter of the speed.
+# These bits or'ed with a nibble u are the float 12,582,912 + u. The difference of two of them is exact, and one
+# addition is four times as fast as a conversion.
 _AS_FLOAT = tl.constexpr(0x4B400000)
 
 
@@ -32,14 +32,14 @@ def dequantize_int4_kernel(
     columns,
     words,
     groups,
-    WORDS_PER_GROUP: tl.constexpr,  # 0: a row is one group
+    WORDS_PER_GROUP: tl.constexpr,  # 0: each row is one group
     SYMMETRIC: tl.constexpr,
-    RAGGED: tl.constexpr,  # columns is not a multiple of 8: the last word of a row is not full
+    RAGGED: tl.constexpr,  # columns is not a multiple of 8: a row's last word is partly used
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    t = tl.arange(0, ROWS * WORDS)  # one axis, so that neighbouring threads have neighbouring words
-    across = tl.cdiv(words, WORDS)  # programs along a row; one axis of programs, because the second holds 65,535
+    t = tl.arange(0, ROWS * WORDS)  # one axis: adjacent threads have adjacent words
+    across = tl.cdiv(words, WORDS)  # programs per row; one grid axis, because the second is limited to 65,535
     row = (tl.program_id(0) // across * ROWS + t // WORDS).to(tl.int64)
     word = tl.program_id(0) % across * WORDS + t % WORDS
     inside = (row < rows) & (word < words)
@@ -70,12 +70,12 @@ def dequantize_bytes_kernel(
     rows,
     columns,
     scale_columns,
-    BLOCK: tl.constexpr,  # rows and columns that share a scale; 0: a row does
+    BLOCK: tl.constexpr,  # rows and columns per scale; 0: one scale per row
     RAGGED: tl.constexpr,  # columns is not a multiple of 8
     ROWS: tl.constexpr,
     EIGHTS: tl.constexpr,
 ):
-    t = tl.arange(0, ROWS * EIGHTS)  # as above, a thread takes eight codes of a row
+    t = tl.arange(0, ROWS * EIGHTS)  # each thread takes eight codes of a row
     across = tl.cdiv(columns, EIGHTS * 8)
     row = (tl.program_id(0) // across * ROWS + t // EIGHTS).to(tl.int64)
     first = (tl.program_id(0) % across * EIGHTS + t % EIGHTS) * 8
@@ -92,13 +92,13 @@ def dequantize_bytes_kernel(
 
 
 def _tile(columns: int) -> tuple[int, int]:
-    """(rows, columns) of a program's tile."""
+    """(rows, columns) per program."""
     width = min(TILE, next_power_of_2(max(columns, 8)))
     return TILE // width, width
 
 
 def check_stored(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless a tensor of a stored weight has one of these dtypes and this shape, contiguous."""
+    """Raise ValueError unless a stored tensor is contiguous and has this shape and one of these dtypes."""
     if tensor.dtype not in dtypes or tuple(tensor.shape) != shape or not tensor.is_contiguous():
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
@@ -114,17 +114,14 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 def dequantize_int4(
     packed: Tensor, scale: Tensor, zero_point: Tensor | None, in_features: int, dtype: torch.dtype
 ) -> Tensor:
-    """The weight that packed int4 codes stand for.
+    """Dequantize packed int4 codes to `dtype` [N, K].
 
     Args:
         packed: int32 [N, ceil(K / 8)], contiguous like all of them.
-        scale: bf16, fp16 or fp32 [N, groups]; the groups of a row are equally long, multiples of 8 unless there is one.
+        scale: bf16, fp16 or fp32 [N, groups]. Groups of a row are equally long; several are multiples of 8 long.
         zero_point: int32 [ceil(N / 8), groups], or None if symmetric.
         in_features: K.
-        dtype: of the result, bfloat16, float16 or float32.
-
-    Returns:
-        `dtype` [N, K].
+        dtype: bfloat16, float16 or float32.
 
     Raises:
         ValueError: dtypes or shapes do not fit each other.
@@ -162,28 +159,17 @@ def dequantize_int4(
 
 @torch.no_grad()
 def dequantize_channel(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight that codes with one scale a row stand for.
+    """Dequantize codes with one scale per row to `dtype` [N, K].
 
-    Args:
-        codes: int8 or float8_e4m3fn [N, K], contiguous.
-        scale: bf16, fp16 or fp32 [N, 1], contiguous.
-        dtype: of the result, bfloat16, float16 or float32.
-
-    Returns:
-        `dtype` [N, K].
-
-    Raises:
-        ValueError: dtypes or shapes do not fit each other.
+    codes: int8 or float8_e4m3fn [N, K]; scale: bf16, fp16 or fp32 [N, 1], both contiguous. Raises ValueError if dtypes
+    or shapes do not fit each other.
     """
     return _dequantize_bytes(codes, scale, dtype, 0)
 
 
 @torch.no_grad()
 def dequantize_fp8_block(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight that e4m3 codes with one scale for each 128 x 128 stand for.
-
-    codes: float8_e4m3fn [N, K]; scale: [ceil(N / 128), ceil(K / 128)]; otherwise as `dequantize_channel`.
-    """
+    """As `dequantize_channel` of float8_e4m3fn codes with one scale per 128 x 128 block."""
     return _dequantize_bytes(codes, scale, dtype, FP8_BLOCK)
 
 

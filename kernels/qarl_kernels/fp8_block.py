@@ -17,9 +17,9 @@ from qarl_kernels.direct import Descriptor
 from qarl_kernels.gemm import check_e4m3
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch, supports_tma
-from qarl_kernels.moe.groups import Groups, kernel_arguments, output_features, output_rows, row_tiles
-from qarl_kernels.output import output
+from qarl_kernels.moe.groups import Groups
 from qarl_kernels.plans import planned
+from qarl_kernels.shapes import kernel_arguments, output, output_features, output_rows, row_tiles
 from qarl_kernels.tuning import Tile, lookup
 
 
@@ -105,20 +105,13 @@ def fp8_block(
     """y = sum over blocks of (qx_b @ codes_b^T) * (s_x,b * s_w,b) + bias, dense or per expert.
 
     Args:
-        qx: (M, K) float8_e4m3fn. With groups one row per sorted pair; if gathered (T, K), one per token.
-        s_x: (M, ceil(K / 128)) fp32, with a row per row of qx.
-        codes: (N, K) float8_e4m3fn, contiguous; with groups that of all experts, concatenated, and N counts one expert.
-        s_w: (ceil(N / 128), ceil(K / 128)); with groups that of all experts, and 128 divides N.
-        bias: (N,), or None. Grouped products have none.
-        out: (M, N) of out_dtype to fill, any row stride, or None.
-        groups: Rows belong to experts.
-        tile: For tests and tuning; changes no bit. Default: the tuned one.
+        qx, s_x: (M, K) float8_e4m3fn and (M, ceil(K / 128)) fp32; with groups as in `gemm.dense`.
+        codes, s_w: (N, K) float8_e4m3fn, contiguous, and (ceil(N / 128), ceil(K / 128)); with groups those of all
+            experts, concatenated, and 128 divides the N of one expert.
+        bias, out_dtype, out, groups, gathered, tile: As in `gemm.dense`.
 
     Returns:
         (M, N) of out_dtype; with groups in sorted order.
-
-    Raises:
-        ValueError: dtypes or shapes do not fit each other or the groups.
     """
     check_e4m3("fp8_block", qx, codes)
     m, n = output_rows(qx, groups, gathered, bias), output_features(len(codes), groups)

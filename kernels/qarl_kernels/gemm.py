@@ -28,9 +28,9 @@ from qarl_kernels.casts import narrow
 from qarl_kernels.direct import Descriptor
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma
-from qarl_kernels.moe.groups import Groups, kernel_arguments, output_features, output_rows, row_tiles
-from qarl_kernels.output import output
+from qarl_kernels.moe.groups import Groups
 from qarl_kernels.plans import planned
+from qarl_kernels.shapes import kernel_arguments, output, output_features, output_rows, row_tiles
 from qarl_kernels.tuning import Tile, lookup
 
 

@@ -1,9 +1,9 @@
-"""Triton kernels that quantize masters to NVFP4 and turn stored NVFP4 weights back into matrices.
+"""Triton kernels that quantize masters to NVFP4 and dequantize stored NVFP4 weights.
 
-Bit for bit `qarl_formats.nvfp4.quantize_nvfp4`, and `dequantized_nvfp4` and `scaled_codes` of `qarl_kernels.nvfp4`. A
-thread has eight neighbouring values, half of a group: one word of codes, 16 bytes of bf16 or fp16.
+Bit-equal to `qarl_formats.nvfp4.quantize_nvfp4`, and to `dequantized_nvfp4` and `scaled_codes` of `qarl_kernels.nvfp4`.
+A thread takes eight adjacent values, half of a group: one word of codes, 16 bytes of bf16 or fp16.
 
-Scales are bytes here, converted by integer arithmetic and through fp16, because e4m3 is a type from sm_89 on only.
+Scales are bytes here, converted by integer arithmetic and through fp16, because GPUs before sm_89 have no e4m3.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from qarl_kernels.quantize_kernels import _largest_and_count, _load_eight, _of_g
 
 GROUP = 16
 _ZERO_SCALE = tl.constexpr(0x20)  # 0.125 in e4m3
-WORDS = 256  # of a program, one in each thread
+WORDS = 256  # per program, one in each thread
 
 
 @triton.jit
 def _e4m3_value(byte):
-    """The float32 of an e4m3 that is not negative; its bits are those of an fp16, whose bias is 8 larger."""
+    """Nonnegative e4m3 bits -> float32. An fp16 has the same layout, with an exponent bias that is 8 larger."""
     return (byte.to(tl.int32) << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
 
 @triton.jit
 def _e4m3_byte(x):
-    """float32 in [0, 448] -> int32, the bits of the nearest e4m3, ties to even; see `casts.narrow_e4m3`."""
+    """float32 in [0, 448] -> i32, the bits of the nearest e4m3, ties to even; see `casts.narrow_e4m3`."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     small = (x + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # an ulp of 2^14 is e4m3's step below 2^-6
@@ -57,7 +57,7 @@ def dequantize_kernel(
         step = tl.div_rn(step, tl.zeros_like(step) + tl.load(global_scale))
     eight = tl.arange(0, 8)[None, :]
     nibble = value >> (eight * 4)
-    # An e2m1 nibble's bits are sign, exponent and mantissa of an fp16, whose bias is 14 larger; subnormals agree too.
+    # An e2m1 nibble has the sign, exponent and mantissa of an fp16 whose bias is 14 larger; subnormals agree too.
     half = (((nibble & 8) << 12) | ((nibble & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
     code = half.to(tl.float32) * 16384.0
     tl.store(
@@ -67,7 +67,7 @@ def dequantize_kernel(
 
 @triton.jit
 def _codes(x, step):
-    """The e2m1 code of each value, int32: how many midpoints lie below, a tie going to the even mantissa."""
+    """The e2m1 code of each value, i32: the number of midpoints below it, ties to the even mantissa."""
     quotient = tl.div_rn(x, tl.zeros_like(x) + step)
     size = tl.abs(quotient)
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
@@ -118,7 +118,7 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor
 
     Returns:
         weight_packed: uint8 [N, K / 2]. weight_scale: float8_e4m3fn [N, K / 16].
-        bad: int32 [], on the device, how many values are NaN or infinite; unless it is 0 the rest means nothing.
+        bad: int32 [], on the device, the number of NaN and infinite values; unless 0, the rest is meaningless.
 
     Raises:
         ValueError: weight is not such a matrix.
@@ -151,26 +151,17 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor
 
 
 def dequantize_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight that NVFP4 tensors stand for.
+    """Dequantize NVFP4 tensors to `dtype` (bfloat16, float16 or float32) [N, K].
 
-    Args:
-        packed: uint8 [N, K / 2], contiguous like all of them.
-        scale: float8_e4m3fn [N, K / 16].
-        global_scale: float32 [1], a divisor.
-        dtype: of the result, bfloat16, float16 or float32.
-
-    Returns:
-        `dtype` [N, K].
-
-    Raises:
-        ValueError: dtypes or shapes do not fit each other.
+    packed: uint8 [N, K / 2]; scale: float8_e4m3fn [N, K / 16]; global_scale: float32 [1], a divisor; all contiguous.
+    Raises ValueError if dtypes or shapes do not fit each other.
     """
     check_stored("weight_global_scale", global_scale, (torch.float32,), (1,))
     return _dequantize(packed, scale, global_scale, dtype)
 
 
 def scaled_nvfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """code * scale, exact in every `dtype`: the weight but for the global scale; otherwise as `dequantize_nvfp4`."""
+    """code * scale, exact in every `dtype`: the weight without the global scale; otherwise as `dequantize_nvfp4`."""
     return _dequantize(packed, scale, None, dtype)
 
 

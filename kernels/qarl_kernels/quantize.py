@@ -1,15 +1,15 @@
-"""Quantization by Triton kernels: master weights to stored tensors, activations to codes and scales, one read of each.
+"""Quantization by Triton kernels: master weights to stored tensors, activations to codes and scales, each read once.
 
-Weights are bit for bit what `qarl_formats.weight.quantize_weight` computes, activations what
-`qarl_kernels.activation` does: IEEE divisions, scales rounded to their stored dtype before they divide.
+Weights are bit-equal to `qarl_formats.weight.quantize_weight`, activations to `qarl_kernels.activation`: IEEE
+divisions, by scales that are rounded to their stored dtype first.
 
-- int4: a thread holds eight neighbouring values, in two 16-byte loads, and packs their codes in registers; threads of
-  a group share its range by shuffles. Zero points go through an atomic OR: eight rows, which may be eight programs,
-  share a word, and the result does not depend on the order.
-- int8, e4m3: a program holds everything that shares a scale (a row, or a 128 x 128 block) in registers.
+- int4: a thread loads eight adjacent values, 16 bytes twice, and packs their codes in registers; the threads of a group
+  exchange its range by shuffles. Zero points are combined by an atomic OR, because eight rows, possibly of eight
+  programs, share a word; the result does not depend on the order.
+- int8, e4m3: a program holds all values that share a scale (a row, or a 128 x 128 block) in registers.
 
-`bad`, the count of NaN and infinite values, costs no synchronization: the caller looks at it when it next waits for
-the device anyway. Where it is not 0, codes and scales mean nothing.
+`bad` counts NaN and infinite values without a synchronization: the caller reads it when it next waits for the device.
+Unless it is 0, codes and scales are meaningless.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from qarl_kernels.launch import launch
 from qarl_kernels.plans import planned
 from qarl_kernels.quantize_kernels import activation_kernel, byte_kernel, int4_kernel
 
-MAX_ROW = 32_768  # values of a row that the registers of one program hold: 32 in each of 1,024 threads
-TILE = 2048  # values of a program that is free to choose: 8 in each of 256 threads
+MAX_ROW = 32_768  # values of a row that one program's registers hold: 32 in each of 1,024 threads
+TILE = 2048  # values per program where it is free to choose: 8 in each of 256 threads
 FP8_BLOCK = 128
 
 
@@ -36,13 +36,12 @@ def _check_matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], longest
         )
     if longest_row is not None and x.shape[1] > longest_row:
         raise ValueError(
-            f"{name} has rows of {x.shape[1]} values, more than the {longest_row} that one scale can be computed for; "
-            "use a group size"
+            f"{name} has rows of {x.shape[1]} values; one scale covers at most {longest_row}; use a group size"
         )
 
 
 def _tile(columns: int, size: int | None) -> tuple[int, int, int, int]:
-    """(rows, scales, values a scale) of a program's tile, and its warps. size: values a scale, None = the row."""
+    """(rows, scales per row, values per scale, warps) of a program. size: values per scale; None: the whole row."""
     if size is None:
         width = max(next_power_of_2(columns), 8)
         return 1, 1, width, max(1, width // 1024)
@@ -65,15 +64,15 @@ def quantize_int4(
 
     Args:
         weight: float32 [N, K], rows contiguous.
-        group: input features that share a scale, 32, 64 or 128; None = the whole row, of at most 32,768.
+        group: Input features per scale, 32, 64 or 128; None: the whole row, of at most 32,768.
         symmetric: False computes a zero point per group, and the scale from the range instead of absmax / divisor.
         divisor: absmax / divisor is the scale: 7.5, or 7.0 for the grid symmetric7.
-        lowest, highest: the codes' range: -8 and 7, or -7 and 7.
-        scale_dtype: bfloat16, float16 or float32, the stored dtype, which the codes are computed from.
+        lowest, highest: Range of the codes: -8 and 7, or -7 and 7.
+        scale_dtype: Stored dtype of the scale, bfloat16, float16 or float32.
 
     Returns:
         packed: int32 [N, ceil(K / 8)]. scale: [N, groups]. zero_point: int32 [ceil(N / 8), groups], None if symmetric.
-        bad: int32 [], on the device, how many values are NaN or infinite; unless it is 0 the rest means nothing.
+        bad: int32 [], on the device, the number of NaN and infinite values.
 
     Raises:
         ValueError: weight is not such a matrix, or group does not divide K.
@@ -122,36 +121,22 @@ def quantize_int4(
 
 @torch.no_grad()
 def quantize_int8(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a master weight to int8, one scale a row.
+    """Quantize a master weight, float32 [N, K], to int8 codes [N, K] and scales [N, 1]; K is at most 32,768.
 
-    Args:
-        weight: float32 [N, K], rows contiguous, K at most 32,768.
-        scale_dtype: bfloat16, float16 or float32, the stored dtype, which the codes are computed from.
-
-    Returns:
-        codes: int8 [N, K]. scale: [N, 1]. bad: as `quantize_int4` returns it.
-
-    Raises:
-        ValueError: weight is not such a matrix.
+    scale_dtype, bad and errors: as in `quantize_int4`. Returns (codes, scale, bad).
     """
     return _quantize_bytes(weight, torch.int8, scale_dtype, None)
 
 
 @torch.no_grad()
 def quantize_fp8(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a master weight to float8_e4m3fn, one scale a row; otherwise as `quantize_int8`."""
+    """As `quantize_int8`, to float8_e4m3fn."""
     return _quantize_bytes(weight, torch.float8_e4m3fn, scale_dtype, None)
 
 
 @torch.no_grad()
 def quantize_fp8_block(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a master weight to float8_e4m3fn, one scale for each block of 128 x 128.
-
-    The rule is that of `quantize_fp8`, with the largest magnitude of a block in place of a row's. K has no limit.
-
-    Returns:
-        codes: float8_e4m3fn [N, K]. scale: [ceil(N / 128), ceil(K / 128)]. bad: as `quantize_int4` returns it.
-    """
+    """As `quantize_fp8`, with one scale per 128 x 128 block, [ceil(N / 128), ceil(K / 128)]; K has no limit."""
     return _quantize_bytes(weight, torch.float8_e4m3fn, scale_dtype, FP8_BLOCK)
 
 
@@ -186,37 +171,20 @@ def _quantize_bytes(
 
 
 def activation_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`qarl_kernels.activation.quantize_activation_int8`, bit for bit, in one kernel.
+    """`qarl_kernels.activation.quantize_activation_int8` in one kernel, bit-equal: codes [M, K], scales fp32 [M, 1].
 
-    Args:
-        x: bf16, fp16 or fp32 [M, K], rows contiguous, any distance apart; K at most 32,768.
-
-    Returns:
-        codes: int8 [M, K]. scale: float32 [M, 1].
-
-    Raises:
-        ValueError: x is not such a matrix.
+    x: bf16, fp16 or fp32 [M, K], last dimension contiguous, arbitrary row stride; K at most 32,768, else ValueError.
     """
     return _quantize_activation(x, torch.int8, None)
 
 
 def activation_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`qarl_kernels.activation.quantize_activation_fp8`, bit for bit but for the sign of NaN; else as above."""
+    """As `activation_int8`, to e4m3; bit-equal except for the sign of NaN."""
     return _quantize_activation(x, torch.float8_e4m3fn, None)
 
 
 def activation_fp8_group(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each group of 128 neighbouring values of a row to e4m3 by the rule of `activation_fp8`.
-
-    Args:
-        x: bf16, fp16 or fp32 [M, K], rows contiguous, any distance apart; the last group of a row may be shorter.
-
-    Returns:
-        codes: float8_e4m3fn [M, K]. scale: float32 [M, ceil(K / 128)].
-
-    Raises:
-        ValueError: x is not such a matrix.
-    """
+    """As `activation_fp8`, with one scale per 128 features, fp32 [M, ceil(K / 128)]; K has no limit."""
     return _quantize_activation(x, torch.float8_e4m3fn, FP8_BLOCK)
 
 
@@ -226,7 +194,7 @@ def _quantize_activation(x: Tensor, dtype: torch.dtype, group: int | None) -> tu
     m, k = x.shape
     groups = 1 if group is None else cdiv(k, group)
     rows, tile_groups, size, warps = _tile(k, group)
-    if group is None and warps < 8:  # a short row is a matter of latency: 16 values a thread
+    if group is None and warps < 8:  # short rows are bound by latency: 16 values per thread
         warps = max(1, min(8, size // 512))
     vector = 16 // x.element_size()
     codes = torch.empty(m, k, dtype=dtype, device=x.device)

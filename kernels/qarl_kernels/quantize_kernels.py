@@ -1,4 +1,4 @@
-"""Triton kernels that quantize; `qarl_kernels.quantize` launches them and says what they compute."""
+"""The Triton kernels of `qarl_kernels.quantize`, which documents what they compute."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import triton.language as tl
 from qarl_kernels.activation import FP8_MAX, FP8_MIN_SCALE
 from qarl_kernels.casts import narrow, narrow_e4m3, widen
 
-_INFINITY = tl.constexpr(0x7F800000)  # as bits; those of a NaN without its sign are larger
+_INFINITY = tl.constexpr(0x7F800000)  # as bits; a NaN's magnitude bits are larger
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-# Adding it rounds |x| < 2^22 half to even, and leaves the integer, as two's complement, in the sum's low bits.
+# Adding it rounds |x| < 2^22 half to even and leaves the integer, in two's complement, in the low bits of the sum.
 _ROUND = tl.constexpr(12_582_912.0)
 _FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 _INT8_MAX = tl.constexpr(127.0)
@@ -28,13 +28,13 @@ def _stored_scale(exact, dtype: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.con
 
 @triton.jit
 def _bits(x):
-    """Magnitudes as integers, which order like the floats, with NaN above infinity."""
+    """Magnitudes as integers, in the order of the floats, NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
 @triton.jit
 def _load_eight(start, inside, column, columns, RAGGED: tl.constexpr):
-    """The eight values from each of `start`, (T,) pointers, as two halves (T, 4); 0 outside (T, 1) and beyond a row."""
+    """Eight values from each pointer of `start` (T,) as two halves (T, 4); 0 outside `inside` (T, 1) and the row."""
     four = tl.arange(0, 4)[None, :]
     keep_left, keep_right = inside, inside
     if RAGGED:
@@ -47,7 +47,7 @@ def _load_eight(start, inside, column, columns, RAGGED: tl.constexpr):
 
 @triton.jit
 def _largest_and_count(left, right, bad):
-    """Bits of the largest of eight magnitudes, (T,); adds to `bad` where they hold a NaN or an infinity."""
+    """Bits of the largest of eight magnitudes, (T,); counts NaN and infinite values in `bad`."""
     left_bits, right_bits = _bits(left), _bits(right)
     largest = tl.max(tl.maximum(left_bits, right_bits), axis=1)
     count = tl.sum((left_bits >= _INFINITY).to(tl.int32) + (right_bits >= _INFINITY).to(tl.int32), axis=1)
@@ -63,12 +63,12 @@ def _byte(x, scale, dtype: tl.constexpr):
         scaled = tl.minimum(tl.maximum(scaled, -128.0), 127.0)
         return (scaled + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
     else:
-        return narrow_e4m3(scaled + 0.0)  # the library's zero point of +0, which makes +0 of -0
+        return narrow_e4m3(scaled + 0.0)  # compressed-tensors adds a zero point of +0, which turns -0 into +0
 
 
 @triton.jit
 def _of_group(x, WORDS: tl.constexpr):
-    """One value a group -> the same for each of its words."""
+    """One value per group -> the same value for each of its words."""
     return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], WORDS]), [x.shape[0] * WORDS])
 
 
@@ -100,13 +100,13 @@ def int4_kernel(
     SCALE_MAX: tl.constexpr,
     SCALE_EPS: tl.constexpr,
     SYMMETRIC: tl.constexpr,
-    RAGGED: tl.constexpr,  # columns is not a multiple of 8: the last word of a row is not full
+    RAGGED: tl.constexpr,  # columns is not a multiple of 8: a row's last word is partly used
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
-    WORDS: tl.constexpr,  # words of a group, or a power of two that is not less if there is one group
+    WORDS: tl.constexpr,  # words per group; of a single group rounded up to a power of two
 ):
-    # One axis for rows, groups and words keeps neighbouring threads on neighbouring words, and every store where its
-    # values are: what a group has once is stored by the thread of the group's first word.
+    # One axis for rows, groups and words keeps adjacent threads on adjacent words and needs no layout conversion before
+    # stores: the thread of a group's first word stores its scale and zero point.
     t = tl.arange(0, ROWS * GROUPS * WORDS)
     across = tl.cdiv(groups, GROUPS)
     row = (tl.program_id(0) // across * ROWS + t // (GROUPS * WORDS)).to(tl.int64)
@@ -127,7 +127,7 @@ def int4_kernel(
         high = tl.maximum(_of_group(tl.max(tl.reshape(high, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
         exact = tl.div_rn(high - low, tl.full(t.shape, HIGHEST - LOWEST, tl.float32))
         zero = LOWEST - tl.div_rn(low, exact)
-        # Minimum and maximum drop a NaN, so the zero point of a zero group, 0 / 0, is settled before them.
+        # A group of zeros has a zero point of 0 / 0. Minimum and maximum would drop the NaN, so it is replaced first.
         zero = tl.minimum(tl.maximum(tl.where(zero == zero, zero, 0.0), LOWEST), HIGHEST)
         zero = (zero + _ROUND) - _ROUND
         nibble = (zero.to(tl.int32) + 8) << ((row % 8).to(tl.int32) * 4)
@@ -184,7 +184,7 @@ def byte_kernel(
 
 @triton.jit
 def activation_step(absmax, dtype: tl.constexpr):
-    """The scale of each absmax, and the number that `activation_code` needs: a multiplier for int8, else a divisor."""
+    """(scale, factor) of each absmax; `activation_code` multiplies by the factor for int8, else divides by it."""
     if dtype == tl.int8:
         limit = tl.full(absmax.shape, _INT8_MAX, tl.float32)
         step = tl.div_rn(absmax, limit)
@@ -200,10 +200,10 @@ def activation_step(absmax, dtype: tl.constexpr):
 def activation_code(value, absmax, factor, dtype: tl.constexpr):
     """The int8 or e4m3 code of each value (T, VECTOR); absmax and factor (T,)."""
     if dtype == tl.int8:
-        # The minimum changes nothing (see qarl_kernels.activation); it keeps product and sum from fusing.
+        # The minimum changes no value (see qarl_kernels.activation); it keeps product and sum from being fused.
         product = tl.minimum(value * factor[:, None], _INT8_MAX)
         code = (product + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
-        # A row that is not finite has 0 * NaN or inf * 0 for its codes, and a NaN converts to 0.
+        # In a row with NaN or inf the products are NaN, which converts to 0.
         code = tl.where((absmax <= _FLOAT_MAX)[:, None], code, 0)
     else:
         code = narrow_e4m3(tl.div_rn(value, factor[:, None]))
@@ -222,11 +222,11 @@ def activation_kernel(
     RAGGED: tl.constexpr,  # columns is not a multiple of VECTOR
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
-    VECTORS: tl.constexpr,  # vectors that share a scale, or a power of two that is not less if there is one group
+    VECTORS: tl.constexpr,  # vectors per scale; of a single group rounded up to a power of two
     VECTOR: tl.constexpr,  # values in 16 bytes
 ):
     t = tl.arange(0, ROWS * GROUPS * VECTORS)
-    across = tl.cdiv(groups, GROUPS)  # programs along a row; one axis of programs, because the second holds 65,535
+    across = tl.cdiv(groups, GROUPS)  # programs per row; one grid axis, because the second is limited to 65,535
     row = (tl.program_id(0) // across * ROWS + t // (GROUPS * VECTORS)).to(tl.int64)
     group = tl.program_id(0) % across * GROUPS + t // VECTORS % GROUPS
     first = (group * VECTORS + t % VECTORS) * VECTOR

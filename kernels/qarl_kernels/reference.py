@@ -1,8 +1,8 @@
-"""The low-bit linear layers in plain torch: their meaning, their CPU path and the oracle of every faster kernel.
+"""The low-bit products in plain torch: the CPU path, and the reference of every kernel.
 
-Operands come unpacked: integer or FP8 codes as float32 tensors of the same values. That is exact, and it lets the
-products run on the FP32 units that every CPU has (bf16 and int8 matrix products are emulated on CPUs without AMX or
-VNNI, and 4 to 30 times slower there). On a CPU each row of a result has the same bits whatever else is in the batch.
+Operands are unpacked: integer or FP8 codes as float32 tensors of the same values. That is exact, and the products run
+on the FP32 units that every CPU has (CPUs without AMX or VNNI emulate bf16 and int8 products, 4 to 30 times slower).
+On a CPU a row's bits do not depend on the other rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The form of int4 weights that the fused products read: codes in tiles, scales in columns.
+"""The tiled form of 4-bit weights, which the fused products read: codes in tiles, scales in columns.
 
 `tiled` int32 [N16, K128, 16, 16], N16 = ceil(N / 16), K128 = ceil(K / 128): nibble j (bits 4j to 4j + 3) of
 tiled[a, b, r, w] is the stored nibble (code + 8) of row 16a + r, column 128b + 16j + w; code 0 beyond N and K.
@@ -6,11 +6,13 @@ tiled[a, b, r, w] is the stored nibble (code + 8) of row 16a + r, column 128b + 
 `meta` [K128 * P, 16 * N16], P = 128 / group for groups of 32 and 64, else 1: entry [b * P + p, n] describes the group
 of row n that holds column 128b + p * 128 / P.
 
-Words are gathered: word w of a tile's row takes a nibble from each of the eight words 2j + w // 8 of that row's 16,
-which are in the first-level cache after the first touch. Only whole 16-byte pieces are written.
+The kernels gather words: word w of a tile's row takes a nibble from each of the eight words 2j + w // 8 of that row's
+16, which are in the L1 cache after the first access. They write whole 16-byte pieces only.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -24,7 +26,7 @@ from qarl_kernels.launch import launch
 
 ROWS = 16
 COLUMNS = 128
-TILES = 4  # of a program, along K: 4 words in each of 256 threads
+TILES = 4  # tiles along K per program: 4 words in each of 256 threads
 _EMPTY = tl.constexpr(-0x77777778)  # 0x88888888: eight nibbles of code 0
 _META_ROWS = 32
 _META_COLUMNS = 64
@@ -38,10 +40,10 @@ def tile_kernel(
     columns,
     words,
     column_tiles,
-    RAGGED: tl.constexpr,  # columns is not a multiple of 8: the last word of a row is not full
+    RAGGED: tl.constexpr,  # columns is not a multiple of 8: a row's last word is partly used
     TILES: tl.constexpr,
 ):
-    across = tl.cdiv(column_tiles, TILES)  # programs along a row; one axis of programs, because the second holds 65,535
+    across = tl.cdiv(column_tiles, TILES)  # programs per row; one grid axis, because the second is limited to 65,535
     a = (tl.program_id(0) // across).to(tl.int64)
     line = tl.arange(0, TILES * 16)[:, None]  # (tile, row of the tile)
     b = tl.program_id(0) % across * TILES + line // 16
@@ -71,7 +73,7 @@ def untile_kernel(
     RAGGED: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    across = tl.cdiv(column_tiles, TILES)  # as above
+    across = tl.cdiv(column_tiles, TILES)
     a = (tl.program_id(0) // across).to(tl.int64)
     line = tl.arange(0, TILES * 16)[:, None]
     b = tl.program_id(0) % across * TILES + line // 16
@@ -126,63 +128,50 @@ def meta_kernel(
 
 @torch.no_grad()
 def tile_int4(packed: Tensor, in_features: int) -> Tensor:
-    """Rearrange packed codes into tiles.
-
-    Args:
-        packed: int32 [N, ceil(K / 8)], contiguous.
-        in_features: K.
-
-    Returns:
-        `tiled`, int32 [ceil(N / 16), ceil(K / 128), 16, 16].
+    """Rearrange packed codes, int32 [N, ceil(K / 8)], into tiles, int32 [ceil(N / 16), ceil(K / 128), 16, 16].
 
     Raises:
-        ValueError: packed is not such a matrix.
+        ValueError: packed is not a contiguous matrix of this shape.
     """
     n, words = len(packed), cdiv(in_features, 8)
     check_stored("packed", packed, (torch.int32,), (n, words))
-    shape = cdiv(n, ROWS), cdiv(in_features, COLUMNS), 16, 16
-    tiled = torch.empty(shape, dtype=torch.int32, device=packed.device)
-    launch(
-        tile_kernel,
-        (cdiv(shape[1], TILES) * shape[0],),
-        num_warps=8,
-        packed=packed,
-        tiled=tiled,
-        rows=n,
-        columns=in_features,
-        words=words,
-        column_tiles=shape[1],
-        RAGGED=in_features % 8 != 0,
-        TILES=TILES,
-    )
+    tiled = torch.empty(_tiles(n, in_features), dtype=torch.int32, device=packed.device)
+    _rearrange(tile_kernel, packed, tiled, in_features)
     return tiled
 
 
 @torch.no_grad()
 def untile_int4(tiled: Tensor, out_features: int, in_features: int) -> Tensor:
-    """Undo `tile_int4`: `tiled` -> int32 [N, ceil(K / 8)], missing nibbles zero as they are stored.
+    """Undo `tile_int4`: int32 [N, ceil(K / 8)], with missing nibbles zero as they are stored.
 
     Raises:
         ValueError: tiled does not have the shape of an N x K weight.
     """
-    shape = cdiv(out_features, ROWS), cdiv(in_features, COLUMNS), 16, 16
-    check_stored("tiled", tiled, (torch.int32,), shape)
-    words = cdiv(in_features, 8)
-    packed = torch.empty(out_features, words, dtype=torch.int32, device=tiled.device)
+    check_stored("tiled", tiled, (torch.int32,), _tiles(out_features, in_features))
+    packed = torch.empty(out_features, cdiv(in_features, 8), dtype=torch.int32, device=tiled.device)
+    _rearrange(untile_kernel, packed, tiled, in_features)
+    return packed
+
+
+def _tiles(n: int, k: int) -> tuple[int, int, int, int]:
+    return cdiv(n, ROWS), cdiv(k, COLUMNS), 16, 16
+
+
+def _rearrange(kernel: Any, packed: Tensor, tiled: Tensor, columns: int) -> None:
+    rows, words = packed.shape
     launch(
-        untile_kernel,
-        (cdiv(shape[1], TILES) * shape[0],),
+        kernel,
+        (cdiv(tiled.shape[1], TILES) * tiled.shape[0],),
         num_warps=8,
-        tiled=tiled,
         packed=packed,
-        rows=out_features,
-        columns=in_features,
+        tiled=tiled,
+        rows=rows,
+        columns=columns,
         words=words,
-        column_tiles=shape[1],
-        RAGGED=in_features % 8 != 0,
+        column_tiles=tiled.shape[1],
+        RAGGED=columns % 8 != 0,
         TILES=TILES,
     )
-    return packed
 
 
 @torch.no_grad()
@@ -194,18 +183,18 @@ def meta_w4a16(
     group: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Scales and zero points as the w4a16 kernel reads them: weight = ((B + u) + offset) * scale, u a stored nibble.
+    """Scales and zero points as the w4a16 kernels read them: weight = ((B + u) + offset) * scale, u a stored nibble.
 
     Args:
         scale: `dtype` [N, K / group], contiguous.
         zero_point: int32 [ceil(N / 8), K / group], contiguous, or None if symmetric.
         out_features, in_features: N, K.
-        group: 32, 64 or 128; None = the whole row.
-        dtype: bfloat16 (B = 128) or float16 (B = 1024), that of the activations.
+        group: 32, 64 or 128; None: one group per row.
+        dtype: Of the activations, bfloat16 (B = 128) or float16 (B = 1024).
 
     Returns:
-        `meta`, int32 [K128 * P, 16 * N16]: low half the scale's bits, high half those of offset = -(B + zero nibble).
-        Beyond N and K: scale 0, offset -(B + 8).
+        int32 [K128 * P, 16 * N16]: the scale's bits in the low half, those of offset = -(B + zero nibble) in the high
+        half. Beyond N and K: scale 0, offset -(B + 8).
 
     Raises:
         ValueError: dtypes or shapes do not fit each other.
@@ -221,18 +210,10 @@ def meta_w4a16(
 
 @torch.no_grad()
 def meta_w4a8(scale: Tensor, out_features: int, in_features: int, group: int | None) -> Tensor:
-    """Scales as the w4a8 kernel reads them.
+    """Scales as the w4a8 kernel reads them: float32 [K128 * P, 16 * N16], 0 beyond N and K.
 
-    Args:
-        scale: bf16, fp16 or fp32 [N, K / group], contiguous.
-        out_features, in_features: N, K.
-        group: 32, 64 or 128; None = the whole row.
-
-    Returns:
-        `meta`, float32 [K128 * P, 16 * N16], 0 beyond N and K.
-
-    Raises:
-        ValueError: scale does not fit the shape.
+    scale: bf16, fp16 or fp32 [N, K / group], contiguous; group: 32, 64, 128, or None for one group per row. Raises
+    ValueError if scale does not fit the shape (out_features, in_features) = (N, K).
     """
     check_stored("scale", scale, FLOATS, (out_features, 1 if group is None else in_features // group))
     return _meta(scale, None, out_features, in_features, group, torch.float32, 0)

@@ -46,7 +46,7 @@ class Tile:
         block_m, block_n, block_k: Tokens, output features and input features per tile.
         persistent: One program per multiprocessor loops over many tiles.
         halves: Store half of a tile at a time.
-        tma, split: For `wide` kernels, see `qarl_kernels.planes`.
+        tma, split: For `wide` kernels, see `qarl_kernels.tiled_product`.
     """
 
     way: Way

@@ -13,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.blocks import COMPILED, dot, int4_rows, program_tile, source_rows
-from qarl_kernels.moe.groups import Groups, output_rows
-from qarl_kernels.planes import eight_planes, four_planes, run_tiled, store
+from qarl_kernels.moe.groups import Groups
+from qarl_kernels.planes import eight_planes, four_planes
 from qarl_kernels.plans import planned
+from qarl_kernels.shapes import output_rows
+from qarl_kernels.tiled_product import run_tiled, store
 from qarl_kernels.tuning import Tile, lookup
 
 # Four words in, eight planes of four int8 out: a 4 x 4 transpose of bytes, then each byte's nibbles, sign bit flipped
@@ -176,22 +178,14 @@ def w4a8(
     """y = (sum over groups of (qx_g @ codes_g^T) * s_g) * s_x + bias, dense or per expert.
 
     Args:
-        qx: (M, K) int8. With groups one row per sorted pair; if gathered (T, K), one per token.
-        s_x: (M, 1) or (T, 1) fp32, one scale per row of qx.
+        qx, s_x: (M, K) int8 and (M, 1) fp32, one scale per row; with groups as in `gemm.dense`.
         tiled, meta: The weight's tiled form (`tile_int4`, `meta_w4a8`); with groups that of all experts, concatenated.
-        in_features: K.
-        out_features: N, of one expert.
-        bias: (N,), or None. Grouped products have none.
+        in_features, out_features: K, and N of one expert.
         channel: Each row of the weight is one group.
-        out: (M, N) of out_dtype to fill, any row stride, or None.
-        groups: Rows belong to experts.
-        tile: For tests and tuning; changes no bit. Default: the tuned one.
+        bias, out_dtype, out, groups, gathered, tile: As in `gemm.dense`.
 
     Returns:
         (M, N) of out_dtype; with groups in sorted order.
-
-    Raises:
-        ValueError: qx is not int8, or shapes do not fit each other or the groups.
     """
     m, k = output_rows(qx, groups, gathered), qx.shape[1]
     if qx.dtype != torch.int8 or k != in_features:

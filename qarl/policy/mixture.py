@@ -24,8 +24,7 @@ from qarl_kernels.moe import reference
 from qarl_kernels.moe.balance import balance_grad
 from qarl_kernels.moe.combine import combine, combine_backward, shared_backward, sum_over_slots
 from qarl_kernels.moe.dispatch import groups_of
-from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.routed import Routed, Shared
+from qarl_kernels.moe.groups import Groups, Routed, Shared
 from qarl_kernels.moe.routing import route, route_backward
 from qarl_kernels.moe.shared import shared_gate
 from qarl_kernels.swiglu import swiglu_backward

@@ -44,8 +44,7 @@ from qarl_kernels.moe import combine as moe_combine
 from qarl_kernels.moe import dispatch as moe_dispatch
 from qarl_kernels.moe import routing as moe_routing
 from qarl_kernels.moe import shared as moe_shared
-from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.routed import Shared
+from qarl_kernels.moe.groups import Groups, Shared
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32

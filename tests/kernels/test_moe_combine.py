@@ -8,8 +8,7 @@ from mixtures import all_to, grouped
 from products import random
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe import combine, reference, shared
-from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.routed import Shared
+from qarl_kernels.moe.groups import Groups, Shared
 from torch import Tensor
 
 pytestmark = [

@@ -10,7 +10,8 @@ from mixtures import chosen
 from qarl_kernels.blocks import expert_rows, source_rows
 from qarl_kernels.launch import INTERPRETED, launch
 from qarl_kernels.moe.dispatch import COLUMNS, SORTS, groups_of, rows_in_order
-from qarl_kernels.moe.groups import Groups, kernel_arguments, row_tiles
+from qarl_kernels.moe.groups import Groups
+from qarl_kernels.shapes import kernel_arguments, row_tiles
 from torch import Tensor
 
 pytestmark = [

@@ -8,7 +8,7 @@ from products import random
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe import routing
 from qarl_kernels.moe.balance import balance_grad, choices
-from qarl_kernels.moe.routed import Routed
+from qarl_kernels.moe.groups import Routed
 from qarl_kernels.moe.routing import route, route_backward
 from torch import Tensor
 

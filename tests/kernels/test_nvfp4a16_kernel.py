@@ -7,7 +7,7 @@ import pytest
 import torch
 from nvfp4_products import Nvfp4
 from products import random, relative_error
-from qarl_kernels import nvfp4, nvfp4a16, tuning
+from qarl_kernels import nvfp4, nvfp4a16, planes, tuning
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.tuning import Tile
 
@@ -162,7 +162,7 @@ def test_a_weight_of_another_width_or_type_is_refused(device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_assembly_makes_code_times_scale_of_every_code_and_scale(dtype) -> None:
     """All finite scales of a byte, eight at a time; each with sixteen codes: two words at a time hold a code twice."""
-    text = nvfp4a16._planes_asm(half=dtype == torch.float16)
+    text = planes._nvfp4_asm(half=dtype == torch.float16)
     codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     codes = torch.cat([codes, -codes])
     scales = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

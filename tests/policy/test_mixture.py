@@ -9,7 +9,7 @@ import torch
 from policy_models import batch, gradients, hf_gradients, hf_logprobs, logprobs, make_policy, put_dequantized
 from qarl_kernels.logprob import Truncation
 from qarl_kernels.moe.balance import balance_grad
-from qarl_kernels.moe.routed import Routed
+from qarl_kernels.moe.groups import Routed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

@@ -17,8 +17,8 @@ from qarl_kernels import gemm
 from qarl_kernels.blocks import dot, source_rows
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
-from qarl_kernels.moe.groups import Groups, output_features, output_rows
-from qarl_kernels.output import output
+from qarl_kernels.moe.groups import Groups
+from qarl_kernels.shapes import output, output_features, output_rows
 from qarl_kernels.tuning import Tile, lookup
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qarl_kernels.moe.groups import Routed
 from qarl_kernels.moe.reference import probabilities
-from qarl_kernels.moe.routed import Routed
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""From a row for each (token, slot) back to a row a token: the weighted sum over slots, its gradients, and a plain sum.
+"""From one row per (token, slot) to one row per token: the weighted sum over slots, its gradients, and a plain sum.
 
-Slots add up in their order, from the first product on, then what the shared expert gives, each product and each sum
-rounded to float32, and the result is rounded once. A token's bits depend on its own rows alone.
+Slots are added in order, then the shared expert's result. Each product and each sum is rounded to float32, and the
+result is rounded once. A token's bits depend only on its own rows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from torch import Tensor
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
-from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.routed import Shared
+from qarl_kernels.moe.groups import Groups, Shared
 from qarl_kernels.rows import check_rows
 
-COLUMNS, WARPS = 1024, 4  # of a program: features of one token
-BACKWARD_LANES, BACKWARD_WARPS = 4096, 4  # of a program at a time: slots of one token, times features
+COLUMNS, WARPS = 1024, 4  # per program: features of one token
+BACKWARD_LANES, BACKWARD_WARPS = 4096, 4  # per program at a time: slots of one token, times features
 
 
 @triton.jit
@@ -27,7 +26,7 @@ def _combine_kernel(
     d,  # (R, columns) bf16 or fp16
     weights,  # (T, SLOTS) f32, or None
     added,  # (T, columns), or None
-    gate,  # (T,) f32, what `added` is multiplied by, or None
+    gate,  # (T,) f32, the factor of `added`, or None
     place,  # (R,) i32
     out,  # (T, columns)
     columns,
@@ -61,15 +60,15 @@ def _combine_backward_kernel(
     dy,  # (T, columns) bf16 or fp16
     d,  # (R, columns)
     weights,  # (T, slots) f32
-    place,  # (R,) i32, or None: rows stand as their pairs do
-    grad_d,  # (R, columns), may be d: a value is written by the program that read it, afterwards
+    place,  # (R,) i32, or None: row r is pair r
+    grad_d,  # (R, columns), may be d: each value is written by the program that read it, afterwards
     grad_weights,  # (T, slots) f32
     slots,
     columns,
     stride_dy,
     stride_d,
     stride_grad,
-    SLOTS: tl.constexpr,  # a power of two that has room for them
+    SLOTS: tl.constexpr,  # slots rounded up to a power of two
     COLUMNS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -115,15 +114,15 @@ def _sum(d: Tensor, weights: Tensor | None, added: Tensor | None, groups: Groups
 
 
 def combine(d: Tensor, weights: Tensor, groups: Groups, shared: Shared | None = None) -> Tensor:
-    """y = sum over a token's slots of float32(d) * weight, and of the shared expert's output * gate: (T, H), d's dtype.
+    """y = sum over a token's slots of float32(d) * weight, plus the shared expert's output * gate: (T, H), d's dtype.
 
     Args:
-        d: (R, H) bf16 or fp16, in sorted order, rows contiguous, any distance apart.
-        weights: (T, k) float32, contiguous, of each token's slots.
-        shared: its output 16-bit, rows contiguous, any distance apart; its gate contiguous. None: there is none.
+        d: (R, H) bf16 or fp16, in sorted order; last dimension contiguous, arbitrary row stride.
+        weights: (T, k) float32, contiguous.
+        shared: The shared expert's 16-bit output, as d, and contiguous gate; or None.
 
     Raises:
-        ValueError: shapes or dtypes are not as above.
+        ValueError: Shapes or dtypes are not as above.
     """
     _check("d", d, groups.rows)
     _check_weights(weights, groups)
@@ -138,14 +137,10 @@ def combine(d: Tensor, weights: Tensor, groups: Groups, shared: Shared | None = 
 def combine_backward(
     dy: Tensor, d: Tensor, weights: Tensor, groups: Groups, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of d and of the weights: (R, H) of d's dtype, weight * dy; (T, k) float32, <dy, d>.
+    """Gradients of d, weight * dy (R, H) of d's dtype, and of the weights, <dy, d> (T, k) float32.
 
-    Args:
-        dy: (T, H) 16-bit, rows contiguous, any distance apart. d, weights: as for `combine`.
-        into: (R, H) of d's dtype, where d's gradient goes, which may be d itself; None: a new tensor.
-
-    Raises:
-        ValueError: shapes or dtypes are not as above.
+    dy: (T, H) 16-bit, last dimension contiguous, arbitrary row stride; d, weights, errors: as in `combine`. into:
+    (R, H) of d's dtype that receives d's gradient, possibly d itself; None: a new tensor.
     """
     tokens, columns = groups.rows // groups.slots, d.shape[1]
     _check("dy", dy, tokens, columns)
@@ -158,14 +153,9 @@ def combine_backward(
 
 
 def shared_backward(dy: Tensor, shared: Shared, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gradients of what the shared expert gives and of its gate's logit: (T, H) of its dtype, gate * dy; (T,) float32.
+    """Gradients of the shared expert's output, gate * dy (T, H) of its dtype, and of its gate's logit, (T,) float32.
 
-    Args:
-        dy: (T, H) 16-bit, rows contiguous, any distance apart. shared: as for `combine`.
-        into: (T, H), where the output's gradient goes, which may be the output itself; None: a new tensor.
-
-    Raises:
-        ValueError: shapes or dtypes are not as above.
+    dy, into, errors: as in `combine_backward`; `into` may be the output itself.
     """
     output, gate = shared.output, shared.gate
     check_rows("dy", dy, output.shape[1])
@@ -179,7 +169,7 @@ def shared_backward(dy: Tensor, shared: Shared, into: Tensor | None = None) -> t
 
 
 def _backward(dy: Tensor, d: Tensor, weights: Tensor, place: Tensor | None, into: Tensor) -> Tensor:
-    """Fills `into` and returns (T, k). place: None where d's rows stand as the tokens' slots do."""
+    """Fill `into` and return (T, k). place: None if row r of d is pair r."""
     (tokens, slots), columns = weights.shape, d.shape[1]
     grad_weights = torch.empty(tokens, slots, dtype=torch.float32, device=d.device)
     lanes = next_power_of_2(slots)
@@ -205,14 +195,10 @@ def _backward(dy: Tensor, d: Tensor, weights: Tensor, place: Tensor | None, into
 
 
 def sum_over_slots(grad: Tensor, groups: Groups, added: Tensor | None = None) -> Tensor:
-    """A gathered input's gradient (T, K) of grad's dtype: the sum of its token's rows, and of `added` behind them.
+    """A gathered input's gradient (T, K) of grad's dtype: the sum of the token's rows, then plus `added`.
 
-    Args:
-        grad: (R, K) bf16 or fp16, in sorted order, rows contiguous, any distance apart.
-        added: (T, K) 16-bit, rows contiguous: what arrives at the same input from elsewhere, as from the router.
-
-    Raises:
-        ValueError: shapes or dtypes are not as above.
+    grad: (R, K) bf16 or fp16, in sorted order, last dimension contiguous, arbitrary row stride. added: (T, K) 16-bit,
+    the gradient of the same input through another path, as the router; or None. Raises ValueError for other operands.
     """
     _check("grad", grad, groups.rows)
     if added is not None:

@@ -1,4 +1,4 @@
-"""Sorting the (token, slot) pairs of a batch by expert: on the device, without a wait for it, in a CUDA graph too."""
+"""Sort the (token, slot) pairs of a batch by expert, on the device, without a synchronization, also in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from qarl_kernels.moe import reference
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.rows import check_rows
 
-# Most rows, and of a program: pairs that it looks at together, warps. A decode's few need no barrier within one warp.
+# Most rows; pairs that a program looks at together; its warps. For a decode's few pairs one warp needs no barrier.
 SORTS = ((128, 128, 1), (16_384, 2048, 8), (math.inf, 8192, 16))
-COLUMNS, COPY_WARPS = 2048, 4  # of a program: features of one row
+COLUMNS, COPY_WARPS = 2048, 4  # per program: features of one row
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -30,7 +30,7 @@ def _sort_kernel(
     count,
     PAIRS: tl.constexpr,
 ):
-    """A program an expert: it counts the pairs of those before it, then puts its own behind them as they come."""
+    """One program per expert: count the pairs of the experts before it, then place its own behind them in order."""
     mine = tl.program_id(0)
     lane = tl.arange(0, PAIRS)
     before = tl.zeros([PAIRS], tl.int32)
@@ -51,19 +51,19 @@ def _sort_kernel(
 
 @triton.jit
 def _experts(experts, pair, rows, count):
-    """The pairs' experts, kept in range; `count` where there is no pair."""
+    """The experts of pairs, clamped to the valid range; `count` beyond the last pair."""
     expert = tl.load(experts + pair, mask=pair < rows, other=0).to(tl.int32)
     return tl.where(pair < rows, tl.minimum(tl.maximum(expert, 0), count - 1), count)
 
 
 def groups_of(experts: Tensor, count: int, kernels: bool = False) -> Groups:
-    """The pairs sorted by expert; pairs of one expert keep their order, so the rows of a token never change places.
+    """Sort the pairs by expert; pairs of one expert keep their order.
 
     Args:
-        experts: (T, k) int32 or int64, contiguous: the experts of each token. One outside [0, count) is taken as the
-            nearest inside, so that nothing reads beyond a weight.
-        count: how many experts there are, E.
-        kernels: by Triton, in one kernel; else in plain torch. The result is the same.
+        experts: (T, k) int32 or int64, contiguous, the experts of each token. Ids outside [0, count) are clamped, so
+            that nothing reads beyond a weight.
+        count: Number of experts, E.
+        kernels: Use one Triton kernel instead of plain torch. The result is the same.
 
     Raises:
         ValueError: experts is not such a matrix, or there is no expert.
@@ -113,9 +113,9 @@ def _copy_kernel(
 
 
 def rows_in_order(x: Tensor, groups: Groups) -> Tensor:
-    """The rows of tokens as the sorted pairs read them, by Triton: (R, H) of x's dtype, contiguous.
+    """Gather the tokens' rows in sorted order with Triton: (R, H) of x's dtype, contiguous.
 
-    x: (T, H) bf16 or fp16, rows contiguous, any distance apart. Raises ValueError where it is not.
+    x: (T, H) bf16 or fp16, last dimension contiguous, arbitrary row stride. Raises ValueError for other x.
     """
     check_rows("x", x)
     if x.shape[0] * groups.slots != groups.rows:

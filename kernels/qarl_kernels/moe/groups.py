@@ -1,13 +1,10 @@
-"""Which expert each row of a grouped product belongs to."""
+"""A mixture of experts' tensors: the router's choices, the rows sorted by expert, the shared expert's result."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
-
-from qarl_kernels.integers import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -37,44 +34,24 @@ class Groups:
         return self.order.shape[0]
 
 
-def row_tiles(m: int, block_m: int, groups: Groups | None) -> int:
-    """Tiles of block_m rows in m rows; with groups, the most that any distribution over the experts could need."""
-    if groups is None:
-        return cdiv(m, block_m)
-    return (m + min(groups.experts, m) * (block_m - 1)) // block_m
+@dataclass(frozen=True)
+class Routed:
+    """A router's choices for T tokens, E experts and k slots; made by `qarl_kernels.moe.routing.route`.
+
+    Attributes:
+        logits: (T, E) float32.
+        experts: (T, k) int32, the chosen experts, ascending.
+        weights: (T, k) float32, the factors of their results.
+    """
+
+    logits: Tensor
+    experts: Tensor
+    weights: Tensor
 
 
-def output_rows(x: Tensor, groups: Groups | None, gathered: bool, bias: Tensor | None = None) -> int:
-    """M of a product of x. Raises ValueError if x does not have the rows that the groups need, or a bias is given."""
-    if groups is None:
-        return x.shape[0]
-    needed = groups.rows // groups.slots if gathered else groups.rows
-    if x.shape[0] != needed:
-        raise ValueError(
-            f"x has {x.shape[0]} rows, but these groups need {needed}, one per {'token' if gathered else 'sorted pair'}"
-        )
-    if bias is not None:
-        raise ValueError("grouped products take no bias")
-    return groups.rows
+@dataclass(frozen=True)
+class Shared:
+    """The result of the expert that all tokens go through, (T, H), and its gate, the factor of it, (T,) float32."""
 
-
-def output_features(rows: int, groups: Groups | None) -> int:
-    """N of a weight with N rows per expert. Raises ValueError if its rows are not a multiple of the experts."""
-    if groups is None:
-        return rows
-    if rows % groups.experts:
-        raise ValueError(f"a weight of {rows} rows is not that of {groups.experts} experts; concatenate all of theirs")
-    return rows // groups.experts
-
-
-def kernel_arguments(groups: Groups | None, gathered: bool) -> dict[str, Any]:
-    """What `blocks.program_tile` and `blocks.source_rows` need; None and 0 compile a dense product."""
-    if groups is None:
-        return {"order": None, "starts": None, "EXPERTS": 0, "LANES": 0, "SLOTS": 0}
-    return {
-        "order": groups.order if gathered else None,
-        "starts": groups.starts,
-        "EXPERTS": groups.experts,
-        "LANES": next_power_of_2(groups.experts),
-        "SLOTS": groups.slots,
-    }
+    output: Tensor
+    gate: Tensor

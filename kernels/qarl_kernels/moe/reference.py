@@ -1,7 +1,6 @@
-"""A mixture of experts in plain torch: the meaning of the kernels beside it, the CPU's path, and their oracle.
+"""A mixture of experts in plain torch: the CPU path, and the reference of the kernels.
 
-Nothing here waits for a GPU but `grouped_dense`, `grouped_input_grad` and `grouped_weight_grad`, which go through the
-experts one after the other.
+Only `grouped_dense`, `grouped_input_grad` and `grouped_weight_grad` synchronize with a GPU: they loop over the experts.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from torch import Tensor
 
 from qarl_kernels import backward, invariant, reference
 from qarl_kernels.integers import next_power_of_2
-from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.routed import Routed, Shared
+from qarl_kernels.moe.groups import Groups, Routed, Shared
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """Softmax of each row of float32 (T, E): its sum adds neighbours, then neighbours of those, as the kernel does."""
+    """Softmax of each row of float32 (T, E), with a pairwise tree sum, as in the kernel."""
     exponentials = (logits - logits.amax(1, keepdim=True)).exp()
     total = torch.nn.functional.pad(exponentials, (0, next_power_of_2(logits.shape[1]) - logits.shape[1]))
     while total.shape[1] > 1:
@@ -65,7 +63,7 @@ def groups_of(experts: Tensor, count: int) -> Groups:
 
 
 def _used(groups: Groups) -> Iterator[tuple[int, slice]]:
-    """Experts that have rows, and which. Waits for the device."""
+    """(expert, its sorted rows) of each expert with rows. Synchronizes with the device."""
     starts = groups.starts.tolist()
     for expert, (first, end) in enumerate(pairwise(starts)):
         if first < end:
@@ -77,9 +75,9 @@ def _sorted_rows(x: Tensor, groups: Groups, gathered: bool, rows: slice) -> Tens
 
 
 def grouped_dense(x: Tensor, weight: Tensor, groups: Groups, gathered: bool) -> Tensor:
-    """`qarl_kernels.moe.dense.grouped_dense`, for float32 too: each expert by `qarl_kernels.reference.dense`.
+    """`qarl_kernels.gemm.dense` with groups, for float32 too: each expert by `qarl_kernels.reference.dense`.
 
-    weight: (E * N, K), of x's dtype, or on a CPU in float32, which it is multiplied in.
+    weight: (E * N, K) of x's dtype, or on a CPU in float32, the dtype of the product there.
     """
     n = weight.shape[0] // groups.experts
     out = torch.empty(groups.rows, n, dtype=x.dtype, device=x.device)

@@ -1,9 +1,9 @@
-"""Which experts a token goes to, and what their results weigh; one kernel each way.
+"""The router: which experts each token goes to, and the weights of their results; one kernel forward, one backward.
 
-logits = x @ W^T in float32, not rounded; softmax; the k largest logits, of equal ones the lower expert's (a NaN counts
-as the least); the chosen probabilities, on request divided by their sum. A token's bits depend on that token alone:
+logits = x @ W^T in float32, not rounded; softmax; the k largest logits, ties to the lower expert, NaN as the smallest;
+the chosen probabilities, optionally divided by their sum. A token's bits do not depend on other tokens or the tile:
 logits are one chain of products along H, as in `qarl_kernels.gemm`, the softmax's sum is a tree over the experts, and
-the chosen ones add up in their order, whatever the tile.
+the chosen probabilities are added in order.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from qarl_kernels.blocks import dot, operand
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import capability_of, launch
 from qarl_kernels.moe import reference
-from qarl_kernels.moe.routed import Routed
+from qarl_kernels.moe.groups import Routed
 
 MAX_EXPERTS, MAX_SLOTS = 512, 16
-_LEVELS = tl.constexpr(MAX_EXPERTS.bit_length() - 1)  # of a tree over as many
-FEW_TOKENS = 2048  # up to which a tile has 16: enough programs matter more than how often the weight is read
-BACKWARD_LANES, BACKWARD_WARPS = 2048, 4  # of a program: tokens times experts
+_LEVELS = tl.constexpr(MAX_EXPERTS.bit_length() - 1)  # of a tree over so many experts
+FEW_TOKENS = 2048  # at most: tiles of 16 tokens, because more programs outweigh more reads of the weight
+BACKWARD_LANES, BACKWARD_WARPS = 2048, 4  # per program: tokens times experts
 
 
 @triton.jit
 def _softmax(logits, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Of each row (ROWS, LANES) of f32, -inf where there is no expert; neighbours add up first, whatever the layout."""
+    """Softmax of each row (ROWS, LANES) f32, -inf beyond the experts; a pairwise tree sum, whatever the layout."""
     exponentials = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     total = exponentials
     for level in tl.static_range(_LEVELS):
@@ -39,18 +39,18 @@ def _softmax(logits, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _largest(logits, there, COUNT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr):
-    """The experts of the COUNT largest logits of each row, (ROWS, SLOTS) i32: one for each slot below COUNT."""
+    """The experts of the COUNT largest logits of each row, (ROWS, SLOTS) i32, in slots below COUNT."""
     lane = tl.arange(0, LANES)[None, :]
     slot = tl.arange(0, SLOTS)[None, :]
     comparable = tl.where(logits == logits, logits, float("-inf")) + 0.0  # -0 and 0 are equal
     bits = comparable.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, in the order of the floats
-    TAKEN: tl.constexpr = -(1 << 31)  # below -inf's
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    TAKEN: tl.constexpr = -(1 << 31)  # below the key of -inf
     keys = tl.where(there, ordered, TAKEN)
     found = tl.zeros([ROWS, SLOTS], tl.int32)
     for j in range(COUNT):
         largest = keys == tl.max(keys, axis=1)[:, None]
-        expert = tl.min(tl.where(largest, lane, LANES), axis=1)[:, None]  # of equal ones the lower
+        expert = tl.min(tl.where(largest, lane, LANES), axis=1)[:, None]  # ties: the lower expert
         found = tl.where(slot == j, expert, found)
         keys = tl.where(lane == expert, TAKEN, keys)
     return found
@@ -69,9 +69,9 @@ def _route_kernel(
     experts,
     stride_x,
     stride_weight,
-    COUNT: tl.constexpr,  # slots of a token
-    SLOTS: tl.constexpr,  # a power of two that has room for them
-    LANES: tl.constexpr,  # and for the experts
+    COUNT: tl.constexpr,  # slots per token
+    SLOTS: tl.constexpr,  # COUNT rounded up to a power of two
+    LANES: tl.constexpr,  # experts rounded up to a power of two
     NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -93,9 +93,9 @@ def _route_kernel(
     else:
         found = tl.load(chosen + row * COUNT + slot, mask=exists & (slot < COUNT), other=0)
         found = tl.minimum(tl.maximum(found, 0), experts - 1).to(tl.int32)
-    # Not before the experts are found, which would keep it in registers meanwhile.
+    # After the experts are found, so that it does not occupy registers meanwhile.
     p = _softmax(tl.where(there, acc, float("-inf")), ROWS, LANES)
-    # The slots ascending, without two that are equal even where an expert comes twice.
+    # Sort the slots by expert. Keys are distinct even if an expert comes twice.
     LAST: tl.constexpr = 1 << 30
     waiting = tl.where(slot < COUNT, found * SLOTS + slot, LAST)
     its_ids = tl.zeros([ROWS, SLOTS], tl.int32)
@@ -153,10 +153,10 @@ def _route_backward_kernel(
 
 
 def _tile(rows: int, lanes: int, before_hopper: bool) -> tuple[int, int, int, int]:
-    """Tokens and features of a tile, warps, stages.
+    """(tokens, features, warps, stages) of a tile.
 
-    The experts are all in it, so few tokens keep it in registers. A decode's tokens fill one tile or a few, which read
-    the whole weight: many stages hide how long that takes.
+    A tile has all experts, so it has few tokens to fit in registers. A decode's tokens fill one or a few tiles, which
+    read the whole weight: many stages hide the latency.
     """
     if lanes > 128:
         return (16, 64, 4, 2 if before_hopper else 4) if lanes == 256 else (16, 32, 8, 2 if before_hopper else 4)
@@ -168,19 +168,19 @@ def _tile(rows: int, lanes: int, before_hopper: bool) -> tuple[int, int, int, in
 def route(
     x: Tensor, weight: Tensor, k: int, normalize: bool, chosen: Tensor | None = None, kernels: bool = False
 ) -> Routed:
-    """The experts of each token, ascending, and their weights. Expert ids are in range whatever the inputs hold.
+    """Choose each token's experts, ascending, and their weights. Expert ids are valid whatever the inputs hold.
 
     Args:
-        x: (T, H), rows contiguous, any distance apart; bf16 or fp16 for the kernel.
-        weight: (E, H) of x's dtype, or in plain torch float32.
-        k: experts a token, at most 16 and E; E is at most 512.
-        normalize: whether a token's weights are divided by their sum.
-        chosen: (T, k) int32 or int64, contiguous: experts to take instead, in any order; weights are still those of
-            the logits. One out of range is taken as the nearest that is not.
-        kernels: by Triton; else in plain torch.
+        x: (T, H), last dimension contiguous, arbitrary row stride; bf16 or fp16 for the kernel.
+        weight: (E, H) of x's dtype, in plain torch also float32.
+        k: Experts per token, at most 16 and E; E is at most 512.
+        normalize: Divide a token's weights by their sum.
+        chosen: (T, k) int32 or int64, contiguous: experts to take instead, in any order, with the weights of the
+            logits. Ids out of range are clamped.
+        kernels: Use Triton instead of plain torch.
 
     Raises:
-        ValueError: shapes or dtypes are not as above.
+        ValueError: Shapes or dtypes are not as above.
     """
     tokens, columns = x.shape
     experts = weight.shape[0]
@@ -233,7 +233,7 @@ def route(
 
 
 def route_backward(grad_weights: Tensor, routed: Routed, normalize: bool, kernels: bool = False) -> Tensor:
-    """The logits' gradient (T, E) float32. grad_weights: (T, k) float32, contiguous; normalize: as for `route`."""
+    """The logits' gradient (T, E) float32. grad_weights: (T, k) float32, contiguous; normalize: as in `route`."""
     if not kernels:
         return reference.route_backward(grad_weights, routed, normalize)
     tokens, experts = routed.logits.shape

@@ -1,7 +1,6 @@
-"""The gate of an expert that all tokens go through.
+"""The gate of the shared expert: 1 / (1 + exp(-<x, w>)) in float32 without earlier rounding.
 
-gate = 1 / (1 + exp(-<x, w>)) in float32, nothing rounded before. A token's bits depend on that token alone: how the sum
-runs depends on the number of features.
+The order of the sum depends on the number of features only, so a token's bits do not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -51,13 +50,8 @@ def _gate_kernel(
 def shared_gate(x: Tensor, weight: Tensor, kernels: bool = False) -> Tensor:
     """The gate of each token, (T,) float32.
 
-    Args:
-        x: (T, H), rows contiguous, any distance apart; bf16 or fp16 for the kernel, whose H is at most 32,768.
-        weight: (1, H) of x's dtype, or in plain torch float32.
-        kernels: by Triton; else in plain torch.
-
-    Raises:
-        ValueError: shapes or dtypes are not as above.
+    x: (T, H), last dimension contiguous, arbitrary row stride; for the kernel bf16 or fp16, H at most 32,768. weight:
+    (1, H) of x's dtype, in plain torch also float32. kernels: use Triton. Raises ValueError for other operands.
     """
     rows, columns = x.shape
     if weight.shape != (1, columns):

@@ -1,0 +1,69 @@
+"""Shapes of dense and grouped products: rows and features of the output, number of tiles, the kernels' arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qarl_kernels.integers import cdiv, next_power_of_2
+from qarl_kernels.moe.groups import Groups
+
+
+def output(out: Tensor | None, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`out`, or a new matrix (m, n) if it is None.
+
+    Raises ValueError unless out is (m, n) of `dtype` on `device`, last dimension contiguous, arbitrary row stride.
+    """
+    if out is None:
+        return torch.empty(m, n, dtype=dtype, device=device)
+    if out.shape != (m, n) or out.dtype != dtype or out.device != device or (out.numel() and out.stride(1) != 1):
+        raise ValueError(
+            f"out must be {dtype} [{m}, {n}] on {device} with adjacent elements in a row, not {out.dtype} "
+            f"{list(out.shape)} on {out.device} with strides {list(out.stride())}"
+        )
+    return out
+
+
+def row_tiles(m: int, block_m: int, groups: Groups | None) -> int:
+    """Tiles of block_m rows in m rows; with groups, the most that any distribution over the experts could need."""
+    if groups is None:
+        return cdiv(m, block_m)
+    return (m + min(groups.experts, m) * (block_m - 1)) // block_m
+
+
+def output_rows(x: Tensor, groups: Groups | None, gathered: bool, bias: Tensor | None = None) -> int:
+    """M of a product of x. Raises ValueError if x does not have the rows that the groups need, or a bias is given."""
+    if groups is None:
+        return x.shape[0]
+    needed = groups.rows // groups.slots if gathered else groups.rows
+    if x.shape[0] != needed:
+        raise ValueError(
+            f"x has {x.shape[0]} rows, but these groups need {needed}, one per {'token' if gathered else 'sorted pair'}"
+        )
+    if bias is not None:
+        raise ValueError("grouped products take no bias")
+    return groups.rows
+
+
+def output_features(rows: int, groups: Groups | None) -> int:
+    """N of a weight with N rows per expert. Raises ValueError if its rows are not a multiple of the experts."""
+    if groups is None:
+        return rows
+    if rows % groups.experts:
+        raise ValueError(f"a weight of {rows} rows is not that of {groups.experts} experts; concatenate all of theirs")
+    return rows // groups.experts
+
+
+def kernel_arguments(groups: Groups | None, gathered: bool) -> dict[str, Any]:
+    """What `blocks.program_tile` and `blocks.source_rows` need; None and 0 compile a dense product."""
+    if groups is None:
+        return {"order": None, "starts": None, "EXPERTS": 0, "LANES": 0, "SLOTS": 0}
+    return {
+        "order": groups.order if gathered else None,
+        "starts": groups.starts,
+        "EXPERTS": groups.experts,
+        "LANES": next_power_of_2(groups.experts),
+        "SLOTS": groups.slots,
+    }
