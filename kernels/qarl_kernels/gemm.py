@@ -225,7 +225,8 @@ def _multiply(
         x = x.contiguous()
     out = output(out, m, n, out_dtype, x.device)
     done = 0
-    decode = family == "dense" and groups is tile is None and m in library.DECODE_ROWS and capability_of(x) >= (9, 0)
+    plain = family == "dense" and groups is None and tile is None
+    decode = plain and m in library.DECODE_ROWS and capability_of(x) >= (9, 0)
     tile = tile or lookup(family, n, k, m, x, groups=groups, gathered=gathered)
     # cuBLAS may choose a kernel that was not compared if rows are further apart.
     if (decode or tile.way == "library") and bias is None and out_dtype == x.dtype and out.is_contiguous():
