@@ -24,7 +24,8 @@ from qarl.distributed.ranks import Alone, Ranks
 from qarl.objectives import Objective, TokenLogProbs
 from qarl.policy.policy import Policy
 from qarl.threads import one_thread
-from qarl.training.batch import CPU, Batch, Column, Part, rounds
+from qarl.training.batch import CPU, Batch, Part, rounds
+from qarl.training.columns import Column
 from qarl.training.observer import Observer
 
 

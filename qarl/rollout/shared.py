@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -124,12 +125,29 @@ def publish_together(engine: RolloutEngine, snapshot: Snapshot, ranks: Ranks, ro
     together(ranks, lambda: engine.publish(snapshot), rollout.restarts_s)
 
 
-def sleep_together(engine: RolloutEngine, ranks: Ranks, rollout: RolloutConfig) -> None:
-    """Each rank's sampler sleeps; a collective where it is on other ranks' GPUs too, which then may be used."""
+class Learns(Protocol):
+    """A learner that can tell when its memory will not grow any more."""
+
+    before_last_update: Callable[[], None] | None
+
+
+@contextmanager
+def asleep(engine: RolloutEngine, learner: Learns, ranks: Ranks, rollout: RolloutConfig) -> Iterator[None]:
+    """Let each rank's sampler sleep while the learner learns, so that the learner has its memory.
+
+    The sampler begins to wake before the learner's last update if there is room for both, otherwise afterwards. The
+    start is a collective if a sampler is on the GPUs of other ranks too.
+    """
     if rollout.spans:
         together(ranks, engine.sleep)
     else:
         engine.sleep()
+    learner.before_last_update = engine.wake
+    try:
+        yield
+    finally:
+        learner.before_last_update = None
+    engine.wake()
 
 
 def gather_rollouts(own: list[Rollout], ranks: Ranks) -> list[Rollout]:

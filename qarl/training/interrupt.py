@@ -61,8 +61,7 @@ class InterruptGuard:
             self.say(f"{signal.Signals(signum).name}: stopping at the next safe point; Ctrl-C stops at once, unsaved")
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal came to any rank; a collective. The one place where stopping is decided; see
-        `decisions`."""
+        """Raise `Interrupted` if any rank received a signal; a collective. Nothing else decides to stop."""
         signum = self.ranks.signal(self.signum)
         if signum is not None:
             raise Interrupted(signum)

@@ -1,39 +1,72 @@
-"""The learner: log-probs on the policy's own low-bit tensors, gradients to the FP32 masters, one quantization a step.
+"""The learner: log-probs on the policy's low-bit tensors, gradients to the FP32 masters, one quantization per step.
 
-`qarl.training.step` calls it in the order of the method.
+`qarl.training.step` calls it in the order of the method. On several ranks, all of them take the same decisions (how a
+minibatch is split, whether an update is taken, when the run stops), because they depend on values that are the same on
+every rank: the whole batch, the norm of the whole gradient, the step.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from qarl_kernels.logprob import Truncation
-from qarl_kernels.moe.balance import choices
 from qarl_kernels.truncation import Recording
 from torch import Tensor
 
 from qarl.config import Config
-from qarl.distributed.ranks import Ranks, total
+from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
-from qarl.objectives import Constants, TokenLogProbs, build_objective
+from qarl.objectives import Constants, TokenLogProbs, Totals, build_objective
 from qarl.policy.policy import Policy
-from qarl.policy.routes import Balance, Routes
-from qarl.training.batch import Batch, Column, Part, rounds
-from qarl.training.decisions import too_many_skipped, update_is_taken
+from qarl.policy.routes import Routes
+from qarl.training.batch import Batch, Part, rounds
+from qarl.training.columns import Column, KeptColumn
 from qarl.training.observer import Observer
 from qarl.training.optim import lr_at
+from qarl.training.routing import SlotCounts, training_routes
 from qarl.training.totals import LearnerTotals
 from qarl.training.updates import Updates
+
+
+@dataclass(frozen=True)
+class Round:
+    """Micro-batches that run at the same time, one per rank."""
+
+    part: Part | None  # of this rank; None if it has none in this round
+    responses: int  # of all ranks
+    gradient: bool = False  # with a backward
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a minibatch is run, and the numbers of the whole minibatch that each micro-batch needs."""
+
+    rounds: list[Round]
+    rows: int  # counted by the micro-batches with a backward
+    totals: Totals  # divisors of the loss
+    constants: Constants  # of the objective
+    slots: Tensor | None  # (E,) mean slots per expert, for the load-balancing loss
+
+    @property
+    def updates(self) -> bool:
+        """Whether any micro-batch has a gradient."""
+        return any(round_.gradient for round_ in self.rounds)
 
 
 class Learner:
     """Forwards over parts of a batch, and updates of the policy.
 
-    updates: what adds up gradients and changes the masters. ranks: those that run one `learn` together, each on parts
-    of its own. totals: of the training step that `begin` began. skipped_in_a_row: optimizer steps skipped for a
-    non-finite gradient since the last good one; past `train.max_skipped_steps` the run stops with a UserError.
+    Attributes:
+        updates: Accumulates gradients and changes the masters.
+        ranks: Ranks that run `learn` together, each on its own micro-batches.
+        totals: Statistics of the current training step.
+        skipped_in_a_row: Optimizer steps skipped for a non-finite gradient since the last good one. More than
+            `train.max_skipped_steps` stop the run.
+        before_last_update: Called before the last optimizer step of a training step if no forward or backward follows
+            and the optimizer has its state, so that the memory in use will not grow any more.
     """
 
     def __init__(self, policy: Policy, updates: Updates, config: Config, truncation: Truncation, ranks: Ranks) -> None:
@@ -41,54 +74,83 @@ class Learner:
         self.objective = build_objective(config.objective, config.correction)
         self.totals = LearnerTotals()
         self.skipped_in_a_row = 0
+        self.before_last_update: Callable[[], None] | None = None
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, batch: Batch) -> None:
         """Begin training step `step`, counted from 0."""
+        if self.config.objective.truncation_set == "replay":
+            batch.kept = KeptColumn(len(batch))
         self.totals = LearnerTotals()
+        self._minibatches = self._left = self.config.train.epochs * math.ceil(len(batch) / self.config.minibatch_size)
+        # The first optimizer step allocates the optimizer's state; "deployed" has a forward after the last one.
+        self._tells = self.updates.begun > 0 and "deployed" not in self.config.diagnostics.due(step + 1)
         self.updates.clear()
         self._lr_factor = lr_at(step, self.config.train.steps, self.config.optim)
         self.updates.set_lr(self._lr_factor)
 
     def forwards(self, responses: int) -> int:
-        """Responses that `learn` reports for a batch of this many: once an epoch, and for `logp_old` but the first
-        part. Forwards of shadow and reference, and those for a minibatch's constants, go with them."""
+        """Return the number of responses that `learn` reports as progress for a batch of this size.
+
+        Each response is reported once per epoch, and once for `logp_old` unless it is in the first minibatch. Forwards
+        of shadow and reference, and those for a minibatch's constants, are not reported.
+        """
         return responses * (self.config.train.epochs + 1) - min(self.config.minibatch_size, responses)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """The learner's metrics of the step, after its last update."""
-        minibatches = self.config.train.epochs * math.ceil(len(batch) / self.config.minibatch_size)
+        """Return the learner's metrics of the step, after its last update."""
         return {
-            **self.totals.metrics(minibatches),
+            **self.totals.metrics(self._minibatches),
             "policy/zero_advantage_frac": float((batch.advantages == 0).float().mean()),
             "policy/version": float(self.policy.version),
             "optim/lr": self._lr_factor * self.config.optim.lr,
         }
 
-    # --- forwards ----------------------------------------------------------------------------------------------
+    # --- micro-batches -----------------------------------------------------------------------------------------
 
-    def micro_batches(self, minibatch: Part) -> tuple[list[Part], list[Part]]:
-        """What one forward runs at a time: (those that need no backward, those that need one).
+    def rounds(self, part: Part, gradient: bool = False) -> list[Round]:
+        """Assign the micro-batches of a part to the ranks."""
+        ranks = self.ranks
+        return [
+            Round(parts[ranks.rank], sum(len(part) for part in parts if part is not None), gradient)
+            for parts in rounds(self.micro_batches(part), ranks.count)
+        ]
 
-        A response with advantage 0 gives, in most objectives, exactly no gradient: it then needs no backward.
+    def micro_batches(self, part: Part) -> list[Part]:
+        """Split a part into micro-batches of `train.micro_batch_tokens`."""
+        return part.micro_batches(self.config.train.micro_batch_tokens, self.ranks.count)
+
+    def split(self, minibatch: Part) -> tuple[Part, Part]:
+        """Return the responses of a minibatch that need no backward, and those that do.
+
+        In most objectives a response with advantage 0 has exactly no gradient, so it needs no backward.
         """
         skips = self.objective.zero_advantage_is_idle
         idle = minibatch.where(lambda advantage: skips and advantage == 0)
-        live = minibatch.where(lambda advantage: not (skips and advantage == 0))
-        return self.cut(idle), self.cut(live)
+        return idle, minibatch.where(lambda advantage: not (skips and advantage == 0))
 
-    def cut(self, part: Part) -> list[Part]:
-        """Micro-batches of `train.micro_batch_tokens`."""
-        return part.micro_batches(self.config.train.micro_batch_tokens, self.ranks.count)
+    def plan(self, minibatch: Part, watch: Observer) -> Plan:
+        """Plan the micro-batches of a minibatch: first those without a backward, then those with one."""
+        constants, slots = self._constants(minibatch, watch)
+        idle, live = self.split(minibatch)
+        return Plan(
+            self.rounds(idle) + self.rounds(live, gradient=True),
+            sum(part.counted_rows for part in self.micro_batches(live)),
+            Totals(len(minibatch), minibatch.tokens, self.config.rollout.max_response_length),
+            constants,
+            slots,
+        )
+
+    # --- forwards ----------------------------------------------------------------------------------------------
 
     def logprobs(self, part: Part, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropy, (T,) each.
 
-        The first forward over a response is at the rollout's snapshot: it gives `logp_old`, and the kept sets that
-        later forwards replay if `Batch.kept` asks for them.
+        The first forward over a response is at the rollout's weights. It fills `logp_old`, and `Batch.kept`, the sets
+        that later forwards replay, if there is one.
 
         Args:
             part: Responses.
-            routes: Experts of its tokens; None: those of the part.
+            routes: Routing of the forward; None: that of the part.
         """
         batch, totals = part.batch, self.totals
         totals.forward_tokens += part.forward_tokens
@@ -111,11 +173,11 @@ class Learner:
         return logp, entropy
 
     def at_snapshot(self, batch: Batch) -> bool:
-        """Whether the weights are still those that the batch was drawn from."""
+        """Return whether the weights are still those that the batch was sampled with."""
         return self.policy.at(batch.version)
 
     def shadow(self, part: Part, logp: Tensor) -> Tensor:
-        """(T,) the sampler's arithmetic at the current weights: an aligned learner's own log-probs, `logp`."""
+        """Return log-probs in the sampler's arithmetic at the current weights, (T,); for an aligned learner `logp`."""
         if self.policy.aligned:
             return logp.detach()
         self.totals.forward_tokens += part.forward_tokens
@@ -124,7 +186,7 @@ class Learner:
         return self.policy.shadow_logprobs(part.prompts, part.responses, truncation, chunk, part.routes)
 
     def reference(self, part: Part) -> Tensor:
-        """(T,) the reference's log-probs, which no update changes: one forward over each response in a step."""
+        """Return log-probs of the reference policy, (T,); one forward per response and step."""
         column = part.batch.logp_ref
         if not column.known(part):
             self.totals.forward_tokens += part.forward_tokens
@@ -133,26 +195,13 @@ class Learner:
             column.fill(part, self.policy.reference_logprobs(*arguments))
         return column.read(part)
 
-    def token_logprobs(self, part: Part, rows: int, slots: Tensor | None = None) -> TokenLogProbs:
-        """Everything that the objective needs of a training forward over `part`.
+    def token_logprobs(self, part: Part, plan: Plan) -> TokenLogProbs:
+        """Run a training forward over a micro-batch, and return the log-probs that the objective needs.
 
-        Args:
-            part: A micro-batch.
-            rows: Number of rows that all parts of its minibatch with a backward count. Router losses are means over
-                them: a part's own losses have its share of the rows as their weight. Their gradient comes with that of
-                this forward.
-            slots: As `of_all` returns them.
+        The gradient of router losses is added by the backward of this forward.
         """
         needs = self.objective.needs
-        routes = part.routes
-        if self.policy.experts:
-            balance, section = None, self.config.objective
-            if torch.is_grad_enabled() and part.counted_rows and (section.router_aux_coef or section.router_z_coef):
-                scale = self.config.loss_scale * part.counted_rows / rows
-                aux, z = section.router_aux_coef * scale, section.router_z_coef * scale
-                balance = Balance(aux, z, part.counted, len(self.policy.experts), slots)
-            loads: dict[int, Tensor] | None = {} if part.counted_rows else None
-            routes = replace(routes, rows=part.rows, repeated=part.repeated, loads=loads, balance=balance)
+        routes = training_routes(self.config, self.policy, part, plan.rows, plan.slots)
         logp, entropy = self.logprobs(part, routes)
         if routes.loads:
             self.totals.routing.add_loads(routes.measured(), part.counted_rows)
@@ -167,41 +216,38 @@ class Learner:
         )
 
     @torch.no_grad()
-    def of_all(self, minibatch: Part, watch: Observer) -> tuple[Constants, Tensor | None]:
-        """What micro-batches need to know of their whole minibatch, from a pass over it before its first backward.
+    def _constants(self, minibatch: Part, watch: Observer) -> tuple[Constants, Tensor | None]:
+        """Compute the objective's constants and the experts' slots, with a pass over the minibatch if they need one.
 
-        Packed in the minibatch's order, the constants do not depend on how it is cut. While the weights are the
-        snapshot's, a known `logp_old` replaces that pass; slots need no forward if all choices are replayed.
-
-        Returns:
-            The objective's constants, and for the load-balancing loss the mean number of slots per token and layer that
-            each expert has, (E,) float32. There is no pass if neither is needed, and slots are None if the minibatch is
-            one micro-batch, whose forward counts them itself.
+        The pass comes before the first backward. The constants are computed in the minibatch's order, so they do not
+        depend on the micro-batches. While the weights are the rollout's, a known `logp_old` replaces the forwards.
+        Slots need none if all choices are recorded and replayed.
         """
-        needs, batch, cut, experts = self.objective.needs, minibatch.batch, self.cut(minibatch), self.policy.experts
-        balanced = bool(experts and self.config.objective.router_aux_coef and len(cut) > 1)
-        if not needs.minibatch and not balanced:
+        needs, batch, parts = self.objective.needs, minibatch.batch, self.micro_batches(minibatch)
+        slots = SlotCounts.needed(self.config, self.policy, self.ranks, parts)
+        if not needs.minibatch and slots is None:
             return Constants(), None
         known = self.at_snapshot(batch) and batch.logp_old.known(minibatch)
         logp, shadow = Column.empty(len(batch)), Column.empty(len(batch))
-        counts = torch.zeros(len(experts), experts[0].count, dtype=torch.int64) if balanced else None
-        for round_ in rounds(cut, self.ranks.count):
-            if (part := round_[self.ranks.rank]) is not None:
+        for round_ in self.rounds(minibatch):
+            if (part := round_.part) is not None:
                 found = part.logp_old if known else None
-                if counts is not None:
-                    told, more = self._choices(part, forward=needs.minibatch and not known)
-                    found, counts = told if found is None else found, counts + more
-                elif found is None:
+                if slots is not None and ((needs.minibatch and not known) or not slots.add_recorded(part)):
+                    routes = slots.routes(part)
+                    new = self.logprobs(part, routes)[0]
+                    slots.add(routes)
+                    found = new if found is None else found
+                elif slots is None and found is None:
                     found = self.logprobs(part)[0]
                 if needs.minibatch:
-                    assert found is not None
+                    assert found is not None, "neither known nor computed"
                     logp.fill(part, found)
                     if needs.shadow:
                         shadow.fill(part, self.shadow(part, found))
             watch.progress(0)
-        slots = None if counts is None else self._slots(counts)
+        means = None if slots is None else slots.mean()
         if not needs.minibatch:
-            return Constants(), slots
+            return Constants(), means
         for column in (logp, shadow):
             column.share(self.ranks)
         batch.share_old(self.ranks)
@@ -211,52 +257,42 @@ class Learner:
             minibatch.logp_sampler,
             shadow.read(minibatch) if needs.shadow else None,
         )
-        return self.objective.constants(logps, minibatch.advantages, minibatch.segments), slots
-
-    def _choices(self, part: Part, forward: bool) -> tuple[Tensor | None, Tensor]:
-        """The log-probs of a part, and how often its counted rows go through each expert: (L, E) int64 on the host.
-
-        forward: whether log-probs are asked for; else None where no forward has to tell the choices.
-        """
-        routing = part.routing if part.batch.replays else None
-        if not forward and routing is not None and not bool((routing < 0).any()):
-            return None, choices(routing[part.counted], self.policy.experts[0].count).cpu()
-        loads: dict[int, Tensor] = {}
-        routes = replace(part.routes, rows=part.rows, repeated=part.repeated, loads=loads)
-        logp = self.logprobs(part, routes)[0]
-        return logp, torch.stack([loads[layer][0, :-1] for layer in sorted(loads)]).long().cpu()
-
-    def _slots(self, counts: Tensor) -> Tensor:
-        """(E,) float32 on the device: mean number of slots per token and layer, of counts (L, E) on all ranks."""
-        every = torch.tensor(total(self.ranks, counts.flatten().tolist()), dtype=torch.float64).view(counts.shape)
-        return (self.policy.experts[0].per_token * every.sum(0) / every.sum()).to(self.policy.device, torch.float32)
+        return self.objective.constants(logps, minibatch.advantages, minibatch.segments), means
 
     # --- gradients ---------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor | None) -> None:
-        """Add the gradient of a micro-batch's loss; None on a rank that has no part in this round."""
+        """Add the gradient of a micro-batch's loss; None on a rank without one in this round."""
         self.updates.backward(loss)
+
+    def end_minibatch(self) -> None:
+        """End the forwards and backwards of a minibatch."""
+        self._left -= 1
+        if self._left == 0 and self._tells and self.before_last_update is not None:
+            self.before_last_update()
+        self.totals.end_minibatch()
 
     def update(self) -> float:
         """Step the optimizer and quantize the masters once, or skip a gradient that is not finite.
 
-        Returns the gradient's norm before clipping, by which all ranks decide the same.
+        Returns:
+            The norm of the whole gradient before clipping, the same on all ranks.
+
+        Raises:
+            UserError: More than `train.max_skipped_steps` optimizer steps in a row were skipped.
         """
         norm = self.updates.norm()
-        if update_is_taken(norm):
+        if math.isfinite(norm):
             self.skipped_in_a_row = 0
             self.totals.grad_norms.append(norm)
             self.updates.step(norm)
-        else:
-            self.updates.clear()
-            self._skip()
-        return norm
-
-    def _skip(self) -> None:
+            return norm
+        self.updates.clear()
         self.totals.skipped += 1
         self.skipped_in_a_row += 1
-        if too_many_skipped(self.skipped_in_a_row, self.config.train.max_skipped_steps):
+        if self.skipped_in_a_row > self.config.train.max_skipped_steps:
             raise UserError(
                 f"learner: the gradient was not finite in {self.skipped_in_a_row} optimizer steps in a row "
                 "(train.max_skipped_steps); lower optim.lr, or look at the last rollouts and rewards"
             )
+        return norm

@@ -33,7 +33,6 @@ from qarl.storage.runs import METRICS, read_metrics
 from qarl.storage.shared_rundir import open_run_directory
 from qarl.training.alarms import Alarms
 from qarl.training.console import RunConsole
-from qarl.training.decisions import save_is_due
 from qarl.training.display import StepDisplay
 from qarl.training.interrupt import InterruptGuard, SafePoints
 from qarl.training.keeper import Keeper, refuse_vanished
@@ -208,7 +207,7 @@ class Loop:
                         break
                     self.take(step, recorder)
                     step += 1
-                    if save_is_due(step, config.checkpoint):
+                    if step % config.checkpoint.every == 0:
                         keeper.save()
                 if config.checkpoint.save_final:
                     keeper.save()

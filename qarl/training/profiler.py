@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import tempfile
 import time
 from collections import defaultdict
@@ -21,8 +22,7 @@ from qarl.objectives import TokenLogProbs
 from qarl.rewards import RewardResult
 from qarl.storage.disk import write_together
 from qarl.storage.names import step_name
-from qarl.training.batch import Batch, Part, rounds
-from qarl.training.decisions import update_is_taken
+from qarl.training.batch import Batch, Part
 from qarl.training.observer import Observer, Phase
 from qarl.training.profile_page import PREFIX, is_range, page
 from qarl.training.setup import Run
@@ -90,12 +90,12 @@ class StepProfiler(Observer):
         if self._part is not None and self._part[0] == "snapshot":
             batch = minibatch.batch
             done = batch.part([i for i in range(len(batch)) if batch.logp_old.known(batch.part([i]))])
-            for round_ in rounds(learner.cut(done), learner.ranks.count):
-                if (part := round_[learner.ranks.rank]) is not None:
+            for round_ in learner.rounds(done):
+                if (part := round_.part) is not None:
                     self._count("snapshot", part.prompts, part.responses)
-        idle, live = learner.micro_batches(minibatch)
-        self._rounds = sum(len(rounds(parts, learner.ranks.count)) for parts in (idle, live))
-        self._live = bool(live)
+        idle, live = learner.split(minibatch)
+        self._rounds = len(learner.rounds(idle)) + len(learner.rounds(live))
+        self._live = len(live) > 0
         self._enter("forward")
 
     def forward(self, part: Part, logps: TokenLogProbs) -> None:
@@ -116,7 +116,7 @@ class StepProfiler(Observer):
             self._leave()
 
     def update(self, grad_norm: float) -> None:
-        self._updates += update_is_taken(grad_norm)
+        self._updates += math.isfinite(grad_norm)
         self._leave()
 
     def learned(self, batch: Batch, metrics: dict[str, float]) -> None:

@@ -1,38 +1,97 @@
-"""What routers do in a training step: their losses and loads, and where they choose other experts than the sampler."""
+"""Mixture of experts in a training step: router losses, loads, and choices that differ from the sampler's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from qarl_kernels.moe.balance import choices
 from torch import Tensor
 
-from qarl.distributed.ranks import Ranks
+from qarl.config import Config
+from qarl.distributed.ranks import Ranks, total
+from qarl.policy.policy import Policy
+from qarl.policy.routes import Balance, Routes
+from qarl.training.batch import Part
+
+
+def training_routes(config: Config, policy: Policy, part: Part, rows: int, slots: Tensor | None) -> Routes:
+    """Return the routing of a training forward, with router losses if it has a backward, and measured loads.
+
+    Args:
+        config: Configuration of the run.
+        policy: The learner's policy.
+        part: A micro-batch.
+        rows: Number of rows counted by all micro-batches of the minibatch that have a backward. Router losses are
+            means over them, so a micro-batch's own losses are weighted by its share of the rows.
+        slots: Mean slots per expert in the minibatch (`SlotCounts.mean`); None: the forward counts them itself.
+    """
+    if not policy.experts:
+        return part.routes
+    balance, section = None, config.objective
+    if torch.is_grad_enabled() and part.counted_rows and (section.router_aux_coef or section.router_z_coef):
+        scale = config.loss_scale * part.counted_rows / rows
+        aux, z = section.router_aux_coef * scale, section.router_z_coef * scale
+        balance = Balance(aux, z, part.counted, len(policy.experts), slots)
+    loads: dict[int, Tensor] | None = {} if part.counted_rows else None
+    return replace(part.routes, rows=part.rows, repeated=part.repeated, loads=loads, balance=balance)
+
+
+class SlotCounts:
+    """Counts how often the rows of a whole minibatch go through each expert, for the load-balancing loss."""
+
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+        self._policy, self._ranks = policy, ranks
+        self._counts = torch.zeros(len(policy.experts), policy.experts[0].count, dtype=torch.int64)  # (L, E)
+
+    @classmethod
+    def needed(cls, config: Config, policy: Policy, ranks: Ranks, parts: Sequence[Part]) -> SlotCounts | None:
+        """Return counts at 0; None without the loss, or if a single forward runs the minibatch and counts itself."""
+        balanced = policy.experts and config.objective.router_aux_coef and len(parts) > 1
+        return cls(policy, ranks) if balanced else None
+
+    def add_recorded(self, part: Part) -> bool:
+        """Count a part without a forward; return False if not all of its choices are recorded and replayed."""
+        routing = part.routing if part.batch.replays else None
+        if routing is None or bool((routing < 0).any()):
+            return False
+        self._counts += choices(routing[part.counted], self._policy.experts[0].count).cpu()
+        return True
+
+    def routes(self, part: Part) -> Routes:
+        """Return the routing of a forward that measures loads for `add`."""
+        return replace(part.routes, rows=part.rows, repeated=part.repeated, loads={})
+
+    def add(self, routes: Routes) -> None:
+        """Count the choices of a forward."""
+        self._counts += routes.measured()[:, 0, :-1].long().cpu()
+
+    def mean(self) -> Tensor:
+        """Return the mean number of slots per token and layer of each expert, over all ranks: (E,) float32."""
+        every = torch.tensor(total(self._ranks, self._counts.flatten().tolist()), dtype=torch.float64)
+        every = every.view(self._counts.shape)
+        slots = self._policy.experts[0].per_token * every.sum(0) / every.sum()
+        return slots.to(self._policy.device, torch.float32)
 
 
 @dataclass
 class RoutingTotals:
-    """Sums over forwards, on the learner's device until `metrics`; None where there was none.
+    """Sums over forwards, on the learner's device until `metrics`; None without any."""
 
-    loads: (L, 2, E + 1) float64 of the training forwards, as `Routes.measure` has it, over `rows` tokens. differing:
-    (L + 1,) int64: tokens for which the learner's own choice at the rollout's snapshot is not the sampler's, in each
-    layer, and in any. compared: of how many.
-    """
-
-    loads: Tensor | None = None
-    rows: int = 0
-    differing: Tensor | None = None
-    compared: Tensor | None = None
+    loads: Tensor | None = None  # (L, 2, E + 1) float64 of the training forwards (`Routes.measure`)
+    rows: int = 0  # tokens in `loads`
+    differing: Tensor | None = None  # (L + 1,) int64, tokens whose experts differ from the sampler's, per layer and any
+    compared: Tensor | None = None  # tokens compared for `differing`
 
     def add_loads(self, loads: Tensor, rows: int) -> None:
-        """Of a training forward over so many rows: (L, 2, E + 1), as `Routes.measure` has it."""
+        """Add the loads (L, 2, E + 1) of a training forward over `rows` tokens."""
         self.loads = loads if self.loads is None else self.loads + loads
         self.rows += rows
 
     @torch.no_grad()
     def add_choices(self, sampler: Tensor, learner: Tensor) -> None:
-        """Of a forward at the rollout's snapshot: experts (T, L, k), ascending; negative where the sampler's are not
-        known."""
+        """Compare the experts (T, L, k), ascending, of a forward at the rollout's weights; negative: unknown."""
         known = sampler[:, 0, 0] >= 0
         differs = (sampler != learner).any(-1) & known[:, None]
         counts = torch.cat((differs.sum(0), differs.any(-1).sum()[None]))
@@ -40,7 +99,7 @@ class RoutingTotals:
         self.compared = known.sum() if self.compared is None else self.compared + known.sum()
 
     def add_up(self, ranks: Ranks) -> None:
-        """Of all ranks, in their order; a rank without responses has nothing to add."""
+        """Replace the sums by those of all ranks, in rank order; a collective."""
         own = {
             "loads": None if self.loads is None else [self.loads.tolist(), self.rows],
             "choices": None
@@ -56,9 +115,9 @@ class RoutingTotals:
             self.compared = torch.tensor(sum(row[1] for row in choices))
 
     def metrics(self) -> dict[str, float]:
-        """Nothing of a model without experts; mismatch/* where the sampler was asked for its choice.
+        """Return the metrics of a model with experts; mismatch/* if the sampler recorded its choices.
 
-        router/aux_loss     load-balancing loss of all these tokens on the scale of transformers'
+        router/aux_loss     load-balancing loss over all tokens, on the scale of transformers'
                             load_balancing_loss_func: the number of experts per token if all are used equally often
         router/z_loss       mean of the squared log-sum-exp of the logits
         router/load_max     the largest share of a layer's choices that one expert has, times the number of experts
@@ -85,8 +144,7 @@ class RoutingTotals:
         return found
 
     def layers(self) -> dict[str, list[float]] | None:
-        """For each layer with experts, in their order: load_max, load_min and entropy as above, and disagreement
-        where it is known. None where no training forward went through experts."""
+        """Return load_max, load_min, entropy and, if known, disagreement per layer with experts; None without any."""
         if self.loads is None:
             return None
         share = self._share(self.loads)
@@ -99,7 +157,7 @@ class RoutingTotals:
 
     @staticmethod
     def _share(loads: Tensor) -> Tensor:
-        """(L, E) of a layer's choices."""
+        """(L, E): share of a layer's choices that each expert has."""
         chosen = loads[:, 0, :-1]
         return chosen / chosen.sum(-1, keepdim=True)
 

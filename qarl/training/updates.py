@@ -1,4 +1,4 @@
-"""What an optimizer step is made of, whoever holds the masters: one process, or several their rows."""
+"""Gradients, optimizer and masters: the interface of an optimizer step, and its single-process engine."""
 
 from __future__ import annotations
 
@@ -6,57 +6,131 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from qarl.config import Config
+from qarl.policy.gradients import GradientAccumulator
+from qarl.policy.policy import Policy
 from qarl.storage.pieces import Piece
+from qarl.training.offload import HostValues
+from qarl.training.optim import build_optimizer, clip_grads, grad_norm
 
 
 class Updates(ABC):
     """Gradients, optimizer and masters of the policy.
 
-    On several ranks `backward`, `norm`, `step`, `pieces` and `load` are collectives. kind: `optim.name`.
+    On several ranks `backward`, `norm`, `step`, `pieces` and `load` are collectives.
     """
 
-    kind: str
+    kind: str  # `optim.name`
 
     @property
     @abstractmethod
     def begun(self) -> int:
-        """Optimizer steps that were begun, finished or not: after an exception it tells whether masters may be other
-        than they were."""
+        """Number of optimizer steps begun, finished or not. If it grew before an error, masters may have changed."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget the gradient gathered so far, delivered or not."""
+        """Drop the gradient accumulated so far."""
 
     @abstractmethod
     def backward(self, loss: Tensor | None) -> None:
-        """Add the gradient of a micro-batch's loss; None on a rank that has none in this round."""
+        """Add the gradient of a micro-batch's loss; None on a rank without one in this round."""
 
     @abstractmethod
     def norm(self) -> float:
-        """The L2 norm of the whole gradient, unscaled, the same on all ranks; after it the gradient is in place."""
+        """Complete the gradient and return its L2 norm, unscaled; the same on all ranks."""
 
     @abstractmethod
     def set_lr(self, factor: float) -> None:
-        """Scales the configured learning rates, see `lr_at`."""
+        """Scale the configured learning rates; see `lr_at`."""
 
     @abstractmethod
     def step(self, norm: float) -> None:
-        """Clip by `norm`, as `norm()` gave it, step, quantize once, and let the policy read the next version."""
+        """Clip by `norm` (the result of `norm()`), step, quantize once, and switch the policy to the next version."""
 
     @abstractmethod
     def pieces(self) -> tuple[list[Piece], dict[str, Any]]:
-        """(what this rank holds of masters and optimizer state, JSON-able meta of the optimizer)."""
+        """Return this rank's masters and optimizer state, and JSON-able metadata of the optimizer."""
 
     def finish(self) -> None:
-        """All steps of this start are done. A collective."""
+        """End the run's optimizer steps; a collective."""
         return
 
     @abstractmethod
     def load(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any], version: int) -> None:
-        """Put masters and optimizer state back, and quantize the masters as policy `version`.
+        """Restore masters and optimizer state, and quantize the masters as policy `version`.
 
-        read(group, name, start, stop): elements of the flattened tensor, float32, on the CPU. Raises ValueError, before
-        anything is changed, for a state of another optimizer or one that does not fit.
+        Args:
+            read: read(group, name, start, stop) returns elements of the flattened tensor, float32, on the CPU.
+            meta: Metadata from `pieces`.
+            version: Version of the policy.
+
+        Raises:
+            ValueError: The state is of another optimizer or does not fit. Nothing has been changed.
         """
+
+
+class LocalUpdates(Updates):
+    """Optimizer steps in a single process: the policy's parameters are the masters, with gradients in `.grad`."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self.policy, self.config = policy, config
+        self.optimizer = build_optimizer(policy.named_parameters(), config.optim)
+        self.kind = self.optimizer.kind
+        self._masters = [parameter for _, parameter in policy.named_parameters()]
+        self.gradients = GradientAccumulator(self._masters, config.loss_scale)
+
+    @property
+    def begun(self) -> int:
+        return self.optimizer.begun
+
+    def clear(self) -> None:
+        self.gradients.clear()
+        self.optimizer.zero_grad()
+
+    def backward(self, loss: Tensor | None) -> None:
+        assert loss is not None, "a single process has a part in every round"
+        scale = self.config.loss_scale
+        self.gradients.backward(loss if scale == 1.0 else loss * scale)
+
+    def norm(self) -> float:
+        self.gradients.deliver()
+        return grad_norm(self._masters)
+
+    def set_lr(self, factor: float) -> None:
+        self.optimizer.set_lr(factor)
+
+    def step(self, norm: float) -> None:
+        clip_grads(self._masters, norm, self.config.optim.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # the next version reuses their memory
+        self.publish(self.policy.version + 1)
+
+    def pieces(self) -> tuple[list[Piece], dict[str, Any]]:
+        tensors, meta = self.optimizer.state_tensors()
+        return [
+            Piece(group, name, tuple(value.shape), 0, value.reshape(-1))
+            for group, values in (("masters", self._values()), ("optimizer", tensors))
+            for name, value in values.items()
+        ], meta
+
+    @torch.no_grad()
+    def load(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any], version: int) -> None:
+        shapes = self.optimizer.state_shapes(meta)
+        state = {name: read("optimizer", name, 0, shape.numel()).view(shape) for name, shape in shapes.items()}
+        self.optimizer.load_state_tensors(state, meta)
+        for name, value in self._values().items():
+            value.copy_(read("masters", name, 0, value.numel()).view_as(value))
+        self.publish(version)
+
+    def _values(self) -> dict[str, Tensor]:
+        """Masters by name, in the order of the policy, on the device or on the host."""
+        held = self.optimizer.masters()
+        return {name: held.get(name, parameter.detach()) for name, parameter in self.policy.named_parameters()}
+
+    def publish(self, version: int) -> None:
+        """Quantize the masters and switch the policy to the result."""
+        on_host = self.config.optim.offload == "all"
+        self.policy.refresh(version, HostValues(self._values(), self.policy.device) if on_host else None)

@@ -7,7 +7,7 @@ import torch
 from tiny_runs import parts
 
 from qarl.diagnostics.agreement import Agreement, command, promised
-from qarl.training.batch import Column
+from qarl.training.columns import Column
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from qarl.diagnostics.backward import backward_error, require_fp8_backward, wors
 from qarl.diagnostics.gradient_passes import Passes
 from qarl.diagnostics.record import diagnostics_record
 from qarl.errors import UserError
-from qarl.training.batch import Batch, Column
+from qarl.training.batch import Batch
+from qarl.training.columns import Column
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="makes fused layers on the CPU, in Triton's interpreter")

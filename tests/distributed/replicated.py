@@ -10,7 +10,7 @@ from thread_ranks import as_threads
 from torch import Tensor
 
 from qarl.distributed.ranks import Ranks
-from qarl.training.local_updates import LocalUpdates
+from qarl.training.updates import LocalUpdates
 
 
 class ReplicatedUpdates(LocalUpdates):

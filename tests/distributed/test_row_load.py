@@ -138,7 +138,7 @@ def losses(group, model: str) -> list[list[float]]:
 
 
 def test_learners_that_are_not_aligned_read_the_values_of_all_rows(tiny_model) -> None:
-    from qarl.training.local_updates import LocalUpdates
+    from qarl.training.updates import LocalUpdates
 
     model = str(tiny_model("qwen2"))
     expected = []

@@ -24,10 +24,9 @@ from qarl.distributed.ranks import Alone, Ranks
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
 from qarl.storage.checkpoint import CheckpointStore
-from qarl.training.local_updates import LocalUpdates
 from qarl.training.row_setup import build_rows
 from qarl.training.setup import build_policy
-from qarl.training.updates import Updates
+from qarl.training.updates import LocalUpdates, Updates
 
 HERE = __file__
 W4A16 = {"scheme": "w4a16", "group_size": 32}

@@ -30,10 +30,10 @@ from qarl.training import step
 from qarl.training.batch import Batch, Part
 from qarl.training.interrupt import InterruptGuard, SafePoints
 from qarl.training.learner import Learner
-from qarl.training.local_updates import LocalUpdates
 from qarl.training.observer import Observer, Observers
 from qarl.training.profiler import StepProfiler
 from qarl.training.setup import build_policy, build_sampling
+from qarl.training.updates import LocalUpdates
 from qarl.types import Prompt, Rollout
 
 pytestmark = pytest.mark.usefixtures("one_thread")

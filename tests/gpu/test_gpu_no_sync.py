@@ -14,12 +14,13 @@ from qarl.config import Config
 from qarl.distributed.ranks import Alone
 from qarl.policy.load import load_model
 from qarl.sizes import decide_sizes
-from qarl.training.batch import Batch, Column, Part
+from qarl.training.batch import Batch, Part
+from qarl.training.columns import Column
 from qarl.training.learner import Learner
-from qarl.training.local_updates import LocalUpdates
 from qarl.training.observer import Observer
 from qarl.training.setup import build_policy, set_determinism
 from qarl.training.step import learn
+from qarl.training.updates import LocalUpdates
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from qarl.training.batch import CPU, Batch, Column, Part, build_batch, rounds
-from qarl.training.cutting import EVEN_LENGTH, deal
+from qarl.training.batch import CPU, Batch, Part, build_batch, rounds
+from qarl.training.columns import Column
+from qarl.training.micro_batches import EVEN_LENGTH, assign
 from qarl.types import Prompt, Rollout
 
 
@@ -204,7 +205,7 @@ def test_rounds_hold_every_part_once_and_only_the_last_has_idle_ranks(ranks):
     for seed in range(20):
         rng = random.Random(seed)
         works = [rng.choice([1.0, 2.0, rng.uniform(0, 9)]) for _ in range(rng.randint(0, 11))]
-        dealt = deal(list(range(len(works))), works, ranks)
+        dealt = assign(list(range(len(works))), works, ranks)
         assert all(len(round_) == ranks for round_ in dealt)
         assert all(None not in round_ for round_ in dealt[:-1]) and all(any(p is not None for p in r) for r in dealt)
         found = [part for round_ in dealt for part in round_ if part is not None]
@@ -218,7 +219,7 @@ def test_rounds_hold_every_part_once_and_only_the_last_has_idle_ranks(ranks):
 
 
 def test_parts_of_equal_work_are_dealt_by_index():
-    assert deal(["a", "b", "c", "d", "e"], [1.0, 1.0, 2.0, 1.0, 1.0], 2) == [["c", "a"], ["d", "b"], [None, "e"]]
+    assert assign(["a", "b", "c", "d", "e"], [1.0, 1.0, 2.0, 1.0, 1.0], 2) == [["c", "a"], ["d", "b"], [None, "e"]]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

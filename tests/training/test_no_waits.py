@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qarl import transfer
 from qarl.config import CorrectionConfig
-from qarl.objectives import Constants, TokenLogProbs, add_stats, build_objective, finish_stats
+from qarl.objectives import Constants, TokenLogProbs, Totals, add_stats, build_objective, finish_stats
 from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.registry import BY_NAME
-from qarl.training.batch import CPU, Batch, Column, Part
-from qarl.training.decisions import minibatch_totals
+from qarl.training.batch import CPU, Batch, Part
+from qarl.training.columns import Column
 from qarl.training.totals import LearnerTotals
 
 META = torch.device("meta")
@@ -125,7 +125,9 @@ def micro_batch(objective, part: Part, minibatch: Part, totals: LearnerTotals, l
     batch.logp.fill(part, logp)
     batch.logp_ref.fill(part, reference)
     logps = TokenLogProbs(logp, part.logp_old, part.logp_sampler, shadow, batch.logp_ref.read(part), entropy)
-    loss, stats = objective(logps, part.advantages, part.segments, minibatch_totals(minibatch, 32), Constants())
+    loss, stats = objective(
+        logps, part.advantages, part.segments, Totals(len(minibatch), minibatch.tokens, 32), Constants()
+    )
     loss.backward()
     totals.add_loss(loss, stats)
 

@@ -19,7 +19,8 @@ from qarl.policy.packing import pack
 from qarl.policy.routes import Routes, recording
 from qarl.policy.routing import numbers_of, stored, unknown
 from qarl.rollout.shared import gather_rollouts
-from qarl.training.batch import Batch, Column, build_batch
+from qarl.training.batch import Batch, build_batch
+from qarl.training.columns import Column
 from qarl.training.metrics import rollout_tensors
 from qarl.training.routing import RoutingTotals
 from qarl.types import Prompt, Rollout
@@ -57,7 +58,7 @@ def test_each_micro_batch_replays_the_rows_of_its_own_responses(mixtral) -> None
     batch.routing[5] = batch.routing[5].clone()
     batch.routing[5][prompt:] = stored((numbers_of(batch.routing[5][prompt:]) + 1) % 4, 4).sort(-1).values
     for minibatch in batch.minibatches(2, 0, 0, 0):
-        for part in run.learner.cut(minibatch):
+        for part in run.learner.micro_batches(minibatch):
             assert part.rows == len(pack(part.prompts, part.responses).ids) == len(part.routing)
             with torch.no_grad():
                 run.learner.logprobs(part)
@@ -113,7 +114,7 @@ def test_the_gradient_of_a_router_loss_is_that_of_its_metric(mixtral, coefficien
         train=SMALL,
     )
     batch = run.batch(lambda tokens: 0.0)  # advantages of 0: there is no other gradient
-    assert len(run.learner.cut(batch.whole())) > 1
+    assert len(run.learner.micro_batches(batch.whole())) > 1
     taken: dict[str, torch.Tensor] = {}
     run.learner.updates.step = lambda norm: taken.update(
         {n: p.grad.clone() for n, p in run.policy.named_parameters() if n.endswith("gate.weight")}
@@ -173,7 +174,7 @@ def test_a_prompt_that_several_micro_batches_run_counts_once(mixtral, tokens, co
         run.learner.updates.step = lambda norm, own=run.policy, to=gradients: to.extend(
             p.grad.clone() for n, p in own.named_parameters() if n.endswith("gate.weight")
         )
-        cut = run.learner.cut(batch.whole())
+        cut = run.learner.micro_batches(batch.whole())
         told = run.learn(batch)
         found.append((len(cut), sum(part.counted_rows for part in cut), [told[m] for m in metrics], gradients))
     (_, rows, alone, expected), (count, same, cut_up, gradients) = found

@@ -12,7 +12,7 @@ import torch
 from tiny_runs import Parts, live, parts
 
 from qarl.rewards import RewardResult
-from qarl.training import decisions, learner, step
+from qarl.training import step
 from qarl.training.batch import Batch, Part
 from qarl.training.observer import Observer, Observers
 from qarl.training.setup import Run
@@ -158,31 +158,21 @@ def test_a_batch_of_another_version_is_not_learned_from(llama):
         run.learn(stale)
 
 
-# --- decisions that several processes would have to take together
-
-
-def test_losses_are_divided_by_the_sizes_of_the_whole_minibatch(llama, monkeypatch):
+def test_losses_are_divided_by_the_sizes_of_the_whole_minibatch(llama):
     run = parts(llama, train={"minibatch_size": 8, "micro_batch_tokens": 30})
-    seen, totals = [], decisions.minibatch_totals
-    monkeypatch.setattr(step, "minibatch_totals", lambda *given: seen.append(totals(*given)) or seen[-1])
     batch = live(run)
-    run.learn(batch)
-    tokens = [
-        sum(len(batch.responses[i]) for i in m.indices) for m in batch.minibatches(8, run.config.train.seed, 0, 0)
-    ]
-    assert [tuple(found) for found in seen] == [(8, tokens[0], 8), (8, tokens[1], 8)]
+    run.learner.begin(0, batch)
+    for minibatch in batch.minibatches(8, run.config.train.seed, 0, 0):
+        plan = run.learner.plan(minibatch, Observer())
+        assert len(plan.rounds) > 1
+        assert plan.totals == (8, sum(len(batch.responses[i]) for i in minibatch.indices), 8)
 
 
-def test_whether_an_update_is_taken_is_decided_in_one_function(llama, monkeypatch):
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_an_update_of_a_norm_that_is_not_finite_is_skipped(llama, monkeypatch, norm):
     run = parts(llama)
-    before, norms = run.masters(), []
-    monkeypatch.setattr(learner, "update_is_taken", lambda norm: norms.append(norm) or False)
+    before = run.masters()
+    monkeypatch.setattr(run.learner.updates, "norm", lambda: norm)
     metrics = run.learn(live(run))
-    assert len(norms) == 2 and all(norm > 0.0 for norm in norms) and metrics["policy/skipped_steps"] == 2.0
+    assert metrics["policy/skipped_steps"] == 2.0
     assert all(torch.equal(before[name], master) for name, master in run.masters().items())
-    assert [decisions.update_is_taken(norm) for norm in (0.0, 3.5, float("inf"), float("nan"))] == [
-        True,
-        True,
-        False,
-        False,
-    ]

@@ -22,11 +22,11 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.sizes import decide_sizes
 from qarl.training.batch import Batch, build_batch
 from qarl.training.learner import Learner
-from qarl.training.local_updates import LocalUpdates
 from qarl.training.observer import Observer
 from qarl.training.optim import Optimizer
 from qarl.training.setup import build_policy, build_sampling
 from qarl.training.step import learn
+from qarl.training.updates import LocalUpdates
 from qarl.types import Prompt
 
 ROOT = Path(__file__).parents[2]

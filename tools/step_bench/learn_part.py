@@ -14,9 +14,9 @@ from qarl.distributed.ranks import Alone
 from qarl.policy.policy import Policy
 from qarl.training.batch import Batch, build_batch
 from qarl.training.learner import Learner
-from qarl.training.local_updates import LocalUpdates
 from qarl.training.observer import Observers
 from qarl.training.step import learn
+from qarl.training.updates import LocalUpdates
 from qarl.types import Prompt, Rollout
 from step_bench.learner_part import make_policy
 from step_bench.measure import Record, timed

@@ -20,9 +20,9 @@ from qarl.policy.experts import take_apart
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
 from qarl.training.learner import Learner
-from qarl.training.local_updates import LocalUpdates
 from qarl.training.optim import clip_grads, grad_norm
 from qarl.training.setup import build_policy, set_determinism
+from qarl.training.updates import LocalUpdates
 from step_bench.measure import Record, timed, top_kernels
 from step_bench.settings import learner_config
 from step_bench.shapes import random_model

@@ -25,7 +25,8 @@ from qarl.policy.routing import numbers_of
 from qarl.sizes import decide_sizes
 from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state
-from qarl.training.batch import CPU, Batch, Column
+from qarl.training.batch import CPU, Batch
+from qarl.training.columns import Column
 from qarl.training.setup import build_policy, build_sampling, set_determinism
 from qarl.weight_sync.snapshot import Snapshot
 

@@ -1,37 +1,35 @@
-"""Where a minibatch is cut into micro-batches, by tokens alone or also so that each of them is as much work, and which
-rank runs which.
+"""Micro-batching: where a minibatch is split, and which rank runs which micro-batch.
 
-Responses stand in a fixed order, those to one prompt side by side; a micro-batch is a run of neighbours, and runs a
-prompt that they share once. No cut changes what a response's forward gives.
+Responses have a fixed order in which those to one prompt are neighbours. A micro-batch is a run of neighbours; it runs
+a prompt that they share once. The result of a response's forward does not depend on the split.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
 T = TypeVar("T")
-Cut = Callable[[Sequence["Response"], int], list[int]]
 
 EVEN_LENGTH = 8192
-"""Tokens of context at which attention takes a token as long as all products do; of models of 1 to 8 billion parameters
-it is about that on a GPU, and the cut asks for no more."""
+"""Context length at which attention takes as long as all matrix products of a token. This is about right for models of
+1 to 8 billion parameters on a GPU, which is accurate enough for balancing."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """group: whose prompt it answers. prompt, length: tokens."""
+    """Sizes of a response."""
 
-    group: int
-    prompt: int
-    length: int
+    group: int  # responses of a group have the same prompt
+    prompt: int  # tokens
+    length: int  # tokens
 
 
 def by_tokens(responses: Sequence[Response], max_tokens: int) -> list[int]:
-    """Where micro-batches end: each is filled until the next response would run it past `max_tokens` tokens."""
+    """Ends of micro-batches that are filled until the next response would exceed `max_tokens` tokens."""
     ends: list[int] = []
     while (ends[-1] if ends else 0) < len(responses):
         ends.append(_furthest(responses, ends[-1] if ends else 0, max_tokens))
@@ -39,15 +37,15 @@ def by_tokens(responses: Sequence[Response], max_tokens: int) -> list[int]:
 
 
 def by_work(responses: Sequence[Response], max_tokens: int) -> list[int]:
-    """The same number of micro-batches as `by_tokens` has, within the same budget, and of similar work.
+    """Ends of as many micro-batches as `by_tokens` makes, within the same budget, but of similar work.
 
-    The last one is not what is left over, and long responses, whose tokens attend to more, come in smaller ones. One
-    after the other takes its share of the work that is left, as near to it as the budget and the number of parts allow.
-    A prompt that a cut has run twice counts against that cut.
+    The last micro-batch is not a small remainder, and micro-batches of long responses, whose tokens attend to more, are
+    smaller. Each takes its share of the remaining work, as closely as the budget and the number of parts allow. A split
+    that runs a prompt twice is charged for it.
     """
     count = len(responses)
     furthest = [_furthest(responses, start, max_tokens) for start in range(count)]
-    parts = [0] * (count + 1)  # that the responses from here on need
+    parts = [0] * (count + 1)  # micro-batches needed from here on
     for start in reversed(range(count)):
         parts[start] = 1 + parts[furthest[start]]
     left = [0.0] * (count + 1)  # work from here on, in one micro-batch
@@ -63,39 +61,45 @@ def by_work(responses: Sequence[Response], max_tokens: int) -> list[int]:
             repeated = _prompt_work(responses[end]) if _shared(responses, end) else 0.0
             return abs(again + left[start] - left[end] - share) + repeated
 
-        # Fewer responses than these and the rest would need one part more.
+        # With fewer responses the rest would need one more part.
         allowed = [end for end in range(start + 1, furthest[start] + 1) if parts[end] < parts[start]]
         ends.append(min(allowed, key=distance))
     return ends
 
 
-def for_ranks(cut: Cut, responses: Sequence[Response], max_tokens: int, ranks: int) -> list[int]:
-    """Where micro-batches end that several ranks share: `cut` within the budget, or within a smaller one where all
-    rounds together (see `deal`) are less work.
+def micro_batch_ends(responses: Sequence[Response], max_tokens: int, ranks: int, even: bool) -> list[int]:
+    """Return where micro-batches end: within the token budget, or within a smaller one if that is faster for all ranks.
 
     A smaller budget gives every rank a micro-batch in the last round too, as far as there are responses.
+
+    Args:
+        responses: Sizes, in order.
+        max_tokens: Token budget of a micro-batch.
+        ranks: Number of ranks that share the micro-batches.
+        even: Make micro-batches of similar work, not just within the budget.
     """
-    ends = cut(responses, max_tokens)
+    split = by_work if even else by_tokens
+    ends = split(responses, max_tokens)
     if ranks == 1 or len(ends) % ranks == 0:
         return ends
     wanted = min(len(responses), math.ceil(len(ends) / ranks) * ranks)
-    low, high = 1, max_tokens  # the largest budget that cuts into as many as are wanted
+    low, high = 1, max_tokens  # the largest budget that gives as many micro-batches as wanted
     while low < high:
         middle = (low + high + 1) // 2
         if len(by_tokens(responses, middle)) >= wanted:
             low = middle
         else:
             high = middle - 1
-    smaller = cut(responses, low)
-    return min((ends, smaller), key=lambda found: _of_all_rounds(responses, found, ranks))
+    smaller = split(responses, low)
+    return min((ends, smaller), key=lambda found: _work_of_rounds(responses, found, ranks))
 
 
-def deal(parts: Sequence[T], works: Sequence[float], ranks: int) -> list[list[T | None]]:
-    """Rounds of micro-batches, one for each rank in a round; None where a rank has none, in the last round alone.
+def assign(parts: Sequence[T], works: Sequence[float], ranks: int) -> list[list[T | None]]:
+    """Assign micro-batches to ranks in rounds of one per rank; None if a rank has none, in the last round only.
 
-    works: of the parts. Ranks wait for one another in every round: the longest ones come first and together, so that
-    all rounds take as long as they have to and no more. In a round the longest goes to the rank with the least work so
-    far. Ties are decided by index. One rank has its parts in their order.
+    Ranks wait for each other in every round, so the micro-batches with the most work run together, first. Within a
+    round the largest goes to the rank with the least work so far. Ties are decided by index. A single rank runs its
+    parts in order.
     """
     if ranks == 1:
         return [[part] for part in parts]
@@ -103,27 +107,27 @@ def deal(parts: Sequence[T], works: Sequence[float], ranks: int) -> list[list[T 
     loads = [0.0] * ranks
     rounds = []
     for start in range(0, len(order), ranks):
-        dealt: list[T | None] = [None] * ranks
+        assigned: list[T | None] = [None] * ranks
         by_load = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
         for index, rank in zip(order[start : start + ranks], by_load, strict=False):
-            dealt[rank] = parts[index]
+            assigned[rank] = parts[index]
             loads[rank] += works[index]
-        rounds.append(dealt)
+        rounds.append(assigned)
     return rounds
 
 
 def work(responses: Sequence[Response]) -> float:
-    """Of one micro-batch: 1 a token, and attention over what stands before it."""
+    """Work of one micro-batch: 1 per token, plus attention over the tokens before it."""
     return sum(_added_work(responses, at) for at in range(len(responses)))
 
 
-def _of_all_rounds(responses: Sequence[Response], ends: Sequence[int], ranks: int) -> float:
+def _work_of_rounds(responses: Sequence[Response], ends: Sequence[int], ranks: int) -> float:
     works = sorted((work(responses[start:end]) for start, end in pairwise([0, *ends])), reverse=True)
     return sum(works[::ranks])
 
 
 def _furthest(responses: Sequence[Response], start: int, max_tokens: int) -> int:
-    """The end of the longest run of neighbours from `start` within the budget, of one response at least."""
+    """End of the longest run of neighbours from `start` within the budget; one response at least."""
     tokens = responses[start].prompt + responses[start].length
     end = start + 1
     while end < len(responses):
@@ -135,12 +139,12 @@ def _furthest(responses: Sequence[Response], start: int, max_tokens: int) -> int
 
 
 def _shared(responses: Sequence[Response], at: int) -> bool:
-    """Whether the response has its prompt from its left neighbour."""
+    """Return whether the previous response has the same prompt."""
     return 0 < at < len(responses) and responses[at - 1].group == responses[at].group
 
 
 def _work(first: int, count: int) -> float:
-    """Of `count` tokens behind `first` others: 1 a token, and attention over what stands before it."""
+    """Work of `count` tokens after `first` others."""
     return count * (1.0 + (first + count / 2) / EVEN_LENGTH)
 
 
@@ -149,6 +153,6 @@ def _prompt_work(response: Response) -> float:
 
 
 def _added_work(responses: Sequence[Response], at: int) -> float:
-    """What the response adds to a micro-batch that has its left neighbour."""
+    """Work that the response adds to a micro-batch with the previous response."""
     response = responses[at]
     return _work(response.prompt, response.length) + (0.0 if _shared(responses, at) else _prompt_work(response))

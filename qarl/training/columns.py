@@ -1,0 +1,130 @@
+"""Values per response token of a batch, filled and read one part at a time, and shared among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from qarl_kernels.truncation import KeptSets
+from torch import Tensor
+
+from qarl.distributed.ranks import Ranks
+from qarl.transfer import upload
+
+if TYPE_CHECKING:
+    from qarl.training.batch import Part
+
+
+class Column:
+    """One float32 value per response token of a batch, without gradient, as one tensor (T_r,) per response.
+
+    Values stay on the device that filled them. The first read on the CPU copies all of them at once; only this read
+    synchronizes with the device.
+    """
+
+    def __init__(self, values: Sequence[Tensor | None]) -> None:
+        self._values = list(values)
+        self._new: set[int] = set()  # responses filled in on this rank since the last `share`
+
+    @classmethod
+    def empty(cls, responses: int) -> Column:
+        return cls([None] * responses)
+
+    def fill(self, part: Part, packed: Tensor) -> None:
+        """Store the values of a part's responses, packed: (T,), on any device."""
+        lengths = [len(response) for response in part.responses]
+        for index, values in zip(part.indices, packed.detach().split(lengths), strict=True):
+            self._values[index] = values
+        self._new.update(part.indices)
+
+    def known(self, part: Part) -> bool:
+        """Return whether all of the part's responses are filled in."""
+        return all(self._values[index] is not None for index in part.indices)
+
+    def share(self, ranks: Ranks) -> None:
+        """Give every rank what any rank has filled in since the last time; a collective.
+
+        If several ranks have filled in a response, their values are equal.
+        """
+        if ranks.count == 1:
+            return
+        self._fetch()
+        own = [(index, self._filled(index)) for index in sorted(self._new)]
+        self._new.clear()
+        places = torch.tensor([(index, len(values)) for index, values in own], dtype=torch.int64).reshape(-1, 2)
+        packed = torch.cat([values for _, values in own]) if own else torch.empty(0)
+        every = zip(ranks.gather_tensors(places), ranks.gather_tensors(packed), strict=True)
+        for indices, values in ((there[:, 0].tolist(), found.split(there[:, 1].tolist())) for there, found in every):
+            for index, value in zip(indices, values, strict=True):
+                self._values[index] = value
+
+    def read(self, part: Part) -> Tensor:
+        """Return the values of the part's responses, packed: (T,), on the part's device."""
+        if {self._filled(index).device.type for index in part.indices} not in ({"cpu"}, {part.device.type}):
+            self._fetch()
+        return upload(torch.cat([self._filled(index) for index in part.indices]), part.device)
+
+    def __getitem__(self, response: int) -> Tensor:
+        """Return the values of one response, (T_r,), on the CPU."""
+        if self._filled(response).device.type != "cpu":
+            self._fetch()
+        return self._filled(response)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(len(self)))
+
+    def _filled(self, response: int) -> Tensor:
+        values = self._values[response]
+        assert values is not None, f"response {response} was not filled in yet"
+        return values
+
+    def _fetch(self) -> None:
+        """Copy all values to the CPU."""
+        away = {index: x for index, x in enumerate(self._values) if x is not None and x.device.type != "cpu"}
+        if away:
+            here = torch.cat(list(away.values())).cpu().split([len(x) for x in away.values()])
+            for index, values in zip(away, here, strict=True):
+                self._values[index] = values
+
+
+class KeptColumn:
+    """The set of tokens that truncation kept, per response token of a batch; on the CPU.
+
+    The first forward over each response, at the rollout's weights, fills it. Later forwards of the step normalize over
+    these sets, so no token falls out of the learner's set because the learner has moved (DeepSeek-V3.2, "keep sampling
+    mask").
+    """
+
+    def __init__(self, responses: int) -> None:
+        self._values: list[KeptSets | None] = [None] * responses
+        self._new: set[int] = set()  # responses filled in on this rank since the last `share`
+
+    def fill(self, part: Part, chunks: Sequence[KeptSets]) -> None:
+        """Store the sets of a part's response tokens, packed, in chunks of any number of rows."""
+        lengths = [len(response) for response in part.responses]
+        for index, values in zip(part.indices, KeptSets.cat(chunks).split(lengths), strict=True):
+            self._values[index] = values
+        self._new.update(part.indices)
+
+    def read(self, part: Part) -> KeptSets | None:
+        """Return the sets of a part's response tokens, packed; None unless all of its responses are filled in."""
+        found = [values for index in part.indices if (values := self._values[index]) is not None]
+        return KeptSets.cat(found) if len(found) == len(part) else None
+
+    def share(self, ranks: Ranks) -> None:
+        """Give every rank what any of them has filled in since the last time; a collective."""
+        if ranks.count == 1:
+            return
+        own = [(index, values) for index in sorted(self._new) if (values := self._values[index]) is not None]
+        self._new.clear()
+        places = torch.tensor([(index, len(values.counts)) for index, values in own]).long().reshape(-1, 2)
+        none = KeptSets(*(torch.empty(0, dtype=dtype) for dtype in (torch.int32, torch.int32, torch.uint8)))
+        packed = KeptSets.cat([values for _, values in own]) if own else none
+        every = [ranks.gather_tensors(tensor) for tensor in (places, *packed)]
+        for there, *tensors in zip(*every, strict=True):
+            for index, values in zip(there[:, 0].tolist(), KeptSets(*tensors).split(there[:, 1].tolist()), strict=True):
+                self._values[index] = values
