@@ -26,7 +26,7 @@ from qarl.storage import rundir
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.environment import describe_environment
 from qarl.storage.pieces import whole_tensors
-from qarl.training import keeper, local_updates, loop, step, step_record
+from qarl.training import keeper, loop, step, step_record, updates
 from qarl.training.console import RunConsole
 from qarl.training.metrics import Clock
 from qarl.training.optim import Optimizer
@@ -133,10 +133,10 @@ PLACES: dict[str, tuple[Any, str, int, bool, int]] = {
     "batch": (step, "build_batch", 1, False, AT - 1),
     "learn": (step, "learn", 1, False, AT - 1),
     "probe": (Probe, "begin", 1, False, AT - 1),
-    "first gradient": (local_updates, "grad_norm", 2, False, AT - 1),
+    "first gradient": (updates, "grad_norm", 2, False, AT - 1),
     "first step of the optimizer": (Optimizer, "step", 2, False, AT - 1),
     "refresh": (Policy, "refresh", 2, False, 0),
-    "second gradient": (local_updates, "grad_norm", 1, False, 0),
+    "second gradient": (updates, "grad_norm", 1, False, 0),
     "end of the probe": (Probe, "learned", 1, False, 0),
     "finished learning": (step, "learn", 1, True, 0),
     "wake before the last update": (NativeEngine, "wake", 2, False, 0),

@@ -247,9 +247,9 @@ def test_ranks_have_each_others_routing(dtype: torch.dtype) -> None:
         assert all(r.routing.dtype == dtype and torch.equal(r.routing, own) for r, own in zip(found, rows, strict=True))
 
 
-def test_a_sampler_that_told_no_experts_is_refused() -> None:
+def test_a_sampler_that_recorded_no_experts_is_refused() -> None:
     prompt = Prompt(0, [1, 2], "", {})
-    with pytest.raises(UserError, match=r"model.routing: the sampler told the experts of 0 of 1 responses"):
+    with pytest.raises(UserError, match=r"model.routing: the sampler recorded the experts of 0 of 1 responses"):
         build_batch([prompt], [rollout(0, None)], [0.0], "reinforce", 0, replays=True)
 
 
