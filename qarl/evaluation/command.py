@@ -15,8 +15,7 @@ from qarl.evaluation.directory import PLACE, ResultsDirectory
 from qarl.evaluation.request import DEFAULT_RESPONSE_LENGTH
 from qarl.evaluation.runner import Settings, evaluate
 from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
-from qarl.inference.context import context_of
-from qarl.inference.opening import open_policy
+from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
 from qarl.invocation import command_line
 from qarl.out_of_memory import memory_errors

@@ -14,9 +14,8 @@ from qarl.errors import UserError
 from qarl.exactness.engines import VLLM, Engine, Native, tight
 from qarl.exactness.request import Request, rounds, sizes_of
 from qarl.exactness.verify import Check
-from qarl.inference.context import context_of
 from qarl.inference.generate import Look, render
-from qarl.inference.opening import open_policy
+from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.files import Unreadable, read_text
 from qarl.inputs.paths import user_path

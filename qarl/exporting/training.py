@@ -1,7 +1,4 @@
-"""What a model card says of the run behind it: how it was trained, what its last steps measured, its evaluations.
-
-Imports no torch.
-"""
+"""What a model card says about the run: settings, metrics of its last steps, evaluations. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ REGIMES = {
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One task's result. avg, passed: text of avg@n and pass@k with their intervals."""
+    """Result of one task. avg, passed: avg@n and pass@k with confidence intervals, as text."""
 
     step: int
     task: str
@@ -37,7 +34,7 @@ class Evaluation:
 
 
 def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> list[tuple[str, str]]:
-    """(what, value) of a run up to `step`. metrics: the records of metrics.jsonl, oldest first."""
+    """Return (label, value) rows about a run up to `step`. metrics: records of metrics.jsonl, oldest first."""
     seen = [record for record in metrics if record["step"] <= step]
     rollout, train, optim = config.rollout, config.train, config.optim
     rewards = ", ".join(Path(function.name).name for function in config.reward.functions)
@@ -87,10 +84,9 @@ def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> 
 
 
 def evaluations_of(record: RunRecord, step: int, quant: QuantConfig) -> list[Evaluation]:
-    """Evaluations of the policy at `step` by `qarl eval`, and the last one up to `step` inside training, of the scheme
-    and the KV cache in `quant`.
+    """Return evaluations of the policy: by `qarl eval` at `step`, and the last one in training up to `step`.
 
-    Raises UserError for a results file that cannot be read.
+    Only those with the scheme and KV cache dtype of `quant`. Raises UserError if a results file cannot be read.
     """
     found = []
     own, wanted = record.config.quant, (quant.scheme, quant.kv_cache_dtype)
@@ -139,7 +135,7 @@ class _Task(Record):
 
 
 class _Results(Record):
-    """What the card shows of an evaluation."""
+    """The part of results.json that the card shows."""
 
     tasks: list[_Task]
 

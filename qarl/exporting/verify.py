@@ -1,13 +1,12 @@
-"""Proof that an exported checkpoint is the run's policy: its codes, and what other programs make of them.
+"""Check that an export is the run's policy: compare its codes, and its results in the programs that read it.
 
-    codes          compressed-tensors' own unpacking of the files gives the codes and scales of the run, and
-                   configuration and tokenizer are those that qarl_export.json records
-    qarl           the native engine on the files: on the CPU the same tokens and the same bits of log-prob
-    transformers   greedy text and log-probs; it drops activation quantization, so there the weights alone
-    vllm           greedy text and log-probs, through vLLM's own kernels
+    codes          compressed-tensors unpacks the files to the codes and scales of the run, and configuration and
+                   tokenizer equal the record in qarl_export.json
+    qarl           the native engine: on the CPU the same tokens and bit-identical log-probs
+    transformers   greedy text and log-probs; without activation quantization, which transformers ignores
+    vllm           greedy text and log-probs, with vLLM's own kernels
 
-Log-probs are compared on the reference's greedy responses (each reader scores the same tokens), so that one flipped
-token does not make the rest incomparable.
+Every reader scores the reference's greedy responses, so that one different token does not make the rest incomparable.
 """
 
 from __future__ import annotations
@@ -54,26 +53,22 @@ PROMPTS = ("The capital of France is", "2 + 2 =", "Once upon a time, there was",
 
 @dataclass(frozen=True)
 class Agreement:
-    """One reader against the run's policy. deltas: |log-prob difference| over `tokens` tokens of the reference.
-
-    same_text: how many of the greedy responses are the same, token for token. likeliest: at how many of the tokens the
-    reader's likeliest token is the reference's. bound: on delta_abs_mean.
-    """
+    """Comparison of one reader with the run's policy. Differences of log-probs are in nats."""
 
     reader: str
     status: Literal["agrees", "differs", "skipped", "failed"]
     reason: str = ""
     version: str = ""
     prompts: int = 0
-    same_text: int = 0
-    tokens: int = 0
-    likeliest: int = 0
+    same_text: int = 0  # greedy responses with the same tokens
+    tokens: int = 0  # compared tokens: those of the reference's responses
+    likeliest: int = 0  # of these, the ones that are the reader's likeliest too
     delta_abs_mean: float | None = None
     delta_abs_max: float | None = None
-    bound: float | None = None
+    bound: float | None = None  # on delta_abs_mean
 
     def line(self) -> str:
-        """One line for people."""
+        """Return one line for the console."""
         name = f"{self.reader} {self.version}".strip()
         if self.delta_abs_mean is None:
             return f"{name}: {self.status}" + (f" ({self.reason})" if self.reason else "")
@@ -94,11 +89,11 @@ def verify_export(
         target: The run, or the model that was quantized.
         out: The exported directory.
         device: auto, cpu or cuda.
-        verify_digests: Whether configuration and tokenizer are compared with qarl_export.json.
-        say: Gets a line for each reader.
+        verify_digests: Compare configuration and tokenizer with qarl_export.json.
+        say: Called with one line per reader.
 
     Returns:
-        The contents of verification.json. Its `ok` is False if a reader failed or differs.
+        Contents of verification.json. `ok` is False if a reader failed or differs.
 
     Raises:
         UserError: The target itself cannot be opened.
@@ -106,7 +101,7 @@ def verify_export(
     stored = read_json_object(out / "config.json", nonfinite=True)
     if "quantization_config" not in stored:
         target = replace(target, quant=QuantConfig(scheme="bf16"))
-    # Files say nothing of a KV cache: every reader has one of 16 bits.
+    # An export does not name a KV cache dtype, so every reader uses 16 bits.
     target = replace(target, quant=target.quant.model_copy(update={"kv_cache_dtype": "auto"}))
     opened = open_policy(target, device=device)
     prompts = [
@@ -167,7 +162,7 @@ def _unless(fault: str | None, read: Callable[..., Reading]) -> Callable[..., Re
 
 
 def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Agreement:
-    """Agreement of a reader with the reference. A response that only lacks the final stop token is the same text."""
+    """Compare a reader with the reference. A response that only lacks the final stop token is the same text."""
     deltas = (
         [
             abs(theirs - ours)
@@ -182,10 +177,10 @@ def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Ag
         for theirs, ours in zip(reading.token_ids, reference.token_ids, strict=True)
     )
     count = len(reference.token_ids)
-    if not deltas:  # the native reader scores its own responses: other lengths mean other texts
+    if not deltas:  # the native reader scores its own responses, so other lengths mean other texts
         return Agreement(name, "differs", "responses of other lengths", reading.version, count, same)
     mean = sum(deltas) / len(deltas)
-    good = mean <= bound and (bound > 0 or same == count)  # NaN is not good
+    good = mean <= bound and (bound > 0 or same == count)  # false for NaN
     return Agreement(
         name,
         "agrees" if good else "differs",
@@ -202,9 +197,9 @@ def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Ag
 
 
 def _codes(snapshot: Snapshot, out: Path, verify_digests: bool) -> Agreement:
-    """The library's own unpacking of the files against the run's tensors, every one of them.
+    """Compare every tensor, as compressed-tensors unpacks it, with the run's.
 
-    verify_digests: Compare configuration and tokenizer with qarl_export.json too; tensors are compared with the run's.
+    verify_digests: also compare configuration and tokenizer with qarl_export.json.
     """
     import compressed_tensors
 
@@ -236,7 +231,7 @@ def _codes(snapshot: Snapshot, out: Path, verify_digests: bool) -> Agreement:
 
 
 def _prompt_texts(target: Target) -> Sequence[str]:
-    """Up to four prompts of the run's latest recorded rollouts, then four of our own."""
+    """Return up to four prompts of the run's latest recorded rollouts, then four fixed ones."""
     recorded: list[str] = []
     if target.run_dir is not None:
         latest = max((target.run_dir / "rollouts").glob("*.jsonl"), default=None)

@@ -1,10 +1,10 @@
-"""`python -m qarl.exporting.vllm_probe REQUEST ANSWER`: what vLLM makes of a checkpoint, in a process of its own.
+"""`python -m qarl.exporting.vllm_probe REQUEST ANSWER`: run vLLM on a checkpoint, in a separate process.
 
-REQUEST (JSON): {checkpoint, dtype, prompts: [token ids], responses: [token ids], max_tokens, memory_frac, context}.
-ANSWER (JSON): {version, note, greedy: [{token_ids, text}], logprobs: [[of each token of a response]], likeliest: how
-many tokens of the responses are vLLM's likeliest too}, or {unsupported: why}.
-Greedy text and log-probs of the given responses come from one engine without compilation or CUDA graphs. Log-probs are
-vLLM's raw ones: natural logarithms at temperature 1.
+REQUEST (JSON): {checkpoint, dtype, experts, prompts: [token ids], responses: [token ids], max_tokens, memory_frac,
+context}.
+ANSWER (JSON): {version, note, greedy: [{token_ids, text}], logprobs: [[one per token of a response]], likeliest:
+number of response tokens that are vLLM's likeliest too}, or {unsupported: reason}.
+One engine does both, without compilation or CUDA graphs. Log-probs are in nats, at temperature 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Masters -> a compressed-tensors checkpoint, one parameter in memory at a time."""
+"""Write masters as a compressed-tensors checkpoint, with one parameter in memory at a time."""
 
 from __future__ import annotations
 
@@ -40,17 +40,14 @@ from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe, named_te
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written. files: name -> bytes. tensor_bytes: of all tensors; bf16_bytes: of the same model in bf16.
-
-    digest: of the manifest of the tensors as they are published. same_as_run: it is the one that the run recorded.
-    """
+    """What was written."""
 
     path: Path
-    files: dict[str, int]
+    files: dict[str, int]  # bytes by name
     tensor_bytes: int
-    bf16_bytes: int
-    digest: str
-    same_as_run: bool
+    bf16_bytes: int  # of the same model in bfloat16
+    digest: str  # of the manifest of the published tensors
+    same_as_run: bool  # whether the run recorded this digest
 
 
 def export_checkpoint(
@@ -64,12 +61,22 @@ def export_checkpoint(
     unpacked: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ExportReport:
-    """Write `masters` in the scheme of `target` as a checkpoint that transformers, vLLM and `resolve_target` read.
+    """Write a checkpoint that transformers, vLLM and `resolve_target` read.
 
-    dtype: of what the scheme leaves unquantized. max_shard_bytes: of tensors, per file. card: README.md. unpacked: int4
-    codes one to a byte. progress: called with (bytes written, bytes of all tensors).
-    `out` appears when everything is written, read back, and where the run published the same tensors, proved to be
-    those. Raises UserError: `out` is in use, no space, the scheme does not fit a layer, other codes than the run's.
+    `out` appears after everything is written and read back, and after the digest equals the run's if it must.
+
+    Args:
+        target: Names the scheme.
+        masters: Of the target.
+        out: New directory.
+        dtype: Of unquantized tensors.
+        max_shard_bytes: Of tensors, per file.
+        card: Contents of README.md.
+        unpacked: Store int4 codes one per byte.
+        progress: Called with (bytes written, bytes of all tensors).
+
+    Raises:
+        UserError: `out` is in use, the disk is full, the scheme does not fit a layer, or the codes are not the run's.
     """
     scheme = scheme_of(target.quant)
     masters.check(scheme, target.quant.ignore)
@@ -110,7 +117,7 @@ def export_checkpoint(
 
 @dataclass
 class _Written:
-    """Records of tensors by name: as a snapshot has them, in its order, and as they stand in the files."""
+    """Records of tensors by name: as published, in snapshot order, and as stored in the files."""
 
     published: dict[str, TensorRecord]
     stored: dict[str, TensorRecord]
@@ -127,7 +134,7 @@ def _write_tensors(
     done = 0
     for shard in shards:
         layout = {name: (getattr(torch, spec.dtype), spec.shape) for name, spec in shard.specs.items()}
-        with TensorFile(directory / shard.file, layout, {"format": "pt"}) as file:  # transformers demands the metadata
+        with TensorFile(directory / shard.file, layout, {"format": "pt"}) as file:  # transformers requires the metadata
             for parameter in shard.parameters:
                 name, form = next(forms)
                 assert name == parameter, (name, parameter)
@@ -150,7 +157,7 @@ def _stored(name: str, form: LowBitWeight | Tensor, unpacked: bool) -> Iterator[
 
 
 def _read_back(directory: Path, shards: list[Shard], records: dict[str, TensorRecord], out: Path) -> None:
-    """Raise UserError unless the files hold what was written, by the library's own reader."""
+    """Raise UserError unless safetensors reads back from the files what was written."""
     for shard in shards:
         try:
             with safe_open(directory / shard.file, framework="pt") as file:
@@ -162,7 +169,7 @@ def _read_back(directory: Path, shards: list[Shard], records: dict[str, TensorRe
 
 
 def _provenance(target: Target, masters: Masters, digest: str, same_as_run: bool) -> dict[str, Any]:
-    """Where the tensors come from."""
+    """Return where the tensors come from."""
     return {
         "packages": package_versions(),
         "run": None if target.run_dir is None else target.run_dir.resolve().name,
@@ -183,14 +190,7 @@ def _record(
     documents: Mapping[str, dict[str, Any]],
     files: Mapping[str, FileDigest],
 ) -> dict[str, Any]:
-    """Contents of qarl_export.json.
-
-    Args:
-        provenance: Where the tensors come from, and how the run was prompted.
-        tensors: Digests of the stored tensors by name.
-        documents: config.json and generation_config.json.
-        files: Digests of the tokenizer's files.
-    """
+    """Return the contents of qarl_export.json. tensors: the stored ones. files: of the tokenizer."""
     body = {
         "format_version": FORMAT_VERSION,
         **provenance,

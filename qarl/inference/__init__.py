@@ -1,1 +1,1 @@
-"""Policies to look at instead of to train: a run, an exported checkpoint or a model, opened for inference."""
+"""Open a run, an exported checkpoint or a model for inference."""

@@ -3,14 +3,14 @@
 Format 2:
 
     {"format_version": 2,
-     "tensors": {NAME: {"shape": [...], "dtype": "torch.int32", "sha256": ...}},    as they stand in the files
+     "tensors": {NAME: {"shape": [...], "dtype": "torch.int32", "sha256": ...}},    as stored in the files
      "config": {...}, "generation_config": {...},    config.json and generation_config.json by value
      "files": {"tokenizer.json": {"bytes": ..., "sha256": ...}},    tokenizer and chat template
      "prompting": {...},    see `Prompting`; null if no run was exported
      ...,    where the tensors come from: see `qarl.exporting.writer`
-     "sha256": of all this}
+     "sha256": of everything above}
 
-Format 1 has the tensors alone, so only they are checked.
+Format 1 has only the tensors, so only they are checked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qarl.inputs.schema import Bytes, Record, Sha256, checked
 from qarl.storage.input_files import TOKENIZER_FILES
 
 RECORD = "qarl_export.json"
-RECORD_BYTES = 2**30  # a mixture's hundred thousand tensors take a fiftieth of it
+RECORD_BYTES = 2**30  # limit; a mixture's hundred thousand tensors take a fiftieth of it
 FORMAT_VERSION = 2
 OPTION = "--no-verify-digests"
 SKIP = f"pass {OPTION} to skip this check"
@@ -54,7 +54,7 @@ class FileDigest(Record):
 
 
 class Prompting(Record):
-    """How a run prompted its policy and ended responses: keys of its `data` and `rollout` sections."""
+    """How a run prompted its policy and ended responses; keys of its `data` and `rollout` sections."""
 
     chat_template: bool
     system_prompt: str | None = None
@@ -65,14 +65,14 @@ class Prompting(Record):
 
     @classmethod
     def of(cls, run: Config) -> Prompting:
-        """The prompting of a run."""
+        """Return the prompting of a run."""
         data = run.data.model_dump(
             include={"chat_template", "chat_template_kwargs", "system_prompt", "prompt_template"}
         )
         return cls(**data, stop=list(run.rollout.stop), stop_token_ids=list(run.rollout.stop_token_ids))
 
     def label(self) -> str:
-        """One line for people: how prompts look and what ends a response."""
+        """Return one line: how prompts look and what ends a response."""
         how = "in the chat template" if self.chat_template else "as plain text, without a chat template"
         system = "" if self.system_prompt is None else f", with the system message {_shown(self.system_prompt)}"
         if self.chat_template_kwargs:
@@ -108,7 +108,7 @@ class ExportRecord:
     """
 
     def __init__(self, path: Path, contents: Mapping[str, Any], skip: str) -> None:
-        """skip: What a user does to open the directory unchecked, for messages."""
+        """skip: how to open the directory unchecked, for messages."""
         self.path, self._contents, self._skip = path, contents, skip
         version = contents.get("format_version")
         self._whole = None if version == 1 else checked(_Whole, contents, str(path))
@@ -119,7 +119,7 @@ class ExportRecord:
         """Compare config.json, generation_config.json and the tokenizer's files with the record.
 
         Raises:
-            UserError: The record itself, a document or a file is not as it was written, is missing, or was added.
+            UserError: The record, a document or a file was changed, is missing, or was added.
         """
         if self._whole is None:
             return
@@ -159,7 +159,7 @@ class ExportRecord:
                 )
 
     def check_names(self, stored: Iterable[str]) -> None:
-        """Raises UserError unless `stored` has the names of the recorded tensors and no other."""
+        """Raise UserError unless `stored` has exactly the names of the recorded tensors."""
         stored = set(stored)
         for name in self.tensors:
             if name not in stored:
@@ -174,7 +174,7 @@ class ExportRecord:
             )
 
     def check_tensor(self, file: Path, name: str, found: TensorDigest) -> None:
-        """Raises UserError unless `found`, the digest of tensor `name` of `file`, is the recorded one."""
+        """Raise UserError unless `found`, the digest of tensor `name` in `file`, is the recorded one."""
         if found != self.tensors[name]:
             raise UserError(
                 f"{file}: {name} is not the tensor that was exported (another SHA-256); export it again, or "
@@ -183,12 +183,9 @@ class ExportRecord:
 
 
 def read_export_record(directory: Path, skip: str = SKIP) -> ExportRecord | None:
-    """The record of an exported directory; None if there is none, as for models that others made.
+    """Read the record of a directory; None if qarl did not export it.
 
-    skip: What a user does to open the directory unchecked, for messages.
-
-    Raises:
-        UserError: There is one and it cannot be read.
+    skip: how to open the directory unchecked, for messages. Raises UserError if the record cannot be read.
     """
     path = directory / RECORD
     try:
@@ -201,13 +198,13 @@ def read_export_record(directory: Path, skip: str = SKIP) -> ExportRecord | None
 
 
 def body_digest(contents: Mapping[str, Any]) -> str:
-    """SHA-256 of a record's contents without its own `sha256`."""
+    """Return the SHA-256 of a record's contents without its own `sha256`."""
     body = {key: value for key, value in contents.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> FileDigest:
-    """Size and SHA-256 of a file. Raises NoSuchFile, Unreadable."""
+    """Return size and SHA-256 of a file. Raises NoSuchFile, Unreadable."""
     size, digest = file_sha256(path)
     return FileDigest(bytes=size, sha256=digest)
 
@@ -223,14 +220,14 @@ _ABSENT = object()
 
 
 def _differences(was: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) of each place where two JSON values differ."""
+    """Yield (dotted key, value before, value now) for each difference of two JSON values."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in [*was, *(key for key in now if key not in was)]:
             yield from _differences(was.get(key, _ABSENT), now.get(key, _ABSENT), f"{place}.{key}".lstrip("."))
     elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         for index, (one, other) in enumerate(zip(was, now, strict=True)):
             yield from _differences(one, other, f"{place}.{index}".lstrip("."))
-    elif was is _ABSENT or now is _ABSENT or json.dumps(was) != json.dumps(now):  # 1, 1.0 and true are not the same
+    elif was is _ABSENT or now is _ABSENT or json.dumps(was) != json.dumps(now):  # 1, 1.0 and true differ
         yield place, was, now
 
 

@@ -1,4 +1,4 @@
-"""A quick look at a policy: completions of a few prompts, for a terminal or as JSON lines."""
+"""Complete a few prompts with a policy, for a terminal or as JSON lines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from qarl_kernels.logprob import Truncation
 from transformers import PreTrainedTokenizerBase
 
 from qarl.config.data import TEMPLATE_OPTION, template_arguments
-from qarl.config.limits import ITEMS, NAME, SAMPLES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS
+from qarl.config.limits import ITEMS, NAME, SAMPLES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS, VOCABULARY
 from qarl.data.conversation import ChatTemplate, encode
 from qarl.errors import UserError
-from qarl.inference.context import context_of
-from qarl.inference.opening import open_policy
+from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
-from qarl.inference.truncation import check_truncation
 from qarl.inputs.files import Unreadable, read_text
 from qarl.inputs.paths import user_path
 from qarl.out_of_memory import memory_errors
@@ -30,24 +28,23 @@ from qarl.policy.load_config import load_architecture
 from qarl.storage.saved_state import started_at
 from qarl.types import Prompt, Rollout
 
-PROMPT_BYTES = 2**24  # of a prompt's file
+PROMPT_BYTES = 2**24  # of a prompt file
 
 
 @dataclass(frozen=True)
 class Look:
-    """How to complete.
+    """Options of `complete`.
 
     Attributes:
-        chat: Wrap prompts in the chat template. None: as the run did, or the run that was exported; for another model
-            if its tokenizer has a template.
-        system: System message; None: the run's own.
+        chat: Use the chat template. None: as in training; for a model of unknown training, if its tokenizer has one.
+        system: System message. None: the run's.
         n: Samples per prompt.
         temperature: 0 is greedy.
         top_k, top_p, min_p: See `Truncation`; 0, 1 and 0 are off.
         max_new_tokens: Longest completion.
-        seed: Of the random stream.
-        template_kwargs: Arguments of the chat template; None: the run's own.
-        stop: Strings that end a completion, beside the model's end of sequence; None: the run's own.
+        seed: Random seed.
+        template_kwargs: Arguments of the chat template. None: the run's.
+        stop: Strings that end a completion, besides the end-of-sequence tokens. None: the run's.
     """
 
     chat: bool | None = None
@@ -63,18 +60,18 @@ class Look:
     template_kwargs: Mapping[str, Any] | None = None
 
     def check(self) -> None:
-        """Raise UserError for values that mean nothing, or more than can be done."""
-        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature <= TEMPERATURE:  # nan is refused too
+        """Raise UserError for values out of range."""
+        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature <= TEMPERATURE:  # false for NaN
             valid = f"give 0 (greedy) or {SMALLEST_TEMPERATURE:g} to {TEMPERATURE:g}"
-            raise UserError(f"--temperature: {self.temperature} is no temperature; {valid}")
+            raise UserError(f"--temperature: {self.temperature} is not a temperature; {valid}")
         if not 1 <= self.n <= SAMPLES:
-            raise UserError(f"--n: {self.n} is no number of samples; give 1 to {SAMPLES:,}")
+            raise UserError(f"--n: {self.n} is not a number of samples; give 1 to {SAMPLES:,}")
         if not 1 <= self.max_new_tokens <= TOKENS:
-            raise UserError(f"--max-new-tokens: {self.max_new_tokens} is no length; give 1 to {TOKENS:,}")
+            raise UserError(f"--max-new-tokens: {self.max_new_tokens} is not a length; give 1 to {TOKENS:,}")
         if not 0 <= self.seed < 2**31:
-            raise UserError(f"--seed: {self.seed} is no seed; give 0 to {2**31 - 1:,}")
+            raise UserError(f"--seed: {self.seed} is not a seed; give 0 to {2**31 - 1:,}")
         if len(self.stop or ()) > ITEMS or any(not 1 <= len(text) <= NAME for text in self.stop or ()):
-            raise UserError(f"--stop: must be up to {ITEMS:,} texts of 1 to {NAME:,} characters")
+            raise UserError(f"--stop: must be at most {ITEMS:,} texts of 1 to {NAME:,} characters")
         template_arguments(self.template_kwargs or {}, TEMPLATE_OPTION)
         check_truncation(self.top_k, self.top_p, self.min_p)
         if self.temperature == 0 and self.n > 1:
@@ -85,20 +82,20 @@ class Look:
 
     @property
     def truncation(self) -> Truncation:
-        """What tokens are drawn from."""
+        """The sampling distribution."""
         return Truncation(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)
 class Completed:
-    """A prompt as given, as the policy saw it, and one completion of it."""
+    """A prompt as given, the prompt as rendered for the policy, and one completion."""
 
     given: str
     prompt: Prompt
     rollout: Rollout
 
     def as_json(self) -> str:
-        """One line of ASCII. Log-probs are natural logs, after temperature and what cuts (greedy: at temperature 1)."""
+        """Return one line of ASCII. Log-probs are in nats, after temperature and truncation (greedy: temperature 1)."""
         rollout = self.rollout
         return json.dumps(
             {
@@ -115,7 +112,7 @@ class Completed:
         )
 
     def head(self) -> str:
-        """One line that describes the completion."""
+        """Return one line that describes the completion."""
         end = "stopped" if self.rollout.finish_reason == "stop" else "cut at --max-new-tokens"
         return (
             f"prompt {self.prompt.id + 1}, sample {self.rollout.sample + 1}: {len(self.rollout.token_ids)} tokens, "
@@ -124,9 +121,9 @@ class Completed:
 
 
 def gather_texts(prompts: list[str], file: Path | None) -> list[str]:
-    """The prompts of the command line, then the whole of `file` as one more.
+    """Return the prompts of the command line, then the contents of `file` as one more prompt.
 
-    Raises UserError: no prompt, an empty one, a file that cannot be read.
+    Raises UserError if there is no prompt, one is empty, or the file cannot be read.
     """
     named = [(f"--prompt {number}", text) for number, text in enumerate(prompts, 1)]
     if file is not None:
@@ -136,7 +133,7 @@ def gather_texts(prompts: list[str], file: Path | None) -> list[str]:
         except Unreadable as error:
             raise UserError(f"--prompt-file: {file}: {error.reason}") from error
     if not named:
-        raise UserError("--prompt: there is none; give --prompt TEXT or --prompt-file FILE")
+        raise UserError("--prompt: no prompt; give --prompt TEXT or --prompt-file FILE")
     for place, text in named:
         if not text.strip():
             raise UserError(f"{place}: is empty; give it some text")
@@ -147,11 +144,20 @@ def gather_texts(prompts: list[str], file: Path | None) -> list[str]:
 
 @memory_errors("lower --max-new-tokens or --n, or take a larger machine")
 def complete(target: Target, texts: list[str], look: Look, device: str, say: Callable[[str], None]) -> list[Completed]:
-    """Complete each text, `look.n` times, in the order (text, sample).
+    """Complete each text `look.n` times.
 
-    device: auto, cpu or cuda. say: shows one line before the weights are read.
-    Raises UserError: an option that means nothing here, a prompt that does not fit the context, whatever cannot be
-    opened.
+    Args:
+        target: The policy.
+        texts: Prompts.
+        look: Options.
+        device: auto, cpu or cuda.
+        say: Called with single lines before the weights are read.
+
+    Returns:
+        Completions in the order (text, sample).
+
+    Raises:
+        UserError: An option is invalid, a prompt exceeds the context, or the target cannot be opened.
     """
     look.check()
     tokenizer = load_tokenizer(target.model)
@@ -185,10 +191,10 @@ def complete(target: Target, texts: list[str], look: Look, device: str, say: Cal
 
 
 def render(target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str], look: Look) -> list[Prompt]:
-    """Texts as the policy sees them.
+    """Render texts as prompts of the policy.
 
     Raises:
-        UserError: No chat template, one that refuses, a system message without one, a token that the model lacks.
+        UserError: The chat template is missing or fails, an option needs one, or the model lacks a token.
     """
     prompting = target.prompting
     chat = look.chat
@@ -220,9 +226,19 @@ def render(target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str],
         with foreign_errors(f"--prompt {place + 1}: the tokenizer of {target.name} cannot read it"):
             (ids,) = encode(tokenizer, [shown], bool(chat))
         if not ids:
-            raise UserError(f"--prompt {place + 1}: gives no token at all; give more text")
+            raise UserError(f"--prompt {place + 1}: has no tokens; give more text")
         if architecture is not None and max(ids) >= architecture.vocab_size:
             token = tokenizer.convert_ids_to_tokens(max(ids))
             raise UserError(f"--prompt {place + 1}: holds {token!r}, a token that the model lacks; leave it out")
         prompts.append(Prompt(place, ids, shown))
     return prompts
+
+
+def check_truncation(top_k: int, top_p: float, min_p: float) -> None:
+    """Raise UserError, naming the option, for values out of range."""
+    if not 0 <= top_k <= VOCABULARY:
+        raise UserError(f"--top-k: {top_k} is not a number of tokens; give 0 (off) to {VOCABULARY:,}")
+    if not 0 < top_p <= 1:
+        raise UserError(f"--top-p: {top_p} is not a probability above 0; give at most 1 (off)")
+    if not 0 <= min_p < 1:
+        raise UserError(f"--min-p: {min_p} is not a fraction below 1; give 0 (off) or more")

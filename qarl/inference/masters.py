@@ -1,4 +1,4 @@
-"""The FP32 masters of a run or a model, one tensor at a time, in the order of the model's parameters."""
+"""FP32 masters of a run or a model, read one tensor at a time in the order of the model's parameters."""
 
 from __future__ import annotations
 
@@ -37,10 +37,14 @@ from qarl.weight_sync.snapshot import describe, quantize_parameter
 class Masters:
     """A model's parameters without the model.
 
-    config, generation: of the model, unquantized. shapes: parameter name -> shape, in the model's own order, tied
-    weights once. linears: modules a scheme may quantize. read(name): the float32 values, on the CPU; those of a run on
-    several ranks are joined of its files, and nothing but the result holds them.
-    version, digest: of the run's snapshot that was made from these masters; None for a model.
+    Attributes:
+        config: Of the unquantized model.
+        generation: Its generation config.
+        shapes: Shape by parameter name, in the model's order; tied weights once.
+        linears: Modules that a scheme may quantize.
+        read: Returns the float32 values of a name, on the CPU. Masters of several ranks are joined for each call.
+        version: Of the run's snapshot of these masters; None for a model.
+        digest: Of the same snapshot.
     """
 
     config: PreTrainedConfig
@@ -54,9 +58,9 @@ class Masters:
     def forms(
         self, quant: QuantConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[str, LowBitWeight | Tensor]]:
-        """Each parameter as it is published, in order; one at a time is in memory.
+        """Yield (name, parameter as it is published) in order, with one parameter in memory at a time.
 
-        Raises UserError before the first one where the scheme does not fit a layer.
+        Raises UserError before the first parameter if the scheme does not fit a layer.
         """
         scheme = scheme_of(quant)
         self.check(scheme, quant.ignore)
@@ -66,14 +70,14 @@ class Masters:
         low_bit = {f"{module}.weight" for module in quantized}
         for name in self.shapes:
             own, version = scheme if name in low_bit else None, self.version or 0
-            # no name for the master: it would live on beside the next one
+            # The master gets no name, which would keep it alive beside the next one.
             yield (
                 name,
                 quantize_parameter(name, self.read(name).to(device), own, dtype, version, shared=shared.get(name)),
             )
 
     def specs(self, quant: QuantConfig, dtype: torch.dtype, unpacked: bool = False) -> dict[str, dict[str, TensorSpec]]:
-        """Parameter name -> the tensors that are stored of what `forms` will give for it; reads nothing.
+        """Return the stored tensors of each parameter that `forms` will yield. Reads nothing.
 
         unpacked: see `qarl_formats.compressed.tensor_specs`.
         """
@@ -90,7 +94,7 @@ class Masters:
         return found
 
     def check(self, scheme: Scheme, ignore: list[str], place: str = "quant.group_size") -> None:
-        """Raise UserError for the first layer that the scheme cannot store. place: where the user chose its groups."""
+        """Raise UserError for the first layer that the scheme cannot store. place: the option that sets group sizes."""
         for module in (name.removesuffix(".weight") for name in self.shapes):
             if self._quantized(module, scheme, ignore):
                 try:
@@ -103,17 +107,17 @@ class Masters:
 
 
 def open_masters(target: Target, tokenizer: PreTrainedTokenizerBase | None = None) -> Masters:
-    """The masters of a run's checkpoint (verified against its digests) or of a model.
+    """Open the masters of a run's checkpoint, verified against its digests, or of a model.
 
     Args:
         target: A run or a model.
         tokenizer: Of the target, if it is loaded already.
 
     Raises:
-        UserError: A damaged checkpoint, or one made for another model: other shapes, or a configuration, tokenizer or
-            chat template that changed since the run.
+        UserError: The checkpoint is damaged or belongs to another model, or the model's configuration, tokenizer or
+            chat template changed since the run.
     """
-    assert target.kind != "export", "an exported checkpoint has codes, no masters"
+    assert target.kind != "export", "an exported checkpoint has codes and no masters"
     config, generation = plain_config(load_model_config(target.model)), load_generation_config(target.model)
     state = None
     if target.checkpoint is not None:
@@ -129,8 +133,8 @@ def open_masters(target: Target, tokenizer: PreTrainedTokenizerBase | None = Non
     tensors = checkpoint.tensors["masters"]
     if odd := sorted(tensors.keys() ^ shapes.keys()) or [n for n in shapes if tensors.shape(n) != shapes[n]]:
         raise UserError(
-            f"{target.checkpoint}: made for another model than '{target.model.path}' ('{odd[0]}' is not "
-            "the same in both); give the model that the run started from with --model"
+            f"{target.checkpoint}: made for another model than '{target.model.path}' ('{odd[0]}' "
+            "differs); give the model that the run started from with --model"
         )
     if wrong := [name for name in tensors if tensors.dtype(name) != torch.float32]:
         raise UserError(
@@ -148,13 +152,13 @@ def require_same_model(
     generation: GenerationConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Raise UserError unless the base model's small files say what they said when a checkpoint of a run was saved.
+    """Raise UserError if the base model's small files changed since a checkpoint of a run was saved.
 
-    The base weights are not compared: the checkpoint has its own. Nor is what an older version did not record.
+    The base weights are not compared, because the checkpoint has its own, nor is what older versions did not record.
 
     Args:
-        checkpoint: The directory that is opened, for the message.
-        state: Of that checkpoint.
+        checkpoint: The checkpoint's directory, for the message.
+        state: Of the checkpoint.
         model: Where the base model is now.
         config, generation, tokenizer: Of the base model.
     """
@@ -167,20 +171,16 @@ def require_same_model(
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same configuration without a quantization entry (GGUF loading leaves one behind)."""
+    """Return the configuration without a quantization entry, which GGUF loading leaves behind."""
     values = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
     return type(config).from_dict(values)
 
 
 def _model_reader(model: ModelConfig, record: ExportRecord | None) -> Callable[[str], Tensor]:
-    """Reader of a model's parameters as float32: safetensors files tensor by tensor, a GGUF file as a whole.
+    """Return a function that reads a parameter as float32. A GGUF file is loaded as a whole, here.
 
-    Args:
-        model: The model.
-        record: Of a model that qarl exported: each tensor is compared with it the first time it is read.
-
-    Raises:
-        UserError: As `load_model`, and for tensors that `record` does not have or has and are not there.
+    If qarl exported the model, each tensor is compared with the export's record when it is first read.
+    Raises UserError as `load_model`, and if the names in files and record differ.
     """
     files = model_weights(model)
     if files is None:
@@ -206,14 +206,14 @@ def _model_reader(model: ModelConfig, record: ExportRecord | None) -> Callable[[
 
 
 def verify_base(model: ModelConfig, rank: int = 0, count: int = 1) -> None:
-    """Compare a model to train from with its qarl_export.json, if qarl exported it; each rank hashes some tensors.
+    """Compare a model to train from with its qarl_export.json, if qarl exported it and `verify_digests` is on.
 
     Args:
-        model: The `model` section; nothing is compared if its `verify_digests` is off.
-        rank, count: This rank, and how many share the work.
+        model: The `model` section.
+        rank, count: This rank and the number of ranks. Each rank hashes a part of the tensors.
 
     Raises:
-        UserError: A tensor, the configuration or the tokenizer is not as it was exported.
+        UserError: A tensor, the configuration or the tokenizer differs from the export.
     """
     record = read_export_record(user_path(model.path, "model.path"), SKIP_IN_TRAINING) if model.verify_digests else None
     if record is None:
@@ -230,6 +230,6 @@ def verify_base(model: ModelConfig, rank: int = 0, count: int = 1) -> None:
 
 
 def digest_of(tensor: Tensor) -> TensorDigest:
-    """Shape, dtype and SHA-256 of a tensor, as qarl_export.json records them."""
+    """Return shape, dtype and SHA-256 of a tensor, as qarl_export.json records them."""
     found = describe(tensor)
     return TensorDigest(shape=list(found.shape), dtype=found.dtype, sha256=found.sha256)

@@ -1,4 +1,4 @@
-"""From a target to a policy that generates: codes and scales straight from the checkpoint, no masters kept."""
+"""Open a target as a policy that generates, with codes and scales read from the checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
 @dataclass
 class Opened:
-    """A policy ready to generate. engine: holds `policy.current`. generation: the model's generation config."""
+    """A policy ready to generate. The engine holds `policy.current`."""
 
     target: Target
     policy: Policy
@@ -57,12 +57,26 @@ class Opened:
         extra_stop_ids: tuple[int, ...] = (),
         ignore_eos: bool = False,
     ) -> SamplingParams:
-        """Sampling parameters that stop where the model says a response ends."""
+        """Return sampling parameters that also stop at the model's end-of-sequence tokens, unless `ignore_eos`."""
         own = frozenset() if ignore_eos else stop_token_ids(self.generation, self.tokenizer)
         return SamplingParams(n, seed, max_response_length, truncation, stop, own | set(extra_stop_ids))
 
     def close(self) -> None:
         self.engine.close()
+
+
+def context_of(target: Target) -> int:
+    """Return the context length in tokens, limited by a run's `model.max_length`. Reads no weights.
+
+    Raises UserError if the model's configuration does not state it.
+    """
+    limit = getattr(load_model_config(target.model), "max_position_embeddings", None)
+    if limit is None:
+        raise UserError(
+            f"{target.name}: does not say its max_position_embeddings; supported families are Llama, "
+            "Mistral, Qwen2 and Qwen3"
+        )
+    return min(limit, (target.run and target.run.model.max_length) or limit)
 
 
 def open_policy(
@@ -74,13 +88,18 @@ def open_policy(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_length: int | None = None,
 ) -> Opened:
-    """Build the policy of a run's checkpoint, an exported checkpoint or a model, on its quantized tensors alone.
+    """Build the policy of a run's checkpoint, an exported checkpoint or a model. No masters are kept.
 
-    device: auto, cpu or cuda. rollout: engine sizes (max_num_seqs, max_batched_tokens, kv_cache_tokens).
-    masters, tokenizer: of the target, where they are open already. max_length: of prompt and response, where it is less
-    than the context.
-    The codes of a run opened in its own scheme are proved against the digest that the run recorded.
-    Raises UserError for whatever cannot be read or does not fit.
+    Args:
+        target: What to open. The codes of a run in its own scheme are compared with the digest that the run recorded.
+        device: auto, cpu or cuda.
+        rollout: Engine sizes (max_num_seqs, max_batched_tokens, kv_cache_tokens).
+        masters: Of the target, if they are open already.
+        tokenizer: Of the target, if it is loaded already.
+        max_length: Tokens of prompt and response, if less than the context.
+
+    Raises:
+        UserError: Something cannot be read or does not fit.
     """
     where = pick_device(device)
     tokenizer = load_tokenizer(target.model) if tokenizer is None else tokenizer
@@ -102,7 +121,7 @@ def open_policy(
 
 
 def snapshot_of(target: Target, masters: Masters, dtype: torch.dtype, device: torch.device | str = "cpu") -> Snapshot:
-    """The snapshot that masters quantize to; a run's own scheme must give the codes that the run had."""
+    """Quantize masters to a snapshot. In a run's own scheme its codes must be those of the run (else UserError)."""
     snapshot = build_snapshot(masters.version or 0, masters.forms(target.quant, dtype, device))
     if same_codes_expected(target):
         require_codes(target, masters, snapshot.manifest().digest())
@@ -110,15 +129,15 @@ def snapshot_of(target: Target, masters: Masters, dtype: torch.dtype, device: to
 
 
 def same_codes_expected(target: Target) -> bool:
-    """Whether opening `target` gives the tensors that its run published: the run's own scheme and layout."""
+    """Whether opening `target` gives the tensors that its run published: it uses the run's own scheme and layout."""
     if target.run is None:
         return False
-    others = OF_TRAINING | {"kernels", "kv_cache_dtype"}  # which decide no code
+    others = OF_TRAINING | {"kernels", "kv_cache_dtype"}  # they do not change codes
     return target.quant.model_dump(exclude=others) == target.run.quant.model_dump(exclude=others)
 
 
 def require_codes(target: Target, masters: Masters, digest: str) -> None:
-    """Raise UserError unless `digest`, of the tensors made now, is the one that the run recorded."""
+    """Raise UserError unless `digest`, of the new tensors, is the one that the run recorded."""
     if digest != masters.digest:
         raise UserError(
             f"{target.checkpoint}: its masters quantize to other codes than they did in the run; use the "
@@ -129,14 +148,14 @@ def require_codes(target: Target, masters: Masters, digest: str) -> None:
 def _stored_dtype(target: Target, config: PreTrainedConfig) -> torch.dtype:
     dtype = config.dtype or torch.bfloat16
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
-        raise UserError(f"{target.name}: config.json: dtype {dtype} cannot be run; export it again")
+        raise UserError(f"{target.name}: config.json: dtype {dtype} is not supported; export it again")
     return dtype
 
 
 def _stored_forms(
     target: Target, config: PreTrainedConfig, device: torch.device
 ) -> Iterator[tuple[str, LowBitWeight | Tensor]]:
-    """The parameters of an exported checkpoint as they stand in its files."""
+    """Yield (name, parameter) of an exported checkpoint, as stored in its files."""
     tensors = {name: tensor.to(device) for name, tensor in _read_export(target).items()}
     scheme, dtype = scheme_of(target.quant), _stored_dtype(target, config)
     model = skeleton(config)
@@ -162,17 +181,17 @@ def _stored_forms(
 
 
 def _read_export(target: Target) -> dict[str, Tensor]:
-    """Every tensor of an exported directory by name, on the CPU.
+    """Read all tensors of an exported directory, on the CPU.
 
     Raises:
-        UserError: Tensors are missing, damaged, not finite, or not those that config.json and, unless
-            `target.verify_digests` is off, qarl_export.json describe.
+        UserError: Tensors are missing, damaged or not finite, or differ from config.json or, if
+            `target.verify_digests`, from qarl_export.json.
     """
     directory = Path(target.model.path)
     architecture = load_architecture(target.model)
     if architecture is None:
         check_family(load_model_config(target.model))
-        raise AssertionError(f"{directory}: a family that is known, of an architecture that is not")
+        raise AssertionError(f"{directory}: the family is supported, and its architecture is unknown")
     found = require_weights(directory, architecture, quantization_of(directory))
     if target.digests is not None:
         target.digests.check_names(found)
@@ -190,9 +209,9 @@ def _read_export(target: Target) -> dict[str, Tensor]:
 
 
 def _verified_tensors(found: Mapping[str, StoredTensor], record: ExportRecord | None) -> dict[str, Tensor]:
-    """Read tensors, and compare each with `record` in another thread while the next ones are read.
+    """Read tensors, and compare each with `record` in a thread while the next ones are read.
 
-    Hashing takes about as long as reading, releases the interpreter's lock, and needs no copy of the tensor.
+    Hashing takes about as long as reading, and releases the interpreter's lock.
     Raises UserError for a tensor that differs, and what the safetensors library raises.
     """
     opened, tensors = OpenTensors(found), {}

@@ -1,4 +1,4 @@
-"""What a user named on the command line: a run, one checkpoint of it, an exported checkpoint, or a model."""
+"""Resolve what a user names on the command line: a run, one of its checkpoints, an exported checkpoint, or a model."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Target:
 
     Attributes:
         kind: `run` (masters of a checkpoint), `export` (a compressed-tensors checkpoint), or `model` (a Hugging Face
-            model or GGUF, which includes an export in bf16).
-        name: The name that the user gave.
-        model: Where config and tokenizer are; for `model` and `export` the weights too.
+            model or GGUF, including an export in bf16).
+        name: As the user gave it.
+        model: Location of config and tokenizer; for `model` and `export` also of the weights.
         quant: Scheme and layout to run in.
-        run, run_dir, step, checkpoint: Of a run, else None.
-        record: What qarl_export.json says of an exported directory; None for everything else.
-        verify_digests: Whether tensors are compared with `record` when they are read.
+        run, run_dir, step, checkpoint: Of a run; otherwise None.
+        record: Contents of qarl_export.json; None if the directory was not exported.
+        verify_digests: Compare tensors with `record` when they are read.
     """
 
     kind: Literal["run", "export", "model"]
@@ -49,25 +49,25 @@ class Target:
 
     @property
     def prompting(self) -> Prompting | None:
-        """How the run prompts its policy, or the run that was exported; None for a model of unknown prompting."""
+        """How the run, or the run that was exported, prompts its policy. None if unknown."""
         if self.run is not None:
             return Prompting.of(self.run)
         return None if self.record is None else self.record.prompting
 
     @property
     def digests(self) -> ExportRecord | None:
-        """What tensors must be compared with when they are read; None if there is nothing to compare."""
+        """The record to compare tensors with when they are read; None if they are not compared."""
         return self.record if self.verify_digests else None
 
     @property
     def label(self) -> str:
-        """One line for people."""
+        """One line for messages."""
         at = "" if self.step is None else f" step {self.step}"
         return f"{self.name}{at}, {self.quant.label}"
 
 
 def given(**quant: Any) -> dict[str, Any]:
-    """Of `quant.*` keys those that a user gave a value."""
+    """Return the `quant.*` keys that are not None."""
     return {key: value for key, value in quant.items() if value is not None}
 
 
@@ -83,15 +83,15 @@ def resolve_target(
 
     Args:
         name: A run, one of its checkpoints, an exported directory, or a model.
-        step: Which checkpoint of a run; default the newest.
-        quant: `quant.*` keys that replace the run's own, or for a model the default (scheme bf16).
-        model: Where a run's base model is now, if it moved.
+        step: Checkpoint of a run. Default: the newest.
+        quant: `quant.*` keys that replace the run's, or a model's default (scheme bf16).
+        model: Path of a run's base model, if it moved.
         verify_digests: Compare an exported directory with its qarl_export.json: configuration and tokenizer now,
             tensors when they are read.
 
     Raises:
-        UserError: Nothing there, a run without (that) checkpoint, options that do not fit the kind, or an exported
-            directory that was changed.
+        UserError: There is no such target or checkpoint, an option does not apply to it, or an exported directory was
+            changed.
     """
     path = user_path(name, "TARGET")
     with path_errors(name):
@@ -102,9 +102,9 @@ def resolve_target(
     if run_dir is not None:
         return _run_target(name, run_dir, checkpoint, step, quant or {}, model)
     if step is not None:
-        raise UserError(f"--step: {name} is no run, and has no steps; leave it out")
+        raise UserError(f"--step: {name} is not a run and has no steps; leave it out")
     if model is not None:
-        raise UserError(f"--model: {name} is no run, and carries its own configuration; leave it out")
+        raise UserError(f"--model: {name} is not a run and has its own configuration; leave it out")
     if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
         raise UserError(
             f"{name}: holds neither a run's config.yaml nor a model's config.json; give a run directory, one of its "
@@ -126,7 +126,7 @@ def resolve_target(
 
 
 def _quant_of_export(path: Path, stored: Mapping[str, Any], others: Mapping[str, Any]) -> QuantConfig:
-    """The `quant` section of an exported checkpoint: its quantization_config, the dtype of its scales, and others."""
+    """Return the `quant` section of an exported checkpoint, with the keys `others` on top."""
     from qarl_formats.compressed import parse_quantization_config
 
     try:
@@ -147,7 +147,7 @@ def _quant_of_export(path: Path, stored: Mapping[str, Any], others: Mapping[str,
 
 
 def _scale_dtype(path: Path) -> str:
-    """The stored dtype of the weight scales, from the safetensors headers."""
+    """Return the dtype of the stored weight scales, from the safetensors headers."""
     scales = {name: tensor for name, tensor in stored_tensors(path).items() if name.endswith(".weight_scale")}
     if not scales:
         raise UserError(f"{path}: config.json says it is quantized, but no .safetensors file holds a weight_scale")
@@ -156,12 +156,12 @@ def _scale_dtype(path: Path) -> str:
     if scale.dtype not in known:
         raise UserError(f"{scale.file}: weight scales of type {scale.dtype} cannot be read; export it again")
     if odd := [name for name, other in scales.items() if other.dtype != scale.dtype]:
-        raise UserError(f"{scales[odd[0]].file}: {odd[0]} is of another type than {first}; export it again")
+        raise UserError(f"{scales[odd[0]].file}: {odd[0]} and {first} have different types; export it again")
     return known[scale.dtype]
 
 
 def _check_there(name: str, path: Path) -> None:
-    """Raise UserError for a run that is not among the others of its directory. A hub takes half a minute to say so."""
+    """Raise UserError for a missing run beside existing ones. Asking the hub for it would take half a minute."""
     if "/" not in name or path.exists():
         return
     if runs := sorted(other.parent.name for other in path.parent.glob("*/config.yaml")):
@@ -169,7 +169,7 @@ def _check_there(name: str, path: Path) -> None:
 
 
 def _run_of(path: Path) -> tuple[Path | None, Path | None]:
-    """(run directory, checkpoint directory) that `path` is; None where it is not."""
+    """Return (run directory, checkpoint directory) of `path`, None for what it is not."""
     if (path / "config.yaml").is_file():
         return path, None
     if path.is_dir() and (path / "manifest.json").is_file() and path.resolve().parent.name == "checkpoints":
@@ -196,7 +196,7 @@ def _run_target(
         checkpoint = run_dir / "checkpoints" / step_name(step)
     elif step is not None and step_of(checkpoint.name) != step:
         of = step_of(checkpoint.name)
-        raise UserError(f"--step: {name} is the checkpoint of step {of}; leave one of the two out")
+        raise UserError(f"--step: {name} is the checkpoint of step {of}; leave out --step")
     base = run.model
     if model is not None:
         base = _model(base.model_dump() | {"path": model, "gguf_file": None, "revision": None})
@@ -207,7 +207,7 @@ def _run_target(
             raise
         raise UserError(f"{error}; if the base model of {name} moved, give its new place with --model") from error
     own = run.quant.model_dump(exclude=OF_TRAINING)
-    if quant.get("scheme", run.quant.scheme) != run.quant.scheme:  # what belongs to the run's scheme does not apply
+    if quant.get("scheme", run.quant.scheme) != run.quant.scheme:  # keys of the run's scheme do not apply
         own = {key: own[key] for key in ("ignore", "scale_dtype", "kernels", "kv_cache_dtype")}
     return Target("run", name, base, _quant(own | dict(quant)), run, run_dir, step_of(checkpoint.name), checkpoint)
 
@@ -227,14 +227,14 @@ def _quant(values: dict[str, Any]) -> QuantConfig:
 
 
 def _option(loc: tuple[int | str, ...]) -> str:
-    """Of the command line, where a `quant.*` key's value stands."""
+    """Return the command-line option that sets a `quant.*` key."""
     return f"--{str(loc[0]).replace('_', '-')}" if loc and loc[0] in ("group_size", "kv_cache_dtype") else "--scheme"
 
 
 def quantization_of(path: Path) -> dict[str, Any] | None:
-    """The `quantization_config` of a model directory; None for a model in full, and where there is no config.json.
+    """Return the `quantization_config` of a model directory; None if the model or config.json has none.
 
-    Raises UserError for a config.json that cannot be read.
+    Raises UserError if config.json cannot be read.
     """
     file = path / "config.json"
     with path_errors(str(path)):

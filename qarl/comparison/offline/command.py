@@ -15,8 +15,8 @@ from qarl.comparison.offline.speed import SpeedTest
 from qarl.comparison.offline.summary import member_line, print_table
 from qarl.comparison.offline.targets import reference_target, scheme_targets, weights_mark
 from qarl.comparison.offline.windows import cut, read_text
-from qarl.inference.context import context_of
 from qarl.inference.masters import open_masters
+from qarl.inference.opening import context_of
 from qarl.invocation import command_line
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer

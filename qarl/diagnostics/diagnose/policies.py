@@ -13,8 +13,8 @@ from qarl.config import Config
 from qarl.diagnostics.diagnose.saved import SavedStep
 from qarl.diagnostics.gradient_passes import gradient_gram
 from qarl.errors import UserError
-from qarl.inference.context import context_of
 from qarl.inference.masters import require_same_model
+from qarl.inference.opening import context_of
 from qarl.inference.target import Target
 from qarl.objectives import build_objective
 from qarl.policy.device import pick_device
