@@ -37,7 +37,7 @@ class Rollout:
     finish_reason: `stop` (a stop token or string) or `length`. version: of the policy that drew it.
     seed: of the random stream. text: the response without special tokens and without the stop string.
     routing: the experts that its tokens went through, where an engine was asked for them (`SamplingParams`), None
-    otherwise: (prompt + response - 1, L, k), as `qarl.policy.routing.stored` makes it; the last token predicts nothing.
+    otherwise: (prompt + response - 1, L, k), as `qarl.policy.routes.stored` makes it; the last token predicts nothing.
     """
 
     prompt_id: int

@@ -13,7 +13,7 @@ from torch import Tensor
 from qarl.config import Config
 from qarl.diagnostics.gradient_passes import CHUNK, LEARNER, Passes
 from qarl.policy.decoder import Decoder
-from qarl.policy.kernels import require_fp8_products
+from qarl.policy.device import require_fp8_products
 from qarl.policy.linear import Backward
 
 Modules = dict[str, tuple[float, float]]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qarl.exactness.engines import Engine
 from qarl.exactness.request import Round
-from qarl.policy.packing import pack
+from qarl.policy.attention import pack
 from qarl.policy.policy import Policy
 from qarl.policy.trace import Parting, Tracer, apart, parting
 from qarl.results import Difference, Exactness

@@ -1,15 +1,15 @@
-"""Attention of a packed batch in plain torch, over KV pages: what a CPU runs.
+"""How a batch is laid out without padding, and its attention in plain torch, over KV pages.
 
-Learner and sampler share it: k and v go into pages, and `qarl_kernels.attention` attends through them. The sampler
-passes its KV cache; the learner gets fresh pages in each layer, so that a row has the same bits in both. The learner's
-backward is that of exact attention recomputed with torch's SDPA. A GPU has `qarl.policy.fused_attention`.
+Learner and sampler share this attention: k and v go into pages, and `qarl_kernels.attention` attends through them. The
+sampler passes its KV cache; the learner gets fresh pages in each layer, so a row has the same bits in both. The
+learner's backward is that of exact attention, recomputed with torch's SDPA. On a GPU see `qarl.policy.fused_attention`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,18 +18,64 @@ import torch.nn.functional as F
 from qarl_kernels.attention import PAGE, TILE, QueryTiles, paged_attention
 from torch import Tensor
 
+from qarl.policy.trace import Context
+
 if TYPE_CHECKING:
     from qarl.policy.fused_attention import DecodeAttention, PackedAttention, PagedAttention
 
 Caches: TypeAlias = Sequence[tuple[Tensor, Tensor]]  # per layer (k, v), each (P, H_kv, PAGE, D)
 
 
+@dataclass
+class Packing:
+    """Responses behind their prompts, one after the other, as the learner lays a batch out.
+
+    Attributes:
+        groups: (prompt tokens, tokens of each continuation), as `packed` takes them.
+        ids: All tokens.
+        rows: The row that predicts each response token.
+        starts: Per response, the first row of its prompt and of its own tokens.
+    """
+
+    groups: list[tuple[int, list[int]]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    starts: list[tuple[int, int]] = field(default_factory=list)
+
+    def contexts(self, prompts: list[list[int]], responses: list[list[int]]) -> list[Context]:
+        """The sequences that the rows belong to, for a trace. prompts, responses: those that were packed."""
+        found = {}
+        for (of_prompt, own), prompt, response in zip(self.starts, prompts, responses, strict=True):
+            found[of_prompt] = Context(of_prompt, 0, prompt)
+            if len(response) > 1:
+                found[own] = Context(own, len(prompt), prompt + response[:-1])
+        return list(found.values())
+
+
+def pack(prompts: list[list[int]], responses: list[list[int]]) -> Packing:
+    """Neighbours with the same prompt share it. The last token of a response predicts nothing, so it is left out."""
+    found = Packing()
+    before: list[int] | None = None
+    start = 0
+    for prompt, response in zip(prompts, responses, strict=True):
+        if prompt != before:
+            start = len(found.ids)
+            found.groups.append((len(prompt), []))
+            found.ids += prompt
+            before, last_of_prompt = prompt, len(found.ids) - 1
+        found.groups[-1][1].append(len(response) - 1)
+        found.rows += [last_of_prompt, *range(len(found.ids), len(found.ids) + len(response) - 1)]
+        found.starts.append((start, len(found.ids)))
+        found.ids += response[:-1]
+    return found
+
+
 @dataclass(frozen=True)
 class Span:
     """Consecutive tokens of one sequence in a packed batch.
 
-    row: first row in the batch; count: tokens; position: of the first token in its sequence; pages: the sequence's
-    KV pages in order, enough for all tokens up to the last of the span.
+    row: first row in the batch. count: tokens. position: of the first token in its sequence. pages: the sequence's KV
+    pages in order, enough for all tokens up to the last of the span.
     """
 
     row: int
@@ -39,11 +85,11 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Backward:
+class BackwardLayout:
     """How the learner's backward lays tokens out: one padded row of tokens per sequence, prompt first.
 
-    rows: (S, W) int64, packed row of each token, 0 where padded; real: (S, W) bool; own: (S, W) bool, false where a
-    shared prompt's token stands a second time (its query's gradient counts once).
+    rows: (S, W) int64, packed row of each token, 0 if padded. real: (S, W) bool. own: (S, W) bool, false if a shared
+    prompt's token stands a second time (its query's gradient counts once).
     """
 
     rows: Tensor
@@ -53,12 +99,13 @@ class Backward:
 
 @dataclass(frozen=True)
 class PlainAttention:
-    """What one forward needs to know, the same for every layer.
+    """Attention in plain torch; the same object for every layer.
 
-    positions: (T,) int64, of each row in its sequence.
-    slots: (L,) int64, page * PAGE + offset where k and v of the rows `sources` go; sources None means all T rows.
-    tiles: cover every token once. caches: the sampler's; None for the learner, who gets `fresh_pages` zeroed pages and
-    a `backward_layout`.
+    Attributes:
+        positions: (T,) int64, of each row in its sequence.
+        slots: (L,) int64, page * PAGE + offset of k and v of the rows `sources`; sources None: all T rows.
+        tiles: Cover every token once.
+        caches: The sampler's; None for the learner, which gets `fresh_pages` zeroed pages and a `backward_layout`.
     """
 
     positions: Tensor
@@ -67,7 +114,7 @@ class PlainAttention:
     caches: Caches | None = None
     sources: Tensor | None = None
     fresh_pages: int = 0
-    backward_layout: Backward | None = None
+    backward_layout: BackwardLayout | None = None
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -75,7 +122,7 @@ class PlainAttention:
         return self.slots // PAGE, self.slots % PAGE
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
-        """q: (T, H, D); k, v: (T, H_kv, D), contiguous. Returns (T, H, D)."""
+        """q: (T, H, D); k, v: (T, H_kv, D). Returns (T, H, D)."""
         if self.caches is None:
             return _LearnerAttention.apply(q, k, v, self, scale, window)
         return _write_and_attend(q, k, v, self, self.caches[layer], scale, window)
@@ -85,11 +132,11 @@ Attention: TypeAlias = "PlainAttention | PackedAttention | PagedAttention | Deco
 
 
 def packed(groups: list[tuple[int, list[int]]], device: torch.device, fused: bool) -> Attention:
-    """Attention of prompts, each run once and followed by its continuations, over keys of their own.
+    """Attention of prompts, each followed by its continuations, over their own keys.
 
     groups: (prompt tokens, tokens of each continuation), packed as prompt, continuation, continuation, next prompt.
-    An empty continuation stands for the prompt alone; every group has at least one continuation. fused: for layers of
-    Triton kernels.
+    An empty continuation stands for the prompt alone; every group has at least one continuation. fused: for Triton
+    kernels.
     """
     if fused:
         from qarl.policy.fused_attention import packed_attention
@@ -99,7 +146,7 @@ def packed(groups: list[tuple[int, list[int]]], device: torch.device, fused: boo
 
 
 def paged(spans: list[Span], device: torch.device, caches: Caches, fused: bool) -> Attention:
-    """Attention of spans of sequences over the sampler's KV cache, which gets their keys and values."""
+    """Attention of spans of sequences over the sampler's KV cache, into which it writes their keys and values."""
     if fused:
         from qarl.policy.fused_attention import sampler_attention
 
@@ -113,7 +160,7 @@ def paged(spans: list[Span], device: torch.device, caches: Caches, fused: bool) 
 
 
 def positions_of(spans: Sequence[Span]) -> list[int]:
-    """Of each token of the spans, in its sequence."""
+    """The position of each token of the spans in its sequence."""
     return [p for s in spans for p in range(s.position, s.position + s.count)]
 
 
@@ -186,13 +233,13 @@ def _plain_packed(groups: list[tuple[int, list[int]]], device: torch.device) -> 
     )
 
 
-def _backward(sequences: list[tuple[list[int], int]], device: torch.device) -> Backward:
+def _backward(sequences: list[tuple[list[int], int]], device: torch.device) -> BackwardLayout:
     width = max(len(rows) for rows, _ in sequences)
     rows = torch.tensor([r + [0] * (width - len(r)) for r, _ in sequences])
     column = torch.arange(width)
     real = column[None] < torch.tensor([[len(r)] for r, _ in sequences])
     own = real & (column[None] >= torch.tensor([[repeated] for _, repeated in sequences]))
-    return Backward(rows.to(device), real.to(device), own.to(device))
+    return BackwardLayout(rows.to(device), real.to(device), own.to(device))
 
 
 def _write_and_attend(

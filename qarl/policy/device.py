@@ -1,22 +1,66 @@
-"""`model.device` and `model.dtype` as torch has them."""
+"""Where a policy runs: `model.device` and `model.dtype` as torch has them, and whether Triton kernels multiply."""
 
 from __future__ import annotations
 
 import torch
+from qarl_formats.scheme import Scheme
 
+from qarl.config import QuantConfig
 from qarl.errors import UserError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FP8 = (8, 9)  # compute capability
 
 
 def pick_device(name: str, gpu: int = 0) -> torch.device:
-    """The device of `auto` (CUDA where there is one), `cpu` or `cuda`. Raises UserError where there is no CUDA.
+    """The device for `auto` (CUDA if there is one), `cpu` or `cuda`.
 
-    A command picks once and hands the device to everything that it makes. gpu: which of the visible GPUs, said in the
-    device itself, so that nothing depends on which one CUDA holds for the current.
+    A command picks once and passes the device on. gpu: index among the visible GPUs; it is part of the device, so that
+    nothing depends on CUDA's current device.
+
+    Raises:
+        UserError: `cuda` without a CUDA device.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("model.device: cuda asked for, but torch sees no CUDA device; use auto or cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", gpu)
+
+
+def use_kernels(quant: QuantConfig, scheme: Scheme, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether quantization, aligned products and the output layer run on Triton kernels.
+
+    They do on CUDA with a 16-bit compute dtype, unless `quant.kernels` is `reference`. float32 has no kernels.
+
+    Raises:
+        UserError: The GPU cannot multiply the scheme's codes.
+    """
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    kernels = quant.kernels != "reference" and device.type == "cuda" and narrow
+    if quant.backward == "fp8":
+        require_fp8_products("quant.backward: fp8", device if kernels else None, "use bf16")
+    if kernels:
+        otherwise = "use w8a8, or set quant.kernels: reference (plain torch, slow)"
+        _require(f"quant.scheme: {scheme.name}", scheme.capability, device, otherwise)
+        if quant.kv_cache_dtype == "fp8":
+            _require("quant.kv_cache_dtype: fp8", FP8, device, "use auto")
+    return kernels
+
+
+def require_fp8_products(what: str, gpu: torch.device | None, otherwise: str) -> None:
+    """Raise UserError unless gradients can be products of FP8 operands.
+
+    what: the configuration key and its value. gpu: the learner's, None if it runs in plain torch. otherwise: what to
+    set instead.
+    """
+    if gpu is None:
+        raise UserError(f"{what} is for the Triton kernels of a GPU, and this learner runs in plain torch; {otherwise}")
+    _require(what, FP8, gpu, otherwise)
+
+
+def _require(what: str, needed: tuple[int, int], gpu: torch.device, otherwise: str) -> None:
+    found = torch.cuda.get_device_capability(gpu)
+    if found < needed:
+        least, has = (".".join(map(str, version)) for version in (needed, found))
+        raise UserError(f"{what} needs compute capability {least} or later, and this GPU has {has}; {otherwise}")

@@ -15,13 +15,12 @@ from qarl.config import QuantConfig
 from qarl.config.architecture import unserved_heads
 from qarl.errors import UserError
 from qarl.fused import shared_scales
-from qarl.policy.attention import packed
+from qarl.policy.attention import pack, packed
 from qarl.policy.decoder import Decoder, Recompute
+from qarl.policy.device import use_kernels
 from qarl.policy.experts import move_experts
-from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import InPlace
 from qarl.policy.modules import check_family, check_norms
-from qarl.policy.packing import pack
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import check_shapes, linear_names
@@ -225,7 +224,7 @@ class Policy:
             truncation: Of the distribution. A token outside has logp -inf and gives no gradient.
             chunk: Rows of logits held at once.
             retained: See `token_logprobs`.
-            routes: Of the rows as `qarl.policy.packing.pack` lays them out.
+            routes: Of the rows as `qarl.policy.attention.pack` lays them out.
             weights: The version that runs; None: the learner's.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a batch go through: what a forward is told of it, and what it tells."""
+"""Which experts the tokens of a batch go through: replayed or recorded by a forward, and stored by rollouts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,36 @@ from qarl_kernels.moe.balance import choices
 from torch import Tensor
 
 from qarl.experts import ExpertNames
+
+UINT8_EXPERTS = 255  # experts 0 to 254; 255 marks an unknown token
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of one layer.
+
+    Attributes:
+        number: Of the layer among those with experts.
+        router: Name of the router's weight.
+        count: E, the number of experts.
+        per_token: k, the experts of a token.
+        normalize: Whether the weights of a token's experts are divided by their sum.
+        names: Of the modules.
+        shared_gate: Name of the weight of the shared expert's gate; None: there is no shared expert.
+    """
+
+    number: int
+    router: str
+    count: int
+    per_token: int
+    normalize: bool
+    names: ExpertNames
+    shared_gate: str | None = None
+
+    @property
+    def gates(self) -> list[str]:
+        """Names of the weights that are not linears'."""
+        return [self.router] if self.shared_gate is None else [self.router, self.shared_gate]
 
 
 @dataclass(frozen=True)
@@ -54,13 +84,16 @@ class Balance:
 
 @dataclass
 class Routes:
-    """Of one forward over T rows.
+    """The experts of one forward over T rows, with L layers that have experts.
 
-    replay: (T, L, k) integer, in place of the experts that the routers of the L layers with experts choose; a row whose
-    first number is negative keeps its own. own: filled by the forward where it is not None: what each such layer would
-    have chosen itself, by its number among them, (T, k) int32, ascending. balance: None: no such losses. rows: only so
-    many, from the first one, are tokens of the batch; None: all. loads: filled where it is not None, see `measure`.
-    repeated: so many of them, from the first one, are not measured: another forward has them too.
+    Attributes:
+        replay: (T, L, k) integer, taken instead of the routers' choices; a row with a negative first number keeps its
+            own choice.
+        own: The routers' own choices, (T, k) int32 ascending per layer number; filled by the forward unless None.
+        balance: Router losses; None: there are none.
+        rows: How many rows, from the first, are tokens of the batch; None: all.
+        loads: See `measure`; filled by the forward unless None.
+        repeated: How many rows, from the first, are not measured, since another forward has them too.
     """
 
     replay: Tensor | None = None
@@ -71,21 +104,25 @@ class Routes:
     repeated: int = 0
 
     def of_layer(self, layer: int) -> Tensor | None:
-        """What is replayed in one layer, by its number among those with experts: (T, k), or None."""
+        """The replayed experts (T, k) of a layer, by its number; None: nothing is replayed."""
         return None if self.replay is None else self.replay[:, layer]
 
     def tell(self, layer: int, experts: Tensor) -> None:
-        """Take note of a layer's own choice."""
+        """Record a layer's own choice."""
         if self.own is not None:
             self.own[layer] = experts
 
     @torch.no_grad()
     def measure(self, layer: int, logits: Tensor, experts: Tensor) -> None:
-        """Take note of what a layer's router does to the batch's rows. logits: (T, E) float32; experts: (T, k), those
-        that the tokens go through.
+        """Record the load of a layer's experts: `loads[layer]`, (2, E + 1) float64.
 
-        `loads[layer]`: (2, E + 1) float64: how often each expert is chosen, and the sum of its probability; behind them
-        the sums of the distribution's entropy in nats and of the squared log-sum-exp of the logits.
+        Row 0 holds how often each expert is chosen, then the sum of the distributions' entropy in nats. Row 1 holds
+        the sum of each expert's probability, then the sum of the squared log-sum-exp of the logits.
+
+        Args:
+            layer: Its number.
+            logits: (T, E) float32.
+            experts: (T, k), those that the tokens go through.
         """
         if self.loads is None:
             return
@@ -99,10 +136,10 @@ class Routes:
         self.loads[layer] = torch.stack(rows)
 
     def filled_up(self, rows: int, total: int) -> Routes:
-        """Of a batch of `rows` rows filled up to `total`; the new ones choose for themselves, and nobody asks."""
+        """The routes of a batch of `rows` rows that is padded to `total` rows, which choose for themselves."""
         if total == rows or self is NO_ROUTES:
             return self
-        self.rows = rows  # what is recorded of the whole is asked of this one
+        self.rows = rows  # `recorded` is called on this object
         replay = self.replay
         if replay is not None:
             replay = torch.cat((replay, replay.new_full((total - rows, *replay.shape[1:]), -1)))
@@ -120,28 +157,39 @@ class Routes:
 
 
 def recording() -> Routes:
-    """Routes that take note of what the routers choose."""
+    """Routes that record the routers' choices."""
     return Routes(own={})
 
 
 NO_ROUTES = Routes()
 
 
-@dataclass(frozen=True)
-class ExpertLayer:
-    """The experts of one layer. number: among the layers with experts. router: the name of its weight. count: E.
-    per_token: k. normalize: whether the weights of a token's experts are divided by their sum. names: of modules.
-    shared_gate: the name of the weight that says how much of the shared expert a token takes; None: there is none."""
+# --- as rollouts store them ------------------------------------------------------------------------------------
 
-    number: int
-    router: str
-    count: int
-    per_token: int
-    normalize: bool
-    names: ExpertNames
-    shared_gate: str | None = None
 
-    @property
-    def gates(self) -> list[str]:
-        """The names of the weights that are no linear's."""
-        return [self.router] if self.shared_gate is None else [self.router, self.shared_gate]
+def stored_dtype(experts: int) -> torch.dtype:
+    """uint8 for up to 255 experts per layer, else int16."""
+    return torch.uint8 if experts <= UINT8_EXPERTS else torch.int16
+
+
+def stored(numbers: Tensor, experts: int) -> Tensor:
+    """`Rollout.routing` of expert numbers (T, L, k), any integer dtype, on their device.
+
+    The k experts of a layer are ascending. An unknown token has negative numbers in all layers, stored with all bits
+    set: 255 in uint8, -1 in int16. experts: of a layer.
+    """
+    return numbers.to(torch.int16).to(stored_dtype(experts))
+
+
+def numbers_of(routing: Tensor) -> Tensor:
+    """int16 (T, L, k) of what `stored` returned, with -1 for unknown tokens, as `Routes.replay` takes them."""
+    if routing.dtype == torch.int16:
+        return routing
+    wide = routing.to(torch.int16)
+    return wide.masked_fill_(wide == UINT8_EXPERTS, -1)
+
+
+def unknown(tokens: int, like: Tensor) -> Tensor:
+    """(tokens, L, k) of unknown tokens, in the dtype and with the layers of `like` (T, L, k)."""
+    mark = UINT8_EXPERTS if like.dtype == torch.uint8 else -1
+    return like.new_full((tokens, *like.shape[1:]), mark)

@@ -16,8 +16,7 @@ from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
 from qarl.objectives import Segments, compute_advantages
 from qarl.objectives.base import AdvantageKind
-from qarl.policy.routes import NO_ROUTES, Routes
-from qarl.policy.routing import numbers_of
+from qarl.policy.routes import NO_ROUTES, Routes, numbers_of
 from qarl.training.columns import Column, KeptColumn
 from qarl.training.micro_batches import Response, assign, micro_batch_ends, work
 from qarl.transfer import upload
@@ -118,7 +117,7 @@ class Part:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of one forward (`qarl.policy.packing.pack`). The last token of a response is not one of them."""
+        """Rows of one forward (`qarl.policy.attention.pack`). The last token of a response is not one of them."""
         return self.tokens - len(self) + sum(len(self.prompts[place]) for place in self._new_prompts)
 
     @property

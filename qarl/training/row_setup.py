@@ -16,9 +16,8 @@ from qarl.distributed.exchange import Exchange
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.inference.masters import plain_config
-from qarl.policy.device import DTYPES
+from qarl.policy.device import DTYPES, use_kernels
 from qarl.policy.handles import stand_in
-from qarl.policy.kernels import use_kernels
 from qarl.policy.load_config import load_generation_config, load_model_config, locate
 from qarl.policy.load_rows import load_rows
 from qarl.policy.policy import Policy

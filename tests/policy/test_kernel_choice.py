@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qarl.config import QuantConfig
 from qarl.config.architecture import unserved_heads
 from qarl.errors import UserError
-from qarl.policy.kernels import use_kernels
+from qarl.policy.device import use_kernels
 from qarl.weight_sync.snapshot import quantize_parameter
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

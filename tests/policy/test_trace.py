@@ -8,8 +8,7 @@ from policy_models import batch, make_policy
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 
-from qarl.policy.attention import Span
-from qarl.policy.packing import pack
+from qarl.policy.attention import Span, pack
 from qarl.policy.trace import OPERATIONS, Context, Parting, Tracer, apart, digest, parting
 
 MIXTURE = [name for name in OPERATIONS if name not in ("embedding", "final_stream", "final_norm", "head")]

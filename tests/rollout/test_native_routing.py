@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qarl.policy.routing import numbers_of
+from qarl.policy.routes import numbers_of
 from qarl.rollout.engine import SamplingParams
 from qarl.types import Prompt
 

@@ -24,8 +24,7 @@ from qarl.config import Config
 from qarl.policy.attention import packed
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
-from qarl.policy.routes import recording
-from qarl.policy.routing import numbers_of
+from qarl.policy.routes import numbers_of, recording
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_settings

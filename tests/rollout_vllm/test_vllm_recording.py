@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.policy.routing import numbers_of
+from qarl.policy.routes import numbers_of
 from qarl.rollout.vllm import host
 from qarl.rollout.vllm.messages import data_limit, done, order, read_done, read_order
 from qarl.rollout.vllm.own_kernels.routers import Tap, Taps

@@ -15,9 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from qarl.config import Config
 from qarl.diagnostics.diagnose.saved import read_rollouts
 from qarl.errors import UserError
-from qarl.policy.packing import pack
-from qarl.policy.routes import Routes, recording
-from qarl.policy.routing import numbers_of, stored, unknown
+from qarl.policy.attention import pack
+from qarl.policy.routes import Routes, numbers_of, recording, stored, unknown
 from qarl.rollout.shared import gather_rollouts
 from qarl.training.batch import Batch, build_batch
 from qarl.training.columns import Column

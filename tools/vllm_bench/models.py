@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
-from qarl.policy.kernels import use_kernels
+from qarl.policy.device import use_kernels
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot, quantize_parameter

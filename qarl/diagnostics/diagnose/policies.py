@@ -20,8 +20,7 @@ from qarl.objectives import build_objective
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
-from qarl.policy.routes import Routes
-from qarl.policy.routing import numbers_of
+from qarl.policy.routes import Routes, numbers_of
 from qarl.sizes import decide_sizes
 from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state

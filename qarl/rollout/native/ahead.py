@@ -15,7 +15,7 @@ from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
-from qarl.policy.routing import stored, stored_dtype
+from qarl.policy.routes import stored, stored_dtype
 from qarl.policy.sampler import Sampler
 from qarl.rollout.native.graphs import Graphs, chunks_of_pages, ladder
 from qarl.rollout.native.inputs import Inputs

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qarl.policy.routes import NO_ROUTES, Routes, recording
-from qarl.policy.routing import stored
+from qarl.policy.routes import NO_ROUTES, Routes, recording, stored
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
 

@@ -18,7 +18,7 @@ from qarl.config.quant import scheme_of
 from qarl.distributed.place import place
 from qarl.errors import UserError
 from qarl.experts import EXPERT_NAMES
-from qarl.policy.routing import stored_dtype
+from qarl.policy.routes import stored_dtype
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.process import BegunProcess, ended_with
 from qarl.rollout.vllm.settings import Drawing, SamplerSettings

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qarl.policy.routing import stored, unknown
+from qarl.policy.routes import stored, unknown
 
 PENDING = 32 << 20  # bytes that wait on the device
 
