@@ -18,7 +18,7 @@ from qarl.config.architecture import Architecture
 from qarl.distributed.rows import most_rows
 from qarl.memory_ranks import Block, blocks_of
 
-# `MESSAGE_BYTES` and `IN_FLIGHT` of `qarl.distributed.gathers`, `RUN_BYTES` of `qarl.weight_sync.joined`, `FILLED` of
+# `MESSAGE_BYTES` and `IN_FLIGHT` of `qarl.distributed.gathers`, `RUN_BYTES` of `qarl.weight_sync.quantize`, `FILLED` of
 # `qarl.distributed.packed`, which import torch.
 MESSAGE_BYTES, IN_FLIGHT, RUN_BYTES, FILLED = 2**26, 2, 2**28, 1.25
 

@@ -8,7 +8,7 @@ of one process that quantizes the whole masters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from qarl_formats.scheme import Scheme
@@ -19,9 +19,8 @@ from qarl.distributed.exchange import Exchange
 from qarl.distributed.gathers import Gathers, own_rows
 from qarl.distributed.rows import Block, RowPlan
 from qarl.fused import shared_scales
-from qarl.weight_sync.snapshot import Quantizer, Snapshot, build_snapshot, not_finite
-
-SchemeOf = Callable[[str], Scheme | None]
+from qarl.weight_sync.quantize import Quantizer, SchemeOf
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
 
 @torch.no_grad()
@@ -135,7 +134,7 @@ class _CodeGather:
         if scheme is not None and not len(rows):
             self._quantizer.nothing(block[0], rows.device)
             return {}
-        form = self._quantizer.form(block[0], rows, scheme, self._shared.get(block[0]))
+        form = self._quantizer.quantize(block[0], rows, scheme, self._shared.get(block[0]))
         return {"": form} if isinstance(form, Tensor) else form.tensors
 
     def snapshot(self) -> Snapshot:
@@ -156,7 +155,7 @@ class _CodeGather:
             whole = self._whole(block)
             rows = [self._plan.shapes[name][0] for name in block]
             forms |= zip(block, whole.split(rows) if len(block) > 1 else [whole], strict=True)
-        return build_snapshot(self._quantizer.version, ((name, forms[name]) for name in self._plan.shapes))
+        return build_snapshot(self._quantizer.version, ((name, forms.pop(name)) for name in self._plan.shapes))
 
     def _whole(self, block: Block) -> LowBitWeight | Tensor:
         """What is published of a block's weights as one."""
@@ -182,4 +181,4 @@ class _CodeGather:
         bad = int(self._exchange.gather_rows(own, [range(rank, rank + 1) for rank in range(count)]).sum())
         total = math.prod(self._plan.shapes[name])
         if bad:  # of a stack any may have been meant
-            raise not_finite(self._quantizer.version, name, scheme, self._quantizer.dtype, bad, total)
+            raise self._quantizer.refusal(name, scheme, bad, total)

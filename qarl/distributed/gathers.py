@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qarl.distributed.exchange import Exchange, Pending
 from qarl.distributed.rows import Block, RowPlan
-from qarl.weight_sync.joined import RUN_BYTES
+from qarl.weight_sync.quantize import RUN_BYTES
 
 MESSAGE_BYTES = 2**26  # of all ranks' rows, after which a message leaves
 IN_FLIGHT = 2  # messages under way while the rows of the next one are made

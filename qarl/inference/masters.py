@@ -30,7 +30,8 @@ from qarl.policy.load_config import load_generation_config, load_model_config
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.saved_state import Inputs, PolicyState, saved_state
-from qarl.weight_sync.snapshot import describe, quantize_parameter
+from qarl.weight_sync.quantize import quantize_parameter
+from qarl.weight_sync.snapshot import describe
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,11 @@ from qarl.policy.modules import check_family, check_norms
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import check_shapes, linear_names
-from qarl.policy.weights import WeightSet, learner_weights, restack, sampler_weights
+from qarl.policy.weights import WeightSet, learner_weights, sampler_weights
 from qarl.transfer import upload
 from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
+from qarl.weight_sync.quantize import quantize_parameters
+from qarl.weight_sync.snapshot import Snapshot
 
 # On a GPU a packed batch of more than FEW_ROWS rows is padded to a multiple of ROWS: weight gradients sum over rows,
 # and libraries have fast products for whole tiles of them; also, the allocator sees the same sizes again.
@@ -163,8 +164,8 @@ class Policy:
         shared = shared_scales(filter(self.quantized, self.linears), self.scheme, masters.__getitem__)
         # Values that are fetched lazily would have to be fetched twice to find out whether they are adjacent.
         linears = self.decoder.linears if values is None else []
-        stacks = [[f"{name}.weight" for name in linear.names] for linear in linears]
-        how = masters, self.scheme_of, self.dtype, version, self.kernels, shared, stacks
+        groups = [[f"{name}.weight" for name in linear.names] for linear in linears]
+        how = masters, self.scheme_of, self.dtype, version, self.kernels, shared, groups
         self.take(quantize_parameters(*how), values)
         return self.current
 
@@ -176,8 +177,6 @@ class Policy:
             values: Master weights by name, of a dtype at least as fine as the learner's. Required if the policy's
                 parameters are placeholders and its learner is not aligned.
         """
-        if self.kernels:
-            restack(snapshot, self.decoder.linears)
         self.current = snapshot
         self.weights = learner_weights(self, snapshot, dict(self.named_parameters()) if values is None else values)
         self._shadow: WeightSet | None = None

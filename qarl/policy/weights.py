@@ -10,18 +10,19 @@ A forward gets a `WeightSet` as an argument. A policy has up to four:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from qarl_formats.rows import concatenate_rows
-from qarl_formats.weight import LowBitWeight, concatenate, ordinary_weight
+from qarl_formats.weight import LowBitWeight, ordinary_weight
 from torch import Tensor
 
 from qarl.errors import UserError
 from qarl.policy.linear import PackedLinear, Part
-from qarl.weight_sync.snapshot import Snapshot, quantize_parameter
+from qarl.weight_sync.quantize import quantize_parameter
+from qarl.weight_sync.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from qarl.policy.policy import Policy
@@ -127,10 +128,8 @@ def _groups(linear: PackedLinear, fused: bool) -> list[tuple[str, ...]]:
 
 
 def _published(policy: Policy, names: tuple[str, ...], snapshot: Snapshot) -> list[LowBitWeight]:
-    """The sampler's weights of some layers: one for all of them if they can be concatenated."""
-    known = snapshot.groups.get(names)
-    weights = _concatenated([snapshot.weight(name) for name in names]) if known is None else [known]
-    return [weight.prepare(policy.dtype, policy.kernels) for weight in weights]
+    """The sampler's weights of some layers: one for all of them if they are a group of the snapshot."""
+    return [weight.prepare(policy.dtype, policy.kernels) for weight in snapshot.packed(names)]
 
 
 def _learner(
@@ -138,11 +137,11 @@ def _learner(
 ) -> list[LowBitWeight]:
     """The weights of some layers as a learner that is not aligned reads them."""
     dtype, kernels = policy.learner_dtype, policy.kernels
-    quantized = [snapshot.weights[name] for name in names if name in snapshot.weights]
-    if policy.quant.learner == "fake_quant" and quantized:
-        if len(quantized) < len(names):  # some of them are ignored
+    quantized = [name in snapshot.weights for name in names]
+    if policy.quant.learner == "fake_quant" and any(quantized):
+        if not all(quantized):  # some of them are ignored
             return [weight for name in names for weight in _learner(policy, (name,), snapshot, masters)]
-        return [ordinary_weight(one.dequantize(dtype), one.scheme, kernels) for one in _concatenated(quantized)]
+        return [ordinary_weight(one.dequantize(dtype), one.scheme, kernels) for one in snapshot.packed(names)]
     own = [f"{name}.weight" for name in names]
     if dtype != policy.dtype:
         values = [_rounded(policy, name, masters, snapshot.version) for name in own]
@@ -179,30 +178,3 @@ def _checked(policy: Policy, weights: WeightSet) -> WeightSet:
                 "scales or zero points; quantize all or none, use another scheme, or set quant.kernels: reference"
             )
     return weights
-
-
-def _concatenated(weights: list[LowBitWeight]) -> list[LowBitWeight]:
-    """One weight if they can be concatenated, else all as they are."""
-    scheme = weights[0].scheme
-    same = all(weight.scheme == scheme for weight in weights)
-    widths = [weight.shape[0] for weight in weights]
-    return [concatenate(weights)] if same and scheme.can_concatenate(widths) else weights
-
-
-def restack(snapshot: Snapshot, linears: Iterable[PackedLinear]) -> None:
-    """Concatenate the tensors of each packed linear in memory, so that no weight set holds them a second time, and
-    record the result in `Snapshot.groups`.
-
-    Values stay; a linear's own tensors are freed before the next are copied, if only the snapshot holds them.
-    """
-    for linear in linears:
-        if len(linear.names) == 1 or linear.names in snapshot.groups:
-            continue
-        found = _concatenated([snapshot.weight(name) for name in linear.names])
-        if len(found) > 1:
-            continue
-        for name, weight in zip(linear.names, found[0].split(linear.widths), strict=True):
-            snapshot.tensors.update((f"{name}.{suffix}", tensor) for suffix, tensor in weight.tensors.items())
-            if name in snapshot.weights:
-                snapshot.weights[name] = weight
-        snapshot.groups[linear.names] = found[0]

@@ -1,9 +1,9 @@
-"""The tensors of a layer's experts as few large ones: how they travel to a sampler and are proved there.
+"""The tensors of a layer's experts as few large ones: how they are sent to a sampler and verified there.
 
-A mixture has tens of thousands of small tensors; to name, send, look for and compare each takes longer than their
-bytes do. So those of all experts go under one another, in the order in which vLLM holds them (`qarl.experts`):
-`...experts.w13.weight_packed` has the codes of the first one's gate, its up, the second one's gate, ....
-Checkpoints and exports have each by itself.
+A mixture has tens of thousands of small tensors; naming, sending, finding and comparing each takes longer than its
+bytes. So the tensors of all experts are concatenated, in the order in which vLLM holds them (`qarl.experts`):
+`...experts.w13.weight_packed` has the codes of the first expert's gate, its up, the second expert's gate, .... In
+checkpoints and exports they are separate.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from qarl.experts import expert_stacks, experts_of
 
-Members = Mapping[str, tuple[str, ...]]  # of a stack's name the modules that lie in it, in order
+Members = Mapping[str, tuple[str, ...]]  # by a stack's name, the modules it concatenates, in order
 
 
 def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Published tensors in their order, those of experts under one another, where the first of them was.
+    """Stored tensors in their order, those of all experts of a layer concatenated at the place of the first.
 
-    Memory is shared where they lie so already. Tensors that not all experts of a layer have, or not all in one shape
-    and dtype, stay as they are.
+    Views if they are adjacent in memory. Tensors that some experts of a layer lack, or have in another shape or dtype,
+    stay as they are.
     """
-    suffixes: dict[str, dict[str, None]] = {}  # by what holds the experts of a layer
+    suffixes: dict[str, dict[str, None]] = {}  # by the module of a layer's experts
     last: dict[str, int] = {}
     for name in tensors:
         module, _, suffix = name.rpartition(".")
@@ -47,7 +47,7 @@ def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def part_experts(tensors: Iterable[tuple[str, Tensor]], members: Members) -> Iterator[tuple[str, Tensor]]:
-    """The opposite: (name, tensor) of each expert by itself, as views. members: of the stacks that may come."""
+    """The inverse: (name, tensor) of each expert, as views. members: of the stacks that may come."""
     for name, tensor in tensors:
         module, _, suffix = name.rpartition(".")
         if module not in members:
@@ -59,6 +59,6 @@ def part_experts(tensors: Iterable[tuple[str, Tensor]], members: Members) -> Ite
 
 
 def stacks_of(experts: str, count: int) -> dict[str, tuple[str, ...]]:
-    """The stacks of a layer by name, each with its members. experts: what holds all experts
-    (`model.layers.0.mlp.experts`), so many."""
+    """The two stacks of a layer by name, with their members. experts: the module of the layer's `count` experts
+    (`model.layers.0.mlp.experts`)."""
     return {f"{experts}.{stem}": members for stem, members in expert_stacks(experts, count).items()}

@@ -233,12 +233,25 @@ def quantize_weight(
     return LowBitWeight(scheme, tensors, (n, k))
 
 
+def can_concatenate(weights: Sequence[LowBitWeight]) -> bool:
+    """Whether weights can be one: of one scheme, K and global scale, and no two of them share a stored value.
+
+    Reads a global scale, which waits for a GPU.
+    """
+    first, shared = weights[0], "weight_global_scale"
+    if any(weight.scheme != first.scheme or weight.shape[1] != first.shape[1] for weight in weights):
+        return False
+    # Weights that were quantized together have one global scale; those of a foreign checkpoint may differ.
+    if shared in first.tensors and any(not torch.equal(one.tensors[shared], first.tensors[shared]) for one in weights):
+        return False
+    return first.scheme.can_concatenate([weight.shape[0] for weight in weights])
+
+
 @torch.no_grad()
 def concatenate(weights: Sequence[LowBitWeight]) -> LowBitWeight:
     """One weight of all rows, in order, not prepared.
 
-    weights: of one scheme, K and dtype, with `scheme.can_concatenate`. Tensors that are adjacent in memory, as `split`
-    gives them, are not copied.
+    weights: as `can_concatenate` wants them. Tensors that are adjacent in memory, as `split` gives them, are not copied.
     """
     first = weights[0]
     shape = sum(weight.shape[0] for weight in weights), first.shape[1]

@@ -27,7 +27,7 @@ from qarl.memory_ranks import (
 )
 from qarl.sizes import decide_sizes
 from qarl.training.row_setup import plan_of
-from qarl.weight_sync import joined
+from qarl.weight_sync import quantize
 
 LAYER = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64
 OTHERS = 2 * 2 * 64 + 64 + 100 * 64
@@ -116,7 +116,7 @@ def test_runs_of_experts_are_packed_and_arrive_before_they_are_in_place():
 
 def test_messages_are_as_large_as_they_are_sent():
     assert (memory_gathers.MESSAGE_BYTES, memory_gathers.IN_FLIGHT) == (gathers.MESSAGE_BYTES, gathers.IN_FLIGHT)
-    assert (memory_gathers.RUN_BYTES, memory_gathers.FILLED) == (joined.RUN_BYTES, packed.FILLED)
+    assert (memory_gathers.RUN_BYTES, memory_gathers.FILLED) == (quantize.RUN_BYTES, packed.FILLED)
 
 
 def test_offloaded_rows():

@@ -5,7 +5,8 @@ from qarl_formats.scheme import Scheme
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.diagnostics.crossings import by_layer, crossing_metrics, crossings
-from qarl.weight_sync.snapshot import Snapshot, build_snapshot, quantize_parameter
+from qarl.weight_sync.quantize import quantize_parameter
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
 NAMES = (
     "model.embed_tokens.weight",

@@ -19,7 +19,8 @@ from qarl.distributed.group import Group
 from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.errors import UserError
 from qarl.fused import shared_scales
-from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
+from qarl.weight_sync.quantize import quantize_parameters
+from qarl.weight_sync.snapshot import Snapshot
 
 SCHEMES = {
     "bf16": make_scheme("bf16"),

@@ -18,7 +18,7 @@ from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
 from qarl.policy.weights import WeightSet
-from qarl.weight_sync.snapshot import quantize_parameter
+from qarl.weight_sync.quantize import quantize_parameter
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,8 +21,7 @@ from qarl.config.architecture import read_config_json
 from qarl.policy import linear
 from qarl.policy.attention import packed
 from qarl.policy.policy import Policy
-from qarl.policy.weights import restack
-from qarl.weight_sync.snapshot import quantize_parameters
+from qarl.weight_sync.quantize import quantize_parameters
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
@@ -169,18 +168,17 @@ def test_a_forward_without_gradient_holds_what_is_counted(made, scheme) -> None:
     assert held.most == pytest.approx(counted.forward_bytes, rel=0.03)
 
 
-def test_one_stack_at_a_time_is_there_twice_while_a_snapshot_is_stacked(made) -> None:
+def test_one_group_at_a_time_is_there_twice_while_a_snapshot_is_made(made) -> None:
     policy, _ = made("bf16")
     masters = dict(policy.named_parameters())
     linears = policy.decoder.linears
     with Held() as held:
         snapshot = quantize_parameters(masters, lambda name: None, torch.bfloat16, 1)
         gc.collect()
-        before = held.now
-        restack(snapshot, linears)
         after = held.now
     several = [[snapshot.tensors[f"{name}.weight"] for name in one.names] for one in linears if len(one.names) > 1]
     assert len(several) == 4 and all(map(adjacent, several))
-    assert after == before and held.most == before + max(sum(t.nbytes for t in stack) for stack in several)
+    largest = max(sum(t.nbytes for t in stack) for stack in several)
+    assert 0 <= held.most - after - largest < 100  # and a flag per parameter, whether it is finite
     for name, tensor in snapshot.tensors.items():
         assert torch.equal(tensor, masters[name].to(torch.bfloat16)), name

@@ -11,6 +11,7 @@ import pytest
 import torch
 from policy_models import make_policy, tokens
 from qarl_formats.rows import adjacent
+from qarl_formats.weight import quantize_weight
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 
@@ -20,8 +21,8 @@ from qarl.policy.attention import Span
 from qarl.policy.decoder import Recompute
 from qarl.policy.policy import Policy
 from qarl.policy.routes import Balance, Routes
-from qarl.policy.weights import restack
-from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
+from qarl.weight_sync.quantize import quantize_parameters
+from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.verify import PublishError, verify_in_process
 
 pytestmark = pytest.mark.skipif(
@@ -231,15 +232,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 )
 def test_the_experts_of_a_layer_lie_under_one_another_and_keep_their_values(tiny_model, scheme, group, quant) -> None:
     policy = make_policy(tiny_model("mixtral"), scheme, torch.bfloat16, group, **quant)
-    before = {name: tensor.clone() for name, tensor in policy.current.tensors.items()}
-    restack(policy.current, policy.decoder.linears)
-    assert all(same_bits(tensor, before[name]) for name, tensor in policy.current.tensors.items())
     for stack in policy.decoder.linears:
-        codes = [policy.current.weights[name].tensors[suffix] for name in stack.names for suffix in CODES[scheme]]
-        assert stack.experts is None or adjacent(codes)
-    stacked = dict(policy.current.tensors)
-    restack(policy.current, policy.decoder.linears)  # nothing is left to do
-    assert all(policy.current.tensors[name] is tensor for name, tensor in stacked.items())
+        whole, parts = policy.current.groups.get(stack.names), [policy.current.weights[name] for name in stack.names]
+        assert (whole is None) == (len(parts) == 1)
+        for suffix in CODES[scheme]:
+            codes = [part.tensors[suffix] for part in parts]
+            assert adjacent(codes) and (whole is None or whole.tensors[suffix].data_ptr() == codes[0].data_ptr())
+        for part, master in zip(parts, stack.masters, strict=True):
+            alone = quantize_weight(master.detach(), part.scheme, "w", shared=part.tensors.get("weight_global_scale"))
+            assert all(same_bits(tensor, alone.tensors[suffix]) for suffix, tensor in part.tensors.items())
 
 
 @pytest.mark.parametrize(("scheme", "group"), [("bf16", None), ("w4a16", 32), ("fp8", None)])
@@ -251,7 +252,6 @@ def test_crossings_of_stacks_are_those_of_each_of_their_weights(tiny_model, sche
             for parameter in policy.model.parameters():
                 parameter += 0.01 * version * torch.randn(parameter.shape)
         policy.refresh(version)
-        restack(policy.current, policy.decoder.linears)
         versions.append(policy.current)
     assert sum(len(names) for names in policy.current.groups) > 12
     apart = crossings(*(replace(snapshot, groups={}) for snapshot in versions))

@@ -17,7 +17,7 @@ from qarl.config import QuantConfig
 from qarl.config.architecture import unserved_heads
 from qarl.errors import UserError
 from qarl.policy.device import use_kernels
-from qarl.weight_sync.snapshot import quantize_parameter
+from qarl.weight_sync.quantize import quantize_parameter
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 N, K, GROUP = 24, 64, 32

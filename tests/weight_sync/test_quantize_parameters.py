@@ -10,8 +10,8 @@ from torch import Tensor
 
 from qarl.errors import UserError
 from qarl.fused import shared_scales
-from qarl.weight_sync.joined import runs
-from qarl.weight_sync.snapshot import build_snapshot, quantize_parameter, quantize_parameters
+from qarl.weight_sync.quantize import adjacent_runs, quantize_parameter, quantize_parameters
+from qarl.weight_sync.snapshot import build_snapshot
 
 SHAPES = {
     "model.embed_tokens.weight": (13, 64),
@@ -167,25 +167,51 @@ def test_masters_under_one_another_are_quantized_at_once_to_the_same_bits(scheme
 
 def test_masters_under_one_another_that_are_not_quantized_are_rounded_at_once() -> None:
     (values, stacks), how = experts(), (lambda name: None, torch.bfloat16, 3)
-    found = quantize_parameters(values, *how, stacks=stacks)
+    found = quantize_parameters(values, *how, groups=stacks)
     assert found.manifest() == quantize_parameters(values, *how).manifest()
     assert all(adjacent([found.tensors[name] for name in stack]) for stack in stacks)
     values[stacks[0][3]][5, 7] = torch.nan
     with pytest.raises(UserError, match=r"experts\.1\.up_proj\.weight: 1 of 512 values are NaN"):
-        quantize_parameters(values, *how, stacks=stacks)
+        quantize_parameters(values, *how, groups=stacks)
 
 
 def test_runs_are_of_neighbours_and_no_longer_than_asked() -> None:
     (values, stacks), of = experts(), scheme_of("w4a16")
-    assert list(runs(stacks[1], values, of)) == [stacks[1]]
-    assert list(runs(stacks[1], values, of, most=3 * 16 * 32 * 4)) == [stacks[1][:3], stacks[1][3:]]
+    assert list(adjacent_runs(stacks[1], values, of)) == [stacks[1]]
+    assert list(adjacent_runs(stacks[1], values, of, most=3 * 16 * 32 * 4)) == [stacks[1][:3], stacks[1][3:]]
     apart = values | {stacks[1][2]: values[stacks[1][2]].clone()}
-    assert list(runs(stacks[1], apart, of)) == []
-    assert list(runs(stacks[1], values, lambda name: None if "experts.1." in name else of(name))) == []
+    assert list(adjacent_runs(stacks[1], apart, of)) == []
+    assert list(adjacent_runs(stacks[1], values, lambda name: None if "experts.1." in name else of(name))) == []
 
 
 def test_of_masters_quantized_at_once_the_one_that_is_not_finite_is_named() -> None:
     (values, stacks), of = experts(), scheme_of("w8a8")
     values[stacks[0][3]][5, 7] = torch.nan
     with pytest.raises(UserError, match=r"experts\.1\.up_proj\.weight: 1 of 512 values are NaN"):
-        quantize_parameters(values, of, torch.bfloat16, 3, stacks=stacks)
+        quantize_parameters(values, of, torch.bfloat16, 3, groups=stacks)
+
+
+@pytest.mark.parametrize("scheme", scheme_names())
+def test_packed_linears_are_one_weight_whose_parts_are_the_snapshots_tensors(scheme: str) -> None:
+    made, rows = scheme_of(scheme), 128 if scheme == "fp8_block" else 24
+    names = [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkvo"]
+    values = {f"{name}.weight": torch.randn(rows, 128) for name in names}
+    shared = shared_scales(names, made(next(iter(values))) or make_scheme("bf16"), values.__getitem__)
+    found = quantize_parameters(values, made, torch.bfloat16, 1, shared=shared)
+    ((group, whole),) = found.groups.items()
+    assert group == tuple(names[:3]) and whole.shape == (3 * rows, 128) and found.packed(group) == [whole]
+    for name, part in zip(group, whole.split([rows] * 3), strict=True):
+        for suffix, tensor in part.tensors.items():
+            stored = found.tensors[f"{name}.{suffix}"]
+            assert torch.equal(stored, tensor) and stored is found.weight(name).tensors[suffix]
+            if whole.scheme.rows_per_entry(suffix) is not None:
+                assert stored.data_ptr() == tensor.data_ptr()
+    assert [weight.shape for weight in found.packed((names[3],))] == [(rows, 128)]
+
+
+@pytest.mark.parametrize(("scheme", "rows"), [("fp8_block", 64), ("nvfp4a16", 64)])
+def test_weights_that_share_rows_or_differ_in_their_global_scale_stay_apart(scheme: str, rows: int) -> None:
+    names = tuple(f"model.layers.0.mlp.{leaf}_proj" for leaf in ("gate", "up"))
+    values = {f"{name}.weight": (place + 1) * torch.randn(rows, 64) for place, name in enumerate(names)}
+    found = quantize_parameters(values, scheme_of(scheme), torch.bfloat16, 1)  # without shared scales
+    assert not found.groups and [weight.shape for weight in found.packed(names)] == [(rows, 64)] * 2

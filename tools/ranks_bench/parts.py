@@ -20,7 +20,7 @@ from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import GroupExchange
 from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.fused import shared_scales
-from qarl.weight_sync.snapshot import Quantizer, quantize_parameters
+from qarl.weight_sync.quantize import Quantizer, quantize_parameters
 from ranks_bench.shapes import SHAPES, Shapes, head_shapes, layer_shapes, model_shapes
 
 Record = dict[str, Any]
@@ -177,7 +177,7 @@ class Bench:
             quantizer = Quantizer(torch.bfloat16, 1, kernels)
             for key, shard in shards.items():
                 if len(shard):
-                    quantizer.form(key, shard, of(key), None)
+                    quantizer.quantize(key, shard, of(key), None)
 
         def gather() -> None:
             gather_codes(shards, plan, self.exchange, of, torch.bfloat16, 1, kernels)

@@ -17,7 +17,8 @@ from qarl.config.quant import scheme_of
 from qarl.policy.device import use_kernels
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton
-from qarl.weight_sync.snapshot import Snapshot, build_snapshot, quantize_parameter
+from qarl.weight_sync.quantize import quantize_parameter
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
 STD = 0.02  # of weights
 DTYPE = torch.bfloat16

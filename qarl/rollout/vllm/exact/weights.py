@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from qarl_formats.bits import Proof
 from qarl_formats.scheme import Scheme
-from qarl_formats.weight import UNQUANTIZED, LowBitWeight, concatenate
+from qarl_formats.weight import UNQUANTIZED, LowBitWeight, can_concatenate, concatenate
 from torch import Tensor
 
 from qarl.experts import experts_of
@@ -152,7 +152,7 @@ class PublishedWeights:
         for module in one.names:
             own = {suffix: tensors[f"{module}.{suffix}"] for suffix in self._suffixes(module)}
             weights.append(LowBitWeight(self._scheme_of(f"{module}.weight"), own, self._shapes[module]))
-        return [concatenate(weights)] if self._kernels and _can_concatenate(weights) else weights
+        return [concatenate(weights)] if self._kernels and can_concatenate(weights) else weights
 
     def _joined_weight(self, one: PackedLinear, tensors: Mapping[str, Tensor]) -> LowBitWeight:
         """One weight of all experts from the tensors that `join_experts` made."""
@@ -220,10 +220,3 @@ def _joined_name(experts: PackedLinear) -> str:
     owner = experts_of(experts.names[0].rpartition(".")[0])
     assert owner is not None and experts.experts is not None, f"{experts.names[0]} is no expert"
     return next(name for name, members in stacks_of(owner, experts.experts).items() if members == experts.names)
-
-
-def _can_concatenate(weights: list[LowBitWeight]) -> bool:
-    """Whether the weights of several modules can be multiplied as one."""
-    scheme = weights[0].scheme
-    same = all(weight.scheme == scheme for weight in weights)
-    return same and scheme.can_concatenate([weight.shape[0] for weight in weights])

@@ -1,0 +1,189 @@
+"""Quantize the masters of one policy version, once, for the learner's forward, publishes and exports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from qarl_formats.rows import adjacent, concatenate_rows
+from qarl_formats.scheme import Scheme, check_shape
+from qarl_formats.weight import LowBitWeight
+from torch import Tensor
+
+from qarl.errors import UserError
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot
+
+RUN_BYTES = 2**28  # of float32 masters quantized at once: in plain torch there are several temporaries of the size
+SchemeOf = Callable[[str], Scheme | None]
+"""The scheme of a parameter by name; None: it is not quantized."""
+
+
+def quantize_parameter(
+    name: str,
+    master: Tensor,
+    scheme: Scheme | None,
+    dtype: torch.dtype,
+    version: int,
+    kernels: bool = False,
+    shared: Tensor | None = None,
+) -> LowBitWeight | Tensor:
+    """Quantize one master, or round it to `dtype` if `scheme` is None.
+
+    Args:
+        name: The parameter's name, for errors.
+        master: float32; not changed, and the result shares no memory with it.
+        version: Policy version, for errors.
+        kernels: Quantize with Triton, for a master on a GPU; the tensors are the same.
+        shared: Value from `qarl.fused.shared_scales`.
+
+    Raises:
+        UserError: A value is not finite, or the scheme does not fit the shape; names the tensor.
+    """
+    quantizer = Quantizer(dtype, version, kernels)
+    quantizer.check(name, master.shape, scheme)
+    made = quantizer.quantize(name, master, scheme, shared)
+    quantizer.require_finite({name: master}, lambda _: scheme)
+    return made
+
+
+@torch.no_grad()
+def quantize_parameters(
+    masters: Mapping[str, Tensor],
+    scheme_of: SchemeOf,
+    dtype: torch.dtype,
+    version: int,
+    kernels: bool = False,
+    shared: Mapping[str, Tensor] | None = None,
+    groups: Iterable[Sequence[str]] = (),
+) -> Snapshot:
+    """Quantize all masters: `quantize_parameter` of each, bit for bit, but a GPU is waited for once at the end.
+
+    Args:
+        masters: By name, in layer order.
+        shared: By name, see `qarl.fused.shared_scales`.
+        groups: Names of weights that may be quantized at once if their masters are adjacent in memory, as the experts
+            of a layer are. A mixture has thousands of small matrices, for each of which launches take longer than work.
+
+    Raises:
+        UserError: As `quantize_parameter`, for the first master that is not finite.
+    """
+    made: dict[str, LowBitWeight | Tensor] = {}
+    quantizer, shared = Quantizer(dtype, version, kernels), shared or {}
+    run_of = {run[0]: run for group in groups for run in adjacent_runs(group, masters, scheme_of)}
+    for name in masters:
+        if name in made:
+            continue
+        scheme, run = scheme_of(name), run_of.get(name, [name])
+        rows = [masters[one].detach() for one in run]
+        for one, its in zip(run, rows, strict=True):
+            quantizer.check(one, its.shape, scheme)
+        whole = quantizer.quantize(name, concatenate_rows(rows), scheme, shared.get(name))
+        parts = [whole] if len(run) == 1 else whole.split([len(its) for its in rows])
+        made |= zip(run, parts, strict=True)
+    quantizer.require_finite(masters, scheme_of, run_of)
+    return build_snapshot(version, ((name, made.pop(name)) for name in masters))
+
+
+def adjacent_runs(
+    names: Sequence[str], masters: Mapping[str, Tensor], scheme_of: SchemeOf, most: int = RUN_BYTES
+) -> Iterator[list[str]]:
+    """Split names whose masters are adjacent in memory into runs of up to `most` bytes, or of one master.
+
+    Yields nothing if they are not adjacent, or if they cannot be quantized as one weight.
+    """
+    schemes = {scheme_of(name) for name in names}
+    scheme = schemes.pop()
+    if schemes or (scheme is not None and not scheme.can_concatenate([masters[name].shape[0] for name in names])):
+        return
+    if not adjacent([masters[name] for name in names]):
+        return
+    run: list[str] = []
+    size = 0
+    for name in names:
+        if run and size + masters[name].nbytes > most:
+            yield run
+            run, size = [], 0
+        run.append(name)
+        size += masters[name].nbytes
+    yield run
+
+
+class Quantizer:
+    """Quantizes masters, or rows of them, and checks whether they are finite only at the end (`faults`).
+
+    dtype: of parameters that are not quantized. version: of the policy, for errors. kernels: see `quantize_parameter`.
+    """
+
+    def __init__(self, dtype: torch.dtype, version: int, kernels: bool) -> None:
+        self.dtype, self.version, self.kernels = dtype, version, kernels
+        self._counts: dict[str, Tensor] = {}  # of quantized weights: number of values that are not finite
+        self._largest: dict[str, Tensor] = {}  # of others: the largest magnitude, NaN or infinite if any value is
+
+    def check(self, name: str, shape: Sequence[int], scheme: Scheme | None) -> None:
+        """Raise UserError if the scheme does not fit the shape of a whole master."""
+        if scheme is not None:
+            try:
+                check_shape(scheme, name, *shape)
+            except ValueError as error:
+                raise UserError(f"quantize version {self.version}: {error}") from error
+
+    def quantize(
+        self, name: str, master: Tensor, scheme: Scheme | None, shared: Tensor | None
+    ) -> LowBitWeight | Tensor:
+        """Quantize a master, or whole units of its rows, which may come in several calls; not empty if quantized."""
+        master = master.detach()
+        if scheme is not None:
+            try:
+                tensors, bad = scheme.quantize(master.contiguous(), self.kernels, shared)
+            except ValueError as error:
+                raise UserError(f"quantize version {self.version}: {name}: {error}") from error
+            bad = bad.reshape(())
+            self._counts[name] = self._counts[name] + bad if name in self._counts else bad
+            return LowBitWeight(scheme, tensors, (master.shape[0], master.shape[1]))
+        value = master.to(self.dtype, copy=True)
+        largest = torch.linalg.vector_norm(value, torch.inf) if value.numel() else value.new_zeros(())
+        self._largest[name] = torch.maximum(self._largest[name], largest) if name in self._largest else largest
+        return value
+
+    def nothing(self, name: str, device: torch.device) -> None:
+        """Record a quantized weight with no (further) rows on this rank."""
+        if name not in self._counts:
+            self._counts[name] = torch.zeros((), dtype=torch.int32, device=device)
+
+    def faults(self) -> tuple[list[str], Tensor]:
+        """The names of all parameters so far, and float32 (names,) on their device: 1 if a value is not finite, else 0.
+
+        The order of the names depends only on the order in which parameters came.
+        """
+        flags = [torch.stack(list(self._counts.values())) != 0] if self._counts else []
+        if self._largest:
+            flags.append(torch.stack(list(self._largest.values())).isfinite().logical_not_())
+        return [*self._counts, *self._largest], torch.cat(flags).float() if flags else torch.zeros(0)
+
+    def require_finite(
+        self, masters: Mapping[str, Tensor], scheme_of: SchemeOf, run_of: Mapping[str, list[str]] | None = None
+    ) -> None:
+        """Raise UserError for the first master with values that are not finite. Waits for the device.
+
+        run_of: by first name, the masters that were quantized at once.
+        """
+        names, flags = self.faults()
+        found = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+        faulty = {one for name in found for one in (run_of or {}).get(name, [name])}
+        for name in filter(faulty.__contains__, masters):
+            if bad := int(self.bad_values(masters[name], scheme_of(name)).item()):
+                raise self.refusal(name, scheme_of(name), bad, masters[name].numel())
+        assert not faulty, "a value that is not finite and was not found again"
+
+    def bad_values(self, master: Tensor, scheme: Scheme | None) -> Tensor:
+        """The number of NaN or infinite values that `refusal` reports: int64 [] on the device."""
+        values = master.detach() if scheme is not None else master.detach().to(self.dtype)
+        return values.isfinite().logical_not_().sum()
+
+    def refusal(self, name: str, scheme: Scheme | None, bad: int, total: int) -> UserError:
+        """The error for a parameter with `bad` values that are NaN or infinite."""
+        why = f"in {self.dtype}" if scheme is None else "and cannot be quantized"
+        return UserError(
+            f"quantize version {self.version}: {name}: {bad} of {total} values are NaN or infinite {why}; "
+            "go back to an earlier checkpoint or lower the learning rate"
+        )
