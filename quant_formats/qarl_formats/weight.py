@@ -251,7 +251,7 @@ def can_concatenate(weights: Sequence[LowBitWeight]) -> bool:
 def concatenate(weights: Sequence[LowBitWeight]) -> LowBitWeight:
     """One weight of all rows, in order, not prepared.
 
-    weights: as `can_concatenate` wants them. Tensors that are adjacent in memory, as `split` gives them, are not copied.
+    weights: as `can_concatenate` requires. Tensors that are adjacent in memory, as `split` gives them, are not copied.
     """
     first = weights[0]
     shape = sum(weight.shape[0] for weight in weights), first.shape[1]
