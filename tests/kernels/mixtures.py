@@ -34,6 +34,18 @@ def parts(groups: Groups) -> Iterator[tuple[int, slice, Tensor]]:
         yield expert, rows, groups.order[rows].long() // groups.slots
 
 
+def input_grad(groups: Groups, dy: Tensor, weight: Tensor) -> Tensor:
+    """dy (R, N) times its expert's weight (E * N, K), in float64: (R, K)."""
+    own = weight.double().chunk(groups.experts)
+    return torch.cat([dy[rows].double() @ own[expert] for expert, rows, _ in parts(groups)])
+
+
+def weight_grad(groups: Groups, gathered: bool, dy: Tensor, x: Tensor) -> Tensor:
+    """dy^T @ x of each expert's rows, in float64: (E * N, K)."""
+    own = [(dy[rows].double(), x[tokens if gathered else rows].double()) for _, rows, tokens in parts(groups)]
+    return torch.cat([mine.t() @ its for mine, its in own])
+
+
 def by_expert(groups: Groups, gathered: bool, x: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
     """What `product(rows of x, expert)` makes of each expert's rows by themselves, in sorted order."""
     own = [(x[tokens] if gathered else x[rows], expert) for expert, rows, tokens in parts(groups)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mixtures import all_to, grouped, parts
+from mixtures import all_to, grouped, input_grad, weight_grad
 from products import random, relative_error
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.moe import backward, reference
+from qarl_kernels.moe import backward
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import Tile
 from torch import Tensor
@@ -38,11 +38,7 @@ def operands(groups: Groups, gathered: bool, n: int, k: int, dtype: torch.dtype)
 def test_the_inputs_gradient_is_dy_times_its_experts_weight(device, tokens, slots, experts, n, k, dtype) -> None:
     groups = grouped(tokens, slots, experts, device)
     dy, _, weight = operands(groups, False, n, k, dtype)
-    expected = torch.zeros(groups.rows, k, device=device, dtype=torch.float64)
-    for expert, rows, _ in parts(groups):
-        expected[rows] = dy[rows].double() @ weight[expert * n : (expert + 1) * n].double()
-    one_rounding = 2**-8 if dtype == BF16 else 2**-11
-    assert relative_error(reference.grouped_input_grad(dy, weight, groups), expected) < one_rounding
+    expected, one_rounding = input_grad(groups, dy, weight), 2**-8 if dtype == BF16 else 2**-11
     for tile in (None, SMALL) if n == 72 else (None,):
         assert relative_error(backward.grouped_input_grad(dy, weight, groups, tile=tile), expected) < one_rounding
 
@@ -53,17 +49,12 @@ def test_the_weights_gradient_is_added_for_each_expert(device, tokens, slots, ex
     groups = grouped(tokens, slots, experts, device)
     dy, x, _ = operands(groups, gathered, n, k, BF16)
     before = random(experts * n, k, seed=4, device=device)
-    expected = before.double()
-    for expert, rows, its in parts(groups):
-        expected[expert * n : (expert + 1) * n] += dy[rows].double().t() @ (x[its] if gathered else x[rows]).double()
-    plain = before.clone()
-    reference.grouped_weight_grad(dy, x, groups, gathered, plain)
-    torch.testing.assert_close(plain.double(), expected, rtol=1e-5, atol=1e-4)  # sums of up to 80 of size 1
+    expected = before.double() + weight_grad(groups, gathered, dy, x)
     for tile in (None, SMALL) if n == 72 else (None,):
         results = [before.clone() for _ in range(2)]
         for into in results:
             backward.grouped_weight_grad(dy, x, groups, gathered, into, tile)
-        torch.testing.assert_close(results[0].double(), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(results[0].double(), expected, rtol=1e-5, atol=1e-4)  # sums of up to 80 of size 1
         assert torch.equal(*results)
 
 

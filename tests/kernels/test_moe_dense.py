@@ -8,7 +8,6 @@ from mixtures import all_to, grouped, parts
 from products import random, relative_error
 from qarl_kernels import gemm
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.moe import reference
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import Tile
 from torch import Tensor
@@ -43,7 +42,6 @@ def test_each_row_is_multiplied_with_its_experts_weight(device, tokens, slots, e
     expected = torch.zeros(groups.rows, n, device=device, dtype=torch.float64)
     for expert, rows, its in parts(groups):
         expected[rows] = rows_of(x, gathered, rows, its).double() @ weight[expert * n : (expert + 1) * n].double().t()
-    assert relative_error(reference.grouped_dense(x, weight, groups, gathered), expected) < ONE_ROUNDING[dtype]
     assert relative_error(gemm.dense(x, weight, groups=groups, gathered=gathered), expected) < ONE_ROUNDING[dtype]
 
 
@@ -77,22 +75,6 @@ def test_tiles_of_the_table_of_defaults_agree_with_gemm(device) -> None:
             for row, token in list(zip(range(rows.start, rows.stop), its, strict=True))[:2]:
                 alone = gemm.dense(x[token][None], weight[expert * 64 : (expert + 1) * 64])
                 assert torch.equal(result[row], alone[0])
-
-
-def test_plain_torch_gives_a_row_the_same_bits_in_every_batch() -> None:
-    groups = grouped(50, 2, 4, torch.device("cpu"))
-    x, weight = operands(groups, True, 40, 96, torch.bfloat16)
-    whole = reference.grouped_dense(x, weight, groups, True)
-    assert torch.equal(reference.grouped_dense(x, weight.float(), groups, True), whole)
-    for token in (0, 17, 49):
-        pairs = slice(token * 2, token * 2 + 2)
-        experts = [
-            int(row >= groups.starts[1]) + int(row >= groups.starts[2]) + int(row >= groups.starts[3])
-            for row in groups.place[pairs]
-        ]
-        alone = reference.groups_of(torch.tensor([experts]), 4)
-        result = reference.grouped_dense(x[token : token + 1], weight, alone, True)
-        assert torch.equal(result, whole[groups.place[pairs].long()])
 
 
 @pytest.mark.parametrize("expert", [0, 4])
@@ -132,7 +114,6 @@ def test_no_tokens(device) -> None:
     for gathered in (False, True):
         x, weight = operands(groups, gathered, 40, 64, torch.bfloat16)
         assert gemm.dense(x, weight, groups=groups, gathered=gathered).shape == (0, 40)
-        assert reference.grouped_dense(x, weight, groups, gathered).shape == (0, 40)
 
 
 def test_errors_name_what_is_wrong(device) -> None:

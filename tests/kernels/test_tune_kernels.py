@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from mixtures import weight_grad
 from products import relative_error
 from qarl_kernels import tuning
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.moe import reference
 from qarl_kernels.tuning import BACKWARD, FAMILIES, Entry, Tile, dump_tile
 from safetensors.torch import save_file
 
@@ -167,12 +167,11 @@ def test_the_ways_of_w4a16_multiply_with_the_same_random_weight(which: str) -> N
 def test_a_weights_gradient_is_timed_where_it_adds_and_compared_from_zero() -> None:
     problem = GroupedProblem("weight_grad", SIZES, "gate_up", CPU)
     problem.rows(6)
-    tile, expected = Tile("x_first", 64, 64, 16), torch.zeros(3 * 256, 128)
-    reference.grouped_weight_grad(problem.dy, problem.x, problem.groups, True, expected)
+    tile, expected = Tile("x_first", 64, 64, 16), weight_grad(problem.groups, True, problem.dy, problem.x)
     first = problem.product(tile)
-    assert relative_error(first, expected.double()) < 1e-5
+    assert relative_error(first, expected) < 1e-5
     problem.timed(tile)
-    assert relative_error(problem.into, 2 * expected.double()) < 1e-5
+    assert relative_error(problem.into, 2 * expected) < 1e-5
     assert torch.equal(problem.product(tile), first)
 
 

@@ -1,17 +1,14 @@
-"""A mixture of experts in plain torch: the CPU path, and the reference of the kernels.
+"""The router, and the sums over slots, in plain torch: the CPU path and the reference of the kernels.
 
-Only `grouped_dense`, `grouped_input_grad` and `grouped_weight_grad` synchronize with a GPU: they loop over the experts.
+The products of experts are in `Scheme.matmul`, which loops over the experts in plain torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
-from qarl_kernels import backward, invariant, reference
+from qarl_kernels import invariant
 from qarl_kernels.integers import next_power_of_2
 from qarl_kernels.moe.groups import Groups, Routed, Shared
 
@@ -60,49 +57,6 @@ def groups_of(experts: Tensor, count: int) -> Groups:
     bounds = torch.arange(count + 1, dtype=ordered.dtype, device=experts.device)
     starts = torch.searchsorted(ordered, bounds, out_int32=True)
     return Groups(count, experts.shape[1], order.to(torch.int32), place, starts)
-
-
-def _used(groups: Groups) -> Iterator[tuple[int, slice]]:
-    """(expert, its sorted rows) of each expert with rows. Synchronizes with the device."""
-    starts = groups.starts.tolist()
-    for expert, (first, end) in enumerate(pairwise(starts)):
-        if first < end:
-            yield expert, slice(first, end)
-
-
-def _sorted_rows(x: Tensor, groups: Groups, gathered: bool, rows: slice) -> Tensor:
-    return x[groups.order[rows].long() // groups.slots] if gathered else x[rows]
-
-
-def grouped_dense(x: Tensor, weight: Tensor, groups: Groups, gathered: bool) -> Tensor:
-    """`qarl_kernels.gemm.dense` with groups, for float32 too: each expert by `qarl_kernels.reference.dense`.
-
-    weight: (E * N, K) of x's dtype, or on a CPU in float32, the dtype of the product there.
-    """
-    n = weight.shape[0] // groups.experts
-    out = torch.empty(groups.rows, n, dtype=x.dtype, device=x.device)
-    for expert, rows in _used(groups):
-        own = weight[expert * n : (expert + 1) * n]
-        own = own.float() if x.device.type == "cpu" else own
-        out[rows] = reference.dense(_sorted_rows(x, groups, gathered, rows), own)
-    return out
-
-
-def grouped_input_grad(dy: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """`qarl_kernels.moe.backward.grouped_input_grad`, for float32 too."""
-    n = weight.shape[0] // groups.experts
-    out = torch.empty(groups.rows, weight.shape[1], dtype=dy.dtype, device=dy.device)
-    for expert, rows in _used(groups):
-        out[rows] = backward.input_grad(dy[rows], weight[expert * n : (expert + 1) * n])
-    return out
-
-
-def grouped_weight_grad(dy: Tensor, x: Tensor, groups: Groups, gathered: bool, into: Tensor) -> None:
-    """`qarl_kernels.moe.backward.grouped_weight_grad`, for float32 too."""
-    n = dy.shape[1]
-    for expert, rows in _used(groups):
-        own = into[expert * n : (expert + 1) * n]
-        backward.weight_grad(dy[rows], _sorted_rows(x, groups, gathered, rows), own)
 
 
 def combine(d: Tensor, weights: Tensor, groups: Groups, shared: Shared | None = None) -> Tensor:
