@@ -171,7 +171,7 @@ def narrow_kernel(
         rm = m + tl.arange(0, BLOCK_M)
         live = (rm < end)[:, None]
         words, row = int4_rows(tiled, rn, K, meta_n)
-        source = rm if order is None else source_rows(order, rm, end, SLOTS)
+        source = source_rows(order, rm, end, SLOTS) if EXPERTS else rm
         rk = tl.arange(0, 16)[None, :]
         rows = x + source.to(tl.int64)[:, None] * stride_xm + rk
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)

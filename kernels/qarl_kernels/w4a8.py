@@ -144,7 +144,7 @@ def w4a8_kernel(
         rm = m + tl.arange(0, BLOCK_M)
         live = rm < end
         words, row = int4_rows(tiled, rn, K, meta_n)
-        source = rm.to(tl.int64) if order is None else source_rows(order, rm, end, SLOTS).to(tl.int64)
+        source = (source_rows(order, rm, end, SLOTS) if EXPERTS else rm).to(tl.int64)
         rows = x + source * stride_xm
         metas = meta + row
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
