@@ -13,13 +13,9 @@ FP8 = (8, 9)  # compute capability
 
 
 def pick_device(name: str, gpu: int = 0) -> torch.device:
-    """The device for `auto` (CUDA if there is one), `cpu` or `cuda`.
+    """Resolve `auto` (CUDA if available), `cpu` or `cuda`. Raises UserError if CUDA is requested and missing.
 
-    A command picks once and passes the device on. gpu: index among the visible GPUs; it is part of the device, so that
-    nothing depends on CUDA's current device.
-
-    Raises:
-        UserError: `cuda` without a CUDA device.
+    Call it once per command. The device has the index `gpu`, so that nothing depends on CUDA's current device.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("model.device: cuda asked for, but torch sees no CUDA device; use auto or cpu")

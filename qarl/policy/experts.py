@@ -1,7 +1,7 @@
-"""The experts of a layer as modules of two-dimensional masters, under the names that checkpoints have.
+"""The experts of a layer as modules with 2-dimensional masters, named as in checkpoints.
 
-transformers holds the experts of a layer in two tensors of three dimensions. Taken apart, each expert has linears like
-any other layer, which a scheme quantizes and an optimizer updates one by one; no value is copied.
+transformers holds the experts of a layer in two 3-dimensional tensors. Here each expert has Linear modules as any other
+layer, which a scheme quantizes and an optimizer updates one by one. They are views: no value is copied.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from qarl.errors import UserError
 from qarl.experts import EXPERT_NAMES, ExpertNames
 
-# A hidden layer of transformers has its block of experts here, whatever the checkpoint calls it.
-BLOCK = "mlp"
+BLOCK = "mlp"  # attribute of a transformers layer that holds its experts, whatever checkpoints call it
 
 
 class Router(nn.Module):
-    """A router's float32 master (E, H), or that of a shared expert's gate (1, H). What it computes,
-    `qarl.policy.mixture` does."""
+    """Float32 master of a router (E, H) or of a shared expert's gate (1, H). It has no forward of its own."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -30,8 +28,7 @@ class Router(nn.Module):
 
 
 class Mixture(nn.Module):
-    """gate: the router. experts: modules of linears under the names of the family. In families that have them, the
-    shared expert and its gate under theirs."""
+    """Router and experts of a layer; some families add a shared expert and its gate under their own names."""
 
     def __init__(self, router: Router, experts: nn.ModuleList, activation: nn.Module) -> None:
         super().__init__()
@@ -44,9 +41,9 @@ def normalizes(config: PreTrainedConfig) -> bool:
 
 
 def take_apart(model: PreTrainedModel) -> None:
-    """Give each expert of a model its own linears, in place; where there are none, or they have them, nothing changes.
+    """Replace the experts of each layer by a `Mixture`, in place. Does nothing for a dense or already converted model.
 
-    Masters are views of the tensors that were loaded. Raises UserError for experts of another layout.
+    Raises UserError for an unknown layout of experts.
     """
     names = EXPERT_NAMES.get(model.config.model_type)
     if names is None:
@@ -67,10 +64,7 @@ def _apart(block: Any, names: ExpertNames, place: str) -> Mixture:
     experts = nn.ModuleList()
     for both, last in zip(gate_up.detach(), down.detach(), strict=True):
         gate, up = both.chunk(2)
-        expert = nn.Module()
-        for leaf, weight in ((names.gate, gate), (names.up, up), (names.down, last)):
-            expert.add_module(leaf, _linear(weight))
-        experts.append(expert)
+        experts.append(nn.ModuleDict({names.gate: _linear(gate), names.up: _linear(up), names.down: _linear(last)}))
     mixture = Mixture(_router(block.gate), experts, fused.act_fn)
     if names.shared is not None:
         mixture.add_module(names.shared, getattr(block, names.shared))
@@ -83,26 +77,23 @@ def _router(gate: Any) -> Router:
 
 
 class _Linear(nn.Linear):
-    """Without values of its own, which would cost more than all else that is done for an expert."""
-
     def reset_parameters(self) -> None:
-        return
+        """Initialize nothing: thousands of experts would spend most of the time on values that are replaced."""
 
 
 def _linear(weight: Tensor) -> nn.Linear:
     n, k = weight.shape
-    with torch.device("meta"):
-        linear = _Linear(k, n, bias=False)
+    linear = _Linear(k, n, bias=False, device="meta")
     linear.weight = nn.Parameter(weight)
     return linear
 
 
 @torch.no_grad()
 def move_experts(model: nn.Module, device: torch.device) -> None:
-    """Bring the experts' masters to a device so that those of a layer lie under one another there as they do here."""
+    """Move experts to a device and keep those of a layer adjacent in memory, so that they stay one tensor."""
     for block in model.modules():
         if isinstance(block, Mixture):
-            experts = [list(expert.parameters()) for expert in block.experts]  # gate, up, down: none has a bias
+            experts = [list(expert.parameters()) for expert in block.experts]  # gate, up, down; none has a bias
             stacks = [part for expert in experts for part in expert[:2]], [expert[2] for expert in experts]
             for masters in stacks:
                 if adjacent(masters) and masters[0].device != device:

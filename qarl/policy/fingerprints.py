@@ -1,6 +1,6 @@
-"""What a base model's small files say, as values and digests that a run records and compares.
+"""Values and digests of a base model's small files, which a run records and compares when it resumes.
 
-Weights are not covered here: `qarl.training.fingerprints` digests those.
+`qarl.training.fingerprints` digests the weights.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from qarl.storage.input_files import input_name
 from qarl.storage.saved_state import Inputs, ModelFiles, PolicyState
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-# Fields of a resolved configuration that do not change the forward of a policy. A new field of transformers is not in
-# this list, so it counts until it is added here.
+# Fields of a resolved configuration that do not change a policy's forward. A new field of transformers counts as one
+# that does, until it is added here.
 _NO_FORWARD = {
     *("_name_or_path", "architectures", "auto_map", "transformers_version", "quantization_config"),
-    *("dtype", "torch_dtype"),  # of the files; model.dtype decides the arithmetic
+    *("dtype", "torch_dtype"),  # of the files; model.dtype decides
     *("id2label", "label2id", "num_labels", "problem_type", "return_dict", "is_encoder_decoder"),
     *("initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "chunk_size_feed_forward"),
     *("output_attentions", "output_hidden_states", "output_router_logits"),
@@ -36,7 +36,7 @@ _NO_FORWARD = {
     *("use_sliding_window", "max_window_layers"),  # transformers resolves both into sliding_window and layer_types
 }
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "tekken.json", "added_tokens.json")
-# Fields of a generation config that describe how `generate` of transformers returns its results.
+# Fields of a generation config that only affect what `generate` of transformers returns.
 _NO_GENERATION = {
     *("_from_model_config", "transformers_version", "_commit_hash", "use_cache", "return_dict_in_generate"),
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
@@ -44,15 +44,15 @@ _NO_GENERATION = {
 
 
 def model_files(config: PreTrainedConfig, generation: GenerationConfig) -> ModelFiles:
-    """The values of config.json and generation_config.json that count, as transformers resolves them."""
+    """The relevant values of config.json and generation_config.json, as transformers resolves them."""
     return {CONFIG: config_values(config), GENERATION: generation_values(generation)}
 
 
 def config_values(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of a resolved configuration that change the forward, dotted (`rope_parameters.rope_theta`).
+    """The fields of a resolved configuration that change the forward, with dotted keys (`rope_parameters.rope_theta`).
 
-    Two spellings of one architecture give the same values: an older `rope_scaling` and `rope_parameters`, a `head_dim`
-    that is left out and one that is written down. Keys that neither the model's class nor qarl knows are left out.
+    Two spellings of one architecture give the same values: an older `rope_scaling` and `rope_parameters`, an implicit
+    and an explicit `head_dim`. Keys that neither the model's class nor qarl knows are left out.
     """
     known = {field.name for field in dataclasses.fields(config)} | ConfigJson.model_fields.keys()
     values = {key: value for key, value in config.to_dict().items() if key in known - _NO_FORWARD}
@@ -64,7 +64,7 @@ def config_values(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def generation_values(generation: GenerationConfig) -> dict[str, Any]:
-    """The fields of a generation config that are set. A list of stop tokens has no order."""
+    """The fields of a generation config that are set; stop tokens are sorted."""
     values = {key: value for key, value in generation.to_dict().items() if key not in _NO_GENERATION}
     if isinstance(stop := values.get("eos_token_id"), list):
         values["eos_token_id"] = sorted(set(stop)) if len(set(stop)) > 1 else stop[0] if stop else None
@@ -76,12 +76,7 @@ def model_digests(
 ) -> dict[str, str]:
     """SHA-256 of a model's tokenizer by part: vocabulary, stop tokens, chat template, and `tokenizer` for the rest.
 
-    With `trust_remote_code` also of the model's own Python files.
-
-    Args:
-        config: The model section.
-        generation: Of the model; it has stop tokens too.
-        tokenizer: Of the model.
+    With `trust_remote_code`, `code` is that of the model's own Python files.
     """
     code = {"code": digest_of(_files_digests(tokenizer, ("*.py",)))} if config.trust_remote_code else {}
     return {
@@ -94,11 +89,10 @@ def model_digests(
 
 
 def changed_inputs(then: PolicyState, now: Inputs) -> list[tuple[str, str]]:
-    """(kind in `checkpoint.allow_changed`, what) of each input that differs from the recorded one.
+    """Find the inputs that differ from those of a checkpoint: (kind in `checkpoint.allow_changed`, description).
 
-    Args:
-        then: Of a checkpoint. What it does not say about the model is not compared: another version of qarl wrote it.
-        now: What is there today. Kinds that it leaves out are not compared.
+    Values and parts of the model that `then` lacks are not compared, because an older version of qarl wrote it; nor are
+    kinds that `now` lacks.
     """
     changed = []
     for file, values in now.files.items():
@@ -116,7 +110,7 @@ def changed_inputs(then: PolicyState, now: Inputs) -> list[tuple[str, str]]:
 def value_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`rms_norm_eps (now 1e-05, was 1e-06)` for each field that differs.
 
-    A missing field counts as false: the other side may be from a version of transformers that has more fields.
+    A missing field equals false: another version of transformers may have fewer fields.
     """
     return [
         f"{key} (now {_short(now.get(key))}, was {_short(then.get(key))})"
@@ -131,10 +125,9 @@ def digest_of(value: object) -> str:
 
 
 def _tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """Everything that decides how a text becomes tokens and tokens become a text.
+    """Everything that affects encoding and decoding. Padding and truncation do not: qarl never uses them.
 
-    Padding and truncation are left out: callers set them, and every call of qarl leaves them off. A tokenizer without a
-    Rust backend cannot be written as JSON, so its files are digested.
+    A tokenizer without a Rust backend cannot be serialized to JSON, so its files are digested.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts = _files_digests(tokenizer, _TOKENIZER_FILES) if backend is None else json.loads(backend.to_str())
@@ -147,7 +140,7 @@ def _tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def _files_digests(tokenizer: PreTrainedTokenizerBase, patterns: Iterable[str]) -> dict[str, str]:
-    """SHA-256 by name of the files in a local model's directory; a hub model is pinned by its revision."""
+    """SHA-256 of files of a local model by name. Empty for a hub model, which its revision identifies."""
     directory = Path(tokenizer.name_or_path)
     files = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
     with path_errors(str(directory)):
@@ -155,17 +148,17 @@ def _files_digests(tokenizer: PreTrainedTokenizerBase, patterns: Iterable[str]) 
 
 
 def _present(value: Any) -> Any:
-    """`value` without keys that are null or false: a later version of a library writes more of those."""
+    """Drop keys that are null or false: a later version of a library writes more of them."""
     if isinstance(value, dict):
         return {key: _present(item) for key, item in sorted(value.items()) if item is not None and item is not False}
-    if isinstance(value, list) and value and isinstance(value[0], dict):  # not the 150,000 merges
+    if isinstance(value, list) and value and isinstance(value[0], dict):  # skips the 150,000 merges
         return [_present(item) for item in value]
     return value
 
 
 def _plain(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys with values as JSON has them; whole floats as integers. Null and empty ones are left out, as if the
-    file did not have them."""
+    """Flatten to dotted keys and JSON values, whole floats as integers. Leaves out null and empty lists, as if the file
+    did not have them."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _plain(value, f"{prefix}{key}.")
@@ -175,11 +168,9 @@ def _plain(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _set(value: Any) -> Any:
-    """`value`, null if it is false. Not so 0, which may be a token."""
-    return None if value is False else value
+    return None if value is False else value  # 0 stays: it may be a token
 
 
 def _short(value: Any) -> str:
-    """A value for a message."""
     text = "not set" if value is None else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Other libraries reading files that qarl did not write."""
+"""Calls to other libraries that read files which qarl did not write: their errors and their output."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ DOCUMENTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 @contextmanager
 def foreign_errors(place: str, directory: Path | None = None) -> Iterator[None]:
-    """Turn whatever a library raises over a file into one line.
+    """Turn any error that a library raises over a file into a UserError of one line.
+
+    This is the one place for a broad `except`: transformers, tokenizers, jinja and gguf check little of what they read,
+    so a damaged file can end in any exception, even `Exception` itself. Keep qarl's own code out of the block.
 
     Args:
-        place: What the line starts with; it names the file.
-        directory: A model's directory. If the error is only a value or a key, the line says where its files have it.
-
-    The one place for a broad `except`: transformers, tokenizers, jinja and gguf check little of what they read, so a
-    damaged file ends in any exception at all (tokenizers raises `Exception` itself), and each of them says the same to
-    the user: this file cannot be used. qarl's own code does not belong inside.
+        place: Start of the message; names the file.
+        directory: A model's directory. If the error is only a value or a key, the message names the file that has it.
     """
     try:
         yield
@@ -40,17 +39,17 @@ def foreign_errors(place: str, directory: Path | None = None) -> Iterator[None]:
 
 
 def _reason(error: Exception, directory: Path | None) -> str:
-    """A sentence. The text of a KeyError is a bare key, that of a TypeError is about the library's own code."""
+    """Describe an error in a sentence. A KeyError has only a key, a TypeError talks about the library's own code."""
     text = " ".join(str(error).split())[:300]
     plain = isinstance(error, (OSError, ValueError, RuntimeError, ImportError)) or type(error) is Exception
     if plain and text:
         return text
     library = _library(error)
     if not isinstance(error, KeyError):
-        said = f"{type(error).__name__}: {text}".rstrip(": ")
-        return f"{library} cannot use what it read ({said}); restore the model's own files"
+        described = f"{type(error).__name__}: {text}".rstrip(": ")
+        return f"{library} cannot use what it read ({described}); restore the model's own files"
     key = error.args[0] if error.args else ""
-    if " " in str(key):  # transformers puts whole sentences there
+    if " " in str(key):  # transformers raises KeyError with whole sentences
         return " ".join(str(key).split())[:300]
     found = [] if directory is None else [entry for name in DOCUMENTS for entry in _entries(directory / name, key)]
     if found:
@@ -66,7 +65,7 @@ def _library(error: Exception) -> str:
 
 
 def _entries(path: Path, value: object) -> list[str]:
-    """`FILE: KEY = "value"` for the entries of a JSON file that have this value."""
+    """`FILE: KEY = "value"` for each entry of a JSON file that has this value."""
     try:
         document = read_json_object(path, big_integers=True, nonfinite=True)
     except UserError:
@@ -76,10 +75,10 @@ def _entries(path: Path, value: object) -> list[str]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """transformers' progress bars and notices stay out of the user's progress view while a model loads."""
+    """Hide the progress bars and notices of transformers while a model loads."""
     verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        transformers.logging.set_verbosity(logging.CRITICAL)  # what it reports as an error, it raises too
+        transformers.logging.set_verbosity(logging.CRITICAL)  # it raises what it logs as an error
         transformers.logging.disable_progress_bar()
         try:
             yield

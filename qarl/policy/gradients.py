@@ -1,4 +1,4 @@
-"""Where gradients add up: float32 sums over the backwards of one optimizer step, held by an object of their own."""
+"""Float32 sums of gradients over the backwards of one optimizer step."""
 
 from __future__ import annotations
 
@@ -11,44 +11,46 @@ from torch import Tensor, nn
 class GradientAccumulator:
     """Sums the masters' gradients over the micro-batches of an optimizer step.
 
-    `.grad` of the masters is the accumulator's during a `backward` alone, where layers of Triton kernels add to it
-    themselves and autograd adds what the others give. Before and after it holds what it held, until `deliver` puts the
-    sums there for an optimizer: so a diagnostic's backwards leave the learner's sums alone.
+    The sums are `.grad` of the masters only during `backward`: Triton layers add to it themselves, autograd adds the
+    rest. Outside, `.grad` keeps what it held, so the backwards of a diagnostic do not touch the learner's sums.
+    `deliver` puts the sums there for an optimizer.
 
-    masters: float32 leaves. loss_scale: every gradient that comes is of a loss times this; `deliver` divides it out.
+    Args:
+        masters: Float32 leaves.
+        loss_scale: Factor of every loss; `deliver` divides it out.
     """
 
     def __init__(self, masters: Iterable[nn.Parameter], loss_scale: float = 1.0) -> None:
         self.loss_scale = loss_scale
         self._masters = list(masters)
-        self._sums: dict[nn.Parameter, Tensor] = {}  # a tensor's hash is its identity
+        self._sums: dict[nn.Parameter, Tensor] = {}  # a tensor hashes by identity
 
     def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
-        """Add the gradient of `output`, a scalar loss, or any tensor with `gradient` of its shape arriving at it."""
-        theirs = [master.grad for master in self._masters]
+        """Add the gradients of `output`: a scalar loss, or a tensor with its output gradient of the same shape."""
+        outside = [master.grad for master in self._masters]
         for master in self._masters:
             master.grad = self._sums.get(master)
         try:
             output.backward(gradient)
         finally:
-            for master, before in zip(self._masters, theirs, strict=True):
+            for master, before in zip(self._masters, outside, strict=True):
                 if master.grad is not None:
                     self._sums[master] = master.grad
                 master.grad = before
 
     def peek(self) -> list[Tensor | None]:
-        """The sums of all masters, in their order and still times `loss_scale`; None for one that nothing came to."""
+        """The sums in the order of the masters, times `loss_scale`; None for a master without a gradient."""
         return [self._sums.get(master) for master in self._masters]
 
     def take(self) -> list[Tensor | None]:
-        """`peek`, and the accumulator is empty afterwards."""
+        """Return `peek()` and clear the sums."""
         sums = self.peek()
         self._sums = {}
         return sums
 
     @torch.no_grad()
     def deliver(self) -> None:
-        """Put the sums into `.grad` of the masters, without the loss scale; the accumulator is empty afterwards."""
+        """Move the sums, divided by the loss scale, to `.grad` of the masters."""
         totals = self.take()
         if self.loss_scale != 1.0 and (scaled := [total for total in totals if total is not None]):
             torch._foreach_div_(scaled, self.loss_scale)
@@ -56,5 +58,5 @@ class GradientAccumulator:
             master.grad = total
 
     def clear(self) -> None:
-        """Drop what is there."""
+        """Drop the sums."""
         self._sums = {}

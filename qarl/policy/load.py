@@ -1,4 +1,4 @@
-"""From `model.path` to a Hugging Face model with float32 weights, and its tokenizer."""
+"""Load the model and the tokenizer of `model.path`."""
 
 from __future__ import annotations
 
@@ -12,71 +12,112 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import ModelConfig
+from qarl.config.architecture import Architecture
 from qarl.config.weights import EMBEDDING, HEAD, quantized_checkpoint, require_gguf, require_weights
 from qarl.errors import UserError
+from qarl.inputs.files import read_prefix, read_text
+from qarl.inputs.json import json_kind, read_json
 from qarl.inputs.paths import path_errors
 from qarl.inputs.tensors import StoredTensor, require_index, shown_names
 from qarl.policy.experts import take_apart
 from qarl.policy.foreign import foreign_errors, quiet_loading
-from qarl.policy.gguf import kept, write_model, write_tokenizer
-from qarl.policy.hub import ModelSource
-from qarl.policy.load_config import (
-    architecture_of,
-    ask_transformers,
-    gguf_file_of,
-    load_generation_config,
-    load_model_config,
-    locate,
-)
+from qarl.policy.load_config import load_architecture, load_generation_config, load_model_config
 from qarl.policy.modules import check_family
 from qarl.policy.skeleton import ATTENTION, check_rotary
-from qarl.policy.tokenizer import check_files, check_tokenizer
+from qarl.policy.source import ModelSource, from_pretrained, kept, locate
 
-_ROWS = 4096  # of an embedding, compared at a time
+_ROWS = 4096  # rows of an embedding that are compared at a time
+_JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+_TEXT_FILES = ("chat_template.jinja", "merges.txt")
+_LARGE_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # their readers check the content
+_GGUF_MARKS = ("quantization_config", "_is_quantized", "quantization_method", "is_quantized", "hf_quantizer")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to the model.
+    """Load the model's tokenizer.
 
-    Raises UserError with the reason if there is none, it does not work, or it has tokens that the model lacks.
+    Raises UserError if there is none, it does not work, or it has tokens that the model lacks.
     """
+
+    def read(source: ModelSource) -> PreTrainedTokenizerBase:
+        return from_pretrained(config, "tokenizer", AutoTokenizer.from_pretrained, source)
+
     source = locate(config)
-    architecture = architecture_of(config, source, "tokenizer")
+    architecture = load_architecture(config, "tokenizer")
     if source.gguf_file is None:
         with path_errors(f"model.path: '{config.path}'"):
-            check_files(Path(source.name))
-    held = kept(source, "tokenizer", lambda: _read_tokenizer(config, source), write_tokenizer)
-    tokenizer = _read_tokenizer(config, held)
+            _check_tokenizer_files(Path(source.name))
+    tokenizer = read(kept(source, "tokenizer", lambda: read(source)))
     tokenizer.name_or_path = source.name
     with quiet_loading():
-        check_tokenizer(tokenizer, f"model.path: cannot use the tokenizer of '{config.path}'", architecture)
+        _check_tokenizer(tokenizer, f"model.path: cannot use the tokenizer of '{config.path}'", architecture)
     return tokenizer
 
 
 def saved_tokenizer_class(config: ModelConfig) -> str | None:
-    """`tokenizer_class` of the model's tokenizer_config.json; None if it has no such file or entry."""
+    """`tokenizer_class` of the model's tokenizer_config.json, if the file has it."""
     path = locate(config).file("tokenizer_config.json")
     name = None if path is None else json.loads(path.read_bytes()).get("tokenizer_class")
     return name if isinstance(name, str) else None
 
 
-def _read_tokenizer(config: ModelConfig, source: ModelSource) -> PreTrainedTokenizerBase:
-    return ask_transformers(config, "tokenizer", AutoTokenizer.from_pretrained, source)
+def _check_tokenizer_files(directory: Path) -> None:
+    """Raise UserError for a damaged file. transformers ignores some of them, and with them the chat template or the
+    token that ends a response."""
+    for name in (*_JSON_FILES, *_TEXT_FILES, *_LARGE_FILES):
+        path = directory / name
+        if not path.exists() and not path.is_symlink():
+            continue
+        if name in _JSON_FILES:
+            # transformers writes an unlimited length as an integer of 31 digits.
+            if not isinstance(value := read_json(path, big_integers=True, nonfinite=True), dict):
+                raise UserError(f"{path}: holds {json_kind(value)}, expected an object; restore it")
+        elif name in _TEXT_FILES:
+            read_text(path)
+        else:
+            read_prefix(path, 1)
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, place: str, architecture: Architecture | None) -> None:
+    """Raise UserError for a tokenizer that does not work, or has tokens that the model lacks."""
+    with foreign_errors(place):
+        vocabulary = tokenizer.get_vocab()
+        tokenizer("A word.", verbose=False)
+        end = tokenizer.eos_token_id
+    if not vocabulary:
+        raise UserError(f"{place}: it has no tokens; restore its files")
+    templates = tokenizer.chat_template
+    templates = list(templates.values()) if isinstance(templates, Mapping) else [templates]
+    if not all(template is None or isinstance(template, str) for template in templates):
+        raise UserError(f"{place}: its chat_template is {str(templates[0])[:60]}, expected text; restore it")
+    if end is not None and not isinstance(end, int):
+        raise UserError(f"{place}: its eos_token is {str(tokenizer.eos_token)[:60]}, expected one token; restore it")
+    if architecture is None:
+        return
+    # Added tokens may lie outside of the model: transformers adds some itself, and only text that spells them has them.
+    own = vocabulary.keys() - tokenizer.get_added_vocab().keys() | {tokenizer.bos_token, tokenizer.eos_token}
+    token = max(own & vocabulary.keys(), key=lambda token: vocabulary[token], default=None)
+    if token is not None and vocabulary[token] >= architecture.vocab_size:
+        raise UserError(
+            f"{place}: it gives {token!r} the id {vocabulary[token]:,}, and the model has "
+            f"{architecture.vocab_size:,} tokens; use the model's own tokenizer"
+        )
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
-    """The causal LM with float32 weights on the CPU, in eval mode. GGUF files are dequantized.
+    """Load the causal LM with float32 weights on the CPU, in eval mode. GGUF files are dequantized.
 
-    Raises UserError when there is no model, it cannot be read, its weights are not those of its configuration (which
-    names them), or it is a quantized checkpoint.
+    Raises:
+        UserError: The model is missing or unreadable, its tensors are not those that its configuration needs (the
+            message names them), or it is a quantized checkpoint.
     """
     source = locate(config)
     model_config = load_model_config(config)
     own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
     if not own_code:
         model_weights(config)
-    generation = load_generation_config(config)  # transformers passes over a damaged one
-    model = _read_model(config, _kept_model(config, source))
+    generation = load_generation_config(config)  # before transformers, which ignores a damaged one
+    model = _read_model(config, _converted(config, source))
     model.name_or_path = model.config.name_or_path = source.name
     if not own_code:
         check_rotary(model)
@@ -86,51 +127,28 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def _read_model(config: ModelConfig, source: ModelSource) -> PreTrainedModel:
-    with path_errors(f"model.path: '{config.path}'"):
-        require_index(Path(source.name))
-    model, info = ask_transformers(
-        config,
-        "model",
-        AutoModelForCausalLM.from_pretrained,
-        source,
-        dtype=torch.float32,
-        output_loading_info=True,
-        attn_implementation=ATTENTION,
-    )
-    if source.gguf_file is not None:
-        with quiet_loading():
-            model = _plain(model)
-    _require_loaded(config, info)
-    return model
-
-
-def _kept_model(config: ModelConfig, source: ModelSource) -> ModelSource:
-    """Where the weights are read from; see `kept`. The names and shapes in a GGUF file have been proved."""
-    if source.gguf_file is None:
-        return source
-    architecture = architecture_of(config, source, "model")
-    size = 4 * architecture.parameters if architecture is not None else 0
-    return kept(source, "model", lambda: _read_model(config, source), write_model, size)
-
-
 def model_weights(config: ModelConfig) -> dict[str, StoredTensor] | None:
-    """The safetensors files' tensors of an unquantized model, proved to be those of its configuration: a GGUF file's
-    those that it was converted to, and None where its conversion cannot be kept.
+    """Find every parameter of an unquantized model in its safetensors files, or in those of a converted GGUF file.
 
-    Raises UserError as `load_model` does. Reads headers, and the values of an output layer that should be tied.
+    Reads only headers, and the values of an output layer that should be tied.
+
+    Returns:
+        Stored tensors by parameter name. None for a GGUF file whose conversion cannot be kept.
+
+    Raises:
+        UserError: As `load_model`.
     """
     source = locate(config)
-    model_config, architecture = load_model_config(config), architecture_of(config, source, "model")
+    model_config, architecture = load_model_config(config), load_architecture(config, "model")
     check_family(model_config)
     assert architecture is not None, f"{model_config.model_type} can be run and has no list of its tensors"
     if source.gguf_file is not None:
-        require_gguf(gguf_file_of(source), architecture)
-        source = _kept_model(config, source)
+        require_gguf(source.gguf_path(), architecture)
+        source = _converted(config, source)
         return None if source.gguf_file is not None else require_weights(Path(source.name), architecture)
     if getattr(model_config, "quantization_config", None) is not None:
         raise UserError(quantized_checkpoint(config))
-    with foreign_errors(f"model.path: cannot load the model of '{config.path}'"):  # of huggingface_hub
+    with foreign_errors(f"model.path: cannot load the model of '{config.path}'"):
         directory = source.directory()
     with path_errors(f"model.path: '{config.path}'"):
         found = require_weights(directory, architecture)
@@ -140,7 +158,7 @@ def model_weights(config: ModelConfig) -> dict[str, StoredTensor] | None:
 
 
 def require_tied(embedding: StoredTensor, head: StoredTensor) -> None:
-    """Raise UserError unless the two have the same values: transformers would untie them, and say nothing."""
+    """Raise UserError if the values differ: transformers would untie the two without a word."""
     with (
         foreign_errors(f"{head.file}: cannot be read"),
         safe_open(embedding.file, framework="pt") as one,
@@ -158,29 +176,34 @@ def require_tied(embedding: StoredTensor, head: StoredTensor) -> None:
         )
 
 
-def _require_loaded(config: ModelConfig, info: Mapping[str, Any]) -> None:
-    """The second wall: what transformers itself says of the names, after the mapping of a GGUF file's."""
+def _converted(config: ModelConfig, source: ModelSource) -> ModelSource:
+    """Where weights are read from: the source itself, or for a GGUF file its conversion."""
+    if source.gguf_file is None:
+        return source
+    architecture = load_architecture(config, "model")
+    size = 4 * architecture.parameters if architecture is not None else 0
+    return kept(source, "model", lambda: _read_model(config, source), size)
+
+
+def _read_model(config: ModelConfig, source: ModelSource) -> PreTrainedModel:
+    place = f"model.path: '{config.path}'"
+    with path_errors(place):
+        require_index(Path(source.name))
+    more = {"dtype": torch.float32, "output_loading_info": True, "attn_implementation": ATTENTION}
+    model, info = from_pretrained(config, "model", AutoModelForCausalLM.from_pretrained, source, **more)
+    if source.gguf_file is not None:
+        for name in _GGUF_MARKS:  # the weights were dequantized, but the model still counts as quantized
+            vars(model).pop(name, None)
+            vars(model.config).pop(name, None)
+    _require_loaded(place, info)
+    return model
+
+
+def _require_loaded(place: str, info: Mapping[str, Any]) -> None:
+    """Raise UserError if transformers missed or ignored weights. This also checks its mapping of a GGUF file's names."""
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[key])):
-            what = key.removesuffix("_keys")
             raise UserError(
-                f"model.path: '{config.path}': {len(names):,} weights are {what} ({shown_names(names)}); "
+                f"{place}: {len(names):,} weights are {key.removesuffix('_keys')} ({shown_names(names)}); "
                 "restore the model's own files"
             )
-
-
-def _plain(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in a model that does not count as quantized: GGUF loading leaves that mark behind."""
-    model_config = type(model.config).from_dict(
-        {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
-    )
-    with torch.device("meta"):
-        plain = type(model)(model_config)
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.tie_weights()
-    for (name, buffer), (_, source) in zip(plain.named_buffers(), model.named_buffers(), strict=True):
-        if buffer.is_meta:  # rotary frequencies are not in the state dict
-            owner, _, leaf = name.rpartition(".")
-            setattr(plain.get_submodule(owner), leaf, source)
-    plain.generation_config = model.generation_config
-    return plain

@@ -1,4 +1,4 @@
-"""One rank's rows of a model's weights: no rank holds all of them where the files can be read in parts."""
+"""Load the rows of a model's weights that one rank holds, without the whole model in memory if its files allow it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from qarl.distributed.rows import RowPlan
 from qarl.inputs.tensors import StoredTensor
 from qarl.policy.foreign import foreign_errors
 from qarl.policy.load import load_model, model_weights
-from qarl.policy.load_config import locate
+from qarl.policy.source import locate
 
 T = TypeVar("T")
 
 
 def load_rows(config: ModelConfig, plan: RowPlan, ranks: Ranks) -> dict[str, Tensor]:
-    """This rank's rows of every master by name, as `plan` cuts them: float32, on the CPU, what `load_model` gives.
+    """Load this rank's rows of every master: float32, on the CPU, with the values of `load_model`. A collective.
 
-    Safetensors files are read row by row, a GGUF file's too once it is converted. Where the conversion cannot be kept,
-    and of a model with code of its own, one rank after the other loads the whole. Raises UserError as `load_model`.
+    Safetensors files and converted GGUF files are read row by row. A GGUF file that cannot be converted and a model
+    with its own code are loaded whole, by one rank after the other. Raises UserError as `load_model` does.
     """
     files = row_files(config, ranks)
     if files is None:
-        return in_turn(ranks, lambda: _of_whole_model(config, plan, ranks.rank))
-    return _of_files(files, plan, ranks.rank)
+        return in_turn(ranks, lambda: _rows_of_model(config, plan, ranks.rank))
+    return _rows_of_files(files, plan, ranks.rank)
 
 
 def row_files(config: ModelConfig, ranks: Ranks) -> dict[str, StoredTensor] | None:
-    """The safetensors files from which a rank can read single tensors; None if it has to load the whole model.
+    """The files from which single tensors can be read; None if the whole model must be loaded.
 
     A collective for GGUF models: the first rank converts the file.
     """
@@ -45,40 +45,35 @@ def row_files(config: ModelConfig, ranks: Ranks) -> dict[str, StoredTensor] | No
 
 
 def in_turn(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What `work` returns, which one rank after the other does."""
+    """Call `work` on one rank after the other. A collective; an error of one rank is raised on all."""
     found: list[T] = []
     fault: Exception | None = None
     for rank in range(ranks.count):
         if rank == ranks.rank:
             try:
                 found.append(work())
-            except Exception as error:  # the others would wait for this rank's turn to end
+            except Exception as error:  # raised below: the other ranks wait at the barrier
                 fault = error
         ranks.barrier()
     ranks.agree(fault)
     return found[0]
 
 
-def _of_whole_model(config: ModelConfig, plan: RowPlan, rank: int) -> dict[str, Tensor]:
+def _rows_of_model(config: ModelConfig, plan: RowPlan, rank: int) -> dict[str, Tensor]:
     named = dict(load_model(config).named_parameters())
-    return {name: _rows(named[name].detach(), plan.cut(name)[rank]).clone() for name in plan.shapes}
+    return {name: named[name].detach()[_slice(plan.cut(name)[rank])].clone() for name in plan.shapes}
 
 
-def _of_files(files: dict[str, StoredTensor], plan: RowPlan, rank: int) -> dict[str, Tensor]:
-    rows: dict[str, Tensor] = {}
-    for file in sorted({files[name].file for name in plan.shapes}):
+def _rows_of_files(files: dict[str, StoredTensor], plan: RowPlan, rank: int) -> dict[str, Tensor]:
+    # safetensors rejects an empty range
+    rows = {name: torch.empty(0, *shape[1:]) for name, shape in plan.shapes.items()}
+    for file in sorted({files[name].file for name in rows}):
         with foreign_errors(f"{file}: cannot be read"), safe_open(file, framework="pt") as opened:
-            for name in plan.shapes:
-                if files[name].file == file:
-                    own = plan.cut(name)[rank]
-                    # An empty range is none of the library's.
-                    rows[name] = (
-                        _rows(opened.get_slice(name), own).float()
-                        if own
-                        else torch.empty(0, *plan.shapes[name][1:], dtype=torch.float32)
-                    )
-    return {name: rows[name] for name in plan.shapes}
+            for name in rows:
+                if files[name].file == file and (own := plan.cut(name)[rank]):
+                    rows[name] = opened.get_slice(name)[_slice(own)].float()
+    return rows
 
 
-def _rows(tensor: Tensor, rows: range) -> Tensor:
-    return tensor[rows.start : rows.stop]
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)

@@ -1,12 +1,13 @@
-"""A model's modules without its weights: for walking its parameters, and for policies that live on a snapshot alone."""
+"""A model's modules without weights, and parameters whose values are held elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from qarl_formats.scheme import Scheme, check_shape, is_ignored
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qarl.errors import UserError
@@ -14,13 +15,13 @@ from qarl.policy.experts import take_apart
 from qarl.policy.foreign import foreign_errors
 from qarl.policy.modules import HFModule, check_family
 
-ATTENTION = "sdpa"  # until qarl's own takes its place; a config.json may name a kernel to download and run
+ATTENTION = "sdpa"  # until qarl's own replaces it; a config.json may name a kernel to download and run
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The causal LM of `config` in eval mode, parameters on the meta device; norms and rotary tables are real.
+    """Build the causal LM of `config` in eval mode with meta parameters; norms and rotary tables are real.
 
-    Raises UserError for a family that the policy does not support, and for a configuration that makes no model.
+    Raises UserError for an unsupported family, or if the configuration is invalid.
     """
     check_family(config)
     with foreign_errors("model.path: its configuration makes no model"):
@@ -41,7 +42,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def check_rotary(model: PreTrainedModel) -> None:
-    """Raise UserError for rotary embeddings whose frequencies are no numbers, or do not turn the whole of a head."""
+    """Raise UserError if rotary frequencies are not finite or do not rotate whole heads."""
     head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
     for name, module in model.named_modules():
         if name.rpartition(".")[2] != "rotary_emb":
@@ -54,15 +55,20 @@ def check_rotary(model: PreTrainedModel) -> None:
             )
 
 
+def linear_names(model: nn.Module) -> list[str]:
+    """The Linear layers that a scheme may quantize: all except the output layer."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+
+
 def schemes_of(model: nn.Module, scheme: Scheme, ignore: list[str]) -> Callable[[str], Scheme | None]:
-    """What a parameter is quantized in, by its name; None: not at all. model: a skeleton will do."""
+    """Return a function from a parameter's name to its scheme, None if it is not quantized."""
     modules = {name for name in linear_names(model) if scheme.quantized and not is_ignored(name, ignore)}
     quantized = {f"{name}.weight" for name in modules}
     return lambda name: scheme if name in quantized else None
 
 
 def check_shapes(model: nn.Module, scheme: Scheme, ignore: list[str]) -> None:
-    """Raise UserError for a Linear layer that the scheme cannot quantize. model: a skeleton will do."""
+    """Raise UserError for a Linear layer that the scheme cannot quantize."""
     for name in linear_names(model):
         module: HFModule = model.get_submodule(name)
         if not is_ignored(name, ignore):
@@ -72,6 +78,28 @@ def check_shapes(model: nn.Module, scheme: Scheme, ignore: list[str]) -> None:
                 raise UserError(f"quant.group_size: {error}") from error
 
 
-def linear_names(model: nn.Module) -> list[str]:
-    """The Linear layers of a Hugging Face model that a scheme may quantize: all but the output layer."""
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+def placeholder(shape: Sequence[int], device: torch.device) -> Tensor:
+    """A float32 tensor of full shape over one element of memory: NaN, so that nobody reads it unnoticed.
+
+    A policy whose masters are held elsewhere has these as parameters. A forward reads quantized weights and never a
+    master; autograd needs the shape alone. A meta tensor would not do: its gradient would be on the meta device.
+    """
+    return torch.full((1,), math.nan, device=device).expand(tuple(shape))
+
+
+def drop_values(masters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Turn parameters into placeholders that take gradients."""
+    for master in masters:
+        master.data = placeholder(master.shape, device)
+        master.requires_grad_(True)
+
+
+def replace_meta(model: nn.Module, device: torch.device) -> None:
+    """Replace a skeleton's meta parameters by placeholders. Tied parameters stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tensor hashes by identity
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(placeholder(parameter.shape, device))
+                setattr(module, leaf, made[parameter])

@@ -25,8 +25,9 @@ from qarl.objectives.custom import Custom
 from qarl.policy.fingerprints import digest_of, model_digests, model_files
 from qarl.policy.foreign import foreign_errors
 from qarl.policy.load import load_model
-from qarl.policy.load_config import gguf_file_of, load_generation_config, load_model_config, locate
+from qarl.policy.load_config import load_generation_config, load_model_config
 from qarl.policy.load_rows import in_turn, row_files
+from qarl.policy.source import locate
 from qarl.rewards.fingerprint import reward_fingerprint
 from qarl.storage.input_files import input_name
 from qarl.storage.saved_state import Inputs
@@ -149,7 +150,7 @@ def _weight_files(config: ModelConfig, files: Mapping[str, StoredTensor] | None)
         if files is not None:
             return sorted({stored.file for stored in files.values()})
         if source.gguf_file is not None:
-            return [gguf_file_of(source)]
+            return [source.gguf_path()]
         return [path for path in source.directory().iterdir() if path.is_file()]
 
 

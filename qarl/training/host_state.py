@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from qarl.policy.handles import empty
+from qarl.policy.skeleton import drop_values
 
 ARENA_BYTES = 2**33
 ALIGNED = 64  # elements: vectors of the kernels and lines of the bus
@@ -41,8 +41,8 @@ class Passing:
 class HostState:
     """float32 tensors of the parameters' shapes: `moments` for each, and with `masters` its values too.
 
-    members: float32 parameters of one device, contiguous; with `masters` they become handles (`qarl.policy.handles`),
-    and `values` has what they were. On a CPU, as in tests, loads pass one after the other.
+    members: float32 parameters of one device, contiguous; with `masters` they become placeholders
+    (`qarl.policy.skeleton`), and `values` has their values. On a CPU, as in tests, loads pass one after the other.
     """
 
     def __init__(self, members: Sequence[Parameter], moments: int, masters: bool) -> None:
@@ -57,7 +57,7 @@ class HostState:
             self.moments[parameter] = tuple(next(tensors) for _ in range(moments))
             if masters:
                 self.values[parameter] = next(tensors).copy_(parameter.detach())
-                empty([parameter], self.device)
+                drop_values([parameter], self.device)
         self._streams = [torch.cuda.Stream(self.device) for _ in range(2)] if pinned else []
 
     def of(self, parameter: Parameter) -> tuple[Tensor, ...]:

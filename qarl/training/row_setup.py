@@ -17,11 +17,11 @@ from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.inference.masters import plain_config
 from qarl.policy.device import DTYPES, use_kernels
-from qarl.policy.handles import stand_in
-from qarl.policy.load_config import load_generation_config, load_model_config, locate
+from qarl.policy.load_config import load_generation_config, load_model_config
 from qarl.policy.load_rows import load_rows
 from qarl.policy.policy import Policy
-from qarl.policy.skeleton import check_shapes, schemes_of, skeleton
+from qarl.policy.skeleton import check_shapes, replace_meta, schemes_of, skeleton
+from qarl.policy.source import locate
 from qarl.training.optim import round_masters
 from qarl.training.row_updates import RowUpdates, rounded_values
 
@@ -80,7 +80,7 @@ def policy_of_rows(
     exchange: Exchange,
     count: int,
 ) -> tuple[Policy, dict[str, Tensor], RowPlan]:
-    """(a policy whose masters are handles, the rows of them on the device, how they are cut).
+    """(a policy whose masters are placeholders, the rows of them on the device, how they are cut).
 
     model, read: of `from_rows`. count: of parts.
     """
@@ -93,7 +93,7 @@ def policy_of_rows(
     rows = _placed(rows, plan, device)
     kernels = use_kernels(config.quant, scheme, dtype, device)
     snapshot = gather_codes(rows, plan, exchange, of, dtype, 0, kernels)
-    stand_in(model, device)
+    replace_meta(model, device)
     learner_dtype = DTYPES[config.learner_dtype]
     aligned = config.quant.learner == "aligned"
     values = None if aligned else rounded_values(rows, plan, exchange, learner_dtype)

@@ -25,8 +25,8 @@ IN_FLIGHT = 2  # groups whose sums are under way, and whose gradients are whole
 class Rounds(ABC):
     """Gradients of one micro-batch after the other, sent on in the order in which a backward completes them.
 
-    policy: its masters may be handles; their `.grad` is used in a `round` alone. blocks: names of all masters, those
-    together whose gradients are sent as one, under one another.
+    policy: its masters may be placeholders; their `.grad` is used in a `round` alone. blocks: names of all masters,
+    those together whose gradients are sent as one, under one another.
     """
 
     def __init__(self, policy: Policy, blocks: Iterable[Block]) -> None:

@@ -19,8 +19,8 @@ from qarl.distributed.exchange import Exchange
 from qarl.distributed.gathers import Gathers, own_rows
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan
-from qarl.policy.handles import empty
 from qarl.policy.policy import Policy
+from qarl.policy.skeleton import drop_values
 from qarl.storage.pieces import Piece
 from qarl.training.offload import HostValues
 from qarl.training.offload_muon import OffloadedRowMuon
@@ -32,7 +32,7 @@ from qarl.training.updates import Updates
 
 class RowUpdates(Updates):
     """rows: this rank's of each master by name, as `plan` cuts them, float32 on the policy's device; they become the
-    masters, in place. The policy's own parameters become handles without values (`qarl.policy.handles`).
+    masters, in place. The policy's own parameters become placeholders (`qarl.policy.skeleton`).
 
     A step has the bits of one process that adds the same parts up in the same order: over rounds, in each over ranks.
     """
@@ -49,7 +49,7 @@ class RowUpdates(Updates):
         self.policy, self.plan, self.exchange, self.ranks, self.config = policy, plan, exchange, ranks, config
         named = dict(policy.named_parameters())
         self.shards = {name: nn.Parameter(rows[name].detach()) for name in named}
-        empty(named.values(), policy.device)
+        drop_values(named.values(), policy.device)
         self._sums = RowSums(policy, plan, exchange)
         # A rank may have no rows of a small master; then it has no state of it either.
         self._held = {name: shard for name, shard in self.shards.items() if shard.numel()}

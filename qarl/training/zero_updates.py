@@ -22,9 +22,9 @@ from qarl.distributed.ranks import Alone, Ranks
 from qarl.distributed.rows import Block, RowPlan
 from qarl.policy.device import DTYPES
 from qarl.policy.gradients import GradientAccumulator
-from qarl.policy.handles import empty
 from qarl.policy.load_rows import in_turn, load_rows
 from qarl.policy.policy import Policy
+from qarl.policy.skeleton import drop_values
 from qarl.storage.pieces import Piece
 from qarl.training.optim import round_masters
 from qarl.training.row_setup import bare_model, plan_of, policy_of_rows
@@ -55,7 +55,7 @@ def build_zero(
 
 class ZeroUpdates(Updates):
     """masters: all of them, whole, float32 on the policy's device; taken out of it, DeepSpeed's from now on. The
-    policy's own parameters become handles without values (`qarl.policy.handles`).
+    policy's own parameters become placeholders (`qarl.policy.skeleton`).
 
     Stages 0 and 1 add a rank's micro-batches up first, and then the ranks; stages 2 and 3 the ranks of each round.
     """
@@ -66,7 +66,7 @@ class ZeroUpdates(Updates):
         self.policy, self.ranks, self.config = policy, ranks, config
         named = dict(policy.named_parameters())
         shapes = {name: tuple(master.shape) for name, master in named.items()}
-        empty(named.values(), policy.device)
+        drop_values(named.values(), policy.device)
         self.plan = plan_of(shapes, policy.scheme_of, 1)
         own = {name: nn.Parameter(masters.pop(name).detach()) for name in named}
         given = deepspeed_keys(config.distributed.config)

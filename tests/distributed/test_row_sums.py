@@ -13,9 +13,9 @@ from torch import Tensor
 
 from qarl.distributed.exchange import AloneExchange, Pending
 from qarl.policy.gradients import GradientAccumulator
-from qarl.policy.handles import empty
 from qarl.policy.linear import gradient_of
 from qarl.policy.policy import Policy
+from qarl.policy.skeleton import drop_values
 from qarl.training.row_setup import plan_of
 from qarl.training.row_sums import RowSums, backward_order
 
@@ -71,7 +71,7 @@ def test_rounds_have_the_bits_of_backwards_added_up(tiny_model, monkeypatch, fam
         accumulator.backward(loss_of(policy))
         one = dict(zip(named, accumulator.take(), strict=True))
         expected = {name: expected[name] + gradient for name, gradient in one.items()} if expected else one
-    empty(named.values(), DEVICE)
+    drop_values(named.values(), DEVICE)
     exchange = Watched(policy)
     plan = plan_of({name: master.shape for name, master in named.items()}, policy.scheme_of, 1)
     sums = RowSums(policy, plan, exchange)
@@ -112,7 +112,7 @@ class Accumulated:
 
 def test_what_experts_add_their_gradients_to_is_sent_as_it_is(tiny_model) -> None:
     policy = make_policy(tiny_model("mixtral"), "w4a16", torch.bfloat16, 32, DEVICE, kernels="reference")
-    empty(dict(policy.named_parameters()).values(), DEVICE)
+    drop_values(dict(policy.named_parameters()).values(), DEVICE)
     plan = plan_of({name: master.shape for name, master in policy.named_parameters()}, policy.scheme_of, 1)
     sent: dict[tuple[str, ...], Tensor] = {}
 

@@ -16,7 +16,7 @@ from qarl.config.weights import check_weights
 from qarl.errors import UserError
 from qarl.policy.foreign import DOCUMENTS, foreign_errors
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.policy.load_config import ask_transformers, locate
+from qarl.policy.source import from_pretrained, locate
 
 BARE = re.compile(r"(Key|Type|Attribute|Index)Error: |: '[^' ]*'$")  # a reason that is no sentence
 
@@ -46,7 +46,7 @@ def test_a_key_error_about_a_value_of_a_file_names_file_field_and_fix(tiny_model
 
     config = edited(tiny_model("llama"), tmp_path, name, change)
     with pytest.raises(UserError) as caught:
-        ask_transformers(config, "config", loader, locate(config))
+        from_pretrained(config, "config", loader, locate(config))
     assert f'{name}: {".".join(keys)} = "{value}", which ' in str(caught.value)
     assert str(caught.value).endswith("does not know; correct it, or restore the file") and not BARE.search(str(caught))
 

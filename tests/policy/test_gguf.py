@@ -55,14 +55,14 @@ def without_keeping(monkeypatch) -> None:
 
 
 def parse_forbidden(monkeypatch) -> None:
-    real = load_config.ask_transformers
+    real = load_config.from_pretrained
 
     def ask(config, what, loader, source, **options):
         assert source.gguf_file is None, "the GGUF file was parsed"
         return real(config, what, loader, source, **options)
 
     for module in (load, load_config):
-        monkeypatch.setattr(module, "ask_transformers", ask)
+        monkeypatch.setattr(module, "from_pretrained", ask)
 
 
 def same_models(one: PreTrainedModel, other: PreTrainedModel) -> None:

@@ -15,7 +15,8 @@ from qarl_kernels.logprob import Truncation
 from qarl.config import ModelConfig
 from qarl.errors import UserError
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.policy.load_config import load_model_config, locate
+from qarl.policy.load_config import load_model_config
+from qarl.policy.source import locate
 
 
 @pytest.fixture
