@@ -233,10 +233,11 @@ def main() -> int:
     parser.add_argument("--against", type=Path, help="file of --save to compare with")
     parser.add_argument("--save", type=Path, help="write the digests of the checkout here")
     parser.add_argument("--quick", action="store_true", help="a few cases, in two minutes")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="cases by name, such as 'scheme/*'")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases by name: scheme/* moe/fp8")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override for all cases")
     options = parser.parse_args()
-    names = [name for name in fnmatch.filter(CASES, options.only) if CASES[name].quick or not options.quick]
+    chosen = {name for pattern in options.only for name in fnmatch.filter(CASES, pattern)}
+    names = [name for name, case in CASES.items() if name in chosen and (case.quick or not options.quick)]
     with tempfile.TemporaryDirectory(prefix="same-bits-") as folder:
         (Path(folder) / "models").mkdir()
         kept = json.loads(options.against.read_text()) if options.against else None

@@ -40,9 +40,10 @@ FAMILIES = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "o
 KERNELS = ("bf16", "w4a16", "w4a16_asymmetric", "w4a8", "w8a8", "fp8", "fp8_block", "nvfp4a16")
 QUICK = {"bf16", "w4a16", "fp8", "tbpo", "gspo", "reinforce", "qwen3_moe"}
 MISMATCH = "quant.learner=full_precision"  # so that no ratio is 1
-QUICKSTART = "train.steps=2 train.prompts_per_step=4 train.minibatch_size=8 rollout.n=4 evaluation.samples=1"
+QUICKSTART = "train.steps=2 train.prompts_per_step=4 objective.advantage=reinforce evaluation.samples=1"
 SMALL = "train.prompts_per_step=1 train.minibatch_size=4 train.steps=1 objective.name=reinforce train.seed=1"
 VLLM = "rollout.engine=vllm rollout.max_num_seqs=4 rollout.kv_cache_tokens=4096"
+FAST = "rollout.numerics=fast rollout.linear_kernels=qarl"  # vLLM's int4 products need AVX-512 on a CPU
 DEEPSPEED = "distributed.engine=deepspeed"
 EVERY = " ".join(f"diagnostics.{key}_every=1" for key in ("shadow", "deployed", "crossings", "gradients"))
 
@@ -54,7 +55,7 @@ CASES: dict[str, Case] = {
     "objective/custom": Case(f"{MISMATCH} objective.name=custom objective.path={CUSTOM}:cispo"),
     **{f"family/{name}": Case(model=name, quick=name in QUICK, export=True) for name in FAMILIES},
     "correction/tis": Case(f"{MISMATCH} correction.preset=tis"),
-    "correction/geo_rs_token_tis": Case(f"{MISMATCH} correction.preset=geo_rs_token_tis"),
+    "correction/icepop": Case(f"{MISMATCH} correction.preset=icepop"),
     "correction/bypass_k3_rs": Case(f"{MISMATCH} correction.preset=bypass_k3_rs"),
     "learner/fake_quant": Case("quant.learner=fake_quant"),
     "learner/full_precision": Case("quant.learner=full_precision"),
@@ -93,8 +94,8 @@ CASES: dict[str, Case] = {
     "kernels/moe_fp8": Case(f"{SMALL} {SCHEMES['fp8']}", "qwen2_moe 1", interpreted=True),
     "kernels/kv_cache_fp8": Case(f"{SMALL} quant.kv_cache_dtype=fp8", "qwen2 1", interpreted=True),
     "quickstart": Case(QUICKSTART, "configs/quickstart.yaml"),
-    "vllm/fast": Case(f"{VLLM} rollout.numerics=fast"),
-    "vllm/fast_delta": Case(f"{VLLM} rollout.numerics=fast rollout.vllm.process=inline rollout.vllm.publish=delta"),
+    "vllm/fast": Case(f"{VLLM} {FAST}", "qwen3"),
+    "vllm/fast_delta": Case(f"{VLLM} {FAST} rollout.vllm.process=inline rollout.vllm.publish=delta", "qwen3"),
     "vllm/exact": Case(f"{VLLM} rollout.numerics=exact rollout.vllm.process=inline", "qwen3"),
 }
 

@@ -200,7 +200,7 @@ def _read_model(config: ModelConfig, source: ModelSource) -> PreTrainedModel:
 
 
 def _require_loaded(place: str, info: Mapping[str, Any]) -> None:
-    """Raise UserError if transformers missed or ignored weights. This also checks its mapping of a GGUF file's names."""
+    """Raise UserError if transformers missed or ignored weights. Also checks its mapping of a GGUF file's names."""
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[key])):
             raise UserError(

@@ -1,8 +1,8 @@
 """Where the files of `model.path` are: in a directory, in the hub's cache, or converted from a GGUF file.
 
-transformers needs tens of seconds for a GGUF file: it indexes the vocabulary in Python, once for the configuration, once
-for the tokenizer and once for the weights. So each part is converted once to transformers' own format, with float32
-weights, and kept (`qarl.storage.conversions`).
+transformers needs tens of seconds for a GGUF file: it indexes the vocabulary in Python for each of configuration,
+tokenizer and weights. So each part is converted once to transformers' own format, with float32 weights, and kept
+(`qarl.storage.conversions`).
 """
 
 from __future__ import annotations
