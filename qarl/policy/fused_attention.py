@@ -1,15 +1,13 @@
-"""Attention of a packed batch on a GPU: of the learner, over its own keys; of the sampler, over its paged KV cache.
+"""Attention of a packed batch on a GPU: the learner's, over its own keys, and the sampler's, over its paged KV cache.
 
-All give a row the same bits: keys are walked in blocks at fixed positions (`qarl_kernels.flash`). Each starts from the
-layer's product of queries, keys and values; the sampler's write keys and values where the cache has them, in the kernel
-that turns them.
+All give a row the same bits: keys are visited in blocks at fixed positions (`qarl_kernels.flash`). Each starts from the
+product of queries, keys and values. The sampler's kernel that rotates keys and values also writes them to the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -27,7 +25,7 @@ from qarl.policy.attention import Caches, Span, positions_of, slots_of
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """Of prompts, each followed by its continuations; see `PackedLayout`."""
+    """Prompts, each followed by its continuations; see `PackedLayout`."""
 
     layout: PackedLayout
 
@@ -38,11 +36,11 @@ class PackedAttention:
     def forward(
         self, qkv: Tensor, rotation: Rotation, layer: int, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        """qkv (T, (H + 2 H_kv) D), before the rotation -> out (T, H, D) and its log-sum-exp (H, T)."""
+        """qkv (T, (H + 2 H_kv) D), not rotated -> out (T, H, D) and its log-sum-exp (H, T)."""
         return attention_forward(*rotary_forward(qkv, rotation), self.layout, scale, window)
 
     def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
-        """What `forward` attends to of the batch's rows: (T, H_kv, D) each, for a trace."""
+        """The keys and values of the batch's rows that `forward` reads: (T, H_kv, D) each, for a trace."""
         return rotary_forward(qkv, rotation)[1:]
 
     def backward(
@@ -56,7 +54,7 @@ class PackedAttention:
         window: int | None,
         dv: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the turned queries and keys, of a forward's arguments and results; that of v goes into dv."""
+        """Gradients of the rotated queries and keys, from a forward's arguments and results; that of v fills dv."""
         q, k, v = rotary_forward(qkv, rotation)
         dq, dk, _ = attention_backward(grad, q, k, v, out, lse, self.layout, scale, window, dv=dv)
         return dq, dk
@@ -64,9 +62,9 @@ class PackedAttention:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Of spans of sequences over a KV cache: prefills, their chunks, and decodes.
+    """Spans of sequences over a KV cache: prefills, their chunks, and decodes.
 
-    positions: (T,) int64. slots: (T,) int64, page * PAGE + offset where each token's keys go; negative: nowhere.
+    positions: (T,) int64. slots: (T,) int64, page * PAGE + offset of each token's keys; negative: nowhere.
     """
 
     layout: PagedLayout
@@ -83,10 +81,14 @@ class PagedAttention:
         caches: Caches,
         slots: Tensor | None = None,
     ) -> PagedAttention:
-        """Of one span a sequence, one after the other in the batch; one copy to the device and no wait for it.
+        """One span per sequence, in the batch's order; one copy to the device, which is not waited for.
 
-        counts, positions: (S,) integers of the host, tokens of each span and the position of its first one.
-        page_table: (S, P) int32 on the device, pages of each sequence in order. slots: as above, if they are there.
+        Args:
+            counts: (S,) integers on the host, tokens of each span.
+            positions: (S,) integers on the host, position of each span's first token.
+            page_table: (S, P) int32 on the device, pages of each sequence in order.
+            caches: Per layer (k, v).
+            slots: See the class; None: they are computed.
         """
         counts, positions = counts.astype(np.int64), positions.astype(np.int64)
         rows = np.cumsum(counts) - counts
@@ -103,25 +105,30 @@ class PagedAttention:
     def forward(
         self, qkv: Tensor, rotation: Rotation, layer: int, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As of `PackedAttention`, over the layer's cache, which gets keys and values first; no log-sum-exp."""
+        """As `PackedAttention.forward`, over the layer's cache, after writing keys and values; no log-sum-exp."""
         keys, values = self.caches[layer]
         q = rotary_into_pages(qkv, rotation, keys, values, self.slots)
         return paged_attention(q, keys, values, self.layout, scale, window), None
 
     def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
-        """As of `PackedAttention`, read back from the cache after `forward`."""
+        """As `PackedAttention.keys_and_values`, read back from the cache after `forward`."""
         return _read(self.caches[layer], self.slots, qkv.dtype)
 
 
 @dataclass(frozen=True)
 class DecodeAttention:
-    """Of one token a sequence over a KV cache. Launches depend on shapes and max_length alone, and everything else is
-    on the device: a CUDA graph captures a forward, and replays it with what the tensors hold by then.
+    """One token per sequence over a KV cache.
 
-    positions: (S,) int64. slots: (S,) int64, page * PAGE + offset where each row's own key goes; negative: nowhere.
-    page_table: (S, P) int32, pages of each row's sequence in order; past its end they may be anything.
-    lengths: (S,) int32, keys that each row sees, its own among them; a row of 0 gives zeros.
-    max_length: no length is greater. caches: per layer (k, v), each (pages, H_kv, PAGE, D), any strides but D's.
+    Launches depend on shapes and max_length alone, and everything else is on the device: a CUDA graph captures a
+    forward, and replays it on what the tensors hold then.
+
+    Attributes:
+        positions: (S,) int64.
+        slots: (S,) int64, page * PAGE + offset of each row's own key; negative: nowhere.
+        page_table: (S, P) int32, pages of each row's sequence in order; entries past its end are not read.
+        lengths: (S,) int32, keys that each row sees, including its own; a row of 0 gives zeros.
+        max_length: Upper bound of the lengths.
+        caches: Per layer (k, v), each (pages, H_kv, PAGE, D), any strides but the last.
     """
 
     positions: Tensor
@@ -134,19 +141,19 @@ class DecodeAttention:
     def forward(
         self, qkv: Tensor, rotation: Rotation, layer: int, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As of `PagedAttention`."""
+        """As `PagedAttention.forward`."""
         keys, values = self.caches[layer]
         q = rotary_into_pages(qkv, rotation, keys, values, self.slots)
         where = self.page_table, self.lengths
         return decode_attention(q, keys, values, *where, scale, window, self.max_length), None
 
     def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
-        """As of `PackedAttention`, read back from the cache after `forward`."""
+        """As `PagedAttention.keys_and_values`."""
         return _read(self.caches[layer], self.slots, qkv.dtype)
 
 
 def _read(cache: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values in a layer's cache, which `dtype` holds exactly; those of a negative slot are no row's."""
+    """Keys and values in a layer's cache, which `dtype` holds exactly. Rows of negative slots mean nothing."""
     page, offset = slots // cache[0].shape[2], slots % cache[0].shape[2]
     keys, values = cache
     if keys.dtype == torch.float8_e4m3fn:
@@ -154,9 +161,6 @@ def _read(cache: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype) -> tu
         keys, values = (from_cache(part.view(torch.uint8)[page, :, offset].view(part.dtype)) for part in cache)
         return keys.to(dtype), values.to(dtype)
     return keys[page, :, offset], values[page, :, offset]
-
-
-FusedAttention: TypeAlias = PackedAttention | PagedAttention | DecodeAttention
 
 
 def packed_attention(groups: list[tuple[int, list[int]]], device: torch.device) -> PackedAttention:

@@ -152,33 +152,43 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class OutputGradient:
-    """The gradient dy (T, N) of a fused packed linear's output, from which the others are made.
+    """The gradient dy (R, N) of a fused packed linear's output, from which the others are made.
 
     backward: "bf16" multiplies 16-bit operands with float32 sums; "fp8" quantizes both operands of each product
-    (`qarl_kernels.fp8_backward`), dy once for both.
+    (`qarl_kernels.fp8_backward`), dy once for both. groups: of a product of experts, which has 16-bit products only.
     """
 
-    def __init__(self, linear: PackedLinear, weights: WeightSet, dy: Tensor, backward: Backward) -> None:
-        self.linear, self.parts, self.dy = linear, weights.linears[linear], dy
+    def __init__(
+        self, linear: PackedLinear, weights: WeightSet, dy: Tensor, backward: Backward, groups: Groups | None = None
+    ) -> None:
+        self.linear, self.parts, self.dy, self.groups = linear, weights.linears[linear], dy, groups
         self._fp8 = None
-        if backward == "fp8":
-            transposed = fp8_backward.transpose(*(self._fp8_codes() or (_dequantized(self.parts, dy.dtype),)))
+        if backward == "fp8" and groups is None:
+            codes = self.parts[0].weight.fp8_codes() if len(self.parts) == 1 else None
+            transposed = fp8_backward.transpose(*(codes or (self._values(),)))
             rows, columns = fp8_backward.quantize(dy, transposed.factor)
             assert rows is not None and columns is not None, "both were asked for"
             self._fp8 = transposed, rows, columns
 
     def of_input(self) -> Tensor:
-        """dx: (T, K) of dy's dtype."""
+        """dx: (R, K) of dy's dtype."""
+        if self.groups is not None:
+            return grouped_input_grad(self.dy, self._values().to(self.dy.dtype), self.groups)
         if self._fp8 is None:
-            return input_grad(self.dy, _dequantized(self.parts, self.dy.dtype))
+            return input_grad(self.dy, self._values())
         transposed, rows, _ = self._fp8
         return fp8_backward.input_grad_of(rows, transposed, self.dy.dtype)
 
-    def add_to_masters(self, x: Tensor) -> None:
-        """Add the gradients of weights and biases. x: (T, K) of dy's dtype, the values that the forward read."""
+    def add_to_masters(self, x: Tensor, gathered: bool = False) -> None:
+        """Add the gradients of weights and biases.
+
+        x: (R, K) of dy's dtype, the values that the forward read; of experts (T, K) if they were gathered.
+        """
         sums = gradient_of(self.linear.masters)
         for features, read in self._inputs(x):
-            if self._fp8 is None:
+            if self.groups is not None:
+                grouped_weight_grad(self.dy, read, self.groups, gathered, sums)
+            elif self._fp8 is None:
                 weight_grad(self.dy[:, features], read, into=sums[features])
             else:
                 columns = self._fp8[2]
@@ -189,32 +199,13 @@ class OutputGradient:
 
     def _inputs(self, x: Tensor) -> list[tuple[slice, Tensor]]:
         if not self.linear.dequantize_input:
-            return [(slice(0, self.dy.shape[1]), x)]
+            return [(slice(None), x)]
         return [(part.features, part.weight.rounded_input(x)) for part in self.parts]
 
-    def _fp8_codes(self) -> tuple[Tensor, Tensor] | None:
-        """e4m3 codes (N, K) and scales (N, 1), if the weight is such; see `Scheme.fp8_codes`."""
-        return self.parts[0].weight.fp8_codes() if len(self.parts) == 1 else None
-
-
-def input_grad_grouped(linear: PackedLinear, weights: WeightSet, dy: Tensor, groups: Groups) -> Tensor:
-    """dx (R, K) of a fused product of experts. dy: (R, N of one expert)."""
-    return grouped_input_grad(dy, _dequantized(weights.linears[linear], dy.dtype).to(dy.dtype), groups)
-
-
-def add_weight_grad_grouped(
-    linear: PackedLinear, weights: WeightSet, dy: Tensor, x: Tensor, groups: Groups, gathered: bool
-) -> None:
-    """Add dW of a fused product of experts to the masters. x: what it read, (T, K) if gathered, else (R, K)."""
-    (part,) = weights.linears[linear]
-    read = part.weight.rounded_input(x) if linear.dequantize_input else x
-    grouped_weight_grad(dy, read, groups, gathered, gradient_of(linear.masters))
-
-
-def _dequantized(parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-    """W_deq (N, K)."""
-    weights = [part.weight.values(dtype) for part in parts]
-    return weights[0] if len(weights) == 1 else torch.cat(weights)
+    def _values(self) -> Tensor:
+        """W_deq (N, K)."""
+        weights = [part.weight.values(self.dy.dtype) for part in self.parts]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 @torch.no_grad()

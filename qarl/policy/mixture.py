@@ -30,7 +30,7 @@ from qarl_kernels.moe.shared import shared_gate
 from qarl_kernels.swiglu import swiglu_backward
 from torch import Tensor
 
-from qarl.policy.linear import activations, add_weight_grad_grouped, gradient_of, input_grad_grouped
+from qarl.policy.linear import OutputGradient, activations, gradient_of
 from qarl.policy.mlp import activate, mlp, mlp_backward
 from qarl.policy.routes import ExpertLayer, Routes
 from qarl.policy.trace import unnoted
@@ -137,14 +137,15 @@ def mixture_backward(
     kept.gate_up = kept.down = None
     grad_down, grad_weights = combine_backward(grad, down, routed.weights, groups, into=down)
     del down
-    arriving = input_grad_grouped(layer.down, weights, grad_down, groups)
-    grad_gate_up, product = swiglu_backward(arriving, gate_up, True, into=gate_up)
+    gradient = OutputGradient(layer.down, weights, grad_down, run.backward, groups)
+    grad_gate_up, product = swiglu_backward(gradient.of_input(), gate_up, True, into=gate_up)
     assert product is not None, "it was asked for"
-    add_weight_grad_grouped(layer.down, weights, grad_down, product, groups, False)
-    del arriving, grad_down, product
-    add_weight_grad_grouped(layer.gate_up, weights, grad_gate_up, normed, groups, True)
-    arriving = input_grad_grouped(layer.gate_up, weights, grad_gate_up, groups)
-    del grad_gate_up, gate_up
+    gradient.add_to_masters(product)
+    del gradient, grad_down, product
+    gradient = OutputGradient(layer.gate_up, weights, grad_gate_up, run.backward, groups)
+    gradient.add_to_masters(normed, gathered=True)
+    arriving = gradient.of_input()
+    del gradient, grad_gate_up, gate_up
     grad_logits = logits_grad(grad_weights, routed, experts, run.routes, kernels=True)
     weight_grad(grad_logits, normed.float(), into=gradient_of([layer.gates[experts.router]]))
     others = input_grad(grad_logits, weights.values[experts.router].float())

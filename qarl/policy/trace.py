@@ -1,8 +1,8 @@
-"""What each operation of a forward gives for the tokens of one sequence, as digests: to find where two forwards part.
+"""Digests of what each operation of a forward gives for one sequence, to find where two forwards diverge.
 
-A decoder says what it computes to whoever listens (`Decoder.note`), operation by operation, for all rows of a packed
-batch. A `Tracer` keeps what belongs to one sequence, whichever rows it is in: a row is the sequence's where all tokens
-up to its own are, so that a prompt which another response ran, or a page which another request filled, counts as well.
+A decoder reports what it computes (`Decoder.note`), operation by operation, for all rows of a packed batch. A `Tracer`
+keeps what belongs to one sequence, whichever rows it is in. A row is the sequence's if all tokens up to its own are, so
+a prompt that another response ran, or a page that another request filled, counts as well.
 """
 
 from __future__ import annotations
@@ -43,17 +43,22 @@ OPERATIONS = {
 
 
 def unnoted(layer: int, operation: str, *tensors: Tensor | None, rows: Tensor | None = None) -> None:
-    """What a decoder calls where nobody listens.
+    """The `Note` that records nothing.
 
-    layer: its index. operation: of `OPERATIONS`. tensors: what it gave, (T, ...) each, in the order of the batch's
-    rows; None where a scheme has no such part. rows: (R,) int64, those that the tensors hold; None: all.
+    Args:
+        layer: Its index.
+        operation: A key of `OPERATIONS`.
+        tensors: The operation's results, (T, ...) each, in the order of the batch's rows; None if a scheme has none.
+        rows: (R,) int64, the rows that the tensors hold; None: all.
     """
 
 
 @dataclass(frozen=True)
 class Context:
-    """Consecutive rows of a packed batch that are one sequence's: the first row, the position of its token in the
-    sequence, and the sequence's tokens from its first one to that of the last row."""
+    """Consecutive rows of a packed batch that belong to one sequence.
+
+    row: the first row. position: of its token in the sequence. tokens: of the sequence, up to the last row's.
+    """
 
     row: int
     position: int
@@ -62,9 +67,14 @@ class Context:
 
 @dataclass
 class Tracer:
-    """Follows one sequence. tokens: of it. found: digest of each position's row, by operation in the order of a
-    forward; a position that ran more than once has each of its digests. watched: an operation and a position whose
-    values are kept, flat and in float64, each time in `values`."""
+    """Follows one sequence.
+
+    Attributes:
+        tokens: Of the sequence.
+        watched: A step and a position whose values are kept; None: none are.
+        values: The watched values, flat and in float64, once per forward.
+        found: Digests of each position's row by step, in a forward's order; a position may run several times.
+    """
 
     tokens: Sequence[int]
     watched: tuple[Step, int] | None = None
@@ -75,7 +85,7 @@ class Tracer:
     _fresh: list[tuple[Step, list[int], Tensor]] = field(default_factory=list)
 
     def expect(self, contexts: Iterable[Context]) -> None:
-        """Say what the rows of the next forward are. Those of nobody are left out."""
+        """Announce the rows of the next forward; rows of no sequence are left out."""
         self.settle()
         self._rows, self._positions = [], []
         for context in contexts:
@@ -93,7 +103,7 @@ class Tracer:
             held, positions = [i for i, _ in pairs], [position for _, position in pairs]
         if not held:
             return
-        # What holds codes of 8 bits is looked at as bytes, which every operation takes.
+        # 8-bit codes are viewed as bytes, which every operation takes.
         given = [t.view(torch.uint8) if t.element_size() == 1 else t for t in tensors if t is not None]
         chosen = torch.tensor(held, device=given[0].device)
         if self.watched is not None and self.watched[0] == (layer, operation) and self.watched[1] in positions:
@@ -102,7 +112,7 @@ class Tracer:
         self._fresh.append(((layer, operation), positions, digest([tensor[chosen] for tensor in given])))
 
     def settle(self) -> None:
-        """Bring the digests of the last forward over from the device."""
+        """Fetch the digests of the last forward from the device."""
         if not self._fresh:
             return
         values = torch.cat([digests for *_, digests in self._fresh]).tolist()
@@ -116,14 +126,14 @@ class Tracer:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two forwards part first. position: of the token in its sequence. layer: None outside of the layers."""
+    """The first place where two forwards diverge. position: of the token. layer: None outside the layers."""
 
     position: int
     layer: int | None
     operation: str
 
     def step(self, layers: int) -> Step:
-        """As `Tracer.found` has it. layers: of the model."""
+        """The key of `Tracer.found`. layers: number of layers of the model."""
         outside = -1 if self.operation == "embedding" else layers
         return outside if self.layer is None else self.layer, self.operation
 
@@ -133,10 +143,10 @@ class Parting:
 
 
 def parting(one: Mapping[Step, Mapping[int, set[int]]], other: Mapping[Step, Mapping[int, set[int]]]) -> Parting | None:
-    """The first place whose digests are not all one: the earliest position, there the first operation.
+    """The first place with different digests: the earliest position, and there the first operation; None: no place.
 
-    one, other: see `Tracer.found`; `one` has the order of operations. A row depends on earlier positions alone, so what
-    differs first is no consequence of another difference. None: what both have is the same.
+    A row depends on earlier positions alone, so this difference is not the consequence of another one. one, other: see
+    `Tracer.found`; `one` gives the order of operations.
     """
     both = {step: places for step, places in one.items() if step in other}
     layers = 1 + max((layer for layer, operation in one if not operation.startswith("final")), default=-1)
@@ -150,8 +160,11 @@ def parting(one: Mapping[Step, Mapping[int, set[int]]], other: Mapping[Step, Map
 
 
 def apart(one: Tracer, other: Tracer) -> tuple[int, int, float]:
-    """Of the watched values of two tracers, in their first forward that differs: how many there are, how many of them
-    differ, and by how much at most."""
+    """Compare the watched values of two tracers in their first forward that differs.
+
+    Returns:
+        How many values there are, how many of them differ, and the largest difference.
+    """
     for a in one.values:
         for b in other.values:
             if not torch.equal(a, b):
@@ -161,9 +174,9 @@ def apart(one: Tracer, other: Tracer) -> tuple[int, int, float]:
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
-    """(R,) int64 of what the rows of tensors (R, ...) hold, on their device: equal for equal values, 0 and -0 too.
+    """(R,) int64 per row of tensors (R, ...), on their device: equal for equal values, 0 and -0 included.
 
-    Integers times odd constants, added up modulo 2^64: one value that differs changes the sum.
+    The sum modulo 2^64 of the values' bits times odd constants: one value that differs changes the sum.
     """
     total = torch.zeros(len(tensors[0]), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
@@ -183,5 +196,5 @@ def _constants(count: int, device: torch.device) -> Tensor:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
