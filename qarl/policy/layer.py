@@ -153,14 +153,17 @@ class DecoderLayer:
         """x: (T, H), what the layer before adds to `residual`. Returns the same of this layer, and what to keep."""
         hidden, inverse, qkv = self._into_qkv(x, residual, run)
         out, lse = self._attend(qkv, run)
-        product = run.noted(self.index, "o", self.o(out.flatten(1), run.weights))
+        # No variable holds the product of o: it is not kept, and the next operation is the last that reads it.
         if self.experts is not None:
-            normed = self._into_experts(product, hidden, run)
+            normed = self._into_experts(self._product_of_o(out, run), hidden, run)
             y, experts = mixture(self, self.experts, normed, run)
             return y, normed.hidden, Kept(hidden, inverse, qkv, out, lse, normed.hidden, normed.inverse, None, experts)
-        middle, middle_inverse, gate_up = self._into_gate_up(product, hidden, run)
+        middle, middle_inverse, gate_up = self._into_gate_up(self._product_of_o(out, run), hidden, run)
         kept = Kept(hidden, inverse, qkv, out, lse, middle, middle_inverse, gate_up)
         return mlp(gate_up, self.down, self.index, run), middle, kept
+
+    def _product_of_o(self, out: Tensor, run: Run) -> Tensor:
+        return run.noted(self.index, "o", self.o(out.flatten(1), run.weights))
 
     def _into_qkv(self, x: Tensor, residual: Tensor | None, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         return self._into(self.qkv, x, residual, self.input_norm, run, ("stream", "input_norm", "qkv"))
@@ -299,7 +302,7 @@ class DecoderLayer:
         if kept.out is None or kept.lse is None:
             kept.out, kept.lse = self._attend(kept.qkv, run)
         if kept.middle is None or kept.middle_inverse is None:
-            x = self.o(kept.out.flatten(1), run.weights)
+            x = self._product_of_o(kept.out, run)
             if self.experts is not None:
                 before = self._into_experts(x, kept.hidden, run)
                 kept.middle, kept.middle_inverse = before.hidden, before.inverse
