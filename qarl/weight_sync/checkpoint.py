@@ -61,14 +61,11 @@ def write_snapshot_checkpoint(
 
 
 def _specs(snapshot: Snapshot) -> dict[str, dict[str, TensorSpec]]:
-    """Tensors by parameter, so that codes and scales of a weight are in the same file."""
+    """Tensors by module, so that codes and scales of a weight are in the same file."""
     specs: dict[str, dict[str, TensorSpec]] = {}
     for name, tensor in snapshot.tensors.items():
-        module, _, suffix = name.rpartition(".")
-        weight = snapshot.weights.get(module)
-        parameter = f"{module}.weight" if weight is not None and suffix in weight.tensors else name
         spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        specs.setdefault(parameter, {})[name] = spec
+        specs.setdefault(name.rpartition(".")[0], {})[name] = spec
     return specs
 
 

@@ -1,4 +1,4 @@
-"""The interface of a started sampler that the weight sender uses, independent of engine and process."""
+"""The interface of a started sampler that the weight sender uses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ class SamplerFault(Exception):
 class Connection(Protocol):
     """Sends requests to a sampler and returns their results. Every method raises SamplerFault if the sampler fails.
 
-    Attributes:
-        capabilities: Reported by the sampler when it was ready: `proved_frac` (fraction of a snapshot's bytes that its
-            fingerprints prove), `notes` (lines for the user) and `phases` (seconds per part of its start).
+    capabilities: reported when the sampler was ready: `proved_frac` (fraction of a snapshot's bytes that fingerprints
+    prove), `notes` (lines for the user), `phases` (seconds per part of its start).
     """
 
     capabilities: dict[str, Any]
@@ -26,8 +25,7 @@ class Connection(Protocol):
     def finish(self, tick: Callable[[int, int], None]) -> Any:
         """Wait for the result of a publish: (seconds by part, log-probs of the canary per sequence).
 
-        Raises:
-            PublishError: The sampler does not hold what was sent.
+        Raises PublishError if the sampler does not hold what was sent.
         """
 
     def call(self, operation: str, payload: Any, tick: Callable[[int, int], None]) -> Any:

@@ -35,20 +35,14 @@ COUNTERS_START = 64  # bytes that torch's RefcountedMapAllocator reserves before
 
 @dataclass(frozen=True)
 class ReceiverPlan:
-    """What the sampler's process needs to open its receiver.
+    """What the sampler's process inherits and sees, so that it can open its receiver.
 
-    Attributes:
-        fd: Of the memory file, which the process inherits; None for CUDA IPC.
-        gpus: CUDA indices in the learner's numbering that the process sees: its own, and the learner's if it differs.
+    fds: the memory file. gpus: for CUDA IPC the sampler's GPU, then the learner's if it differs; CUDA indices in the
+    learner's numbering.
     """
 
-    fd: int | None = None
+    fds: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
-
-    @property
-    def fds(self) -> tuple[int, ...]:
-        """File descriptors for `subprocess.Popen(pass_fds=...)`."""
-        return () if self.fd is None else (self.fd,)
 
 
 class MemoryFileTransport:
@@ -56,7 +50,7 @@ class MemoryFileTransport:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("qarl-publish")
-        self.plan = ReceiverPlan(fd=self.fd)
+        self.plan = ReceiverPlan(fds=(self.fd,))
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Payload:
         """Prepare tensors. They must not change before `release`, and only one payload can be in use."""
@@ -231,8 +225,8 @@ def open_transport(learner: torch.device, sampler_gpu: int | None) -> Transport:
 
 def open_receiver(plan: ReceiverPlan) -> Receiver:
     """Return the receiver of a transport, in the sampler's process, which sees the plan's GPUs as 0 and 1."""
-    if plan.fd is not None:
-        return MemoryFileReceiver(plan.fd)
+    if plan.fds:
+        return MemoryFileReceiver(*plan.fds)
     return CudaIpcReceiver(torch.device("cuda", 0), torch.device("cuda", len(plan.gpus) - 1))
 
 

@@ -295,14 +295,14 @@ def test_a_samplers_environment_has_nothing_of_ranks() -> None:
         **{name: "1" for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_BLOCKING_WAIT")},
         **{"QARL_RANKS": "/tmp/x", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"},
     }
-    own = sampler_environment(kept | launcher, ReceiverPlan(fd=3))
+    own = sampler_environment(kept | launcher, ReceiverPlan(fds=(3,)))
     assert own.pop("PYTHONPATH") == os.pathsep.join(p for p in sys.path if p)
     cache = {"VLLM_CACHE_ROOT": "/root/.cache/vllm/rank-1"}
     assert own == kept | cache | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     assert "VLLM_CACHE_ROOT" not in sampler_environment(kept | launcher | {"LOCAL_RANK": "0"}, ReceiverPlan())
     moved = sampler_environment(launcher | {"VLLM_CACHE_ROOT": "/cache"}, ReceiverPlan())
     assert moved["VLLM_CACHE_ROOT"] == "/cache/rank-1"
-    alone = sampler_environment(kept | {"GLOO_SOCKET_IFNAME": "eth0"}, ReceiverPlan(fd=3))
+    alone = sampler_environment(kept | {"GLOO_SOCKET_IFNAME": "eth0"}, ReceiverPlan(fds=(3,)))
     assert alone["GLOO_SOCKET_IFNAME"] == "eth0"  # the user's, of a run without a launcher
 
 

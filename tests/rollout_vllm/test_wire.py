@@ -113,7 +113,7 @@ def test_a_result_arrives_as_it_was(pair, operation, payload, result) -> None:
 
 
 def test_the_start_of_a_sampler_arrives(pair) -> None:
-    plan = ReceiverPlan(fd=7, gpus=(1, 0))
+    plan = ReceiverPlan(fds=(7,), gpus=(1, 0))
     args = {"compilation_config": {"mode": 0, "sizes": [1, 2.5, None, "x"]}}
     settings = replace(NO_SETTINGS, args=args, cuda=1, threads=3)
     assert read_start(sent(pair, start_order(settings, PRINTS, plan))) == (settings, PRINTS, plan)
@@ -208,7 +208,7 @@ def test_json_of_every_wrong_shape_is_refused_by_every_reader() -> None:
     stream = random.Random(15)
     atoms = [None, True, -1, 2**62, 0.5, math.nan, "", "x", [], {}, [[]], [None], {"x": 1}, [1, 2], ["a", 3]]
     bodies = [order(*each).body for each in ORDERS] + [done(name, result).body for name, _, result in RESULTS]
-    bodies += [start_order(NO_SETTINGS, PRINTS, ReceiverPlan(fd=3)).body]
+    bodies += [start_order(NO_SETTINGS, PRINTS, ReceiverPlan(fds=(3,))).body]
     for _ in range(1500):
         body = json.loads(json.dumps(stream.choice(bodies)))
         if isinstance(body, (dict, list)) and body:
