@@ -36,9 +36,10 @@ from kernel_bench.measure import Late, Stopwatch
 from kernel_bench.precompile import precompile
 from kernel_bench.shapes import MODELS, TUNED, layers
 from kernel_bench.summary import geometric_mean
+from kernel_bench.tables import dump_tile, format_table
 from kernel_bench.tuned import Problem
 from qarl_kernels.launch import Launch, device_name, recording
-from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Tile, dump_tile, format_table, lookup, parse_entry
+from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Tile, lookup, parse_entry
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -167,35 +166,6 @@ def parse_table(data: dict[str, Any]) -> Table:
 
 def parse_entry(tiles: list[list[Any]]) -> Entry:
     return Entry(tuple((most, None if tile is None else Tile(**tile)) for most, tile in tiles))
-
-
-def dump_tile(tile: Tile | None) -> dict[str, Any] | None:
-    """The fields of a tile that differ from their defaults."""
-    if tile is None:
-        return None
-    default = Tile(tile.way)
-    return {"way": tile.way} | {k: v for k, v in asdict(tile).items() if v != getattr(default, k)}
-
-
-def format_table(data: dict[str, Any]) -> str:
-    """A table as JSON text, one shape per line."""
-    parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items() if key not in SECTIONS]
-    for section in SECTIONS:
-        families = []
-        for family, shapes in data.get(section, {}).items():
-            lines = ",\n".join(f"   {json.dumps(shape)}: {json.dumps(tiles)}" for shape, tiles in shapes.items())
-            families.append(f"  {json.dumps(family)}: {{\n{lines}\n  }}")
-        if families:
-            parts.append(f" {json.dumps(section)}: {{\n" + ",\n".join(families) + "\n }")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def entries(device: str, grouped: bool) -> Iterator[tuple[str, Shape, Entry]]:
-    """A GPU's own dense or grouped entries: family, shape, entry without the rows that were not measured."""
-    for family, shapes in load_table(device).items():
-        for shape, entry in shapes.items():
-            if bool(shape.experts) == grouped:
-                yield family, shape, Entry(tuple((most, tile) for most, tile in entry.tiles if tile is not None))
 
 
 # Defaults of grouped 16-bit products: (most rows per expert on average, tile).

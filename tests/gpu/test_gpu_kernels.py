@@ -15,6 +15,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 from products import Int4, integers, random, relative_error
+from shipped_tables import entries
 
 pytestmark = [
     pytest.mark.gpu,
@@ -178,7 +179,7 @@ def test_every_tile_of_the_tables_gives_the_same_bits(family: str) -> None:
     tiles = {
         tile
         for device in tables
-        for f, _, entry in tuning.entries(device, grouped=False)
+        for f, _, entry in entries(device, grouped=False)
         if f == family
         for _, tile in entry.tiles
     }

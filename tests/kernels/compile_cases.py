@@ -45,6 +45,7 @@ from qarl_kernels.moe import dispatch as moe_dispatch
 from qarl_kernels.moe import routing as moe_routing
 from qarl_kernels.moe import shared as moe_shared
 from qarl_kernels.moe.groups import Groups, Shared
+from shipped_tables import entries
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -228,9 +229,7 @@ def products(family: str) -> Iterator[str]:
     tiles: dict[tuning.Tile, None] = {}
     if hopper:
         for device in sorted(path.stem for path in tuning.TABLES.glob("*.json")):
-            shipped = [
-                t for f, _, entry in tuning.entries(device, grouped=False) if f == family for _, t in entry.tiles
-            ]
+            shipped = [t for f, _, entry in entries(device, grouped=False) if f == family for _, t in entry.tiles]
             # with fewer stages a tile takes less shared memory and the same registers
             for tile_ in sorted(filter(None, shipped), key=lambda t: t.stages, reverse=True):
                 if not any(replace(known, stages=tile_.stages) == tile_ for known in tiles):

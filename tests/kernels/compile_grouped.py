@@ -21,7 +21,8 @@ from compile_cases import (
 from qarl_kernels import fp8_block, gemm, nvfp4a16, w4a8, w4a16
 from qarl_kernels.moe import backward
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.tuning import TABLES, Tile, default_tile, entries
+from qarl_kernels.tuning import TABLES, Tile, default_tile
+from shipped_tables import entries
 
 # E, k, N, K and whether x is gathered: Qwen3-30B-A3B and Mixtral
 EXPERTS = ((128, 8, 1536, 2048, True), (128, 8, 2048, 768, False), (8, 2, 28_672, 4096, True))

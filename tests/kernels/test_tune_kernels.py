@@ -14,7 +14,7 @@ from mixtures import weight_grad
 from products import relative_error
 from qarl_kernels import tuning
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.tuning import BACKWARD, FAMILIES, Entry, Tile, dump_tile
+from qarl_kernels.tuning import BACKWARD, FAMILIES, Entry, Tile
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -22,6 +22,7 @@ import tune_kernels
 from kernel_bench.experts import Sizes
 from kernel_bench.grouped import PRODUCTS, TOKENS, GroupedProblem
 from kernel_bench.grouped_candidates import grouped_candidates
+from kernel_bench.tables import dump_tile, format_table
 
 CPU = torch.device("cpu")
 SIZES = Sizes(experts=3, per_token=2, hidden=128, inner=128)
@@ -179,7 +180,7 @@ def test_what_is_measured_of_experts_is_found_again(monkeypatch, tmp_path: Path)
     """By sorted rows and by their shape, next to what stood in the table; two processes may write one table."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     out = tmp_path / "h200.json"
-    out.write_text(tuning.format_table({"tiles": {"fp8": {"64x64": [[8, {"way": "x_first"}]]}}}))
+    out.write_text(format_table({"tiles": {"fp8": {"64x64": [[8, {"way": "x_first"}]]}}}))
     fast = Tile("w_first", 16, 64, stages=4)
 
     def measure(family: str) -> None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
+import shipped_tables
 import torch
 from qarl_kernels import fp8_block, gemm, nvfp4a16, tuning, w4a8, w4a16
 from qarl_kernels.launch import recording
 from qarl_kernels.moe import backward
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Shape, Tile, default_tile, lookup
+from shipped_tables import entries
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from kernel_bench.tables import dump_tile, format_table
 
 X = torch.empty(1, 8, device="meta")
 SHIPPED = sorted(path.stem for path in TABLES.glob("*.json"))
@@ -32,6 +39,7 @@ def tables(monkeypatch: pytest.MonkeyPatch):
     """Replaces the shipped tables: GPU -> family -> shape -> entry. The GPU is an H200."""
     found: dict[str, tuning.Table] = {}
     monkeypatch.setattr(tuning, "load_table", lambda device: found.get(device, {}))
+    monkeypatch.setattr(shipped_tables, "load_table", lambda device: found.get(device, {}))
     monkeypatch.setattr(tuning, "device_name", lambda x: "h200")
     tuning._entries.cache_clear()
     yield found
@@ -55,9 +63,9 @@ def test_shipped_tables_hold_tiles_that_their_kernels_take(device: str, grouped:
     fused = {"narrow", "wide", "dequantized"}
     ways = {"w4a16": fused, "nvfp4a16": fused, "w4a8": {"wide"}, "weight_grad": {"x_first"}}
     ways["dense"] = {"x_first", "w_first"} if grouped else {"x_first", "w_first", "library"}
-    entries = list(tuning.entries(device, grouped))
-    assert {family for family, *_ in entries} <= {*FAMILIES, *(BACKWARD if grouped else ())}
-    for family, shape, entry in entries:
+    found = list(entries(device, grouped))
+    assert {family for family, *_ in found} <= {*FAMILIES, *(BACKWARD if grouped else ())}
+    for family, shape, entry in found:
         limits = [most for most, _ in entry.tiles]
         assert limits == sorted(set(limits)), f"{family} {shape}"
         for _, tile in entry.tiles:
@@ -77,12 +85,12 @@ def test_a_shape_survives_the_table_file() -> None:
         Tile("wide", 64, 64, persistent=True, tma=True),
         [Shape(1536, 2048, 128, True), Shape(4096, 14_336, 8), Shape(4096, 1024)],
     )
-    rows = [[64, None], [1024, tuning.dump_tile(tile)]]
+    rows = [[64, None], [1024, dump_tile(tile)]]
     data = {
         "tiles": {"w4a16": {str(shapes[2]): rows}},
         "experts": {"w4a16": {str(shape): rows for shape in shapes[:2]}},
     }
-    read = json.loads(tuning.format_table({"device": "a GPU"} | data))
+    read = json.loads(format_table({"device": "a GPU"} | data))
     assert read == {"device": "a GPU"} | data
     assert tuning.parse_table(read) == {"w4a16": {shape: Entry(((64, None), (1024, tile))) for shape in shapes}}
     for wrong in ("128", "8x256x128 dense", "8x256x128gathered", "1x2x3x4"):
@@ -128,8 +136,8 @@ def test_rows_that_were_not_measured_are_no_tiles_of_the_table(tables) -> None:
     tables["h200"] = tuning.parse_table(
         {"tiles": {"fp8": {"64x64": [[8, None], [16, {"way": "x_first"}], [32, None]]}}}
     )
-    assert list(tuning.entries("h200", grouped=False)) == [("fp8", Shape(64, 64), Entry(((16, Tile("x_first")),)))]
-    assert not list(tuning.entries("h200", grouped=True))
+    assert list(entries("h200", grouped=False)) == [("fp8", Shape(64, 64), Entry(((16, Tile("x_first")),)))]
+    assert not list(entries("h200", grouped=True))
     assert tables["h200"]["fp8"][Shape(64, 64)].tile(100) is None
 
 

@@ -1,0 +1,15 @@
+"""What the tile tables of the package hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qarl_kernels.tuning import Entry, Shape, load_table
+
+
+def entries(device: str, grouped: bool) -> Iterator[tuple[str, Shape, Entry]]:
+    """A GPU's own dense or grouped entries: family, shape, entry without the rows that were not measured."""
+    for family, shapes in load_table(device).items():
+        for shape, entry in shapes.items():
+            if bool(shape.experts) == grouped:
+                yield family, shape, Entry(tuple((most, tile) for most, tile in entry.tiles if tile is not None))
