@@ -14,7 +14,7 @@ from qarl_kernels.casts import widen
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 
-ROWS, COLUMNS, WARPS = 32, 64, 4  # tile of a program
+TILE = (32, 64)  # rows and columns of a program's tile
 PROGRAMS = 1056  # eight per multiprocessor of an H100; a constant, so that sums are equal on all devices
 
 
@@ -46,13 +46,13 @@ def _column_sum_kernel(
     tl.store(at, result, mask=keep)
 
 
-def _sum(x: Tensor, into: Tensor, stretch: int, add: bool, tile: tuple[int, int, int]) -> None:
+def _sum(x: Tensor, into: Tensor, stretch: int, add: bool, tile: tuple[int, int]) -> None:
     rows, columns = x.shape
-    tile_rows, tile_columns, warps = tile
+    tile_rows, tile_columns = tile
     launch(
         _column_sum_kernel,
         (cdiv(columns, tile_columns), cdiv(rows, stretch)),
-        num_warps=warps,
+        num_warps=4,
         x=x,
         into=into,
         rows=rows,
@@ -68,27 +68,26 @@ def _sum(x: Tensor, into: Tensor, stretch: int, add: bool, tile: tuple[int, int,
 def add_partial_sums(partial: Tensor, into: Tensor) -> None:
     """into += partial.sum(0). partial: (P, N) float32, P some hundreds; into: (N,) float32."""
     if partial.shape[0]:
-        _sum(partial, into, partial.shape[0], True, (64, 32, WARPS))
+        _sum(partial, into, partial.shape[0], True, (64, 32))
 
 
-def column_sum(x: Tensor, into: Tensor, tile: tuple[int, int, int] = (ROWS, COLUMNS, WARPS)) -> None:
+def column_sum(x: Tensor, into: Tensor) -> None:
     """into += x.sum(0), the gradient of a bias, deterministically.
 
     Args:
         x: (T, N) bf16, fp16 or float32, last dimension contiguous, arbitrary row stride.
         into: (N,) float32, contiguous.
-        tile: Rows, columns and warps of a program, for tuning.
     """
     rows, columns = x.shape
     if into.shape != (columns,) or into.dtype != torch.float32 or not into.is_contiguous():
         raise ValueError(f"into must be a contiguous float32 vector of {columns}, not {into.dtype} {tuple(into.shape)}")
     if not rows or not columns:
         return
-    stretches = max(1, PROGRAMS // cdiv(columns, tile[1]))
-    stretch = cdiv(cdiv(rows, stretches), tile[0]) * tile[0]
+    stretches = max(1, PROGRAMS // cdiv(columns, TILE[1]))
+    stretch = cdiv(cdiv(rows, stretches), TILE[0]) * TILE[0]
     if stretch >= rows:
-        _sum(x, into, rows, True, tile)
+        _sum(x, into, rows, True, TILE)
         return
     partial = torch.empty(cdiv(rows, stretch), columns, dtype=torch.float32, device=x.device)
-    _sum(x, partial, stretch, False, tile)
+    _sum(x, partial, stretch, False, TILE)
     add_partial_sums(partial, into)

@@ -12,7 +12,7 @@ from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.rows import check_rows
 
-ROWS, COLUMNS, WARPS = 4, 1024, 4  # tile of a program: rows of one token loaded at once, features
+ROWS, COLUMNS = 4, 1024  # tile of a program: rows of one token loaded at once, features
 
 
 @triton.jit
@@ -46,9 +46,7 @@ def _embedding_kernel(
         tl.store(pointers, tl.load(pointers, mask=keep, other=0.0) + tl.sum(total, axis=0), mask=keep)
 
 
-def embedding_grad(
-    grad: Tensor, ids: Tensor, into: Tensor, padding_id: int, tile: tuple[int, int, int] = (ROWS, COLUMNS, WARPS)
-) -> None:
+def embedding_grad(grad: Tensor, ids: Tensor, into: Tensor, padding_id: int) -> None:
     """into[ids[t]] += grad[t] for every t, deterministically; equal ids are summed in float32. Does not synchronize.
 
     Args:
@@ -56,19 +54,17 @@ def embedding_grad(
         ids: (T,) int64.
         into: (V, H) float32, last dimension contiguous.
         padding_id: A token without gradient; -1: none.
-        tile: Rows, columns and warps of a program, for tuning.
     """
     check_rows("grad", grad)
     rows, columns = grad.shape
     if not rows:
         return
     ordered, order = torch.sort(ids, stable=True)
-    tile_rows, tile_columns, warps = tile
-    tile_columns = min(tile_columns, max(16, next_power_of_2(columns)))
+    tile_columns = min(COLUMNS, max(16, next_power_of_2(columns)))
     launch(
         _embedding_kernel,
         (rows, cdiv(columns, tile_columns)),
-        num_warps=warps,
+        num_warps=4,
         grad=grad,
         ids=ordered,
         order=order,
@@ -78,6 +74,6 @@ def embedding_grad(
         stride=grad.stride(0),
         stride_into=into.stride(0),
         padding_id=padding_id,
-        ROWS=tile_rows,
+        ROWS=ROWS,
         COLUMNS=tile_columns,
     )

@@ -180,7 +180,7 @@ def quantize(
     )
 
 
-def _add_product(a: Codes, b: Codes, into: Tensor, tile: Tile | None = None) -> None:
+def _add_product(a: Codes, b: Codes, into: Tensor) -> None:
     """into (M, N) float32 += the product of a (M, K) and b (N, K) along K."""
     if capability_of(into) < (8, 9):
         raise ValueError("fp8 products need compute capability 8.9 (Ada, Hopper); use the 16-bit backward")
@@ -194,7 +194,7 @@ def _add_product(a: Codes, b: Codes, into: Tensor, tile: Tile | None = None) -> 
     if k == 0:
         return
     tma = supports_tma(a.codes) and supports_tma(b.codes)
-    tile = tile or _weight_tile(m, n, into)
+    tile = _weight_tile(m, n, into)
     launch(
         add_product_kernel,
         (cdiv(m, tile.block_m) * cdiv(n, tile.block_n),),

@@ -23,7 +23,6 @@ from qarl_kernels.quantize_kernels import _of_group
 from qarl_kernels.rows import (
     VECTOR,
     Activation,
-    RowTile,
     backward_tile,
     check_rows,
     empty_codes,
@@ -154,7 +153,6 @@ def add_rms_norm(
     eps: float,
     activation: Activation = None,
     want_normed: bool = True,
-    tile: RowTile | None = None,
 ) -> Normed:
     """Compute hidden = x + residual, normed = weight * round(hidden / sqrt(mean(hidden^2) + eps)), and quantize normed.
 
@@ -164,9 +162,8 @@ def add_rms_norm(
         weight: (H,) of x's dtype.
         activation: Format of the codes for the product that follows, or None.
         want_normed: Whether to write normed.
-        tile: Overrides how programs hold rows, for tuning.
     """
-    return Normed(*_add_rms_norm(x, residual, weight, float(eps), activation, want_normed, tile))
+    return Normed(*_add_rms_norm(x, residual, weight, float(eps), activation, want_normed))
 
 
 @planned
@@ -177,13 +174,12 @@ def _add_rms_norm(
     eps: float,
     activation: Activation,
     want_normed: bool,
-    tile: RowTile | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     check_rows("x", x)
     rows, columns = x.shape
     if residual is not None:
         check_rows("residual", residual, columns)
-    tile = tile or row_tile(columns)
+    tile = row_tile(columns)
     hidden = x if residual is None else torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
     normed = torch.empty(rows, columns, dtype=x.dtype, device=x.device) if want_normed else None
@@ -307,9 +303,6 @@ def add_rms_norm_backward(
     inverse: Tensor,
     weight: Tensor,
     grad_weight: Tensor,
-    tile: RowTile | None = None,
-    programs: int = PROGRAMS,
-    stages: int = STAGES,
 ) -> Tensor:
     """Compute the gradient of x and residual, and add the weight's to grad_weight, deterministically.
 
@@ -319,7 +312,6 @@ def add_rms_norm_backward(
         hidden, inverse: Results of `add_rms_norm`.
         weight: (H,).
         grad_weight: (H,) float32, contiguous.
-        tile, programs, stages: Override how the work is split, for tuning.
 
     Returns:
         (T, H), the gradient of x, which is also that of residual.
@@ -329,8 +321,8 @@ def add_rms_norm_backward(
     check_rows("hidden", hidden, columns)
     if grad_hidden is not None:
         check_rows("grad_hidden", grad_hidden, columns)
-    tile = tile or backward_tile(columns)
-    programs = min(cdiv(rows, tile.rows), max(1, programs // tile.rows))
+    tile = backward_tile(columns)
+    programs = min(cdiv(rows, tile.rows), max(1, PROGRAMS // tile.rows))
     grad = torch.empty(rows, columns, dtype=hidden.dtype, device=hidden.device)
     partial = torch.empty(programs * tile.rows, columns, dtype=torch.float32, device=hidden.device)
     launch(
@@ -352,7 +344,7 @@ def add_rms_norm_backward(
         ROWS=tile.rows,
         VECTORS=tile.vectors,
         CHUNKS=tile.chunks,
-        STAGES=stages,
+        STAGES=STAGES,
         RAGGED=columns % VECTOR != 0,
     )
     add_partial_sums(partial, grad_weight)

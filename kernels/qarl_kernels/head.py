@@ -86,9 +86,7 @@ def slices(rows: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def statistics(
-    hidden: Tensor, weight: Tensor, targets: Tensor, logits: Logits, tile: Tile | None = None
-) -> tuple[Statistics, Tensor | None]:
+def statistics(hidden: Tensor, weight: Tensor, targets: Tensor, logits: Logits) -> tuple[Statistics, Tensor | None]:
     """Compute log-probs and entropies under the sampling distribution.
 
     Args:
@@ -96,16 +94,15 @@ def statistics(
         weight: (V, H) of hidden's dtype.
         targets: (R,) int64.
         logits: Temperature and min-p.
-        tile: Overrides the tile, for tuning.
 
     Returns:
         The statistics, and the probability that the kept tokens had before truncation, float32 (R,); None without
         truncation.
     """
-    whole = _pass(hidden, weight, targets, Logits(logits.scale, None), None, tile)
+    whole = _pass(hidden, weight, targets, Logits(logits.scale, None), None)
     if logits.log_min_p is None:
         return whole, None
-    kept = _pass(hidden, weight, targets, logits, whole.largest, tile)
+    kept = _pass(hidden, weight, targets, logits, whole.largest)
     return kept, kept.lse.sub(whole.lse).exp_().clamp_(max=1.0)
 
 
@@ -117,8 +114,8 @@ def fused_distribution(hidden: Tensor, weight: Tensor, truncation: Truncation) -
     log_sum = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     top = None
     if how.log_min_p is not None:
-        top = _pass(hidden, weight, None, Logits(how.scale, None), None, None).largest
-    found = _pass(hidden, weight, None, how, top, None, (stored, log_sum))
+        top = _pass(hidden, weight, None, Logits(how.scale, None), None).largest
+    found = _pass(hidden, weight, None, how, top, (stored, log_sum))
     return Distribution(stored, top is not None, (found.largest, log_sum))
 
 
@@ -128,7 +125,6 @@ def _pass(
     targets: Tensor | None,
     logits: Logits,
     top: Tensor | None,
-    tile: Tile | None,
     stored: tuple[Tensor, Tensor] | None = None,
 ) -> Statistics:
     """Run both kernels over all rows.
@@ -138,8 +134,7 @@ def _pass(
     """
     rows, features = hidden.shape
     vocabulary = weight.shape[0]
-    chosen, tma = tile_for(STATISTICS_TILE, hidden, weight)
-    tile = tile or chosen
+    tile, tma = tile_for(STATISTICS_TILE, hidden, weight)
     assert PITCH % tile.block_m == 0, tile
     tiles = cdiv(vocabulary, tile.block_n)
     found = Statistics.empty(rows, hidden.device)
@@ -215,7 +210,6 @@ def gradients(
     grad: Tensor | None,
     grad_entropy: Tensor | None,
     grad_weight: Tensor | None,
-    tile: Tile | None = None,
 ) -> Tensor:
     """Compute the gradient of the hidden states, and add the weight's to `grad_weight`.
 
@@ -228,7 +222,6 @@ def gradients(
         grad, grad_entropy: float32 (R,), output gradients of logp and entropy divided by the temperature; at most one
             is None.
         grad_weight: float32 (V, H), or None.
-        tile: Overrides the tile, for tuning.
 
     Returns:
         (R, H) of hidden's dtype.
@@ -247,7 +240,7 @@ def gradients(
         for columns in slices(weight.shape[0], width):
             w = weight[columns]
             out = buffer[: x.shape[0], : w.shape[0]]
-            _logit_gradient(x, w, out, columns.start, *of_rows, logits, found.part(part), tile)
+            _logit_gradient(x, w, out, columns.start, *of_rows, logits, found.part(part))
             weight_grad(out.t(), w.to(dtype), into=sums)  # sums += out @ w
             if grad_weight is not None:
                 weight_grad(out, wide, into=grad_weight[columns])
@@ -265,12 +258,10 @@ def _logit_gradient(
     grad_entropy: Tensor | None,
     logits: Logits,
     found: Statistics,
-    tile: Tile | None,
 ) -> None:
     """Write the gradient of the logits x @ w^T into out (M, N). w: rows [first, first + N) of the weight."""
     cut = logits.log_min_p is not None
-    chosen, tma = tile_for(GRADIENT_CUT if cut else GRADIENT_TILE, x, w)
-    tile = tile or chosen
+    tile, tma = tile_for(GRADIENT_CUT if cut else GRADIENT_TILE, x, w)
     m, n = out.shape
     tma_out = tma and out.element_size() == 2 and supports_tma(out)
     halves = tma_out and tile.halves

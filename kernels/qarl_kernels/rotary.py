@@ -1,5 +1,8 @@
 """Rotary embedding of queries and keys from the fused qkv product, with the norm per head before it (Qwen3).
 
+`rotary_forward` returns keys and values for the learner; `rotary_into_pages` writes them straight into the sampler's
+paged KV cache. Both run one kernel.
+
 Values are rounded where Hugging Face's `apply_rotary_pos_emb` rounds 16-bit tensors: after each product with cosine or
 sine, and after their sum; the norm is that of `qarl_kernels.pointwise.rms_norm`. A head's bits depend on that head
 alone.
@@ -20,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import narrow, round_e4m3, round_pairs, widen
+from qarl_kernels.flash.pairs import in_pairs
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.plans import planned
@@ -27,6 +31,7 @@ from qarl_kernels.quantize_kernels import _of_group
 from qarl_kernels.rows import VECTOR, check_rows, inside, row_sum
 
 HEADS, WARPS = 4, 4  # per program
+FEW_ROWS = 512  # up to this many rows a program of `rotary_into_pages` has one head and one warp: enough programs
 
 _VECTOR = tl.constexpr(VECTOR)
 
@@ -170,11 +175,12 @@ def turned_heads(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward_kernel(
+def _rotary_kernel(
     qkv,  # (rows, (heads + 2 * kv_heads) * D) bf16 or fp16
     q,  # (rows, heads, D)
-    k,  # (rows, kv_heads, D)
-    v,  # (rows, kv_heads, D), or None if values are not rounded
+    k,  # (pages, kv_heads, PAGE, D), D contiguous; of qkv's dtype, e4m3, or int16 holding pairs (flash/pairs.py)
+    v,  # like k; None: values are not copied
+    slots,  # (rows,) i64, page * PAGE + offset, negative: not written; None: page 0, offset = row
     cos,  # (positions, D)
     sin,  # (positions, D)
     positions,  # (rows,) i64
@@ -184,7 +190,14 @@ def _forward_kernel(
     heads,
     kv_heads,
     stride,
+    stride_k_page,
+    stride_k_head,
+    stride_k,
+    stride_v_page,
+    stride_v_head,
+    stride_v,
     eps,
+    PAGE: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -197,24 +210,31 @@ def _forward_kernel(
     column = t % VECTORS * _VECTOR
     keep = inside(token < rows, column, HALF, RAGGED)
     position = tl.load(positions + token, token < rows, other=0) * (2 * HALF) + column
-    cosines, sines = halves(cos + position, keep, HALF), halves(sin + position, keep, HALF)
+    if slots is None:
+        k_at, v_at, stored = token * stride_k, token * stride_v, keep
+    else:
+        slot = tl.load(slots + token, token < rows, other=-1)
+        page, offset = slot // PAGE, slot % PAGE
+        stored = keep & (slot >= 0)[:, None]
+        k_at, v_at = page * stride_k_page + offset * stride_k, page * stride_v_page + offset * stride_v
     source = qkv + token * stride
-    block, blocks = tl.program_id(1), tl.cdiv(heads, HEADS)
-    kv_blocks = tl.cdiv(kv_heads, HEADS)
-    if block < blocks:
-        turned_heads(
-            source, q + token * (heads * 2 * HALF), 2 * HALF, q_norm, block * HEADS, heads, column, keep, keep,
-            cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS, False,
-        )  # fmt: skip
-    elif block < blocks + kv_blocks:
-        turned_heads(
-            source + heads * (2 * HALF), k + token * (kv_heads * 2 * HALF), 2 * HALF, k_norm, (block - blocks) * HEADS,
-            kv_heads, column, keep, keep, cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS, FP8,
-        )  # fmt: skip
-    elif FP8:
+    block, blocks, kv_blocks = tl.program_id(1), tl.cdiv(heads, HEADS), tl.cdiv(kv_heads, HEADS)
+    if block < blocks + kv_blocks:
+        cosines, sines = halves(cos + position, keep, HALF), halves(sin + position, keep, HALF)
+        if block < blocks:
+            turned_heads(
+                source, q + token * (heads * 2 * HALF), 2 * HALF, q_norm, block * HEADS, heads, column, keep, keep,
+                cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS, False,
+            )  # fmt: skip
+        else:
+            turned_heads(
+                source + heads * (2 * HALF), k + k_at, stride_k_head, k_norm, ((block - blocks) * HEADS).to(tl.int64),
+                kv_heads, column, keep, stored, cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS, FP8,
+            )  # fmt: skip
+    elif v is not None:
         copied_heads(
-            source + (heads + kv_heads) * (2 * HALF), v + token * (kv_heads * 2 * HALF), 2 * HALF,
-            (block - blocks - kv_blocks) * HEADS, kv_heads, column, keep, HALF, HEADS, True,
+            source + (heads + kv_heads) * (2 * HALF), v + v_at, stride_v_head,
+            ((block - blocks - kv_blocks) * HEADS).to(tl.int64), kv_heads, column, stored, HALF, HEADS, FP8,
         )  # fmt: skip
 
 
@@ -225,44 +245,103 @@ def tile_of_heads(head_dim: int, warps: int) -> dict[str, int | bool]:
     return {"HALF": head_dim // 2, "TOKENS": tokens, "VECTORS": vectors, "RAGGED": head_dim // 2 % VECTOR != 0}
 
 
-def rotary_forward(
-    qkv: Tensor, rotation: Rotation, tile: tuple[int, int] = (HEADS, WARPS)
-) -> tuple[Tensor, Tensor, Tensor]:
+def _rotate(
+    qkv: Tensor,
+    rotation: Rotation,
+    k: Tensor,
+    v: Tensor | None,
+    slots: Tensor | None,
+    per_program: int,
+    warps: int,
+) -> Tensor:
+    """Launch the kernel and return the queries (T, heads, D).
+
+    k, v: (P, kv_heads, PAGE, D) with slots, (T, kv_heads, D) without. per_program, warps: heads and warps of a program,
+    which change no bit.
+    """
+    rows, heads, kv_heads = qkv.shape[0], rotation.heads, rotation.kv_heads
+    q = torch.empty(rows, heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
+    shape = tile_of_heads(rotation.head_dim, warps)
+    blocks = cdiv(heads, per_program) + (1 if v is None else 2) * cdiv(kv_heads, per_program)
+    launch(
+        _rotary_kernel,
+        (cdiv(rows, shape["TOKENS"]), blocks),
+        num_warps=warps,
+        q=q,
+        k=k,
+        v=v,
+        slots=slots,
+        PAGE=0 if slots is None else k.shape[2],
+        HEADS=per_program,
+        FP8=rotation.kv_fp8,
+        **_strides("k", k),
+        **_strides("v", v),
+        **rotation.arguments(qkv),
+        **shape,
+    )
+    return q
+
+
+def _strides(name: str, x: Tensor | None) -> dict[str, int]:
+    """Return the strides of keys or values as kernel arguments."""
+    if x is None:
+        page, head, token = 0, 0, 0
+    elif x.ndim == 3:
+        page, head, token = 0, x.stride(1), x.stride(0)
+    else:
+        page, head, token, _ = x.stride()
+    return {f"stride_{name}_page": page, f"stride_{name}_head": head, f"stride_{name}": token}
+
+
+def rotary_forward(qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize (if the model has norms) and rotate queries and keys.
 
     Args:
         qkv: (T, columns) bf16 or fp16, last dimension contiguous, arbitrary row stride.
         rotation: Layout, angles and norms.
-        tile: Heads and warps of a program, for tuning; changes no bit.
 
     Returns:
         Queries (T, heads, D), keys and values (T, kv_heads, D), of qkv's dtype. Values are a view of qkv, except with
         `kv_fp8`, which rounds keys and values to e4m3.
     """
-    q, k, v = _turned(qkv, *tile, *rotation)
+    q, k, v = _forward(qkv, *rotation)
     return q, k, rotation.values(qkv) if v is None else v
 
 
 @planned
-def _turned(qkv: Tensor, per_program: int, warps: int, *fields: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of a rotation's fields; no values where they are those in qkv."""
+def _forward(qkv: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     rotation = Rotation(*fields)
-    arguments, rows = rotation.arguments(qkv), qkv.shape[0]
-    heads, kv_heads = rotation.heads, rotation.kv_heads
-    q = torch.empty(rows, heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
-    k = torch.empty(rows, kv_heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
+    k = torch.empty(qkv.shape[0], rotation.kv_heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
     v = torch.empty_like(k) if rotation.kv_fp8 else None
-    shape = tile_of_heads(rotation.head_dim, warps)
-    launch(
-        _forward_kernel,
-        (cdiv(rows, shape["TOKENS"]), cdiv(heads, per_program) + (1 if v is None else 2) * cdiv(kv_heads, per_program)),
-        num_warps=warps,
-        q=q,
-        k=k,
-        v=v,
-        HEADS=per_program,
-        FP8=rotation.kv_fp8,
-        **arguments,
-        **shape,
-    )
-    return q, k, v
+    return _rotate(qkv, rotation, k, v, None, HEADS, WARPS), k, v
+
+
+def rotary_into_pages(qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
+    """Compute `rotary_forward`, and write its keys and values to their slots of the cache.
+
+    Args:
+        qkv, rotation: As for `rotary_forward`.
+        k_cache, v_cache: (P, kv_heads, PAGE, D), last dimension contiguous, other strides arbitrary. Of qkv's dtype, or
+            float8_e4m3fn with `kv_fp8`, with features in the order of `flash/pairs.py`.
+        slots: (T,) int64, page * PAGE + offset of each token, all different; negative: the token is not written.
+
+    Returns:
+        Queries (T, heads, D).
+    """
+    return _into_pages(qkv, k_cache, v_cache, slots, *rotation)
+
+
+@planned
+def _into_pages(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *fields: Any) -> Tensor:
+    rotation = Rotation(*fields)
+    for cache in (k_cache, v_cache):
+        fits = cache.dtype == qkv.dtype or (cache.dtype == torch.float8_e4m3fn and rotation.kv_fp8)
+        if not fits or cache.shape[1::2] != (rotation.kv_heads, rotation.head_dim):
+            raise ValueError(
+                f"a cache of {cache.dtype} {tuple(cache.shape)} does not take {rotation.kv_heads} heads of "
+                f"{rotation.head_dim} {qkv.dtype}"
+            )
+        if cache.stride(3) != 1:
+            raise ValueError(f"the cache's last dimension must be contiguous; its strides are {cache.stride()}")
+    per_program, warps = (1, 1) if qkv.shape[0] <= FEW_ROWS else (HEADS, WARPS)
+    return _rotate(qkv, rotation, in_pairs(k_cache), in_pairs(v_cache), slots, per_program, warps)

@@ -127,8 +127,6 @@ def rotary_backward(
     dqkv: Tensor,
     grad_q_norm: Tensor | None = None,
     grad_k_norm: Tensor | None = None,
-    tile: tuple[int, int] = (HEADS, WARPS),
-    programs: int = PROGRAMS,
 ) -> None:
     """Write the gradients of queries and keys into dqkv; its last kv_heads * D columns are not touched.
 
@@ -138,19 +136,17 @@ def rotary_backward(
         dqkv: Like qkv.
         grad_q_norm, grad_k_norm: (D,) float32, contiguous, to which the norms' gradients are added, deterministically;
             or None.
-        tile, programs: Override how the work is split, for tuning.
     """
     arguments, head_dim = rotation.arguments(qkv), rotation.head_dim
     check_rows("dqkv", dqkv, rotation.columns)
     for name, x in (("dq", dq), ("dk", dk)):
         if x.stride(-1) != 1 or x.stride(1) != head_dim:
             raise ValueError(f"{name} must have contiguous heads, not strides {x.stride()}")
-    per_program, warps = tile
-    shape, norms = tile_of_heads(head_dim, warps), (rotation.q_norm, rotation.k_norm)
-    blocks = cdiv(rotation.heads, per_program), cdiv(rotation.kv_heads, per_program)
+    shape, norms = tile_of_heads(head_dim, WARPS), (rotation.q_norm, rotation.k_norm)
+    blocks = cdiv(rotation.heads, HEADS), cdiv(rotation.kv_heads, HEADS)
     tokens = cdiv(qkv.shape[0], shape["TOKENS"])
     if any(norm is not None for norm in norms):
-        tokens = min(tokens, max(1, programs // sum(blocks)))
+        tokens = min(tokens, max(1, PROGRAMS // sum(blocks)))
     partials = [
         None if norm is None else torch.empty(tokens * n, head_dim, dtype=torch.float32, device=qkv.device)
         for norm, n in zip(norms, blocks, strict=True)
@@ -158,7 +154,7 @@ def rotary_backward(
     launch(
         _backward_kernel,
         (tokens, sum(blocks)),
-        num_warps=warps,
+        num_warps=WARPS,
         dq=dq,
         dk=dk,
         dqkv=dqkv,
@@ -167,7 +163,7 @@ def rotary_backward(
         stride_dq=dq.stride(0),
         stride_dk=dk.stride(0),
         stride_into=dqkv.stride(0),
-        HEADS=per_program,
+        HEADS=HEADS,
         **arguments,
         **shape,
     )

@@ -20,7 +20,6 @@ from qarl_kernels.plans import planned
 from qarl_kernels.rows import (
     VECTOR,
     Activation,
-    RowTile,
     check_rows,
     empty_codes,
     inside,
@@ -138,26 +137,23 @@ def _halves_of(gate_up: Tensor) -> tuple[int, int]:
     return rows, columns // 2
 
 
-def swiglu(
-    gate_up: Tensor, activation: Activation = None, want_product: bool = True, tile: RowTile | None = None
-) -> Gated:
+def swiglu(gate_up: Tensor, activation: Activation = None, want_product: bool = True) -> Gated:
     """Compute round(silu(gate)) * up, and quantize it.
 
     Args:
         gate_up: (T, 2 I) bf16 or fp16, gate first; last dimension contiguous, arbitrary row stride; I at most 32,768.
         activation: Format of the codes for the matrix product that follows, or None.
         want_product: Whether to write the product.
-        tile: Overrides how programs hold rows, for tuning; changes no bit.
     """
-    return Gated(*_swiglu(gate_up, activation, want_product, tile))
+    return Gated(*_swiglu(gate_up, activation, want_product))
 
 
 @planned
 def _swiglu(
-    gate_up: Tensor, activation: Activation, want_product: bool, tile: RowTile | None
+    gate_up: Tensor, activation: Activation, want_product: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     rows, columns = _halves_of(gate_up)
-    tile = tile or row_tile(columns)
+    tile = row_tile(columns)
     whole = activation in ("int8", "fp8")  # one scale per row, else each chunk has its own program
     product = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device) if want_product else None
     codes, scale = empty_codes(rows, columns, activation, gate_up.device) if activation else (None, None)
@@ -182,12 +178,7 @@ def _swiglu(
 
 
 def swiglu_backward(
-    grad: Tensor,
-    gate_up: Tensor,
-    want_product: bool,
-    into: Tensor | None = None,
-    vectors: int = BACKWARD_VECTORS,
-    warps: int = BACKWARD_WARPS,
+    grad: Tensor, gate_up: Tensor, want_product: bool, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradient of gate_up, and recompute the product of `swiglu` bit for bit.
 
@@ -196,7 +187,6 @@ def swiglu_backward(
         gate_up: As for `swiglu`.
         want_product: Whether to compute the product.
         into: (T, 2 I), receives the gradient and may be gate_up itself; None: a new tensor.
-        vectors, warps: Size of a program, for tuning; change no bit.
 
     Returns:
         The gradient (T, 2 I), and the product (T, I) or None.
@@ -210,8 +200,8 @@ def swiglu_backward(
     row_vectors = cdiv(columns, VECTOR)
     launch(
         _backward_kernel,
-        (cdiv(rows * row_vectors, vectors),),
-        num_warps=warps,
+        (cdiv(rows * row_vectors, BACKWARD_VECTORS),),
+        num_warps=BACKWARD_WARPS,
         grad=grad,
         gate_up=gate_up,
         into=into,
@@ -223,6 +213,6 @@ def swiglu_backward(
         stride=gate_up.stride(0),
         stride_into=into.stride(0),
         RAGGED=columns % VECTOR != 0,
-        VECTORS=vectors,
+        VECTORS=BACKWARD_VECTORS,
     )
     return into, product

@@ -16,8 +16,7 @@ from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import PackedLayout, packed_layout
 from qarl_kernels.flash.paged import PagedLayout, decode_attention, paged_attention, paged_layout
 from qarl_kernels.flash.pairs import from_cache
-from qarl_kernels.paged_rotary import rotary_into_pages
-from qarl_kernels.rotary import Rotation, rotary_forward
+from qarl_kernels.rotary import Rotation, rotary_forward, rotary_into_pages
 from torch import Tensor
 
 from qarl.policy.attention import Caches, Span, positions_of, slots_of

@@ -23,7 +23,6 @@ from qarl_kernels import (
     head,
     nvfp4_weights,
     nvfp4a16,
-    paged_rotary,
     quantize,
     rotary,
     rotary_backward,
@@ -158,7 +157,7 @@ def rotaries() -> Iterator[str]:
         total = empty(head_dim, dtype=FP32)
         rotary_backward.rotary_backward(q, k, qkv, rotation, empty(4096, 40 * head_dim), total, total)
         for rows_ in (8, 4096):
-            paged_rotary.rotary_into_pages(qkv[:rows_], rotation, cache, cache, positions)
+            rotary.rotary_into_pages(qkv[:rows_], rotation, cache, cache, positions)
         yield f"rotary {head_dim}{' and norm' if normed else ''}"
 
 
@@ -175,7 +174,7 @@ def fp8_kv_cache() -> Iterator[str]:
         rotation = rotary.Rotation(32, 4, head_dim, table, table, positions, norm, norm, 1e-6, kv_fp8=True)
         rotary.rotary_forward(qkv, rotation)
         for rows_ in (8, 4096):
-            paged_rotary.rotary_into_pages(qkv[:rows_], rotation, cache, cache, positions)
+            rotary.rotary_into_pages(qkv[:rows_], rotation, cache, cache, positions)
         yield f"rotary {head_dim} into FP8"
     pages = [[0], list(range(1, 127)), list(range(127, 260))]
     last = 2000 if on_hopper() else 1000
@@ -427,11 +426,11 @@ def head_gradients() -> Iterator[str]:
     found = head.Statistics(row, row, row, row)
     arriving = ((row, None, None), (row, row, None), (row, row, -3.0))
     for grad, grad_entropy, log_min_p in arriving:
-        parts = targets, grad, grad_entropy, head.Logits(0.7, log_min_p), found, None
+        parts = targets, grad, grad_entropy, head.Logits(0.7, log_min_p), found
         head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
         yield f"gradient {grad is not None} {grad_entropy is not None} {log_min_p}" + " wgmma" * hopper
     x, w = empty(rows, 100, dtype=torch.float16), empty(1000, 100, dtype=torch.float16)
-    parts = targets, row, row, head.Logits(1.0, -3.0), found, None
+    parts = targets, row, row, head.Logits(1.0, -3.0), found
     head._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, *parts)
     yield "gradient float16, pointers"
 

@@ -128,7 +128,7 @@ def test_attention_sums_e4m3_in_the_order_of_16_bits(compiler: Compiler, tmp_pat
         if kernel.kernel == "decode_kernel" and kernel.constants["D"] == "128":
             assert kernel.count("ldmatrix") and kernel.count("st.shared") < 20, kernel.name
     # Codes are made in pairs: where they are shifted apart and joined again, ptxas loses some.
-    writers = [kernel for kernel in kernels if kernel.kernel == "_paged_kernel"]
+    writers = [kernel for kernel in kernels if kernel.kernel == "_rotary_kernel"]
     assert writers and all(kernel.count("cvt.rn.satfinite.e4m3x2") for kernel in writers)
     assert not any(kernel.count("shr.u16") for kernel in writers)
 

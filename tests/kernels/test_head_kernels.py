@@ -267,15 +267,16 @@ def test_what_is_ranked_stays_with_the_chunks(device, monkeypatch, truncation) -
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="memory and compiled tiles are a GPU's")
-def test_on_a_gpu_tiles_agree_and_memory_stays_bounded(device) -> None:
+def test_on_a_gpu_tiles_agree_and_memory_stays_bounded(monkeypatch, device) -> None:
     hidden, weight, targets = _case(1000, 50_000, 512, torch.bfloat16, device)
     logits = Logits.of(Truncation())
     expected = head.statistics(hidden, weight, targets, logits)[0]
     for tile in STATISTICS_TILES:
-        found = head.statistics(hidden, weight, targets, logits, tile)[0]
+        monkeypatch.setattr(head, "STATISTICS_TILE", tile)
+        found = head.statistics(hidden, weight, targets, logits)[0]
         assert torch.equal(found.largest, expected.largest)
         torch.testing.assert_close(found.logp, expected.logp, rtol=1e-5, atol=1e-5)
-        single = head.statistics(hidden[77:78], weight, targets[77:78], logits, tile)[0]
+        single = head.statistics(hidden[77:78], weight, targets[77:78], logits)[0]
         assert torch.equal(single.logp, found.logp[77:78]) and torch.equal(single.entropy, found.entropy[77:78])
     grad = random(1000, seed=5, device=device)
     torch.cuda.reset_peak_memory_stats()
@@ -283,7 +284,8 @@ def test_on_a_gpu_tiles_agree_and_memory_stays_bounded(device) -> None:
     whole = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None)
     assert torch.cuda.max_memory_allocated() - before < 64 << 20, "the logits alone are 200 MB"
     for tile in GRADIENT_TILES:
-        found = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None, tile)
+        monkeypatch.setattr(head, "GRADIENT_TILE", tile)
+        found = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None)
         assert relative_error(found, whole) < 1e-3
 
 

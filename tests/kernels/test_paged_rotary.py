@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from products import random
+from qarl_kernels import rotary
 from qarl_kernels.flash.pairs import from_cache
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.paged_rotary import rotary_into_pages
-from qarl_kernels.rotary import Rotation, rotary_forward
+from qarl_kernels.rotary import Rotation, rotary_forward, rotary_into_pages
 from torch import Tensor
 
 pytestmark = [
@@ -45,7 +45,7 @@ def _cache(pages: int, heads: int, page: int, dim: int, device: torch.device, ap
 
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("shape", "page", "apart"), [(s, (16, 64)[i % 2], i % 3 == 0) for i, s in enumerate(SHAPES)])
-def test_queries_keys_and_values_are_those_of_the_rotation(device, shape, page, apart, norms) -> None:
+def test_queries_keys_and_values_are_those_of_the_rotation(monkeypatch, device, shape, page, apart, norms) -> None:
     dtype = torch.float16 if shape[0] == 5 else torch.bfloat16
     qkv, rotation = _case(shape, device, norms, dtype)
     rows, _, kv_heads, dim = shape
@@ -57,12 +57,13 @@ def test_queries_keys_and_values_are_those_of_the_rotation(device, shape, page, 
     written = slots >= 0
     for cache, values in zip(expected, (k, v), strict=True):
         cache[slots[written] // page, :, slots[written] % page] = values[written]
-    for tile in (None, (4, 4)):
+    for few_rows in (512, 0):  # programs of one head, and of several
+        monkeypatch.setattr(rotary, "FEW_ROWS", few_rows)
         for cache in caches:
             cache.fill_(7.0)
-        assert torch.equal(rotary_into_pages(qkv, rotation, *caches, slots, tile), q), tile
+        assert torch.equal(rotary_into_pages(qkv, rotation, *caches, slots), q)
         for cache, wanted in zip(caches, expected, strict=True):
-            assert torch.equal(cache, wanted), tile
+            assert torch.equal(cache, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -16,7 +16,7 @@ PRODUCTS = {"bf16": "gemm_kernel", "w8a8": "gemm_kernel", "w4a16": "narrow_kerne
 BACKWARD = {  # beside the products of gradients, which are the framework's
     "_norm_backward_kernel": 2,
     "_again_kernel": 2,  # a norm's values once more
-    "_forward_kernel": 1,  # the rotation once more
+    "_rotary_kernel": 1,  # the rotation once more
     "_backward_kernel": 2,  # of the rotation, and of the activation
     "stats_kernel": 1,
     "query_grad_kernel": 1,
@@ -29,7 +29,7 @@ DEQUANTIZED = {"w8a8": "dequantize_bytes_kernel", "w4a16": "dequantize_int4_kern
 def forward_of(scheme: str) -> Counter[str]:
     """Kernels of one layer: norms, the rotation, attention and the activation between four products."""
     quantized = ["activation_kernel"] if scheme in ("w8a8", "w4a8") else []  # of attention's output; norms do their own
-    rest = ["_norm_kernel"] * 2 + ["_forward_kernel", "attention_kernel", "_gated_kernel", *quantized]
+    rest = ["_norm_kernel"] * 2 + ["_rotary_kernel", "attention_kernel", "_gated_kernel", *quantized]
     return Counter([PRODUCTS[scheme]] * 4 + rest)
 
 
