@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from qarl_kernels import gemm
-from qarl_kernels.direct import Descriptor
 from qarl_kernels.fp8_backward_kernels import add_product_kernel, codes_kernel, extents_kernel, transpose_kernel
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma
+from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma, tma_descriptor
 from qarl_kernels.tuning import Tile
 
 E4M3 = torch.float8_e4m3fn
@@ -200,8 +199,8 @@ def _add_product(a: Codes, b: Codes, into: Tensor) -> None:
         (cdiv(m, tile.block_m) * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        a=Descriptor(a.codes, (tile.block_m, tile.block_k)) if tma else a.codes,
-        b=Descriptor(b.codes, (tile.block_n, tile.block_k)) if tma else b.codes,
+        a=tma_descriptor(a.codes, (tile.block_m, tile.block_k)) if tma else a.codes,
+        b=tma_descriptor(b.codes, (tile.block_n, tile.block_k)) if tma else b.codes,
         into=into,
         s_a=a.scale,
         s_b=b.scale,

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from qarl_kernels.blocks import dot_of_rows, gathered_rows, no_sum, of_rows, operand, program_tile, source_rows
 from qarl_kernels.casts import narrow, widen
-from qarl_kernels.direct import Descriptor
 from qarl_kernels.gemm import check_e4m3
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import launch, supports_tma
+from qarl_kernels.launch import launch, supports_tma, tma_descriptor
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.plans import planned
 from qarl_kernels.shapes import kernel_arguments, output, output_features, output_rows, row_tiles
 from qarl_kernels.tuning import Tile, lookup
 
@@ -89,7 +87,6 @@ def fp8_block_kernel(
         tl.store(at, narrow(y, out.dtype.element_ty), mask=(rm < end)[:, None] & (rn < N)[None, :])
 
 
-@planned
 def fp8_block(
     qx: Tensor,
     s_x: Tensor,
@@ -134,8 +131,8 @@ def fp8_block(
         (row_tiles(m, tile.block_m, groups) * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=Descriptor(qx, (tile.block_m, 128)) if tma_x else qx,
-        w=Descriptor(codes, (tile.block_n, 128)) if tma_w else codes,
+        x=tma_descriptor(qx, (tile.block_m, 128)) if tma_x else qx,
+        w=tma_descriptor(codes, (tile.block_n, 128)) if tma_w else codes,
         s_x=s_x,
         s_w=s_w,
         bias=bias,

@@ -18,7 +18,6 @@ from qarl_kernels.casts import narrow, widen
 from qarl_kernels.column_sum import add_partial_sums
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
-from qarl_kernels.plans import planned
 from qarl_kernels.quantize_kernels import _of_group
 from qarl_kernels.rows import (
     VECTOR,
@@ -163,18 +162,6 @@ def add_rms_norm(
         activation: Format of the codes for the product that follows, or None.
         want_normed: Whether to write normed.
     """
-    return Normed(*_add_rms_norm(x, residual, weight, float(eps), activation, want_normed))
-
-
-@planned
-def _add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    activation: Activation,
-    want_normed: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     check_rows("x", x)
     rows, columns = x.shape
     if residual is not None:
@@ -200,17 +187,16 @@ def _add_rms_norm(
         columns=columns,
         stride_x=x.stride(0),
         stride_residual=0 if residual is None else residual.stride(0),
-        eps=eps,
+        eps=float(eps),
         GROUPED=activation == "fp8_group",
         ROWS=tile.rows,
         VECTORS=tile.vectors,
         CHUNKS=tile.chunks,
         RAGGED=columns % VECTOR != 0,
     )
-    return hidden, inverse, normed, codes, scale
+    return Normed(hidden, inverse, normed, codes, scale)
 
 
-@planned
 def rms_norm_again(hidden: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
     """Recompute the `normed` of `add_rms_norm`, bit for bit, from its `hidden` (T, H) and `inverse` (T,)."""
     check_rows("hidden", hidden)

@@ -25,11 +25,9 @@ from torch import Tensor
 from qarl_kernels import library
 from qarl_kernels.blocks import dot_of_rows, expert_rows, gathered_rows, no_sum, of_rows, operand, source_rows, tile_of
 from qarl_kernels.casts import narrow
-from qarl_kernels.direct import Descriptor
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma
+from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma, tma_descriptor
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.plans import planned
 from qarl_kernels.shapes import kernel_arguments, output, output_features, output_rows, row_tiles
 from qarl_kernels.tuning import Tile, lookup
 
@@ -115,7 +113,6 @@ def gemm_kernel(
                 tl.store(at, narrow(y, out.dtype.element_ty), mask=(rm < end)[:, None] & (rn < N)[None, :])
 
 
-@planned
 def dense(
     x: Tensor,
     weight: Tensor,
@@ -149,7 +146,6 @@ def dense(
     return _multiply("dense", x, weight, None, None, bias, dtype, out, groups, gathered, tile)
 
 
-@planned
 def w8a8(
     qx: Tensor,
     s_x: Tensor,
@@ -171,7 +167,6 @@ def w8a8(
     return _multiply("w8a8", qx, codes, s_x, s_w, bias, out_dtype, out, groups, gathered, tile)
 
 
-@planned
 def fp8(
     qx: Tensor,
     s_x: Tensor,
@@ -289,9 +284,9 @@ def run(
         (programs,),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=Descriptor(x, (tile.block_m, tile.block_k)) if tma_x else x,
-        w=Descriptor(weight, block_w) if tma_w else weight,
-        out=Descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
+        x=tma_descriptor(x, (tile.block_m, tile.block_k)) if tma_x else x,
+        w=tma_descriptor(weight, block_w) if tma_w else weight,
+        out=tma_descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
         s_x=s_x,
         s_w=s_w,
         bias=bias,

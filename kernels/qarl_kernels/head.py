@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from qarl_kernels.backward import weight_grad, weight_sum
-from qarl_kernels.direct import Descriptor
 from qarl_kernels.head_kernels import gradient_kernel, merge_kernel, statistics_kernel
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma
+from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma, tma_descriptor
 from qarl_kernels.truncation import Distribution, Truncation
 from qarl_kernels.tuning import Tile
 
@@ -159,14 +158,14 @@ def _pass(
         }
         written = None if stored is None else stored[0][part]
         if written is not None and tma:
-            written = Descriptor(written, (tile.block_m, tile.block_n // 4))
+            written = tma_descriptor(written, (tile.block_m, tile.block_n // 4))
         launch(
             statistics_kernel,
             (started,),
             num_warps=tile.warps,
             num_stages=tile.stages,
-            x=Descriptor(x, (tile.block_m, tile.block_k)) if tma else x,
-            w=Descriptor(weight, (tile.block_n, tile.block_k)) if tma else weight,
+            x=tma_descriptor(x, (tile.block_m, tile.block_k)) if tma else x,
+            w=tma_descriptor(weight, (tile.block_n, tile.block_k)) if tma else weight,
             targets=None if targets is None else targets[part],
             logits=written,
             V=vocabulary,
@@ -272,9 +271,9 @@ def _logit_gradient(
         (started,),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=Descriptor(x, (tile.block_m, tile.block_k)) if tma else x,
-        w=Descriptor(w, (tile.block_n, tile.block_k)) if tma else w,
-        out=Descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
+        x=tma_descriptor(x, (tile.block_m, tile.block_k)) if tma else x,
+        w=tma_descriptor(w, (tile.block_n, tile.block_k)) if tma else w,
+        out=tma_descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
         targets=targets,
         lse=found.lse,
         entropy=None if grad_entropy is None else found.entropy,

@@ -1,6 +1,6 @@
-"""One place through which every Triton kernel is launched.
+"""The one place through which every Triton kernel is launched.
 
-`launch` runs a kernel on the device of its tensors, or in Triton's interpreter when TRITON_INTERPRET=1 was set before
+`launch` runs a kernel on the device of its tensors, or in Triton's interpreter if TRITON_INTERPRET=1 was set before
 import. Inside `recording()` nothing runs: launches are collected, so that they can be compiled ahead
 (`qarl_kernels.ahead`), and a machine without a GPU can compile exactly what a GPU would (see
 `tests/kernels/compiling.py`).
@@ -17,10 +17,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-
-from qarl_kernels.direct import Descriptor, Direct, for_triton
+from torch.nn import Parameter
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+ADA = (8, 9)
+
+device_index = Tensor.get_device  # -1 on the CPU
 
 
 @dataclass(frozen=True)
@@ -33,31 +37,32 @@ class Launch:
     options: dict[str, Any]
 
 
-ADA = (8, 9)
-
 _collected: list[Launch] | None = None
 _capability: tuple[int, int] | None = None
-_direct: dict[int, Direct] = {}  # by the kernel's id: its hash is that of its source
 
 
 def launch(kernel: Any, grid: Sequence[int], *, num_warps: int = 4, num_stages: int = 3, **arguments: Any) -> None:
-    """Run `kernel` over `grid`; every argument goes by name. Does nothing when the grid is empty."""
+    """Run a kernel; does nothing if the grid is empty.
+
+    Args:
+        kernel: A `triton.jit` function.
+        grid: Programs along up to three axes.
+        num_warps, num_stages: Options of the compiler.
+        arguments: All arguments of the kernel, by name.
+    """
     if 0 in grid:
         return
     if _collected is not None:
-        _collected.append(Launch(kernel, tuple(grid), _for_triton(arguments), _options(num_warps, num_stages)))
+        _collected.append(Launch(kernel, tuple(grid), arguments, _options(num_warps, num_stages)))
     elif INTERPRETED:
-        kernel[tuple(grid)](**_for_triton(arguments))
+        kernel[tuple(grid)](**arguments)
     else:
-        direct = _direct.get(id(kernel))
-        if direct is None:
-            direct = _direct[id(kernel)] = Direct(kernel)
+        _run_compiled(kernel, tuple(grid), num_warps, num_stages, arguments)
 
-        def ordinary() -> Any:
-            with torch.cuda.device(_device_of(arguments)):
-                return kernel[tuple(grid)](**_for_triton(arguments), **_options(num_warps, num_stages))
 
-        direct.launch(tuple(grid), num_warps, num_stages, arguments, ordinary)
+def tma_descriptor(tensor: Tensor, block_shape: Sequence[int]) -> TensorDescriptor:
+    """Describe a tensor for loads and stores of blocks by the tensor memory accelerator; see `supports_tma`."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block_shape))
 
 
 def _options(num_warps: int, num_stages: int) -> dict[str, Any]:
@@ -65,25 +70,84 @@ def _options(num_warps: int, num_stages: int) -> dict[str, Any]:
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
-def _for_triton(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: for_triton(value) for name, value in arguments.items()}
+class _Compiled:
+    """The compiled forms of one kernel, for arguments of given Python types.
+
+    `kernel[grid](...)` binds and specializes every argument, formats the options and asks the driver about every
+    pointer: 30 to 60 microseconds of host time per launch, more than most kernels of a small batch run. So a compiled
+    form is kept under everything that Triton (3.6 to 3.9) specializes on, and launched directly. That is, beside the
+    Python types: values of constexpr arguments; the dtype of a tensor, and whether its address is a multiple of 16;
+    whether an integer is 1, a multiple of 16, or fits 32 bits; dtype and block of a descriptor; options; the device.
+    """
+
+    def __init__(self, kernel: Any, types: Sequence[type]) -> None:
+        places = [place for place, parameter in enumerate(kernel.params) if not parameter.is_constexpr]
+        self.tensors = [place for place in places if types[place] in (Tensor, Parameter)]
+        self.integers = [place for place in places if types[place] is int]
+        self.descriptors = [place for place in places if types[place] is TensorDescriptor]
+        typed = {*self.tensors, *self.integers, *self.descriptors}
+        typed |= {place for place in places if types[place] in (float, type(None))}  # their type says everything
+        self.values = [place for place in range(len(types)) if place not in typed]
+        self.forms: dict[tuple[Any, ...], Any] = {}
 
 
-def _device_of(arguments: dict[str, Any]) -> torch.device:
-    for value in arguments.values():
-        if isinstance(value, Descriptor):
-            value = value.base
-        if isinstance(value, Tensor):
-            return value.device
-    raise AssertionError("a kernel without tensors")
+_compiled: dict[tuple[int, tuple[type, ...]], _Compiled] = {}  # by the kernel's id: its hash is that of its source
+
+
+def _run_compiled(
+    kernel: Any, grid: tuple[int, ...], num_warps: int, num_stages: int, arguments: dict[str, Any]
+) -> None:
+    values = [arguments[name] for name in kernel.arg_names]
+    types = tuple(map(type, values))
+    known = _compiled.get((id(kernel), types))
+    if known is None:
+        known = _compiled[id(kernel), types] = _Compiled(kernel, types)
+    described = [values[place] for place in known.descriptors]
+    tensors = [values[place] for place in known.tensors]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    device = device_index(tensors[0] if tensors else described[0].base)
+    key = (
+        device,
+        num_warps,
+        num_stages,
+        *[values[place] for place in known.values],
+        *[_specialized(values[place]) for place in known.integers],
+        *[tensor.dtype for tensor in tensors],
+        *[address % 16 == 0 for address in addresses],
+        *[(one.base.dtype, *one.block_shape) for one in described],
+    )
+    form = known.forms.get(key)
+    on_device = device == driver.active.get_current_device() and all(device_index(one) == device for one in tensors)
+    if form is None or not on_device or _hooked():
+        with torch.cuda.device(device):
+            known.forms[key] = kernel[grid](**arguments, **_options(num_warps, num_stages))
+        return
+    for place, address in zip(known.tensors, addresses, strict=True):
+        values[place] = address
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = driver.active.get_current_stream(device)
+    form.run(x, y, z, stream, form.function, form.packed_metadata, None, None, None, *values)
+
+
+def _specialized(value: int) -> tuple[bool, bool, bool]:
+    """What Triton compiles for, of an integer argument."""
+    return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+
+
+def _hooked() -> bool:
+    """Whether hooks, such as a profiler's, want to see launches; only Triton's own way calls them."""
+    runtime = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook  # a chain with a list of calls, or None
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 @contextmanager
 def recording(capability: tuple[int, int] = (9, 0), collected: list[Launch] | None = None) -> Iterator[list[Launch]]:
-    """Collect launches instead of running them; tensors may live on any device, results keep what memory held.
+    """Collect launches instead of running them. Tensors may live on any device; results keep uninitialized memory.
 
-    capability: the compute capability that choices between kernels are made for, as (9, 0). collected: gets the
-    launches, with all tensors that they were to read and write; None: a new list.
+    Args:
+        capability: The compute capability that kernels are chosen for.
+        collected: Receives the launches, with all their tensors; None: a new list.
     """
     global _collected, _capability
     before = _collected, _capability
@@ -95,7 +159,7 @@ def recording(capability: tuple[int, int] = (9, 0), collected: list[Launch] | No
 
 
 def collecting() -> bool:
-    """Whether launches are collected instead of run, so that results say nothing."""
+    """Return whether launches are collected instead of run, so that results are meaningless."""
     return _collected is not None
 
 
@@ -105,7 +169,7 @@ def _multiprocessors(index: int) -> int:
 
 
 def multiprocessors(tensor: Tensor) -> int:
-    """Multiprocessors of the tensor's GPU; 132 (Hopper's) where there is none."""
+    """Return the number of multiprocessors of the tensor's GPU; 132 (Hopper's) without a GPU."""
     return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 132
 
 
@@ -116,7 +180,7 @@ def _device_name(index: int) -> str:
 
 
 def device_name(tensor: Tensor) -> str:
-    """Short name of the tensor's GPU, as in `tables/`: h100, h200, a100, l4; h100 where there is none."""
+    """Return the short name of the tensor's GPU, as in `tables/`: h100, h200, a100, l4; h100 without a GPU."""
     return _device_name(tensor.get_device()) if tensor.is_cuda else "h100"
 
 
@@ -126,9 +190,9 @@ def _device_capability(index: int) -> tuple[int, int]:
 
 
 def capability_of(tensor: Tensor) -> tuple[int, int]:
-    """Compute capability whose kernels run on this tensor; the interpreter counts as (9, 0).
+    """Return the compute capability whose kernels run on this tensor; the interpreter counts as (9, 0).
 
-    12.x, Blackwell in graphics cards, has the shared memory of 8.9 and no products of warpgroups, and gets its kernels.
+    12.x, Blackwell in graphics cards, has the shared memory of 8.9 and no wgmma, so it gets the kernels of 8.9.
     """
     found = _capability
     if found is None:
@@ -137,7 +201,7 @@ def capability_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def supports_tma(tensor: Tensor) -> bool:
-    """Whether the tensor memory accelerator can read this matrix: Hopper or later, 16-byte aligned rows."""
+    """Return whether the tensor memory accelerator can read this matrix: Hopper or later, 16-byte aligned rows."""
     strides = tensor.stride()
     return (
         strides[-1] == 1

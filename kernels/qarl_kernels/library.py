@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from qarl_kernels.launch import collecting
-from qarl_kernels.plans import unplanned
 
 ROWS = (4096, 1024)
 # Measured on an H100 with 256 rows and the best tiles: cuBLAS takes 0.82, 0.80 and 0.80 of the kernel's time for all
@@ -40,7 +39,6 @@ def product(x: Tensor, weight: Tensor, out: Tensor, kernel: Kernel) -> int:
         return done
     for rows in ROWS:
         if x.shape[0] - done >= rows and agrees(kernel, rows, *weight.shape, x.dtype, x.device):
-            unplanned()
             while x.shape[0] - done >= rows:
                 multiply(x[done : done + rows], weight, out[done : done + rows])
                 done += rows
@@ -48,7 +46,6 @@ def product(x: Tensor, weight: Tensor, out: Tensor, kernel: Kernel) -> int:
     # Other strides or alignments may make cuBLAS choose an algorithm that was not compared.
     plain = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, weight, out))
     if rest in DECODE_ROWS and plain and agrees(kernel, rest, *weight.shape, x.dtype, x.device):
-        unplanned()
         multiply(x[done:], weight, out[done:])
         done += rest
     return done

@@ -22,7 +22,6 @@ from qarl_kernels import gemm, tuning
 from qarl_kernels.dequantize import check_stored
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.nvfp4_weights import GROUP, scaled_nvfp4
-from qarl_kernels.plans import planned
 from qarl_kernels.shapes import output, output_features, output_rows
 from qarl_kernels.tile import COLUMNS, ROWS, tile_int4, untile_int4
 from qarl_kernels.tiled_product import tiled_product
@@ -58,7 +57,6 @@ def untile_nvfp4(tiled: Tensor, out_features: int, in_features: int) -> Tensor:
     return untile_int4(tiled, out_features, in_features).view(torch.uint8)
 
 
-@planned
 def nvfp4a16(
     x: Tensor,
     packed: Tensor | None,

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
-from qarl_kernels.plans import planned
 from qarl_kernels.quantize_kernels import activation_kernel, byte_kernel, int4_kernel
 
 MAX_ROW = 32_768  # values of a row that one program's registers hold: 32 in each of 1,024 threads
@@ -188,7 +187,6 @@ def activation_fp8_group(x: Tensor) -> tuple[Tensor, Tensor]:
     return _quantize_activation(x, torch.float8_e4m3fn, FP8_BLOCK)
 
 
-@planned
 def _quantize_activation(x: Tensor, dtype: torch.dtype, group: int | None) -> tuple[Tensor, Tensor]:
     _check_matrix("x", x, (torch.bfloat16, torch.float16, torch.float32), MAX_ROW if group is None else None)
     m, k = x.shape

@@ -26,7 +26,6 @@ from qarl_kernels.casts import narrow, round_e4m3, round_pairs, widen
 from qarl_kernels.flash.pairs import in_pairs
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
-from qarl_kernels.plans import planned
 from qarl_kernels.quantize_kernels import _of_group
 from qarl_kernels.rows import VECTOR, check_rows, inside, row_sum
 
@@ -304,16 +303,10 @@ def rotary_forward(qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Ten
         Queries (T, heads, D), keys and values (T, kv_heads, D), of qkv's dtype. Values are a view of qkv, except with
         `kv_fp8`, which rounds keys and values to e4m3.
     """
-    q, k, v = _forward(qkv, *rotation)
-    return q, k, rotation.values(qkv) if v is None else v
-
-
-@planned
-def _forward(qkv: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    rotation = Rotation(*fields)
     k = torch.empty(qkv.shape[0], rotation.kv_heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
     v = torch.empty_like(k) if rotation.kv_fp8 else None
-    return _rotate(qkv, rotation, k, v, None, HEADS, WARPS), k, v
+    q = _rotate(qkv, rotation, k, v, None, HEADS, WARPS)
+    return q, k, rotation.values(qkv) if v is None else v
 
 
 def rotary_into_pages(qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
@@ -328,12 +321,6 @@ def rotary_into_pages(qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache:
     Returns:
         Queries (T, heads, D).
     """
-    return _into_pages(qkv, k_cache, v_cache, slots, *rotation)
-
-
-@planned
-def _into_pages(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *fields: Any) -> Tensor:
-    rotation = Rotation(*fields)
     for cache in (k_cache, v_cache):
         fits = cache.dtype == qkv.dtype or (cache.dtype == torch.float8_e4m3fn and rotation.kv_fp8)
         if not fits or cache.shape[1::2] != (rotation.kv_heads, rotation.head_dim):

@@ -16,7 +16,6 @@ from torch import Tensor
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
-from qarl_kernels.plans import planned
 from qarl_kernels.rows import (
     VECTOR,
     Activation,
@@ -145,13 +144,6 @@ def swiglu(gate_up: Tensor, activation: Activation = None, want_product: bool = 
         activation: Format of the codes for the matrix product that follows, or None.
         want_product: Whether to write the product.
     """
-    return Gated(*_swiglu(gate_up, activation, want_product))
-
-
-@planned
-def _swiglu(
-    gate_up: Tensor, activation: Activation, want_product: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     rows, columns = _halves_of(gate_up)
     tile = row_tile(columns)
     whole = activation in ("int8", "fp8")  # one scale per row, else each chunk has its own program
@@ -174,7 +166,7 @@ def _swiglu(
         CHUNKS=tile.chunks if whole else 1,
         RAGGED=columns % VECTOR != 0,
     )
-    return product, codes, scale
+    return Gated(product, codes, scale)
 
 
 def swiglu_backward(

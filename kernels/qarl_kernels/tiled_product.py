@@ -23,9 +23,8 @@ from torch import Tensor
 
 from qarl_kernels.blocks import COMPILED, dot, int4_rows, program_tile, source_rows
 from qarl_kernels.casts import narrow
-from qarl_kernels.direct import Descriptor
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import launch, supports_tma
+from qarl_kernels.launch import launch, supports_tma, tma_descriptor
 from qarl_kernels.moe.dispatch import rows_in_order
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.planes import eight_planes, four_planes, int4_planes, nvfp4_planes
@@ -291,10 +290,10 @@ def run_tiled(
         (row_tiles(m, tile.block_m, groups) * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=Descriptor(x, (tile.block_m, BLOCK // 2 if tile.split else BLOCK)) if tma else x,
+        x=tma_descriptor(x, (tile.block_m, BLOCK // 2 if tile.split else BLOCK)) if tma else x,
         tiled=tiled,
         bias=bias,
-        out=Descriptor(out, (tile.block_m, tile.block_n)) if tma_out else out,
+        out=tma_descriptor(out, (tile.block_m, tile.block_n)) if tma_out else out,
         M=m,
         N=n,
         K=k,

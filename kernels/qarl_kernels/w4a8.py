@@ -15,7 +15,6 @@ from torch import Tensor
 from qarl_kernels.blocks import COMPILED, dot, int4_rows, program_tile, source_rows
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.planes import eight_planes, four_planes
-from qarl_kernels.plans import planned
 from qarl_kernels.shapes import output_rows
 from qarl_kernels.tiled_product import run_tiled, store
 from qarl_kernels.tuning import Tile, lookup
@@ -159,7 +158,6 @@ def w4a8_kernel(
         store(acc, out, bias, m, n, end, N, stride_om, False)
 
 
-@planned
 def w4a8(
     qx: Tensor,
     s_x: Tensor,

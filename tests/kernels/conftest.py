@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import triton.compiler
-from qarl_kernels import direct
+from qarl_kernels import launch as launching
 from stub_driver import Compiled, Driver
 from triton.runtime import driver
 
@@ -43,8 +44,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Compiled, tuple
     before = driver._active
     driver.set_active(Driver())
     monkeypatch.setattr(triton.compiler, "compile", lambda *given, **options: Compiled(runs))
-    monkeypatch.setattr(direct, "device_index", lambda tensor: 0)
-    monkeypatch.setattr(direct, "current_device", lambda: 0)
-    monkeypatch.setattr(direct, "current_stream", lambda device: 7)
+    monkeypatch.setattr(launching, "device_index", lambda tensor: 0)
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     yield runs
     driver._active = before

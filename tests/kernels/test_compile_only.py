@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from compiling import CAPABILITIES, Compiled, Compiler
-from qarl_kernels.direct import Descriptor
-from qarl_kernels.launch import launch
+from qarl_kernels.launch import launch, tma_descriptor
 
 # "module:function" of a generator that calls kernels' wrappers and yields a label after each call, the capabilities
 # it is compiled for, and for each one the tensor cores' instruction that every kernel must have (None: no demand).
@@ -136,7 +135,7 @@ def test_attention_sums_e4m3_in_the_order_of_16_bits(compiler: Compiler, tmp_pat
 def product_launches() -> Iterator[str]:
     x, w = torch.empty(256, 512, dtype=torch.bfloat16), torch.empty(384, 512, dtype=torch.bfloat16)
     blocks = {"BM": 128, "BN": 128, "BK": 64}
-    operands = {"x": Descriptor(x, (128, 64)), "w": Descriptor(w, (128, 64)), "out": torch.empty(256, 384)}
+    operands = {"x": tma_descriptor(x, (128, 64)), "w": tma_descriptor(w, (128, 64)), "out": torch.empty(256, 384)}
     for stages in (3, 9):  # a stage of x and w takes 32 KiB
         launch(_product, (2, 3), num_stages=stages, **operands, K=512, stride=384, **blocks)
         launch(_product, (4, 3), num_stages=stages, **operands, K=1024, stride=384, **blocks)  # the same kernel

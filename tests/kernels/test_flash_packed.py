@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from attention_batches import Batch, Groups, sequences
 from products import random, relative_error
-from qarl_kernels.direct import watched
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.backward import attention_backward
 from qarl_kernels.flash.forward import Tile, attention_forward, run
@@ -32,13 +29,10 @@ BACKWARD = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Chunks of two blocks and work items of two tiles: merges and partial sums with few tokens. No plans, which do not
-    look at the sizes again."""
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two blocks and work items of two tiles: merges and partial sums with few tokens."""
     monkeypatch.setattr(tables, "CHUNK", 128)
     monkeypatch.setattr(tables, "ITEM_ROWS", 256)
-    with watched():
-        yield
 
 
 def _both(batch: Batch, window: int | None, grad: Tensor) -> tuple[Tensor, ...]:

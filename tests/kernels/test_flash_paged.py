@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from attention_batches import Batch
 from kernel_oracles import to_cache
 from products import random, relative_error
-from qarl_kernels.direct import watched
 from qarl_kernels.flash import decode
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.forward import attention_forward
@@ -28,11 +25,9 @@ LENGTHS = [200, 1, 65]
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Chunks of two blocks: merges with few tokens; no plans, which do not look at the sizes again."""
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two blocks: merges with few tokens."""
     monkeypatch.setattr(tables, "CHUNK", 128)
-    with watched():
-        yield
 
 
 class Paged:

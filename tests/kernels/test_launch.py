@@ -6,9 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from qarl_kernels import launch as launching
-from qarl_kernels.direct import Descriptor
-from qarl_kernels.launch import INTERPRETED, capability_of, launch, recording, supports_tma
+from qarl_kernels.launch import INTERPRETED, capability_of, launch, recording, supports_tma, tma_descriptor
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1"
@@ -47,7 +45,7 @@ def test_descriptors_are_launched_like_tensors(device: torch.device) -> None:
         pytest.skip("needs a tensor memory accelerator")
     x = torch.randn(6, 16, device=device)
     out = torch.full_like(x, torch.nan)
-    launch(_copy, (2,), x=Descriptor(x, (4, 16)), out=Descriptor(out, (4, 16)), BLOCK=4)
+    launch(_copy, (2,), x=tma_descriptor(x, (4, 16)), out=tma_descriptor(out, (4, 16)), BLOCK=4)
     assert torch.equal(out, x)
 
 
@@ -146,10 +144,5 @@ def test_supports_tma_wants_aligned_rows(device: torch.device) -> None:
 
 def test_descriptor_describes_the_tensor(device: torch.device) -> None:
     x = torch.empty(8, 64, dtype=torch.bfloat16, device=device)[:, :40]
-    made = Descriptor(x, (4, 32)).made()
+    made = tma_descriptor(x, (4, 32))
     assert made.base is x and made.shape == [8, 40] and made.strides == [64, 1] and made.block_shape == [4, 32]
-
-
-def test_a_kernel_without_tensors_has_no_device() -> None:
-    with pytest.raises(AssertionError, match="without tensors"):
-        launching._device_of({"N": 3})

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from policy_models import make_policy
-from qarl_kernels.ahead import Different, Pointer, kind_of
 from qarl_kernels.attention import PAGE
 from qarl_kernels.draw import exponential_
 from qarl_kernels.head import fused_distribution
@@ -26,7 +25,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import qarl.policy.policy
 from qarl.policy.attention import Attention, Caches
@@ -86,6 +84,17 @@ def key_of(launch: Launch) -> str:
     return f"{launch.kernel.__name__} {specialization} {options}"
 
 
+class Keys(list[Launch]):
+    """Of launches, which are not kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def append(self, launch: Launch) -> None:
+        self.found.add(key_of(launch))
+
+
 def tiny_policy(path: Path, kv_cache_dtype: str) -> Policy:
     """Of Triton kernels, with weights that are whatever memory held: kernels depend on no number."""
     with recording():
@@ -113,30 +122,19 @@ def batches(forward: Forward) -> Iterator[None]:
 
 
 def compared(forward: Forward) -> dict[str, Any]:
-    """recorded, later: how many keys. new: those of launches that nobody rehearsed. torn: kinds of launches with
-    several keys. held: tensors that the record keeps in memory; logit_rows: of each distribution rehearsed."""
-    ahead = Different()
-    with recording(collected=ahead):
+    """recorded, later: how many keys. new: those of launches that nobody rehearsed. logit_rows: of each distribution
+    rehearsed."""
+    known, later = Keys(), Keys()
+    with recording(collected=known):
         perform(forward, vllm_config(True), CPU)
     logit_rows = list(forward.logit_rows)
-    values = [value for launch in ahead for value in launch.arguments.values()]
-    values += [value.base for value in values if isinstance(value, TensorDescriptor)]
-    assert any(isinstance(value, Pointer) for value in values)
-    known, kinds = {key_of(launch) for launch in ahead}, {kind_of(launch): key_of(launch) for launch in ahead}
-    later, torn = set(), set()
-    with recording() as launches:
+    with recording(collected=later):
         for _ in batches(forward):
-            for launch in launches:
-                later.add(key_of(launch))
-                if kinds.setdefault(kind_of(launch), key_of(launch)) != key_of(launch):
-                    torn.add(key_of(launch))
-            launches.clear()
+            pass
     return {
-        "recorded": len(known),
-        "later": len(later),
-        "new": sorted(later - known),
-        "torn": sorted(torn),
-        "held": sum(isinstance(value, Tensor) for value in values),
+        "recorded": len(known.found),
+        "later": len(later.found),
+        "new": sorted(later.found - known.found),
         "logit_rows": logit_rows,
     }
 
@@ -150,7 +148,7 @@ def main(models: list[str]) -> None:
         forward = Forward(tiny_policy(Path(path), kv_cache_dtype or "auto"))
         print(json.dumps(compared(forward)))
     forward.logit_rows.clear()
-    with recording(collected=Different()):
+    with recording(collected=Keys()):
         perform(forward, vllm_config(False), CPU)
     print(json.dumps(forward.logit_rows))
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -43,9 +44,8 @@ def said(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_later_forwards_launch_nothing_else(said: list[Any], case: str) -> None:
     found = said[list(CASES).index(case)]
-    assert found["new"] == [] and found["torn"] == []
+    assert found["new"] == []
     assert found["recorded"] >= found["later"] > 10
-    assert found["held"] == 0, "the memory of whole forwards"
     rows = found["logit_rows"]
     assert rows == [SEQUENCES] * 5 + [1, 8, SEQUENCES], "never of a whole prefill"
 
@@ -64,6 +64,7 @@ def test_a_rehearsal_that_fails_is_one_line_of_the_log(error: Exception, monkeyp
     # vLLM, where another test imported it, passes no line on.
     monkeypatch.setattr(rehearsal.logger, "warning", lambda text, *parts: lines.append(text % parts))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     mode = SimpleNamespace(has_full_cudagraphs=lambda: False)
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=8),

@@ -14,11 +14,11 @@ from contextlib import suppress
 
 import torch
 import triton
-from qarl_kernels.ahead import Different, kind_of
 from qarl_kernels.launch import Launch, recording
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_bench.peers import ERRORS
 from kernel_bench.problems import Activations, Weight, qarl_makers
@@ -49,8 +49,8 @@ def _operands(scheme: str, n: int, k: int, m: int, group: int) -> tuple[Weight, 
 def record(
     layers: Iterable[Layer], schemes: Sequence[str], many: Sequence[int], group: int, capability: tuple[int, int]
 ) -> list[Launch]:
-    """The launches of every product, one of each kind."""
-    with recording(capability, Different()) as launches:
+    """The launches of every product."""
+    with recording(capability) as launches:
         for layer in layers:
             for scheme in schemes:
                 weight, activations = _operands(scheme, layer.n, layer.k, max(many), group)
@@ -94,9 +94,17 @@ def _compile(index: int) -> str:
     return ""
 
 
+def _kind(launch: Launch) -> str:
+    """Equal for launches that Triton compiles to one kernel, and different for some of those too."""
+    values = [value.base if isinstance(value, TensorDescriptor) else value for value in launch.arguments.values()]
+    blocks = [value.block_shape for value in launch.arguments.values() if isinstance(value, TensorDescriptor)]
+    types = [value.dtype if isinstance(value, Tensor) else value for value in values]
+    return f"{launch.kernel.__name__} {types} {blocks} {launch.options}"
+
+
 def precompile(launches: Sequence[Launch], capability: tuple[int, int], processes: int | None = None) -> list[str]:
     """Compile the launches into Triton's cache, each kind once; returns a line for each that failed."""
-    _pending[:] = {kind_of(launch): launch for launch in launches}.values()
+    _pending[:] = {_kind(launch): launch for launch in launches}.values()
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes or os.cpu_count(), context, _start, (capability,)) as pool:
         failed = [line for line in pool.map(_compile, range(len(_pending))) if line]

@@ -11,14 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qarl_kernels.direct import Descriptor
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.backward_kernels import key_grad_kernel, key_sum_kernel, query_grad_kernel, stats_kernel
 from qarl_kernels.flash.forward import Tile, check
 from qarl_kernels.flash.layout import PackedLayout, padded
 from qarl_kernels.flash.steps import LOG2E
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of, launch, supports_tma
+from qarl_kernels.launch import capability_of, launch, supports_tma, tma_descriptor
 
 # By padded head size: tiles for the gradient of queries, and for keys and values. A row's bits depend on the tile, and
 # the tile on the head size alone.
@@ -124,8 +123,8 @@ def attention_backward(
     flat = [t.view(tokens, heads * dim) for t in (q, grad_out)]
     tma = all(map(supports_tma, flat))
     if tma:
-        shared["q"], shared["grad_out"] = (Descriptor(t, (key_tile.block, padded(dim))) for t in flat)
-        shared["stats"] = Descriptor(stats.view(-1), (key_tile.block,))
+        shared["q"], shared["grad_out"] = (tma_descriptor(t, (key_tile.block, padded(dim))) for t in flat)
+        shared["stats"] = tma_descriptor(stats.view(-1), (key_tile.block,))
     partial = torch.empty(layout.partials, 2, kv_heads, tables.TILE, dim, dtype=torch.float32, device=q.device)
     launch(
         key_grad_kernel,

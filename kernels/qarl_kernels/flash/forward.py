@@ -32,7 +32,6 @@ from qarl_kernels.flash.steps import (
     row_total,
 )
 from qarl_kernels.launch import capability_of, launch
-from qarl_kernels.plans import planned
 
 
 @dataclass(frozen=True)
@@ -194,29 +193,17 @@ def attention_forward(
     Returns:
         out (T, H, D), contiguous, of q's dtype; lse (H, T) float32, log2(sum(exp(scores * scale))).
     """
-    first, *others = layout.stretches or [(layout.queries, False)]
-    out, lse = _begun(q, k, v, layout.tokens, scale, window, *first)
-    for queries, chunks in others:
+    check(q, k, v, scale, window)
+    tokens, heads, dim = q.shape
+    if tokens != layout.tokens or k.shape[0] != tokens:
+        raise ValueError(f"q has {tokens} rows, k {k.shape[0]} and the layout {layout.tokens}; they must agree")
+    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    for queries, chunks in layout.stretches:
         run(q, k, v, out, lse, queries, scale, window, chunks)
     return out, lse
 
 
-@planned
-def _begun(
-    q: Tensor, k: Tensor, v: Tensor, tokens: int, scale: float, window: int | None, queries: Tensor, chunks: bool
-) -> tuple[Tensor, Tensor]:
-    """Memory for `attention_forward`'s results, filled for the query rows of some tiles, as `run` does."""
-    check(q, k, v, scale, window)
-    rows, heads, dim = q.shape
-    if rows != tokens or k.shape[0] != tokens:
-        raise ValueError(f"q has {rows} rows, k {k.shape[0]} and the layout {tokens}; they must agree")
-    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-    run(q, k, v, out, lse, queries, scale, window, chunks)
-    return out, lse
-
-
-@planned
 def run(
     q: Tensor,
     k: Tensor,

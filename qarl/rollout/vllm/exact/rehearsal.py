@@ -34,13 +34,9 @@ def rehearse(model_runner: Any) -> None:
     device: torch.device = model_runner.device
     threads = min(len(os.sched_getaffinity(0)), THREADS)
     try:
-        from qarl_kernels.ahead import Different, compile_ahead  # by parts of Triton that another version may lack
-        from qarl_kernels.launch import recording
+        from qarl_kernels.ahead import compile_ahead  # uses parts of Triton that another version may lack
 
-        launches = Different()
-        with recording(torch.cuda.get_device_capability(device), launches):
-            perform(policy, model_runner.vllm_config, device)
-        count = compile_ahead(launches, device, threads)
+        count = compile_ahead(lambda: perform(policy, model_runner.vllm_config, device), device, threads)
         logger.info("%d kernels compiled ahead, by %d threads", count, threads)
     except Exception as error:  # of Triton, or for want of memory
         logger.warning("kernels are compiled when they are needed: %s: %s", type(error).__name__, error)
