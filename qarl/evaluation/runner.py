@@ -14,7 +14,7 @@ from qarl.config import EvaluationConfig
 from qarl.errors import UserError
 from qarl.evaluation.results import Row, summarise
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
-from qarl.rollout.engine import Draws, SamplingParams
+from qarl.rollout.engine import Generates, SamplingParams
 from qarl.types import Prompt, Rollout
 
 BATCH_RESPONSES = 128  # drawn and kept together: what an interruption can cost
@@ -97,7 +97,7 @@ class MemorySink:
 
 
 def evaluate(
-    engine: Draws,
+    engine: Generates,
     version: int,
     tasks: Sequence[LoadedTask],
     settings: Settings,

@@ -27,7 +27,7 @@ from qarl.evaluation.results import Row, metrics_of
 from qarl.evaluation.runner import MemorySink, Settings, evaluate
 from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
 from qarl.report.formatting import interval
-from qarl.rollout.engine import Draws, RolloutEngine, SamplingParams
+from qarl.rollout.engine import Generates, RolloutEngine, SamplingParams
 from qarl.rollout.shared import SharedEngine
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.names import remove_later, step_name
@@ -171,7 +171,7 @@ class TrainingEvaluation:
             return
         check()
         sink = MemorySink()
-        draws: Draws = engine
+        draws: Generates = engine
         if ranks.count > 1:
             rollout = self._config.rollout
             draws = SharedEngine(engine, ranks, check, rollout.samplers(ranks.count), rollout.restarts_s)

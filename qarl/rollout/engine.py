@@ -1,4 +1,4 @@
-"""The protocol of a rollout engine: what the training loop asks of a sampler, whichever one it is."""
+"""The protocol of a rollout engine: what the training loop requires of a sampler."""
 
 from __future__ import annotations
 
@@ -19,26 +19,20 @@ from qarl.weight_sync.verify import PublishError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are drawn. The same for every prompt of one `generate`.
+    """How responses are sampled; the same for every prompt of one `generate`."""
 
-    n: responses per prompt. seed: of the random stream; a token's draw depends on (seed, prompt id, sample,
-    position) and on nothing else. max_response_length: tokens, the stop token included. stop_token_ids: end a
-    response and belong to it. stop: strings that end a response; its text is cut before the first of them.
-    record_routing: of a mixture of experts, give each rollout its `routing`; a model without experts has none to give.
-    It costs L * k bytes a token on the host (two of more than 255 experts), and their way there.
-    """
-
-    n: int
-    seed: int
-    max_response_length: int
+    n: int  # responses per prompt
+    seed: int  # a token depends on (seed, prompt id, sample, position) and the distribution only
+    max_response_length: int  # tokens, including the stop token
     truncation: Truncation = field(default_factory=Truncation)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()  # strings that end a response; its text is cut before the first of them
+    stop_token_ids: frozenset[int] = frozenset()  # tokens that end a response and belong to it
+    # Record `Rollout.routing` of a mixture of experts: L * k bytes per token, twice that with more than 255 experts.
     record_routing: bool = False
 
 
 def truncation_of(config: Config) -> Truncation:
-    """What a run draws from."""
+    """Return the sampling distribution of a run."""
     rollout = config.rollout
     return Truncation(rollout.temperature, rollout.top_k, rollout.top_p, config.min_p)
 
@@ -47,11 +41,11 @@ Progress = Callable[[int, int], None]  # (finished responses, tokens generated s
 
 
 def ignore_progress(finished: int, tokens: int) -> None:
-    """For callers who show nothing."""
+    """Do nothing."""
 
 
-class Draws(Protocol):
-    """Gives responses: an engine, or those of several ranks together."""
+class Generates(Protocol):
+    """Generates responses: an engine, or the engines of several ranks together."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, progress: Progress = ignore_progress
@@ -60,20 +54,18 @@ class Draws(Protocol):
         ...
 
 
-class RolloutEngine(Draws, Protocol):
-    """Draws responses from the policy version last published to it.
+class RolloutEngine(Generates, Protocol):
+    """Samples responses from the policy version that was published last."""
 
-    version: of the tensors it holds, None before the first publish. metrics: what it measured of its last publish and
-    sleep, by metric name.
-    """
-
-    version: int | None
+    version: int | None  # of its tensors; None before the first publish
 
     @property
-    def metrics(self) -> dict[str, float]: ...
+    def metrics(self) -> dict[str, float]:
+        """Measurements of the last publish and sleep, by metric name."""
+        ...
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Take over the snapshot's tensors and prove that they arrived. Raises PublishError."""
+        """Install the snapshot's tensors and verify them. Raises PublishError."""
         ...
 
     def generate(
@@ -84,33 +76,42 @@ class RolloutEngine(Draws, Protocol):
         progress: Progress = ignore_progress,
         first: Sequence[int] | None = None,
     ) -> list[Rollout]:
-        """n responses to each prompt, in the order (prompt, sample).
+        """Generate n responses per prompt, in the order (prompt, sample).
 
-        first: the number of each prompt's first sample; None: as `first_samples` counts them in these prompts.
-        progress: called after every step; what it raises ends the call and leaves the engine usable.
-        Raises PublishError if `version` is not held, UserError for what does not fit the context or the KV cache.
+        Args:
+            prompts: Prompts.
+            sampling: Sampling parameters.
+            version: Policy version.
+            progress: Called after every step. If it raises, the call ends and the engine stays usable.
+            first: Number of each prompt's first sample; None: `first_samples` of these prompts.
+
+        Raises:
+            PublishError: The engine does not have `version`.
+            UserError: A prompt does not fit the context or the KV cache.
         """
         ...
 
     def sleep(self) -> None:
-        """Give memory back that only generation needs."""
+        """Free the memory that only generation needs."""
         ...
 
     def wake(self) -> None:
-        """Begin to take that memory back, where the learner's next update leaves room for it; otherwise the next
-        publish does. It may be called again; a collective where a sampler is on several ranks' GPUs."""
+        """Begin to allocate that memory again, if there is room next to the learner's next update.
+
+        Otherwise the next publish does. It may be called repeatedly. If a sampler is on several ranks' GPUs, this is a
+        collective.
+        """
         ...
 
     def close(self) -> None:
-        """Release everything; the engine is not used afterwards."""
+        """Free everything; the engine is not used afterwards."""
         ...
 
 
 def first_samples(prompts: Sequence[Prompt], n: int) -> list[int]:
-    """The number of each prompt's first sample, of n.
+    """Return the number of each prompt's first sample.
 
-    A prompt id that occurs again continues its samples at n, 2n, ..., so that each occurrence has its own random
-    stream.
+    If a prompt id occurs again, its samples continue at n, 2n, ..., so that each occurrence has its own random stream.
     """
     occurrences: Counter[int] = Counter()
     first = []
@@ -121,15 +122,18 @@ def first_samples(prompts: Sequence[Prompt], n: int) -> list[int]:
 
 
 def require_version(held: int | None, wanted: int) -> None:
-    """Raise PublishError when an engine is asked to draw from a version that it does not hold."""
+    """Raise PublishError if an engine does not have the requested version."""
     if held != wanted:
         state = "nothing was published to it" if held is None else f"it holds version {held}"
         raise PublishError(f"rollout: the policy is at version {wanted} but the sampler is stale ({state})")
 
 
 def longest_of(prompts: Sequence[Prompt], sampling: SamplingParams, context: int) -> int:
-    """Tokens of the longest prompt and a response of full length. Raises UserError where that exceeds `context`, and
-    for a prompt without tokens."""
+    """Return the tokens of the longest prompt with a response of full length.
+
+    Raises:
+        UserError: They exceed `context`, or a prompt has no tokens.
+    """
     for prompt in prompts:
         if not prompt.token_ids:
             raise UserError(f"rollout: prompt {prompt.id} has no tokens; give it text, or drop the row")
@@ -143,7 +147,7 @@ def longest_of(prompts: Sequence[Prompt], sampling: SamplingParams, context: int
 
 
 def require_finite(logprobs: Sequence[float], prompt: Prompt, version: int | None) -> None:
-    """Raise UserError where a response's log-probs are NaN or infinite."""
+    """Raise UserError if a log-prob of a response is NaN or infinite."""
     if not all(map(math.isfinite, logprobs)):
         raise UserError(
             f"rollout: the log-probs of prompt {prompt.id} are not finite at policy version {version}; "

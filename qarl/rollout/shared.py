@@ -1,6 +1,6 @@
-"""Responses that several ranks draw: each its share of the prompts, and then all ranks have them all.
+"""Rollouts on several ranks: each samples its share of the prompts, and then all ranks have all responses.
 
-Where there are fewer samplers than ranks, some ranks have one each.
+If there are fewer samplers than ranks, only some ranks have one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qarl.rollout.engine import (
     ignore_progress,
     require_version,
 )
-from qarl.rollout.room import Room
+from qarl.rollout.headroom import Headroom
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot
 
@@ -39,9 +39,16 @@ def generate_share(
     ranks: Ranks,
     samplers: range | None = None,
 ) -> list[Rollout]:
-    """sampling.n responses to each of this rank's prompts (`Ranks.share`); what is drawn does not depend on the ranks.
+    """Generate responses to this rank's prompts (`Ranks.share`). They do not depend on the number of ranks.
 
-    prompts: of all ranks. samplers: the ranks that have one, None: all.
+    Args:
+        engine: This rank's sampler.
+        prompts: Prompts of all ranks.
+        sampling: Sampling parameters.
+        version: Policy version.
+        progress: Called after every step.
+        ranks: All ranks.
+        samplers: Ranks that have a sampler; None: all.
     """
     if ranks.count == 1:
         return engine.generate(prompts, sampling, version, progress)
@@ -50,14 +57,14 @@ def generate_share(
 
 
 class NoSampler:
-    """The engine of a rank that draws nothing: others draw for it. See `RolloutEngine` for the contract.
+    """The engine of a rank without a sampler. See `RolloutEngine` for the contract.
 
-    sampler: the policy's own forward, which follows what is published, and so keeps no older version's memory. room:
-    what those others ask before they wake on its GPU.
+    It installs published snapshots into the policy's own sampling forward, so that no older version stays in memory,
+    and takes part in the `headroom` collective of samplers that wake on its GPU.
     """
 
-    def __init__(self, sampler: Sampler, room: Room | None = None) -> None:
-        self._sampler, self._room = sampler, room
+    def __init__(self, sampler: Sampler, headroom: Headroom | None = None) -> None:
+        self._sampler, self._headroom = sampler, headroom
         self.version: int | None = None
         self.metrics: dict[str, float] = {}
 
@@ -81,27 +88,23 @@ class NoSampler:
         return
 
     def wake(self) -> None:
-        if self._room is not None:
-            self._room(None)
+        if self._headroom is not None:
+            self._headroom(None)
 
     def close(self) -> None:
         self.version = None
 
 
 class SharedEngine:
-    """An engine of each rank as one: every rank gets the responses of all. Its `generate` is a collective.
-
-    check: called by all ranks once they have what they asked for. samplers: see `generate_share`. longer_s: see
-    `together`.
-    """
+    """The engines of all ranks as one: every rank gets all responses. `generate` is a collective."""
 
     def __init__(
         self,
         engine: RolloutEngine,
         ranks: Ranks,
-        check: Callable[[], None],
-        samplers: range | None = None,
-        longer_s: float = 0,
+        check: Callable[[], None],  # called by all ranks after each `generate`
+        samplers: range | None = None,  # see `generate_share`
+        longer_s: float = 0,  # see `together`
     ) -> None:
         self._engine, self._ranks, self._check = engine, ranks, check
         self._samplers, self._longer_s = samplers, longer_s
@@ -119,9 +122,9 @@ class SharedEngine:
 
 
 def publish_together(engine: RolloutEngine, snapshot: Snapshot, ranks: Ranks, rollout: RolloutConfig) -> None:
-    """Each rank's version to its sampler; a collective."""
+    """Publish a snapshot to the sampler of each rank; a collective."""
     if rollout.spans:
-        together(ranks, torch.cuda.empty_cache)  # another rank's vLLM starts or wakes on this one's GPU
+        together(ranks, torch.cuda.empty_cache)  # another rank's vLLM starts or wakes on this rank's GPU
     together(ranks, lambda: engine.publish(snapshot), rollout.restarts_s)
 
 
@@ -151,15 +154,15 @@ def asleep(engine: RolloutEngine, learner: Learns, ranks: Ranks, rollout: Rollou
 
 
 def gather_rollouts(own: list[Rollout], ranks: Ranks) -> list[Rollout]:
-    """The rollouts of all ranks, in the order of ranks, as they were drawn."""
+    """Gather the rollouts of all ranks, in rank order; a collective."""
     if ranks.count == 1:
         return own
-    told = ranks.gather([_told(rollout) for rollout in own])
+    headers = ranks.gather([_header(rollout) for rollout in own])
     ids = ranks.gather_tensors(torch.tensor([i for r in own for i in r.token_ids], dtype=torch.int64))
     logprobs = ranks.gather_tensors(torch.tensor([x for r in own for x in r.logprobs], dtype=torch.float64))
-    experts = _gather_routing(own, told, ranks)
+    experts = _gather_routing(own, headers, ranks)
     found = []
-    for rows, tokens, values in zip(told, ids, logprobs, strict=True):
+    for rows, tokens, values in zip(headers, ids, logprobs, strict=True):
         lengths = [row["token_ids"] for row in rows]
         for row, i, x in zip(rows, tokens.split(lengths), values.split(lengths), strict=True):
             routing = None if row["routing"] is None else next(experts)
@@ -167,23 +170,23 @@ def gather_rollouts(own: list[Rollout], ranks: Ranks) -> list[Rollout]:
     return found
 
 
-def _told(rollout: Rollout) -> dict[str, Any]:
-    """What is said of a rollout as JSON: lengths, shapes and dtypes in the place of what is long."""
+def _header(rollout: Rollout) -> dict[str, Any]:
+    """A rollout as JSON, with lengths, shapes and dtypes instead of arrays."""
     routing = rollout.routing
     shape = None if routing is None else [str(routing.dtype).removeprefix("torch."), list(routing.shape)]
     return {**vars(rollout), "token_ids": len(rollout.token_ids), "logprobs": None, "routing": shape}
 
 
-def _gather_routing(own: list[Rollout], told: list[list[dict[str, Any]]], ranks: Ranks) -> Iterator[Tensor]:
-    """The routing of those rollouts of all ranks that have one, in their order; a collective where any has."""
-    if not any(row["routing"] for rows in told for row in rows):
+def _gather_routing(own: list[Rollout], headers: list[list[dict[str, Any]]], ranks: Ranks) -> Iterator[Tensor]:
+    """Gather the routing of the rollouts that have one, in rank order; a collective if any has."""
+    if not any(row["routing"] for rows in headers for row in rows):
         return iter(())
     mine = [rollout.routing.reshape(-1).view(torch.uint8) for rollout in own if rollout.routing is not None]
     every = ranks.gather_tensors(torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8))
     found = []
-    for rows, data in zip(told, every, strict=True):
+    for rows, data in zip(headers, every, strict=True):
         shapes = [(getattr(torch, row["routing"][0]), row["routing"][1]) for row in rows if row["routing"]]
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes]
         for (dtype, shape), part in zip(shapes, data.split(sizes), strict=True):
-            found.append(part.clone().view(dtype).view(shape))  # of its own memory, which begins where its type wants
+            found.append(part.clone().view(dtype).view(shape))  # own memory, aligned for its dtype
     return iter(found)

@@ -1,4 +1,4 @@
-"""When a response ends, and what its text is then."""
+"""When a response ends, and its text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Stopping:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> None:
         self.tokenizer, self.sampling = tokenizer, sampling
-        # These are not in the text, so they do not count when looking back for a stop string.
+        # Special tokens are not in the text, so they do not count when looking back for a stop string.
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        # A text token is at least one byte, so a stop string that ends now began at most this many tokens ago; the
-        # margin is for the bytes of a character that the tail cuts in two.
+        # A text token is at least one byte, so a stop string that ends now began at most this many tokens ago. The
+        # margin is for the bytes of a character that the tail splits.
         self._tail = max((len(s.encode()) for s in sampling.stop), default=0) + 4
 
     def check(self, sequence: Sequence) -> None:
-        """Set the finish reason and the text of a sequence that got a token, if that ends it."""
+        """Set the finish reason and the text of a sequence if its last token ends it."""
         tokens = sequence.response
         if tokens[-1] in self.sampling.stop_token_ids:
             sequence.finish_reason, sequence.text = "stop", self._decode(tokens[:-1])
@@ -30,7 +30,10 @@ class Stopping:
             sequence.finish_reason, sequence.text = "length", self._decode(tokens)
 
     def final_text(self, tokens: list[int], stopped_by: int | str | None) -> str:
-        """The text of a response that another engine ended. stopped_by: stop token id, stop string, None: the limit."""
+        """Return the text of a response that another engine ended.
+
+        stopped_by: stop token id, stop string, or None for the length limit.
+        """
         if isinstance(stopped_by, int):
             return self._decode(tokens[:-1])
         text = self._decode(tokens)

@@ -37,8 +37,8 @@ from qarl.policy.load_config import load_architecture, load_model_config, stop_t
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
 from qarl.rollout.engine import RolloutEngine, SamplingParams, truncation_of
+from qarl.rollout.headroom import Headroom, ranks_headroom
 from qarl.rollout.native.engine import NativeEngine
-from qarl.rollout.room import Room, ranks_room
 from qarl.rollout.shared import NoSampler
 from qarl.storage.names import checkpoint_steps, step_name
 from qarl.storage.saved_state import Inputs, started_at
@@ -142,7 +142,7 @@ def build_run(
             lambda: (
                 build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early, ranks)
                 if _draws(config, ranks)
-                else NoSampler(policy.sampler, _room(config, device, ranks))
+                else NoSampler(policy.sampler, _headroom(config, device, ranks))
             ),
         )
         learner = Learner(policy, updates, config, sampling.truncation, ranks)
@@ -301,11 +301,11 @@ def _draws(config: Config, ranks: Ranks) -> bool:
     return ranks.rank in config.rollout.samplers(ranks.count)
 
 
-def _room(config: Config, device: torch.device, ranks: Ranks) -> Room | None:
+def _headroom(config: Config, device: torch.device, ranks: Ranks) -> Headroom | None:
     """Of the GPUs of several ranks, where a sampler is on them."""
     if not config.rollout.spans or ranks.count == 1:
         return None
-    return ranks_room(device, ranks, config.rollout.vllm.tensor_parallel)
+    return ranks_headroom(device, ranks, config.rollout.vllm.tensor_parallel)
 
 
 def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> BegunSampler | None:
@@ -343,8 +343,8 @@ def build_engine(
     shape = load_architecture(config.model)
     device: Device = "cuda" if layout.device.type == "cuda" else "cpu"
     beside = None if shape is None else update_bytes(config, shape, device, ranks.count)
-    room = _room(config, layout.device, ranks)
-    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early, ranks.look, beside, room)
+    headroom = _headroom(config, layout.device, ranks)
+    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early, ranks.look, beside, headroom)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

@@ -14,7 +14,7 @@ from qarl.config import ModelConfig, QuantConfig, RolloutConfig
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.native.ahead import AheadRunner
+from qarl.rollout.native.async_runner import AsyncRunner
 from qarl.rollout.native.engine import NativeEngine
 from qarl.types import Prompt, Rollout
 
@@ -100,7 +100,7 @@ def assert_exact(
 
 def graphs_of(engine: NativeEngine) -> int:
     """How many graphs it has captured."""
-    assert isinstance(engine._runner, AheadRunner) and engine._runner._graphs is not None
+    assert isinstance(engine._runner, AsyncRunner) and engine._runner._graphs is not None
     return sum(replay is not None for replay in engine._runner._graphs._replays.values())
 
 

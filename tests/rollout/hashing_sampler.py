@@ -19,7 +19,7 @@ from qarl.policy.attention import Caches, Span, positions_of, slots_of
 from qarl.policy.fused_attention import DecodeAttention
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.native.sampling import uniforms
+from qarl.rollout.native.sequence import uniforms
 from qarl.types import Prompt
 
 VOCABULARY = 40

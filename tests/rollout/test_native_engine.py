@@ -21,7 +21,7 @@ def script(monkeypatch, make_engine, tokenizer):
     def run(tokens: str | list[int], **sampling) -> Rollout:
         tokens = tokenizer.encode(tokens, add_special_tokens=False) if isinstance(tokens, str) else tokens
         left = iter(tokens)
-        monkeypatch.setattr("qarl.rollout.native.plain.draw", lambda rows, points: torch.tensor([next(left)]))
+        monkeypatch.setattr("qarl.rollout.native.plain.sample_tokens", lambda rows, points: torch.tensor([next(left)]))
         params = SamplingParams(**{"n": 1, "seed": 0, "max_response_length": len(tokens)} | sampling)
         return make_engine().generate([PROMPT], params, 0)[0]
 

@@ -21,8 +21,7 @@ from qarl.experts import EXPERT_NAMES
 from qarl.policy.routes import ExpertLayer
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
-from qarl.rollout.native.graphs import chunks_of_pages, ladder
-from qarl.rollout.native.inputs import Inputs
+from qarl.rollout.native.graphs import Inputs, chunks_of_pages, ladder
 from qarl.types import Prompt
 
 
@@ -113,7 +112,7 @@ def test_preempted_responses_come_back_and_the_ended_ones_do_not(make) -> None:
 def test_a_step_begins_before_the_tokens_of_the_last_are_read(make, monkeypatch) -> None:
     engine = make()
     order: list[str] = []
-    step, take = engine._runner_of, engine._take
+    step, take = engine._runner_of, engine._read
 
     def runner_of(*arguments):
         runner = step(*arguments)
@@ -122,7 +121,7 @@ def test_a_step_begins_before_the_tokens_of_the_last_are_read(make, monkeypatch)
         return runner
 
     monkeypatch.setattr(engine, "_runner_of", runner_of)
-    monkeypatch.setattr(engine, "_take", lambda *given: order.append("read") or take(*given))
+    monkeypatch.setattr(engine, "_read", lambda *given: order.append("read") or take(*given))
     engine.generate([Prompt(0, [5, 6], "", {})], SamplingParams(1, 0, 4), 0)
     assert order == ["step", "step", "read", "step", "read", "step", "read", "read"]
 

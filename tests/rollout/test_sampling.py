@@ -7,12 +7,15 @@ import pytest
 import torch
 from qarl_kernels.logprob import Truncation, log_probs_of
 
-from qarl.rollout.native.sampling import draw, uniforms
+from qarl.rollout.native.plain import sample_tokens
+from qarl.rollout.native.sequence import uniforms
 
 
 def counts_of(log_probs: torch.Tensor, draws: int, seed: int = 0) -> np.ndarray:
     rows = log_probs.expand(draws, -1)
-    return torch.bincount(draw(rows, uniforms(seed, 0, 0, draws).tolist()), minlength=log_probs.numel()).numpy()
+    return torch.bincount(
+        sample_tokens(rows, uniforms(seed, 0, 0, draws).tolist()), minlength=log_probs.numel()
+    ).numpy()
 
 
 def test_draws_follow_the_distribution():
@@ -26,7 +29,7 @@ def test_draws_follow_the_distribution():
 def test_one_number_a_response_follows_the_distribution():
     log_probs = torch.log(torch.tensor([0.2, 0.5, 0.3])).expand(3000, -1)
     points = [float(uniforms(3, prompt, sample, 1)[0]) for prompt in range(1000) for sample in range(3)]
-    counts = torch.bincount(draw(log_probs, points), minlength=3)
+    counts = torch.bincount(sample_tokens(log_probs, points), minlength=3)
     expected = torch.tensor([600.0, 1500.0, 900.0])
     assert float(((counts - expected) ** 2 / expected).sum()) < 13.8  # 0.1 % at 2 degrees of freedom
 
@@ -48,21 +51,21 @@ EDGES = [0.0, 5e-324, 2.0**-53, 1 - 2.0**-53, 1.0]
 def test_the_ends_of_the_unit_interval_draw_kept_tokens(point: float, size: int):
     logits = torch.full((1, size), -50.0)
     logits[0, size // 2 - 1 : size // 2 + 2] = torch.tensor([0.0, -0.1, -0.2])
-    token = int(draw(torch.log_softmax(logits, -1), [point]))
+    token = int(sample_tokens(torch.log_softmax(logits, -1), [point]))
     assert token == (size // 2 - 1 if point < 0.5 else size // 2 + 1)
 
 
 @pytest.mark.parametrize("point", EDGES)
 def test_tokens_of_probability_zero_are_not_drawn_at_the_ends(point: float):
     log_probs = torch.tensor([[-math.inf, -math.inf, 0.0, -math.inf, -math.inf]])
-    assert int(draw(log_probs, [point])) == 2
+    assert int(sample_tokens(log_probs, [point])) == 2
 
 
 def test_a_row_draws_the_same_in_any_batch():
     log_probs = torch.log_softmax(torch.randn(9, 1000, generator=torch.Generator().manual_seed(2)), -1)
     points = uniforms(0, 0, 0, 9).tolist()
-    together = draw(log_probs, points)
-    assert together.tolist() == [int(draw(log_probs[i : i + 1], points[i : i + 1])) for i in range(9)]
+    together = sample_tokens(log_probs, points)
+    assert together.tolist() == [int(sample_tokens(log_probs[i : i + 1], points[i : i + 1])) for i in range(9)]
 
 
 def test_the_stream_is_a_function_of_its_key():

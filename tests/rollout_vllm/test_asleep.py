@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from qarl.rollout.room import has_room
+from qarl.rollout.headroom import has_headroom
 from qarl.rollout.vllm.engine import MEASURED_OTHERS
 from qarl.rollout.vllm.host import GREW, Host, beside_others
 
@@ -61,7 +61,7 @@ def test_the_cache_is_given_back_for_room_where_it_may_be_enough(monkeypatch, ne
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2000)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 10_000))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: times.append(free.update(bytes=1300)))
-    assert has_room(torch.device("cuda"), needed) == room and len(times) == emptied
+    assert has_headroom(torch.device("cuda"), needed) == room and len(times) == emptied
 
 
 def test_what_a_sleep_freed_is_this_processs_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ def asleep(case, monkeypatch) -> Callable[..., VLLMEngine]:
     """An engine whose sampler sleeps, and gave 1,000 bytes back; so many bytes of the GPU are free now."""
 
     def made(*troubles: str, free: int, update_bytes: int | None = 500, **vllm: Any) -> VLLMEngine:
-        monkeypatch.setattr("qarl.rollout.room.has_room", lambda device, needed: free >= needed)
+        monkeypatch.setattr("qarl.rollout.headroom.has_headroom", lambda device, needed: free >= needed)
         case.update_bytes = update_bytes
         engine = case.make("sleep frees 1000", *troubles, **vllm)
         case.publish()

@@ -201,7 +201,7 @@ def test_a_vllm_over_two_ranks_is_asleep_while_either_learns(fake, tmp_path, mon
 
 # A vLLM over both ranks that sleeps, and what each of them then says of the room on its GPU.
 ROOMS = """
-from qarl.rollout import room
+from qarl.rollout import headroom
 from qarl.rollout.vllm.sleep import MARGIN, SamplerSleep
 started = fake_sampler.FakeHost.__init__
 def start(self, settings, expected, phases):
@@ -213,7 +213,7 @@ def has_room(device, needed):
     with open(f"{FOLDER}/asked-{rank}", "a") as file:
         print(needed - MARGIN, file=file)
     return rank not in NONE
-room.has_room = has_room
+headroom.has_headroom = has_room
 begin = SamplerSleep.begin_to_wake
 def told(self, sampler):
     begin(self, sampler)

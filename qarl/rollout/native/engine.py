@@ -1,7 +1,7 @@
 """The native engine: generates in process, on the policy's own modules and tensors.
 
-Because sampler and learner run the same code on the same tensors, and every operation gives a row the same bits in
-any batch, the log-probs reported here equal the learner's recomputation bit for bit.
+Sampler and learner run the same code on the same tensors, and every operation gives a row the same bits in any batch.
+So the log-probs reported here equal the learner's recomputation bit for bit.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from qarl.rollout.engine import (
     require_finite,
     require_version,
 )
-from qarl.rollout.native.ahead import AheadRunner
+from qarl.rollout.native.async_runner import AsyncRunner
 from qarl.rollout.native.pages import KVCache, PagePool
 from qarl.rollout.native.plain import PlainRunner
-from qarl.rollout.native.routing import RoutingRecord
-from qarl.rollout.native.sampling import uniforms
 from qarl.rollout.native.scheduler import Scheduler
 from qarl.rollout.native.sequence import Sequence as Response
-from qarl.rollout.native.steps import Drawn, Runner
+from qarl.rollout.native.sequence import uniforms
+from qarl.rollout.native.steps import RoutingRecord, Runner, StepOutput
 from qarl.rollout.stopping import Stopping
 from qarl.sizes import sampler_sizes
 from qarl.types import Prompt, Rollout
@@ -46,12 +45,15 @@ from qarl.weight_sync.verify import PublishError, verify_in_process
 class NativeEngine:
     """Continuous batching over a paged KV cache. See `RolloutEngine` for the contract.
 
-    sampler: the policy's forward, which runs on the version that is published. graphs: whether a GPU runs decodes as
-    CUDA graphs. preemptions: how often a sequence lost its pages in the last `generate`.
+    `preemptions` is how often a sequence lost its pages in the last `generate`.
     """
 
     def __init__(
-        self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, graphs: bool = True
+        self,
+        sampler: Sampler,  # the policy's forward, on the published version
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        graphs: bool = True,  # run decodes as CUDA graphs on a GPU
     ) -> None:
         self.sampler, self.tokenizer, self.config, self.graphs = sampler, tokenizer, config, graphs
         self.version: int | None = None
@@ -61,8 +63,8 @@ class NativeEngine:
         self._runner: Runner | None = None
 
     def publish(self, snapshot: Snapshot) -> None:
-        self.version = None  # until proven, nothing is held
-        self._close_runner()  # its graphs read the version before
+        self.version = None  # until the new version is verified
+        self._close_runner()  # its graphs read the old version
         self.sampler.install(snapshot)
         verify_in_process(snapshot.version, snapshot.tensors, self.sampler.held())
         self.version = snapshot.version
@@ -72,7 +74,7 @@ class NativeEngine:
         self._cache = None
 
     def wake(self) -> None:
-        """Nothing to do: `generate` makes the KV cache that it needs."""
+        """Do nothing: `generate` allocates the KV cache that it needs."""
 
     def close(self) -> None:
         self.sleep()
@@ -87,7 +89,7 @@ class NativeEngine:
         first: Sequence[int] | None = None,
     ) -> list[Rollout]:
         require_version(self.version, version)
-        if not self.sampler.current:  # a run draws from what was learned last
+        if not self.sampler.current:  # a run samples from the newest weights
             raise PublishError(
                 f"rollout: the policy was requantized (version {self.sampler.newest}) after the sampler "
                 f"got version {version}; publish it first"
@@ -118,7 +120,7 @@ class NativeEngine:
 
     def _rollout(self, r: Response, version: int, seed: int, record: RoutingRecord | None) -> Rollout:
         routing = None if record is None else record.of(r)
-        assert r.finish_reason is not None, "every response has ended"
+        assert r.finish_reason is not None, "a response has not ended"
         return Rollout(r.prompt.id, r.sample, r.response, r.logprobs, r.finish_reason, version, seed, r.text, routing)
 
     def _run(
@@ -129,42 +131,42 @@ class NativeEngine:
         progress: Progress,
         record: RoutingRecord | None,
     ) -> None:
-        """Steps until every response has ended. A step of a runner that runs ahead is read when the next has started.
+        """Run steps until every response has ended. An asynchronous step is read after the next one has started.
 
-        What is drawn after a response's end is thrown away. Before pages are taken from a sequence everything is read:
-        a response may have ended, and one that comes back is computed from tokens that the host has.
+        Tokens sampled after the end of a response are dropped. Before a preemption all steps are read: a response may
+        have ended, and a preempted one is recomputed from tokens on the host.
         """
         limit = stopping.sampling.max_response_length
         tokens = finished = 0
-        unread: Drawn | None = None
+        unread: StepOutput | None = None
         while scheduler.busy or unread is not None:
             step = None
             if scheduler.busy and (unread is None or not scheduler.tight):
                 step = runner.step(scheduler.plan(), scheduler.computed)
                 for response in step.sequences:
                     response.pending += 1
-                    if response.drawn == limit:
+                    if response.sampled == limit:
                         scheduler.finish(response)
-                if not runner.ahead or self.sampler.tracer is not None:  # which is told of tokens that the host has
+                if not runner.asynchronous or self.sampler.tracer is not None:  # a tracer needs the tokens on the host
                     unread, step = step, None
             if unread is not None:
-                taken = self._take(unread, stopping)
+                extended = self._read(unread, stopping)
                 if record is not None:
-                    for found in unread.ran:
-                        record.take(found)
-                for response in taken:
+                    for routing in unread.routing:
+                        record.add(routing)
+                for response in extended:
                     if response.finish_reason is not None:
                         finished += 1
-                        if response.drawn < limit:
+                        if response.sampled < limit:
                             scheduler.finish(response)
-                tokens += len(taken)
+                tokens += len(extended)
                 progress(finished, tokens)
             unread = step
 
-    def _take(self, drawn: Drawn, stopping: Stopping) -> list[Response]:
-        """Read a step's tokens. Returns the responses that got one: those that had not ended before."""
-        taken = []
-        for response, token, logprob in zip(drawn.sequences, *drawn.read(), strict=True):
+    def _read(self, output: StepOutput, stopping: Stopping) -> list[Response]:
+        """Append a step's tokens to the responses that had not ended; return these responses."""
+        extended = []
+        for response, token, logprob in zip(output.sequences, *output.read(), strict=True):
             response.pending -= 1
             if response.finish_reason is None:
                 if not isfinite(logprob):
@@ -172,21 +174,21 @@ class NativeEngine:
                 response.response.append(token)
                 response.logprobs.append(logprob)
                 stopping.check(response)
-                taken.append(response)
-        return taken
+                extended.append(response)
+        return extended
 
     def _runner_of(
         self, cache: KVCache, truncation: Truncation, sizes: RolloutConfig, longest: int, record: bool
     ) -> Runner:
-        """The runner of the generation before, with its graphs, where it serves; else a new one."""
-        ahead = self.sampler.weights.fused
-        # One that runs ahead decodes every sequence in every step.
-        most = min(sizes.max_num_seqs, sizes.max_batched_tokens) if ahead else sizes.max_num_seqs
+        """Return the last generation's runner, with its graphs, if it can be reused, else a new one."""
+        asynchronous = self.sampler.weights.fused
+        # An asynchronous runner decodes every sequence in every step.
+        most = min(sizes.max_num_seqs, sizes.max_batched_tokens) if asynchronous else sizes.max_num_seqs
         runner = self._runner
         if runner is None or not runner.serves(cache, truncation, most, longest, record):
             self._close_runner()
-            if ahead:
-                runner = AheadRunner(self.sampler, cache, truncation, most, longest, self.graphs, record)
+            if asynchronous:
+                runner = AsyncRunner(self.sampler, cache, truncation, most, longest, self.graphs, record)
             else:
                 runner = PlainRunner(self.sampler, cache, truncation, most, record)
         self._runner = runner
@@ -198,7 +200,7 @@ class NativeEngine:
         self._runner = None
 
     def _sizes(self, longest: int) -> RolloutConfig:
-        """How much is done at once, also where that is left to the device. longest: tokens of a sequence."""
+        """Return the configuration with the sizes that depend on the device. longest: tokens of a sequence."""
         layout = self.sampler.layout
         if layout.device.type == "cpu":
             return sampler_sizes(self.config, "cpu")
@@ -207,7 +209,7 @@ class NativeEngine:
         return sampler_sizes(self.config, "cuda", sequence, gpu_bytes())
 
     def _kv_cache(self, longest: int, sequences: int) -> KVCache:
-        """longest: tokens of one sequence. sequences: at the same time."""
+        """Return a KV cache for so many sequences at a time. longest: tokens of a sequence."""
         per_sequence = -(-longest // PAGE)
         pool = self.config.kv_cache_tokens
         count = per_sequence * sequences if pool is None else pool // PAGE
@@ -217,7 +219,7 @@ class NativeEngine:
                 f"{longest} tokens; set at least {per_sequence * PAGE}"
             )
         if self._cache is None or self._cache.count < count:
-            self.sleep()  # the old one goes before the new one comes
+            self.sleep()  # free the old one first
             layout = self.sampler.layout
             size = count, layout.layers, layout.kv_heads, layout.head_dim
             self._cache = KVCache(*size, self.sampler.cache_dtype, layout.device)

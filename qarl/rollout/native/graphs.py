@@ -1,37 +1,40 @@
-"""CUDA graphs of decode steps: for which sizes there are some, and how they are made.
+"""CUDA graphs of decode steps: for which sizes, what they read, and how they are captured.
 
-There is one for each of a ladder of numbers of rows, and for each power of two of attention's chunks of keys. A size
-runs once as it is, which compiles its kernels, and is captured when it comes again: one that does not costs nothing.
+There is a graph per number of rows in a ladder and per power of two of attention's chunks of keys. A size first runs
+without a graph, which compiles its kernels, and is captured the second time, so a size that does not recur costs
+nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from qarl_kernels.attention import PAGE
 from qarl_kernels.flash.layout import CHUNK
+from torch import Tensor
 
 Key: TypeAlias = tuple[int, int]  # rows, and pages of each
 
 
 def ladder(count: int) -> int:
-    """Rows of the smallest graph for `count` sequences: powers of two, then four numbers from each to the next."""
+    """Return the rows of the smallest graph for `count` sequences: powers of two, above 8 with sizes between them."""
     power = 1 << (count - 1).bit_length()
     step = max(8, power // 8)
     return power if count <= 8 else -(-count // step) * step
 
 
 def chunks_of_pages(longest: int) -> int:
-    """Pages of the smallest graph for sequences of `longest` tokens: those of a power of two of attention's chunks."""
+    """Return the pages of the smallest graph for sequences of `longest` tokens: a power of two of key chunks."""
     return (1 << (-(-longest // CHUNK) - 1).bit_length()) * (CHUNK // PAGE)
 
 
 class Graphs:
-    """Work that is the same every time for a key; without CUDA a graph is the work itself.
+    """Graphs by key. Without CUDA, the work runs as it is.
 
-    The graphs share memory, as only one runs at a time and none leaves a result in it.
+    The graphs share memory, because only one runs at a time and none leaves a result in it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +46,7 @@ class Graphs:
                 self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
-        """Do `work`, whose launches depend on the key alone: as it is the first time, from then on as a graph."""
+        """Run `work`, whose launches depend on the key only; from the second time on as a graph."""
         if key not in self._replays:
             work()
             self._replays[key] = None
@@ -56,7 +59,7 @@ class Graphs:
     def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
         if self._device.type != "cuda":
             return work
-        assert self._pool is not None, "no graph is made after `close`"
+        assert self._pool is not None, "no graph is captured after `close`"
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -68,8 +71,54 @@ class Graphs:
         return graph.replay
 
     def close(self) -> None:
-        """Give the graphs' memory back to the device."""
+        """Free the memory of the graphs."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # an interrupted generation may have left a step under way
+            torch.cuda.synchronize(self._device)  # an interrupted generation may have left a step running
         self._replays.clear()
         self._pool = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a decode step reads: S rows, one per sequence, the last of which may be empty.
+
+    All tensors are in one block of memory, so that one copy brings them to the device. For `positions`, `slots`,
+    `lengths` and `table` see `DecodeAttention`.
+    """
+
+    block: Tensor  # (N,) int64, contains the others
+    given: Tensor  # (S,) int64, tokens that the host knows; at the beginning of the block
+    token: Tensor  # (S,) int64, index of the row's token in the memory that begins with the block
+    positions: Tensor
+    slots: Tensor
+    points: Tensor  # (S,) float64, random numbers that decide the row's next token
+    lengths: Tensor
+    table: Tensor
+
+    @classmethod
+    def of(cls, block: Tensor, size: int, pages: int) -> Inputs:
+        """Return views of a block, each at a multiple of 16 bytes. pages: columns of the page table."""
+        sizes = _words(size, pages)
+        block = block[: sum(sizes)]
+        given, token, positions, slots, points, lengths, table = block.split(sizes)
+        return cls(
+            block,
+            given[:size],
+            token[:size],
+            positions[:size],
+            slots[:size],
+            points.view(torch.float64)[:size],
+            lengths.view(torch.int32)[:size],
+            table.view(torch.int32)[: size * pages].view(size, pages),
+        )
+
+    @staticmethod
+    def words(size: int, pages: int) -> int:
+        """Return the size of a block in 64-bit words."""
+        return sum(_words(size, pages))
+
+
+def _words(size: int, pages: int) -> list[int]:
+    """64-bit words of each tensor, in the order of `Inputs.of`."""
+    narrow = (-(-size // 2), -(-size * pages // 2))
+    return [-(-words // 2) * 2 for words in (size, size, size, size, size, *narrow)]

@@ -1,4 +1,4 @@
-"""The KV cache in pages: their memory, and who holds which, so that samples of one prompt share its full pages."""
+"""The KV cache in pages, and a pool that lets samples of a prompt share its full pages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class KVCache:
     """Keys and values of `count` pages in every layer.
 
-    layers: per layer (k, v), each (P, H_kv, PAGE, D). One block of memory, so that a page is cleared or copied in all
-    layers at once.
+    `layers` has (k, v) per layer, each (P, H_kv, PAGE, D). All are in one block of memory, so that a page is cleared or
+    copied in all layers at once.
     """
 
     def __init__(
@@ -33,10 +33,7 @@ class KVCache:
 
 
 class PagePool:
-    """`count` pages, handed out by number. A page shared by several sequences returns when the last lets go.
-
-    on_take(page): called for every page handed out.
-    """
+    """`count` pages by number, with reference counts. `on_take` is called with every page that is taken."""
 
     def __init__(self, count: int, on_take: Callable[[int], None]) -> None:
         self.count = count
@@ -49,14 +46,14 @@ class PagePool:
         return len(self._free)
 
     def take(self) -> int:
-        """A page of one's own. The caller has checked `free`."""
+        """Take a free page. The caller has checked `free`."""
         page = self._free.pop()
         self._holders[page] = 1
         self._on_take(page)
         return page
 
     def share(self, page: int) -> int:
-        assert self._holders[page] > 0, f"page {page} is shared but nobody holds it"
+        assert self._holders[page] > 0, f"page {page} is shared but not taken"
         self._holders[page] += 1
         return page
 

@@ -1,37 +1,50 @@
-"""Steps in plain torch, whose tokens are there when they return: what a CPU runs."""
+"""Steps in plain torch, with the tokens on the host when a step returns: what a CPU runs."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from qarl_kernels.logprob import Truncation, log_probs_of
 from torch import Tensor
 
+from qarl.policy.routes import stored
 from qarl.policy.sampler import Sampler
 from qarl.rollout.native.pages import KVCache
-from qarl.rollout.native.routing import Ran, ran, routes_of
-from qarl.rollout.native.sampling import draw
 from qarl.rollout.native.scheduler import Chunk
-from qarl.rollout.native.sequence import Sequence
-from qarl.rollout.native.steps import LOGIT_ROWS, Computed, drawing, packed, tell
+from qarl.rollout.native.steps import (
+    LOGIT_ROWS,
+    Computed,
+    StepOutput,
+    StepRouting,
+    announce,
+    packed,
+    routes_of,
+    rows_to_sample,
+)
+
+# Tokens outside the truncated set keep a probability of exp(-50) = 2e-22 relative to the likeliest token. Sampling
+# starts above the sum of half a million of them; this takes less of the distribution than one step of a uniform number.
+FIRST_POINT = 1e-16
 
 
-@dataclass
-class PlainDrawn:
-    sequences: list[Sequence]
-    tokens: list[int]
-    logprobs: list[float]
-    ran: list[Ran]
+def sample_tokens(log_probs: Tensor, points: list[float]) -> Tensor:
+    """Sample token ids (R,) by inverting the cumulative distribution of each row in float64, in order of token id.
 
-    def read(self) -> tuple[list[int], list[float]]:
-        return self.tokens, self.logprobs
+    Args:
+        log_probs: (R, V) float32, the distribution. A row with NaN gives the last token.
+        points: R numbers in [0, 1].
+    """
+    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    scaled = torch.tensor(points, dtype=torch.float64, device=log_probs.device)[:, None] * total
+    # At most one step below the total, so that the result has a nonzero probability.
+    scaled = scaled.clamp_(min=FIRST_POINT).minimum(total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, scaled, right=True)[:, 0].clamp_(max=log_probs.shape[-1] - 1)
 
 
 class PlainRunner:
     """See `Runner`."""
 
-    ahead = False
+    asynchronous = False
 
     def __init__(
         self, sampler: Sampler, cache: KVCache, truncation: Truncation, max_num_seqs: int, record: bool = False
@@ -44,36 +57,38 @@ class PlainRunner:
         return same and max_num_seqs == self.max_num_seqs
 
     def take_page(self, page: int) -> None:
-        """Attention multiplies what lies behind a sequence's end by zero, which must not be NaN."""
+        """Clear the page: attention multiplies values behind a sequence's end by zero, so they must not be NaN."""
         self.cache.clear(page)
 
-    def step(self, chunks: list[Chunk], computed: Computed) -> PlainDrawn:
+    def step(self, chunks: list[Chunk], computed: Computed) -> StepOutput:
         spans, ids = packed(chunks)
-        tell(self.sampler.tracer, chunks)
+        announce(self.sampler.tracer, chunks)
         attention = self.sampler.paged(spans, self.cache.layers)
         routes = routes_of(self.record)
         there = torch.tensor(ids, device=self.sampler.layout.device)
         hidden = self.sampler.hidden_states(there, attention, routes=routes)
-        chose = [ran(chunks, routes, self.sampler.experts[0].count)] if self.record else []
-        sequences, rows = drawing(chunks, computed)
-        drawn = PlainDrawn(sequences, [], [], chose)
+        routing = []
+        if self.record:
+            routing = [StepRouting.of(chunks, stored(routes.recorded(), self.sampler.experts[0].count).cpu())]
+        sequences, rows = rows_to_sample(chunks, computed)
+        tokens, logprobs = [torch.empty(0, dtype=torch.int64)], [torch.empty(0)]
         for start in range(0, len(sequences), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
-            points = [float(s.points[s.drawn]) for s in sequences[part]]
-            tokens, logprobs = self._draw(hidden, rows[part], points)
-            drawn.tokens += tokens
-            drawn.logprobs += logprobs
-        return drawn
+            points = [float(s.points[s.sampled]) for s in sequences[part]]
+            sampled = self._sample(hidden, rows[part], points)
+            tokens.append(sampled[0].cpu())
+            logprobs.append(sampled[1].cpu())
+        return StepOutput(sequences, range(len(sequences)), torch.cat(tokens), torch.cat(logprobs), routing)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds no memory."""
 
-    def _draw(self, hidden: Tensor, rows: list[int], points: list[float]) -> tuple[list[int], list[float]]:
-        """A token for each point, from the states in its row of `hidden` (T, H), and its log-prob."""
+    def _sample(self, hidden: Tensor, rows: list[int], points: list[float]) -> tuple[Tensor, Tensor]:
+        """Sample a token per point from the state in its row of `hidden` (T, H); return tokens and log-probs."""
         distinct = list(dict.fromkeys(rows))
         log_probs = log_probs_of(self.sampler.logits(hidden[distinct]), self.truncation)
         if len(distinct) < len(rows):
             place = {row: i for i, row in enumerate(distinct)}
             log_probs = log_probs[[place[row] for row in rows]]
-        chosen = log_probs.argmax(-1) if self.truncation.greedy else draw(log_probs, points)
-        return chosen.tolist(), log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
+        chosen = log_probs.argmax(-1) if self.truncation.greedy else sample_tokens(log_probs, points)
+        return chosen, log_probs.gather(-1, chosen[:, None])[:, 0]

@@ -1,13 +1,13 @@
-"""Continuous batching: which tokens of which sequences run in the next forward, under a token and a page budget.
+"""Continuous batching: which tokens of which sequences run in the next forward, within a token and a page budget.
 
-Every step decodes one token of each running sequence, oldest first, then fills the rest of the token budget with
-chunks of prompts. The samples of one prompt wait together: the first prefills, the others fork from its pages. A
-sample that comes later, or comes back, takes the prompt's keys and values from one that is still running; where that
-is all it needs, its prefill is one token and runs as a decode does.
+Every step decodes one token of each running sequence, oldest first, and fills the rest of the token budget with chunks
+of prompts. The samples of a prompt wait together: the first runs the prompt, and the others fork from its pages. A
+sample that comes later, or comes back, takes the prompt's keys and values from one that is still running. If it needs
+nothing else, its prefill is one token and runs like a decode.
 
-A prefill starts when the pool has pages for all of its tokens, so a started one can always go on. When pages run out,
-the youngest sequence is preempted: it gives its pages back and waits for them to be recomputed. The oldest never is,
-and the pool holds any single sequence, so every step makes progress.
+A prefill starts only if the pool has pages for all of its tokens, so a started one can always finish. When pages run
+out, the youngest sequence is preempted: it loses its pages and waits to be recomputed. The oldest never is, and the
+pool can hold any single sequence, so every step makes progress.
 """
 
 from __future__ import annotations
@@ -25,33 +25,36 @@ from qarl.rollout.native.sequence import Sequence
 
 @dataclass
 class Prefill:
-    """A sequence whose tokens are not all computed yet, and those that fork from it once they are."""
+    """A sequence with tokens still to compute, and the samples that fork from it afterwards."""
 
     lead: Sequence
     siblings: list[Sequence]
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, stop) of a sequence that run in this step; `prefill` is set unless it is a decode."""
+    """Tokens [start, stop) of a sequence that run in this step."""
 
     sequence: Sequence
     start: int
     stop: int
-    prefill: Prefill | None
+    prefill: Prefill | None  # None: a decode
 
     @property
     def single(self) -> bool:
-        """Whether it is one token, from which its sequence draws and no other."""
+        """Return whether it is one token, from which this sequence alone samples its next token."""
         if self.prefill is None:
             return True
         return self.stop - self.start == 1 and self.stop == self.sequence.length and not self.prefill.siblings
 
 
 class Scheduler:
-    """waiting: hold no pages. prefilling: hold pages for all their tokens. running: are decoded, oldest first.
+    """Plans steps.
 
-    max_response_length: tokens, which tells who will need more pages. copy_page(source, target, tokens): copies the
-    first tokens of a page, keys and values in every layer. preemptions: how often pages were taken from a sequence.
+    Attributes:
+        waiting: Without pages.
+        prefilling: With pages for all their tokens.
+        running: Decoded in each step, oldest first.
+        preemptions: How often a sequence lost its pages.
     """
 
     def __init__(
@@ -59,8 +62,8 @@ class Scheduler:
         pool: PagePool,
         max_num_seqs: int,
         max_batched_tokens: int,
-        max_response_length: int,
-        copy_page: Callable[[int, int, int], None],
+        max_response_length: int,  # tokens; tells which sequences will need more pages
+        copy_page: Callable[[int, int, int], None],  # (source, target, tokens), keys and values of every layer
     ) -> None:
         self.pool, self.max_num_seqs, self.max_batched_tokens = pool, max_num_seqs, max_batched_tokens
         self.max_response_length, self.copy_page = max_response_length, copy_page
@@ -79,17 +82,17 @@ class Scheduler:
 
     @property
     def tight(self) -> bool:
-        """Whether the next step takes pages from a sequence."""
+        """Return whether the next step would preempt a sequence."""
         return (
             self.pool.free < len(self.running) and sum(s.pages_missing(s.length) for s in self.running) > self.pool.free
         )
 
     def plan(self) -> list[Chunk]:
-        """The next step's chunks, each sequence at most once, with pages taken for them. Empty only when idle."""
+        """Plan the next step: chunks, at most one per sequence, with pages taken for them. Empty only if idle."""
         budget = self.max_batched_tokens
         chunks = []
         index = 0
-        while index < len(self.running) and budget > 0:  # victims are taken from the end: a planned one is never one
+        while index < len(self.running) and budget > 0:  # victims come from the end: never a planned one
             sequence = self.running[index]
             length = sequence.length
             if length <= PAGE * len(sequence.pages) or self._make_room(sequence):
@@ -108,7 +111,7 @@ class Scheduler:
         return chunks
 
     def computed(self, chunk: Chunk) -> list[Sequence]:
-        """Note that a chunk ran. Returns the sequences that now draw a token from its last row."""
+        """Mark a chunk as run. Returns the sequences that sample a token from its last row."""
         chunk.sequence.computed = chunk.stop
         if chunk.prefill is None:
             return [chunk.sequence]
@@ -119,18 +122,18 @@ class Scheduler:
         return [chunk.sequence, *self._fork(chunk.prefill)]
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out; its pages are free again."""
+        """Remove a sequence and free its pages."""
         self.running.remove(sequence)
         self._drop_pages(sequence)
 
     def _start_prefill(self) -> bool:
-        """Give the next waiting prefill its pages. False if there is none, no slot for it or no room."""
+        """Give the next waiting prefill its pages. Returns False without one, without a slot, or without pages."""
         slots = len(self.running) + sum(1 + len(p.siblings) for p in self.prefilling)
         if not self.waiting or slots >= self.max_num_seqs:
             return False
         lead = self.waiting[0].lead
         donor = next((s for s in self.running if s.prompt is lead.prompt), None)
-        # the last token is run in any case: its row gives the next one
+        # the last token always runs: its row gives the next token
         known = min(len(lead.prompt.token_ids), lead.length - 1) if donor else 0
         full = known // PAGE
         if lead.pages_missing(lead.length) - full > self.pool.free - self._reserve():
@@ -139,7 +142,7 @@ class Scheduler:
         if donor:
             lead.pages = [self.pool.share(page) for page in donor.pages[:full]]
             lead.computed = known
-            if prefill.siblings:  # they have the donor too
+            if prefill.siblings:  # they have the same donor
                 self.waiting.appendleft(Prefill(prefill.siblings[0], prefill.siblings[1:]))
                 prefill.siblings = []
         self._take_pages(lead, lead.length)
@@ -149,7 +152,7 @@ class Scheduler:
         return True
 
     def _reserve(self) -> int:
-        """Pages kept for the next need of sequences under way; without them a newcomer would soon be preempted."""
+        """Return the pages kept free for started sequences; without them a new one would soon be preempted."""
         started = [*self.running, *(p.lead for p in self.prefilling)]
         return sum(s.pages_missing(len(s.prompt.token_ids) + self.max_response_length) > 0 for s in started)
 
@@ -171,7 +174,7 @@ class Scheduler:
         return forked
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Pages for the sequence's next token, preempting others. False if it had to be preempted itself."""
+        """Get pages for the sequence's next token, preempting others. Returns False if it was preempted itself."""
         while self.pool.free < sequence.pages_missing(sequence.length):
             self.preemptions += 1
             victim = self.prefilling.pop() if self.prefilling else Prefill(self.running.pop(), [])

@@ -1,65 +1,72 @@
-"""What a step of the engine is, however it runs: chunks in, tokens out."""
+"""One step of the engine, whatever runs it: chunks in, sampled tokens out, and the experts that its rows chose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
+import torch
 from qarl_kernels.logprob import Truncation
+from torch import Tensor
 
 from qarl.policy.attention import Span
+from qarl.policy.routes import NO_ROUTES, Routes, recording
 from qarl.policy.trace import Context, Tracer
 from qarl.rollout.native.pages import KVCache
-from qarl.rollout.native.routing import Ran
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
 
 Computed = Callable[[Chunk], list[Sequence]]  # see `Scheduler.computed`
-LOGIT_ROWS = 128  # rows of logits held at once, where a graph does not hold those of all sequences
+LOGIT_ROWS = 128  # rows of logits in memory at a time, unless a graph holds those of all sequences
 
 
-class Drawn(Protocol):
-    """Tokens that a step drew, one for each of `sequences`. ran: the experts of its rows, where they are recorded; on
-    the host after `read`."""
+@dataclass
+class StepOutput:
+    """Tokens sampled in a step, one per sequence; they may still be on their way to the host."""
 
     sequences: list[Sequence]
-    ran: list[Ran]
+    rows: Iterable[int]  # of each sequence's token in `tokens` and `logprobs`
+    tokens: Tensor
+    logprobs: Tensor
+    routing: list[StepRouting]  # experts of the step's rows, if they are recorded; on the host after `read`
+    copied: torch.cuda.Event | None = None  # everything is on the host; None: it already is
 
     def read(self) -> tuple[list[int], list[float]]:
-        """The tokens and their log-probs; waits for the device."""
-        ...
+        """Return the tokens and their log-probs; waits for the copy to the host."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
+        return [tokens[row] for row in self.rows], [logprobs[row] for row in self.rows]
 
 
 class Runner(Protocol):
-    """Runs steps over one KV cache, of one version and one way to draw.
+    """Runs steps over one KV cache, for one policy version and one truncation."""
 
-    ahead: whether the next step should be started before a step's tokens are read. max_num_seqs: sequences that it
-    decodes at a time.
-    """
-
-    ahead: bool
-    max_num_seqs: int
+    asynchronous: bool  # the next step should start before this step's tokens are read
+    max_num_seqs: int  # sequences decoded at a time
 
     def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
-        """Whether it is what a new one would be. longest: tokens of a sequence. record: which experts rows choose."""
+        """Return whether the runner can be reused. longest: tokens of a sequence. record: whether to record experts."""
         ...
 
     def take_page(self, page: int) -> None:
-        """Called for a page of the cache before a sequence gets it."""
+        """Prepare a page of the cache that a sequence is about to get."""
         ...
 
-    def step(self, chunks: list[Chunk], computed: Computed) -> Drawn:
-        """Run chunks, tell `computed` of each, and draw for the sequences that it names."""
+    def step(self, chunks: list[Chunk], computed: Computed) -> StepOutput:
+        """Run chunks, call `computed` for each, and sample a token for the sequences that it returns."""
         ...
 
     def close(self) -> None:
-        """Give memory back."""
+        """Free memory."""
         ...
 
 
 def packed(chunks: list[Chunk]) -> tuple[list[Span], list[int]]:
-    """Chunks one after the other: where their tokens are, and the tokens."""
+    """Pack the tokens of chunks end to end. Returns where each chunk is, and the tokens."""
     spans, ids = [], []
     for chunk in chunks:
         spans.append(Span(len(ids), chunk.stop - chunk.start, chunk.start, chunk.sequence.pages))
@@ -67,8 +74,8 @@ def packed(chunks: list[Chunk]) -> tuple[list[Span], list[int]]:
     return spans, ids
 
 
-def tell(tracer: Tracer | None, chunks: list[Chunk]) -> None:
-    """Say what the rows of `packed` chunks are, which run next."""
+def announce(tracer: Tracer | None, chunks: list[Chunk]) -> None:
+    """Tell the tracer which tokens the rows of the next forward have."""
     if tracer is not None:
         starts = accumulate((chunk.stop - chunk.start for chunk in chunks), initial=0)
         tracer.expect(
@@ -77,8 +84,8 @@ def tell(tracer: Tracer | None, chunks: list[Chunk]) -> None:
         )
 
 
-def drawing(chunks: list[Chunk], computed: Computed) -> tuple[list[Sequence], list[int]]:
-    """Note that chunks ran. Returns the sequences that now draw, and the row of `packed` of each; forks share one."""
+def rows_to_sample(chunks: list[Chunk], computed: Computed) -> tuple[list[Sequence], list[int]]:
+    """Mark chunks as run. Returns the sequences that sample now, and the packed row of each; forks share a row."""
     sequences: list[Sequence] = []
     rows: list[int] = []
     row = 0
@@ -88,3 +95,57 @@ def drawing(chunks: list[Chunk], computed: Computed) -> tuple[list[Sequence], li
         sequences += ready
         rows += [row - 1] * len(ready)
     return sequences, rows
+
+
+# --- routing of a mixture of experts
+
+
+@dataclass(frozen=True)
+class StepRouting:
+    """Experts chosen in one forward."""
+
+    spans: list[tuple[Sequence, int, int]]  # tokens [start, stop) of sequences, packed
+    experts: Tensor  # (T, L, k) of these rows and perhaps more after them, as in `Rollout.routing`
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk], experts: Tensor) -> StepRouting:
+        return cls([(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks], experts)
+
+
+def routes_of(record: bool) -> Routes:
+    """Routing of a forward that records its choices, or not."""
+    return recording() if record else NO_ROUTES
+
+
+class RoutingRecord:
+    """The experts that the tokens of one `generate` went through, collected from its steps.
+
+    One sample of a prompt runs the prompt's tokens, and the others take its keys and values, so its choices hold for
+    all of them. Tokens that run again after a preemption choose the same experts.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, np.ndarray] = {}  # by identity of the prompt, which its samples share
+        self._responses: dict[Sequence, list[np.ndarray]] = {}  # (L, k) per token
+
+    def add(self, found: StepRouting) -> None:
+        """Add the choices of a step. Earlier tokens of its responses have been added before."""
+        experts = found.experts.numpy().copy()  # pinned memory that the runner reuses
+        row = 0
+        for sequence, start, stop in found.spans:
+            prompt = sequence.prompt.token_ids
+            own = row + max(0, min(stop, len(prompt)) - start)  # first row of the response
+            if own > row:
+                shape = len(prompt), *experts.shape[1:]
+                held = self._prompts.setdefault(id(sequence.prompt), np.zeros(shape, experts.dtype))
+                held[start : start + own - row] = experts[row:own]
+            end = row + stop - start
+            if end > own:
+                first = start + own - row - len(prompt)
+                self._responses.setdefault(sequence, [])[first : first + end - own] = experts[own:end]
+            row = end
+
+    def of(self, sequence: Sequence) -> Tensor:
+        """Return the experts of all tokens of prompt and response but the last: (T, L, k)."""
+        own = self._responses.get(sequence, [])[: len(sequence.response) - 1]
+        return torch.from_numpy(np.concatenate([self._prompts[id(sequence.prompt)], *(row[None] for row in own)]))

@@ -29,7 +29,7 @@ from qarl.rollout.engine import (
     require_finite,
     require_version,
 )
-from qarl.rollout.room import Room, own_room
+from qarl.rollout.headroom import Headroom, own_headroom
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import (
@@ -86,13 +86,13 @@ class VLLMEngine:
         early: BegunSampler | None = None,
         look: Callable[[], None] = _see_nothing,
         update_bytes: int | None = None,
-        room: Room | None = None,
+        headroom: Headroom | None = None,
     ) -> None:
         self.config, self.layout, self.tokenizer, self.place = config, layout, tokenizer, place
         self.weights, self.say = weights, say
         self.log = place / LOG
         self._early, self._look = early, look
-        self._sleep = SamplerSleep(room or own_room(layout.device), update_bytes)
+        self._sleep = SamplerSleep(headroom or own_headroom(layout.device), update_bytes)
         self.version: int | None = None
         self.restarts = 0
         self.phases: dict[str, float] = {}

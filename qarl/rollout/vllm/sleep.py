@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from qarl.rollout.engine import ignore_progress
-from qarl.rollout.room import Room
+from qarl.rollout.headroom import Headroom
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.process import SamplerProcess
 
@@ -31,8 +31,8 @@ class SamplerSleep:
         metrics: Of the last sleep and wake-up, by name.
     """
 
-    def __init__(self, room: Room, beside: int | None) -> None:
-        self._room, self._beside = room, beside
+    def __init__(self, headroom: Headroom, beside: int | None) -> None:
+        self._headroom, self._beside = headroom, beside
         self.asleep = self._waking = False
         self.metrics: dict[str, float] = {}
         self._freed = 0  # bytes, by the last sleep
@@ -62,7 +62,7 @@ class SamplerSleep:
         """
         waits = self.asleep and not self._waking and not isinstance(sampler, InlineSampler)
         needed = self._freed + self._beside + MARGIN if waits and self._beside is not None else None
-        if self._room(needed) and sampler is not None:
+        if self._headroom(needed) and sampler is not None:
             sampler.begin("wake", None)
             self._waking = True
 
