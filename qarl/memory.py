@@ -266,7 +266,7 @@ def sampler_items(
     cache = f"KV cache ({config.kv_cache_tokens:,} tokens)"
     if rollout.engine == "native":
         return [Item(cache, kv_cache, "always", "sampler")]
-    delta = vllm.publish == "delta"
+    fast, delta = rollout.numerics == "fast", vllm.publish == "delta"  # exact numerics keep no second copy
     if device == "cuda":
         if vllm.device is not None:
             return []
@@ -279,13 +279,13 @@ def sampler_items(
             share = (
                 f"vLLM weights and KV cache ({'filled; takes ' * (memory is None)}{vllm.memory_frac:.0%} of the GPU)"
             )
-        staged = published if (vllm.staging or delta) and scheme_of(config.quant).packed else 0
+        staged = published if fast and (vllm.staging or delta) and scheme_of(config.quant).packed else 0
         return [
             Item("vLLM process", process, "always", "sampler"),
             Item(share, held, phase, "sampler"),
             Item("tensors staged for vLLM", staged, "always", "sampler"),
         ]
-    weights = published * (2 if delta else 1) + (operands if rollout.linear_products == "qarl" else 0)
+    weights = published * (2 if fast and delta else 1) + (operands if rollout.linear_products == "qarl" else 0)
     on_the_way = published if vllm.process == "separate" else 0
     return [
         Item("vLLM process", VLLM_BYTES[vllm.process], "always", "sampler"),

@@ -85,6 +85,9 @@ def keep_sizes(config: Config, begun: Config | None) -> Config:
     None of a new one."""
     if begun is None:
         return config
+    if "numerics" not in config.rollout.model_fields_set:
+        rollout = config.rollout.model_copy(update={"numerics": begun.rollout.numerics})
+        config = config.model_copy(update={"rollout": rollout})
     for section in ("rollout", "train"):
         config = _filled(config, section, getattr(begun, section).model_dump())
     return config

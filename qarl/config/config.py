@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import model_validator
 
-from qarl.config.base import Fault, Field, Section
+from qarl.config.base import Fault, Field, Section, notice
 from qarl.config.by_device import ON_CPU
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.data import DataConfig
@@ -234,14 +234,43 @@ class Config(Section):
             yield Fault(("rollout", "max_num_seqs"), rollout.max_num_seqs, f"{text}; {fix}")
 
     def resolved(self) -> dict[str, Any]:
-        return {"objective": resolved_objective(self)}
+        return {"objective": resolved_objective(self), "rollout": self._resolved_rollout()}
+
+    def _resolved_rollout(self) -> RolloutConfig:
+        """The rollout section with its numerics decided; vLLM's own only if something rules exact ones out."""
+        rollout = self.rollout
+        if rollout.engine != "vllm" or rollout.numerics is not None:
+            return rollout
+        decided = rollout.model_copy()
+        decided.__dict__["numerics"] = self.vllm_numerics  # not a field that was set: see `keep_sizes`
+        if self.vllm_numerics == "fast":
+            notice(
+                f"rollout.numerics: fast, because {self._inexact} rules out exact; vLLM's log-probs will differ from "
+                "the learner's"
+            )
+        return decided
+
+    @property
+    def vllm_numerics(self) -> Literal["exact", "fast"]:
+        """`rollout.numerics`, or its default with engine vllm."""
+        return self.rollout.numerics or ("fast" if self._inexact else "exact")
+
+    @property
+    def _inexact(self) -> str:
+        """Which key rules out exact numerics; "" if none does. Device auto may be a GPU."""
+        if self.rollout.inexact or self.model.device == "cpu":
+            return self.rollout.inexact
+        if self.model.dtype == "float32":
+            return "model.dtype: float32 on a GPU"
+        return "quant.kernels: reference" if self.quant.kernels == "reference" else ""
 
     def _vllm_faults(self) -> Iterator[Fault]:
         """What vLLM cannot hold or multiply (0.24 to 0.32, its compressed-tensors schemes and linear kernels)."""
         model, quant, vllm = self.model, self.quant, self.rollout.vllm
         if model.device == "cpu" and vllm.device is not None:
             yield Fault(("rollout", "vllm", "device"), vllm.device, "model.device is cpu, and so is vLLM's; leave null")
-        if model.device == "cpu" and self.rollout.linear_products == "vllm" and not scheme_of(quant).vllm_cpu:
+        own_products = self.vllm_numerics == "fast" and self.rollout.linear_products == "vllm"
+        if model.device == "cpu" and own_products and not scheme_of(quant).vllm_cpu:
             text = f"vLLM has no {quant.scheme} on a CPU; use rollout.linear_kernels: qarl"
             yield Fault(("rollout", "linear_kernels"), self.rollout.linear_kernels, text)
         if self.rollout.numerics == "exact" and model.device == "cuda" and (reason := self.inexact_on_gpu):
@@ -249,7 +278,7 @@ class Config(Section):
         coldest, hottest = VLLM_TEMPERATURES
         for section in ("rollout", "evaluation"):
             temperature = getattr(self, section).temperature
-            if self.rollout.numerics == "fast" and temperature != 0 and not coldest <= temperature <= hottest:
+            if self.vllm_numerics == "fast" and temperature != 0 and not coldest <= temperature <= hottest:
                 text = f"vLLM draws at {coldest:g} to {hottest:g}; must be so, or use rollout.numerics: exact"
                 yield Fault((section, "temperature"), temperature, text)
         # Seen on a CPU: float32 runs unquantized, w8a8 and fp8. Its int4 product, and every product of a GPU, is for 16
@@ -258,7 +287,7 @@ class Config(Section):
             valid = "use bfloat16 or float16"
             if model.device == "cuda":
                 yield Fault(("model", "dtype"), model.dtype, f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
-            elif scheme_of(quant).packed and self.rollout.linear_products == "vllm":
+            elif scheme_of(quant).packed and own_products:
                 yield Fault(
                     ("model", "dtype"),
                     model.dtype,

@@ -31,15 +31,17 @@ class RolloutConfig(Section):
         description="native: in process, on the policy's own modules and quantized tensors; vllm: vLLM, to which each "
         "version is published.",
     )
-    numerics: Literal["exact", "fast"] = Field(
-        "fast",
-        description="With engine vllm: vLLM's own model, attention and sampler (fast), or inside vLLM the policy's own "
-        "forward and log-probs, bit for bit the learner's (exact). Engine native is always exact.",
+    numerics: Literal["exact", "fast"] | None = Field(
+        None,
+        description="With engine vllm: the policy's own forward inside vLLM, whose log-probs are the learner's bit for "
+        "bit (exact), or vLLM's own model, attention and sampler (fast). null: exact, or fast where exact is not "
+        "available: with linear_kernels vllm, tensor_parallel above 1, engine arguments that may change results, and "
+        "on a GPU with model.dtype float32 or quant.kernels reference. Engine native is always exact.",
     )
     linear_kernels: Literal["vllm", "qarl"] | None = Field(
         None,
-        description="With engine vllm: vLLM's own linear kernels, or qarl's inside vLLM; null: vLLM's, or qarl's with "
-        "numerics exact.",
+        description="With engine vllm: vLLM's own linear kernels, or qarl's inside vLLM. null: qarl's with numerics "
+        "exact, else vLLM's.",
     )
     n: int = Field(
         8, ge=1, le=SAMPLES, description="Responses per prompt (the group size of group-relative advantages)."
@@ -83,6 +85,16 @@ class RolloutConfig(Section):
         "preempted when it is full.",
     )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, where it is the engine.")
+
+    @property
+    def inexact(self) -> str:
+        """Which of the section's keys rules out exact numerics in vLLM; "" if none does."""
+        if self.linear_kernels == "vllm":
+            return "rollout.linear_kernels: vllm"
+        if self.vllm.tensor_parallel > 1:
+            return "rollout.vllm.tensor_parallel"
+        other = next((name for name in self.vllm.args if name not in EXACT_ARGS), None)
+        return f"rollout.vllm.args.{other}" if other else ""
 
     @property
     def linear_products(self) -> Literal["vllm", "qarl"]:

@@ -10,6 +10,7 @@ from qarl.errors import UserError
 
 VLLM = ["rollout.engine=vllm"]
 EXACT = [*VLLM, "rollout.numerics=exact"]
+FAST = [*VLLM, "rollout.numerics=fast"]
 
 # overrides, key and value as they stand in the message, part of what says what is valid
 REFUSALS = [
@@ -302,9 +303,9 @@ REFUSALS = [
         'model.dtype = "float32"',
         "no float32 fp8 on a GPU",
     ),
-    ([*VLLM, "rollout.temperature=0.005"], "rollout.temperature = 0.005", "vLLM draws at 0.01 to 2"),
-    ([*VLLM, "rollout.temperature=2.5"], "rollout.temperature = 2.5", "vLLM draws at 0.01 to 2"),
-    ([*VLLM, "evaluation.temperature=0.005"], "evaluation.temperature = 0.005", "or use rollout.numerics: exact"),
+    ([*FAST, "rollout.temperature=0.005"], "rollout.temperature = 0.005", "vLLM draws at 0.01 to 2"),
+    ([*FAST, "rollout.temperature=2.5"], "rollout.temperature = 2.5", "vLLM draws at 0.01 to 2"),
+    ([*FAST, "evaluation.temperature=0.005"], "evaluation.temperature = 0.005", "or use rollout.numerics: exact"),
     ([*EXACT, "rollout.linear_kernels=vllm"], 'rollout.linear_kernels = "vllm"', "qarl's kernels; leave null"),
     ([*EXACT, "rollout.vllm.args.block_size=32"], "args.block_size = 32", "or use numerics fast"),
     ([*VLLM, "rollout.vllm.args.kv_cache_dtype=fp8"], 'args.kv_cache_dtype = "fp8"', "quant.kv_cache_dtype"),
@@ -432,3 +433,30 @@ def test_a_value_with_braces_is_quoted_as_it_is(load):
 )
 def test_what_samples_has_a_text(load, overrides, text):
     assert load(*overrides).rollout.sampler_text == text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numerics", "reason"),
+    [
+        ([], "exact", None),
+        (["rollout.linear_kernels=qarl"], "exact", None),
+        (["model.device=cpu", "model.dtype=float32", "quant.scheme=bf16"], "exact", None),
+        (["model.dtype=float32", "quant.scheme=bf16"], "fast", "model.dtype: float32 on a GPU"),
+        (["model.device=cuda", "quant.kernels=reference"], "fast", "quant.kernels: reference"),
+        (["rollout.linear_kernels=vllm"], "fast", "rollout.linear_kernels: vllm"),
+        (["rollout.vllm.tensor_parallel=2"], "fast", "rollout.vllm.tensor_parallel"),
+        (["rollout.vllm.args={block_size: 32}"], "fast", "rollout.vllm.args.block_size"),
+        (["rollout.numerics=fast"], "fast", None),
+    ],
+)
+def test_numerics_are_exact_unless_something_rules_them_out(load, caplog, overrides, numerics, reason):
+    notice.cache_clear()
+    assert load(*VLLM, *overrides).rollout.numerics == numerics
+    lines = [record.getMessage() for record in caplog.records if "numerics" in record.getMessage()]
+    assert len(lines) == (reason is not None) and all(reason in line for line in lines)
+
+
+def test_a_run_that_goes_on_keeps_the_numerics_that_it_began_with(load):
+    begun = load(*FAST)
+    assert keep_sizes(load(*VLLM), begun).rollout.numerics == "fast"
+    assert keep_sizes(load(*EXACT), begun).rollout.numerics == "exact"  # which the run directory then refuses

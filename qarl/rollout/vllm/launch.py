@@ -48,7 +48,7 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
         memory_frac=vllm.memory_frac,
         enforce_eager=not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
         sleep=shared and vllm.sleep > 0,
-        staging=vllm.publish == "delta" or (on_gpu and vllm.staging),
+        staging=rollout.numerics == "fast" and (vllm.publish == "delta" or (on_gpu and vllm.staging)),
         linear_kernels=rollout.linear_products,
         numerics=rollout.numerics,
         kv_fp8=config.quant.kv_cache_dtype == "fp8",
