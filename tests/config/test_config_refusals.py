@@ -7,6 +7,7 @@ import pytest
 from qarl.config import load_config
 from qarl.config.base import notice
 from qarl.errors import UserError
+from qarl.sizes import keep_sizes
 
 VLLM = ["rollout.engine=vllm"]
 EXACT = [*VLLM, "rollout.numerics=exact"]
@@ -426,8 +427,8 @@ def test_a_value_with_braces_is_quoted_as_it_is(load):
     ("overrides", "text"),
     [
         ([], "native engine"),
-        (VLLM, "vLLM"),
-        ([*VLLM, "rollout.linear_kernels=qarl"], "vLLM, qarl's linear kernels"),
+        (FAST, "vLLM"),
+        ([*FAST, "rollout.linear_kernels=qarl"], "vLLM, qarl's linear kernels"),
         (EXACT, "vLLM, exact numerics"),
     ],
 )
