@@ -26,7 +26,9 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head siz
 @pytest.fixture(scope="module")
 def tiny(tiny_model):
     """`parts` with a vLLM configuration: `policy.max_length` is 512."""
-    return parts(tiny_model(), rollout={"engine": "vllm", "linear_kernels": "qarl", "max_num_seqs": 8})
+    return parts(
+        tiny_model(), rollout={"engine": "vllm", "numerics": "fast", "linear_kernels": "qarl", "max_num_seqs": 8}
+    )
 
 
 def changed(tiny, **rollout):

@@ -95,7 +95,12 @@ class Done(Finished):
 
 @pytest.fixture(scope="module")
 def config(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data = settings(tiny_model(head_dim=32), rollout={"engine": "vllm"}, train={"steps": 3}, checkpoint={"every": 100})
+    data = settings(
+        tiny_model(head_dim=32),
+        rollout={"engine": "vllm", "numerics": "fast"},
+        train={"steps": 3},
+        checkpoint={"every": 100},
+    )
     return write_config(tmp_path_factory.mktemp("vllm") / "c.yaml", data)
 
 
