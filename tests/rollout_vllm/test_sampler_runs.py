@@ -46,7 +46,12 @@ class Course:
     def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
         self.qarl, self.run, self.troubles = qarl, folder / "run", folder / "troubles"
         vllm = {"args": {"troubles": str(self.troubles)}, "max_restarts": 0}
-        data = settings(model, rollout={"engine": "vllm", "vllm": vllm}, train={"steps": 2}, checkpoint={"every": 100})
+        data = settings(
+            model,
+            rollout={"engine": "vllm", "numerics": "fast", "vllm": vllm},
+            train={"steps": 2},
+            checkpoint={"every": 100},
+        )
         self.config = write_config(folder / "c.yaml", data)
 
     def stage(self, *troubles: str, signum: int = 0) -> Stage:
