@@ -26,6 +26,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def serve(checkout: Path, names: list[str], work: Path, settings: list[str], out
     for name in names:
         folder = work / name.replace("/", "-")
         folder.mkdir()
-        code = _wait(_fork(lambda name=name, folder=folder: _run(name, checkout, folder, settings), folder / "log"))
+        code = _wait(_fork(partial(_run, name, checkout, folder, settings), folder / "log"))
         lines = (folder / "log").read_text(errors="replace").split("\n")
         found[name] = json.loads((folder / "found").read_text()) if code == 0 else {"error": "\n".join(lines[-12:])}
         print(f"{name}: {'failed' if code else len(found[name])}", flush=True)
@@ -145,7 +146,7 @@ def _qarl(argv: list[str], ranks: int, folder: Path) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         cli.main(argv)
 
-    work = [lambda own=own: rank(own) for own in range(ranks)] if ranks > 1 else [lambda: cli.main(argv)]
+    work = [partial(rank, own) for own in range(ranks)] if ranks > 1 else [partial(cli.main, argv)]
     if any([_wait(pid) for pid in [_fork(one, folder / "log") for one in work]]):
         raise SystemExit(1)
 
