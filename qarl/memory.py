@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from qarl_formats.compressed import tensor_specs
 from qarl_formats.scheme import Scheme, is_ignored
 
 from qarl.activations import DTYPE_BYTES, Device, activations, fused_pass, logit_bytes, uses_kernels
@@ -60,7 +59,7 @@ def saved_bytes(config: Config, architecture: Architecture) -> int:
 
 def quantized_weight_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
     """Codes, scales and zero points of one weight as stored (compressed-tensors layout)."""
-    stored = tensor_specs(scheme, out_features, in_features)
+    stored = scheme.tensor_specs(out_features, in_features)
     return sum(spec.nbytes for suffix, spec in stored.items() if suffix != "weight_shape")  # which is on no GPU
 
 

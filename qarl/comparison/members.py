@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from qarl_formats.compressed import tensor_specs
 from qarl_formats.scheme import is_ignored
 
 from qarl.comparison.intervals import mean_interval
@@ -71,7 +70,7 @@ def checkpoint_bytes(config: Config) -> int | None:
     total = width * (architecture.embedding_parameters + architecture.vector_parameters)
     for name, out_features, in_features in architecture.linears():
         if scheme.quantized and not is_ignored(name, quant.ignore):
-            total += sum(spec.nbytes for spec in tensor_specs(scheme, out_features, in_features).values())
+            total += sum(spec.nbytes for spec in scheme.tensor_specs(out_features, in_features).values())
         else:
             total += width * out_features * in_features
     return total

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qarl_formats.compressed import parse_quantization_config, tensor_specs
+from qarl_formats.compressed import parse_quantization_config
 from qarl_formats.scheme import check_shape, is_ignored
 
 from qarl.config.architecture import Architecture
@@ -168,7 +168,7 @@ def _quantized(
         if module == name or module not in linears:
             wanted[name] = wish
             continue
-        for suffix, spec in tensor_specs(scheme, *linears[module], unpacked=unpacked).items():
+        for suffix, spec in scheme.tensor_specs(*linears[module], unpacked=unpacked).items():
             dtypes = _SCALES if suffix == "weight_scale" and scheme.scale_dtypes else (_STORED[spec.dtype],)
             wanted[f"{module}.{suffix}"] = Wanted(spec.shape, dtypes)
     return wanted

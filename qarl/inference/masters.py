@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from qarl_formats.compressed import TensorSpec, tensor_specs
-from qarl_formats.scheme import Scheme, check_shape, is_ignored
+from qarl_formats.scheme import Scheme, TensorSpec, check_shape, is_ignored
 from qarl_formats.weight import LowBitWeight
 from safetensors import SafetensorError
 from torch import Tensor
@@ -80,7 +79,7 @@ class Masters:
     def specs(self, quant: QuantConfig, dtype: torch.dtype, unpacked: bool = False) -> dict[str, dict[str, TensorSpec]]:
         """Return the stored tensors of each parameter that `forms` will yield. Reads nothing.
 
-        unpacked: see `qarl_formats.compressed.tensor_specs`.
+        unpacked: see `Scheme.tensor_specs`.
         """
         scheme = scheme_of(quant)
         found: dict[str, dict[str, TensorSpec]] = {}
@@ -88,7 +87,7 @@ class Masters:
             module = name.removesuffix(".weight")
             if name.endswith(".weight") and self._quantized(module, scheme, quant.ignore):
                 out_features, in_features = shape
-                stored = tensor_specs(scheme, out_features, in_features, unpacked=unpacked)
+                stored = scheme.tensor_specs(out_features, in_features, unpacked=unpacked)
                 found[name] = {f"{module}.{suffix}": spec for suffix, spec in stored.items()}
             else:
                 found[name] = {name: TensorSpec(shape, str(dtype).removeprefix("torch."))}

@@ -92,7 +92,7 @@ def config_document(
         scheme: Quantization scheme.
         ignore: Modules that are not quantized. Routers and the gates of shared experts are added; no scheme quantizes
             them.
-        unpacked: Store int4 codes one per byte; see `qarl_formats.compressed.tensor_specs`.
+        unpacked: Store int4 codes one per byte; see `Scheme.tensor_specs`.
     """
     config = type(config).from_dict(config.to_dict())
     config.dtype = dtype

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from qarl_formats.compressed import TensorSpec
+from qarl_formats.scheme import TensorSpec
 
 from qarl.errors import UserError
 

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from qarl_formats.compressed import TensorSpec
+from qarl_formats.scheme import TensorSpec
 from transformers import PreTrainedTokenizerBase
 
 from qarl.errors import UserError

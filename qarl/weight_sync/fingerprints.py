@@ -1,6 +1,6 @@
-"""Fingerprints of tensors where they are: what two holders of one version compare while a run lasts.
+"""Fingerprints of tensors, computed on their device: what the holders of one version compare during a run.
 
-What goes into files is described by sha256 (`qarl.weight_sync.snapshot.Manifest`).
+Files are described by sha256 (`qarl.weight_sync.snapshot.Manifest`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PORTION = 1 << 30  # bytes of tensors whose digests one launch computes; a stream of tensors is let go so far at a time
+PORTION = 1 << 30  # bytes of tensors whose digests one launch computes; then they are released
 
 
 @dataclass(frozen=True)
 class Fingerprint:
     """shape, dtype (as torch prints it) and digest of the bytes in row-major order.
 
-    digest: "mix64:<hex>" where the tensor is on a GPU, which computes it there (`qarl_kernels.digest`),
-    "sha256:<hex>" on the CPU.
+    digest: "mix64:<hex>" on a GPU, computed there (`qarl_kernels.digest`), "sha256:<hex>" on the CPU.
     """
 
     shape: tuple[int, ...]
@@ -38,10 +37,9 @@ class Fingerprint:
 
 
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Fingerprint]:
-    """Fingerprints by name, in the order given; a GPU is waited for once.
+    """Fingerprints by name, in the order given; waits for a GPU once.
 
-    tensors: (name, tensor) with distinct names, any shapes and dtypes, on the CPU or CUDA. Of tensors made for this
-    call, only about `PORTION` bytes live at once.
+    tensors: (name, tensor) with distinct names. Of tensors made for this call, about `PORTION` bytes live at once.
     """
     found: dict[str, Fingerprint] = {}
     portions: dict[torch.device, _Portions] = {}
@@ -61,7 +59,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Fingerprint
 
 
 class _Portions:
-    """Digests of one GPU's tensors, which are held only until their portion is launched."""
+    """Digests of one GPU's tensors, which are kept only until their portion is launched."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What an engine must know of a model to hold it and to size its memory, without the model."""
+"""The facts of a model that an engine needs to hold it and to size its memory, without the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Shape, format and place of the model that snapshots are of.
+    """Shape, format and device of the model in snapshots.
 
-    config: of the unquantized model. generation: its generation config, which names the tokens that end a response;
-    None where it has none. scheme, ignore: how its linear layers are stored, and which are not. dtype: of what is not
-    quantized, and of activations. device: where snapshots are. max_length: tokens of prompt and response, at most.
+    config: of the unquantized model. generation: its generation config with the tokens that end a response, if it has
+    one. scheme, ignore: of the linear layers, and which are not quantized. dtype: of everything unquantized and of
+    activations. device: of snapshots. max_length: most tokens of prompt and response.
     """
 
     config: PreTrainedConfig
@@ -32,11 +32,11 @@ class ModelLayout:
 
     @property
     def kv_heads(self) -> int:
-        """Attention heads that have keys and values of their own."""
+        """Attention heads with their own keys and values."""
         return self.config.num_key_value_heads
 
     @property
     def head_dim(self) -> int:
-        """Features of an attention head."""
+        """Features per attention head."""
         given = getattr(self.config, "head_dim", None)
         return given or self.config.hidden_size // self.config.num_attention_heads

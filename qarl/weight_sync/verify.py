@@ -1,4 +1,4 @@
-"""The one comparison of what a holder of a version shows with what was published: proof that an update arrived."""
+"""Verify that a sampler holds exactly what was published."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class PublishError(UserError):
 def verify(
     version: int, expected: Mapping[str, Fingerprint], held: Mapping[str, Fingerprint], where: str = "the sampler"
 ) -> None:
-    """Raise `PublishError` unless `held` is exactly what is expected: every name, shape, dtype and byte, in any order.
+    """Raise `PublishError` unless `held` equals `expected`: every name, shape, dtype and byte, in any order.
 
-    version: what the error names. where: who holds it, in words.
+    version, where (the holder): for the error.
     """
     for name, found in held.items():
         wanted = expected.get(name)
@@ -46,9 +46,9 @@ SAME = Fingerprint((), "", "the same tensor")
 def verify_in_process(
     version: int, published: Mapping[str, Tensor], held: Iterable[tuple[str, Tensor]], where: str = "the sampler"
 ) -> None:
-    """`verify`, where the holder is in this process: what it holds may be the published tensors themselves.
+    """`verify` for a holder in this process, which may hold the published tensors themselves; only others are digested.
 
-    published: the snapshot's tensors. held: (name, tensor), each once. Digests are taken of the others alone.
+    published: the snapshot's tensors. held: (name, tensor), each once.
     """
     shown = dict(held)
     own = [name for name, tensor in shown.items() if tensor is published.get(name)]
@@ -64,8 +64,8 @@ Shown = Mapping[str, list[Fingerprint]]
 def verify_changes(version: int, sent: tuple[Shown, Shown], held: tuple[Shown, Shown], where: str) -> None:
     """Raise `PublishError` unless each layer that hides its published tensors changed exactly when they did.
 
-    sent: fingerprints of what belongs into each layer, by its name, in the last version and in this one. held: those of
-    the layer's own tensors then and now. where: what the error calls a layer.
+    sent: fingerprints of the tensors sent for each layer, by its name, in the last version and in this one. held: those
+    of the layer's own tensors then and now. where: the error's word for a layer.
     """
     for name, before in sent[0].items():
         moved = sent[1][name] != before

@@ -1,4 +1,4 @@
-"""Low-bit formats: what a scheme is, how a weight is quantized and packed, and compressed-tensors in and out.
+"""Low-bit formats: schemes, the weight in one of them, and compressed-tensors files.
 
-`scheme` and `compressed` import no torch; `quantize` and `packing` do. Import the module you need.
+`scheme`, `registry` and `compressed` import no torch; `weight` does. Import the module you need.
 """

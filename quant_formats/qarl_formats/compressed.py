@@ -1,8 +1,7 @@
-"""A quantized Linear as compressed-tensors stores it: tensor names, shapes, dtypes, and the model's config entry.
+"""Weights in the files of compressed-tensors: tensor names, and the model's config entry.
 
 Sources: compressed-tensors 0.17 `compressors/pack_quantized`, `compressors/naive_quantized` and
-`ModelCompressor.update_config`. Neither torch nor compressed-tensors is imported until a function needs it, so the
-size of a model's tensors can be known without them.
+`ModelCompressor.update_config`. torch and compressed-tensors are imported only by functions that need them.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from qarl_formats.registry import make_scheme, scheme_class, scheme_names
-from qarl_formats.scheme import CHANNEL, Scheme, TensorSpec
+from qarl_formats.scheme import CHANNEL, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,17 +21,8 @@ _NEW_ARGUMENTS = ("scale_dtype", "zp_dtype")  # fields of QuantizationArgs since
 _STATIC_ORDERS = (None, "static", "weight")
 
 
-def tensor_specs(scheme: Scheme, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
-    """The tensors of one Linear [out_features, in_features], by suffix, in the order in which they are stored.
-
-    unpacked: int4 codes one to a byte (int-quantized), which symmetric schemes alone have: what vLLM's W4A8 kernel for
-    CPUs reads.
-    """
-    return scheme.tensor_specs(out_features, in_features, unpacked and scheme.packed)
-
-
 def to_state_dict(name: str, weight: LowBitWeight, unpacked: bool = False) -> dict[str, Tensor]:
-    """The stored tensors of module `name` under their full names, in the order of `tensor_specs`.
+    """The stored tensors of module `name` under their full names, in file order.
 
     Copies nothing, except int4 codes with `unpacked`.
     """
@@ -61,7 +51,7 @@ def from_state_dict(name: str, tensors: Mapping[str, Tensor], scheme: Scheme) ->
         raise ValueError(f"{source}: of shape {list(tensors[source].shape)}, which no matrix has")
     out_features, in_features = shape
     found = {}
-    for suffix, spec in tensor_specs(scheme, out_features, in_features).items():
+    for suffix, spec in scheme.tensor_specs(out_features, in_features).items():
         tensor = tensors.get(f"{name}.{suffix}")
         if tensor is None:
             raise ValueError(f"{name}.{suffix}: missing; scheme {scheme.name} stores it")
@@ -88,17 +78,13 @@ def _packed(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def quantization_config(scheme: Scheme, ignore: list[str], unpacked: bool = False) -> dict[str, Any]:
-    """The `quantization_config` entry of config.json for a model whose Linears, but for `ignore`, are in `scheme`.
+    """The `quantization_config` of config.json, in JSON values, for a model whose Linears except `ignore` use `scheme`.
 
-    Built by the library's own classes from the values of its presets (W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC, ...),
-    and written as `ModelCompressor.update_config` writes it. The format is set by name: left to infer it, the
-    library would store W4A8 unpacked as int-quantized. The file does not record the scale dtype or the grid: the
-    first is that of the stored tensors, the second does not matter to a reader. unpacked: see `tensor_specs`.
-    Arguments that compressed-tensors added after 0.12 are left out if they are unset, because older versions refuse
-    unknown fields.
-
-    Returns:
-        plain JSON values.
+    Built by the library's classes from the values of its presets (W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC, ...), and
+    written as `ModelCompressor.update_config` writes it. The format is set by name: the library would infer
+    int-quantized for W4A8. The file does not record the scale dtype, which is that of the stored tensors, or the grid,
+    which does not matter to a reader. Unset arguments that compressed-tensors added after 0.12 are left out, because
+    older versions reject unknown fields. unpacked: see `Scheme.tensor_specs`.
     """
     assert scheme.quantized, f"scheme {scheme.name} has no quantization_config"
     import compressed_tensors
@@ -134,13 +120,12 @@ def quantization_config(scheme: Scheme, ignore: list[str], unpacked: bool = Fals
 
 
 def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[str]]:
-    """The scheme and ignore list that a config.json's `quantization_config` stands for: undoes `quantization_config`.
+    """The scheme and ignore list of a config.json: the inverse of `quantization_config`.
 
-    The scale dtype and the grid are not recorded there; they come back as their defaults.
+    The scale dtype and the grid are not recorded there; the result has their defaults.
 
     Raises:
-        ValueError: another method or format, several groups, a layout that no scheme here has, values of the wrong
-            type.
+        ValueError: Another method or format, several groups, a layout without a scheme, values of the wrong type.
     """
     method = config.get("quant_method")
     if method != "compressed-tensors":
@@ -177,14 +162,14 @@ def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[s
 
 
 def _scheme_of(weights: Mapping[str, Any], activations: Any) -> type[Scheme]:
-    """The scheme whose weights and activations are of these types. Raises ValueError."""
+    """The scheme with weights and activations of these types. Raises ValueError."""
     quantized = None
     if activations is not None:
         activations = _mapping(activations, "input_activations")
         quantized = {"int": "int8", "float": "fp8"}.get(_text(activations, "type"))
     bits, weight_type, strategy = weights.get("num_bits"), _text(weights, "type"), _text(weights, "strategy")
-    layout = (bits, weight_type, quantized)
-    kinds = [kind for kind in map(scheme_class, scheme_names()) if _layout(kind) == layout]
+    layout, kinds = (bits, weight_type, quantized), [scheme_class(name) for name in scheme_names()]
+    kinds = [kind for kind in kinds if (kind.weight_bits, kind.weight_type, kind.activation) == layout]
     if not kinds:
         raise ValueError(
             f"{_shown(bits)}-bit {weight_type} weights with {quantized or 'unquantized'} activations have no scheme"
@@ -199,10 +184,6 @@ def _scheme_of(weights: Mapping[str, Any], activations: Any) -> type[Scheme]:
         per = "token" if wanted["strategy"] == "token" else f"group of {wanted['group_size']}"
         raise ValueError(f"activations must be 8 bits, dynamic, per {per}, symmetric")
     return kinds[0]
-
-
-def _layout(kind: type[Scheme]) -> tuple[int | None, str | None, str | None]:
-    return kind.weight_bits, kind.weight_type, kind.activation
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:

@@ -1,21 +1,20 @@
 """FP32 master weight -> NVFP4 codes and scales, bit for bit as compressed-tensors computes them.
 
-A weight is code * scale / global scale: e2m1 codes (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), an e4m3 scale for
-each 16 input features, a float32 global scale, which is a divisor. The oracle is compressed-tensors 0.17:
-`generate_gparam`, `calculate_qparams` with the preset NVFP4A16 and that global scale, then `NVFP4PackedCompressor`, on
-the CPU. Its rules, which are ours:
+A weight is code * scale / global scale: e2m1 codes (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), an e4m3 scale per
+16 input features, a float32 global scale, which is a divisor. The oracle is compressed-tensors 0.17 on the CPU:
+`generate_gparam`, `calculate_qparams` with the preset NVFP4A16 and that global scale, `NVFP4PackedCompressor`. Rules:
 
-- global scale = fl(fl(1 / absmax of the tensor) * 448 * 6), so that the largest scale is 448. Where that is infinite
+- global scale = fl(fl(1 / absmax of the tensor) * 448 * 6), so that the largest scale is 448. If that is infinite
   (absmax below 7.9e-36, a zero tensor) it is 1.
-- scale = e4m3(fl(fl(absmax of the group / 6) * global scale)), clamped to 448; subnormals down to 2^-9 are kept. One
-  that rounds to 0 (that of a zero group, or of one whose absmax is at most 2^-10 / 448 of the tensor's) becomes 0.125,
-  beside which the group's weights all round to 0 or -0.
+- scale = e4m3(fl(fl(absmax of the group / 6) * global scale)), clamped to 448; subnormals down to 2^-9 are kept. A
+  scale that rounds to 0 (of a zero group, or if absmax is at most 2^-10 / 448 of the tensor's) becomes 0.125, by which
+  all weights of the group round to 0 or -0.
 - code = e2m1(fl(weight / fl(scale / global scale))), the nearest, ties to the even mantissa: 0.25 -> 0, 0.75 -> 1,
   1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4. A negative weight that rounds to zero is -0 (code 8); -0.0 is +0.
 
-Engines multiply layers that read the same input at once (q, k, v; gate, up), and have one global scale for all of
-them: vLLM takes the largest divisor it finds and warns, which scales the others' weights wrongly. So such layers are
-quantized with one global scale, that of the largest absmax among them, as llm-compressor does it.
+Engines multiply layers with one input as one weight with one global scale: vLLM takes the largest divisor it finds and
+warns, which scales the other weights wrongly. So such layers are quantized with the global scale of the largest absmax
+among them, as in llm-compressor.
 """
 
 from __future__ import annotations
@@ -45,14 +44,7 @@ def absmax_of(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def global_scale_of(absmax: Iterable[Tensor]) -> Tensor:
-    """The global scale of a weight, or of weights that an engine multiplies at once.
-
-    Args:
-        absmax: float32 [] on one device, what `absmax_of` returns for each of them.
-
-    Returns:
-        float32 [1], a divisor: `weight_global_scale`.
-    """
+    """`weight_global_scale` float32 [1], a divisor, of weights that are multiplied as one, from their `absmax_of`."""
     largest = torch.stack(list(absmax)).amax().clamp(min=torch.finfo(torch.float32).tiny)
     scale = largest.reciprocal() * (_E4M3_MAX * E2M1_MAX)  # as torch divides a number by a tensor
     return torch.nan_to_num(scale, nan=1.0, posinf=1.0).reshape(1)
@@ -60,15 +52,10 @@ def global_scale_of(absmax: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a master weight.
+    """Quantize a finite master weight float32 [N, K], K a multiple of 16, with a global scale float32 [1].
 
-    Args:
-        weight: float32 [N, K], finite, K a multiple of 16; not changed.
-        global_scale: float32 [1], see `global_scale_of`.
-
-    Returns:
-        weight_packed: uint8 [N, K / 2], two codes a byte, the first in its low nibble.
-        weight_scale: float8_e4m3fn [N, K / 16].
+    Returns weight_packed uint8 [N, K / 2], two codes per byte, the first in the low nibble, and weight_scale
+    float8_e4m3fn [N, K / 16].
     """
     n, k = weight.shape
     assert weight.dtype == torch.float32 and k % GROUP == 0, (

@@ -1,8 +1,8 @@
 """int4 codes <-> int32 words, the layout of compressed-tensors `pack_to_int32`.
 
-Code + 8 is a nibble; eight nibbles make a word, the first in the lowest bits; missing ones are zero bits.
-On a little-endian machine byte j of a word therefore holds codes 2j (low) and 2j + 1 (high), so packing is one
-combine of neighbouring bytes instead of eight shifts of words that are four times as large.
+Code + 8 is a nibble; a word has eight, the first in the lowest bits; missing ones are zero bits. On a little-endian
+machine byte j of a word therefore holds codes 2j (low) and 2j + 1 (high), so packing combines neighbouring bytes once
+instead of shifting words, which are four times as large, eight times.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ _OFFSET = 8
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Pack codes along the last dimension.
-
-    Args:
-        codes: int8 [N, K], each in [-8, 7].
-
-    Returns:
-        int32 [N, ceil(K / 8)], as `weight_packed`.
-    """
+    """Pack codes along the last dimension: int8 [N, K], each in [-8, 7] -> int32 [N, ceil(K / 8)] (`weight_packed`)."""
     nibbles = codes + _OFFSET
     missing = -codes.shape[1] % CODES_PER_WORD
     if missing:
@@ -38,15 +31,7 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor, in_features: int) -> Tensor:
-    """Undo `pack_int4`.
-
-    Args:
-        packed: int32 [N, ceil(K / 8)].
-        in_features: K.
-
-    Returns:
-        int8 [N, K] codes in [-8, 7].
-    """
+    """Undo `pack_int4`: int32 [N, ceil(K / 8)] -> int8 [N, K]. in_features: K."""
     pairs = packed.reshape(-1).view(torch.uint8).to(torch.int16)
     pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
     codes = pairs.view(torch.int8).sub_(_OFFSET).view(packed.shape[0], -1)
@@ -54,14 +39,7 @@ def unpack_int4(packed: Tensor, in_features: int) -> Tensor:
 
 
 def pack_zero_points(zero_points: Tensor) -> Tensor:
-    """Pack zero points along the output dimension.
-
-    Args:
-        zero_points: int8 [N, groups], each in [-8, 7].
-
-    Returns:
-        int32 [ceil(N / 8), groups], contiguous, as `weight_zero_point`.
-    """
+    """Pack zero points along dim 0: int8 [N, groups], each in [-8, 7] -> int32 [ceil(N / 8), groups], contiguous."""
     return pack_int4(zero_points.t()).t().contiguous()
 
 

@@ -1,7 +1,4 @@
-"""The registry of quantization schemes, by name, and how one is built. Imports no torch.
-
-Lists of schemes (configuration, command line, comparisons, benchmarks) are read from it.
-"""
+"""The registry of quantization schemes by name, from which lists of schemes are read. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ S = TypeVar("S", bound=type[Scheme])
 
 
 def register(kind: S) -> S:
-    """Make a scheme known by its `name`; to be used as a decorator. Raises ValueError where the name is taken."""
+    """Class decorator that makes a scheme known by its `name`. Raises ValueError if the name is taken."""
     if kind.name in _SCHEMES:
         raise ValueError(f"scheme {kind.name!r} is registered already ({_SCHEMES[kind.name].__module__})")
     _SCHEMES[kind.name] = kind
@@ -36,12 +33,12 @@ def scheme_class(name: str) -> type[Scheme]:
 
 
 def scheme_names(of: Callable[[type[Scheme]], bool] = lambda kind: True) -> tuple[str, ...]:
-    """The names of all schemes, or of those for which `of` holds."""
+    """The names of all schemes, or of those that `of` accepts."""
     return tuple(name for name, kind in _schemes().items() if of(kind))
 
 
 def grouped_names() -> tuple[str, ...]:
-    """Schemes whose group size is to be chosen."""
+    """Schemes with a group size to choose."""
     return scheme_names(lambda kind: bool(kind.group_sizes))
 
 
@@ -52,17 +49,16 @@ def make_scheme(
     grid: str = GRIDS[0],
     scale_dtype: str = SCALE_DTYPES[0],
 ) -> Scheme:
-    """Build the scheme `name`, refusing combinations that no kernel or file format has.
+    """Build the scheme `name`; rejects combinations that no kernel or file format has.
 
     Args:
-        name: one of `scheme_names()`.
-        group_size: 32, 64, 128 or -1 (per channel), for schemes with groups; None means 128 there.
-        symmetric: False for schemes with zero points only.
-        grid: "symmetric7" for symmetric int4 only.
-        scale_dtype: one of `SCALE_DTYPES`.
+        group_size: 32, 64, 128 or -1 (per channel), for schemes with groups. Default: 128.
+        symmetric: False only for schemes with zero points.
+        grid: "symmetric7" only for symmetric int4.
+        scale_dtype: One of `SCALE_DTYPES`.
 
     Raises:
-        ValueError: one line that names the argument, its value and what is valid.
+        ValueError: One line with the argument, its value and what is valid.
     """
     kind = scheme_class(name)
     if scale_dtype not in SCALE_DTYPES:

@@ -1,19 +1,18 @@
-"""The arithmetic of quantization that schemes share: scales, zero points and codes of float32 groups, in plain torch.
+"""Quantization arithmetic that schemes share: scales, zero points and codes of float32 groups, in plain torch.
 
 The oracle is `calculate_qparams` with `QuantizationArgs.scale_dtype` set to the stored dtype, followed by the
-format's compressor, on the CPU (compressed-tensors 0.17). Its rules, which are ours:
+format's compressor, on the CPU (compressed-tensors 0.17). Its rules:
 
 - scale = absmax / (code range / 2): 7.5 for int4, 127.5 for int8, 448 for e4m3fn. So +absmax of an int4 group sits
   on 7.5, and rounds and clamps to 7, while -absmax becomes -8.
-- The scale is clamped to the finite range of its stored dtype and rounded to it; a scale that is zero after that
-  (zero group, or underflow) becomes the dtype's eps. Codes are round-half-even(weight / stored scale), in FP32.
+- The scale is clamped to the finite range of its stored dtype and rounded to it. If it is zero after that (zero
+  group, or underflow), it becomes the dtype's eps. Codes are round-half-even(weight / stored scale), in FP32.
 - Asymmetric: scale = (max - min) / 15 over a range that includes 0; the zero point comes from the scale *before*
-  it is rounded. The library's zero point of a zero group is an int8 cast of NaN; here it is 0, which is what that
-  cast gives on x86.
+  it is rounded. The zero point of a zero group is 0 (in the library an int8 cast of NaN, which is 0 on x86).
 - e4m3fn: adding the library's zero point of +0 turns a weight of -0.0 into code +0.
 
-On CUDA the library's division by a Python number is a multiplication with the reciprocal, one FP32 ulp off at
-times. Here it is a true division everywhere, so that a master gives the same codes on every device.
+On CUDA the library multiplies with the reciprocal of a Python number, at times one FP32 ulp off. Here divisions are
+true divisions everywhere, so that a master gives the same codes on every device.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def symmetric(groups: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale groups of values by their largest magnitudes.
+    """Scale groups float32 [..., size] by their largest magnitudes.
 
-    groups: float32 [..., size]. Returns values / stored scale, in float32 and not yet rounded to codes; the scale
-    [..., 1] of scale_dtype; how many groups hold a NaN or an infinity.
+    Returns values / stored scale, float32 and not yet rounded to codes; the scale [..., 1] of scale_dtype; the number
+    of groups with a NaN or an infinity.
     """
     absmax = torch.maximum(groups.amax(-1, keepdim=True), -groups.amin(-1, keepdim=True))
     scale = stored_scale(absmax / torch.full_like(absmax, grid.divisor), scale_dtype)
@@ -60,7 +59,7 @@ def symmetric(groups: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Ten
 
 
 def asymmetric(groups: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `symmetric`, over the range of each group, with its zero point [..., 1], a whole number in float32, third."""
+    """As `symmetric`, over the range of each group; third, its zero point [..., 1], an integer in float32."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     bad = torch.maximum(high, -low).isfinite().logical_not_().sum()
     low.clamp_(max=0)
@@ -71,10 +70,10 @@ def asymmetric(groups: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Te
 
 
 def integers(scaled: Tensor, grid: Grid) -> Tensor:
-    """int8 codes of scaled values, which are used up."""
+    """int8 codes of scaled values, which are overwritten."""
     return scaled.clamp_(grid.lowest, grid.highest).round_().to(torch.int8)
 
 
 def e4m3(scaled: Tensor) -> Tensor:
-    """float8_e4m3fn codes of scaled values, which are used up."""
+    """float8_e4m3fn codes of scaled values, which are overwritten."""
     return scaled.add_(0.0).clamp_(FP8.lowest, FP8.highest).to(torch.float8_e4m3fn)

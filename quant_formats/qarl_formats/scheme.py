@@ -25,21 +25,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 InputCodes: TypeAlias = Literal["int8", "fp8", "fp8_group"]
+Shape: TypeAlias = tuple[int, int]  # (N, K) = (out_features, in_features)
+Tensors: TypeAlias = "Mapping[str, Tensor]"
+Quantized: TypeAlias = "tuple[dict[str, Tensor], Tensor]"  # stored tensors, and how many values are not finite
 GROUP_SIZES = (32, 64, 128)
 CHANNEL = -1
 DEFAULT_GROUP_SIZE = 128
 GRIDS = ("compressed-tensors", "symmetric7")
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
-_ITEM_BYTES = {
-    "int8": 1,
-    "uint8": 1,
-    "float8_e4m3fn": 1,
-    "bfloat16": 2,
-    "float16": 2,
-    "int32": 4,
-    "float32": 4,
-    "int64": 8,
-}
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,9 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+        bits = re.search(r"\d+", self.dtype)
+        assert bits is not None, f"{self.dtype} has no size"
+        return prod(self.shape) * int(bits[0]) // 8
 
 
 class Codes(NamedTuple):
@@ -172,13 +167,17 @@ class Scheme(ABC):
 
     # --- on disk
 
-    @abstractmethod
     def tensor_specs(self, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
-        """The tensors of one Linear by suffix, in file order. unpacked: see `unpackable`."""
+        """The tensors of one Linear by suffix, in file order.
 
-    def shape_from(self, tensor: Tensor) -> tuple[int, int] | None:
+        unpacked: int4 codes one per byte (int-quantized), which vLLM's W4A8 kernel for CPUs reads; see `unpackable`.
+        """
+        raise NotImplementedError(f"scheme {self.name} stores no codes")
+
+    def shape_from(self, tensor: Tensor) -> Shape | None:
         """(N, K) from the stored tensor `shape_suffix`; None if no weight has a tensor of its shape."""
-        return tuple(tensor.shape) if tensor.ndim == 2 else None  # type: ignore[return-value]
+        sizes = tensor.tolist() if self.shape_suffix == "weight_shape" and tensor.ndim == 1 else tensor.shape
+        return (int(sizes[0]), int(sizes[1])) if len(sizes) == 2 else None
 
     def weight_arguments(self) -> dict[str, Any]:
         """Arguments of compressed-tensors' `QuantizationArgs` that describe the weights."""
@@ -201,14 +200,14 @@ class Scheme(ABC):
     @property
     def text(self) -> str:
         """One line for the model card of an export."""
-        scales = "a scale per row" if self.group_size is None else f"a scale per {self.group_size} inputs"
-        kind = f"int{self.weight_bits}" if self.weight_type == "int" else "float8_e4m3fn"
-        zero = "" if self.symmetric else " and a zero point"
-        grid = "" if self.grid == GRIDS[0] else ", codes -7 to 7"
-        inputs = "inputs not quantized" if self.activation is None else f"inputs in {self.activation}, per token"
-        return f"{self.name}: {kind} weights with {scales} ({self.scale_dtype}){zero}{grid}; {inputs}"
+        said = [f"scales in {self.scale_dtype}"] if self.quantized and self.scale_dtypes else []
+        if self.group_sizes:
+            said.append("per row" if self.group_size is None else f"per {self.group_size} inputs")
+        said += [] if self.symmetric else ["zero points"]
+        said += [] if self.grid == GRIDS[0] else ["codes -7 to 7"]
+        return f"{self.name}: {self.description}" + (f" ({', '.join(said)})" if said else "")
 
-    def library_codes(self, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    def library_codes(self, stored: Tensors, shape: Shape) -> Tensor:
         """`codes` as compressed-tensors' own code unpacks them, to check exported files."""
         return stored["weight"]
 
@@ -225,30 +224,22 @@ class Scheme(ABC):
         """
         return None
 
-    @abstractmethod
-    def quantize(
-        self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Quantize a float32 master [N, K]; callers use `qarl_formats.weight.quantize_weight`.
+    def quantize(self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None) -> Quantized:
+        """Quantize a contiguous float32 master [N, K] that fits; callers use `qarl_formats.weight.quantize_weight`.
 
-        Args:
-            weight: Contiguous, of a shape that fits.
-            shared: Result of `shared` for this weight and those it is multiplied with; None: it stands alone.
-
-        Returns:
-            The stored tensors by suffix, in the order of `tensor_specs`, and the number of NaN or infinite values (a
-            scalar on the device). Unless that is 0 the tensors are meaningless.
+        shared: result of `shared` for this weight and those it is multiplied with; None: it stands alone. Returns the
+        stored tensors by suffix, in the order of `tensor_specs`, and the number of NaN or infinite values (a scalar on
+        the device); unless that is 0 the tensors are meaningless.
         """
+        raise NotImplementedError(f"scheme {self.name} does not quantize")
 
     @abstractmethod
-    def dequantize(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool = False
-    ) -> Tensor:
+    def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
         """The values [N, K] of the codes, computed in float32 and rounded once to `dtype`."""
 
-    @abstractmethod
-    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    def codes(self, tensors: Tensors, shape: Shape) -> Tensor:
         """The codes [N, K], one per element."""
+        raise NotImplementedError(f"scheme {self.name} has no codes")
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """x after its quantization and back, in x's dtype; x itself if activations are not quantized."""
@@ -259,7 +250,7 @@ class Scheme(ABC):
         codes, scale = (quantize_activation_int8 if self.activation == "int8" else quantize_activation_fp8)(x)
         return (codes.float() * scale).to(x.dtype)
 
-    def fp8_codes(self, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    def fp8_codes(self, operands: Tensors) -> tuple[Tensor, Tensor] | None:
         """e4m3 codes (N, K) and scales (N, 1) of a kernel's operands, for an FP8 backward; None: they are no FP8."""
         return None
 
@@ -268,9 +259,7 @@ class Scheme(ABC):
     plain_operands: ClassVar[tuple[str, ...]] = ("weight_values",)
     """The operands that `plain_product` reads, the matrix (N, K) first. `weight_values` are dequantized values."""
 
-    def operands(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
-    ) -> dict[str, Tensor]:
+    def operands(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
         """The tensors that the product reads, by name; stored tensors appear as the same objects.
 
         dtype: of the activations. Default: the stored tensors, and the dequantized values in `weight_values`.
@@ -280,7 +269,7 @@ class Scheme(ABC):
         stored = {name: tensor for name, tensor in tensors.items() if name != "weight_shape"}
         return stored | {"weight_values": values.float() if wide else values}
 
-    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    def stored(self, operands: Tensors, shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
         """The stored tensors by suffix, read back from `operands`: the inverse of `operands` for any values."""
         import torch
 
@@ -288,7 +277,7 @@ class Scheme(ABC):
         found = {suffix: operands[suffix] for suffix in suffixes}
         return found | ({"weight_shape": torch.tensor(shape)} if self.shape_suffix == "weight_shape" else {})
 
-    def parts(self, operands: Mapping[str, Tensor], widths: Sequence[int]) -> list[dict[str, Tensor]]:
+    def parts(self, operands: Tensors, widths: Sequence[int]) -> list[dict[str, Tensor]]:
         """Split what `plain_product` reads of concatenated weights, with so many output features each."""
         found: list[dict[str, Tensor]] = [{} for _ in widths]
         for name in self.plain_operands:
@@ -305,27 +294,14 @@ class Scheme(ABC):
     def matmul(
         self,
         x: Tensor | Codes,
-        operands: Mapping[str, Tensor],
+        operands: Tensors,
         out_features: int,
         bias: Tensor | None,
         kernels: bool,
         groups: Groups | None = None,
         gathered: bool = False,
     ) -> Tensor:
-        """Multiply activations with a weight. The bits of a row do not depend on the batch.
-
-        Args:
-            x: (M, K) of the compute dtype, or with kernels their codes as `input_codes` has them; same bits.
-            operands: As `operands` made them. With groups, of all experts: (E * N, K).
-            out_features: N, with groups of one expert.
-            bias: (N,) or None.
-            groups: Experts of the rows; each row is multiplied with its expert's weight, to the same bits as by
-                itself. None: every row is multiplied with the one weight.
-            gathered: x are the tokens (T, K), in the batch's order; otherwise rows (R, K) sorted by expert.
-
-        Returns:
-            (M, N) of x's dtype, with groups (R, N) sorted by expert.
-        """
+        """The product of `LowBitWeight.matmul`, of a weight given by its operands. out_features: of one expert."""
         if kernels:
             if not isinstance(x, Codes):
                 x = x.contiguous()
@@ -345,24 +321,18 @@ class Scheme(ABC):
                 y[rows] = self.plain_product(own, part, bias)
         return y
 
-    def plain_product(self, x: Tensor, operands: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+    def plain_product(self, x: Tensor, operands: Tensors, bias: Tensor | None) -> Tensor:
         """The dense product in plain torch: (M, K) -> (M, N). Default: that of dequantized values."""
         from qarl_kernels import reference
 
         return reference.dense(x, operands[self.plain_operands[0]], bias)
 
     def kernel_product(
-        self,
-        x: Tensor | Codes,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        bias: Tensor | None,
-        groups: Groups | None,
-        gathered: bool,
+        self, x: Tensor | Codes, operands: Tensors, n: int, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
-        """`matmul` with Triton. x: contiguous, `Codes` if the scheme has `input_codes`, else values.
+        """`matmul` with Triton. Default: the product of dequantized values.
 
-        Default: the product of dequantized values.
+        x: contiguous; codes if the scheme has `input_codes`, else values. n: output features, of one expert.
         """
         assert not isinstance(x, Codes), f"scheme {self.name} multiplies 16-bit activations"
         weight = operands[self.plain_operands[0]]

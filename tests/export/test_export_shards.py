@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from qarl_formats.compressed import TensorSpec
+from qarl_formats.scheme import TensorSpec
 
 from qarl.errors import UserError
 from qarl.storage.shards import parse_size, plan_shards, shard_index

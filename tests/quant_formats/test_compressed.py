@@ -13,7 +13,6 @@ from qarl_formats.compressed import (
     from_state_dict,
     parse_quantization_config,
     quantization_config,
-    tensor_specs,
     to_state_dict,
 )
 from qarl_formats.registry import make_scheme
@@ -92,7 +91,7 @@ def test_int4_config_says_packed(name):
 def test_specs_describe_the_tensors_that_quantizing_stores(scheme):
     tensors = quantize_weight(torch.randn(N, K), scheme, "w").tensors
     stored = {s: (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes) for s, t in tensors.items()}
-    specs = tensor_specs(scheme, N, K)
+    specs = scheme.tensor_specs(N, K)
     assert {suffix: (spec.shape, spec.dtype, spec.nbytes) for suffix, spec in specs.items()} == stored
 
 
@@ -144,7 +143,7 @@ def test_wrong_tensor_is_named(wrong, message):
 def test_unpacked_int4_gives_back_the_same_codes(scheme):
     quantized = quantize_weight(torch.randn(N, K), scheme, "w")
     stored = to_state_dict("q_proj", quantized, unpacked=True)
-    specs = tensor_specs(scheme, N, K, unpacked=True)
+    specs = scheme.tensor_specs(N, K, unpacked=True)
     assert {f"q_proj.{suffix}" for suffix in specs} == stored.keys()
     assert stored["q_proj.weight"].dtype == torch.int8 and tuple(stored["q_proj.weight"].shape) == (N, K)
     loaded = from_state_dict("q_proj", stored, scheme)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
-from qarl_formats.scheme import Codes, Scheme, TensorSpec
+from qarl_formats.scheme import Codes, Scheme, Shape, Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -27,33 +26,18 @@ class BF16(Scheme):
     tolerance = 0.1
     plain_operands = ("weight",)
 
-    def tensor_specs(self, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
-        raise AssertionError("scheme bf16 stores the plain weight")
-
-    def quantize(
-        self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        raise AssertionError("scheme bf16 quantizes nothing")
-
-    def dequantize(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool = False
-    ) -> Tensor:
+    def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
         return tensors["weight"].to(dtype)
-
-    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
-        raise AssertionError("scheme bf16 has no codes")
 
     @property
     def text(self) -> str:
         return "none"
 
-    def operands(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
-    ) -> dict[str, Tensor]:
+    def operands(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
         weight = tensors["weight"]
         return {"weight": weight.float() if weight.device.type == "cpu" and not kernels else weight}
 
-    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    def stored(self, operands: Tensors, shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
         return {"weight": operands["weight"].to(dtype)}
 
 
@@ -69,7 +53,7 @@ class OrdinaryProduct(BF16):
     def rounded_input(self, x: Tensor) -> Tensor:
         return x if self.imitated is None else self.imitated.rounded_input(x)
 
-    def plain_product(self, x: Tensor, operands: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+    def plain_product(self, x: Tensor, operands: Tensors, bias: Tensor | None) -> Tensor:
         from torch.nn.functional import linear
 
         weight = operands["weight"]
@@ -77,17 +61,11 @@ class OrdinaryProduct(BF16):
         return linear(wide, weight, None if bias is None else bias.to(wide.dtype)).to(x.dtype)
 
     def kernel_product(
-        self,
-        x: Tensor | Codes,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        bias: Tensor | None,
-        groups: Groups | None,
-        gathered: bool,
+        self, x: Tensor | Codes, operands: Tensors, n: int, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
         """Dense products stay the framework's; only those of experts have a kernel."""
         assert not isinstance(x, Codes), "an ordinary product multiplies values"
         if groups is None:
             return self.plain_product(x, operands, bias)
         operands = {"weight": operands["weight"].to(x.dtype)}
-        return super().kernel_product(self.rounded_input(x), operands, out_features, bias, groups, gathered)
+        return super().kernel_product(self.rounded_input(x), operands, n, bias, groups, gathered)

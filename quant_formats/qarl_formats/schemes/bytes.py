@@ -6,11 +6,10 @@ activations as well (`ByteActivations`) multiplies codes; any other one multipli
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from qarl_formats.scheme import Codes, Scheme, TensorSpec
+from qarl_formats.scheme import Codes, Quantized, Scheme, Shape, Tensors, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +32,7 @@ class ByteCodes(Scheme):
             "weight_scale": TensorSpec(scales, self.scale_dtype),
         }
 
-    def quantize(
-        self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    def quantize(self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None) -> Quantized:
         import torch
 
         dtype = getattr(torch, self.scale_dtype)
@@ -56,12 +53,10 @@ class ByteCodes(Scheme):
 
         return (quantize_int8 if self.weight_type == "int" else quantize_fp8)(weight, scale_dtype)
 
-    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    def codes(self, tensors: Tensors, shape: Shape) -> Tensor:
         return tensors["weight"]
 
-    def dequantize(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool = False
-    ) -> Tensor:
+    def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
         codes, scale = tensors["weight"], tensors["weight_scale"]
         if kernels:
             from qarl_kernels.dequantize import dequantize_channel
@@ -71,46 +66,36 @@ class ByteCodes(Scheme):
 
 
 class ByteActivations(ByteCodes):
-    """Activations are quantized to bytes as well. A subclass has the two products of codes."""
+    """Activations are quantized to bytes as well.
+
+    `qarl_kernels.reference` and `qarl_kernels.gemm` have a product under the scheme's name.
+    """
 
     plain_operands = ("weight", "weight_scale")
 
-    @staticmethod
-    @abstractmethod
-    def plain(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """The product in plain torch, of x and of the weight's codes in float32."""
-
-    @staticmethod
-    @abstractmethod
-    def kernel(
-        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups | None, gathered: bool
-    ) -> Tensor:
-        """The same with Triton, of each row's expert if groups are given, see `Scheme.matmul`."""
-
-    def operands(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
-    ) -> dict[str, Tensor]:
+    def operands(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
         codes = tensors["weight"]
         return {"weight": codes if kernels else codes.float(), "weight_scale": tensors["weight_scale"]}
 
-    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    def stored(self, operands: Tensors, shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
         import torch
 
         codes = operands["weight"].to(getattr(torch, self.code_dtype))
         return {"weight": codes, "weight_scale": operands["weight_scale"]}
 
-    def plain_product(self, x: Tensor, operands: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
-        return self.plain(x, operands["weight"], operands["weight_scale"], bias)
+    def plain_product(self, x: Tensor, operands: Tensors, bias: Tensor | None) -> Tensor:
+        from qarl_kernels import reference
+
+        return getattr(reference, self.name)(x, operands["weight"], operands["weight_scale"], bias)
 
     def kernel_product(
-        self,
-        x: Tensor | Codes,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        bias: Tensor | None,
-        groups: Groups | None,
-        gathered: bool,
+        self, x: Tensor | Codes, operands: Tensors, n: int, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
         assert isinstance(x, Codes), f"scheme {self.name} multiplies codes"
-        weight = operands["weight"], operands["weight_scale"]
-        return self.kernel(x, *weight, bias, groups, gathered)
+        product, weight = self._kernel(), (operands["weight"], operands["weight_scale"])
+        return product(x.codes, x.scale, *weight, bias, x.dtype, groups=groups, gathered=gathered)
+
+    def _kernel(self) -> Callable[..., Tensor]:
+        from qarl_kernels import gemm
+
+        return getattr(gemm, self.name)

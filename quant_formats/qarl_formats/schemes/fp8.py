@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
-from qarl_formats.scheme import Codes
+from qarl_formats.scheme import Tensors
 from qarl_formats.schemes.bytes import ByteActivations
 
 if TYPE_CHECKING:
-    from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
 
@@ -27,19 +25,5 @@ class FP8(ByteActivations):
     file_format = "float-quantized"
     tolerance = 0.3
 
-    def fp8_codes(self, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    def fp8_codes(self, operands: Tensors) -> tuple[Tensor, Tensor] | None:
         return operands["weight"], operands["weight_scale"]
-
-    @staticmethod
-    def plain(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        from qarl_kernels import reference
-
-        return reference.fp8(x, codes, scale, bias)
-
-    @staticmethod
-    def kernel(
-        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups | None, gathered: bool
-    ) -> Tensor:
-        from qarl_kernels.gemm import fp8
-
-        return fp8(x.codes, x.scale, codes, scale, bias, x.dtype, groups=groups, gathered=gathered)

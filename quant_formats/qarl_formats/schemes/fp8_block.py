@@ -7,16 +7,15 @@ blocks are smaller, as in the library. vLLM needs whole blocks of rows in all bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from qarl_formats.registry import register
-from qarl_formats.scheme import Codes
+from qarl_formats.scheme import Shape, Tensors
 from qarl_formats.schemes.bytes import ByteActivations
 
 if TYPE_CHECKING:
     import torch
-    from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
 BLOCK = 128
@@ -62,13 +61,6 @@ class FP8Block(ByteActivations):
             return None
         return f"compressed-tensors does not dequantize [{out_features}, {in_features}] in blocks of {BLOCK}"
 
-    @property
-    def text(self) -> str:
-        return (
-            f"{self.name}: float8_e4m3fn weights with a scale per {BLOCK} x {BLOCK} block ({self.scale_dtype}); inputs "
-            f"in fp8, per token and {BLOCK} features"
-        )
-
     def _by_torch(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         from torch.nn.functional import pad
 
@@ -87,9 +79,7 @@ class FP8Block(ByteActivations):
 
         return quantize_fp8_block(weight, scale_dtype)
 
-    def dequantize(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool = False
-    ) -> Tensor:
+    def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
         codes, scale = tensors["weight"], tensors["weight_scale"]
         if kernels:
             from qarl_kernels.dequantize import dequantize_fp8_block
@@ -104,16 +94,7 @@ class FP8Block(ByteActivations):
 
         return torch.cat([super(FP8Block, self).rounded_input(part) for part in x.split(BLOCK, -1)], -1)
 
-    @staticmethod
-    def plain(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        from qarl_kernels import reference
-
-        return reference.fp8_block(x, codes, scale, bias)
-
-    @staticmethod
-    def kernel(
-        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups | None, gathered: bool
-    ) -> Tensor:
+    def _kernel(self) -> Callable[..., Tensor]:
         from qarl_kernels.fp8_block import fp8_block
 
-        return fp8_block(x.codes, x.scale, codes, scale, bias, x.dtype, groups=groups, gathered=gathered)
+        return fp8_block

@@ -7,10 +7,9 @@ padded, as the library pads them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qarl_formats.scheme import GRIDS, GROUP_SIZES, Scheme, TensorSpec
+from qarl_formats.scheme import GRIDS, GROUP_SIZES, Quantized, Scheme, Shape, Tensors, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +41,7 @@ class PackedInt4(Scheme):
             specs["weight_zero_point"] = TensorSpec((-(-out_features // 8), scales.shape[1]), "int32")
         return specs | {"weight_shape": TensorSpec((2,), "int64")}
 
-    def shape_from(self, tensor: Tensor) -> tuple[int, int] | None:
-        return tuple(int(size) for size in tensor) if tuple(tensor.shape) == (2,) else None  # type: ignore[return-value]
-
-    def library_codes(self, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    def library_codes(self, stored: Tensors, shape: Shape) -> Tensor:
         if "weight_packed" not in stored:  # one per byte
             return stored["weight"]
         import torch
@@ -59,9 +55,7 @@ class PackedInt4(Scheme):
 
         return rounding.INT4 if self.grid == GRIDS[0] else rounding.INT4_SYMMETRIC7
 
-    def quantize(
-        self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    def quantize(self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None) -> Quantized:
         import torch
 
         packed, scale, zero_point, bad = (self._by_kernel if kernels else self._by_torch)(weight)
@@ -100,14 +94,12 @@ class PackedInt4(Scheme):
             scale_dtype=getattr(torch, self.scale_dtype),
         )
 
-    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    def codes(self, tensors: Tensors, shape: Shape) -> Tensor:
         from qarl_formats.packing import unpack_int4
 
         return unpack_int4(tensors["weight_packed"], shape[1])
 
-    def dequantize(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool = False
-    ) -> Tensor:
+    def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
         scale, zero_point = tensors["weight_scale"], tensors.get("weight_zero_point")
         n, k = shape
         if kernels:
@@ -127,7 +119,7 @@ class PackedInt4(Scheme):
         groups = 128 // min(self.group_size or 128, 128)
         return rows * blocks * (64 + 4 * groups)
 
-    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    def stored(self, operands: Tensors, shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
         if (tiled := operands.get("weight_tiled")) is not None:
             from qarl_kernels.tile import untile_int4
 

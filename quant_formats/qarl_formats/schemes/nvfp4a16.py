@@ -6,11 +6,11 @@ Stored (nvfp4-pack-quantized): `weight_packed` uint8 [N, K / 2], two codes per b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from qarl_formats.registry import register
-from qarl_formats.scheme import Codes, Scheme, TensorSpec
+from qarl_formats.scheme import Codes, Quantized, Scheme, Shape, Tensors, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class NVFP4A16(Scheme):
             "weight_global_scale": TensorSpec((1,), "float32"),
         }
 
-    def shape_from(self, tensor: Tensor) -> tuple[int, int] | None:
+    def shape_from(self, tensor: Tensor) -> Shape | None:
         return (tensor.shape[0], tensor.shape[1] * 2) if tensor.ndim == 2 else None
 
     def weight_arguments(self) -> dict[str, Any]:
@@ -68,11 +68,7 @@ class NVFP4A16(Scheme):
         rows, blocks = -(-out_features // 16) * 16, -(-in_features // 128)
         return rows * blocks * (64 + 8)
 
-    @property
-    def text(self) -> str:
-        return f"{self.name}: e2m1 weights, an e4m3 scale per {GROUP} inputs, a float32 scale; inputs not quantized"
-
-    def library_codes(self, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    def library_codes(self, stored: Tensors, shape: Shape) -> Tensor:
         import torch
         from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 
@@ -83,9 +79,7 @@ class NVFP4A16(Scheme):
 
         return nvfp4.global_scale_of(nvfp4.absmax_of(weight) for weight in weights)
 
-    def quantize(
-        self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    def quantize(self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None) -> Quantized:
         from qarl_formats import nvfp4
 
         divisor = self.shared([weight]) if shared is None else shared.to(weight.device, copy=True)
@@ -98,9 +92,7 @@ class NVFP4A16(Scheme):
             bad = weight.isfinite().logical_not_().sum()
         return dict(zip(STORED, (packed, scale, divisor), strict=True)), bad
 
-    def dequantize(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool = False
-    ) -> Tensor:
+    def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
         packed, scale, divisor = (tensors[name] for name in STORED)
         if kernels:
             from qarl_kernels.nvfp4_weights import dequantize_nvfp4
@@ -110,16 +102,14 @@ class NVFP4A16(Scheme):
 
         return dequantized_nvfp4(packed, scale, divisor, dtype)
 
-    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    def codes(self, tensors: Tensors, shape: Shape) -> Tensor:
         """As float8_e4m3fn of the same values, including -0."""
         import torch
         from qarl_kernels.nvfp4 import e2m1_values
 
         return e2m1_values(tensors["weight_packed"]).to(torch.float8_e4m3fn)
 
-    def operands(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
-    ) -> dict[str, Tensor]:
+    def operands(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
         stored = {name: tensors[name] for name in STORED}
         if not kernels:
             from qarl_kernels.nvfp4 import scaled_codes
@@ -131,26 +121,20 @@ class NVFP4A16(Scheme):
         tiled, meta = tile_nvfp4(stored["weight_packed"], stored["weight_scale"])
         return stored | {"weight_tiled": tiled, "weight_meta": meta}
 
-    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    def stored(self, operands: Tensors, shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
         if (tiled := operands.get("weight_tiled")) is not None:
             from qarl_kernels.nvfp4a16 import untile_nvfp4
 
             operands = {**operands, "weight_packed": untile_nvfp4(tiled, *shape)}
         return super().stored(operands, shape, dtype)
 
-    def plain_product(self, x: Tensor, operands: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+    def plain_product(self, x: Tensor, operands: Tensors, bias: Tensor | None) -> Tensor:
         from qarl_kernels import nvfp4
 
         return nvfp4.nvfp4a16(x, operands["weight_scaled"], operands["weight_global_scale"], bias)
 
     def kernel_product(
-        self,
-        x: Tensor | Codes,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        bias: Tensor | None,
-        groups: Groups | None,
-        gathered: bool,
+        self, x: Tensor | Codes, operands: Tensors, n: int, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
         assert not isinstance(x, Codes), "nvfp4a16 multiplies 16-bit activations"
         scales = operands["weight_scale"], operands["weight_global_scale"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
-from qarl_formats.scheme import Codes
+from qarl_formats.scheme import Codes, Shape, Tensors
 from qarl_formats.schemes.int4 import PackedInt4
 
 if TYPE_CHECKING:
@@ -30,9 +29,7 @@ class W4A16(PackedInt4):
     zero_points = True
     tolerance = 0.1
 
-    def operands(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
-    ) -> dict[str, Tensor]:
+    def operands(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
         if not kernels:
             return super().operands(tensors, shape, dtype, kernels)
         stored = {name: tensor for name, tensor in tensors.items() if name != "weight_shape"}
@@ -45,13 +42,7 @@ class W4A16(PackedInt4):
         return stored | {"weight_tiled": tile.tile_int4(stored["weight_packed"], shape[1]), "weight_meta": meta}
 
     def kernel_product(
-        self,
-        x: Tensor | Codes,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        bias: Tensor | None,
-        groups: Groups | None,
-        gathered: bool,
+        self, x: Tensor | Codes, operands: Tensors, n: int, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
         assert not isinstance(x, Codes), "w4a16 multiplies 16-bit activations"
         packed, zero_point = operands.get("weight_packed"), operands.get("weight_zero_point")

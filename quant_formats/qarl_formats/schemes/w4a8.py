@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
-from qarl_formats.scheme import Codes
+from qarl_formats.scheme import Codes, Shape, Tensors
 from qarl_formats.schemes.int4 import PackedInt4
 
 if TYPE_CHECKING:
@@ -30,9 +29,7 @@ class W4A8(PackedInt4):
     tolerance = 0.4
     plain_operands = ("weight_codes", "weight_scale")
 
-    def operands(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
-    ) -> dict[str, Tensor]:
+    def operands(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
         scale = tensors["weight_scale"]
         if not kernels:
             return {"weight_scale": scale, "weight_codes": self.codes(tensors, shape).float()}
@@ -42,7 +39,7 @@ class W4A8(PackedInt4):
         tiled = tile.tile_int4(tensors["weight_packed"], shape[1])
         return {"weight_scale": scale, "weight_tiled": tiled, "weight_meta": meta}
 
-    def stored(self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    def stored(self, operands: Tensors, shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
         if (codes := operands.get("weight_codes")) is not None:
             import torch
 
@@ -51,23 +48,17 @@ class W4A8(PackedInt4):
             operands = {**operands, "weight_packed": pack_int4(codes.to(torch.int8))}
         return super().stored(operands, shape, dtype)
 
-    def plain_product(self, x: Tensor, operands: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+    def plain_product(self, x: Tensor, operands: Tensors, bias: Tensor | None) -> Tensor:
         from qarl_kernels import reference
 
         return reference.w4a8(x, operands["weight_codes"], operands["weight_scale"], bias)
 
     def kernel_product(
-        self,
-        x: Tensor | Codes,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        bias: Tensor | None,
-        groups: Groups | None,
-        gathered: bool,
+        self, x: Tensor | Codes, operands: Tensors, n: int, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
         assert isinstance(x, Codes), "w4a8 multiplies codes"
         from qarl_kernels.w4a8 import w4a8
 
         per_row = operands["weight_scale"].shape[1] == 1
-        weight = operands["weight_tiled"], operands["weight_meta"], x.codes.shape[1], out_features
+        weight = operands["weight_tiled"], operands["weight_meta"], x.codes.shape[1], n
         return w4a8(x.codes, x.scale, *weight, bias, x.dtype, per_row, groups=groups, gathered=gathered)

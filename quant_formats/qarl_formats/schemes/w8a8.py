@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from qarl_formats.registry import register
-from qarl_formats.scheme import Codes
 from qarl_formats.schemes.bytes import ByteActivations
-
-if TYPE_CHECKING:
-    from qarl_kernels.moe.groups import Groups
-    from torch import Tensor
 
 
 @register
@@ -24,17 +17,3 @@ class W8A8(ByteActivations):
     input_codes = "int8"
     file_format = "int-quantized"
     tolerance = 0.3
-
-    @staticmethod
-    def plain(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        from qarl_kernels import reference
-
-        return reference.w8a8(x, codes, scale, bias)
-
-    @staticmethod
-    def kernel(
-        x: Codes, codes: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups | None, gathered: bool
-    ) -> Tensor:
-        from qarl_kernels.gemm import w8a8
-
-        return w8a8(x.codes, x.scale, codes, scale, bias, x.dtype, groups=groups, gathered=gathered)
