@@ -10,7 +10,7 @@ A forward gets a `WeightSet` as an argument. A policy has up to four:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,21 +70,13 @@ def learner_weights(policy: Policy, snapshot: Snapshot, masters: Mapping[str, Te
     """
     if policy.aligned:
         return sampler_weights(policy, snapshot)
-    names = _unquantized(policy)
     if policy.learner_dtype == policy.dtype:
-        values = {name: snapshot.tensors[name] for name in names}
+        values = _published_values(policy, snapshot)
     else:
-        values = {name: _rounded(policy, name, masters, snapshot.version) for name in names}
+        values = {name: _rounded(policy, name, masters, snapshot.version) for name in _unquantized(policy)}
     fused = policy.kernels and policy.learner_dtype in NARROW
-    linears = {
-        linear: linear.parts(
-            [weight for group in _groups(linear, fused) for weight in _learner(policy, group, snapshot, masters)],
-            _bias(linear, values),
-        )
-        for linear in policy.decoder.linears
-    }
-    rounds = _kv_fp8(policy) and policy.quant.learner != "full_precision"
-    return _checked(policy, WeightSet(linears, values, _head(values[policy.head_name]), fused, rounds))
+    rounds = policy.quant.kv_cache_dtype == "fp8" and policy.quant.learner != "full_precision"
+    return _weight_set(policy, values, lambda names: _learner(policy, names, snapshot, masters), fused, rounds)
 
 
 def sampler_weights(policy: Policy, snapshot: Snapshot, learner: WeightSet | None = None) -> WeightSet:
@@ -93,38 +85,50 @@ def sampler_weights(policy: Policy, snapshot: Snapshot, learner: WeightSet | Non
     Args:
         policy: Names the packed linears and the sampler's dtype.
         snapshot: The version to read.
-        learner: The learner's weights of the same version, to share values with.
+        learner: The learner's weights of the same version; values and output layer are shared in the same dtype.
     """
-    shared = learner is not None and policy.learner_dtype == policy.dtype
-    if learner is not None and shared:
-        values = learner.values
-    else:
-        values = {name: snapshot.tensors[name] for name in _unquantized(policy)}
-    linears = {
-        linear: linear.parts(
-            [weight for group in _groups(linear, policy.kernels) for weight in _published(policy, group, snapshot)],
-            _bias(linear, values),
-        )
-        for linear in policy.decoder.linears
-    }
-    # An output layer on the CPU is a float32 copy, which both share; on a GPU it is the value itself.
-    head = learner.head if learner is not None and shared else _head(values[policy.head_name])
-    return _checked(policy, WeightSet(linears, values, head, policy.kernels, _kv_fp8(policy)))
+    shared = learner if policy.learner_dtype == policy.dtype else None
+    values = _published_values(policy, snapshot) if shared is None else shared.values
+    fp8 = policy.quant.kv_cache_dtype == "fp8"
+    head = None if shared is None else shared.head
+    return _weight_set(policy, values, lambda names: _published(policy, names, snapshot), policy.kernels, fp8, head)
 
 
-def _kv_fp8(policy: Policy) -> bool:
-    return policy.quant.kv_cache_dtype == "fp8"
+def _weight_set(
+    policy: Policy,
+    values: Mapping[str, Tensor],
+    weights_of: Callable[[tuple[str, ...]], list[LowBitWeight]],
+    fused: bool,
+    kv_fp8: bool,
+    head: Tensor | None = None,
+) -> WeightSet:
+    """weights_of: makes the weights of some layers with one input, one for all of them or one per layer."""
+    linears = {}
+    for linear in policy.decoder.linears:
+        # A CPU's products have other bits in other shapes, so plain torch multiplies each layer by itself.
+        groups = [linear.names] if fused else [(name,) for name in linear.names]
+        weights = [weight for names in groups for weight in weights_of(names)]
+        if fused and linear.experts is not None and len(weights) > 1:
+            raise UserError(
+                f"quant.scheme: {policy.quant.scheme} cannot hold the experts of {linear.names[0]} and its neighbours "
+                f"as one weight: some are ignored (quant.ignore), or their {linear.widths[0]} output features share "
+                "scales or zero points; quantize all or none, use another scheme, or set quant.kernels: reference"
+            )
+        biases = [values[f"{name}.bias"] for name in linear.names] if linear.biases else []
+        linears[linear] = linear.parts(weights, torch.cat(biases) if biases else None)
+    if head is None:
+        head = values[policy.head_name]
+        head = head.float() if head.device.type == "cpu" else head
+    return WeightSet(linears, values, head, fused, kv_fp8)
+
+
+def _published_values(policy: Policy, snapshot: Snapshot) -> dict[str, Tensor]:
+    return {name: snapshot.tensors[name] for name in _unquantized(policy)}
 
 
 def _unquantized(policy: Policy) -> list[str]:
     weights = {f"{name}.weight" for linear in policy.decoder.linears for name in linear.names}
     return [name for name, _ in policy.named_parameters() if name not in weights]
-
-
-def _groups(linear: PackedLinear, fused: bool) -> list[tuple[str, ...]]:
-    """Layers that are multiplied as one weight: a CPU's products have other bits in other shapes, so there each layer
-    is multiplied by itself."""
-    return [linear.names] if fused else [(name,) for name in linear.names]
 
 
 def _published(policy: Policy, names: tuple[str, ...], snapshot: Snapshot) -> list[LowBitWeight]:
@@ -157,24 +161,3 @@ def _rounded(policy: Policy, name: str, masters: Mapping[str, Tensor], version: 
     value = quantize_parameter(name, masters[name], None, policy.learner_dtype, version)
     assert isinstance(value, Tensor)
     return value
-
-
-def _bias(linear: PackedLinear, values: Mapping[str, Tensor]) -> Tensor | None:
-    biases = [values[f"{name}.bias"] for name in linear.names] if linear.biases else []
-    return torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
-
-
-def _head(value: Tensor) -> Tensor:
-    return value.float() if value.device.type == "cpu" else value
-
-
-def _checked(policy: Policy, weights: WeightSet) -> WeightSet:
-    """Raise UserError if experts that Triton kernels multiply at once are not one weight."""
-    for linear, parts in weights.linears.items() if weights.fused else ():
-        if linear.experts is not None and len(parts) > 1:
-            raise UserError(
-                f"quant.scheme: {policy.quant.scheme} cannot hold the experts of {linear.names[0]} and its neighbours "
-                f"as one weight: some are ignored (quant.ignore), or their {linear.widths[0]} output features share "
-                "scales or zero points; quantize all or none, use another scheme, or set quant.kernels: reference"
-            )
-    return weights
