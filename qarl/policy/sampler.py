@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qarl.policy.attention import Attention, Caches, Span, packed, paged
 from qarl.policy.decoder import Decoder
+from qarl.policy.linear import Part
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.trace import Tracer
 from qarl.policy.weights import WeightSet
@@ -25,11 +26,14 @@ HEAD_ROWS = 256  # of the output layer, compared at once
 
 
 class Sampler:
-    """Runs one version of a policy in the sampler's arithmetic, and shows what it multiplies with.
+    """Runs one published version of a policy, without its masters, and proves what it multiplies with.
 
-    The policy offers each new version (`offer`); `install` takes it over, and a publish proves `held` against it.
-    layout: of the model. head: the name of the output layer's weight. weights: what the forward reads. tracer: is told
-    what every operation gives, and by the engine what rows it is about to run; None: nobody is.
+    The policy offers each new version (`offer`), `install` takes it over, and a publish compares `held` with it.
+
+    Attributes:
+        layout: Shapes, scheme and dtype of the model.
+        weights: What the forward reads.
+        tracer: Records what every operation gives; the engine tells it which rows run next. None: nothing is recorded.
     """
 
     weights: WeightSet
@@ -46,12 +50,12 @@ class Sampler:
 
     @property
     def experts(self) -> list[ExpertLayer]:
-        """Of the layers that have some, in order."""
+        """The mixtures of experts, by layer."""
         return [layer.experts for layer in self._decoder.layers if layer.experts is not None]
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """What the KV cache of its forward holds."""
+        """The dtype of the KV cache."""
         return self.weights.cache_dtype(self.layout.dtype)
 
     @property
@@ -62,13 +66,14 @@ class Sampler:
 
     @property
     def current(self) -> bool:
-        """Whether the forward runs on what was offered last."""
+        """Whether the forward runs on the version that was offered last."""
         return self._offered is not None and self._installed is self._offered[0]
 
     def install(self, snapshot: Snapshot) -> None:
-        """Point the forward at `snapshot`. An aligned learner reads the same operands already.
+        """Run the forward on `snapshot`; an aligned learner reads the same weights already.
 
-        Raises PublishError unless the snapshot was offered last: what is published is what was learned last.
+        Raises:
+            PublishError: The snapshot is not the one that was offered last.
         """
         assert self._offered is not None, "no version was offered"
         offered, weights = self._offered
@@ -80,21 +85,16 @@ class Sampler:
         self.weights, self._installed = weights(), snapshot
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Every published tensor that the forward multiplies with, by name, read back from the form that it reads.
+        """Every published tensor by name, read back from what the forward multiplies with.
 
-        Raises PublishError, at the end, where that form is not, bit for bit, what the tensor is prepared to.
+        Raises:
+            PublishError: After the last tensor, if some operand is not, bit for bit, what its tensors make.
         """
         proof = Proof()
         for linear, parts in self.weights.linears.items():
             widths = dict(zip(linear.names, linear.widths, strict=True))
-            for names, _, weight, _ in parts:
-                tensors = weight.stored(proof.of(f"{', '.join(names)}: "))
-                if (published := self._published(names, tensors)) is not None:
-                    yield from published
-                    continue
-                whole = LowBitWeight(weight.scheme, tensors, weight.shape)
-                for name, own in zip(names, whole.split([widths[name] for name in names]), strict=True):
-                    yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in own.tensors.items())
+            for part in parts:
+                yield from self._stored(part, widths, proof)
         for name, value in self.weights.values.items():
             if name == self._head and not self._multiplies(value):
                 raise self._refusal(f"{name}: the output layer multiplies with other values")
@@ -104,23 +104,25 @@ class Sampler:
         except ValueError as error:
             raise self._refusal(str(error)) from error
 
-    def _published(self, names: tuple[str, ...], held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]] | None:
-        """The snapshot's own tensors of a packed linear if they equal, bit for bit, what is held. held: by suffix."""
-        if self._installed is None or (whole := self._installed.groups.get(names)) is None:
-            return None
-        own = whole.tensors
-        if own.keys() != held.keys() or not all(same_bits(tensor, held[suffix]) for suffix, tensor in own.items()):
-            return None
-        tensors = self._installed.tensors
-        keys = [f"{name}.{suffix}" for name in names for suffix in own]
-        return ((key, tensors[key]) for key in keys)
+    def _stored(self, part: Part, widths: Mapping[str, int], proof: Proof) -> Iterator[tuple[str, Tensor]]:
+        """The published tensors of a part: the snapshot's own if they equal, bit for bit, what is read back."""
+        assert self._installed is not None, "no version was installed"
+        stored = part.weight.stored(proof.of(f"{', '.join(part.names)}: "))
+        group = self._installed.groups.get(part.names)
+        if group is not None and _same(group.tensors, stored):
+            keys = [f"{name}.{suffix}" for name in part.names for suffix in stored]
+            yield from ((key, self._installed.tensors[key]) for key in keys)
+            return
+        whole = LowBitWeight(part.weight.scheme, stored, part.weight.shape)
+        for name, own in zip(part.names, whole.split([widths[name] for name in part.names]), strict=True):
+            yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in own.tensors.items())
 
     def _refusal(self, what: str) -> PublishError:
         assert self._installed is not None, "no version was installed"
         return PublishError(f"publish of version {self._installed.version}: {what}")
 
     def _multiplies(self, value: Tensor) -> bool:
-        """Whether the output layer's weight is `value`, which on the CPU it holds in float32."""
+        """Whether the output layer multiplies with `value`, which on the CPU it holds in float32."""
         blocks = zip(self.weights.head.split(HEAD_ROWS), value.split(HEAD_ROWS), strict=True)
         return self.weights.head is value or all(torch.equal(head, rows.to(head.dtype)) for head, rows in blocks)
 
@@ -128,7 +130,7 @@ class Sampler:
 
     @contextmanager
     def traced(self, tracer: Tracer) -> Iterator[None]:
-        """Inside, forwards are told to `tracer`; an engine runs them one by one, in no CUDA graph."""
+        """Inside, `tracer` records forwards; an engine runs them one by one, without CUDA graphs."""
         self.tracer = tracer
         try:
             with self._decoder.noting(tracer):
@@ -153,7 +155,7 @@ class Sampler:
 
     @torch.no_grad()
     def distribution(self, hidden: Tensor, truncation: Truncation) -> Distribution:
-        """Of the tokens that follow states (R, H), with the learner's log-probs."""
+        """The distribution of the tokens that follow states (R, H), with the learner's log-probs."""
         return distribution(hidden, self.weights.head, truncation, self._kernels)
 
     @torch.no_grad()
@@ -178,3 +180,7 @@ class Sampler:
         device = self.layout.device
         attention = packed([(len(tokens), [0]) for tokens in sequences], device, self.weights.fused)
         return self.hidden_states(torch.tensor([t for tokens in sequences for t in tokens], device=device), attention)
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(same_bits(tensor, other[suffix]) for suffix, tensor in one.items())
