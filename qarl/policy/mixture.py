@@ -27,11 +27,11 @@ from qarl_kernels.moe.dispatch import groups_of
 from qarl_kernels.moe.groups import Groups, Routed, Shared
 from qarl_kernels.moe.routing import route, route_backward
 from qarl_kernels.moe.shared import shared_gate
-from qarl_kernels.swiglu import swiglu_backward
+from qarl_kernels.swiglu import swiglu, swiglu_backward
 from torch import Tensor
 
 from qarl.policy.linear import OutputGradient, activations, gradient_of
-from qarl.policy.mlp import activate, mlp, mlp_backward
+from qarl.policy.mlp import activate, mlp, mlp_backward, silu_product
 from qarl.policy.routes import ExpertLayer, Routes
 from qarl.policy.trace import unnoted
 
@@ -97,7 +97,7 @@ def _into_down(layer: DecoderLayer, gate_up: Tensor, groups: Groups, run: Run) -
         read = activations(gated.product, gated.codes, gated.scale, gate_up.dtype)
     else:  # each expert's rows by themselves: the bits of torch's backward of silu depend on where a tensor ends
         each = gate_up.split(groups.starts.diff().tolist())
-        read = torch.cat([product for product, _, _ in (activate(rows, layer.down, run) for rows in each)])
+        read = torch.cat([silu_product(rows) for rows in each])
     return layer.down.grouped(read, run.weights, groups, False)
 
 
@@ -107,8 +107,9 @@ def _note(layer: DecoderLayer, routed: Routed, groups: Groups, gate_up: Tensor, 
         return
     run.note(layer.index, "router", routed.logits, routed.experts)
     place = groups.place.long()
-    product = activate(gate_up, layer.down, run).product
+    product = swiglu(gate_up).product if run.weights.fused else silu_product(gate_up)
     for operation, rows in (("gate_up", gate_up), ("activation", product)):
+        assert rows is not None, "it was asked for"
         run.note(layer.index, operation, rows[place].unflatten(0, (-1, groups.slots)))
 
 
@@ -159,11 +160,12 @@ def _shared_backward(
     layer: DecoderLayer, gate_name: str, grad: Tensor, normed: Tensor, kept: KeptShared | None, run: Run
 ) -> Tensor:
     """The gradient (T, H) float32 of what the shared expert read. kept: is overwritten; None: is recomputed."""
+    gate_up, down = layer.shared
     kept = kept or _shared(layer, gate_name, Normed(normed, normed, normed, None, None), run)
     grad_output, grad_logit = shared_backward(grad, kept.shared, into=kept.shared.output)
     logit = grad_logit[:, None]
     weight_grad(logit, normed.float(), into=gradient_of([layer.gates[gate_name]]))
-    arriving = mlp_backward(grad_output, kept.gate_up, lambda: normed, *layer.shared, run)
+    arriving = mlp_backward(grad_output, kept.gate_up, lambda: normed, gate_up, down, run)
     return arriving.float().addcmul_(logit, run.weights.values[gate_name].float())
 
 

@@ -20,8 +20,13 @@ def activate(gate_up: Tensor, down: PackedLinear, run: Run) -> Gated:
     if run.weights.fused:
         codes = down.input_codes(run.weights)
         return swiglu(gate_up, codes, want_product=codes is None)
+    return Gated(silu_product(gate_up), None, None)
+
+
+def silu_product(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (T, I) in plain torch, of gate_up (T, 2 I)."""
     gate, up = gate_up.chunk(2, -1)
-    return Gated(pointwise.silu(gate.contiguous()) * up, None, None)
+    return pointwise.silu(gate.contiguous()) * up
 
 
 def mlp(gate_up: Tensor, down: PackedLinear, index: int, run: Run, prefix: str = "") -> Tensor:

@@ -121,7 +121,8 @@ def _read_layer(
     def packed(leaves: tuple[str, ...], of: ExpertLayer | None = None) -> PackedLinear:
         return _packed(name, leaves, modules, None if of is None else of.count, dequantize_input)
 
-    gate_up, down = GATE_UP_PROJ, DOWN_PROJ
+    gate_up: tuple[str, ...] = GATE_UP_PROJ
+    down: tuple[str, ...] = DOWN_PROJ
     shared: tuple[tuple[str, ...], ...] = ()
     gates = {}
     if experts is not None:
