@@ -1,4 +1,4 @@
-"""What may watch an RL step from beside it: display, clock, signals, diagnostics, records."""
+"""Observers of an RL step: display, clock, signals, diagnostics, records."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from qarl.rewards import RewardResult
 from qarl.training.batch import Batch, Part
 from qarl.types import Prompt, Rollout
 
-Phase = Literal["rollout", "reward", "gather", "learner", "publish"]  # gather: where there are several ranks
+Phase = Literal["rollout", "reward", "gather", "learner", "publish"]  # gather: with several ranks
 
 
 class Observer:
-    """Is told of a step as it goes; each of the hooks does nothing unless it is overridden.
+    """Hooks that a step calls as it goes; they do nothing unless overridden.
 
-    An observer changes nothing that the step computes: a run has the same bits with and without it. What a hook raises
-    ends the step there.
+    An observer changes nothing that the step computes: a run has the same bits with and without it. If a hook raises,
+    the step ends.
     """
 
     def phase(self, name: Phase, responses: int | None) -> AbstractContextManager[None]:
-        """Is entered around a phase. responses: that `progress` will have reported at its end, where it reports any."""
+        """Return a context for a phase. responses: total that `progress` will report, if it reports any."""
         return nullcontext()
 
     def progress(self, responses: int) -> None:
-        """So many more responses of the phase are done; 0: it goes on."""
+        """Called when more responses of the phase are done; 0 is a sign of life."""
 
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
-        """After sampling and scoring. rollouts: n for each prompt, in order."""
+        """Called after sampling and scoring. rollouts: n per prompt, in order."""
 
     def begin(self, batch: Batch) -> None:
-        """Before the first optimizer step: the policy is the rollout's snapshot."""
+        """Called before the first forward of the learner, at the rollout's weights."""
 
     def minibatch(self, minibatch: Part) -> None:
-        """Before an optimizer step on these responses."""
+        """Called before the forwards of an optimizer step on these responses."""
 
     def forward(self, part: Part, logps: TokenLogProbs) -> None:
-        """After a training forward over `part`, a micro-batch of the last `minibatch`."""
+        """Called after a training forward over `part`, a micro-batch of the last `minibatch`."""
 
     def update(self, grad_norm: float) -> None:
-        """After an optimizer step, taken or, for a norm that is not finite, skipped."""
+        """Called after an optimizer step, or after skipping one with a norm that is not finite."""
 
     def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
-        """After the last optimizer step. metrics: of the learner, see `Learner.metrics`."""
+        """Called after the last optimizer step. metrics: see `Learner.metrics`."""
 
 
 class Observers(Observer):
-    """Several observers as one, told in their order. seconds: what their hooks took in each phase."""
+    """Several observers as one, called in order. `seconds` is the time of their hooks per phase."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
@@ -67,30 +67,30 @@ class Observers(Observer):
             self._phase = None
 
     def progress(self, responses: int) -> None:
-        self._tell(lambda observer: observer.progress(responses))
+        self._call(lambda observer: observer.progress(responses))
 
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
-        self._tell(lambda observer: observer.scored(prompts, rollouts, scores))
+        self._call(lambda observer: observer.scored(prompts, rollouts, scores))
 
     def begin(self, batch: Batch) -> None:
-        self._tell(lambda observer: observer.begin(batch))
+        self._call(lambda observer: observer.begin(batch))
 
     def minibatch(self, minibatch: Part) -> None:
-        self._tell(lambda observer: observer.minibatch(minibatch))
+        self._call(lambda observer: observer.minibatch(minibatch))
 
     def forward(self, part: Part, logps: TokenLogProbs) -> None:
-        self._tell(lambda observer: observer.forward(part, logps))
+        self._call(lambda observer: observer.forward(part, logps))
 
     def update(self, grad_norm: float) -> None:
-        self._tell(lambda observer: observer.update(grad_norm))
+        self._call(lambda observer: observer.update(grad_norm))
 
     def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
-        self._tell(lambda observer: observer.learned(batch, metrics))
+        self._call(lambda observer: observer.learned(batch, metrics))
 
-    def _tell(self, what: Callable[[Observer], Any]) -> None:
+    def _call(self, hook: Callable[[Observer], Any]) -> None:
         begin = time.perf_counter()
         try:
             for observer in self._observers:
-                what(observer)
+                hook(observer)
         finally:
             self.seconds[self._phase] += time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""Running totals of a training step: statistics, losses and gradient norms of its minibatches."""
+"""Statistics of a training step: sums over its micro-batches, and the learner's metrics from them."""
 
 from __future__ import annotations
 
@@ -14,40 +14,28 @@ from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RE
 from qarl.training.routing import RoutingTotals
 
 PER_MINIBATCH = (OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RESPONSES)
-"""Statistics that are also kept per minibatch. The first minibatch of a step is at the rollout's weights, where an
-aligned learner has no token outside its distribution, so a mean over the step hides what the later ones lose."""
+"""Statistics that are also kept per minibatch. In the first minibatch of a step an aligned learner has no token outside
+its distribution, so a mean over the step hides how many the later ones lose."""
 
 
 @dataclass
 class LearnerTotals:
-    """The running totals of one training step. Sums stay on the learner's device until `metrics`.
+    """Sums over one training step. They stay on the learner's device until `metrics`."""
 
-    Attributes:
-        forward_tokens: Tokens run by the learner, prompts and responses; see `Part.forward_tokens`.
-        entropy: Sum over the tokens of forwards at the snapshot, float64, nats.
-        entropy_tokens: Their number.
-        retained: (T,) of each forward at the snapshot, under truncation.
-        loss: Sum over micro-batches, float64.
-        stats: Statistics of the objective, added over micro-batches.
-        minibatch_stats: Those of `PER_MINIBATCH`, one entry per minibatch; the last one is of the current minibatch.
-        grad_norms: Of the optimizer steps taken.
-        skipped: Optimizer steps whose gradient was not finite.
-        routing: Of a mixture of experts.
-    """
-
-    forward_tokens: int = 0
-    entropy: Tensor | float = 0.0
+    forward_tokens: int = 0  # tokens of the learner's forwards, prompts and responses; see `Part.forward_tokens`
+    entropy: Tensor | float = 0.0  # sum over the tokens of forwards at the rollout's weights, float64, nats
     entropy_tokens: int = 0
-    retained: list[Tensor] = field(default_factory=list)
-    loss: Tensor | float = 0.0
-    stats: Stats = field(default_factory=dict)
+    retained: list[Tensor] = field(default_factory=list)  # (T,) per forward at the rollout's weights, if truncated
+    loss: Tensor | float = 0.0  # float64
+    stats: Stats = field(default_factory=dict)  # of the objective
+    # Those of `PER_MINIBATCH`, one entry per minibatch; the last one is the current minibatch.
     minibatch_stats: list[Stats] = field(default_factory=lambda: [{}])
-    grad_norms: list[float] = field(default_factory=list)
-    skipped: int = 0
+    grad_norms: list[float] = field(default_factory=list)  # of the optimizer steps taken
+    skipped: int = 0  # optimizer steps with a gradient that was not finite
     routing: RoutingTotals = field(default_factory=RoutingTotals)
 
     def add_snapshot(self, entropy: Tensor) -> None:
-        """A forward at the rollout's snapshot. entropy: (T,) nats."""
+        """Add the entropy (T,), in nats, of a forward at the rollout's weights."""
         self.entropy = self.entropy + entropy.detach().double().sum()
         self.entropy_tokens += entropy.numel()
 
@@ -63,9 +51,9 @@ class LearnerTotals:
         self.minibatch_stats.append({})
 
     def add_up(self, ranks: Ranks) -> None:
-        """Replace the totals by those of all ranks, added in rank order, so that every rank has the same.
+        """Replace the sums by those of all ranks, added in rank order; a collective.
 
-        Gradients are shared already. A rank without responses may lack names that others have.
+        A rank without responses may lack names that others have.
         """
         if ranks.count == 1:
             return
@@ -115,8 +103,11 @@ class LearnerTotals:
         return found
 
     def _retained_mass(self) -> dict[str, float]:
-        """policy/retained_mass_mean and _min: the probability that the learner's set keeps at the places of the
-        response tokens, of the distribution before truncation, at the snapshot. Nothing without truncation."""
+        """Return policy/retained_mass_mean and _min, if sampling is truncated.
+
+        The retained mass is the probability of the learner's set under the distribution before truncation, at the
+        positions of the response tokens and at the rollout's weights.
+        """
         if not self.retained:
             return {}
         mass = torch.cat(self.retained).double()
