@@ -89,19 +89,8 @@ def paged_attention(
         for start in range(0, n, step):
             part = slice(start, start + step)
             real = group.real if step >= n else None
-            _attend(
-                out,
-                q,
-                k_cache,
-                v_cache,
-                group.rows[part],
-                group.positions[part],
-                group.pages[part],
-                real,
-                rows,
-                scale,
-                window,
-            )
+            tile = QueryTiles(group.rows[part], group.positions[part], group.pages[part], real)
+            _attend(out, q, k_cache, v_cache, tile, rows, scale, window)
     return out
 
 
@@ -110,15 +99,13 @@ def _attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    index: Tensor,
-    positions: Tensor,
-    pages: Tensor,
-    real: Tensor | None,
+    tiles: QueryTiles,
     rows: int,
     scale: float,
     window: int | None,
 ) -> None:
     """Write some tiles of one shape into out. rows: t * rep query rows, padded for a decode."""
+    index, positions, pages = tiles.rows, tiles.positions, tiles.pages
     n, t = index.shape
     p = pages.shape[1]
     heads, dim = q.shape[1:]
@@ -154,8 +141,7 @@ def _attend(
 
     result = (value / total[..., None])[:, : t * rep]
     result = result.view(n, kv_heads, t, rep, dim).permute(0, 2, 1, 3, 4).reshape(n * t, heads, dim).to(q.dtype)
-    if real is None:
-        real = _real(index)
+    real = _real(index) if tiles.real is None else tiles.real
     out[index.reshape(-1)[real]] = result[real]
 
 

@@ -163,3 +163,9 @@ def of_rows(acc, SWAP: tl.constexpr):
     if SWAP:
         acc = acc.T
     return acc
+
+
+@triton.jit
+def split_columns(y):
+    """Split (M, N) into left and right columns. No value changes its thread."""
+    return tl.split(y.reshape(y.shape[0], 2, y.shape[1] // 2).permute(0, 2, 1))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from qarl_kernels.activation import FP8_MAX
-from qarl_kernels.blocks import dot, operand, tile_of
+from qarl_kernels.blocks import dot, operand, split_columns, tile_of
 from qarl_kernels.casts import narrow_e4m3, widen
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -125,14 +125,8 @@ def transpose_kernel(
 
 
 @triton.jit
-def _halves(y):
-    """Split (M, N) into left and right columns."""
-    return tl.split(y.reshape(y.shape[0], 2, y.shape[1] // 2).permute(0, 2, 1))
-
-
-@triton.jit
 def _add_halves(y, into, s_a, s_b, rm, n, M, N, stride):
-    left, right = _halves(y)
+    left, right = split_columns(y)
     _add(left, into, s_a, s_b, rm, n, M, N, stride)
     _add(right, into, s_a, s_b, rm, n + left.shape[1], M, N, stride)
 
@@ -179,7 +173,7 @@ def add_product_kernel(
         acc = dot(left, right.T, acc)
     rm = m + tl.arange(0, BLOCK_M)
     if BLOCK_N == 256:
-        left, right = _halves(acc)
+        left, right = split_columns(acc)
         _add_halves(left, into, s_a, s_b, rm, n, M, N, stride_into)
         _add_halves(right, into, s_a, s_b, rm, n + 128, M, N, stride_into)
     else:

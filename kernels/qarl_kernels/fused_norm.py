@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import narrow, widen
-from qarl_kernels.column_sum import add_partial_sums
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.quantize_kernels import _of_group
@@ -32,6 +31,7 @@ from qarl_kernels.rows import (
     store_chunks,
     store_codes,
 )
+from qarl_kernels.token_sums import add_partial_sums
 
 AGAIN_VECTORS, AGAIN_WARPS = 256, 4
 # Programs of the backward, each for many rows: four per multiprocessor of a Hopper GPU. The partial sums of the

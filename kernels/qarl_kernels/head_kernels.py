@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qarl_kernels.blocks import dot, operand, tile_of
+from qarl_kernels.blocks import dot, operand, split_columns, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.truncation import CUT_LOGIT_GAP
 
@@ -29,17 +29,11 @@ def _cut(y, highest, log_min_p):
 
 
 @triton.jit
-def _halves(y):
-    """Split (M, N) into left and right columns. No value changes its thread."""
-    return tl.split(y.reshape(y.shape[0], 2, y.shape[1] // 2).permute(0, 2, 1))
-
-
-@triton.jit
 def _store_quarters(out, y, m, n):
     """Store a tile (M, N) at [m, n] in quarters: the pipeline leaves no shared memory to stage more of it."""
-    left, right = _halves(y)
-    first, second = _halves(left)
-    third, fourth = _halves(right)
+    left, right = split_columns(y)
+    first, second = split_columns(left)
+    third, fourth = split_columns(right)
     width: tl.constexpr = y.shape[1] // 4
     out.store([m, n], first)
     out.store([m, n + width], second)
@@ -250,7 +244,7 @@ def gradient_kernel(
             result = tl.where(_cut(y, highest, log_min_p), 0.0, result)
         if TMA_OUT:
             if HALVES:  # the smaller staging buffer leaves shared memory for a pipeline stage
-                left, right = _halves(result)
+                left, right = split_columns(result)
                 out.store([m, n], narrow(left, out.dtype))
                 out.store([m, n + BLOCK_N // 2], narrow(right, out.dtype))
             else:

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import narrow, widen
-from qarl_kernels.column_sum import add_partial_sums
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.quantize_kernels import _of_group
@@ -23,6 +22,7 @@ from qarl_kernels.rotary import (
     tile_of_heads,
 )
 from qarl_kernels.rows import VECTOR, check_rows, inside, row_sum
+from qarl_kernels.token_sums import add_partial_sums
 
 PROGRAMS = 1056  # limit with norms, whose weights' partial sums depend on the number of programs
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from qarl_kernels.embedding import embedding_grad
 from qarl_kernels.fused_norm import Normed
+from qarl_kernels.token_sums import embedding_grad
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

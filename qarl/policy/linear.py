@@ -24,9 +24,9 @@ from qarl_formats.scheme import Codes, InputCodes
 from qarl_formats.weight import LowBitWeight
 from qarl_kernels import fp8_backward
 from qarl_kernels.backward import input_grad, weight_grad
-from qarl_kernels.column_sum import column_sum
 from qarl_kernels.moe.backward import grouped_input_grad, grouped_weight_grad
 from qarl_kernels.moe.groups import Groups
+from qarl_kernels.token_sums import column_sum
 from torch import Tensor, nn
 
 if TYPE_CHECKING:

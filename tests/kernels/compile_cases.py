@@ -11,11 +11,9 @@ from typing import TypeVar
 
 import torch
 from qarl_kernels import (
-    column_sum,
     dequantize,
     digest,
     draw,
-    embedding,
     fp8_backward,
     fp8_block,
     fused_norm,
@@ -29,6 +27,7 @@ from qarl_kernels import (
     rows,
     swiglu,
     tile,
+    token_sums,
     tuning,
     w4a8,
     w4a16,
@@ -143,7 +142,7 @@ def norms() -> Iterator[str]:
         fused_norm.add_rms_norm(x, None, weight, 1e-6)
         fused_norm.rms_norm_again(x, inverse, weight)
         fused_norm.add_rms_norm_backward(x, x, x, inverse, weight, empty(h, dtype=FP32))
-        column_sum.column_sum(x, empty(h, dtype=FP32))
+        token_sums.column_sum(x, empty(h, dtype=FP32))
         yield f"norm {dtype} {h}"
 
 
@@ -195,7 +194,7 @@ def gates() -> Iterator[str]:
         product = swiglu.swiglu(gate_up).product
         swiglu.swiglu_backward(product, gate_up, True, gate_up)
         yield f"gate {i}"
-    embedding.embedding_grad(empty(4096, 4096), empty(4096, dtype=torch.int64), empty(50_000, 4096, dtype=FP32), -1)
+    token_sums.embedding_grad(empty(4096, 4096), empty(4096, dtype=torch.int64), empty(50_000, 4096, dtype=FP32), -1)
     yield "embedding"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from products import random
-from qarl_kernels.embedding import embedding_grad
 from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.token_sums import embedding_grad
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"

@@ -7,10 +7,10 @@ import torch
 from exact import assert_same
 from products import random
 from qarl_kernels import fused_norm, pointwise, quantize
-from qarl_kernels.column_sum import column_sum
 from qarl_kernels.fused_norm import Normed, add_rms_norm, add_rms_norm_backward, rms_norm_again
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.rows import MAX_ROW, VECTOR, backward_tile, row_tile, row_tiles
+from qarl_kernels.token_sums import column_sum
 from torch import Tensor
 
 pytestmark = [

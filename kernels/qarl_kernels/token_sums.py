@@ -1,6 +1,6 @@
-"""Sums over the rows of a matrix, added to float32, in an order that depends on the matrix's shape alone.
+"""Gradients that are sums over tokens, added to float32: of biases and norms, and of an embedding table. No atomics.
 
-Each program sums a stretch of rows; a second launch adds the stretches in order. No atomics.
+The order of a sum depends on the matrix's shape and on the token ids alone.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import widen
-from qarl_kernels.integers import cdiv
+from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
+from qarl_kernels.rows import check_rows
 
-TILE = (32, 64)  # rows and columns of a program's tile
+TILE = (32, 64)  # rows and columns of a column sum's program
 PROGRAMS = 1056  # eight per multiprocessor of an H100; a constant, so that sums are equal on all devices
+ROWS, COLUMNS = 4, 1024  # of the embedding's program: rows of one token loaded at once, features
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -91,3 +93,67 @@ def column_sum(x: Tensor, into: Tensor) -> None:
     partial = torch.empty(cdiv(rows, stretch), columns, dtype=torch.float32, device=x.device)
     _sum(x, partial, stretch, False, TILE)
     add_partial_sums(partial, into)
+
+
+@triton.jit
+def _embedding_kernel(
+    grad,  # (rows, columns) bf16 or fp16
+    ids,  # (rows,) i64, sorted
+    order,  # (rows,) i64, the row of grad of each id
+    ends,  # (rows,) i64, end of the run of equal ids
+    into,  # (vocabulary, columns) f32
+    columns,
+    stride,
+    stride_into,
+    padding_id,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    first = tl.program_id(0)
+    token = tl.load(ids + first)
+    before = tl.load(ids + tl.maximum(first - 1, 0))
+    if (token != padding_id) & ((first == 0) | (before != token)):  # the program of the run's first row sums the run
+        end = tl.load(ends + first).to(tl.int32)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        keep = column < columns
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(first, end, ROWS):
+            at = start + tl.arange(0, ROWS)
+            row = tl.load(order + at, mask=at < end, other=0)
+            pointers = grad + row[:, None] * stride + column[None, :]
+            total += widen(tl.load(pointers, mask=(at < end)[:, None] & keep[None, :], other=0.0))
+        pointers = into + token * stride_into + column
+        tl.store(pointers, tl.load(pointers, mask=keep, other=0.0) + tl.sum(total, axis=0), mask=keep)
+
+
+def embedding_grad(grad: Tensor, ids: Tensor, into: Tensor, padding_id: int) -> None:
+    """into[ids[t]] += grad[t] for every t, deterministically; equal ids are summed in float32. Does not synchronize.
+
+    Args:
+        grad: (T, H) bf16 or fp16, last dimension contiguous, arbitrary row stride.
+        ids: (T,) int64.
+        into: (V, H) float32, last dimension contiguous.
+        padding_id: A token without gradient; -1: none.
+    """
+    check_rows("grad", grad)
+    rows, columns = grad.shape
+    if not rows:
+        return
+    ordered, order = torch.sort(ids, stable=True)
+    tile_columns = min(COLUMNS, max(16, next_power_of_2(columns)))
+    launch(
+        _embedding_kernel,
+        (rows, cdiv(columns, tile_columns)),
+        num_warps=4,
+        grad=grad,
+        ids=ordered,
+        order=order,
+        ends=torch.searchsorted(ordered, ordered, right=True),
+        into=into,
+        columns=columns,
+        stride=grad.stride(0),
+        stride_into=into.stride(0),
+        padding_id=padding_id,
+        ROWS=ROWS,
+        COLUMNS=tile_columns,
+    )
