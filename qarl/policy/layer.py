@@ -155,7 +155,7 @@ class DecoderLayer:
         out, lse = self._attend(qkv, run)
         # No variable holds the product of o: it is not kept, and the next operation is the last that reads it.
         if self.experts is not None:
-            normed = self._into_experts(self._product_of_o(out, run), hidden, run)
+            normed = self._norm(self.mlp_norm, self._product_of_o(out, run), hidden, self.gate_up, run, values=True)
             y, experts = mixture(self, self.experts, normed, run)
             return y, normed.hidden, Kept(hidden, inverse, qkv, out, lse, normed.hidden, normed.inverse, None, experts)
         middle, middle_inverse, gate_up = self._into_gate_up(self._product_of_o(out, run), hidden, run)
@@ -166,33 +166,27 @@ class DecoderLayer:
         return run.noted(self.index, "o", self.o(out.flatten(1), run.weights))
 
     def _into_qkv(self, x: Tensor, residual: Tensor | None, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        return self._into(self.qkv, x, residual, self.input_norm, run, ("stream", "input_norm", "qkv"))
+        """(stream, inverse of its norm, product of q, k and v). Nobody holds the normed stream afterwards."""
+        normed = self._norm(self.input_norm, x, residual, self.qkv, run)
+        return normed.hidden, normed.inverse, self._product(self.qkv, "qkv", normed, run)
 
     def _into_gate_up(self, x: Tensor, residual: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        return self._into(self.gate_up, x, residual, self.mlp_norm, run, ("mlp_stream", "mlp_norm", "gate_up"))
+        """The same before the MLP."""
+        normed = self._norm(self.mlp_norm, x, residual, self.gate_up, run)
+        return normed.hidden, normed.inverse, self._product(self.gate_up, "gate_up", normed, run)
 
-    def _into(
-        self,
-        linear: PackedLinear,
-        x: Tensor,
-        residual: Tensor | None,
-        norm: Norm,
-        run: Run,
-        operations: tuple[str, str, str],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(stream, inverse, product of the normed stream). operations: of stream, norm and product in a trace."""
-        normed = add_norm(x, residual, norm, run, linear)
-        run.note(self.index, operations[0], normed.hidden)
-        run.note(self.index, operations[1], normed.normed, normed.codes, normed.scale)
-        y = linear(activations(normed.normed, normed.codes, normed.scale, x.dtype), run.weights)
-        return normed.hidden, normed.inverse, run.noted(self.index, operations[2], y)
-
-    def _into_experts(self, x: Tensor, residual: Tensor, run: Run) -> Normed:
-        """The stream and norm before the experts; their router reads values even if they read codes."""
-        normed = add_norm(x, residual, self.mlp_norm, run, self.gate_up, values=True)
-        run.note(self.index, "mlp_stream", normed.hidden)
-        run.note(self.index, "mlp_norm", normed.normed, normed.codes, normed.scale)
+    def _norm(
+        self, norm: Norm, x: Tensor, residual: Tensor | None, linear: PackedLinear, run: Run, values: bool = False
+    ) -> Normed:
+        normed = add_norm(x, residual, norm, run, linear, values)
+        stream, operation = ("stream", "input_norm") if norm is self.input_norm else ("mlp_stream", "mlp_norm")
+        run.note(self.index, stream, normed.hidden)
+        run.note(self.index, operation, normed.normed, normed.codes, normed.scale)
         return normed
+
+    def _product(self, linear: PackedLinear, operation: str, normed: Normed, run: Run) -> Tensor:
+        read = activations(normed.normed, normed.codes, normed.scale, normed.hidden.dtype)
+        return run.noted(self.index, operation, linear(read, run.weights))
 
     def _attend(self, qkv: Tensor, run: Run) -> tuple[Tensor, Tensor | None]:
         """Attention of the product of q, k and v: (T, H, D), and its log-sum-exp if the backward needs one."""
@@ -304,7 +298,7 @@ class DecoderLayer:
         if kept.middle is None or kept.middle_inverse is None:
             x = self._product_of_o(kept.out, run)
             if self.experts is not None:
-                before = self._into_experts(x, kept.hidden, run)
+                before = self._norm(self.mlp_norm, x, kept.hidden, self.gate_up, run, values=True)
                 kept.middle, kept.middle_inverse = before.hidden, before.inverse
                 return
             kept.middle, kept.middle_inverse, kept.gate_up = self._into_gate_up(x, kept.hidden, run)
