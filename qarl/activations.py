@@ -98,7 +98,7 @@ def fused_pass(config: Config, architecture: Architecture, device: Device, token
         rounded=quant.learner == "fake_quant" and scheme.activation is not None,
         rounded_backward=quant.ste_input == "dequantized",
         dequantized=aligned and scheme.quantized,
-        stacked=scheme.row_block == 1 and scheme.symmetric,  # of others it depends on the widths
+        stacked=scheme.row_unit == 1,  # otherwise it depends on the widths
         fp8=quant.backward == "fp8",
         logits=logit_bytes(config) * train.logprob_chunk * architecture.vocab_size if ranked else 0,
         kv_fp8=quant.kv_cache_dtype == "fp8" and quant.learner != "full_precision",

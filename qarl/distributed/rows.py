@@ -100,4 +100,4 @@ def row_unit(scheme: Scheme | None) -> int:
 
     They share a scale, or a word of zero points, of which one holds eight.
     """
-    return 1 if scheme is None else math.lcm(scheme.row_block, 1 if scheme.symmetric else 8)
+    return 1 if scheme is None else scheme.row_unit

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from qarl_formats.compressed import to_state_dict
 from qarl_formats.weight import LowBitWeight
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -138,7 +137,7 @@ def _write_tensors(
             for parameter in shard.parameters:
                 name, form = next(forms)
                 assert name == parameter, (name, parameter)
-                for tensor_name, tensor in _stored(name, form, unpacked):
+                for tensor_name, tensor in named_tensors(name, form, unpacked):
                     file.write(tensor_name, tensor)
                     written.stored[tensor_name] = describe(tensor)
                     done += tensor.nbytes
@@ -148,12 +147,6 @@ def _write_tensors(
                 del form, tensor  # before the next parameter is read
                 progress(done)
     return written
-
-
-def _stored(name: str, form: LowBitWeight | Tensor, unpacked: bool) -> Iterator[tuple[str, Tensor]]:
-    if unpacked and isinstance(form, LowBitWeight):
-        return iter(to_state_dict(name.removesuffix(".weight"), form, unpacked=True).items())
-    return named_tensors(name, form)
 
 
 def _read_back(directory: Path, shards: list[Shard], records: dict[str, TensorRecord], out: Path) -> None:

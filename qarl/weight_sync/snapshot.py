@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from qarl_formats.compressed import to_state_dict
 from qarl_formats.weight import LowBitWeight, can_concatenate, concatenate
 from torch import Tensor
 
@@ -89,13 +90,12 @@ def _as_weight(parameter: LowBitWeight | Tensor) -> LowBitWeight:
     return LowBitWeight.of_values(parameter) if isinstance(parameter, Tensor) else parameter
 
 
-def named_tensors(name: str, parameter: LowBitWeight | Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one stored parameter under their full names. name: the parameter's."""
+def named_tensors(name: str, parameter: LowBitWeight | Tensor, unpacked: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one stored parameter under their full names. unpacked: see `to_state_dict`."""
     if isinstance(parameter, Tensor):
         yield name, parameter
     else:
-        module = name.removesuffix(".weight")
-        yield from ((f"{module}.{suffix}", tensor) for suffix, tensor in parameter.tensors.items())
+        yield from to_state_dict(name.removesuffix(".weight"), parameter, unpacked).items()
 
 
 @dataclass(frozen=True)

@@ -176,8 +176,9 @@ class Scheme(ABC):
 
     def shape_from(self, tensor: Tensor) -> Shape | None:
         """(N, K) from the stored tensor `shape_suffix`; None if no weight has a tensor of its shape."""
-        sizes = tensor.tolist() if self.shape_suffix == "weight_shape" and tensor.ndim == 1 else tensor.shape
-        return (int(sizes[0]), int(sizes[1])) if len(sizes) == 2 else None
+        if self.shape_suffix == "weight_shape":
+            return (int(tensor[0]), int(tensor[1])) if tuple(tensor.shape) == (2,) else None
+        return (tensor.shape[0], tensor.shape[1]) if tensor.ndim == 2 else None
 
     def weight_arguments(self) -> dict[str, Any]:
         """Arguments of compressed-tensors' `QuantizationArgs` that describe the weights."""

@@ -55,11 +55,6 @@ class LowBitWeight:
         return self.scheme.quantized
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the stored tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    @property
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device  # the last one may be weight_shape, which is on the CPU
 
