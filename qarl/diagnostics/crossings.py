@@ -1,4 +1,4 @@
-"""Crossings: which published values an update changed. A master that stays on its side of a rounding boundary
+"""Code flips: which published values an update changed. A master that stays on its side of a rounding boundary
 publishes the same value, so the sampler does not see that it moved (TRL study, section 6.4)."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Crossings = dict[str, tuple[int, int]]
 
 
 def crossings(before: Snapshot, after: Snapshot) -> Crossings:
-    """Changed values of each linear between two snapshots of one policy.
+    """Changed values per linear between two snapshots of one policy.
 
-    In a quantized scheme the low-bit codes of its quantized linears, scales aside. Unquantized, the values of the
-    layers' published weight matrices, in their 16 bits, embeddings and output layer aside.
+    With a quantized scheme these are the codes of the quantized linears, without scales. Otherwise they are the 16-bit
+    values of the layers' weight matrices, without embeddings and output layer.
     """
     shapes = _linears(after)
     if not shapes:
@@ -35,7 +35,7 @@ def crossings(before: Snapshot, after: Snapshot) -> Crossings:
 
 
 def crossing_metrics(crossed: Crossings) -> dict[str, float]:
-    """quant/codes_changed_frac and quant/codes_changed_count over all modules; nothing without modules."""
+    """quant/codes_changed_frac and quant/codes_changed_count over all modules; empty without modules."""
     total = sum(values for _, values in crossed.values())
     if not total:
         return {}
@@ -44,7 +44,7 @@ def crossing_metrics(crossed: Crossings) -> dict[str, float]:
 
 
 def by_layer(crossed: Crossings) -> Crossings:
-    """The same with what the experts of a layer changed added up, of each projection."""
+    """The same, with the experts of a layer added up per projection."""
     found: Crossings = {}
     for name, (changed, total) in crossed.items():
         together = of_experts(name) or name

@@ -1,8 +1,8 @@
-"""The codes of all rows on every rank: each quantizes the rows that it holds, and what is stored of them is gathered.
+"""Quantize on several ranks: each rank quantizes the rows it holds, and the stored tensors are gathered on all.
 
-Rows of a weight are quantized by themselves, up to what a scheme stores for several of them, which a plan does not
-separate, and what it shares over a whole tensor, which is agreed on first. So the stored tensors are bit for bit those
-of one process that quantizes the whole masters.
+Rows are quantized independently, with two exceptions: a scheme may store a value for several rows, which a plan never
+separates, and share a value over a whole tensor, which the ranks agree on first. So the stored tensors equal, bit for
+bit, those of one process that quantizes the whole masters.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ def gather_codes(
     version: int,
     kernels: bool = False,
 ) -> Snapshot:
-    """The whole snapshot on every rank, equal to what `quantize_parameters` makes of the whole masters. A collective.
+    """The whole snapshot on every rank, equal to that of `quantize_parameters` for the whole masters. A collective.
 
-    shards: this rank's rows of each master by name, float32; asked for block by block in the plan's order, and twice
-    where a scheme has one scale for a tensor. The rest is as `quantize_parameters` takes it. Raises UserError as that
-    does, on every rank the same one.
+    Args:
+        shards: This rank's rows of each master by name, float32; read block by block in the plan's order, and twice
+            if a scheme has one scale per tensor.
+        scheme_of, dtype, version, kernels: As in `quantize_parameters`.
+
+    Raises:
+        UserError: As `quantize_parameters`, the same on every rank.
     """
     shared = shared_over_ranks(shards, plan, exchange, scheme_of)
     gather = _CodeGather(shards, plan, exchange, scheme_of, Quantizer(dtype, version, kernels), shared)
@@ -49,17 +53,16 @@ def gather_codes(
 def shared_over_ranks(
     shards: Mapping[str, Tensor], plan: RowPlan, exchange: Exchange, scheme_of: SchemeOf
 ) -> dict[str, Tensor]:
-    """What each block's weights are quantized with in common, and with those they are fused with, by the block's first
-    name.
+    """The value that the weights of each block, and those they are fused with, share, by the block's first name.
 
-    Weights of schemes that share nothing over a tensor are left out. A collective, of the largest magnitudes alone.
+    Leaves out weights of schemes that share nothing over a tensor. A collective that sends only largest magnitudes.
     """
     schemes = {block: scheme for block in plan.blocks if (scheme := scheme_of(block[0])) is not None}
     schemes = {block: scheme for block, scheme in schemes.items() if scheme.shared([torch.zeros(1, 1)]) is not None}
     if not schemes:
         return {}
     own = torch.stack([_largest(block, plan, exchange.rank, shards) for block in schemes])
-    # All that a scheme makes of weights in common depends on their largest magnitude, so that may stand for them.
+    # A shared value depends only on the largest magnitude of the weights, which therefore stands for them.
     names = [block[0] for block in schemes]
     largest = dict(zip(names, exchange.largest(own.nan_to_num(torch.inf, torch.inf)).split(1), strict=True))
     found: dict[str, Tensor] = {}
@@ -67,14 +70,14 @@ def shared_over_ranks(
         alone = scheme.shared([largest[name]])
         assert alone is not None
         found[name] = alone
-    for scheme in dict.fromkeys(schemes.values()):  # a stack has all that it is fused with
+    for scheme in dict.fromkeys(schemes.values()):  # a stack contains everything it is fused with
         lone = [block[0] for block, its in schemes.items() if its == scheme and len(block) == 1]
         found |= shared_scales((name.removesuffix(".weight") for name in lone), scheme, largest.__getitem__)
     return found
 
 
 def _largest(block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor]) -> Tensor:
-    """The largest magnitude of this rank's rows, float32 []; 0 of no rows."""
+    """The largest magnitude of this rank's rows, float32 []; 0 without rows."""
     found = [
         torch.linalg.vector_norm(rows.detach(), torch.inf) if rows.numel() else rows.new_zeros(())
         for _, rows in own_rows(block, plan, rank, shards)
@@ -83,10 +86,10 @@ def _largest(block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor
 
 
 class _CodeGather:
-    """A snapshot that is gathered one block of masters after the other, in an order that is the same on all ranks.
+    """Gathers a snapshot block by block, in the same order on all ranks.
 
-    shared: what `shared_over_ranks` gave. The rest is as `gather_codes` takes it. Raises UserError where a scheme does
-    not fit a master.
+    shared: result of `shared_over_ranks`. The rest as in `gather_codes`. Raises UserError if a scheme does not fit a
+    master.
     """
 
     def __init__(
@@ -103,10 +106,10 @@ class _CodeGather:
         for name, shape in plan.shapes.items():
             quantizer.check(name, shape, scheme_of(name))
         self._gathers = Gathers(exchange)
-        self._stored: dict[Block, dict[str, Tensor]] = {}  # what has rows, by suffix; of no scheme the values, by ""
+        self._stored: dict[Block, dict[str, Tensor]] = {}  # tensors with rows by suffix; unquantized values as ""
 
     def add(self, block: Block) -> None:
-        """Quantize this rank's rows of a block, and begin to gather their codes."""
+        """Quantize this rank's rows of a block and start to gather them."""
         scheme = self._scheme_of(block[0])
         for places, rows in own_rows(block, self._plan, self._exchange.rank, self._shards):
             if block not in self._stored:
@@ -118,7 +121,7 @@ class _CodeGather:
                 self._gathers.add(made[suffix].contiguous() if made else out[:0], cut, out)
 
     def _empty(self, block: Block, scheme: Scheme | None, device: torch.device) -> dict[str, Tensor]:
-        """Memory for what is stored of all rows."""
+        """Memory for the stored tensors of all rows."""
         shape = self._plan.block_shape(block)
         if scheme is None:
             return {"": torch.empty(shape, dtype=self._quantizer.dtype, device=device)}
@@ -130,7 +133,7 @@ class _CodeGather:
         }
 
     def _made(self, block: Block, rows: Tensor, scheme: Scheme | None) -> Mapping[str, Tensor]:
-        """What is stored of rows, by suffix; nothing of no rows of a scheme."""
+        """The stored tensors of some rows by suffix; none if a quantized weight has no rows here."""
         if scheme is not None and not len(rows):
             self._quantizer.nothing(block[0], rows.device)
             return {}
@@ -138,9 +141,9 @@ class _CodeGather:
         return {"": form} if isinstance(form, Tensor) else form.tensors
 
     def snapshot(self) -> Snapshot:
-        """What was gathered, of all masters of the plan. A collective, which waits for the device once.
+        """The snapshot of all masters of the plan. A collective, which waits for the device once.
 
-        Raises UserError for the first master in the plan's order that is not finite, on every rank the same one.
+        Raises UserError for the first master in the plan's order that is not finite, the same on every rank.
         """
         self._gathers.finish()
         names, flags = self._quantizer.faults()
@@ -158,7 +161,7 @@ class _CodeGather:
         return build_snapshot(self._quantizer.version, ((name, forms.pop(name)) for name in self._plan.shapes))
 
     def _whole(self, block: Block) -> LowBitWeight | Tensor:
-        """What is published of a block's weights as one."""
+        """The weights of a block as one."""
         scheme, stored = self._scheme_of(block[0]), self._stored.pop(block)
         if scheme is None:
             return stored[""]
@@ -175,10 +178,10 @@ class _CodeGather:
         return LowBitWeight(scheme, tensors, (n, k))
 
     def _refuse(self, name: str) -> None:
-        """Raise UserError where the master has values that are not finite, on every rank."""
+        """Raise UserError on every rank if the master has values that are not finite."""
         scheme, count = self._scheme_of(name), self._exchange.count
         own = self._quantizer.bad_values(self._shards[name], scheme).reshape(1)
         bad = int(self._exchange.gather_rows(own, [range(rank, rank + 1) for rank in range(count)]).sum())
         total = math.prod(self._plan.shapes[name])
-        if bad:  # of a stack any may have been meant
+        if bad:  # the flag of a block may be another master's
             raise self._quantizer.refusal(name, scheme, bad, total)

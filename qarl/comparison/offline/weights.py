@@ -1,4 +1,4 @@
-"""What quantization does to the weights: the error of every Linear layer, and the bytes of a checkpoint."""
+"""The quantization error of every Linear layer, and the bytes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qarl.weight_sync.snapshot import Snapshot
 
 
 def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
-    """The error of each Linear layer but the output layer, in the model's order, one master in memory at a time.
+    """The error of each Linear layer except the output layer, in model order, with one master in memory at a time.
 
-    The error is that of the tensors in `snapshot`, those that run: codes times stored scales in float32, or for a
-    layer left unquantized its values in the compute dtype. Yields rows of `error_of`, with `module`, `layer` (index of
-    the block, None outside of them) and `kind` (`q_proj`, ...).
+    Compares with the tensors in `snapshot`, which run: codes times stored scales in float32, or the values of an
+    unquantized layer in the compute dtype. Yields rows of `error_of`, with `module`, `layer` (index of the block, None
+    outside of them) and `kind` (`q_proj`, ...).
     """
     for name in masters.shapes:
         module = name.removesuffix(".weight")
@@ -35,10 +35,10 @@ def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, An
 
 
 def error_of(weight: Tensor, held: Tensor) -> dict[str, float | None]:
-    """Errors of `held` as a stand-in for `weight`, of the same shape; computed in float64.
+    """Errors of `held` against `weight`, of the same shape; computed in float64.
 
-    relative: ||W - H|| / ||W|| (Frobenius; None for a zero matrix). sqnr_db: 20 log10(||W|| / ||W - H||), None where
-    nothing is lost. max_abs: largest |W - H|.
+    relative: ||W - H|| / ||W|| (Frobenius; None for a zero matrix). sqnr_db: 20 log10(||W|| / ||W - H||), None if they
+    are equal. max_abs: largest |W - H|.
     """
     wide = weight.double()
     difference = wide - held.double()
@@ -51,5 +51,5 @@ def error_of(weight: Tensor, held: Tensor) -> dict[str, float | None]:
 
 
 def checkpoint_bytes(masters: Masters, quant: QuantConfig, dtype: torch.dtype) -> int:
-    """Bytes of the tensors that an export in this scheme stores; file headers come on top of them."""
+    """Bytes of the tensors that an export in this scheme stores, without file headers."""
     return stored_bytes(masters.specs(quant, dtype))
