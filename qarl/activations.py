@@ -1,6 +1,6 @@
 """What the learner's forward and backward of a micro-batch hold, in bytes, counted from the code. Imports no torch.
 
-A learner on Triton kernels says itself what it keeps (`qarl.policy.fused_layer.Kept`), and its products, norms and
+A learner on Triton kernels says itself what it keeps (`qarl.policy.layer.Kept`), and its products, norms and
 output layer which temporaries they make. In plain torch autograd keeps what it needs.
 """
 
