@@ -9,7 +9,8 @@ CPU multiplies in float32, as the forward does.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,21 +53,18 @@ def weight_grad(dy: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor | N
     return None
 
 
-class Sums(Protocol):
-    """Gradient buffers of master weights, which add up over several backwards."""
-
-    def sum_of(self, master: Tensor) -> Tensor | None:
-        """Return the float32 buffer to which the gradient of `master` is added; None: leave it to autograd."""
+SumOf: TypeAlias = Callable[[Tensor], Tensor | None]
+"""Returns the float32 buffer to which the gradient of a master is added; None: leave it to autograd."""
 
 
-def weight_sum(master: Tensor | None, sums: Sums | None, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def weight_sum(master: Tensor | None, sum_of: SumOf | None, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the buffer to which the gradient of the weight (V, H) is added, and the gradient to return to autograd.
 
-    The latter is None if the buffer belongs to `sums`.
+    The latter is None if the buffer comes from `sum_of`.
     """
     if master is None or not master.requires_grad:
         return None, None
-    into = None if sums is None else sums.sum_of(master)
+    into = None if sum_of is None else sum_of(master)
     if into is not None:
         return into, None
     made = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)

@@ -311,7 +311,7 @@ class FusedTokenLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, master, weight, targets, truncation, mass, sums):
+    def forward(ctx, hidden, master, weight, targets, truncation, mass, sum_of):
         ctx.set_materialize_grads(False)  # an unused output has gradient None, and nothing is computed for it
         hidden, weight = hidden.contiguous(), weight.contiguous()
         logits = Logits.of(truncation)
@@ -319,7 +319,7 @@ class FusedTokenLogProbs(torch.autograd.Function):
         if mass is not None:
             mass.copy_(retained)
         ctx.save_for_backward(hidden, weight, targets, found.logp, found.entropy, found.lse, found.largest)
-        ctx.logits, ctx.divisor, ctx.master, ctx.sums = logits, truncation.divisor, master, sums
+        ctx.logits, ctx.divisor, ctx.master, ctx.sum_of = logits, truncation.divisor, master, sum_of
         return found.logp, found.entropy
 
     @staticmethod
@@ -327,7 +327,7 @@ class FusedTokenLogProbs(torch.autograd.Function):
         if grad is None and grad_entropy is None:
             return (None,) * 7
         hidden, weight, targets, *found = ctx.saved_tensors
-        into, returned = weight_sum(ctx.master, ctx.sums, weight)
+        into, returned = weight_sum(ctx.master, ctx.sum_of, weight)
         scaled = (None if g is None else (g / ctx.divisor).contiguous() for g in (grad, grad_entropy))
         grad_hidden = gradients(hidden, weight, targets, ctx.logits, Statistics(*found), *scaled, into)
         return grad_hidden, returned, None, None, None, None, None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qarl_kernels import invariant
-from qarl_kernels.backward import Sums, weight_grad, weight_sum
+from qarl_kernels.backward import SumOf, weight_grad, weight_sum
 from qarl_kernels.truncation import CUT_LOGIT_GAP, Distribution, KeptSets, Recording, Replay, Truncation, normalized
 
 
@@ -101,9 +101,9 @@ def log_probs_of(logits: Tensor, truncation: Truncation) -> Tensor:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, master, weight, targets, truncation, chunk, kernels, retained, sums):
+    def forward(ctx, hidden, master, weight, targets, truncation, chunk, kernels, retained, sum_of):
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.truncation, ctx.chunk, ctx.kernels, ctx.master, ctx.sums = truncation, chunk, kernels, master, sums
+        ctx.truncation, ctx.chunk, ctx.kernels, ctx.master, ctx.sum_of = truncation, chunk, kernels, master, sum_of
         ctx.set_materialize_grads(False)  # an unused output has gradient None, and nothing is computed for it
         logp = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logp)
@@ -132,7 +132,7 @@ class _TokenLogProbs(torch.autograd.Function):
             return (None,) * 9
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        into, returned = weight_sum(ctx.master, ctx.sums, weight)
+        into, returned = weight_sum(ctx.master, ctx.sum_of, weight)
         # On the CPU chunks are summed separately first, which gives the bits of autograd's accumulation.
         grad_weight = torch.zeros_like(into) if into is not returned and hidden.device.type == "cpu" else into
         low = weight.dtype == torch.bfloat16  # on a GPU: operands in bf16, sums in float32
@@ -204,7 +204,7 @@ def token_logprobs(
     chunk: int,
     kernels: bool = True,
     retained: list[Tensor] | None = None,
-    sums: Sums | None = None,
+    sum_of: SumOf | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-prob of each target token and the entropy of its distribution.
 
@@ -222,7 +222,7 @@ def token_logprobs(
         kernels: Whether a GPU runs Triton kernels.
         retained: With truncation, receives the probability of the kept set before truncation, float32 (R,), without
             gradient (DVP, proposition 5.5), at the cost of one more reduction per chunk.
-        sums: Gradient buffers; autograd then gets no gradient of the master that they hold.
+        sum_of: Gradient buffers; autograd then gets no gradient of a master that has one.
 
     Returns:
         logp (R,) and entropy (R,), float32, in nats, both differentiable. An unused output costs no backward.
@@ -234,8 +234,8 @@ def token_logprobs(
     if kernels and fused(hidden, weight, truncation):
         from qarl_kernels.head import FusedTokenLogProbs  # imports Triton, which the CPU does not need
 
-        return FusedTokenLogProbs.apply(hidden, master, weight, targets, truncation, mass, sums)
-    return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels, mass, sums)
+        return FusedTokenLogProbs.apply(hidden, master, weight, targets, truncation, mass, sum_of)
+    return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels, mass, sum_of)
 
 
 def fused(hidden: Tensor, weight: Tensor, truncation: Truncation) -> bool:

@@ -230,9 +230,7 @@ def gradient_of(masters: Sequence[nn.Parameter]) -> Tensor:
     return concatenate_rows([master.grad for master in masters if master.grad is not None])
 
 
-class InPlace:
-    """Sends a gradient to the master's `.grad` (`qarl_kernels.backward.Sums`)."""
-
-    def sum_of(self, master: Tensor) -> Tensor:
-        assert isinstance(master, nn.Parameter), "a master is a parameter"
-        return gradient_of([master])
+def sum_of(master: Tensor) -> Tensor:
+    """The gradient of one master, see `gradient_of`."""
+    assert isinstance(master, nn.Parameter), "a master is a parameter"
+    return gradient_of([master])

@@ -19,7 +19,7 @@ from qarl.policy.attention import pack, packed
 from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.device import use_kernels
 from qarl.policy.experts import move_experts
-from qarl.policy.linear import InPlace
+from qarl.policy.linear import sum_of
 from qarl.policy.modules import check_family, check_norms
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.sampler import Sampler
@@ -232,10 +232,8 @@ class Policy:
         weights = weights or self.weights
         hidden = self._predicting(prompts, responses, routes, weights)
         targets = upload(torch.tensor([t for r in responses for t in r]), self.device)
-        sums = InPlace() if weights.fused else None
-        return token_logprobs(
-            hidden, self.head_master, weights.head, targets, truncation, chunk, self.kernels, retained, sums
-        )
+        how = truncation, chunk, self.kernels, retained, sum_of if weights.fused else None
+        return token_logprobs(hidden, self.head_master, weights.head, targets, *how)
 
     @torch.no_grad()
     def top_tokens(

@@ -202,15 +202,6 @@ def test_a_row_that_is_not_finite_spoils_only_itself(device) -> None:
     assert found.logp[finite].isfinite().all() and found.entropy[finite].isfinite().all()
 
 
-class _Sums:
-    def __init__(self, master: Tensor, total: Tensor | None) -> None:
-        self.master, self.total = master, total
-
-    def sum_of(self, master: Tensor) -> Tensor | None:
-        assert master is self.master
-        return self.total
-
-
 @pytest.mark.parametrize("taken", [True, False])
 def test_the_weights_gradient_is_added_where_it_is_summed(device, taken: bool) -> None:
     hidden, weight, targets = _case(37, 300, 48, torch.bfloat16, device)
@@ -218,8 +209,12 @@ def test_the_weights_gradient_is_added_where_it_is_summed(device, taken: bool) -
     FusedTokenLogProbs.apply(hidden, alone, weight, targets, Truncation(), None, None)[0].sum().backward()
     total = random(300, 48, seed=4, device=device)
     before = total.clone()
-    sums = _Sums(master, total if taken else None)
-    FusedTokenLogProbs.apply(hidden, master, weight, targets, Truncation(), None, sums)[0].sum().backward()
+
+    def sum_of(asked: Tensor) -> Tensor | None:
+        assert asked is master
+        return total if taken else None
+
+    FusedTokenLogProbs.apply(hidden, master, weight, targets, Truncation(), None, sum_of)[0].sum().backward()
     if taken:
         assert master.grad is None
         torch.testing.assert_close(total, before + alone.grad, rtol=1e-5, atol=1e-5)

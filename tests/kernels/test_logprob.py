@@ -236,30 +236,20 @@ def test_the_retained_mass_is_the_probability_of_the_kept_tokens_before_truncati
     assert retained[0].min() < 1.0
 
 
-class _Sums:
-    """Gives one master a sum."""
-
-    def __init__(self, master: Tensor, total: Tensor) -> None:
-        self.master, self.total = master, total
-
-    def sum_of(self, master: Tensor) -> Tensor | None:
-        return self.total if master is self.master else None
-
-
 def test_on_the_cpu_a_sum_gets_the_bits_that_autograd_would_add() -> None:
     hidden, weight, targets = _case()
     master, total = weight.clone().requires_grad_(), torch.randn(V, H, generator=torch.Generator().manual_seed(5))
     token_logprobs(hidden, master, weight, targets, Truncation(top_k=5), 7)[0].sum().backward()
     expected = total + master.grad
     master.grad = None
-    sums = _Sums(master, total)
-    token_logprobs(hidden, master, weight, targets, Truncation(top_k=5), 7, sums=sums)[0].sum().backward()
+    sums = {master: total}.get
+    token_logprobs(hidden, master, weight, targets, Truncation(top_k=5), 7, sum_of=sums)[0].sum().backward()
     assert master.grad is None and torch.equal(total, expected)
 
 
 def test_a_master_that_is_not_summed_gets_its_gradient_from_autograd() -> None:
     hidden, weight, targets = _case()
     master, total = weight.clone().requires_grad_(), torch.zeros(V, H)
-    sums = _Sums(weight, total)
-    token_logprobs(hidden, master, weight, targets, Truncation(), 7, sums=sums)[0].sum().backward()
+    sums = {weight: total}.get
+    token_logprobs(hidden, master, weight, targets, Truncation(), 7, sum_of=sums)[0].sum().backward()
     assert master.grad.any() and not total.any()
