@@ -8,36 +8,10 @@ A.4, with tau_tok 2 and tau_seq 1e-3).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qarl.config.base import Fault, Field, Section
 from qarl.config.limits import FACTOR, ITEMS, SCORE
-
-PresetName = Literal[
-    "recompute",
-    "bypass",
-    "tis",
-    "seq_tis",
-    "mis",
-    "seq_mis",
-    "token_mis",
-    "icepop",
-    "geo_rs",
-    "geo_rs_token_tis",
-    "geo_rs_seq_tis",
-    "k3_rs",
-    "k3_rs_token_tis",
-    "k3_rs_seq_tis",
-    "bypass_geo_rs",
-    "bypass_k3_rs",
-    "bypass_pg_is",
-    "bypass_pg_geo_rs",
-    "bypass_pg_geo_rs_token_tis",
-    "srs-k3-corr",
-    "srs-k3-ppo",
-    "tis-srs-k1-corr",
-    "tis-srs-k3-corr",
-]
 
 
 class Preset(NamedTuple):
@@ -92,6 +66,11 @@ PRESETS: dict[str, Preset] = {
     "tis-srs-k1-corr": Preset(_TOKEN_TIS, (_rule("k1", "sum", 1e-3),), "train"),
     "tis-srs-k3-corr": Preset(_TOKEN_TIS, (_rule("k3", "sum", 1e-3),), "train"),
 }
+
+if TYPE_CHECKING:
+    PresetName = str
+else:
+    PresetName = Literal[tuple(PRESETS)]
 
 
 class RejectRule(Section):

@@ -247,7 +247,7 @@ def _token_stats(logps: TokenLogProbs, inputs: SurrogateInputs) -> Stats:
         "policy/kl_clamped_frac": stat((moved.abs() > MAX_EXPONENT) | (apart.abs() > MAX_EXPONENT)),
         OUTSIDE: stat(outside),
         OUTSIDE_RESPONSES: stat(segments.any(outside), segments.present),
-    } | contribution_stats(inputs.logps, inputs.advantages, segments, inputs.pruned)
+    } | contribution_stats(logps, inputs.advantages, segments, inputs.pruned)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from qarl.diagnostics.precision import deployed_metrics, precision_metrics
 from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.errors import UserError
 from qarl.objectives import TokenLogProbs, build_objective, finish_stats
-from qarl.objectives.objective import contribution_stats, without
+from qarl.objectives.objective import contribution_stats
 from qarl.weight_sync.snapshot import Snapshot
 
 EXAMPLES = 8
@@ -62,7 +62,6 @@ def diagnose(
 
     objective = build_objective(config.objective, config.correction)
     logps = TokenLogProbs(logp, saved.logp_old, saved.logp_sampler, logp_shadow=shadow)
-    pruned = objective.pruned(logps, segments)
     log_ratio = objective.log_ratio(logps, segments)
     weights = objective.weights(logps, segments)
     advantages = saved.advantages
@@ -76,7 +75,7 @@ def diagnose(
     )
     flips = torch.zeros_like(logp) if policy.policy.aligned else policy.argmax_flips(saved).double()
     metrics["precision/argmax_flip_frac"] = float(flips.mean()) if flips.numel() else 0.0
-    metrics |= finish_stats(contribution_stats(without(logps, pruned), advantages, segments, pruned))
+    metrics |= finish_stats(contribution_stats(logps, advantages, segments, objective.pruned(logps, segments)))
     metrics |= weight_metrics(weights)
     metrics |= error_token_metrics(ids, saved.logp_sampler, advantages, segments)
     split, no_gradients = _gradients(policy, saved, gradients, say)
