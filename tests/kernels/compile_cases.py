@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 from qarl_kernels import (
@@ -458,7 +459,8 @@ def fp8_backward_products() -> Iterator[str]:
                 )
                 for rows in (m, n)
             )
-            fp8_backward._add_product(a, b, empty(m, n, dtype=FP32), tile_)
+            with patch.object(fp8_backward, "WEIGHT_TILES", (tile_,)):
+                fp8_backward._add_product(a, b, empty(m, n, dtype=FP32))
             yield f"backward product {m}x{n} {tile_}" + " wgmma" * hopper
 
 
