@@ -132,11 +132,11 @@ def _round(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def copied_heads(
+def copy_heads(
     source, into, pitch, head, heads, column, stored,
     HALF: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Copy heads [head, head + HEADS) of some tokens, rounded to e4m3 if FP8; arguments as in `turned_heads`."""
+    """Copy heads [head, head + HEADS) of some tokens, rounded to e4m3 if FP8; arguments as in `rotate_heads`."""
     for i in tl.static_range(HEADS):
         present = stored & exists(head + i, heads, column)
         first, second = halves(source + (head + i) * (2 * HALF) + column, present, HALF)
@@ -144,7 +144,7 @@ def copied_heads(
 
 
 @triton.jit
-def turned_heads(
+def rotate_heads(
     source, into, pitch, weight, head, heads, column, keep, stored, cosines, sines, eps,
     HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, VECTORS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
@@ -167,9 +167,9 @@ def turned_heads(
             first = narrow(widen(weights[0]) * _round(widen(first) * inverse, dtype), dtype)
             second = narrow(widen(weights[1]) * _round(widen(second) * inverse, dtype), dtype)
         left, right = widen(first), widen(second)
-        turned_left = _round(left * cos_first, dtype) - _round(right * sin_first, dtype)
-        turned_right = _round(right * cos_second, dtype) + _round(left * sin_second, dtype)
-        first, second = narrow(turned_left, dtype), narrow(turned_right, dtype)
+        rotated_left = _round(left * cos_first, dtype) - _round(right * sin_first, dtype)
+        rotated_right = _round(right * cos_second, dtype) + _round(left * sin_second, dtype)
+        first, second = narrow(rotated_left, dtype), narrow(rotated_right, dtype)
         store_halves(into + (head + i) * pitch + column, stored & present, first, second, HALF, FP8)
 
 
@@ -221,17 +221,17 @@ def _rotary_kernel(
     if block < blocks + kv_blocks:
         cosines, sines = halves(cos + position, keep, HALF), halves(sin + position, keep, HALF)
         if block < blocks:
-            turned_heads(
+            rotate_heads(
                 source, q + token * (heads * 2 * HALF), 2 * HALF, q_norm, block * HEADS, heads, column, keep, keep,
                 cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS, False,
             )  # fmt: skip
         else:
-            turned_heads(
+            rotate_heads(
                 source + heads * (2 * HALF), k + k_at, stride_k_head, k_norm, ((block - blocks) * HEADS).to(tl.int64),
                 kv_heads, column, keep, stored, cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS, FP8,
             )  # fmt: skip
     elif v is not None:
-        copied_heads(
+        copy_heads(
             source + (heads + kv_heads) * (2 * HALF), v + v_at, stride_v_head,
             ((block - blocks - kv_blocks) * HEADS).to(tl.int64), kv_heads, column, stored, HALF, HEADS, FP8,
         )  # fmt: skip

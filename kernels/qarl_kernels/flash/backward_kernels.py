@@ -7,7 +7,7 @@ import triton.language as tl
 
 from qarl_kernels.blocks import dot, operand
 from qarl_kernels.casts import narrow, widen
-from qarl_kernels.flash.steps import columns
+from qarl_kernels.flash.steps import feature_mask
 
 
 @triton.jit(do_not_specialize=["T", "T_PAD"])
@@ -32,7 +32,7 @@ def stats_kernel(
     heads = tl.num_programs(0)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     d = tl.arange(0, D_PAD)
-    mask = columns(row < T, d, D)
+    mask = feature_mask(row < T, d, D)
     g = tl.load(grad_out + row[:, None] * stride_g + head * D + d[None, :], mask=mask, other=0.0)
     o = tl.load(out + (row * heads + head)[:, None] * D + d[None, :], mask=mask, other=0.0)
     delta = tl.sum(widen(g) * widen(o), 1)
@@ -88,7 +88,7 @@ def query_grad_kernel(
     n = tl.arange(0, BLOCK_N)
     k += head // rep * D
     v += head // rep * D
-    here = columns(m < count, d, D)
+    here = feature_mask(m < count, d, D)
     rows = (row + m).to(tl.int64)
     query = tl.load(q + head * D + rows[:, None] * stride_q + d[None, :], mask=here, other=0.0)
     grad = tl.load(grad_out + head * D + rows[:, None] * stride_g + d[None, :], mask=here, other=0.0)
@@ -104,7 +104,7 @@ def query_grad_kernel(
     for first in tl.range(begin, end, BLOCK_N):
         at = first + n
         key_row = (at + tl.where(at < shared, prompt, own)).to(tl.int64)
-        seen = columns(at < end, d, D)
+        seen = feature_mask(at < end, d, D)
         keys = tl.load(k + key_row[:, None] * stride_k + d[None, :], mask=seen, other=0.0)
         values = tl.load(v + key_row[:, None] * stride_v + d[None, :], mask=seen, other=0.0)
         scores = dot(query, keys.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
@@ -185,7 +185,7 @@ def key_grad_kernel(
     d = tl.arange(0, D_PAD)
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
-    here = columns(n < count, d, D)
+    here = feature_mask(n < count, d, D)
     rows = (row + n).to(tl.int64)
     keys = tl.load(k + kv_head * D + rows[:, None] * stride_k + d[None, :], mask=here, other=0.0)
     values = tl.load(v + kv_head * D + rows[:, None] * stride_v + d[None, :], mask=here, other=0.0)
@@ -252,7 +252,7 @@ def key_sum_kernel(
     slot = tl.load(entry + 2)
     slots = tl.load(entry + 3)
     d = tl.arange(0, D_PAD)
-    here = columns(n < count, d, D)
+    here = feature_mask(n < count, d, D)
     size = tl.num_programs(0) * TILE * D
     key_acc = tl.zeros((ROWS, D_PAD), tl.float32)
     value_acc = tl.zeros((ROWS, D_PAD), tl.float32)

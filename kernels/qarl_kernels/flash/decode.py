@@ -22,13 +22,13 @@ from qarl_kernels.flash.pairs import in_pairs, load_features, paired
 from qarl_kernels.flash.steps import (
     LOG2E,
     accumulate,
-    columns,
+    feature_mask,
     merge,
-    no_sums,
     normalized,
     page_of,
     probabilities,
     row_total,
+    zero_parts,
 )
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import capability_of, launch
@@ -102,7 +102,7 @@ def decode_kernel(
     k += kv_head.to(tl.int64) * stride_k_head
     v += kv_head.to(tl.int64) * stride_v_head
     pages += line.to(tl.int64) * stride_pages
-    here = columns(in_group < rep, d, WIDTH)
+    here = feature_mask(in_group < rep, d, WIDTH)
     query = ()
     for i in tl.static_range(PARTS):
         at_query = q + row.to(tl.int64) * stride_q + head[:, None] * D + (i * WIDTH + d)[None, :]
@@ -110,7 +110,7 @@ def decode_kernel(
 
     all_top = tl.full((HEADS,), float("-inf"), tl.float32)
     all_total = tl.zeros((HEADS,), tl.float32)
-    all_acc = no_sums(HEADS, D_PAD // PARTS, PARTS)
+    all_acc = zero_parts(HEADS, D_PAD // PARTS, PARTS)
     first = lowest // CHUNK + tl.program_id(0)
     last = tl.cdiv(length, CHUNK)
     if partial is None:  # the inner loop covers all chunks
@@ -122,10 +122,10 @@ def decode_kernel(
         top = tl.full((HEADS,), float("-inf"), tl.float32)
         # More columns than rows, else every warp would compute all products: Triton assigns warps to rows first.
         total = tl.zeros((HEADS, 2 * HEADS), tl.float32)
-        acc = no_sums(HEADS, D_PAD // PARTS, PARTS)
+        acc = zero_parts(HEADS, D_PAD // PARTS, PARTS)
         for start in tl.range(tl.maximum(chunk * CHUNK, lowest // BLOCK * BLOCK), end, BLOCK):
             at = start + n
-            seen = columns(at < end, d, WIDTH)
+            seen = feature_mask(at < end, d, WIDTH)
             if PAGE % BLOCK == 0:  # a block lies in one page
                 page = tl.load(pages + start // PAGE).to(tl.int64)
                 k_at = k + (page * stride_k_page + start % PAGE * stride_k) + n * stride_k

@@ -23,13 +23,13 @@ from qarl_kernels.flash.pairs import in_pairs, load_features, paired
 from qarl_kernels.flash.steps import (
     LOG2E,
     accumulate,
-    columns,
+    feature_mask,
     merge,
-    no_sums,
     normalized,
     page_of,
     probabilities,
     row_total,
+    zero_parts,
 )
 from qarl_kernels.launch import capability_of, launch
 
@@ -116,7 +116,7 @@ def attention_kernel(
     heads = tl.num_programs(0)
     k += (head // rep).to(tl.int64) * stride_k_head
     v += (head // rep).to(tl.int64) * stride_v_head
-    here = columns(m < count, d, WIDTH)
+    here = feature_mask(m < count, d, WIDTH)
     q += row.to(tl.int64) * stride_q + head * D
     query = ()
     for i in tl.static_range(PARTS):
@@ -125,11 +125,11 @@ def attention_kernel(
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M, 16), tl.float32)
-    acc = no_sums(BLOCK_M, D_PAD // PARTS, PARTS)
+    acc = zero_parts(BLOCK_M, D_PAD // PARTS, PARTS)
     all_top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     all_total = tl.zeros((BLOCK_M,), tl.float32)
     if CHUNKS:
-        all_acc = no_sums(BLOCK_M, D_PAD // PARTS, PARTS)
+        all_acc = zero_parts(BLOCK_M, D_PAD // PARTS, PARTS)
 
     begin = 0
     clear = 0  # blocks from here on are inside every row's window
@@ -146,7 +146,7 @@ def attention_kernel(
             key_row = (at + tl.where(at < shared, place, own)).to(tl.int64)
             k_at = key_row * stride_k
             v_at = key_row * stride_v
-        seen = columns(at < end, d, WIDTH)
+        seen = feature_mask(at < end, d, WIDTH)
         keys = load_features(k + k_at[:, None] + d[None, :], seen, query[0].dtype)
         values = load_features(v + v_at[:, None] + d[None, :], seen, query[0].dtype)
 

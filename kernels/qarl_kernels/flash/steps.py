@@ -45,7 +45,7 @@ def accumulate(p, v, factor, total, acc):
 
 
 @triton.jit
-def no_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+def zero_parts(ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     """Return PARTS fp32 tiles (ROWS, WIDTH) of zeros."""
     sums = ()
     for _ in tl.static_range(PARTS):
@@ -78,7 +78,7 @@ def normalized(acc, total):
 
 
 @triton.jit
-def columns(rows, d, D: tl.constexpr):
+def feature_mask(rows, d, D: tl.constexpr):
     """Extend a row mask to a tile (rows, columns d); columns from D on are padding and masked."""
     mask = rows[:, None]
     if d.shape[0] != D:
