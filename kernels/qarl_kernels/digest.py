@@ -43,7 +43,7 @@ def _digest(total: int, nbytes: int) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """Compute the digest of one tensor in plain torch, the definition of `digests`.
+    """Compute the digest of one tensor in plain torch, the definition of the kernel's.
 
     Args:
         tensor: Any shape, dtype and device, below 16 GiB; read in row-major order.
@@ -153,10 +153,3 @@ def digest_sums(tensors: Sequence[Tensor]) -> Tensor:
 def finish_digests(sums: Tensor, sizes: Sequence[int]) -> list[str]:
     """Return the digests. sums: from `digest_sums`; sizes: bytes of the same tensors. Synchronizes once."""
     return [_digest(total, nbytes) for total, nbytes in zip(sums.tolist(), sizes, strict=True)]
-
-
-def digests(tensors: Sequence[Tensor]) -> list[str]:
-    """Compute `digest` of every tensor with one launch. tensors: as for `digest_sums`."""
-    if not tensors:
-        return []
-    return finish_digests(digest_sums(tensors), [tensor.nbytes for tensor in tensors])

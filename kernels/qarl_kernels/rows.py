@@ -65,8 +65,6 @@ def row_tiles(columns: int) -> list[RowTile]:
 @cache
 def row_tile(columns: int) -> RowTile:
     """Return a tile with few empty lanes and at least four chunks, so that several loads are in flight."""
-    if not 0 < columns <= MAX_ROW:
-        raise ValueError(f"rows of {columns} values do not fit the registers of one program; at most {MAX_ROW} do")
     widest = 256 if columns <= 16_384 else 512
     return _roomy(columns, 4, widest)
 
@@ -74,13 +72,13 @@ def row_tile(columns: int) -> RowTile:
 @cache
 def backward_tile(columns: int) -> RowTile:
     """Return a tile with fewer chunks and more threads, for kernels that hold sums of many rows beside a row."""
-    if not 0 < columns <= MAX_ROW:
-        raise ValueError(f"rows of {columns} values do not fit the registers of one program; at most {MAX_ROW} do")
     return _roomy(columns, 2, 512)
 
 
 def _roomy(columns: int, chunks: int, widest: int) -> RowTile:
     """Return the widest tile with at least `chunks` chunks and nearly full lanes, else the fullest tile."""
+    if not 0 < columns <= MAX_ROW:
+        raise ValueError(f"rows of {columns} values do not fit the registers of one program; at most {MAX_ROW} do")
     tiles = [tile for tile in row_tiles(columns) if tile.vectors <= widest and tile.rows <= max(1, 128 // tile.vectors)]
     full = [tile for tile in tiles if tile.lanes <= 1.15 * columns and tile.chunks >= chunks]
     return (
