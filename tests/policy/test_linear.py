@@ -11,6 +11,9 @@ from qarl_kernels.activation import quantize_activation_fp8, quantize_activation
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from qarl.policy.linear import PackedLinear
+from qarl.policy.weights import WeightSet
+
 N, K, GROUP = 24, 64, 32
 SCHEMES = list(scheme_names())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -156,3 +159,19 @@ def test_no_rows_give_no_rows_and_a_zero_gradient(scheme: str) -> None:
     linear, _ = _linear(scheme, torch.bfloat16)
     _backward(linear, torch.zeros(0, K, dtype=torch.bfloat16))
     assert not linear.weight.grad.any() and not linear.bias.grad.any()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_packed_linear_has_the_bits_of_its_layers(scheme: str) -> None:
+    alone = [_linear(scheme, torch.bfloat16)[0] for _ in "qkv"]
+    masters, biases = [one.weight for one in alone], [one.bias for one in alone]
+    packed = PackedLinear(tuple("qkv"), (N,) * 3, tuple(masters), tuple(biases))
+    parts = packed.parts([one.operand for one in alone], torch.cat([bias.detach().bfloat16() for bias in biases]))
+    x = _x(torch.bfloat16).requires_grad_()
+    y = packed(x, WeightSet({packed: parts}, {}, torch.empty(0)))
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    found = torch.autograd.grad(y, [x, *masters, *biases], dy)
+    outputs = [one(x) for one in alone]
+    expected = torch.autograd.grad(torch.cat(outputs, -1), [x, *masters, *biases], dy)
+    assert torch.equal(y, torch.cat(outputs, -1))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
