@@ -165,6 +165,19 @@ class Scheme(ABC):
         """Whether the stored tensors of weights with so many output features stay the same when concatenated."""
         return all(width % self.row_unit == 0 for width in widths[:-1])
 
+    def split(self, tensors: Tensors, widths: Sequence[int]) -> list[dict[str, Tensor]]:
+        """The tensors of each of several concatenated weights, as views. widths: output features of each."""
+        parts: list[dict[str, Tensor]] = [{} for _ in widths]
+        for name, tensor in tensors.items():
+            rows, own = self.rows_per_entry(name), [tensor] * len(widths)
+            if name == "weight_shape":
+                own = [tensor.new_tensor((width, int(tensor[1]))) for width in widths]
+            elif rows is not None:
+                own = list(tensor.split([-(-width // rows) for width in widths]))
+            for part, its in zip(parts, own, strict=True):
+                part[name] = its
+        return parts
+
     # --- on disk
 
     def tensor_specs(self, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
@@ -279,14 +292,8 @@ class Scheme(ABC):
         return found | ({"weight_shape": torch.tensor(shape)} if self.shape_suffix == "weight_shape" else {})
 
     def parts(self, operands: Tensors, widths: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Split what `plain_product` reads of concatenated weights, with so many output features each."""
-        found: list[dict[str, Tensor]] = [{} for _ in widths]
-        for name in self.plain_operands:
-            rows, tensor = self.rows_per_entry(name), operands[name]
-            own = [tensor] * len(widths) if rows is None else tensor.split([-(-width // rows) for width in widths])
-            for part, its in zip(found, own, strict=True):
-                part[name] = its
-        return found
+        """`split` what `plain_product` reads."""
+        return self.split({name: operands[name] for name in self.plain_operands}, widths)
 
     def kernel_bytes(self, out_features: int, in_features: int) -> int:
         """Bytes of the operands on a GPU beside the stored tensors, for one weight."""

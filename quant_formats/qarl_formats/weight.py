@@ -170,19 +170,8 @@ class LowBitWeight:
 
     def split(self, widths: Sequence[int]) -> list[LowBitWeight]:
         """The weights whose rows this one concatenates, sharing its memory, not prepared. widths: their N."""
-        parts: list[dict[str, Tensor]] = [{} for _ in widths]
-        for suffix, tensor in self.tensors.items():
-            rows = self.scheme.rows_per_entry(suffix)
-            if suffix == "weight_shape":
-                own = list(torch.tensor([(width, self.shape[1]) for width in widths]))
-            elif rows is None:
-                own = [tensor] * len(widths)
-            else:
-                own = list(tensor.split([-(-width // rows) for width in widths]))
-            for part, its in zip(parts, own, strict=True):
-                part[suffix] = its
-        shapes = [(width, self.shape[1]) for width in widths]
-        return [LowBitWeight(self.scheme, *its) for its in zip(parts, shapes, strict=True)]
+        parts = zip(self.scheme.split(self.tensors, widths), widths, strict=True)
+        return [LowBitWeight(self.scheme, tensors, (width, self.shape[1])) for tensors, width in parts]
 
 
 def ordinary_weight(values: Tensor, imitated: Scheme | None = None, kernels: bool = False) -> LowBitWeight:
