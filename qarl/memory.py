@@ -284,7 +284,7 @@ def sampler_items(
             Item(share, held, phase, "sampler"),
             Item("tensors staged for vLLM", staged, "always", "sampler"),
         ]
-    weights = published * (2 if fast and delta else 1) + (operands if rollout.linear_products == "qarl" else 0)
+    weights = published * (2 if fast and delta else 1) + (0 if fast else operands)
     on_the_way = published if vllm.process == "separate" else 0
     return [
         Item("vLLM process", VLLM_BYTES[vllm.process], "always", "sampler"),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """vLLM as the rollout engine: what publishing, sleeping and generating cost, and how far its log-probs are off.
 
-    python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes w4a16 --kernels vllm qarl --out FILE
+    python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes w4a16 --kernels vllm exact --out FILE
     python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes bf16 --kernels vllm invariant exact \\
         --batch 8 64 256 --modes --reps 1 --out FILE
     python tools/bench_vllm.py --parts rollout --shapes qwen3-30b-a3b --schemes bf16 fp8 w4a16 --kernels vllm \\
@@ -62,9 +62,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--kernels",
         nargs="+",
         choices=KERNELS,
-        default=["vllm", "qarl"],
+        default=["vllm", "exact"],
         metavar="KERNELS",
-        help="vllm: its own; qarl: qarl's linear ones; exact: rollout.numerics; invariant: VLLM_BATCH_INVARIANT=1",
+        help="vllm: its own; exact: rollout.numerics; invariant: VLLM_BATCH_INVARIANT=1",
     )
     add("--process", choices=("separate", "inline"), default="separate")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -235,11 +235,11 @@ def _expert_faults(config: Config, architecture: Architecture) -> Iterator[Fault
     """What vLLM cannot do with a mixture of experts."""
     if architecture.mixture is None:
         return
-    gpus, rollout = config.rollout.vllm.tensor_parallel, config.rollout
+    gpus = config.rollout.vllm.tensor_parallel
     if gpus > 1:
         yield Fault(("rollout", "vllm", "tensor_parallel"), gpus, "experts are not cut over GPUs; must be 1")
-    if rollout.linear_products == "vllm" and (reason := config.experts_unserved(config.model.device)):
-        yield Fault(("rollout", "linear_kernels"), rollout.linear_kernels, f"{reason}; must be qarl")
+    if config.vllm_numerics == "fast" and (reason := config.experts_unserved(config.model.device)):
+        yield Fault(("rollout", "numerics"), "fast", f"{reason}; must be exact")
 
 
 def _evaluation_faults(config: Config, context: int) -> Iterator[Fault]:

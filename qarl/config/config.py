@@ -239,8 +239,10 @@ class Config(Section):
     def _resolved_rollout(self) -> RolloutConfig:
         """The rollout section with its numerics decided; vLLM's own only if something rules exact ones out."""
         rollout = self.rollout
-        if rollout.engine != "vllm" or rollout.numerics is not None:
+        if rollout.engine != "vllm" or rollout.numerics == self.vllm_numerics:
             return rollout
+        if rollout.numerics == "fast":
+            notice("rollout.linear_kernels: qarl runs numerics exact, which multiply with the same kernels")
         decided = rollout.model_copy()
         decided.__dict__["numerics"] = self.vllm_numerics  # not a field that was set: see `keep_sizes`
         if self.vllm_numerics == "fast":
@@ -253,6 +255,8 @@ class Config(Section):
     @property
     def vllm_numerics(self) -> Literal["exact", "fast"]:
         """`rollout.numerics`, or its default with engine vllm."""
+        if self.rollout.linear_kernels == "qarl":
+            return "exact"
         return self.rollout.numerics or ("fast" if self._inexact else "exact")
 
     @property
@@ -269,16 +273,16 @@ class Config(Section):
         model, quant, vllm = self.model, self.quant, self.rollout.vllm
         if model.device == "cpu" and vllm.device is not None:
             yield Fault(("rollout", "vllm", "device"), vllm.device, "model.device is cpu, and so is vLLM's; leave null")
-        own_products = self.vllm_numerics == "fast" and self.rollout.linear_products == "vllm"
-        if model.device == "cpu" and own_products and not scheme_of(quant).vllm_cpu:
-            text = f"vLLM has no {quant.scheme} on a CPU; use rollout.linear_kernels: qarl"
-            yield Fault(("rollout", "linear_kernels"), self.rollout.linear_kernels, text)
-        if self.rollout.numerics == "exact" and model.device == "cuda" and (reason := self.inexact_on_gpu):
+        fast = self.vllm_numerics == "fast"
+        if model.device == "cpu" and fast and not scheme_of(quant).vllm_cpu:
+            text = f"vLLM has no {quant.scheme} on a CPU; use rollout.numerics: exact"
+            yield Fault(("rollout", "numerics"), "fast", text)
+        if not fast and model.device == "cuda" and (reason := self.inexact_on_gpu):
             yield Fault(("rollout", "numerics"), "exact", reason)
         coldest, hottest = VLLM_TEMPERATURES
         for section in ("rollout", "evaluation"):
             temperature = getattr(self, section).temperature
-            if self.vllm_numerics == "fast" and temperature != 0 and not coldest <= temperature <= hottest:
+            if fast and temperature != 0 and not coldest <= temperature <= hottest:
                 text = f"vLLM draws at {coldest:g} to {hottest:g}; must be so, or use rollout.numerics: exact"
                 yield Fault((section, "temperature"), temperature, text)
         # Seen on a CPU: float32 runs unquantized, w8a8 and fp8. Its int4 product, and every product of a GPU, is for 16
@@ -287,11 +291,11 @@ class Config(Section):
             valid = "use bfloat16 or float16"
             if model.device == "cuda":
                 yield Fault(("model", "dtype"), model.dtype, f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
-            elif scheme_of(quant).packed and own_products:
+            elif scheme_of(quant).packed and fast:
                 yield Fault(
                     ("model", "dtype"),
                     model.dtype,
-                    f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.linear_kernels: qarl",
+                    f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.numerics: exact",
                 )
         if scheme_of(quant).packed and scheme_of(quant).scale_dtypes and quant.scale_dtype != model.dtype:
             yield Fault(

@@ -40,8 +40,7 @@ class RolloutConfig(Section):
     )
     linear_kernels: Literal["vllm", "qarl"] | None = Field(
         None,
-        description="With engine vllm: vLLM's own linear kernels, or qarl's inside vLLM. null: qarl's with numerics "
-        "exact, else vLLM's.",
+        description="With engine vllm, of earlier versions: vllm asks for numerics fast, qarl for numerics exact.",
     )
     n: int = Field(
         8, ge=1, le=SAMPLES, description="Responses per prompt (the group size of group-relative advantages)."
@@ -96,11 +95,6 @@ class RolloutConfig(Section):
         other = next((name for name in self.vllm.args if name not in EXACT_ARGS), None)
         return f"rollout.vllm.args.{other}" if other else ""
 
-    @property
-    def linear_products(self) -> Literal["vllm", "qarl"]:
-        """Whose linear kernels run inside vLLM."""
-        return "qarl" if self.numerics == "exact" else self.linear_kernels or "vllm"
-
     def samplers(self, ranks: int) -> range:
         """Which of `ranks` ranks draw responses."""
         return self.vllm.samplers(ranks) if self.engine == "vllm" else range(ranks)
@@ -120,9 +114,7 @@ class RolloutConfig(Section):
         """What samples, for a reader."""
         if self.engine == "native":
             return "native engine"
-        if self.numerics == "exact":
-            return "vLLM, exact numerics"
-        return "vLLM, qarl's linear kernels" if self.linear_products == "qarl" else "vLLM"
+        return "vLLM, exact numerics" if self.numerics == "exact" else "vLLM"
 
     def faults(self) -> Iterator[Fault]:
         if self.linear_kernels == "qarl" and self.engine == "native":
@@ -131,12 +123,11 @@ class RolloutConfig(Section):
                 self.linear_kernels,
                 "engine native runs qarl's kernels anyway; leave vllm, or use engine vllm",
             )
-        if self.engine == "vllm" and self.numerics == "exact":
+        exact = self.engine == "vllm" and (self.numerics == "exact" or self.linear_kernels == "qarl")
+        if exact:
             yield from self._exact_faults()
-        if self.engine == "vllm" and self.vllm.tensor_parallel > 1 and self.linear_products == "qarl":
-            text = "qarl's kernels add a product up on one GPU; use 1, or linear_kernels vllm"
-            if self.numerics == "exact":
-                text = "rounds sums of parts that the learner adds up in one product; with numerics exact it must be 1"
+        if exact and self.vllm.tensor_parallel > 1:
+            text = "rounds sums of parts that the learner adds up in one product; with numerics exact it must be 1"
             yield Fault(("vllm", "tensor_parallel"), self.vllm.tensor_parallel, text)
         both = self.max_batched_tokens is not None and self.max_num_seqs is not None
         if self.engine == "vllm" and both and self.max_batched_tokens < self.max_num_seqs:

@@ -60,7 +60,7 @@ class Bound:
         if first.mean > BROKEN:
             raise PublishError(
                 f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary: it "
-                "does not run this model and scheme right; use rollout.linear_kernels=qarl, or another "
+                "does not run this model and scheme right; use rollout.numerics=exact, or another "
                 "scheme"
             )
         if exact and first.max == 0.0:

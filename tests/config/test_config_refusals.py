@@ -288,7 +288,7 @@ REFUSALS = [
         "args.async_scheduling = true",
         "all GPUs must do the same",
     ),
-    ([*VLLM, "rollout.vllm.tensor_parallel=2", "rollout.linear_kernels=qarl"], "tensor_parallel = 2", "use 1"),
+    ([*VLLM, "rollout.vllm.tensor_parallel=2", "rollout.linear_kernels=qarl"], "tensor_parallel = 2", "must be 1"),
     ([*EXACT, "rollout.vllm.tensor_parallel=2"], "rollout.vllm.tensor_parallel = 2", "adds up in one product"),
     (["rollout.vllm.args={block-size: 16}"], "args.block-size = 16", "write block_size"),
     (["rollout.vllm.args.a=.nan"], "rollout.vllm.args.a = NaN", "must be a finite number"),
@@ -297,7 +297,7 @@ REFUSALS = [
     (
         [*VLLM, "model.dtype=float32", "quant.scale_dtype=float32"],
         'model.dtype = "float32"',
-        "rollout.linear_kernels: qarl",
+        "rollout.numerics: exact",
     ),
     (
         [*VLLM, "model={path: a/b, dtype: float32, device: cuda}", "quant.scheme=fp8"],
@@ -428,7 +428,7 @@ def test_a_value_with_braces_is_quoted_as_it_is(load):
     [
         ([], "native engine"),
         (FAST, "vLLM"),
-        ([*FAST, "rollout.linear_kernels=qarl"], "vLLM, qarl's linear kernels"),
+        ([*FAST, "rollout.linear_kernels=qarl"], "vLLM, exact numerics"),
         (EXACT, "vLLM, exact numerics"),
     ],
 )

@@ -114,7 +114,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-VLLM = ["rollout.engine=vllm", "rollout.linear_kernels=qarl"]
+VLLM = ["rollout.engine=vllm"]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,6 @@ def settings(folder: Path) -> SamplerSettings:
     return SamplerSettings(
         checkpoint=folder,
         dtype="bfloat16",
-        scheme="bf16",
         context=64,
         max_num_seqs=8,
         max_batched_tokens=64,
@@ -49,7 +48,6 @@ def settings(folder: Path) -> SamplerSettings:
         enforce_eager=True,
         sleep=False,
         staging=False,
-        linear_kernels="vllm",
         cuda=None,
         args={"troubles": str(folder / "troubles")},
     )

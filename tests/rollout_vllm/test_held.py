@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
-from qarl_formats.bits import Proof
 from torch import Tensor, nn
 
 from qarl.rollout.vllm.own_kernels.held import HeldModel
@@ -19,24 +16,9 @@ ROWS = {"q_proj": 6, "k_proj": 2, "v_proj": 2}
 DIRECT = {
     "embed.weight",
     "norm.weight",
-    "tiled.weight",
     "layers.0.q_proj.bias",
     *(f"layers.0.{part}.{suffix}" for part in ROWS for suffix in ("weight", "weight_scale")),
 }
-
-
-class Repacked:
-    """A kernel that holds a weight with its columns reversed, and can undo that."""
-
-    def published(self, layer: nn.Module, proof: Proof) -> dict[str, Tensor]:
-        return {"weight": layer.reversed.flip(1)}
-
-
-@pytest.fixture(autouse=True)
-def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module that knows qarl's kernels in vLLM imports vLLM, which these layers do without."""
-    stand_in = SimpleNamespace(kernel_of=lambda module: getattr(module, "kernel", None))
-    monkeypatch.setitem(sys.modules, "qarl.rollout.vllm.own_kernels.linear_kernels", stand_in)
 
 
 def snapshot(seed: int = 0) -> dict[str, Tensor]:
@@ -49,7 +31,7 @@ def snapshot(seed: int = 0) -> dict[str, Tensor]:
     def codes(*shape: int) -> Tensor:
         return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
 
-    tensors = {"embed.weight": floats(16, 8), "norm.weight": floats(8), "tiled.weight": floats(4, 8)}
+    tensors = {"embed.weight": floats(16, 8), "norm.weight": floats(8)}
     for part, rows in ROWS.items():
         tensors[f"layers.0.{part}.weight"] = codes(rows, 8)
         tensors[f"layers.0.{part}.weight_scale"] = floats(rows, 1)
@@ -62,7 +44,7 @@ def snapshot(seed: int = 0) -> dict[str, Tensor]:
 
 
 class Model(nn.Module):
-    """embed, norm: as published. qkv_proj: fused and transposed, its scales float32. tiled: undone by its kernel.
+    """embed, norm: as published. qkv_proj: fused and transposed, its scales float32.
     hidden: its bytes in an order of its own. library: its weights are not among its tensors."""
 
     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # noqa: RUF012
@@ -70,10 +52,9 @@ class Model(nn.Module):
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Module()])
-        for owner, names in ((self, ("embed", "norm", "tiled")), (self.layers[0], ("qkv_proj", "hidden", "library"))):
+        for owner, names in ((self, ("embed", "norm")), (self.layers[0], ("qkv_proj", "hidden", "library"))):
             for name in names:
                 owner.add_module(name, nn.Module())
-        self.tiled.kernel = Repacked()
         self.load(tensors)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -84,7 +65,6 @@ class Model(nn.Module):
 
         self.embed.register_buffer("weight", tensors["embed.weight"].clone())
         self.norm.register_buffer("weight", tensors["norm.weight"].clone())
-        self.tiled.register_buffer("reversed", tensors["tiled.weight"].flip(1))
         layer.qkv_proj.register_buffer("weight", fused("weight").t().contiguous())
         layer.qkv_proj.register_buffer("weight_scale", fused("weight_scale").float())
         layer.qkv_proj.register_buffer("bias", torch.cat([tensors["layers.0.q_proj.bias"], torch.zeros(4).bfloat16()]))
@@ -129,7 +109,7 @@ def test_direct_tensors_are_read_as_they_were_published(held) -> None:
 
 
 def test_plain_layers_are_those_that_hold_what_was_published_and_nothing_else(held) -> None:
-    # qkv_proj has bias rows that nothing was published for, and tiled holds its own form
+    # qkv_proj has bias rows that nothing was published for
     assert held.plain == {"embed", "norm"}
 
 
@@ -140,8 +120,8 @@ def test_a_plain_layer_is_written_in_place(model, held) -> None:
 
 
 def test_only_plain_layers_can_be_written(held) -> None:
-    with pytest.raises(AssertionError, match=r"tiled\.weight has no place of its own"):
-        held.write({"tiled.weight": snapshot(1)["tiled.weight"]})
+    with pytest.raises(AssertionError, match=r"q_proj\.bias has no place of its own"):
+        held.write({"layers.0.q_proj.bias": snapshot(1)["layers.0.q_proj.bias"]})
 
 
 def test_a_published_layer_that_the_model_lacks_is_named(model) -> None:
@@ -188,7 +168,6 @@ def round_a_scale(model: Model) -> None:
     ("change", "what"),
     [
         (keep("norm.weight"), "'norm.weight' differs in vLLM"),
-        (keep("tiled.reversed"), "'tiled.weight' differs in vLLM"),
         (keep("layers.0.qkv_proj.weight_scale"), "'layers.0.q_proj.weight_scale' differs in vLLM"),
         (keep("layers.0.qkv_proj.bias"), "'layers.0.q_proj.bias' differs in vLLM"),
         (swap_rows, "'layers.0.k_proj.weight' differs in vLLM"),
@@ -198,7 +177,6 @@ def round_a_scale(model: Model) -> None:
     ],
     ids=[
         "dropped norm",
-        "dropped repacked weight",
         "stale scales",
         "stale bias",
         "swapped rows",
@@ -238,21 +216,3 @@ def test_an_opaque_layer_is_compared_with_the_last_version_and_not_with_the_firs
 def test_of_a_blind_layer_only_the_canary_can_tell(model, held) -> None:
     changed = snapshot() | {"layers.0.library.weight": snapshot(1)["layers.0.library.weight"]}
     held.check(1, prints(changed))
-
-
-def test_what_a_kernel_made_of_the_tensors_that_a_layer_holds_too_is_proved(model) -> None:
-    """W4A16 on the CPU: the layer holds codes as they were published, and multiplies with values made of them."""
-
-    class Dequantized:
-        def published(self, layer: nn.Module, proof: Proof) -> dict[str, Tensor]:
-            what = "values of the product are not what its codes and scales make"
-            proof.add(what, layer.values, layer.weight.float())
-            return {"weight": layer.weight}
-
-    model.norm.register_buffer("values", model.norm.weight.float())
-    model.norm.kernel = Dequantized()
-    held = HeldModel(model, prints(snapshot()))
-    held.check(0, prints(snapshot()))
-    model.norm.values[3] += 1
-    with pytest.raises(PublishError, match="layer 'norm': values of the product are not what"):
-        held.check(1, prints(snapshot()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,14 +17,6 @@ from qarl.weight_sync.verify import PublishError
 
 EXPERTS, COUNT, INNER, HIDDEN = "layers.0.mlp.experts", 5, 4, 6
 LAYER = f"{EXPERTS}.routed_experts"
-
-
-@pytest.fixture(autouse=True)
-def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The modules that know qarl's kernels in vLLM import vLLM, which these layers do without."""
-    for name, function in (("linear_kernels", "kernel_of"), ("expert_kernels", "experts_method")):
-        stand_in = SimpleNamespace(**{function: lambda module: None})
-        monkeypatch.setitem(sys.modules, f"qarl.rollout.vllm.{name}", stand_in)
 
 
 def snapshot(seed: int) -> dict[str, Tensor]:

@@ -415,7 +415,7 @@ def test_which_ranks_have_a_vllm(vllm, count, drawing) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is of vLLM's CPU build")
 def test_two_ranks_with_a_vllm_each_train(tiny_model, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
-    vllm = {"engine": "vllm", "linear_kernels": "qarl", "vllm": {"publish": "delta"}}
+    vllm = {"engine": "vllm", "vllm": {"publish": "delta"}}
     data = settings(tiny_model(head_dim=32), rollout=vllm, train={"steps": 2}, checkpoint={"every": 100})
     data["model"]["device"] = "cpu"
     config = write_config(tmp_path / "c.yaml", data)
@@ -434,7 +434,7 @@ def test_two_ranks_with_a_vllm_each_train(tiny_model, tmp_path, monkeypatch) -> 
     # No process of vLLM's own was asked what the model can do: the answer would be kept there.
     assert not list(tmp_path.glob("cache/**/modelinfos"))
     native = replace(done, run=tmp_path / "native")
-    codes, _ = on_two(config, native.run, "rollout.engine=native", "rollout.linear_kernels=null")
+    codes, _ = on_two(config, native.run, "rollout.engine=native")
     assert codes == [0, 0]
     for own, other in zip(done.metrics, native.metrics, strict=True):
         more = own.keys() - other.keys()

@@ -26,9 +26,7 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head siz
 @pytest.fixture(scope="module")
 def tiny(tiny_model):
     """`parts` with a vLLM configuration: `policy.max_length` is 512."""
-    return parts(
-        tiny_model(), rollout={"engine": "vllm", "numerics": "fast", "linear_kernels": "qarl", "max_num_seqs": 8}
-    )
+    return parts(tiny_model(), rollout={"engine": "vllm", "numerics": "fast", "max_num_seqs": 8})
 
 
 def changed(tiny, **rollout):
@@ -38,8 +36,8 @@ def changed(tiny, **rollout):
 def test_settings_follow_the_configuration(tiny) -> None:
     vllm = tiny.config.rollout.vllm.model_copy(update={"publish": "delta", "args": {"block_size": 64}})
     found = sampler_settings(changed(tiny, vllm=vllm), tiny.policy.sampler.layout, Path("here"))
-    assert (found.checkpoint, found.dtype, found.scheme, found.context) == (Path("here"), "bfloat16", "w4a16", 512)
-    assert (found.max_num_seqs, found.max_batched_tokens, found.linear_kernels) == (8, 512, "qarl")
+    assert (found.checkpoint, found.dtype, found.context) == (Path("here"), "bfloat16", 512)
+    assert (found.max_num_seqs, found.max_batched_tokens) == (8, 512)
     assert found.staging and found.args == {"block_size": 64}  # patches need what they change
 
 
@@ -49,9 +47,9 @@ def test_settings_on_the_cpu_neither_compile_nor_sleep_nor_stage(tiny) -> None:
 
 
 def test_exact_numerics_are_qarls_kernels_in_pages_of_the_policys_attention(tiny) -> None:
-    exact = changed(tiny, numerics="exact", linear_kernels=None)
+    exact = changed(tiny, numerics="exact")
     settings = sampler_settings(exact, tiny.policy.sampler.layout, Path("here"))
-    assert (settings.numerics, settings.linear_kernels) == ("exact", "qarl")
+    assert settings.numerics == "exact"
     found = engine_arguments(settings)
     assert found["hf_overrides"] == {"architectures": [EXACT_MODEL], "quantization_config": None}
     assert (found["block_size"], found["enforce_eager"]) == (64, True) and "compilation_config" not in found
@@ -123,7 +121,7 @@ def test_what_an_fp8_kv_cache_of_vllms_attention_needs_on_a_cpu(tiny, monkeypatc
     refused = pytest.raises(UserError, match=r"quant\.kv_cache_dtype: .* use rollout\.numerics: exact")
     with nullcontext() if served else refused:
         require_vllm(config, *given)
-    exact = changed(tiny, numerics="exact", linear_kernels=None).rollout
+    exact = changed(tiny, numerics="exact").rollout
     require_vllm(config.model_copy(update={"rollout": exact}), *given)
     require_vllm(tiny.config, *given)
 

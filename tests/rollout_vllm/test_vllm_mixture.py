@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 def test_a_run_replays_what_vllm_chose_and_every_publish_of_experts_is_proved(
     qarl_with_vllm: Qarl, tiny_model, tmp_path
 ) -> None:
-    rollout = {"engine": "vllm", "numerics": "fast", "linear_kernels": "qarl", "vllm": {"publish": "delta"}}
+    rollout = {"engine": "vllm", "vllm": {"publish": "delta"}}
     sections = {"rollout": rollout, "train": {"steps": 2}, "checkpoint": {"every": 100}, "model": {"routing": "replay"}}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     model = tiny_model("qwen2_moe", decoder_sparse_step=2, **heads)  # an MLP, then experts with a shared one
@@ -45,12 +45,12 @@ def test_a_run_replays_what_vllm_chose_and_every_publish_of_experts_is_proved(
         (
             {"rollout": {"engine": "vllm", "numerics": "fast"}},
             "cpu",
-            "rollout.linear_kernels: vLLM's build for CPUs goes on with",
+            "rollout.numerics: vLLM's build for CPUs goes on with",
         ),
         (
             {"rollout": {"engine": "vllm", "numerics": "fast"}, "quant": {"scheme": "w4a8"}},
             "cuda",
-            "rollout.linear_kernels: vLLM has no",
+            "rollout.numerics: vLLM has no",
         ),
         ({"rollout": {"engine": "vllm", "vllm": {"tensor_parallel": 2, "device": 0}}}, "cuda", "experts are not cut"),
     ],
@@ -67,4 +67,4 @@ def test_the_same_is_said_before_a_run(qarl: Qarl, tiny_model, tmp_path: Path) -
     )
     done = qarl.run("check", config, "model.device=cpu")
     assert done.code == 2
-    assert "rollout.linear_kernels" in done.err and "must be qarl" in done.err
+    assert "rollout.numerics" in done.err and "must be exact" in done.err

@@ -116,7 +116,7 @@ def routed(monolithic: bool, tap: type[Tap] | None) -> torch.nn.Module:
 
 def test_taps_give_the_layers_in_order_and_refuse_kernels_that_route_inside() -> None:
     assert Taps(routed(False, Tap)).rows(2).tolist() == [[[1, 3], [1, 4]], [[0, 2], [0, 3]]]
-    with pytest.raises(UserError, match=r"rollout\.linear_kernels=qarl"):
+    with pytest.raises(UserError, match=r"rollout\.numerics=exact"):
         Taps(routed(True, Tap))
     with pytest.raises(ValueError, match="without qarl's taps"):
         Taps(routed(False, None))

@@ -22,7 +22,6 @@ from qarl.weight_sync.update import WeightUpdate
 NO_SETTINGS = SamplerSettings(
     checkpoint=Path("none"),
     dtype="bfloat16",
-    scheme="bf16",
     context=8,
     max_num_seqs=1,
     max_batched_tokens=8,
@@ -31,7 +30,6 @@ NO_SETTINGS = SamplerSettings(
     enforce_eager=True,
     sleep=False,
     staging=False,
-    linear_kernels="vllm",
     cuda=None,
 )
 

@@ -54,7 +54,7 @@ def test_bound_never_allows_what_a_first_load_may_not() -> None:
 
 @pytest.mark.parametrize("first", [Difference(2.1, 3.0), Difference(math.inf, math.inf)])
 def test_a_first_load_that_computes_something_else_is_refused(first) -> None:
-    with pytest.raises(PublishError, match=r"initial policy are off by .*rollout\.linear_kernels=qarl"):
+    with pytest.raises(PublishError, match=r"initial policy are off by .*rollout\.numerics=exact"):
         Bound.of(first)
 
 

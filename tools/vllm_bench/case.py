@@ -16,7 +16,7 @@ import torch
 from qarl.config import Config, QuantConfig
 
 Record = dict[str, Any]
-KERNELS = ("vllm", "qarl", "invariant", "exact")
+KERNELS = ("vllm", "invariant", "exact")
 INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
@@ -24,7 +24,7 @@ INVARIANT = "VLLM_BATCH_INVARIANT"
 class Case:
     """One scheme on one set of kernels, and where.
 
-    kernels: vllm, qarl (linear ones alone), exact (`rollout.numerics`), or invariant (vLLM's own that do not depend on
+    kernels: vllm, exact (`rollout.numerics`), or invariant (vLLM's own that do not depend on
     the batch). place: directory for the sampler's log and checkpoint.
     """
 
@@ -62,7 +62,6 @@ def engine_config(
     }
     rollout = {
         "engine": "vllm",
-        "linear_kernels": case.kernels if case.kernels in ("vllm", "qarl") else None,
         "numerics": "exact" if case.kernels == "exact" else "fast",
         "max_response_length": new_tokens,
         "max_num_seqs": max_seqs,

@@ -51,7 +51,7 @@ class Host:
     def __init__(
         self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], phases: Phases | None = None
     ) -> None:
-        os.environ |= vllm_environment(os.environ, settings.linear_kernels, settings.numerics, settings.threads)
+        os.environ |= vllm_environment(os.environ, settings.numerics, settings.threads)
         keep_compiled_code_private()
         self.settings, self._expected = settings, expected
         self._phases = Phases() if phases is None else phases

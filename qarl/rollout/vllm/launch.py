@@ -40,7 +40,6 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
     return SamplerSettings(
         checkpoint=checkpoint,
         dtype=config.model.dtype,
-        scheme=config.quant.scheme,
         context=layout.max_length,
         max_num_seqs=rollout.max_num_seqs,
         max_batched_tokens=rollout.max_batched_tokens,
@@ -49,7 +48,6 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
         enforce_eager=not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
         sleep=shared and vllm.sleep > 0,
         staging=rollout.numerics == "fast" and (vllm.publish == "delta" or (on_gpu and vllm.staging)),
-        linear_kernels=rollout.linear_products,
         numerics=rollout.numerics,
         kv_fp8=config.quant.kv_cache_dtype == "fp8",
         routing=config.records_routing and mixture_of(layout) is not None,
@@ -82,12 +80,12 @@ def require_vllm(config: Config, device: torch.device, context: int, architectur
             "of 32; use rollout.numerics: exact"
         )
     scheme = scheme_of(config.quant)
-    if device.type == "cpu" and config.rollout.linear_products == "vllm" and not scheme.vllm_cpu:
-        raise UserError(f"rollout.linear_kernels: vLLM has no {scheme.name} on a CPU; use rollout.linear_kernels: qarl")
-    own = config.rollout.linear_products == "vllm"
+    own = config.rollout.numerics == "fast"
+    if device.type == "cpu" and own and not scheme.vllm_cpu:
+        raise UserError(f"rollout.numerics: vLLM has no {scheme.name} on a CPU; use rollout.numerics: exact")
     experts = architecture is not None and architecture.mixture is not None
     if experts and own and (reason := config.experts_unserved(device.type)):
-        raise UserError(f"rollout.linear_kernels: {reason}; use rollout.linear_kernels: qarl")
+        raise UserError(f"rollout.numerics: {reason}; use rollout.numerics: exact")
     tokens = config.rollout.kv_cache_tokens
     if tokens is not None and tokens < context:
         raise UserError(
@@ -230,7 +228,7 @@ def begin_sampler(config: Config, device: torch.device, place: Path) -> BegunSam
     rollout, threads = config.rollout, sampler_threads(device)
     transport = open_transport(device, sampler_gpu(config))
     try:
-        begun = BegunProcess(rollout.linear_products, rollout.numerics, threads, transport.plan, place / LOG)
+        begun = BegunProcess(rollout.numerics, threads, transport.plan, place / LOG)
     except BaseException:
         transport.close()
         raise

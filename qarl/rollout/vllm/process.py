@@ -40,14 +40,14 @@ Tick = Callable[[int, int], None]
 class BegunProcess:
     """A sampler's process from its beginning: it imports vLLM and waits for the order to start.
 
-    linear_kernels, numerics, threads: see `SamplerSettings`. plan, log: see `SamplerProcess`.
+    numerics, threads: see `SamplerSettings`. plan, log: see `SamplerProcess`.
     Raises UserError where the log cannot be written.
     """
 
-    def __init__(self, linear_kernels: str, numerics: str, threads: int | None, plan: ReceiverPlan, log: Path) -> None:
+    def __init__(self, numerics: str, threads: int | None, plan: ReceiverPlan, log: Path) -> None:
         self.channel, child = channel_pair()
         environment = sampler_environment(os.environ, plan)
-        environment |= vllm_environment(environment, linear_kernels, numerics, threads)
+        environment |= vllm_environment(environment, numerics, threads)
         told = str(child.fileno()), numerics, str(time.monotonic()), str(os.getpid())
         with disk_errors(log):
             output = log.open("ab")
@@ -95,7 +95,7 @@ class SamplerProcess:
         self.timeout_s, self.log = timeout_s, log
         self.capabilities: dict[str, Any] = {}
         if begun is None:
-            begun = BegunProcess(settings.linear_kernels, settings.numerics, settings.threads, plan, log)
+            begun = BegunProcess(settings.numerics, settings.threads, plan, log)
         self._process, self._channel = begun.process, begun.channel
         self._start = start_order(settings, expected, plan)
         self._order: tuple[str, Any] = ("start", None)

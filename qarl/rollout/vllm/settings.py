@@ -27,12 +27,9 @@ EXACT_MODEL = "QarlExact"  # name of the policy's forward in vLLM's registry of 
 KV_FP8 = "qarl_kv_fp8"  # key of vLLM's additional configuration: the policy's forward keeps keys and values in e4m3
 
 
-def vllm_environment(
-    given: Mapping[str, str], linear_kernels: str, numerics: str, threads: int | None
-) -> dict[str, str]:
+def vllm_environment(given: Mapping[str, str], numerics: str, threads: int | None) -> dict[str, str]:
     """Variables that vLLM's process needs before vLLM is imported, beside those `given`; see `SamplerSettings`."""
     own = {name: given.get(name, value) for name, value in ENVIRONMENT.items()}
-    own["QARL_VLLM_KERNELS"] = linear_kernels if numerics == "fast" else "vllm"
     if numerics == "exact":  # vLLM would replace torch's products and softmaxes
         own["VLLM_BATCH_INVARIANT"] = "0"
     if threads is not None:  # by default vLLM leaves one out for a server beside it
@@ -47,12 +44,10 @@ class SamplerSettings:
     Attributes:
         checkpoint: Directory.
         dtype: Of activations.
-        scheme: Name of the quantization scheme.
         context: Most tokens of a prompt and its response.
         kv_cache_bytes: Of all layers; None: what `memory_frac` of the GPU leaves.
         sleep: Whether the memory can be freed.
         staging: Keep the published tensors of layers that vLLM repacks.
-        linear_kernels: Whose linear kernels multiply.
         cuda: Index of the GPU; None on the CPU.
         numerics: `exact` runs the policy's own forward with qarl's kernels.
         kv_fp8: See `quant.kv_cache_dtype`.
@@ -65,7 +60,6 @@ class SamplerSettings:
 
     checkpoint: Path
     dtype: str
-    scheme: str
     context: int
     max_num_seqs: int
     max_batched_tokens: int
@@ -74,7 +68,6 @@ class SamplerSettings:
     enforce_eager: bool
     sleep: bool
     staging: bool
-    linear_kernels: Literal["vllm", "qarl"]
     cuda: int | None
     numerics: Literal["exact", "fast"] = "fast"
     kv_fp8: bool = False

@@ -107,8 +107,6 @@ def _fast_arguments(settings: SamplerSettings) -> dict[str, Any]:
         }
         if settings.cuda is not None:
             arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
-    if settings.linear_kernels == "qarl" and settings.scheme == "bf16":
-        arguments["hf_overrides"] = {"quantization_config": {"quant_method": "qarl-dense"}}
     if settings.kv_fp8:
         arguments["kv_cache_dtype"] = "fp8"
     return arguments

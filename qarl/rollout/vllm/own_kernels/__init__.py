@@ -1,4 +1,4 @@
-"""`rollout.numerics: fast`: vLLM's own model, attention and sampler, with vLLM's linear kernels or qarl's.
+"""`rollout.numerics: fast`: vLLM's own model, kernels, attention and sampler.
 
 Exact numerics import nothing of this package.
 """

@@ -12,20 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
-from qarl_formats.bits import Proof
 from torch import Tensor, nn
 
 from qarl.weight_sync.expert_tensors import stacks_of
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.shards import METADATA
 from qarl.weight_sync.verify import PublishError, verify, verify_changes
-
-if TYPE_CHECKING:
-    from qarl.rollout.vllm.own_kernels.expert_kernels import ExpertsMethod
-    from qarl.rollout.vllm.own_kernels.linear_kernels import HoldsPublished
 
 EXPERTS = "routed_experts"  # the module in which vLLM holds the experts of a layer, inside what the checkpoint calls so
 # Of experts' parameters those that no published tensor stands for and no kernel reads: whatever was in their memory.
@@ -77,7 +71,6 @@ class _Place:
     start: int
     stop: int
     transposed: bool
-    own: bool  # of the layer's own tensors, and not made from them
 
     def read(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         held = tensors.get(self.attribute)
@@ -108,15 +101,12 @@ class HeldModel:
             self._names.setdefault(self.unit_of(name).name, []).append(name)
         self.direct: dict[str, tuple[str, _Place]] = {}
         self._starts: dict[tuple[tuple[str, ...], str], dict[str, int]] = {}
-        made: tuple[str, dict[str, Tensor]] = ("", {})  # of the unit looked at last
         hidden: dict[str, None] = {}
         for name, print_ in expected.items():
             if name.endswith(METADATA):
                 continue
             unit = self.unit_of(name)
-            if unit.name != made[0]:
-                made = unit.name, _made_from(unit.name, self._modules[unit.name])
-            place = self._find(name, print_, unit, expected, made[1])
+            place = self._find(name, print_, unit, expected)
             if place is not None:
                 self.direct[name] = (unit.name, place)
             else:
@@ -125,7 +115,6 @@ class HeldModel:
         held_bytes = {name: sum(t.nbytes for t in _own_tensors(self._modules[name]).values()) for name in hidden}
         self.blind = tuple(name for name in hidden if held_bytes[name] < 0.9 * sent_bytes[name])
         self.plain = self._plain_units()
-        self._prepared = self._prepared_units()
         total = sum(p.nbytes for p in expected.values())
         self.proved_frac = sum(expected[name].nbytes for name in self.direct) / total
         self.opaque = tuple(name for name in hidden if name not in self.blind)
@@ -138,19 +127,11 @@ class HeldModel:
             raise PublishError(f"publish: vLLM's model has no layer for '{name}': its architecture is not the policy's")
         return unit
 
-    def read(
-        self, names: Iterable[str], expected: Mapping[str, Fingerprint], proof: Proof | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Direct tensors as the model holds them now, in their published shape and dtype; see `_made_from`."""
-        unit, tensors = "", {}
+    def read(self, names: Iterable[str], expected: Mapping[str, Fingerprint]) -> Iterator[tuple[str, Tensor]]:
+        """Direct tensors as the model holds them now, in their published shape and dtype."""
         for name in names:
-            of, place = self.direct[name]
-            if of != unit or (not place.own and False not in tensors):
-                unit = of
-                tensors = {True: _own_tensors(self._modules[unit])}
-                if not place.own:
-                    tensors[False] = _made_from(unit, self._modules[unit], proof)
-            tensor = place.read(tensors[place.own])
+            unit, place = self.direct[name]
+            tensor = place.read(_own_tensors(self._modules[unit]))
             assert tensor is not None, f"{name} is no longer where it was"
             yield name, _as_published(tensor, expected[name])
 
@@ -171,35 +152,23 @@ class HeldModel:
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the snapshot `expected` of `version`, as far as it shows."""
-        proof = Proof()
-        for unit in self._prepared:
-            _made_from(unit, self._modules[unit], proof)
-        direct, found = {name: expected[name] for name in self.direct}, self.read(self.direct, expected, proof)
-        prints = fingerprints(found)
-        _settle(proof)
+        direct = {name: expected[name] for name in self.direct}
+        prints = fingerprints(self.read(self.direct, expected))
         verify(version, direct, prints, "vLLM")
         sent, held = self._sent_prints(expected), self._held_prints()
         verify_changes(version, (self._sent, sent), (self._held, held), "vLLM's layer")
         self._sent, self._held = sent, held
 
-    def _find(
-        self,
-        name: str,
-        print_: Fingerprint,
-        unit: Unit,
-        expected: Mapping[str, Fingerprint],
-        made: Mapping[str, Tensor],
-    ) -> _Place | None:
+    def _find(self, name: str, print_: Fingerprint, unit: Unit, expected: Mapping[str, Fingerprint]) -> _Place | None:
         module_name, _, suffix = name.rpartition(".")
         start = self._rows_before(unit, suffix, expected)[module_name]
-        for own, tensors in ((True, _own_tensors(self._modules[unit.name])), (False, made)):
-            for transposed in (False, True):
-                place = _Place(f"{unit.stem}{suffix}", start, start + print_.shape[0], transposed, own)
-                tensor = place.read(tensors)
-                if tensor is None or tuple(tensor.shape) != tuple(print_.shape):
-                    continue
-                if fingerprints([(name, _as_published(tensor, print_))])[name] == print_:
-                    return place
+        for transposed in (False, True):
+            place = _Place(f"{unit.stem}{suffix}", start, start + print_.shape[0], transposed)
+            tensor = place.read(_own_tensors(self._modules[unit.name]))
+            if tensor is None or tuple(tensor.shape) != tuple(print_.shape):
+                continue
+            if fingerprints([(name, _as_published(tensor, print_))])[name] == print_:
+                return place
         return None
 
     def _rows_before(self, unit: Unit, suffix: str, expected: Mapping[str, Fingerprint]) -> dict[str, int]:
@@ -214,15 +183,10 @@ class HeldModel:
         found = set()
         for unit, names in self._names.items():
             places = [self.direct[name][1] for name in names if name in self.direct]
-            own = {place.attribute for place in places if place.own}
+            own = {place.attribute for place in places}
             if len(places) == len(names) and own == _own_tensors(self._modules[unit]).keys():
                 found.add(unit)
         return frozenset(found)
-
-    def _prepared_units(self) -> list[str]:
-        """Layers that hold their published tensors and more: the kernel multiplies with what it made of them."""
-        read = {unit for unit, place in self.direct.values() if not place.own}  # `read` undoes their layout anyway
-        return [unit for unit in self._names if unit not in self.plain and unit not in read]
 
     def _sent_prints(self, expected: Mapping[str, Fingerprint]) -> dict[str, list[Fingerprint]]:
         return {unit: [expected[name] for name in self._names[unit]] for unit in self.opaque}
@@ -240,35 +204,6 @@ class HeldModel:
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module itself."""
     return {name: t for group in (module._parameters, module._buffers) for name, t in group.items() if t is not None}
-
-
-def _made_from(unit: str, module: nn.Module, proof: Proof | None = None) -> dict[str, Tensor]:
-    """What qarl's kernels, where one multiplies with the module, make of its tensors by undoing their layout.
-
-    Raises PublishError where what the kernel reads stands for no published tensors; where there is a proof, settling it
-    does. unit: the module's name.
-    """
-    added = Proof() if proof is None else proof
-    kernel: ExpertsMethod | HoldsPublished | None
-    if unit.rpartition(".")[2] == EXPERTS:
-        from qarl.rollout.vllm.own_kernels.expert_kernels import experts_method  # imports vLLM
-
-        kernel = experts_method(module)
-    else:
-        from qarl.rollout.vllm.own_kernels.linear_kernels import kernel_of
-
-        kernel = kernel_of(module)
-    made = {} if kernel is None else kernel.published(module, added.of(f"vLLM's layer '{unit}': "))
-    if proof is None:
-        _settle(added)
-    return made
-
-
-def _settle(proof: Proof) -> None:
-    try:
-        proof.settle()
-    except ValueError as error:
-        raise PublishError(f"publish: {error}") from error
 
 
 def _as_published(tensor: Tensor, print_: Fingerprint) -> Tensor:

@@ -127,13 +127,11 @@ class Loader:
         self._graph = graph
 
     def _reload(self, units: set[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load these layers whole: qarl's experts as they are published, the others by vLLM's layerwise reload."""
+        """Load these layers whole by vLLM's layerwise reload."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        tensors = self._take_experts(units, tensors)
-        if not tensors:
-            return
+        tensors = list(tensors)
         model = self._worker.model_runner.get_model()
         modules = self._modules({self._units[name] for name, _ in tensors})
         with set_current_vllm_config(self._worker.vllm_config), in_place_of_lists(self._orders):
@@ -169,22 +167,6 @@ class Loader:
         model, stacks = self._worker.model_runner.get_model(), self._stacks(tensors)
         taken = {name for name, found in stacks.items() if give_stacks(model.get_submodule(name), found)}
         return [(name, tensor) for name, tensor in tensors if self._units[name] not in taken]
-
-    def _take_experts(self, units: set[str], tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Load what qarl multiplies of layers' experts. Returns what is left."""
-        given = list(tensors)
-        if not self._members:
-            return given
-        from qarl.rollout.vllm.own_kernels.expert_kernels import experts_method  # imports vLLM
-
-        model, stacks, taken = self._worker.model_runner.get_model(), self._stacks(given), set()
-        for name in units:
-            layer = model.get_submodule(name)
-            if (method := experts_method(layer)) is not None:
-                assert name in stacks, f"{name}: some of its experts come without the others"
-                method.take(layer, stacks[name])
-                taken.add(name)
-        return [(name, tensor) for name, tensor in given if self._units[name] not in taken]
 
     def _modules(self, units: set[str]) -> list[nn.Module]:
         return [module for name, module in self._worker.model_runner.get_model().named_modules() if name in units]

@@ -9,21 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from qarl_kernels.logprob import Truncation
-from torch import Tensor, nn
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
+from torch import Tensor
 from vllm.model_executor.models.registry import ModelRegistry
 
-from qarl.errors import UserError
-from qarl.rollout.vllm.own_kernels.expert_kernels import experts_method
 from qarl.rollout.vllm.own_kernels.head import Float32Head, use_float32_head
 from qarl.rollout.vllm.own_kernels.held import HeldModel
 from qarl.rollout.vllm.own_kernels.limits import keep_scales, known_limits
-from qarl.rollout.vllm.own_kernels.linear_kernels import kernel_of
 from qarl.rollout.vllm.own_kernels.loading import Loader, stored
 from qarl.rollout.vllm.own_kernels.routers import Taps, tapped
 from qarl.rollout.vllm.own_kernels.tensor_parallel import agreed, rendezvous
-from qarl.rollout.vllm.plugin import register
 from qarl.rollout.vllm.recording import Experts
 from qarl.rollout.vllm.sandbox import no_way_in
 from qarl.rollout.vllm.settings import SamplerSettings
@@ -46,7 +40,6 @@ class OwnKernels:
     def starting(self) -> Iterator[None]:
         settings = self._settings
         keep_scales()
-        register()  # vLLM does it itself if qarl is installed, but not if it is only on the path
         _import_model(settings.checkpoint)
         backend = "gloo" if settings.cuda is None else "nccl"
         groups = no_way_in(backend)
@@ -59,11 +52,8 @@ class OwnKernels:
 
     def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
         settings, self._model = self._settings, worker.model_runner.get_model()
-        # On the CPU vLLM's packed copy of a tied output layer would outlive its reloads.
-        if settings.linear_kernels == "qarl" or settings.cuda is None:
+        if settings.cuda is None:  # or vLLM's packed copy of a tied output layer would outlive its reloads
             self._head = use_float32_head(self._model)
-        if settings.linear_kernels == "qarl":
-            require_served(self._model)
         self._parts = dict(expected)
         if self._shard.count > 1:
             self._parts |= self._parts_of_checkpoint(expected, worker.device)
@@ -103,8 +93,6 @@ class OwnKernels:
         return Taps(self._model), next(m.moe_config.num_experts for m in modules if hasattr(m, "moe_config"))
 
     def notes(self) -> list[str]:
-        if self._settings.linear_kernels == "qarl":
-            return []
         import vllm
 
         config = json.loads((self._settings.checkpoint / "config.json").read_text())
@@ -127,21 +115,3 @@ def _import_model(checkpoint: Path) -> None:
     for name in json.loads((checkpoint / "config.json").read_text())["architectures"]:
         if (known := ModelRegistry.models.get(name)) is not None and hasattr(known, "module_name"):
             ModelRegistry.register_model(name, known.load_model_cls())
-
-
-def require_served(model: nn.Module) -> None:
-    """Raise UserError if vLLM multiplies a layer with kernels of its own."""
-    if names := unserved(model):
-        raise UserError(
-            f"rollout.linear_kernels: qarl has no kernel for '{names[0]}' in vLLM; set rollout.linear_kernels=vllm"
-        )
-
-
-def unserved(model: nn.Module) -> list[str]:
-    """Names of the model's linear layers and experts that vLLM multiplies with kernels of its own."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, LinearBase) and kernel_of(module) is None)
-        or (isinstance(module, RoutedExperts) and experts_method(module) is None)
-    ]

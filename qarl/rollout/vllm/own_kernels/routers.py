@@ -32,9 +32,7 @@ class Taps:
         if not found or not all(isinstance(tap, Tap) for tap in found):
             raise ValueError("vLLM made its routers without qarl's taps")
         if any(runner.routed_experts.quant_method.is_monolithic for runner in runners):
-            raise UserError(
-                "model.routing: vLLM's kernel for these experts routes inside; set rollout.linear_kernels=qarl"
-            )
+            raise UserError("model.routing: vLLM's kernel for these experts routes inside; set rollout.numerics=exact")
         self._taps: list[Tap] = found
 
     def rows(self, count: int) -> Tensor:
