@@ -1,7 +1,6 @@
 """`python -m qarl.rollout.vllm.child FD NUMERICS BEGUN LEARNER`: the sampler's own process.
 
-Before it imports anything that takes long it sees to it that it never outlives the learner, the process LEARNER. The
-rest is for `worker.py`.
+It asks the kernel to be killed when the process LEARNER ends, before any slow import. `worker.py` does the rest.
 """
 
 from __future__ import annotations

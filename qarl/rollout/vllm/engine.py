@@ -1,8 +1,8 @@
-"""The vLLM engine: draws responses from vLLM, to which each policy version is published and proved to have arrived.
+"""The vLLM engine: samples responses with vLLM, to which each policy version is published and verified.
 
-The first publish exports the policy and starts vLLM on it; later ones send the tensors of the snapshot themselves. A
-vLLM that dies, hangs or fails is started anew at the current version, a configured number of times. The learner's
-process never imports vLLM, unless `rollout.vllm.process` is inline.
+The first publish writes a checkpoint and starts vLLM on it; later ones send the snapshot's tensors. A vLLM that dies,
+hangs or fails is restarted at the current version, up to a configured number of times. The learner's process does not
+import vLLM, unless `rollout.vllm.process` is inline.
 """
 
 from __future__ import annotations
@@ -58,19 +58,28 @@ MEASURED_OTHERS = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
 
 
 def _see_nothing() -> None:
-    """For an engine that is not one of several."""
+    """Default for an engine without other ranks."""
 
 
 class VLLMEngine:
     """A vLLM, started at the first publish. See `RolloutEngine` for the contract.
 
-    weights: brings the policy's versions to vLLM and proves them. place: directory for the log (`sampler.log`) and,
-    while vLLM loads it, the exported policy. say: gets one line about what the user should know. restarts: used up so
-    far. phases: seconds of the parts of vLLM's last start, by name. early: what the first start takes over. look: is
-    called while vLLM starts, and ends the start by what it raises. update_bytes: of the GPU, that an update of the
-    learner takes, beside which vLLM may wake; None: it wakes for the next publish. room: None: of the learner's GPU
-    alone. tracer: is told what the forwards of
-    `generate` compute, where vLLM is in this process with exact numerics.
+    Args:
+        config: Of the run.
+        layout: Of the policy's model.
+        tokenizer: Of the policy's model.
+        weights: Sends the policy's versions to vLLM and verifies them.
+        place: Directory for the log (`sampler.log`) and, while vLLM loads it, the checkpoint.
+        say: Called with one line for the user.
+        early: A process that the first start takes over.
+        look: Called while vLLM starts; an exception from it ends the start.
+        update_bytes: GPU memory of an optimizer update, beside which vLLM may wake; None: it wakes for a publish.
+        headroom: Free memory of the learners' GPUs; None: of this learner's GPU.
+
+    Attributes:
+        tracer: Gets the operations of `generate`, if vLLM is in this process with exact numerics.
+        restarts: Used so far.
+        phases: Seconds of each part of vLLM's last start.
     """
 
     tracer: Tracer | None = None
@@ -103,13 +112,13 @@ class VLLMEngine:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last publish and sleep, by metric name."""
+        """Metrics of the last publish and sleep, by name."""
         return self._measured | self._sleep.metrics | self.weights.metrics
 
     # --- the contract ------------------------------------------------------------------------------------------
 
     def publish(self, snapshot: Snapshot) -> None:
-        self.version, self._snapshot = None, snapshot  # until proven, nothing is held
+        self.version, self._snapshot = None, snapshot  # nothing is held until it is verified
         self.weights.scorer.install(snapshot)
         self._again_after_faults(lambda: self._publish(snapshot))
         self.version = snapshot.version
@@ -125,7 +134,7 @@ class VLLMEngine:
         require_version(self.version, version)
         if not prompts:
             return []
-        longest_of(prompts, sampling, self.layout.max_length)  # raises where one does not fit
+        longest_of(prompts, sampling, self.layout.max_length)  # raises if one does not fit
         order: list[tuple[Prompt, int]] = []
         for prompt, begin in zip(prompts, first or first_samples(prompts, sampling.n), strict=True):
             order += [(prompt, sample) for sample in range(begin, begin + sampling.n)]
@@ -136,7 +145,7 @@ class VLLMEngine:
         def draw() -> Any:
             if self._sampler is None or self._sleep.asleep or not self.weights.holds:
                 assert self._snapshot is not None
-                self._publish(self._snapshot)  # a new process, or one whose weights slept away
+                self._publish(self._snapshot)  # a new process, or one whose sleep dropped the weights
             assert self._sampler is not None
             if self.tracer is not None:
                 return self._sampler.call("trace", (requests, drawing, self.tracer), progress)
@@ -173,7 +182,7 @@ class VLLMEngine:
             self._put_off(fault)
             return
         if fell and level == 2:
-            self.weights.forget()  # nothing, until it is published whole
+            self.weights.forget()  # it holds nothing until the next full publish
 
     def wake(self) -> None:
         try:
@@ -182,7 +191,7 @@ class VLLMEngine:
             self._put_off(fault)
 
     def _put_off(self, fault: SamplerFault) -> None:
-        """Until the next publish, where a step is done."""
+        """Defer a fault to the next publish, when the step is complete."""
         self._stop()
         self._fault = fault
 
@@ -208,10 +217,10 @@ class VLLMEngine:
     # --- the process -------------------------------------------------------------------------------------------
 
     def _start(self, snapshot: Snapshot) -> None:
-        """Export the snapshot and start vLLM on it."""
+        """Write the snapshot to a checkpoint and start vLLM on it."""
         vllm = self.config.rollout.vllm
         folder = self.place / "sampler"
-        shutil.rmtree(folder, ignore_errors=True)  # of a start that was cut off
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted start
         begin = time.perf_counter()
         try:
             settings = sampler_settings(self.config, self.layout, folder)
@@ -244,7 +253,7 @@ class VLLMEngine:
         self.phases = self._sampler.capabilities["phases"]
 
     def _again_after_faults(self, action: Callable[[], Any]) -> Any:
-        """Do it, and after a fault of vLLM again with a new one, as often as the configuration allows."""
+        """Run an action; after a fault of vLLM, repeat it with a new one as often as the configuration allows."""
         while True:
             try:
                 return action()
@@ -252,11 +261,11 @@ class VLLMEngine:
                 self._note(fault)
             except BaseException:
                 if not self.weights.holds:
-                    self._stop()  # in the middle of a load: what it holds now is unknown
+                    self._stop()  # interrupted during a load: its weights are undefined
                 raise
 
     def _note(self, fault: SamplerFault) -> None:
-        """End the sampler that failed; the next publish or generate starts another, up to the limit (SamplerError)."""
+        """Stop a failed sampler; the next publish or generate starts another. Raises SamplerError past the limit."""
         started = self.weights.started
         self._stop()
         limit = self.config.rollout.vllm.max_restarts
@@ -271,9 +280,9 @@ class VLLMEngine:
         self.say(f"vLLM failed: {fault}; restart {self.restarts} of {limit}{see(self.log)}")
 
     def _measured_others(self, fault: SamplerFault) -> bool:
-        """Whether a start failed of another process that gave memory of the GPU back while vLLM measured its own.
+        """Whether a start failed because another process freed GPU memory while vLLM measured its own.
 
-        Not in this process, where what vLLM has begun stays.
+        Only for a separate process: a failed start in this process cannot be repeated.
         """
         return MEASURED_OTHERS in str(fault) and self.config.rollout.vllm.process == "separate"
 
@@ -286,5 +295,5 @@ class VLLMEngine:
 
 
 def _told(routing: bytes, dtype: torch.dtype, of_token: tuple[int, int]) -> Tensor:
-    """`Rollout.routing`, of a response's bytes."""
+    """`Rollout.routing` from a response's bytes."""
     return torch.frombuffer(bytearray(routing), dtype=dtype).view(-1, *of_token)

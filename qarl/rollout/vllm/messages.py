@@ -1,8 +1,7 @@
-"""Orders to the sampler's process and its answers, as messages: every field is named here, typed, and checked.
+"""Orders to the sampler's process and its answers as messages, with typed and validated fields.
 
 Orders: start, publish, score, generate, sleep, wake, abort. Answers: ready, done, failed, progress, aborted. Token ids,
-log-probs and the experts of tokens travel as arrays beside the JSON, in the machine's own order of bytes: both ends are
-on it.
+log-probs and experts are arrays beside the JSON in native byte order: both ends run on one machine.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ _FREED, _FAILURE, _PROGRESS = TypeAdapter(int | None), TypeAdapter(Failure), Typ
 
 @contextmanager
 def _checked(message: Message) -> Iterator[None]:
-    """A body that is not what its kind says is no message."""
+    """Turn validation errors of a body into WireError."""
     try:
         yield
     except ValidationError as error:
@@ -103,7 +102,7 @@ def read_start(message: Message) -> tuple[SamplerSettings, dict[str, Fingerprint
 
 
 def order(operation: str, payload: Any) -> Message:
-    """The message of an operation; see `worker.perform` for what each takes."""
+    """The message of an operation; see `worker.perform` for the payloads."""
     match operation:
         case "publish":
             assert isinstance(payload, WeightUpdate)
@@ -145,7 +144,7 @@ def read_order(message: Message) -> Any:
 
 
 def done(operation: str, result: Any) -> Message:
-    """The answer to an order that was carried out."""
+    """The answer to an executed order."""
     match operation:
         case "publish":
             seconds, scores = result
@@ -164,7 +163,7 @@ def done(operation: str, result: Any) -> Message:
 
 
 def data_limit(operation: str, payload: Any) -> int:
-    """The most bytes of arrays that the answer to an order can have."""
+    """Most bytes of arrays in the answer to an order."""
     if operation != "generate":
         return 0
     requests, drawing = payload
@@ -174,7 +173,7 @@ def data_limit(operation: str, payload: Any) -> int:
 
 
 def read_done(operation: str, payload: Any, message: Message) -> Any:
-    """The result of an order, which is of as many parts as the order asked for."""
+    """The result of an order; raises WireError if it has another number of parts than the order."""
     match operation:
         case "publish":
             body = _read(_PUBLISHED, message)
@@ -189,7 +188,7 @@ def read_done(operation: str, payload: Any, message: Message) -> Any:
 
 
 def read_ready(message: Message) -> dict[str, Any]:
-    """What a started sampler says of itself; see `Host.capabilities`."""
+    """`Host.capabilities` of a started sampler."""
     return asdict(_read(_CAPABILITIES, message))
 
 
@@ -198,7 +197,7 @@ def read_failed(message: Message) -> Failure:
 
 
 def read_progress(message: Message) -> tuple[int, int]:
-    """(responses finished, their tokens)."""
+    """(finished responses, their tokens)."""
     return _read(_PROGRESS, message)
 
 
@@ -238,7 +237,7 @@ def _scores_of(sequences: Sequence[Sequence[int]], scores: Scores) -> Scores:
 
 
 def _arrays(message: Message, codes: Sequence[str], length: int, rest: int = 0) -> list[array[Any]]:
-    """The arrays of `length` elements each that the message's data are, but for the last `rest` bytes."""
+    """The arrays of `length` elements each in the message's data, without the last `rest` bytes."""
     arrays = [array(code) for code in codes]
     ends = list(accumulate((length * each.itemsize for each in arrays), initial=0))
     if len(message.data) != ends[-1] + rest:
@@ -256,4 +255,4 @@ def _split(values: array[Any], lengths: Sequence[int]) -> list[list[Any]]:
 
 def _require(message: Message, kind: str) -> None:
     if message.kind != kind:
-        raise WireError(f"{message.kind[:40]!r} where {kind} was due")
+        raise WireError(f"{message.kind[:40]!r} instead of {kind}")

@@ -1,4 +1,4 @@
-"""Where the time of vLLM's start goes."""
+"""Time of each part of vLLM's start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-# A worker's own steps, in their order, and the phase that each one ends.
+# The steps of vLLM's worker in order, and the phase that each one ends.
 STEPS = {
     "init_device": "device",
     "load_model": "weights",
@@ -19,9 +19,13 @@ STEPS = {
 
 
 class Phases:
-    """Phases that follow one another without a gap. seconds: of each that has ended, by name, in their order.
+    """Consecutive phases of a start.
 
-    begun: when the first one began, by `time.monotonic()`, which all processes of a machine have in common.
+    Args:
+        begun: Begin of the first phase by `time.monotonic()`, which all processes of a machine share.
+
+    Attributes:
+        seconds: Of each finished phase, by name, in order.
     """
 
     def __init__(self, begun: float | None = None) -> None:
@@ -29,7 +33,7 @@ class Phases:
         self._since = time.monotonic() if begun is None else begun
 
     def end(self, phase: str) -> None:
-        """The time since the end of the phase before was this one's; a second part of a phase is added to its first."""
+        """End a phase that began when the previous one ended; further parts of a phase are added to it."""
         now = time.monotonic()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now
@@ -40,10 +44,10 @@ class Phases:
 
     @contextmanager
     def of_worker(self, loaded: Callable[[Any], None]) -> Iterator[None]:
-        """Inside, a worker that vLLM makes ends the phases of `STEPS`, and graphs: the capture of CUDA graphs.
+        """Inside, vLLM's worker ends the phases of `STEPS`, and phase graphs after the capture of CUDA graphs.
 
-        What precedes its first step is called engine. loaded: is called with the worker once it holds the weights; its
-        time is a phase compile.
+        The time before its first step is phase engine. loaded: Called with the worker once it has loaded the weights;
+        its time is phase compile.
         """
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 

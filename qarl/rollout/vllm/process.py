@@ -31,17 +31,17 @@ from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.transport import ReceiverPlan
 from qarl.weight_sync.verify import PublishError
 
-TICK_S = 0.1  # between two looks at a busy sampler
-ABORT_LIMIT_S = 30.0  # for an engine step that is under way when the user interrupts
+TICK_S = 0.1  # between two polls of a busy sampler
+ABORT_LIMIT_S = 30.0  # for the engine step that runs when the user interrupts
 
 Tick = Callable[[int, int], None]
 
 
 class BegunProcess:
-    """A sampler's process from its beginning: it imports vLLM and waits for the order to start.
+    """A sampler's process that imports vLLM and waits for the start order.
 
-    numerics, threads: see `SamplerSettings`. plan, log: see `SamplerProcess`.
-    Raises UserError where the log cannot be written.
+    numerics, threads: See `SamplerSettings`. plan, log: See `SamplerProcess`. Raises UserError if the log cannot be
+    written.
     """
 
     def __init__(self, numerics: str, threads: int | None, plan: ReceiverPlan, log: Path) -> None:
@@ -64,7 +64,7 @@ class BegunProcess:
         child.close()
 
     def close(self) -> None:
-        """End it, if nobody has taken it over."""
+        """Kill the process, unless a `SamplerProcess` has taken it over."""
         _end(self.process, self.channel)
 
 
@@ -76,11 +76,18 @@ def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:
 
 
 class SamplerProcess:
-    """A vLLM in a process of its own, which leads a session: the terminal's Ctrl-C does not reach it.
+    """A vLLM in a process with its own session, so the terminal's Ctrl-C does not reach it.
 
-    log: gets what vLLM prints. timeout_s: without a sign of life for so long it counts as hung. plan: of
-    the transport that publications come by. begun: with this plan; None: it begins now.
-    progress: responses and tokens of the order under way.
+    Args:
+        settings: How vLLM is started.
+        expected: Fingerprints of the snapshot in the checkpoint, by published name.
+        plan: How the process opens the transport of publishes.
+        log: File for vLLM's output.
+        timeout_s: Seconds without a sign of life after which it counts as hung.
+        begun: A process begun with this plan; None: start one.
+
+    Attributes:
+        progress: Responses and tokens of the current order.
     """
 
     def __init__(
@@ -108,24 +115,28 @@ class SamplerProcess:
         return self._process.pid
 
     def start(self, tick: Tick) -> None:
-        """Wait until vLLM is ready. tick(0, 0): called meanwhile. Raises SamplerFault, PublishError."""
+        """Wait until vLLM is ready, calling tick(0, 0). Raises SamplerFault, PublishError."""
         self.begin_start()
         self.capabilities = self._answer(tick)
 
     def begin_start(self) -> None:
-        """The order that every other follows."""
+        """Send the start order, which precedes all others."""
         self._send(self._start)
 
     def call(self, operation: str, payload: Any, tick: Tick) -> Any:
-        """Give an order and wait for its result. tick(responses, tokens): called meanwhile; what it raises aborts.
+        """Send an order and wait for its result.
 
-        Raises SamplerFault: it died, hung (and was killed), or failed. PublishError: see `Host.publish`.
+        tick(responses, tokens) is called meanwhile; an exception from it aborts the order.
+
+        Raises:
+            SamplerFault: The process died, hung (and was killed), or failed.
+            PublishError: See `Host.publish`.
         """
         self.begin(operation, payload)
         return self.finish(tick)
 
     def begin(self, operation: str, payload: Any) -> None:
-        """Give an order; `finish` waits for its result."""
+        """Send an order; `finish` waits for its result."""
         self._order = (operation, payload)
         self._send(order(operation, payload))
 
@@ -134,7 +145,7 @@ class SamplerProcess:
             return self._answer(tick)
         except (SamplerFault, PublishError):
             raise
-        except KeyboardInterrupt:  # a second Ctrl-C, which waits for nothing
+        except KeyboardInterrupt:  # a second Ctrl-C: do not wait
             self.close()
             raise
         except BaseException:  # the user's interrupt: the sampler must be usable afterwards
@@ -142,35 +153,35 @@ class SamplerProcess:
             raise
 
     def close(self) -> None:
-        """End it. It holds nothing that must be kept."""
+        """Kill the process; it holds no state that must be kept."""
         _end(self._process, self._channel)
 
     def _send(self, message: Message) -> None:
         if self._channel.closed:  # by `_abort` or `finish`
-            raise SamplerFault("it was ended with what was interrupted")
+            raise SamplerFault("it was ended with the interrupted order")
         try:
             self._channel.send(message, self.timeout_s)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise self._died() from error
         except WireTimeout:
             raise self._hung() from None
-        except WireError as error:  # an interrupt cut an order off, and the sampler waits for the rest of it
+        except WireError as error:  # an interrupt cut an order off, and the sampler waits for its rest
             raise self._ended(str(error)) from None
 
     def expect(self) -> None:
-        """Be ready to hear the answer to the last order."""
+        """Prepare for the answer to the last order."""
         self._channel.data_limit = data_limit(*self._order)
         self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
         self.progress, self.result = (0, 0), None
 
     def hear(self, seconds: float) -> bool:
-        """Listen for at most so long; returns whether the answer is there, as `result`. `progress`: what came of it.
+        """Wait up to `seconds` for the answer; returns whether it has arrived in `result`, and updates `progress`.
 
         Raises SamplerFault, PublishError.
         """
         operation, payload = self._order
         try:
-            ended = self._process.poll() is not None  # before listening: what it said last is heard in any case
+            ended = self._process.poll() is not None  # before reading, so that its last message is read in any case
             message = self._channel.poll(seconds)
             if self._channel.received != self._received:
                 self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
@@ -198,7 +209,7 @@ class SamplerProcess:
         except EOFError as error:
             raise self._died() from error
         except WireError as error:
-            raise self._ended(f"it sent what is no answer: {error}") from None
+            raise self._ended(f"it sent an invalid answer: {error}") from None
         return False
 
     def _answer(self, tick: Tick) -> Any:
@@ -208,7 +219,7 @@ class SamplerProcess:
         return self.result
 
     def _abort(self) -> None:
-        """Let it forget the operation under way; it is ended if it does not within a while."""
+        """Abort the current operation; kill the process if it does not answer within a while."""
         with suppress(SamplerFault, PublishError):
             self._send(Message("abort"))
             limit, self.timeout_s = self.timeout_s, ABORT_LIMIT_S
@@ -221,7 +232,7 @@ class SamplerProcess:
         return self._ended(f"it gave no sign of life for {self.timeout_s:g} s (rollout.vllm.timeout_s)")
 
     def _ended(self, why: str) -> SamplerFault:
-        """It cannot be talked to any more: end it."""
+        """Kill a process that no longer answers."""
         self.close()
         return SamplerFault(why)
 
@@ -234,7 +245,7 @@ class SamplerProcess:
 
 
 def ended_with(code: int) -> SamplerFault:
-    """The fault of a sampler's process that ended by itself. code: `Popen.returncode`."""
+    """The fault of a process that ended by itself. code: `Popen.returncode`."""
     if code >= 0:
         return SamplerFault(f"its process ended with exit code {code}")
     hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
@@ -242,11 +253,11 @@ def ended_with(code: int) -> SamplerFault:
 
 
 def sampler_environment(environment: Mapping[str, str], plan: ReceiverPlan) -> dict[str, str]:
-    """What a sampler's process gets of the learner's environment: the plan's GPUs, and nothing of other ranks.
+    """The learner's environment for a sampler's process: with the plan's GPUs, without the variables of a launcher.
 
-    vLLM would take a launcher's ranks for its own. The network interface that ranks reach each other by is not for the
-    sampler, which talks to nobody. Nor is its compiled code for others: vLLMs that start at the same time would read
-    what another one is writing.
+    vLLM would take a launcher's ranks for its own. The sampler communicates with no other machine, so it does not get
+    the ranks' network interface. Each rank has its own cache of compiled code: vLLMs that start at the same time would
+    read what another one is writing.
     """
     own = alone(environment)
     if len(own) < len(environment):

@@ -1,9 +1,9 @@
-"""Which experts the tokens of a call went through: read after each of vLLM's forwards, put together by request.
+"""Records which experts the tokens of a call were routed to: read after each forward of vLLM, assembled by request.
 
-vLLM's own record depends on its version and its model runner. Here a forward leaves the experts of its rows in one
-buffer, whose address CUDA graphs know, and the runner's batch says whose rows they are. What a call finds in the prefix
-cache another request of that call computed: the cache is emptied before, and tokens with the same prefix went through
-the same experts.
+vLLM's own record depends on its version and model runner. Here a forward leaves the experts of its rows in one buffer
+with a fixed address, which CUDA graphs need, and the runner's batch tells which request each row belongs to. The prefix
+cache is emptied before a call, so a cached prefix was computed by another request of the same call, with the same
+experts.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from qarl.policy.routes import stored, unknown
 
-PENDING = 32 << 20  # bytes that wait on the device
+PENDING = 32 << 20  # bytes kept on the device before they are copied to the host
 
 
 class Experts(Protocol):
-    """Where the experts of the forward that ran last are."""
+    """The experts of the last forward."""
 
     def rows(self, count: int) -> Tensor:
-        """Of its first rows: (count, L, k) integers, ascending, on the device."""
+        """Experts of its first rows: (count, L, k) integers, ascending, on the device."""
 
 
 class Buffer:
-    """What the policy's forward leaves, (rows, L, k) int16, where numerics are exact."""
+    """Experts written by the policy's forward, (rows, L, k) int16."""
 
     def __init__(self, rows: int, layers: int, per_token: int, device: torch.device) -> None:
         self.taken = torch.zeros(rows, layers, per_token, dtype=torch.int16, device=device)
@@ -44,7 +44,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one request's tokens, from `position` on."""
+    """Experts of one request's tokens from `position` on."""
 
     request: int
     position: int
@@ -52,7 +52,7 @@ class _Part:
 
 
 class Recording:
-    """What the forwards of one call went through, by the requests' numbers. count: experts of a layer."""
+    """The experts of one call's tokens by request number. count: Experts per layer."""
 
     def __init__(self, experts: Experts, count: int) -> None:
         self._experts, self._count = experts, count
@@ -61,7 +61,7 @@ class Recording:
         self._parts: list[_Part] = []
 
     def note(self, batch: Any, scheduled: dict[str, int]) -> None:
-        """Of a forward that has been started: the runner's batch, and how many tokens each request has in it."""
+        """Record a forward that was launched: the runner's batch, and the tokens of each request in it."""
         spans = []
         for index, name in enumerate(batch.req_ids[: batch.num_reqs]):
             spans.append((int(name.split("-")[0]), int(batch.num_computed_tokens_cpu[index]), scheduled.get(name, 0)))
@@ -78,7 +78,7 @@ class Recording:
         self._pending, self._bytes = [], 0
 
     def of(self, sequences: Sequence[list[int]]) -> list[Tensor]:
-        """`Rollout.routing` of each request, by its number. sequences: all tokens of each, prompt and response."""
+        """`Rollout.routing` of each request. sequences: Prompt and response tokens of each."""
         self._collect()
         like = self._parts[0].rows
         found = [unknown(len(tokens) - 1, like) for tokens in sequences]
@@ -93,7 +93,7 @@ class Recording:
 
 
 def _share(sequences: Sequence[list[int]], found: list[Tensor], known: list[Tensor]) -> None:
-    """Fill rows that are unknown from requests that have the same tokens up to there."""
+    """Fill unknown rows from requests with the same tokens up to that row."""
     missing = [0 if bool(mask.all()) else int((~mask).nonzero().max()) + 1 for mask in known]
     longest, places = max(missing), {}
     if not longest:
@@ -109,7 +109,7 @@ def _share(sequences: Sequence[list[int]], found: list[Tensor], known: list[Tens
 
 
 def _prefixes(tokens: list[int]) -> Iterator[int]:
-    """A hash of all tokens up to each."""
+    """Hash of the tokens up to each position."""
     prefix = 0
     for token in tokens:
         prefix = hash((prefix, token))
@@ -118,7 +118,7 @@ def _prefixes(tokens: list[int]) -> Iterator[int]:
 
 @contextmanager
 def recorded(model_runner: Any, recording: Recording) -> Iterator[None]:
-    """Inside, forwards of the model runner's requests are told to the recording."""
+    """Inside, the recording gets the forwards of the model runner's requests."""
     run = model_runner.execute_model
 
     @wraps(run)

@@ -1,8 +1,8 @@
 """Seeded sampling in vLLM at the speed of unseeded sampling, on a GPU.
 
-vLLM draws the noise of a request that has a seed with that request's own generator, a launch a request and step. Here
-the noise of the whole batch is one counter-based kernel: a request's seed and how much of its generator is used up
-(vLLM takes that back itself where it discards a token) decide its noise, so a response still depends on nothing else.
+vLLM generates the noise of a seeded request with the request's own generator, one kernel launch per request and step.
+Here one counter-based kernel generates the noise of the whole batch from each request's seed and generator offset,
+which vLLM rewinds if it discards a token, so a response still depends on nothing else.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.ops import topk_topp_sampler as ops
 
-STEP = 4  # by which a generator's offset counts one token, in vLLM and here
+STEP = 4  # a generator's offset per token, in vLLM and here
 
 
 def batch_seeded_noise() -> None:
-    """Replace vLLM's function for drawing tokens, for batches on a GPU in which every request has a seed."""
+    """Replace vLLM's sampling function for batches on a GPU in which every request has a seed."""
     original = ops.random_sample
     if hasattr(original, "__wrapped__"):
         return
@@ -32,8 +32,10 @@ def batch_seeded_noise() -> None:
 
 
 def draw(probs: Tensor, generators: dict[int, torch.Generator]) -> Tensor:
-    """A token id for each row, int64 (R,). probs: (R, V) float32 on a GPU, overwritten. generators: by row; their
-    offsets move on by one token."""
+    """One token id per row, int64 (R,).
+
+    probs: (R, V) float32 on a GPU, overwritten. generators: By row; their offsets advance by one token.
+    """
     from qarl_kernels.draw import exponential_
 
     rows = [generators[row] for row in range(len(probs))]

@@ -1,8 +1,8 @@
-"""What keeps the process of a vLLM to itself: no socket that listens, no compiled code from where others can write.
+"""Isolates vLLM's process: no listening sockets, no compiled code from directories that others can write to.
 
-vLLM sets up torch's process groups as if there were other processes: their meeting point is a TCP store on all
-interfaces (vLLM 0.24) or a file in the temporary directory (0.32), and gloo opens a listening socket for every group.
-A group of one meets nobody.
+vLLM sets up torch's process groups as if there were other processes: they meet in a TCP store on all interfaces (vLLM
+0.24) or in a file in the temporary directory (0.32), and gloo opens a listening socket per group. A group of one
+process needs none of this.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 @contextmanager
 def no_way_in(backend: str) -> Iterator[None]:
-    """While vLLM starts, torch's groups meet in this process's memory, and each one's listening socket is closed.
+    """While vLLM starts, keep the store of torch's groups in this process's memory and close their listening sockets.
 
-    backend: of the default group, as vLLM would choose it.
+    backend: Of the default group, as vLLM would choose it.
     """
     before = set(listening_sockets())
     if not dist.is_initialized():
@@ -48,7 +48,7 @@ def no_way_in(backend: str) -> Iterator[None]:
 
 
 def listening_sockets() -> Iterator[tuple[int, int]]:
-    """(descriptor, inode) of each internet socket of this process that listens."""
+    """(descriptor, inode) of each listening internet socket of this process."""
     for name in os.listdir("/proc/self/fd"):
         try:
             fd = os.dup(int(name))
@@ -64,9 +64,9 @@ def listening_sockets() -> Iterator[tuple[int, int]]:
 
 
 def close_sockets(but: set[tuple[int, int]]) -> None:
-    """Close the listening sockets other than these, and leave under their numbers something that nothing happens to.
+    """Close all other listening sockets, and put an idle event descriptor in the place of each.
 
-    Who opened one closes that number in its own time, and until then waits for events of it, which never come.
+    The library that opened a socket still polls its number and closes it later.
     """
     for fd, inode in list(listening_sockets()):
         if (fd, inode) not in but:
@@ -76,10 +76,10 @@ def close_sockets(but: set[tuple[int, int]]) -> None:
 
 
 def keep_compiled_code_private() -> None:
-    """Have torch's compiler keep its code in the user's cache instead of `/tmp/torchinductor_NAME`, as is its default.
+    """Keep the code of torch's compiler in the user's cache instead of its default, `/tmp/torchinductor_NAME`.
 
-    It runs what it finds there, and whoever comes first can make a directory of that name. A directory that the user
-    chose stays.
+    The compiler runs the code that it finds there, and any user can create that directory first. A directory that the
+    user chose is kept.
     """
     chosen = os.environ.get(INDUCTOR)  # torch writes its default there when it is first asked
     if chosen is None or chosen.startswith(str(Path(tempfile.gettempdir(), "torchinductor_"))):
@@ -87,7 +87,7 @@ def keep_compiled_code_private() -> None:
 
 
 def _private_cache() -> Path:
-    """A directory of this user's that no other can write in: in the cache, or a new temporary one."""
+    """A directory that only this user can write to: in the cache, or a new temporary one."""
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "qarl", "inductor")
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,8 @@
 
     b"QARL"    bytes of the JSON (4)    bytes of the data (8)    JSON    data
 
-Numbers are big-endian. The JSON is [kind, body]; data are arrays that would be slow as JSON. What arrives is parsed as
-data and nothing else: no object is unpickled, and no memory is taken for bytes that have not come. Imports no torch.
+Numbers are big-endian. The JSON is [kind, body]; the data are arrays that would be slow as JSON. Nothing is unpickled,
+and no memory is allocated for bytes that have not arrived. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from qarl.inputs.json import parse_json
 MAGIC = b"QARL"
 HEADER = struct.Struct(">4sIQ")
 JSON_LIMIT = 64 << 20  # bytes: fingerprints of a model's tensors are some 200 each
-DATA_LIMIT = 1 << 40  # bytes, where the receiver does not know better
+DATA_LIMIT = 1 << 40  # bytes, unless the receiver sets a limit
 CHUNK = 1 << 20  # bytes read at once
 
 
 class WireError(Exception):
-    """What arrived is no message. One line."""
+    """The bytes that arrived are not a valid message. One line."""
 
 
 class WireTimeout(Exception):
-    """The other side takes nothing."""
+    """The other side does not read."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """kind: what it is. body: a JSON value. data: arrays, as the body says."""
+    """A message. body: A JSON value. data: Arrays that the body describes."""
 
     kind: str
     body: Any = None
@@ -44,7 +44,7 @@ class Message:
 
 
 class Channel:
-    """One end of a socket pair. data_limit: the most data that the next message may have, in bytes."""
+    """One end of a socket pair. data_limit: Most bytes of data that the next message may have."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -62,12 +62,18 @@ class Channel:
         self._socket.close()
 
     def send(self, message: Message, limit_s: float | None = None) -> None:
-        """Send it whole. limit_s: how long the other side may take no byte; None: for ever.
+        """Send a whole message.
 
-        Raises WireTimeout, OSError where the other side is gone, WireError after a send that was interrupted.
+        Args:
+            limit_s: Seconds for which the other side may read nothing; None: no limit.
+
+        Raises:
+            WireTimeout: The limit passed.
+            OSError: The other side is gone.
+            WireError: An earlier send was interrupted.
         """
         if self._cut_off:
-            raise WireError("a message to it was cut off")
+            raise WireError("an earlier message was cut off")
         text = json.dumps([message.kind, message.body], separators=(",", ":")).encode()
         assert len(text) <= JSON_LIMIT, f"{message.kind}: {len(text)} bytes of JSON"
         self._cut_off = True
@@ -86,9 +92,11 @@ class Channel:
                 continue
 
     def poll(self, limit_s: float | None) -> Message | None:
-        """The next message; None where it is not whole within `limit_s` (None: wait for ever).
+        """The next message; None if it is not complete within `limit_s` seconds (None: wait forever).
 
-        Raises EOFError where the other side is gone, WireError for what is no message.
+        Raises:
+            EOFError: The other side is gone.
+            WireError: The bytes are not a valid message.
         """
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while (message := self._parsed()) is None:
@@ -108,9 +116,9 @@ class Channel:
         return message
 
     def _parsed(self) -> Message | None:
-        """The first message of the buffer, which it leaves; None while it is not whole."""
+        """Take the first message out of the buffer; None while it is incomplete."""
         if not MAGIC.startswith(self._buffer[: len(MAGIC)]):
-            raise WireError("bytes that are no message")
+            raise WireError("bytes that are not a message")
         if len(self._buffer) < HEADER.size:
             return None
         _, text_size, data_size = HEADER.unpack_from(self._buffer)
@@ -122,15 +130,15 @@ class Channel:
         text, data = bytes(self._buffer[HEADER.size : start]), self._buffer[start:end]
         del self._buffer[:end]
         try:
-            value = parse_json(text, "a message", nonfinite=True)  # a log-prob can be what is no number
+            value = parse_json(text, "a message", nonfinite=True)  # a log-prob may be NaN or infinite
         except Unreadable as error:
             raise WireError(str(error)) from None
         if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str):
-            raise WireError("JSON that is no message")
+            raise WireError("JSON that is not a message")
         return Message(value[0], value[1], data)
 
 
 def channel_pair() -> tuple[Channel, socket.socket]:
-    """A channel, and the other end for a child, which inherits its descriptor."""
+    """A channel, and the other end for a child process, which inherits the descriptor."""
     ours, theirs = socket.socketpair()
     return Channel(ours), theirs

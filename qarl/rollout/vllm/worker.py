@@ -1,7 +1,7 @@
-"""What the sampler's own process does: it serves one connection.
+"""The sampler's own process, which serves one connection.
 
-It imports vLLM before the order to start is there, and ends with the connection. Orders and answers are those of
-`messages.py`. Standard output and error are the sampler's log file.
+It imports vLLM before the start order arrives, and ends with the connection. `messages.py` defines orders and answers.
+Standard output and error go to the sampler's log file.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from qarl.weight_sync.verify import PublishError
 
 
 class Aborted(Exception):
-    """The other side wants no more of this operation."""
+    """The learner aborted the operation."""
 
 
 Unpack = Callable[[Any], Arriving]
 
 
 def perform(host: Host, operation: str, payload: Any, unpack: Unpack, progress: Progress) -> Any:
-    """One operation on a host; a publish gives the seconds of its parts and the canary's log-probs.
+    """Execute one operation; a publish returns the seconds of its parts and the canary's log-probs.
 
     unpack: the tensors and patches in an update's payload.
     """
@@ -64,7 +64,7 @@ def perform(host: Host, operation: str, payload: Any, unpack: Unpack, progress: 
 
 
 def explain(error: BaseException) -> str:
-    """What a UserError in a chain of errors says, else the first line of the one at the bottom, which says most."""
+    """The message of a UserError in a chain of errors, else the first line of the original error."""
     while not isinstance(error, UserError):
         cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         if cause is None:
@@ -75,14 +75,14 @@ def explain(error: BaseException) -> str:
 
 
 def failure(error: Exception) -> Failure:
-    """What the other side is told of an error, which the log gets whole if the disk takes it."""
+    """Describe an error for the learner, and write its traceback to the log."""
     with suppress(OSError):
         traceback.print_exception(error)
     return Failure(explain(error), isinstance(error, PublishError))
 
 
 def serve(channel: Channel, phases: Phases) -> None:
-    """Start the host that the first order asks for, then serve orders until the connection ends."""
+    """Start the host of the first order, then serve orders until the connection ends."""
     settings, expected, plan = read_start(_next(channel))
     phases.end("order")
     try:
@@ -103,7 +103,7 @@ def serve(channel: Channel, phases: Phases) -> None:
     while True:
         message = _next(channel)
         operation, payload = message.kind, read_order(message)
-        if operation == "abort":  # it came after the last step
+        if operation == "abort":  # arrived after the last step
             continue
         try:
             result = perform(host, operation, payload, receiver.take, progress)
@@ -122,8 +122,10 @@ def serve(channel: Channel, phases: Phases) -> None:
 
 @contextmanager
 def _imports_aside() -> Iterator[None]:
-    """While vLLM starts, garbage is not looked for in what was imported: it collects ten times, a good quarter of a
-    second each. In the end it sets everything aside itself."""
+    """While vLLM starts, keep imported objects out of garbage collections.
+
+    vLLM collects ten times, a quarter of a second each, and freezes all objects at the end itself.
+    """
     thaw, gc.unfreeze = gc.unfreeze, lambda: None
     try:
         yield
@@ -133,12 +135,12 @@ def _imports_aside() -> Iterator[None]:
 
 def _next(channel: Channel) -> Message:
     message = channel.poll(None)
-    assert message is not None, "it waits for ever"
+    assert message is not None, "waits forever"
     return message
 
 
 def main(descriptor: int, numerics: str, begun: float) -> None:
-    """descriptor: of the connection. numerics: `exact` or `fast`. begun: when it was, by `time.monotonic()`."""
+    """descriptor: Of the connection. numerics: exact or fast. begun: Start of the process by `time.monotonic()`."""
     phases = Phases(begun)
     phases.end("process")
     channel = Channel(socket.socket(fileno=descriptor))

@@ -1,10 +1,10 @@
-"""Tensors beside parameters and buffers that the CUDA graphs of a started vLLM know by address.
+"""Tensors other than parameters and buffers whose addresses the CUDA graphs of a started vLLM hold.
 
-A reload of weights copies into the parameters and buffers that were there, and everything else that a layer's kernel
-reads it makes anew (`process_weights_after_loading`, read in vLLM 0.24): the lock words of Marlin, the global scales of
-NVFP4 experts. A CUDA graph that was captured before goes on with the old address, whose memory other tensors have by
-then. Seen on an H200 with `cudagraph_mode: FULL_DECODE_ONLY` and no sleep: Marlin's blocks waited for each other for
-ever in the first rollout after the first publish; with the old lock words held, runs of 100 steps went through.
+A reload of weights copies into the existing parameters and buffers, and creates everything else that a layer's kernel
+reads again (`process_weights_after_loading`, read in vLLM 0.24): the lock words of Marlin, the global scales of NVFP4
+experts. A CUDA graph captured before still reads the old address, whose memory other tensors use by then. Seen on an
+H200 with `cudagraph_mode: FULL_DECODE_ONLY` and no sleep: Marlin's blocks deadlocked in the first rollout after the
+first publish; with the old lock words kept alive, runs of 100 steps finished.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SMALL = 1 << 20  # bytes of what a kernel has beside weights
+SMALL = 1 << 20  # bytes; a kernel's tensors beside weights are smaller
 
 
 class KernelTensors:
     """The small tensors that vLLM's kernels have beside the parameters and buffers of modules.
 
-    modules: layers that were just loaded. Such are the lock words of Marlin, all 0 between launches, and the strides of
-    CUTLASS's experts. They hang on the layer, or on objects of vLLM's below it (method, scheme, kernel, its experts).
-    They are held, so that their memory is not used again; and saved for a sleep of level 2, which gives back the memory
-    of all that was made while the model was loaded, and of that restores the buffers alone.
+    Examples are the lock words of Marlin, all 0 between launches, and the strides of CUTLASS's experts. They are
+    attributes of the layer, or of vLLM's objects below it (method, scheme, kernel, its experts). They are kept alive,
+    so that their memory is not reused, and saved for a sleep of level 2, which frees all memory allocated during the
+    load and restores only buffers. modules: Layers that were just loaded.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -42,19 +42,19 @@ class KernelTensors:
         self._saved = [tensor.clone() for tensor in self._held]
 
     def restore(self) -> None:
-        """Put back what was saved, once."""
+        """Restore what was saved, once."""
         if self._saved:
             torch._foreach_copy_(self._held, self._saved)
         self._saved = []
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory that a tensor is a view of."""
+    """The storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _hanging(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that are attributes of a module, or of objects of vLLM's classes that it has and that those have."""
+    """Tensors that are attributes of a module, or of objects of vLLM's classes reachable from it."""
     seen: set[int] = set()
     holders: list[Any] = [module]
     while holders:
@@ -71,7 +71,7 @@ def _of_vllm(value: object) -> bool:
 
 
 class Attributes:
-    """The tensors that modules have as plain attributes now: held, and kept up with those that replace them."""
+    """The tensors that modules have as plain attributes: kept alive, and updated from their replacements."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._first = [
@@ -79,7 +79,7 @@ class Attributes:
         ]
 
     def follow(self) -> None:
-        """Put into the first ones what the modules have in their place now, where it is of the same kind."""
+        """Copy the modules' current tensors into the first ones, if shape and dtype are the same."""
         for module, name, first in self._first:
             now = vars(module).get(name)
             if type(now) is Tensor and now is not first and (now.shape, now.dtype) == (first.shape, first.dtype):
@@ -90,9 +90,9 @@ Orders = tuple[Tensor, ...]
 
 
 def scale_orders(device: torch.device) -> Orders:
-    """The orders in which Marlin's repacking takes its scales, on a device; none of a vLLM that has no such lists.
+    """The permutations of scales in Marlin's repacking, on a device; empty if this vLLM has none.
 
-    To be made before a CUDA graph is recorded: it copies them from the host.
+    To be called before a CUDA graph is recorded, because it copies from the host.
     """
     from vllm.model_executor.layers.quantization.utils import marlin_utils
 
@@ -102,8 +102,11 @@ def scale_orders(device: torch.device) -> Orders:
 
 @contextmanager
 def in_place_of_lists(orders: Orders) -> Iterator[None]:
-    """Inside, Marlin's repacking has these `scale_orders`. vLLM's are lists, which each use copies to the device:
-    hundreds of waits in a mixture of experts, and nothing that a CUDA graph can hold."""
+    """Inside, Marlin's repacking uses these `scale_orders` instead of vLLM's lists.
+
+    Each use of a list copies it to the device: hundreds of synchronizations for a mixture of experts, and not possible
+    in a CUDA graph.
+    """
     if not orders:
         yield
         return

@@ -1,7 +1,7 @@
-"""Logits in float32 from the learner's product, inside vLLM.
+"""Logits in float32 from the learner's product inside vLLM's model, on the CPU.
 
 vLLM rounds logits to the model's dtype, which moves a log-prob by up to 2^-9 of the largest logit. `compute_logits`
-runs outside of what vLLM compiles and captures, so the product can be replaced in a model that is loaded.
+runs outside of the compiled and captured code, so the product can be replaced in a loaded model.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ ROWS = 256  # compared at a time
 
 
 class Float32Head(UnquantizedEmbeddingMethod):
-    """The output layer, or the embedding where the two are tied, with `qarl_kernels.logprob.logits_of`.
+    """The output layer, or the tied embedding, with `qarl_kernels.logprob.logits_of`.
 
-    On the CPU it holds the weight in float32, which `refresh` must bring up to date after every load.
+    On the CPU it holds the weight in float32, which `refresh` updates after every load.
     """
 
     def __init__(self, layer: VocabParallelEmbedding) -> None:
@@ -26,7 +26,7 @@ class Float32Head(UnquantizedEmbeddingMethod):
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over the layer's weight as it is now. Nothing to do on a GPU."""
+        """Copy the layer's current weight. Does nothing on a GPU."""
         weight = self._weight(self._layer)
         if weight.device.type != "cpu":
             return
@@ -35,7 +35,7 @@ class Float32Head(UnquantizedEmbeddingMethod):
         self.wide.copy_(weight)
 
     def fresh(self) -> bool:
-        """Whether what multiplies is the layer's weight as it is now."""
+        """Whether the product reads the layer's current weight."""
         if self.wide is None:
             return True
         weight = self._weight(self._layer)
@@ -43,11 +43,11 @@ class Float32Head(UnquantizedEmbeddingMethod):
         return all(torch.equal(wide, rows.float()) for wide, rows in blocks)
 
     def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
-        """Nothing: vLLM calls it in the middle of a load, and not for a layer whose weight is another's."""
+        """Do nothing: vLLM calls this during a load, and not for tied layers."""
 
     @property
     def weight(self) -> Tensor:
-        """What multiplies, (V, H): the layer's weight, on the CPU in float32."""
+        """The weight that the product reads, (V, H); float32 on the CPU."""
         return self._weight(self._layer) if self.wide is None else self.wide
 
     def apply(self, layer: VocabParallelEmbedding, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -58,13 +58,13 @@ class Float32Head(UnquantizedEmbeddingMethod):
 
     @staticmethod
     def _weight(layer: VocabParallelEmbedding) -> Tensor:
-        return layer.weight.data[: layer.org_vocab_size]  # the learner's shape, which the CPU's bits may depend on
+        return layer.weight.data[: layer.org_vocab_size]  # without padding: the CPU's bits may depend on the shape
 
 
 def use_float32_head(model: nn.Module) -> Float32Head:
-    """Let a loaded model's `compute_logits` return float32; call `refresh` of what it returns after every later load.
+    """Make a loaded model's `compute_logits` return float32. Returns its new head; call `refresh` after every load.
 
-    model: a causal language model of vLLM, whole in this process. Returns what multiplies its output layer from now on.
+    model: A causal language model of vLLM, whole in this process.
     """
     head = model.lm_head
     assert isinstance(head, VocabParallelEmbedding), f"{type(model).__name__} has no output layer in this process"

@@ -1,10 +1,10 @@
-"""What a vLLM model holds of a published snapshot, and how that is proved after every publish.
+"""Finds the published tensors in vLLM's layers, and verifies them there after every publish.
 
-vLLM fuses layers (q, k, v under one another), transposes and repacks weights for its kernels. At the first, full load
-from a checkpoint each published tensor is looked for in the layer that must hold it: as it is, as rows of the fused
-tensor, transposed, or in another dtype. Where it is found, every later publish must be found there too, byte for byte.
-Where the kernel's layout hides it, the layer must change exactly when what was sent for it changed, which catches a
-layer that a reload dropped or left stale; what such a layer computes, the canary proves.
+vLLM fuses layers (q, k and v), transposes and repacks weights for its kernels. After the first full load from a
+checkpoint each published tensor is searched in its layer: unchanged, as rows of the fused tensor, transposed, or in
+another dtype. If it is found, every later publish must be found there too, byte for byte. If the kernel's layout hides
+it, the layer must change exactly when the sent tensors change, which detects a layer that a reload dropped or left
+stale; the canary covers what such a layer computes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.shards import METADATA
 from qarl.weight_sync.verify import PublishError, verify, verify_changes
 
-EXPERTS = "routed_experts"  # the module in which vLLM holds the experts of a layer, inside what the checkpoint calls so
-# Of experts' parameters those that no published tensor stands for and no kernel reads: whatever was in their memory.
+EXPERTS = "routed_experts"  # vLLM's module with the experts of a layer
+# Parameters of experts that have no published tensor and that no kernel reads; their memory is uninitialized.
 UNSENT = ("_g_idx", "_sort_indices", "_input_scale", "_input_global_scale")
-SMALL = 1 << 20  # bytes of a tensor whose copy costs more to launch than to run
+SMALL = 1 << 20  # bytes; launching the copy of a smaller tensor takes longer than the copy
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Published modules that share tensors in a layer that vLLM loads whole. name: the layer's, vLLM's. sources: the
-    modules, in the order of their rows. stem: what the names of these tensors begin with. members: of experts that are
-    published as one stack, the modules in it."""
+    """Published modules that share tensors in one layer of vLLM, which is loaded as a whole.
+
+    Attributes:
+        name: vLLM's name of the layer.
+        sources: The modules, in the order of their rows.
+        stem: Prefix of the names of these tensors.
+        members: For experts published as one stack, the modules in it.
+    """
 
     name: str
     sources: tuple[str, ...]
@@ -40,11 +45,10 @@ class Unit:
 
 
 def load_units(model: nn.Module) -> dict[str, Unit]:
-    """The unit that each published module belongs to, by the module's published name.
+    """The unit of each published module, by the module's published name.
 
-    model: a vLLM model. Fused layers are those of its `packed_modules_mapping`; the experts of a layer have two units
-    of one name, gate and up, and down, and so have the two stacks that they are published as; every other module is
-    its own unit.
+    Fused layers are those in the model's `packed_modules_mapping`. The experts of a layer have two units with one name
+    (gate and up; down), and so have the two stacks that they are published as. Every other module is its own unit.
     """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     units = {}
@@ -65,7 +69,7 @@ def load_units(model: nn.Module) -> dict[str, Unit]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a published tensor lies: rows [start, stop) of a layer's tensor, perhaps transposed first."""
+    """Position of a published tensor: rows [start, stop) of a layer's tensor, which may be transposed first."""
 
     attribute: str
     start: int
@@ -75,21 +79,27 @@ class _Place:
     def read(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         held = tensors.get(self.attribute)
         if held is not None and held.dim() == 3 and held.is_contiguous():
-            held = held.flatten(0, 1)  # vLLM's own of all experts
+            held = held.flatten(0, 1)  # of all experts
         if held is None or held.dim() == 0 or (self.transposed and held.dim() != 2):
             return None
         return (held.t() if self.transposed else held)[self.start : self.stop]
 
 
 class HeldModel:
-    """The tensors of a vLLM model, against what was published to it.
+    """The tensors of a vLLM model, compared with the published ones.
 
-    model: the vLLM model, just loaded from a checkpoint. expected: fingerprints of the snapshot in that checkpoint, by
-    published name. units: see `load_units`.
-    Tensors that the layout shows are `direct`; layers that hide some of theirs are `opaque`; of an opaque layer whose
-    weights are not even among its tensors (held by a library) only the canary can tell, and it is `blind`.
-    plain: layers whose own tensors are their published ones, and nothing else. proved_frac: share of the published
-    bytes that are direct.
+    Args:
+        model: The vLLM model, just loaded from a checkpoint.
+        expected: Fingerprints of the snapshot in that checkpoint, by published name.
+
+    Attributes:
+        units: See `load_units`.
+        direct: Published tensors that were found, by name.
+        opaque: Layers whose layout hides some of their tensors.
+        blind: Opaque layers whose weights are not among their tensors (a library holds them); only the canary covers
+            them.
+        plain: Layers whose tensors are exactly their published ones.
+        proved_frac: Share of the published bytes that are direct.
     """
 
     def __init__(self, model: nn.Module, expected: Mapping[str, Fingerprint]) -> None:
@@ -121,7 +131,7 @@ class HeldModel:
         self._sent, self._held = self._sent_prints(expected), self._held_prints()
 
     def unit_of(self, name: str) -> Unit:
-        """The unit of a published tensor. Raises PublishError when the model has no such layer."""
+        """The unit of a published tensor. Raises PublishError if the model has no such layer."""
         unit = self.units.get(name.rpartition(".")[0])
         if unit is None:
             raise PublishError(f"publish: vLLM's model has no layer for '{name}': its architecture is not the policy's")
@@ -136,7 +146,7 @@ class HeldModel:
             yield name, _as_published(tensor, expected[name])
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write published tensors of plain layers, by name, where the model holds them."""
+        """Copy published tensors of plain layers, by name, into the model."""
         small: tuple[list[Tensor], list[Tensor]] = ([], [])
         for name, tensor in tensors.items():
             unit, place = self.direct[name]
@@ -147,11 +157,11 @@ class HeldModel:
                 small[1].append(tensor)
             else:
                 held.copy_(tensor)
-        for dtype in {tensor.dtype for tensor in small[1]}:  # one launch for many, where they are of one dtype
+        for dtype in {tensor.dtype for tensor in small[1]}:  # one launch for all small tensors of a dtype
             torch._foreach_copy_(*([t for t in side if t.dtype == dtype] for side in small))
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
-        """Raise PublishError unless the model holds the snapshot `expected` of `version`, as far as it shows."""
+        """Raise PublishError unless the model holds the expected snapshot, as far as its layout shows."""
         direct = {name: expected[name] for name in self.direct}
         prints = fingerprints(self.read(self.direct, expected))
         verify(version, direct, prints, "vLLM")
@@ -172,7 +182,7 @@ class HeldModel:
         return None
 
     def _rows_before(self, unit: Unit, suffix: str, expected: Mapping[str, Fingerprint]) -> dict[str, int]:
-        """The row at which each source of a unit begins, in its tensor of this suffix."""
+        """First row of each source of a unit in the tensor with this suffix."""
         key = unit.sources, suffix
         if key not in self._starts:
             rows = [expected[name].shape[0] if (name := f"{one}.{suffix}") in expected else 0 for one in unit.sources]
@@ -207,7 +217,7 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _as_published(tensor: Tensor, print_: Fingerprint) -> Tensor:
-    """vLLM widens 16-bit scales to float32, which rounding undoes; NaN where it would not undo it exactly."""
+    """Undo vLLM's widening of 16-bit scales to float32; NaN for values that are not exactly 16-bit."""
     narrow = tensor.to(print_.torch_dtype)
     if tensor.dtype == torch.float32 and narrow.dtype in (torch.bfloat16, torch.float16):
         narrow = torch.where(narrow.float() == tensor, narrow, torch.nan)

@@ -1,10 +1,10 @@
-"""How tensors that arrived get into vLLM's layers: copied where the layout is plain, else through vLLM's own reload.
+"""Loads published tensors into vLLM's layers: by a copy if the layout is plain, else through vLLM's reload.
 
-vLLM's layerwise reload makes each layer's parameters anew, loads them, repacks them for its kernels and copies the
-result into the tensors that CUDA graphs know. On a GPU its work is small and its Python is long (0.2 to 0.3 s for 30
-small layers on an H100's host), so with `staging` it runs once from fixed buffers in checkpoint layout, is recorded
-as a CUDA graph at that, and each later load fills the buffers and replays it. The buffers cost what the repacked
-layers weigh. Layers that hold their published tensors as they are need neither: they are written in place.
+vLLM's layerwise reload creates each layer's parameters again, loads them, repacks them for its kernels and copies the
+result into the tensors whose addresses CUDA graphs hold. Its GPU work is small and its Python slow (0.2 to 0.3 s for 30
+small layers on an H100's host). With `staging` it runs once from fixed buffers in checkpoint layout, recorded as a CUDA
+graph; each later load fills the buffers and replays the graph. The buffers take as much memory as the repacked layers.
+Layers that hold their published tensors unchanged need neither and are written in place.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's l
 class Loader:
     """Loads published tensors into a started vLLM.
 
-    worker: vLLM's. held: its model. expected: fingerprints of the snapshot in `checkpoint`, which vLLM started from.
-    staging: keep the published tensors of repacked layers; patches of those need it. shard: what of each tensor the
-    model holds; vLLM's reload cuts them itself.
+    Args:
+        worker: vLLM's worker.
+        held: Its model.
+        expected: Fingerprints of the snapshot in `checkpoint`.
+        checkpoint: Directory that vLLM started from.
+        staging: Keep the published tensors of repacked layers; patches need them.
+        shard: The part of each tensor that the model holds; vLLM's reload cuts tensors itself.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Loader:
         self._worker, self._held, self._shard = worker, held, shard
         self._units = {name: held.unit_of(name).name for name in expected}
         device: torch.device = worker.device
-        # On the CPU a layer may be held by a library as well, which only vLLM's reload tells.
+        # On the CPU a library may hold a copy of a layer, which only vLLM's reload updates.
         self._plain = held.plain if device.type == "cuda" else frozenset()
         self._staging: dict[str, Tensor] = {}
         self._records = staging and device.type == "cuda"
@@ -73,7 +77,7 @@ class Loader:
             assert not places, f"{next(iter(places))} is not in the checkpoint"
 
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
-        """A published tensor as it was at the last publish. expected: fingerprints, for their dtypes."""
+        """A published tensor of the last publish. expected: Fingerprints, for the dtypes."""
         return self._staging[name] if name in self._staging else next(self._held.read([name], expected))[1]
 
     def sleep(self) -> None:
@@ -108,20 +112,20 @@ class Loader:
             self._graph.replay()
 
     def _record(self) -> None:
-        """Load everything that is staged, and record how, if that can be recorded."""
+        """Load all staged tensors, and record the reload as a CUDA graph if possible."""
         units = {self._units[name] for name in self._staging}
-        self._reload(units, self._staging.items())  # before it is recorded: kernels are compiled, streams are made
+        self._reload(units, self._staging.items())  # compiles kernels and creates streams before the recording
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         before = [(module, dict(module._parameters), dict(module._buffers)) for module in self._modules(units)]
         try:
             with torch.cuda.graph(graph):
                 self._reload(units, self._staging.items())
-        except RuntimeError as error:  # a repacking that asks the device for something, as NVFP4's in Marlin
+        except RuntimeError as error:  # a repacking that synchronizes with the device, as NVFP4's in Marlin
             logger.warning("a reload cannot be recorded, and runs as it is each time: %s", str(error).splitlines()[0])
             self._records = False
             _put_back(before)
-            self._reload(units, self._staging.items())  # kernels have what nothing was computed for
+            self._reload(units, self._staging.items())  # the recording left tensors uncomputed
             return
         graph.replay()
         self._graph = graph
@@ -145,11 +149,11 @@ class Loader:
 
     @cached_property
     def _orders(self) -> Orders:
-        """Made by the first reload, which is never recorded."""
+        """Created by the first reload, which is never recorded."""
         return scale_orders(self._worker.device)
 
     def _stacks(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """The stacks of experts by layer, there by the name of vLLM's parameter; of layers that get nothing else."""
+        """Stacks of experts by layer and by the name of vLLM's parameter, for layers that get nothing else."""
         stacks: dict[str, dict[str, Tensor]] = {}
         alone = set()
         for name, tensor in tensors:
@@ -161,7 +165,7 @@ class Loader:
         return {name: found for name, found in stacks.items() if name not in alone}
 
     def _give_stacks(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Give the experts that vLLM's kernels repack to their layers, whose reload has begun. Returns what is left."""
+        """Load stacks of experts into layers whose reload has begun. Returns the remaining tensors."""
         if not self._members:
             return tensors
         model, stacks = self._worker.model_runner.get_model(), self._stacks(tensors)
@@ -173,7 +177,7 @@ class Loader:
 
 
 def _put_back(before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
-    """End a reload that broke off: the layers have the tensors from before it."""
+    """Restore the layers' tensors after a reload that failed."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for module, parameters, buffers in before:
@@ -184,7 +188,7 @@ def _put_back(before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) ->
 
 
 def stored(checkpoint: Path, names: set[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """These tensors of a checkpoint, on a device."""
+    """The named tensors of a checkpoint, on a device."""
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             yield from ((name, file.get_tensor(name).to(device)) for name in file.keys() if name in names)  # noqa: SIM118
@@ -197,8 +201,8 @@ def give_stacks(layer: nn.Module, stacks: Mapping[str, Tensor]) -> bool:
     back at every call: on an H200, 64 s for the 768 experts of 6 layers of Qwen3-30B-A3B in W4A16, and more than linear
     in layers. Here each parameter is one delayed load.
 
-    stacks: in checkpoint layout, by the name of the parameter (`w13_weight_packed`). Returns False, and does nothing,
-    where a stack has no parameter that holds it as it is or transposed: vLLM's loaders may know how.
+    stacks: In checkpoint layout, by parameter name (`w13_weight_packed`). Returns False and does nothing if a stack has
+    no parameter that holds it unchanged or transposed; vLLM's loaders may support it.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -218,8 +222,8 @@ def give_stacks(layer: nn.Module, stacks: Mapping[str, Tensor]) -> bool:
 
 
 def laid_out(name: str, stack: Tensor, parameter: nn.Parameter) -> Tensor | None:
-    """A published stack, of all experts under one another, as vLLM's parameter of all experts has it, which vLLM may
-    call transposed; None where the shapes are others."""
+    """A published stack in the layout of vLLM's parameter of all experts, which may be transposed; None if the shapes
+    do not fit."""
     shape = parameter.shape
     if not shape or len(stack) % shape[0]:
         return None
@@ -229,12 +233,12 @@ def laid_out(name: str, stack: Tensor, parameter: nn.Parameter) -> Tensor | None
     elif getattr(parameter, "is_transposed", False) and each.dim() == 3:
         each = each.transpose(1, 2)
     if each.dim() == 2 and each.shape[1] == 1 and len(shape) == 1:
-        each = each[:, 0]  # a number of each expert
+        each = each[:, 0]  # one number per expert
     return each if each.shape == shape else None
 
 
 def _put(param: nn.Parameter, loaded: Tensor | None) -> None:
-    """A weight loader of a whole parameter. None: of what no published tensor stands for, and no kernel reads."""
+    """Weight loader of a whole parameter. None: the parameter has no published tensor, and no kernel reads it."""
     if loaded is None:
         param.data.zero_()
     else:

@@ -14,7 +14,7 @@ from qarl.errors import UserError
 
 
 class Tap:
-    """What one of vLLM's routers chose last: its `capture_fn`."""
+    """The last choice of one of vLLM's routers, as its `capture_fn`."""
 
     def __init__(self, rows: int, per_token: int) -> None:
         self.taken = torch.zeros(rows, per_token, dtype=torch.int16)
@@ -24,7 +24,7 @@ class Tap:
 
 
 class Taps:
-    """The taps of a model's routers, in the order of layers."""
+    """The taps of a model's routers, in layer order."""
 
     def __init__(self, model: nn.Module) -> None:
         runners = [module for module in model.modules() if hasattr(module, "routed_experts")]
@@ -41,7 +41,7 @@ class Taps:
 
 @contextmanager
 def tapped(wanted: bool) -> Iterator[None]:
-    """Inside, routers that vLLM makes get taps before CUDA graphs are captured. wanted: whether they do at all."""
+    """Inside, routers that vLLM creates get taps, before CUDA graphs are captured. wanted: Whether they do at all."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 

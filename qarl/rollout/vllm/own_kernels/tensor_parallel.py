@@ -1,7 +1,7 @@
-"""Several processes that are one vLLM, each with a part of the model on a GPU of its own.
+"""One vLLM in several processes, each with a part of the model on its own GPU.
 
-Each is a whole vLLM engine that is given the same orders, and meets the others in its model's sums. One that fails
-leaves the others waiting in such a sum, so all of them end with it.
+Each process is a whole vLLM engine that gets the same orders; they meet in the model's all-reduces. A failing process
+leaves the others waiting in an all-reduce, so all of them are ended with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qarl.weight_sync.verify import PublishError
 
 
 class SamplerTeam:
-    """The interface of `SamplerProcess`. plans: of each process, in the order of the model's parts.
+    """The interface of `SamplerProcess`. plans: Of each process, in the order of the model's parts.
 
     log: of the first; the others' have the part's number before the ending. Publications are orders with
     a payload for each.
@@ -95,7 +95,7 @@ class SamplerTeam:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _answers(self, tick: Tick) -> list[Any]:
-        """What each answers, once all have. A refused publish is all's; anything else that is raised ends them."""
+        """All answers, once all have arrived. A refused publish is raised then; other exceptions end all processes."""
         waiting, refused = list(self.members), None
         try:
             for member in self.members:
@@ -126,23 +126,27 @@ SHARED = ("psm_", "cpushm")  # in the names of what vLLM shares memory by: Pytho
 
 @contextmanager
 def rendezvous(file: Path, backend: str, index: int, count: int) -> Iterator[None]:
-    """While vLLM starts as process `index` of `count`. file: the same for all, new. backend: of the default group."""
+    """Let vLLM start as process `index` of `count`. The processes meet in a file that only their user can open.
+
+    They connect over the loopback interface (`settings.ENVIRONMENT`); vLLM's own way is torchrun's TCP store. file:
+    New, and the same for all. backend: Of the default group.
+    """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     os.environ["VLLM_RPC_BASE_PATH"] = str(file.parent)  # for sockets
     os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}  # NCCL needs no more
     dist.init_process_group(backend, store=dist.FileStore(str(file), count), rank=index, world_size=count)
-    # (how its groups would meet if there were none yet, rank, number of its GPU among those that this process sees). On
-    # the CPU vLLM names shared memory after the first, which two vLLMs of a machine must not have in common.
+    # (init method of the groups, unused here; rank; index of its GPU among the visible ones). On the CPU vLLM names
+    # shared memory after the first, which must differ between two vLLMs of a machine.
     found = (f"env://:{file.parent.name}", index, 0)
     ExecutorWithExternalLauncher._distributed_args = lambda self: found
     yield
-    if agreed(True):  # all have opened it
+    if agreed(True):  # all have opened the shared memory
         _forget_names()
 
 
 def agreed(well: bool) -> bool:
-    """Whether all is well in every process of the model; all of them ask."""
+    """Whether all is well in every process of the model; a collective."""
     from vllm.distributed.parallel_state import get_world_group
 
     answer = torch.tensor([well], dtype=torch.int32)
@@ -151,7 +155,7 @@ def agreed(well: bool) -> bool:
 
 
 def _forget_names() -> None:
-    """Take the names of shared memory away, which lasts as long as its processes: they are killed at their end."""
+    """Unlink shared memory, which then lasts as long as its processes; they end by being killed."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.partition("/dev/shm/")[2]
         if any(part in path for part in SHARED):
