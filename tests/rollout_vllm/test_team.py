@@ -29,7 +29,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     real = fake_sampler.FakeHost.__init__
 
     def own_troubles(self, settings, expected, phases) -> None:
-        assert settings.shards == 2 and settings.meeting.parent.stat().st_mode & 0o777 == 0o700
+        assert settings.shards == 2 and settings.rendezvous.parent.stat().st_mode & 0o777 == 0o700
         real(self, replace(settings, args={"troubles": f"{settings.args['troubles']}-{settings.shard}"}), expected)
 
     monkeypatch.setattr(fake_sampler.FakeHost, "__init__", own_troubles)
