@@ -26,7 +26,7 @@ FP8 = ["quant.scheme=fp8", "quant.group_size=null"]
 # name -> (GPUs that it takes, overrides)
 CASES = {
     "on the ranks' GPUs": (2, ["quant.scheme=w4a16"]),
-    "deep asleep": (2, ["quant.scheme=w4a16", "rollout.linear_kernels=qarl", "rollout.vllm.sleep_level=2"]),
+    "deep asleep": (2, ["quant.scheme=w4a16", "rollout.numerics=exact", "rollout.vllm.sleep_level=2"]),
     "changed words, awake": (2, [*FP8, "rollout.vllm.publish=delta", "rollout.vllm.sleep_level=0"]),
     "exact": (2, ["quant.scheme=w4a16", "rollout.numerics=exact"]),
     "one of two ranks": (2, ["quant.scheme=w4a16", "rollout.vllm.data_parallel=1"]),

@@ -29,12 +29,12 @@ SIZES = {  # whole blocks of 128 in every layer, fused ones too
 }
 CASES = {
     "w4a16 in vLLM's kernels": ["quant.scheme=w4a16"],
-    "w4a16 in qarl's kernels": ["quant.scheme=w4a16", "rollout.linear_kernels=qarl"],
+    "w4a16 with exact numerics": ["quant.scheme=w4a16", "rollout.numerics=exact"],
     "w4a16 in vLLM's kernels under graphs of the decode": [
         "quant.scheme=w4a16",
         "rollout.vllm.args={compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}}",
     ],
-    "deep sleep": ["quant.scheme=w4a16", "rollout.linear_kernels=qarl", "rollout.vllm.sleep_level=2"],
+    "deep sleep": ["quant.scheme=w4a16", "rollout.numerics=exact", "rollout.vllm.sleep_level=2"],
     "changed words": ["quant.scheme=fp8", "quant.group_size=null", "rollout.vllm.publish=delta"],
     "FP8 KV in vLLM's attention": ["quant.scheme=bf16", "quant.group_size=null", "quant.kv_cache_dtype=fp8"],
     "in one process": ["quant.scheme=w8a8", "quant.group_size=null", "rollout.vllm.process=inline"],
@@ -73,13 +73,13 @@ def test_a_model_on_two_gpus_is_published_and_proved(first: int, scheme: str, ti
         assert all(record["publish/proved_frac"] > 0.99 for record in records)
 
 
-@pytest.mark.parametrize("kernels", ["vllm", "qarl"])
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
 @pytest.mark.parametrize("scheme", ["fp8_block", "nvfp4a16"])
-def test_a_model_of_whole_blocks_trains(scheme: str, kernels: str, tiny_model, tmp_path: Path) -> None:
+def test_a_model_of_whole_blocks_trains(scheme: str, numerics: str, tiny_model, tmp_path: Path) -> None:
     changes = [
         f"quant.scheme={scheme}",
         "quant.group_size=null",
-        f"rollout.linear_kernels={kernels}",
+        f"rollout.numerics={numerics}",
         "data.max_prompt_length=96",
         "rollout.max_response_length=32",
         "model.max_length=128",
@@ -112,7 +112,7 @@ def test_experts_in_vllms_kernels_follow_every_version(case: str, tiny_model, tm
     graphs = "{compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}}"
     changes = [
         *(f"quant.scheme={scheme}", f"quant.group_size={64 if scheme == 'w4a16' else 'null'}"),
-        *("rollout.linear_kernels=vllm", f"rollout.vllm.args={graphs}", "diagnostics.routing_every=1"),
+        *("rollout.numerics=fast", f"rollout.vllm.args={graphs}", "diagnostics.routing_every=1"),
         *("data.max_prompt_length=96", "rollout.max_response_length=32", "model.max_length=128"),
         "reward.functions=[{name: length, options: {unit: tokens, target: 16}}]",
         *("optim.lr=3e-3", "optim.warmup_steps=0"),
@@ -137,7 +137,7 @@ def run(directory: Path, model: str, changes: list[str]) -> tuple[list[dict[str,
         str(ROOT / "configs/quickstart.yaml"),
         f"model.path={model}",
         "rollout.engine=vllm",
-        "rollout.numerics=fast",
+        *([] if any("rollout.numerics" in change for change in changes) else ["rollout.numerics=fast"]),
         "rollout.vllm.memory_frac=0.1",
         "rollout.kv_cache_tokens=131072",
         "train.steps=3",
