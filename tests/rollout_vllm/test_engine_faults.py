@@ -187,7 +187,7 @@ def test_a_prompt_that_occurs_again_continues_its_samples(case) -> None:
         ("exit", "its process ended with exit code 3"),
         ("fail", "RuntimeError: out of blocks"),
         ("hang", "it gave no sign of life for 3 s (rollout.vllm.timeout_s)"),
-        ("rubbish pickle", "it sent what is no answer: bytes that are no message"),
+        ("rubbish pickle", "it sent an invalid answer: bytes that are not a message"),
     ],
 )
 def test_a_sampler_that_fails_while_it_draws_is_replaced_and_draws_the_same(

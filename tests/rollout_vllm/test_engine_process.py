@@ -210,7 +210,7 @@ def test_an_interrupt_that_the_sampler_does_not_heed_ends_it(start, monkeypatch,
     with pytest.raises(Stop):
         sampler.call("generate", ORDER, stop_in_trouble)
     assert not fake_sampler.alive(sampler.pid)
-    with pytest.raises(SamplerFault, match="it was ended with what was interrupted"):
+    with pytest.raises(SamplerFault, match="it was ended with the interrupted order"):
         sampler.call("generate", ORDER, ignore)
 
 
