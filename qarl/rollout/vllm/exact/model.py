@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from qarl_formats.compressed import parse_quantization_config
+from qarl_formats.scheme import Scheme
 from qarl_formats.weight import UNQUANTIZED
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Distribution, Truncation, distribution
@@ -50,14 +51,14 @@ class ExactModel(nn.Module):
         self.truncation = Truncation()
         # vLLM makes models under defaults of its own for devices and dtypes.
         with torch.device("cpu"), set_default_torch_dtype(torch.float32), torch.no_grad():
-            self._build(bool(vllm_config.additional_config.get(KV_FP8)))
+            self._build(bool(vllm_config.additional_config.get(KV_FP8)), vllm_config.load_config.load_format == "dummy")
         layers = self._decoder.layers
         self.layers = [CachedLayer(at, one.kv_heads, one.head_dim, self._cache_dtype) for at, one in enumerate(layers)]
         for layer in self.layers:
             name = f"model.layers.{layer.index}.self_attn.attn"
             vllm_config.compilation_config.static_forward_context[name] = layer
 
-    def _build(self, kv_fp8: bool) -> None:
+    def _build(self, kv_fp8: bool, made_up: bool) -> None:
         place, dtype = Path(self._config.model), self._config.dtype
         shape = AutoConfig.from_pretrained(place, trust_remote_code=False)
         stored = json.loads((place / "config.json").read_text()).get("quantization_config")
@@ -72,6 +73,8 @@ class ExactModel(nn.Module):
         self.weights = PublishedWeights(self._decoder, scheme_of, dtype, self._device, tied, kv_fp8)
         on_gpu = self._device.type == "cuda"
         self._cache_dtype = torch.float8_e4m3fn if on_gpu and kv_fp8 else dtype
+        if made_up:
+            self.load_weights(_made_up(model, scheme_of, dtype, self._device))
 
     # --- what vLLM asks of a model -------------------------------------------------------------------------------
 
@@ -156,3 +159,18 @@ class ExactModel(nn.Module):
 
         nothing, table = positions.new_zeros(rows), torch.zeros(rows, 1, dtype=torch.int32, device=device)
         return DecodeAttention(nothing, nothing - 1, table, torch.ones_like(table)[:, 0], 1, pages)
+
+
+def _made_up(
+    model: nn.Module, scheme_of: Callable[[str], Scheme | None], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Random published tensors, for benchmarks of models without a checkpoint."""
+    for name, parameter in model.named_parameters():
+        scheme = scheme_of(name)
+        if scheme is None:
+            value = torch.randn(parameter.shape, device=device, dtype=dtype).mul_(0.02)
+            yield name, value if parameter.dim() > 1 else torch.ones_like(value)
+            continue
+        for suffix, spec in scheme.tensor_specs(*parameter.shape).items():
+            values = torch.rand(spec.shape, device=device).mul_(0.01 if "scale" in suffix else 100)
+            yield f"{name.removesuffix('weight')}{suffix}", values.to(getattr(torch, spec.dtype))

@@ -45,7 +45,8 @@ class ExactNumerics:
         total = sum(print_.nbytes for print_ in expected.values())
         proved = sum(print_.nbytes for name, print_ in expected.items() if not name.endswith(METADATA))
         self.proved_frac = proved / total
-        self.check(0, expected)
+        if self._settings.args.get("load_format") != "dummy":
+            self.check(0, expected)
 
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
         return self.forward.weights.base(name)
