@@ -187,7 +187,5 @@ class Probe(Observer):
         return found.read(batch.whole(CPU))
 
     def _shadow(self, part: Part) -> Tensor:
-        truncation = part.truncation(self.truncation)
-        return self.policy.shadow_logprobs(
-            part.prompts, part.responses, truncation, self.config.train.logprob_chunk, part.routes
-        )
+        how = part.truncation(self.truncation), self.config.train.logprob_chunk, part.routes
+        return self.policy.frozen_logprobs(self.policy.shadow, part.prompts, part.responses, *how)

@@ -271,29 +271,17 @@ class Policy:
         return self.decoder(upload(torch.tensor(ids), self.device), attention, weights, rows, routes)
 
     @torch.no_grad()
-    def shadow_logprobs(
+    def frozen_logprobs(
         self,
+        weights: WeightSet,
         prompts: list[list[int]],
         responses: list[list[int]],
         truncation: Truncation,
         chunk: int,
         routes: Routes = NO_ROUTES,
     ) -> Tensor:
-        """`logprobs` of the current version in the sampler's arithmetic: (T,), without gradient."""
-        return self.logprobs(prompts, responses, truncation, chunk, routes=routes, weights=self.shadow)[0]
-
-    @torch.no_grad()
-    def reference_logprobs(
-        self,
-        prompts: list[list[int]],
-        responses: list[list[int]],
-        truncation: Truncation,
-        chunk: int,
-        routes: Routes = NO_ROUTES,
-    ) -> Tensor:
-        """`logprobs` of the reference: (T,), without gradient."""
-        assert self.reference is not None, "no reference was kept"
-        return self.logprobs(prompts, responses, truncation, chunk, routes=routes, weights=self.reference)[0]
+        """`logprobs` of a weight set, such as `shadow` or `reference`: (T,), without gradient."""
+        return self.logprobs(prompts, responses, truncation, chunk, routes=routes, weights=weights)[0]
 
     def set_recompute(self, recompute: Recompute) -> None:
         """What the backward recomputes instead of keeping it, see `Decoder`."""

@@ -10,7 +10,7 @@ A forward gets a `WeightSet` as an argument. A policy has up to four:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,11 +51,6 @@ class WeightSet:
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the KV cache of a forward in `dtype`; plain torch stores e4m3 values in `dtype`."""
         return torch.float8_e4m3fn if self.kv_fp8 and self.fused else dtype
-
-    def parts(self) -> Iterator[Part]:
-        """The parts of all packed linears, in layer order."""
-        for parts in self.linears.values():
-            yield from parts
 
 
 def learner_weights(policy: Policy, snapshot: Snapshot, masters: Mapping[str, Tensor]) -> WeightSet:

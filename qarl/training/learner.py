@@ -22,6 +22,7 @@ from qarl.errors import UserError
 from qarl.objectives import Constants, TokenLogProbs, Totals, build_objective
 from qarl.policy.policy import Policy
 from qarl.policy.routes import Routes
+from qarl.policy.weights import WeightSet
 from qarl.training.batch import Batch, Part, rounds
 from qarl.training.columns import Column, KeptColumn
 from qarl.training.observer import Observer
@@ -181,19 +182,20 @@ class Learner:
         if self.policy.aligned:
             return logp.detach()
         self.totals.forward_tokens += part.forward_tokens
-        chunk = self.config.train.logprob_chunk
-        truncation = part.truncation(self.truncation)
-        return self.policy.shadow_logprobs(part.prompts, part.responses, truncation, chunk, part.routes)
+        return self._frozen(self.policy.shadow, part)
 
     def reference(self, part: Part) -> Tensor:
         """Return log-probs of the reference policy, (T,); one forward per response and step."""
         column = part.batch.logp_ref
         if not column.known(part):
+            assert self.policy.reference is not None, "no reference was kept"
             self.totals.forward_tokens += part.forward_tokens
-            chunk = self.config.train.logprob_chunk
-            arguments = part.prompts, part.responses, part.truncation(self.truncation), chunk, part.routes
-            column.fill(part, self.policy.reference_logprobs(*arguments))
+            column.fill(part, self._frozen(self.policy.reference, part))
         return column.read(part)
+
+    def _frozen(self, weights: WeightSet, part: Part) -> Tensor:
+        how = part.truncation(self.truncation), self.config.train.logprob_chunk, part.routes
+        return self.policy.frozen_logprobs(weights, part.prompts, part.responses, *how)
 
     def token_logprobs(self, part: Part, plan: Plan) -> TokenLogProbs:
         """Run a training forward over a micro-batch, and return the log-probs that the objective needs.

@@ -22,4 +22,4 @@ def packed(values) -> torch.Tensor:
 
 
 def shadow(run: Parts, batch: Batch) -> torch.Tensor:
-    return run.policy.shadow_logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
+    return run.policy.frozen_logprobs(run.policy.shadow, batch.prompts, batch.responses, run.sampling.truncation, 128)

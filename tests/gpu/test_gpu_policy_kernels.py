@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policy_models import OneLinear
+from policy_models import OneLinear, parts_of
 from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import Scheme
 from qarl_formats.schemes.bf16 import OrdinaryProduct
@@ -189,7 +189,7 @@ def test_an_aligned_policy_agrees_with_the_reference(tiny_model, scheme: str, ch
 
 def _by_kernels(weights: WeightSet) -> bool:
     """Whether every linear of a policy is multiplied by a kernel of Triton, on layers of such kernels."""
-    schemes = [part.weight.scheme for part in weights.parts()]
+    schemes = [part.weight.scheme for part in parts_of(weights)]
     return weights.fused and not any(isinstance(scheme, OrdinaryProduct) for scheme in schemes)
 
 
@@ -205,7 +205,7 @@ def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: 
 @pytest.mark.parametrize("learner", ["fake_quant", "full_precision"])
 def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) -> None:
     policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32, learner=learner)
-    assert all(isinstance(part.weight.scheme, OrdinaryProduct) for part in policy.weights.parts())
+    assert all(isinstance(part.weight.scheme, OrdinaryProduct) for part in parts_of(policy.weights))
     assert _by_kernels(policy.sampler.weights)
     _logprobs(policy).sum().backward()
     assert all(parameter.grad.isfinite().all() for _, parameter in policy.named_parameters())

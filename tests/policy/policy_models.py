@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qarl.config import ModelConfig, QuantConfig
-from qarl.policy.linear import PackedLinear
+from qarl.policy.linear import PackedLinear, Part
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
 from qarl.policy.weights import WeightSet
@@ -59,9 +59,14 @@ class OneLinear:
         return self.linear(x, self.weights)
 
 
+def parts_of(weights: WeightSet) -> list[Part]:
+    """The weights of all packed linears, in layer order."""
+    return [part for parts in weights.linears.values() for part in parts]
+
+
 def operand_of(weights: WeightSet, module: str) -> LowBitWeight:
     """The weight that a module is multiplied with, alone or together with others."""
-    return next(part.weight for part in weights.parts() if module in part.names)
+    return next(part.weight for part in parts_of(weights) if module in part.names)
 
 
 def sampled(policy: Policy, **texts) -> Tensor:

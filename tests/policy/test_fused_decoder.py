@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from policy_models import assert_gradients_close, make_policy, operand_of, tokens
+from policy_models import assert_gradients_close, make_policy, operand_of, parts_of, tokens
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 
@@ -279,7 +279,7 @@ def test_a_code_that_the_product_reads_otherwise_is_found(make) -> None:
     policy = make(True, "w4a8", 32, learner="aligned")
     policy.sampler.install(policy.current)
     verify_in_process(0, policy.current.tensors, policy.sampler.held())
-    operand = next(part.weight for part in policy.sampler.weights.parts() if len(part.names) > 1)
+    operand = next(part.weight for part in parts_of(policy.sampler.weights) if len(part.names) > 1)
     assert "weight_packed" not in operand.operands  # the product has the codes in tiles alone
     tiled = operand.operands["weight_tiled"].view(-1).view(torch.uint8)
     tiled[0] ^= 1

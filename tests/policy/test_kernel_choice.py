@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policy_models import OneLinear, make_policy
+from policy_models import OneLinear, make_policy, parts_of
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
 from qarl_formats.schemes.bf16 import OrdinaryProduct
@@ -173,7 +173,7 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
         ignore=["lm_head", ignored],
     )
     multiplied: list[str] = []
-    for own, sampler in zip(policy.weights.parts(), policy.sampler.weights.parts(), strict=True):
+    for own, sampler in zip(parts_of(policy.weights), parts_of(policy.sampler.weights), strict=True):
         names, features, mine, weight = own.names, own.features, own.weight, sampler.weight
         multiplied += names
         assert names == sampler.names and mine.shape[0] == weight.shape[0] == features.stop - features.start

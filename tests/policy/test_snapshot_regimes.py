@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policy_models import CPU, hf_logprobs, load, logprobs, make_policy, put_dequantized, sampled
+from policy_models import CPU, hf_logprobs, load, logprobs, make_policy, parts_of, put_dequantized, sampled
 from qarl_formats.registry import make_scheme
 from qarl_formats.schemes.bf16 import OrdinaryProduct
 from transformers import AutoModelForCausalLM, GPT2Config
@@ -191,7 +191,7 @@ def test_full_precision_learner_does_not_see_a_master_before_refresh(tiny_model)
 def test_fake_quant_learner_is_near_the_sampler_but_not_on_its_arithmetic(tiny_model, scheme: str) -> None:
     policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme), learner="fake_quant")
     assert all(
-        isinstance(weight.scheme, OrdinaryProduct) for weight in (part.weight for part in policy.weights.parts())
+        isinstance(weight.scheme, OrdinaryProduct) for weight in (part.weight for part in parts_of(policy.weights))
     )
     with torch.no_grad():
         learner = logprobs(policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from qarl_kernels.logprob import Truncation
@@ -114,20 +115,13 @@ class RunPolicy:
     def _replays(self) -> bool:
         return self.config.model.routing == "replay"
 
-    @torch.no_grad()
     def logprobs(self, saved: SavedStep) -> Tensor:
         """The learner's log-probs of all responses, (T,) float32 on the CPU."""
-
-        def logprobs(
-            prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int, routes: Routes
-        ) -> Tensor:
-            return self.policy.logprobs(prompts, responses, truncation, chunk, routes=routes)[0]
-
-        return self._packed(saved, logprobs)
+        return self._packed(saved, partial(self.policy.frozen_logprobs, self.policy.weights))
 
     def shadow_logprobs(self, saved: SavedStep) -> Tensor:
         """The sampler's arithmetic at the same weights, (T,) float32 on the CPU."""
-        return self._packed(saved, self.policy.shadow_logprobs)
+        return self._packed(saved, partial(self.policy.frozen_logprobs, self.policy.shadow))
 
     def argmax_flips(self, saved: SavedStep) -> Tensor:
         """bool (T,): places where learner and sampler's arithmetic hold another token for the likeliest."""
