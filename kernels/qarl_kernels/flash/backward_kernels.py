@@ -7,7 +7,7 @@ import triton.language as tl
 
 from qarl_kernels.blocks import dot, operand
 from qarl_kernels.casts import narrow, widen
-from qarl_kernels.flash.steps import feature_mask
+from qarl_kernels.flash.steps import causal, feature_mask
 
 
 @triton.jit(do_not_specialize=["T", "T_PAD"])
@@ -109,13 +109,7 @@ def query_grad_kernel(
         values = tl.load(v + key_row[:, None] * stride_v + d[None, :], mask=seen, other=0.0)
         scores = dot(query, keys.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         dp = dot(grad, values.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-        if WINDOW:
-            if (first + BLOCK_N - 1 > position) | (first < clear):
-                ahead = (position + m)[:, None] - at[None, :]
-                scores = tl.where((ahead >= 0) & (ahead < window), scores, float("-inf"))
-        else:
-            if first + BLOCK_N - 1 > position:
-                scores = tl.where((position + m)[:, None] >= at[None, :], scores, float("-inf"))
+        scores = causal(scores, first, position, at, m, clear, window, BLOCK_N, WINDOW)
         p = tl.exp2(tl.fma(scores, scale2, -level[:, None]))
         ds = narrow(p * (dp - shift[:, None]), k.dtype.element_ty)
         acc = dot(ds, keys, acc)

@@ -23,6 +23,7 @@ from qarl_kernels.flash.pairs import in_pairs, load_features, paired
 from qarl_kernels.flash.steps import (
     LOG2E,
     accumulate,
+    causal,
     feature_mask,
     merge,
     normalized,
@@ -151,13 +152,7 @@ def attention_kernel(
         values = load_features(v + v_at[:, None] + d[None, :], seen, query[0].dtype)
 
         scores = dot_of_parts(query, keys, tl.zeros((BLOCK_M, BLOCK), tl.float32))
-        if WINDOW:
-            if (first + BLOCK - 1 > position) | (first < clear):
-                ahead = (position + m)[:, None] - at[None, :]
-                scores = tl.where((ahead >= 0) & (ahead < window), scores, float("-inf"))
-        else:
-            if first + BLOCK - 1 > position:
-                scores = tl.where((position + m)[:, None] >= at[None, :], scores, float("-inf"))
+        scores = causal(scores, first, position, at, m, clear, window, BLOCK, WINDOW)
         if CHUNKS:
             next_chunk = first % CHUNK == 0
             if next_chunk:  # the next step's factor is 0, which clears the chunk's sums

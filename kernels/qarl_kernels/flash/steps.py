@@ -20,6 +20,23 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
+def causal(scores, first, position, at, m, clear, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """Set scores (M, BLOCK) of keys that a row must not see to -inf; most blocks have none and are not masked.
+
+    first: position of the block's first key; position: of the first row; at: (BLOCK,) positions of the keys; m: (M,)
+    0, 1, ...; clear: position from which on keys are inside every row's window.
+    """
+    if WINDOW:
+        if (first + BLOCK - 1 > position) | (first < clear):
+            ahead = (position + m)[:, None] - at[None, :]
+            scores = tl.where((ahead >= 0) & (ahead < window), scores, float("-inf"))
+    else:
+        if first + BLOCK - 1 > position:
+            scores = tl.where((position + m)[:, None] >= at[None, :], scores, float("-inf"))
+    return scores
+
+
+@triton.jit
 def probabilities(scores, top, scale):
     """Return unnormalized probabilities p (M, N) of one block, the factor (M,) for earlier sums, and the new top (M,).
 
