@@ -121,6 +121,35 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def product_tile(
+    a,
+    b,
+    m,
+    n,
+    M,
+    N,
+    K,
+    steps,
+    stride_a,
+    stride_b,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Return the tile of a @ b^T at [m, n], float32 (BLOCK_M, BLOCK_N): one chain of products along K.
+
+    a: (M, K), b: (N, K), as for `operand`. steps: K / BLOCK_K, rounded up.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(steps):
+        left = operand(a, m, M, step * BLOCK_K, K, stride_a, BLOCK_M, BLOCK_K, TMA)
+        right = operand(b, n, N, step * BLOCK_K, K, stride_b, BLOCK_N, BLOCK_K, TMA)
+        acc = dot(left, right.T, acc)
+    return acc
+
+
+@triton.jit
 def dot_of_parts(a, b, acc):
     """acc + a[0] @ b[0]^T + a[1] @ b[1]^T ..., in the order in which `dot` sums the parts concatenated along K.
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from qarl_kernels.activation import FP8_MAX
-from qarl_kernels.blocks import dot, operand, split_columns, tile_of
+from qarl_kernels.blocks import product_tile, split_columns, tile_of
 from qarl_kernels.casts import narrow_e4m3, widen
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -166,11 +166,8 @@ def add_product_kernel(
     pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
     m = pid_m * BLOCK_M
     n = pid_n * BLOCK_N
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for step in range(tl.cdiv(K, BLOCK_K)):
-        left = operand(a, m, M, step * BLOCK_K, K, stride_a, BLOCK_M, BLOCK_K, TMA)
-        right = operand(b, n, N, step * BLOCK_K, K, stride_b, BLOCK_N, BLOCK_K, TMA)
-        acc = dot(left, right.T, acc)
+    steps = tl.cdiv(K, BLOCK_K)
+    acc = product_tile(a, b, m, n, M, N, K, steps, stride_a, stride_b, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
     rm = m + tl.arange(0, BLOCK_M)
     if BLOCK_N == 256:
         left, right = split_columns(acc)

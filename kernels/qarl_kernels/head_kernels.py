@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qarl_kernels.blocks import dot, operand, split_columns, tile_of
+from qarl_kernels.blocks import product_tile, split_columns, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.truncation import CUT_LOGIT_GAP
 
@@ -80,12 +80,7 @@ def statistics_kernel(
         pid_m, pid_n = tile_of(pid, num_m, num_n)
         m = pid_m * BLOCK_M
         n = pid_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(steps):
-            a = operand(x, m, M, step * BLOCK_K, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
-            b = operand(w, n, V, step * BLOCK_K, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
-            acc = dot(a, b.T, acc)
-        y = acc * scale
+        y = product_tile(x, w, m, n, M, V, K, steps, stride_xm, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K, TMA) * scale
         rm = m + tl.arange(0, BLOCK_M)
         column = tl.arange(0, BLOCK_N)
         if targets is not None:
@@ -211,12 +206,7 @@ def gradient_kernel(
         pid_m, pid_n = tile_of(pid, num_m, num_n)
         m = pid_m * BLOCK_M
         n = pid_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(steps):
-            a = operand(x, m, M, step * BLOCK_K, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
-            b = operand(w, n, N, step * BLOCK_K, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
-            acc = dot(a, b.T, acc)
-        y = acc * scale
+        y = product_tile(x, w, m, n, M, N, K, steps, stride_xm, stride_wn, BLOCK_M, BLOCK_N, BLOCK_K, TMA) * scale
         rm = m + tl.arange(0, BLOCK_M)
         column = tl.arange(0, BLOCK_N)
         inside = rm < M
