@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.policy.attention import Attention, Caches, Span, paged
 from qarl.policy.decoder import Decoder
@@ -49,8 +48,7 @@ class ExactModel(nn.Module):
         self._told: Callable[[Tensor], None] | None = None
         self._sampled_from: Distribution | None = None
         self.truncation = Truncation()
-        # vLLM makes models under defaults of its own for devices and dtypes.
-        with torch.device("cpu"), set_default_torch_dtype(torch.float32), torch.no_grad():
+        with _plain_defaults():
             self._build(bool(vllm_config.additional_config.get(KV_FP8)), vllm_config.load_config.load_format == "dummy")
         layers = self._decoder.layers
         self.layers = [CachedLayer(at, one.kv_heads, one.head_dim, self._cache_dtype) for at, one in enumerate(layers)]
@@ -159,6 +157,18 @@ class ExactModel(nn.Module):
 
         nothing, table = positions.new_zeros(rows), torch.zeros(rows, 1, dtype=torch.int32, device=device)
         return DecodeAttention(nothing, nothing - 1, table, torch.ones_like(table)[:, 0], 1, pages)
+
+
+@contextmanager
+def _plain_defaults() -> Iterator[None]:
+    """Inside, torch has its usual default device and dtype; vLLM creates models under its own."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _made_up(

@@ -129,9 +129,9 @@ class PublishedWeights:
 
     def _fill(self, one: PackedLinear, tensors: dict[str, Tensor]) -> None:
         held = self._weights.get(one.names)
-        if held is not None:
-            missing = {name: t for name, t in self._published(one, Proof()) if name not in tensors}
-            tensors = missing | tensors
+        if held is not None and len(tensors) < self._published_count(one):  # a delta sends only what changed
+            held_now = {name: tensor.clone() for name, tensor in self._published(one, Proof()) if name not in tensors}
+            tensors = held_now | tensors
         fresh = [weight.prepare(self._dtype, self._kernels) for weight in self._weights_of(one, tensors)]
         if held is None:
             self._weights[one.names] = [_in_own_memory(weight) for weight in fresh]
@@ -139,6 +139,11 @@ class PublishedWeights:
         for weight, new in zip(held, fresh, strict=True):
             for name, operand in weight.operands.items():
                 operand.copy_(new.operands[name])
+
+    def _published_count(self, one: PackedLinear) -> int:
+        """How many tensors `Snapshot.published` has of a packed linear."""
+        modules = one.names if one.names not in self._joined else one.names[:1]
+        return sum(len(self._suffixes(module)) for module in modules)
 
     def _weights_of(self, one: PackedLinear, tensors: Mapping[str, Tensor]) -> list[LowBitWeight]:
         """The stored weights: all rows as one for Triton kernels, else one per module."""

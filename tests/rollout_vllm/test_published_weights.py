@@ -1,0 +1,93 @@
+"""The weights of the exact model in vLLM: loaded from a checkpoint, filled by publishes, read back and verified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import parts
+
+from qarl.policy.decoder import Decoder
+from qarl.policy.skeleton import schemes_of, skeleton
+from qarl.rollout.vllm.exact.weights import PublishedWeights
+from qarl.weight_sync.verify import PublishError
+
+CPU = torch.device("cpu")
+BYTES: dict[str, Any] = {"group_size": None}
+# family, quantization
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("qwen2", {"scheme": "bf16", **BYTES}),
+    "w4a16": ("qwen3", {"scheme": "w4a16"}),
+    "w8a8": ("qwen2", {"scheme": "w8a8", **BYTES}),
+    "fp8": ("llama", {"scheme": "fp8", **BYTES}),
+    "w4a8": ("llama", {"scheme": "w4a8"}),
+    "nvfp4a16": ("llama", {"scheme": "nvfp4a16", **BYTES}),
+    "experts in w4a16": ("qwen3_moe", {"scheme": "w4a16"}),
+    "experts in w8a8": ("qwen2_moe", {"scheme": "w8a8", **BYTES}),
+    "experts in bf16": ("mixtral", {"scheme": "bf16", **BYTES}),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, tiny_model) -> Any:
+    family, quant = CASES[request.param]
+    return parts(tiny_model(family), quant=quant)
+
+
+def made(case: Any, kernels: bool) -> PublishedWeights:
+    """Loaded as from a checkpoint, in which each expert stands by itself. kernels: as on a GPU."""
+    policy = case.policy
+    model = skeleton(policy.model.config)
+    decoder = Decoder(model.base_model, 64, {torch.bfloat16}, CPU)
+    scheme_of = schemes_of(model, policy.scheme, policy.quant.ignore)
+    tied = bool(policy.model.config.tie_word_embeddings)
+    weights = PublishedWeights(decoder, scheme_of, torch.bfloat16, CPU, tied, False)
+    weights._kernels = kernels
+    weights.load(policy.current.tensors)
+    return weights
+
+
+def changed(case: Any) -> Any:
+    generator = torch.Generator().manual_seed(case.policy.version)
+    with torch.no_grad():
+        for parameter in case.policy.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    case.policy.refresh(case.policy.version + 1)
+    return case.policy.current
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_publish_fills_the_same_memory_and_is_verified(case: Any, kernels: bool) -> None:
+    weights = made(case, kernels)
+    weights.check(0, case.policy.current.fingerprints())
+    held = {id(t): t.data_ptr() for group in weights._weights.values() for w in group for t in w.operands.values()}
+    snapshot = changed(case)
+    with pytest.raises(PublishError):
+        weights.check(1, snapshot.fingerprints())
+    weights.load(snapshot.published)
+    weights.check(1, snapshot.fingerprints())
+    again = {id(t): t.data_ptr() for group in weights._weights.values() for w in group for t in w.operands.values()}
+    assert again == held
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_delta_may_bring_one_tensor_of_a_packed_linear(case: Any, kernels: bool) -> None:
+    if case.policy.scheme.name == "nvfp4a16":
+        pytest.skip("the parts of a packed linear share a scale, so they change together")
+    weights = made(case, kernels)
+    snapshot = changed(case)
+    for name, tensor in snapshot.published.items():
+        before = weights.base(name) if not name.endswith("weight_shape") else tensor
+        assert (before.shape, before.dtype) == (tensor.shape, tensor.dtype), name
+        weights.load({name: tensor})
+    weights.check(1, snapshot.fingerprints())
+
+
+def test_an_operand_that_changed_by_itself_is_named(case: Any) -> None:
+    weights = made(case, kernels=False)
+    group = next(iter(weights._weights.values()))
+    operand = next(iter(group[0].operands.values()))
+    operand.view(torch.uint8).flatten()[0] ^= 1
+    with pytest.raises(PublishError, match=r"publish of version 0: .*model\.layers\.0\.self_attn"):
+        weights.check(0, case.policy.current.fingerprints())
