@@ -17,48 +17,34 @@ ROWS = 256  # compared at a time
 class Float32Head(UnquantizedEmbeddingMethod):
     """The output layer, or the tied embedding, with `qarl_kernels.logprob.logits_of`.
 
-    On the CPU it holds the weight in float32, which `refresh` updates after every load.
+    It holds the weight in float32, which `refresh` updates after every load.
     """
 
     def __init__(self, layer: VocabParallelEmbedding) -> None:
         self._layer = layer
-        self.wide: Tensor | None = None
-        self.refresh()
+        self.wide = self._weight().float()
 
     def refresh(self) -> None:
-        """Copy the layer's current weight. Does nothing on a GPU."""
-        weight = self._weight(self._layer)
-        if weight.device.type != "cpu":
-            return
-        if self.wide is None:
-            self.wide = torch.empty_like(weight, dtype=torch.float32)
-        self.wide.copy_(weight)
+        """Copy the layer's current weight."""
+        self.wide.copy_(self._weight())
 
     def fresh(self) -> bool:
         """Whether the product reads the layer's current weight."""
-        if self.wide is None:
-            return True
-        weight = self._weight(self._layer)
-        blocks = zip(self.wide.split(ROWS), weight.split(ROWS), strict=True)
+        blocks = zip(self.wide.split(ROWS), self._weight().split(ROWS), strict=True)
         return all(torch.equal(wide, rows.float()) for wide, rows in blocks)
 
     def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
         """Do nothing: vLLM calls this during a load, and not for tied layers."""
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight that the product reads, (V, H); float32 on the CPU."""
-        return self._weight(self._layer) if self.wide is None else self.wide
-
     def apply(self, layer: VocabParallelEmbedding, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: (..., H) of the model's dtype. Returns (..., V) float32, without vLLM's padding of the vocabulary."""
         assert bias is None, "output layers with a bias are not among the learner's models"
-        logits = logprob.logits_of(x.reshape(-1, x.shape[-1]), self.weight)
+        logits = logprob.logits_of(x.reshape(-1, x.shape[-1]), self.wide)
         return logits.view(*x.shape[:-1], logits.shape[-1])
 
-    @staticmethod
-    def _weight(layer: VocabParallelEmbedding) -> Tensor:
-        return layer.weight.data[: layer.org_vocab_size]  # without padding: the CPU's bits may depend on the shape
+    def _weight(self) -> Tensor:
+        # Without vLLM's padding of the vocabulary: the CPU's bits may depend on the shape.
+        return self._layer.weight.data[: self._layer.org_vocab_size]
 
 
 def use_float32_head(model: nn.Module) -> Float32Head:
