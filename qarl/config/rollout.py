@@ -28,8 +28,8 @@ class RolloutConfig(Section):
     renamed: ClassVar = {"kernels": Renamed("linear_kernels", {"native": "vllm", "qarl": "qarl"})}
     engine: Literal["native", "vllm"] = Field(
         "native",
-        description="native: in process, on the policy's own modules and quantized tensors; vllm: vLLM, to which each "
-        "version is published.",
+        description="native: in the learner's process, on the policy's own modules and quantized tensors; vllm: vLLM, "
+        "to which each version is published.",
     )
     numerics: Literal["exact", "fast"] | None = Field(
         None,
@@ -83,7 +83,7 @@ class RolloutConfig(Section):
         description="KV pool size in tokens; default holds max_num_seqs full-length sequences. Sequences are "
         "preempted when it is full.",
     )
-    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, where it is the engine.")
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="Settings of engine vllm.")
 
     @property
     def inexact(self) -> str:
@@ -96,22 +96,22 @@ class RolloutConfig(Section):
         return f"rollout.vllm.args.{other}" if other else ""
 
     def samplers(self, ranks: int) -> range:
-        """Which of `ranks` ranks draw responses."""
+        """The ranks, of so many, that sample responses."""
         return self.vllm.samplers(ranks) if self.engine == "vllm" else range(ranks)
 
     @property
     def spans(self) -> bool:
-        """Whether a rank's GPU may be another rank's sampler's too."""
+        """Whether a rank's sampler may use the GPUs of other ranks."""
         return self.engine == "vllm" and self.vllm.spans
 
     @property
     def restarts_s(self) -> float:
-        """What the restarts of a sampler may take, in seconds: to find that it hangs, and to start another."""
+        """Most seconds that restarts of a sampler take: to detect that it hangs, and to start another."""
         return 2 * self.vllm.timeout_s * self.vllm.max_restarts if self.engine == "vllm" else 0.0
 
     @property
     def sampler_text(self) -> str:
-        """What samples, for a reader."""
+        """Name of the sampler for reports."""
         if self.engine == "native":
             return "native engine"
         return "vLLM, exact numerics" if self.numerics == "exact" else "vLLM"

@@ -1,4 +1,4 @@
-"""vLLM as the rollout engine: where it runs, what of the GPU it takes, and how new weights reach it."""
+"""vLLM as the rollout engine: where it runs, how much GPU memory it uses, and how it gets new weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ARGS_BY_KEY = {
     "enable_chunked_prefill": "rollout.max_batched_tokens",
     "enable_sleep_mode": "rollout.vllm.sleep_level",
 }
-# Those on which publishing, log-probs or the one process of the sampler depend.
+# Arguments that publishing, log-probs or the sampler's single process depend on.
 ARGS_FIXED = (
     "convert",
     "distributed_executor_backend",
@@ -57,7 +57,7 @@ ARGS_FIXED = (
     "worker_cls",
     "worker_extension_cls",
 )
-# Of one GPU's process, and what to do for more.
+# Arguments for several GPUs, and what to do instead.
 ARGS_OF_ONE = {
     "tensor_parallel_size": "set rollout.vllm.tensor_parallel",
     "data_parallel_size": "set rollout.vllm.data_parallel",
@@ -66,7 +66,7 @@ ARGS_OF_ONE = {
     "decode_context_parallel_size": "leave it out",
     "nnodes": "leave it out",
 }
-# Those that say when and how many at a time, and not what is computed.
+# Arguments that schedule, and do not change what is computed.
 EXACT_ARGS = (
     "async_scheduling",
     "cudagraph_capture_sizes",
@@ -79,44 +79,46 @@ EXACT_ARGS = (
 
 
 class VLLMConfig(Section):
-    """Read where `rollout.engine` is vllm."""
+    """Used if `rollout.engine` is vllm."""
 
     # An optimizer step changes nearly every layer: mode changed sent at least 99.8 % of the bytes.
     replaced: ClassVar = {"publish": Replaced("rollout.vllm.publish", {"changed": "full"})}
 
     process: Literal["separate", "inline"] = Field(
         "separate",
-        description="Where vLLM lives: a process of its own, restarted when it fails, or the learner's.",
+        description="Where vLLM runs: in a separate process, restarted when it fails, or in the learner's (inline).",
     )
     device: int | None = Field(
         None,
         ge=0,
         lt=DEVICES,
-        description="CUDA index of the sampler's own GPU, on several ranks of the first one's, the next index for the "
-        "next rank; null: the learner's, which they share.",
+        description="CUDA index of the sampler's own GPU; with several ranks, of the first rank's, and each further "
+        "rank uses the next index. null: the learner's GPU, which they share.",
     )
     data_parallel: int | None = Field(
         None,
         ge=1,
         le=DEVICES,
-        description="vLLMs that draw side by side, on several ranks: the first so many of the ranks that may have one; "
-        "null: all, or with tensor_parallel on their own GPUs the first of each so many ranks.",
+        description="Number of vLLM replicas. They run on the lowest-numbered eligible ranks. null: one per eligible "
+        "rank; with tensor_parallel, one per group of that many ranks.",
     )
     tensor_parallel: int = Field(
         1,
         ge=1,
         le=DEVICES,
-        description="GPUs that hold one vLLM's model together: from `device` on, or the rank's and the next ones.",
+        description="GPUs over which one vLLM's model is split: from `device` on, or the rank's and the next ones.",
     )
-    memory_frac: float = Field(0.4, gt=0, lt=1, description="Share of the GPU for vLLM's weights and KV cache.")
+    memory_frac: float = Field(
+        0.4, gt=0, lt=1, description="Fraction of the GPU's memory for vLLM's weights and KV cache."
+    )
     enforce_eager: bool | None = Field(
-        None, description="No torch.compile and no CUDA graphs; null: true on the CPU, false on CUDA."
+        None, description="Disable torch.compile and CUDA graphs. null: true on the CPU, false on CUDA."
     )
     sleep_level: Literal[0, 1, 2] | None = Field(
         None,
         description="What the sampler frees on a GPU during the learner's step: nothing (0); the KV cache, with the "
-        "weights parked in pinned memory of the host (1); the KV cache and the weights, which are then published whole "
-        "(2). null: 2, or with publish delta, which changes words of what is there, 1.",
+        "weights moved to pinned host memory (1); the KV cache and the weights, which need a full publish then (2). "
+        "null: 2, or 1 with publish delta.",
     )
     publish: Literal["full", "delta"] = Field(
         "full",
@@ -124,31 +126,31 @@ class VLLMConfig(Section):
     )
     staging: bool = Field(
         True,
-        description="On a GPU, keep the published tensors of layers that vLLM repacks beside them, so that a publish "
-        "replays the repacking as one CUDA graph; costs as much memory as these layers. delta keeps them anyway.",
+        description="With numerics fast on a GPU, keep the published tensors of layers that vLLM repacks, so that a "
+        "publish replays the repacking as one CUDA graph; takes as much memory as these layers. delta always does.",
     )
     timeout_s: float = Field(
-        600.0, gt=0, le=SECONDS, description="Without a sign of life for so long the sampler counts as hung."
+        600.0, gt=0, le=SECONDS, description="Seconds without a sign of life after which the sampler counts as hung."
     )
     max_restarts: int = Field(
-        2, ge=0, le=FILES, description="Restarts of a failed sampler in a run; one more failure ends it."
+        2, ge=0, le=FILES, description="Restarts of a failed sampler per run; one more failure ends the run."
     )
     args: dict[str, JsonValue] = Field({}, description="Further vLLM engine arguments by name, e.g. {block_size: 32}.")
 
     @property
     def sleep(self) -> int:
-        """`sleep_level`, decided."""
+        """`sleep_level`, or its default."""
         if self.sleep_level is not None:
             return self.sleep_level
         return 1 if self.publish == "delta" else 2
 
     @property
     def spans(self) -> bool:
-        """Whether one vLLM is on the GPUs of several ranks, where there are several."""
+        """Whether one vLLM uses the GPUs of several ranks."""
         return self.tensor_parallel > 1 and self.device is None
 
     def samplers(self, ranks: int) -> range:
-        """Which of `ranks` ranks have a vLLM."""
+        """The ranks, of so many, that have a vLLM."""
         every = range(0, ranks, self.tensor_parallel if self.spans else 1)
         return every if self.data_parallel is None else every[: self.data_parallel]
 
