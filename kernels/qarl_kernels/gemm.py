@@ -143,10 +143,10 @@ def dense(
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         raise ValueError(f"dense needs bf16 or fp16 operands of one dtype, not {x.dtype} and {weight.dtype}; cast them")
     dtype = out_dtype or (x if out is None else out).dtype
-    return _multiply("dense", x, weight, None, None, bias, dtype, out, groups, gathered, tile)
+    return multiply("dense", x, weight, None, None, bias, dtype, out, groups, gathered, tile)
 
 
-def w8a8(
+def scaled(
     qx: Tensor,
     s_x: Tensor,
     codes: Tensor,
@@ -158,33 +158,17 @@ def w8a8(
     gathered: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """y = (qx @ codes^T in int32) * s_w * s_x + bias, bit-equal to the reference.
+    """y = (qx @ codes^T) * s_w * s_x + bias: w8a8 of int8 codes, fp8 of float8_e4m3fn codes.
 
-    qx: (M, K) int8; s_x: (M, 1) fp32; codes: (N, K) int8; s_w: (N, 1). The rest as in `dense`.
+    int8 codes are summed in int32, so the result is bit-equal to the reference; e4m3 codes in fp32, on Hopper with the
+    tensor cores' fast accumulation.
+
+    qx: (M, K); s_x: (M, 1) fp32; codes: (N, K) of qx's dtype; s_w: (N, 1). The rest as in `dense`.
     """
-    if qx.dtype != torch.int8 or codes.dtype != torch.int8:
-        raise ValueError(f"w8a8 needs int8 codes, not {qx.dtype} and {codes.dtype}; quantize the activations first")
-    return _multiply("w8a8", qx, codes, s_x, s_w, bias, out_dtype, out, groups, gathered, tile)
-
-
-def fp8(
-    qx: Tensor,
-    s_x: Tensor,
-    codes: Tensor,
-    s_w: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-    groups: Groups | None = None,
-    gathered: bool = False,
-    tile: Tile | None = None,
-) -> Tensor:
-    """y = (qx @ codes^T in fp32) * s_w * s_x + bias, with the tensor cores' fast accumulation on Hopper.
-
-    qx: (M, K) float8_e4m3fn; s_x: (M, 1) fp32; codes: (N, K) float8_e4m3fn; s_w: (N, 1). The rest as in `dense`.
-    """
-    check_e4m3("fp8", qx, codes)
-    return _multiply("fp8", qx, codes, s_x, s_w, bias, out_dtype, out, groups, gathered, tile)
+    if qx.dtype == codes.dtype == torch.int8:
+        return multiply("w8a8", qx, codes, s_x, s_w, bias, out_dtype, out, groups, gathered, tile)
+    check_e4m3("a product without int8 codes", qx, codes)
+    return multiply("fp8", qx, codes, s_x, s_w, bias, out_dtype, out, groups, gathered, tile)
 
 
 def check_e4m3(name: str, qx: Tensor, codes: Tensor) -> None:
@@ -197,7 +181,7 @@ def check_e4m3(name: str, qx: Tensor, codes: Tensor) -> None:
         raise ValueError("fp8 products need compute capability 8.9 (Ada, Hopper); use w8a8, or the reference")
 
 
-def _multiply(
+def multiply(
     family: str,
     x: Tensor,
     weight: Tensor,
@@ -210,6 +194,7 @@ def _multiply(
     gathered: bool,
     tile: Tile | None,
 ) -> Tensor:
+    """The product of any family of `tuning.FAMILIES` that `gemm_kernel` serves; operands as in `run`."""
     m, n = output_rows(x, groups, gathered, bias), output_features(len(weight), groups)
     k = x.shape[1]
     if weight.shape[1] != k:

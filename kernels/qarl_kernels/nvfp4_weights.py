@@ -150,26 +150,19 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor
     return packed, scale, bad
 
 
-def dequantize_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+@torch.no_grad()
+def dequantize_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Dequantize NVFP4 tensors to `dtype` (bfloat16, float16 or float32) [N, K].
 
     packed: uint8 [N, K / 2]; scale: float8_e4m3fn [N, K / 16]; global_scale: float32 [1], a divisor; all contiguous.
-    Raises ValueError if dtypes or shapes do not fit each other.
+    Without global_scale the result is code * scale, exact in every `dtype`. Raises ValueError if dtypes or shapes do
+    not fit each other.
     """
-    check_stored("weight_global_scale", global_scale, (torch.float32,), (1,))
-    return _dequantize(packed, scale, global_scale, dtype)
-
-
-def scaled_nvfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """code * scale, exact in every `dtype`: the weight without the global scale; otherwise as `dequantize_nvfp4`."""
-    return _dequantize(packed, scale, None, dtype)
-
-
-@torch.no_grad()
-def _dequantize(packed: Tensor, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     n, groups = scale.shape
     check_stored("weight_packed", packed, (torch.uint8,), (n, 8 * groups))
     check_stored("weight_scale", scale, (torch.float8_e4m3fn,), (n, groups))
+    if global_scale is not None:
+        check_stored("weight_global_scale", global_scale, (torch.float32,), (1,))
     out = torch.empty(n, groups * GROUP, dtype=dtype, device=packed.device)
     launch(
         dequantize_kernel,

@@ -21,8 +21,8 @@ from torch import Tensor
 from qarl_kernels import gemm, tuning
 from qarl_kernels.dequantize import check_stored
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.nvfp4_weights import GROUP, scaled_nvfp4
-from qarl_kernels.shapes import output, output_features, output_rows
+from qarl_kernels.nvfp4_weights import GROUP, dequantize_nvfp4
+from qarl_kernels.shapes import output_features, output_rows
 from qarl_kernels.tile import COLUMNS, ROWS, tile_int4, untile_int4
 from qarl_kernels.tiled_product import tiled_product
 from qarl_kernels.tuning import Tile
@@ -90,32 +90,12 @@ def nvfp4a16(
         raise ValueError(f"x has {k} features and the weight {scale.shape[1] * GROUP}; they must agree")
     tile = tile or tuning.lookup("nvfp4a16", n, k, m, x, groups=groups, gathered=gathered)
     dtype = out_dtype or (x if out is None else out).dtype
-    if tile.way == "dequantized":
-        packed = untile_nvfp4(tiled, len(scale), k) if packed is None else packed
-        return dequantized(x, packed, scale, global_scale, bias, dtype, out, groups, gathered)
-    return tiled_product(x, tiled, scales, global_scale, n, bias, out, dtype, tile, groups, gathered)
-
-
-def dequantized(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-    groups: Groups | None = None,
-    gathered: bool = False,
-) -> Tensor:
-    """The product with codes * scale as a matrix of x's dtype, scaled in the epilogue. Returns (M, N), or `out`."""
-    weight = scaled_nvfp4(packed, scale, x.dtype)
-    m, n = output_rows(x, groups, gathered, bias), output_features(len(weight), groups)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    out = output(out, m, n, out_dtype, x.device)
+    if tile.way != "dequantized":
+        return tiled_product(x, tiled, scales, n, bias, out, dtype, tile, groups, gathered, global_scale=global_scale)
+    packed = untile_nvfp4(tiled, len(scale), k) if packed is None else packed
+    weight = dequantize_nvfp4(packed, scale, None, x.dtype)
     ones = torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
     divided = global_scale.reciprocal().expand(len(weight)).contiguous()
     # Not by the library, whose products have no scales.
-    tile = tuning.lookup("dense", n, x.shape[1], m, x, library=False, groups=groups, gathered=gathered)
-    gemm.run(x, weight, ones, divided, bias, out, tile, groups, gathered)
-    return out
+    tile = tuning.lookup("dense", n, k, m, x, library=False, groups=groups, gathered=gathered)
+    return gemm.multiply("dense", x, weight, ones, divided, bias, dtype, out, groups, gathered, tile)

@@ -39,12 +39,10 @@ def _int4_asm(scales: int, half: bool) -> tuple[str, str]:
     return "{\n" + "\n".join(lines) + "\n}", ",".join(["=r"] * 8 + ["r"] * (2 + 2 * scales))
 
 
-_BF16_1, _ARGS_1 = (tl.constexpr(text) for text in _int4_asm(1, half=False))
-_BF16_2, _ARGS_2 = (tl.constexpr(text) for text in _int4_asm(2, half=False))
-_BF16_4, _ARGS_4 = (tl.constexpr(text) for text in _int4_asm(4, half=False))
-_FP16_1 = tl.constexpr(_int4_asm(1, half=True)[0])
-_FP16_2 = tl.constexpr(_int4_asm(2, half=True)[0])
-_FP16_4 = tl.constexpr(_int4_asm(4, half=True)[0])
+# By the number of groups, 1, 2 or 4, divided by 2.
+_INT4_BF16 = tl.constexpr(tuple(_int4_asm(groups, half=False)[0] for groups in (1, 2, 4)))
+_INT4_FP16 = tl.constexpr(tuple(_int4_asm(groups, half=True)[0] for groups in (1, 2, 4)))
+_INT4_ARGS = tl.constexpr(tuple(_int4_asm(groups, half=True)[1] for groups in (1, 2, 4)))
 
 
 @triton.jit
@@ -72,47 +70,23 @@ def int4_planes(words, meta, stride, DTYPE: tl.constexpr, GROUPS: tl.constexpr):
     BF16: tl.constexpr = DTYPE == tl.bfloat16
     BASE: tl.constexpr = 128.0 if BF16 else 1024.0
     OUT: tl.constexpr = _EIGHT_BF16 if BF16 else _EIGHT_FP16
-    m0 = tl.load(meta)
-    m1, m2, m3 = m0, m0, m0
-    if GROUPS == 2:
-        m2 = tl.load(meta + stride)
-        m3 = m2
-    if GROUPS == 4:
-        m1 = tl.load(meta + stride)
-        m2 = tl.load(meta + 2 * stride)
-        m3 = tl.load(meta + 3 * stride)
-    s0, o0 = _scale_and_offset(m0, DTYPE, words.shape)
-    s1, o1 = _scale_and_offset(m1, DTYPE, words.shape)
-    s2, o2 = _scale_and_offset(m2, DTYPE, words.shape)
-    s3, o3 = _scale_and_offset(m3, DTYPE, words.shape)
+    metas, scales, offsets = (), (), ()
+    for group in tl.static_range(GROUPS):
+        metas += (tl.load(meta + group * stride),)
+    for group in tl.static_range(GROUPS):
+        scale, offset = _scale_and_offset(metas[group], DTYPE, words.shape)
+        scales += (scale,)
+        offsets += (offset,)
     if COMPILED:
-        if GROUPS == 1:
-            p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
-                _BF16_1 if BF16 else _FP16_1, _ARGS_1, [words, s0, o0], dtype=OUT, is_pure=True, pack=2
-            )
-        elif GROUPS == 2:
-            p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
-                _BF16_2 if BF16 else _FP16_2, _ARGS_2, [words, s0, s2, o0, o2], dtype=OUT, is_pure=True, pack=2
-            )
-        else:
-            p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
-                _BF16_4 if BF16 else _FP16_4,
-                _ARGS_4,
-                [words, s0, s1, s2, s3, o0, o1, o2, o3],
-                dtype=OUT,
-                is_pure=True,
-                pack=2,
-            )
+        ASM: tl.constexpr = _INT4_BF16[GROUPS // 2] if BF16 else _INT4_FP16[GROUPS // 2]
+        inputs = (words,)
+        inputs += scales + offsets
+        planes = tl.inline_asm_elementwise(ASM, _INT4_ARGS[GROUPS // 2], inputs, dtype=OUT, is_pure=True, pack=2)
     else:
-        p0 = _int4_plane(words, 0, s0, o0, BASE)
-        p1 = _int4_plane(words, 1, s0, o0, BASE)
-        p2 = _int4_plane(words, 2, s1, o1, BASE)
-        p3 = _int4_plane(words, 3, s1, o1, BASE)
-        p4 = _int4_plane(words, 4, s2, o2, BASE)
-        p5 = _int4_plane(words, 5, s2, o2, BASE)
-        p6 = _int4_plane(words, 6, s3, o3, BASE)
-        p7 = _int4_plane(words, 7, s3, o3, BASE)
-    return p0, p1, p2, p3, p4, p5, p6, p7
+        planes = ()
+        for j in tl.static_range(8):
+            planes += (_int4_plane(words, j, scales[j * GROUPS // 8], offsets[j * GROUPS // 8], BASE),)
+    return planes
 
 
 def _nvfp4_asm(half: bool) -> str:
@@ -172,7 +146,7 @@ def nvfp4_planes(words, scales, width, DTYPE: tl.constexpr):
     first = tl.load(scales)[:, None]
     last = tl.load(scales + width)[:, None]
     if COMPILED:
-        p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
+        planes = tl.inline_asm_elementwise(
             _NVFP4_BF16 if DTYPE == tl.bfloat16 else _NVFP4_FP16,
             _NVFP4_ARGS,
             [words, tl.broadcast_to(first, words.shape), tl.broadcast_to(last, words.shape)],
@@ -181,26 +155,23 @@ def nvfp4_planes(words, scales, width, DTYPE: tl.constexpr):
             pack=2,
         )
     else:
-        p0 = _nvfp4_plane(words, 0, first, DTYPE)
-        p1 = _nvfp4_plane(words, 1, first, DTYPE)
-        p2 = _nvfp4_plane(words, 2, first, DTYPE)
-        p3 = _nvfp4_plane(words, 3, first, DTYPE)
-        p4 = _nvfp4_plane(words, 4, last, DTYPE)
-        p5 = _nvfp4_plane(words, 5, last, DTYPE)
-        p6 = _nvfp4_plane(words, 6, last, DTYPE)
-        p7 = _nvfp4_plane(words, 7, last, DTYPE)
-    return p0, p1, p2, p3, p4, p5, p6, p7
+        planes = ()
+        for j in tl.static_range(8):
+            planes += (_nvfp4_plane(words, j, first if j < 4 else last, DTYPE),)
+    return planes
 
 
 @triton.jit
-def four_planes(p0, p1, p2, p3):
-    """Planes of 16 features (BLOCK_N, 16) side by side, (BLOCK_N, 64)."""
-    q = tl.join(tl.join(p0, p2), tl.join(p1, p3))  # (BLOCK_N, 16, 2, 2): the last axes are the bits of the number
-    return q.permute(0, 2, 3, 1).reshape(p0.shape[0], 64)
+def four_planes(planes, first: tl.constexpr):
+    """Planes of 16 features (BLOCK_N, 16), four from `first` on, side by side, (BLOCK_N, 64)."""
+    # (BLOCK_N, 16, 2, 2): the last axes are the bits of a plane's number
+    q = tl.join(tl.join(planes[first], planes[first + 2]), tl.join(planes[first + 1], planes[first + 3]))
+    return q.permute(0, 2, 3, 1).reshape(q.shape[0], 64)
 
 
 @triton.jit
-def eight_planes(p0, p1, p2, p3, p4, p5, p6, p7):
+def eight_planes(planes):
     """As `four_planes`, (BLOCK_N, 128)."""
-    q = tl.join(tl.join(tl.join(p0, p4), tl.join(p2, p6)), tl.join(tl.join(p1, p5), tl.join(p3, p7)))
-    return q.permute(0, 2, 3, 4, 1).reshape(p0.shape[0], 128)
+    even = tl.join(tl.join(planes[0], planes[4]), tl.join(planes[2], planes[6]))
+    odd = tl.join(tl.join(planes[1], planes[5]), tl.join(planes[3], planes[7]))
+    return tl.join(even, odd).permute(0, 2, 3, 4, 1).reshape(even.shape[0], 128)

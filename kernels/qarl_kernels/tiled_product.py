@@ -35,8 +35,7 @@ BLOCK = 128  # input features of one tile of words
 
 
 @triton.jit
-def x_plane(x, live, k, K, EVEN: tl.constexpr):
-    """x^T of 16 features (16, BLOCK_M); zeros for rows that are not live and features beyond K."""
+def _x_plane(x, live, k, K, EVEN: tl.constexpr):
     if EVEN:
         tile = tl.load(x, mask=live, other=0.0)
     else:
@@ -46,16 +45,14 @@ def x_plane(x, live, k, K, EVEN: tl.constexpr):
 
 @triton.jit
 def x_planes(x, live, k, K, EVEN: tl.constexpr):
-    """`x_plane` of the 128 features of a block, eight times 16. x: pointers to the first ones; k: which those are."""
-    x0 = x_plane(x, live, k, K, EVEN)
-    x1 = x_plane(x + 16, live, k + 16, K, EVEN)
-    x2 = x_plane(x + 32, live, k + 32, K, EVEN)
-    x3 = x_plane(x + 48, live, k + 48, K, EVEN)
-    x4 = x_plane(x + 64, live, k + 64, K, EVEN)
-    x5 = x_plane(x + 80, live, k + 80, K, EVEN)
-    x6 = x_plane(x + 96, live, k + 96, K, EVEN)
-    x7 = x_plane(x + 112, live, k + 112, K, EVEN)
-    return x0, x1, x2, x3, x4, x5, x6, x7
+    """x^T of a block's 128 features, eight times (16, BLOCK_M); zeros for rows that are not live and beyond K.
+
+    x: pointers to the first 16 features (BLOCK_M, 16); k: which those are.
+    """
+    planes = ()
+    for j in tl.static_range(8):
+        planes += (_x_plane(x + 16 * j, live, k + 16 * j, K, EVEN),)
+    return planes
 
 
 @triton.jit
@@ -100,15 +97,14 @@ def finished(acc):
 @triton.jit
 def wide_product(acc, planes, x, m, k, K, EVEN: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr):
     """acc (BLOCK_N, BLOCK_M) and a block's product by warpgroups. planes: eight (BLOCK_N, 16); x, m: see `x_tile`."""
-    p0, p1, p2, p3, p4, p5, p6, p7 = planes
     if SPLIT:
         x0 = x_tile(x, m, k, K, 64, EVEN, TMA)
         x1 = x_tile(x, m, k + 64, K, 64, EVEN, TMA)
-        acc = dot(four_planes(p0, p1, p2, p3), x0.T, acc)
-        acc = finished(dot(four_planes(p4, p5, p6, p7), x1.T, acc))
+        acc = dot(four_planes(planes, 0), x0.T, acc)
+        acc = finished(dot(four_planes(planes, 4), x1.T, acc))
     else:
         xt = x_tile(x, m, k, K, 128, EVEN, TMA)
-        acc = finished(dot(eight_planes(p0, p1, p2, p3, p4, p5, p6, p7), xt.T, acc))
+        acc = finished(dot(eight_planes(planes), xt.T, acc))
     return acc
 
 
@@ -233,7 +229,6 @@ def tiled_product(
     x: Tensor,
     tiled: Tensor,
     meta: Tensor,
-    global_scale: Tensor | None,
     n: int,
     bias: Tensor | None,
     out: Tensor | None,
@@ -241,34 +236,16 @@ def tiled_product(
     tile: Tile,
     groups: Groups | None,
     gathered: bool,
-) -> Tensor:
-    """x times a tiled int4 weight, or with a global scale an NVFP4 one, of n features per expert. Returns (M, n)."""
-    wide = tile.way == "wide"
-    own = {"meta": meta, "global_scale": global_scale, "meta_n": meta.shape[1]}
-    own["GROUPS"] = meta.shape[0] // tiled.shape[1]
-    kernel = wide_kernel if wide else narrow_kernel
-    return run_tiled(kernel, x, tiled, n, bias, out, out_dtype, tile, groups, gathered, wide, **own)
-
-
-def run_tiled(
-    kernel: Any,
-    x: Tensor,
-    tiled: Tensor,
-    n: int,
-    bias: Tensor | None,
-    out: Tensor | None,
-    out_dtype: torch.dtype,
-    tile: Tile,
-    groups: Groups | None,
-    gathered: bool,
-    wide: bool,
+    kernel: Any = None,
     **own: Any,
 ) -> Tensor:
-    """Launch a kernel that multiplies x (M, K), or (T, K) if gathered, by a tiled weight of n features per expert.
+    """Multiply x (M, K), or (T, K) if gathered, by a tiled weight of n features per expert.
 
-    wide: the kernel is a 16-bit `wide` one, which takes x and out as its tile says. own: arguments that only this
-    kernel has. Returns `out`, (M, n).
+    kernel: None is the 16-bit one of the tile's way; only a `wide` one of them takes x and out as its tile says. own:
+    arguments that only this kernel has. Returns `out`, (M, n).
     """
+    wide = kernel is None and tile.way == "wide"
+    kernel = kernel or (wide_kernel if wide else narrow_kernel)
     m, k = output_rows(x, groups, gathered, bias), x.shape[1]
     experts = 1 if groups is None else groups.experts
     if tiled.shape[:2] != (cdiv(experts * n, 16), cdiv(k, BLOCK)):
@@ -292,6 +269,7 @@ def run_tiled(
         num_stages=tile.stages,
         x=tma_descriptor(x, (tile.block_m, BLOCK // 2 if tile.split else BLOCK)) if tma else x,
         tiled=tiled,
+        meta=meta,
         bias=bias,
         out=tma_descriptor(out, (tile.block_m, tile.block_n)) if tma_out else out,
         M=m,
@@ -299,10 +277,11 @@ def run_tiled(
         K=k,
         stride_xm=x.stride(0),
         stride_om=out.stride(0),
+        meta_n=meta.shape[1],
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         EVEN=k % BLOCK == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0,
-        **own,
+        **{"GROUPS": meta.shape[0] // tiled.shape[1], **own},
         **kernel_arguments(groups, gathered),
     )
     return out

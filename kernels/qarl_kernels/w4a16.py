@@ -68,4 +68,4 @@ def w4a16(
         weight = dequantize_int4(packed, scale, zero_point, k, x.dtype)
         return gemm.dense(x, weight, bias, out_dtype, out, groups, gathered)
     dtype = out_dtype or (x if out is None else out).dtype
-    return tiled_product(x, tiled, meta, None, n, bias, out, dtype, tile, groups, gathered)
+    return tiled_product(x, tiled, meta, n, bias, out, dtype, tile, groups, gathered, global_scale=None)

@@ -16,7 +16,7 @@ from qarl_kernels.blocks import COMPILED, dot, int4_rows, program_tile, source_r
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.planes import eight_planes, four_planes
 from qarl_kernels.shapes import output_rows
-from qarl_kernels.tiled_product import run_tiled, store
+from qarl_kernels.tiled_product import store, tiled_product
 from qarl_kernels.tuning import Tile, lookup
 
 # Four words in, eight planes of four int8 out: a 4 x 4 transpose of bytes, then each byte's nibbles, sign bit flipped
@@ -45,19 +45,25 @@ def _plane(words, j: tl.constexpr):
 def _planes(words):
     """Eight planes (BLOCK_N, 16) of 16 * code, plane j holding features 16 j .. 16 j + 15 of the block."""
     if COMPILED:
-        p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
-            _ASM, _ARGUMENTS, [words], dtype=_EIGHT, is_pure=True, pack=4
-        )
+        planes = tl.inline_asm_elementwise(_ASM, _ARGUMENTS, [words], dtype=_EIGHT, is_pure=True, pack=4)
     else:
-        p0, p1, p2, p3 = _plane(words, 0), _plane(words, 1), _plane(words, 2), _plane(words, 3)
-        p4, p5, p6, p7 = _plane(words, 4), _plane(words, 5), _plane(words, 6), _plane(words, 7)
-    return p0, p1, p2, p3, p4, p5, p6, p7
+        planes = ()
+        for j in tl.static_range(8):
+            planes += (_plane(words, j),)
+    return planes
 
 
 @triton.jit
-def _two_planes(a, b):
-    """As `four_planes`, (BLOCK_N, 32)."""
-    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 32)
+def _side_by_side(planes, group: tl.constexpr, GROUPS: tl.constexpr):
+    """The planes of one of a block's GROUPS (1, 2, 4) groups, (BLOCK_N, 128 / GROUPS)."""
+    if GROUPS == 1:
+        codes = eight_planes(planes)
+    elif GROUPS == 2:
+        codes = four_planes(planes, 4 * group)
+    else:
+        pair = tl.join(planes[2 * group], planes[2 * group + 1])
+        codes = pair.permute(0, 2, 1).reshape(pair.shape[0], 32)
+    return codes
 
 
 @triton.jit
@@ -89,8 +95,7 @@ def _row_sums(acc, rows, live, words, metas, K, EVEN: tl.constexpr):
         part = none
         for block in range(first, min(first + 128, blocks)):
             xt = _x_tile(rows, live, block * 128, K, 128, EVEN)
-            p0, p1, p2, p3, p4, p5, p6, p7 = _planes(tl.load(words + block * 256))
-            part = dot(eight_planes(p0, p1, p2, p3, p4, p5, p6, p7), xt, part)
+            part = dot(eight_planes(_planes(tl.load(words + block * 256))), xt, part)
         acc += part.to(tl.float32) * scale[:, None]
     return acc
 
@@ -98,17 +103,11 @@ def _row_sums(acc, rows, live, words, metas, K, EVEN: tl.constexpr):
 @triton.jit
 def _block_sums(acc, rows, live, words, scales, K, k, meta_n, GROUPS: tl.constexpr, EVEN: tl.constexpr):
     """acc plus the products of the GROUPS groups of one block of 128 features, in order."""
-    p0, p1, p2, p3, p4, p5, p6, p7 = _planes(tl.load(words))
-    if GROUPS == 1:
-        acc = _add_part(acc, eight_planes(p0, p1, p2, p3, p4, p5, p6, p7), rows, live, k, K, scales, 128, EVEN)
-    elif GROUPS == 2:
-        acc = _add_part(acc, four_planes(p0, p1, p2, p3), rows, live, k, K, scales, 64, EVEN)
-        acc = _add_part(acc, four_planes(p4, p5, p6, p7), rows, live, k + 64, K, scales + meta_n, 64, EVEN)
-    else:
-        acc = _add_part(acc, _two_planes(p0, p1), rows, live, k, K, scales, 32, EVEN)
-        acc = _add_part(acc, _two_planes(p2, p3), rows, live, k + 32, K, scales + meta_n, 32, EVEN)
-        acc = _add_part(acc, _two_planes(p4, p5), rows, live, k + 64, K, scales + 2 * meta_n, 32, EVEN)
-        acc = _add_part(acc, _two_planes(p6, p7), rows, live, k + 96, K, scales + 3 * meta_n, 32, EVEN)
+    planes = _planes(tl.load(words))
+    SIZE: tl.constexpr = 128 // GROUPS
+    for group in tl.static_range(GROUPS):
+        codes = _side_by_side(planes, group, GROUPS)
+        acc = _add_part(acc, codes, rows, live, k + group * SIZE, K, scales + group * meta_n, SIZE, EVEN)
     return acc
 
 
@@ -189,11 +188,6 @@ def w4a8(
     if qx.dtype != torch.int8 or k != in_features:
         raise ValueError(f"w4a8 needs int8 activations of {in_features} features, not {qx.dtype} of {k}")
     tile = tile or lookup("w4a8", out_features, k, m, qx, groups=groups, gathered=gathered)
-    own = {
-        "meta": meta,
-        "meta_n": meta.shape[1],
-        "s_x": s_x,
-        "GROUPS": 0 if channel else meta.shape[0] // tiled.shape[1],
-        "STAGES": tile.stages,
-    }
-    return run_tiled(w4a8_kernel, qx, tiled, out_features, bias, out, out_dtype, tile, groups, gathered, False, **own)
+    own = {"s_x": s_x, "STAGES": tile.stages, **({"GROUPS": 0} if channel else {})}
+    given = bias, out, out_dtype, tile, groups, gathered
+    return tiled_product(qx, tiled, meta, out_features, *given, w4a8_kernel, **own)

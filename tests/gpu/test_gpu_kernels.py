@@ -133,7 +133,7 @@ def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
     def call(x: Tensor) -> Tensor:
         if family == "dense":
             return gemm.dense(x, codes)
-        return getattr(gemm, family)(*activation(x), codes, scale, None, BF16)
+        return gemm.scaled(*activation(x), codes, scale, None, BF16)
 
     def expected(x: Tensor) -> Tensor:
         if reference is None:
@@ -206,7 +206,7 @@ def test_fp8_has_the_bits_of_the_library_with_fast_accumulation(n: int, k: int) 
     scale = torch.rand(n, 1, device=CUDA) * 0.01
     for m in (16, 64, 512, 4096):
         qx, s = quantize.activation_fp8(random(m, k, seed=m, device=CUDA, dtype=BF16))
-        ours = gemm.fp8(qx, s, codes, scale, None, BF16)
+        ours = gemm.scaled(qx, s, codes, scale, None, BF16)
         theirs = torch._scaled_mm(qx, codes.t(), scale_a=s, scale_b=scale.t(), out_dtype=BF16, use_fast_accum=True)
         assert torch.equal(ours, theirs), m
 

@@ -75,7 +75,7 @@ def test_every_tile_gives_the_same_bits(dtype: torch.dtype) -> None:
     weight = Nvfp4.random(n, k, device=CUDA)
     tiled = weight.tiled()
     x, bias = random(700, k, seed=7, device=CUDA, dtype=dtype), random(n, seed=8, device=CUDA, dtype=dtype)
-    whole = nvfp4a16.dequantized(x, *weight.stored(), bias, dtype)
+    whole = nvfp4a16.nvfp4a16(x, *weight.stored(), *tiled, bias, tile=Tile("dequantized"))
     for tile in TILES:
         for _ in range(20):
             y = nvfp4a16.nvfp4a16(x, *weight.stored(), *tiled, bias, tile=tile)

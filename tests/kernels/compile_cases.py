@@ -326,7 +326,7 @@ def fp4_weights() -> Iterator[str]:
         packed, scale, _ = nvfp4_weights.quantize_nvfp4(empty(n, k, dtype=FP32), divisor)
         for dtype in (BF16, torch.float16):
             nvfp4_weights.dequantize_nvfp4(packed, scale, divisor, dtype)
-            nvfp4_weights.scaled_nvfp4(packed, scale, dtype)
+            nvfp4_weights.dequantize_nvfp4(packed, scale, None, dtype)
         yield f"nvfp4 {n}x{k}"
 
 

@@ -52,8 +52,7 @@ def _product(family: str, given: Groups, n: int, k: int, gathered: bool, tile_: 
         scales = empty(rows, blocks, dtype=FP32), empty(width // 128, blocks)
         fp8_block.fp8_block(qx, scales[0], empty(width, k, dtype=byte), scales[1], None, BF16, **grouped)
     else:
-        product = {"w8a8": gemm.w8a8, "fp8": gemm.fp8}[family]
-        product(qx, scale_x, empty(width, k, dtype=byte), empty(width, 1), None, BF16, **grouped)
+        gemm.scaled(qx, scale_x, empty(width, k, dtype=byte), empty(width, 1), None, BF16, **grouped)
 
 
 def _label(family: str, experts: int, n: int, k: int, tile_: Tile) -> str:

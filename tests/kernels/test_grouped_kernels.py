@@ -48,7 +48,7 @@ def dense(n: int, k: int, dtype: torch.dtype, device: torch.device) -> Weights:
 
 
 def scaled(n: int, k: int, dtype: torch.dtype, device: torch.device, int8: bool) -> Weights:
-    quantize, product = (quantize_activation_int8, gemm.w8a8) if int8 else (quantize_activation_fp8, gemm.fp8)
+    quantize = quantize_activation_int8 if int8 else quantize_activation_fp8
     codes = integers(-128, 127, EXPERTS * n, k, seed=2, device=device)
     codes = codes if int8 else random(EXPERTS * n, k, seed=2, device=device).to(torch.float8_e4m3fn)
     scale = (torch.rand(EXPERTS * n, 1, generator=torch.Generator().manual_seed(3)) * 0.01).to(device, BF16)
@@ -59,7 +59,9 @@ def scaled(n: int, k: int, dtype: torch.dtype, device: torch.device, int8: bool)
         return qx.double() @ own[e][0].double().t() * own[e][1].double().t() * s_x.double()
 
     return Weights(
-        lambda x, e, **given: product(*quantize(x), *((codes, scale) if e is None else own[e]), None, dtype, **given),
+        lambda x, e, **given: gemm.scaled(
+            *quantize(x), *((codes, scale) if e is None else own[e]), None, dtype, **given
+        ),
         exact,
         ONE_ROUNDING[dtype] if int8 else FAST,
     )
@@ -264,7 +266,7 @@ def test_a_bias_other_dtypes_and_shared_scales_are_refused(device) -> None:
         gemm.dense(x, weight, x[0], **given)
     with pytest.raises(ValueError, match="dense needs bf16 or fp16 operands of one dtype"):
         gemm.dense(x, weight.half(), **given)
-    for product in (gemm.w8a8, gemm.fp8, fp8_block.fp8_block):
+    for product in (gemm.scaled, fp8_block.fp8_block):
         with pytest.raises(ValueError, match=r"needs .* codes, not torch\.bfloat16"):
             product(x, x[:, :1], weight, weight[:, :1], None, BF16, **given)
     qx, codes = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)

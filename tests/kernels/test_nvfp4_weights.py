@@ -9,7 +9,7 @@ from nvfp4_products import Nvfp4
 from qarl_formats import nvfp4 as formats
 from qarl_kernels import nvfp4
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.nvfp4_weights import dequantize_nvfp4, quantize_nvfp4, scaled_nvfp4
+from qarl_kernels.nvfp4_weights import dequantize_nvfp4, quantize_nvfp4
 
 pytestmark = [
     pytest.mark.skipif(
@@ -93,7 +93,7 @@ def test_dequantized_equals_the_reference(shape, dtype, device):
     weight = Nvfp4.random(*shape, device=device)
     with poisoned_outputs():
         values = dequantize_nvfp4(*weight.stored(), dtype)
-        scaled = scaled_nvfp4(weight.packed, weight.scale, dtype)
+        scaled = dequantize_nvfp4(weight.packed, weight.scale, None, dtype)
     packed, scale, divisor = (tensor.cpu() for tensor in weight.stored())
     for made, expected in (
         (values, nvfp4.dequantized_nvfp4(packed, scale, divisor, dtype)),

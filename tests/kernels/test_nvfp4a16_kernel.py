@@ -58,10 +58,9 @@ def test_the_dequantized_way_is_the_float64_product(device, dtype, bias) -> None
     weight = Nvfp4.random(72, 192, device=device)
     x = random(9, 192, seed=5, device=device, dtype=dtype)
     bias = random(72, seed=6, device=device, dtype=dtype) if bias else None
-    stored = weight.packed, weight.scale, weight.global_scale
     expected = _exact(weight, x, bias)
-    assert relative_error(nvfp4a16.dequantized(x, *stored, bias, torch.float32), expected) < 2**-20
-    assert relative_error(nvfp4a16.dequantized(x, *stored, bias, dtype), expected) < ONE_ROUNDING[dtype]
+    assert relative_error(_fused(weight, x, Tile("dequantized"), bias, torch.float32), expected) < 2**-20
+    assert relative_error(_fused(weight, x, Tile("dequantized"), bias, dtype), expected) < ONE_ROUNDING[dtype]
 
 
 def test_where_sums_are_exact_every_way_and_the_reference_have_the_same_bits(device) -> None:
@@ -70,10 +69,8 @@ def test_where_sums_are_exact_every_way_and_the_reference_have_the_same_bits(dev
     x = torch.randint(-4, 5, (21, 384), generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
     bias = random(72, seed=6, device=device, dtype=torch.bfloat16)
     expected = nvfp4.nvfp4a16(x, weight.scaled_codes(), weight.global_scale, bias)
-    for tile in TILES:
+    for tile in (*TILES, Tile("dequantized")):
         assert torch.equal(_fused(weight, x, tile, bias, torch.bfloat16), expected), tile
-    stored = weight.packed, weight.scale, weight.global_scale
-    assert torch.equal(nvfp4a16.dequantized(x, *stored, bias, torch.bfloat16), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -39,8 +39,8 @@ def product(family: str, m: int, device: torch.device) -> Product:
     tiled = None if family == "w4a16_untiled" else int4.tiled()
     return {
         "dense": lambda out: gemm.dense(x, weight, out=out),
-        "w8a8": lambda out: gemm.w8a8(int8, s_x, codes8, s_w, None, BF16, out),
-        "fp8": lambda out: gemm.fp8(e4m3, s_x, code, s_w, None, BF16, out),
+        "w8a8": lambda out: gemm.scaled(int8, s_x, codes8, s_w, None, BF16, out),
+        "fp8": lambda out: gemm.scaled(e4m3, s_x, code, s_w, None, BF16, out),
         "fp8_block": lambda out: fp8_block.fp8_block(e4m3, s_x, code, s_w[:1], None, BF16, out),
         "w4a16": lambda out: w4a16.w4a16(x, packed, int4.scale, None, tiled, meta, out=out),
         "w4a16_untiled": lambda out: w4a16.w4a16(x, packed, int4.scale, None, tiled, meta, out=out),

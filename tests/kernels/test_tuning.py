@@ -214,9 +214,9 @@ def _launch(family: str, gathered: bool) -> None:
         tiled = TILED, empty(2 * (K // 128), width, dtype=torch.int32)
         nvfp4a16.nvfp4a16(x, None, *scales, *tiled, **grouped)
     elif family == "w8a8":
-        gemm.w8a8(int8, scale, empty(width, K, dtype=torch.int8), empty(width, 1), None, BF16, **grouped)
+        gemm.scaled(int8, scale, empty(width, K, dtype=torch.int8), empty(width, 1), None, BF16, **grouped)
     elif family == "fp8":
-        gemm.fp8(e4m3, scale, empty(width, K, dtype=e4m3.dtype), empty(width, 1), None, BF16, **grouped)
+        gemm.scaled(e4m3, scale, empty(width, K, dtype=e4m3.dtype), empty(width, 1), None, BF16, **grouped)
     elif family == "fp8_block":
         scales = empty(rows, K // 128, dtype=FP32), empty(width // 128, K // 128)
         fp8_block.fp8_block(e4m3, scales[0], empty(width, K, dtype=e4m3.dtype), scales[1], None, BF16, **grouped)

@@ -99,5 +99,5 @@ class GroupedProblem(Problem):
         if family == "w4a8":
             weight = self.tiled, self.meta, self.k, self.n
             return w4a8.w4a8(x, self.scale_x, *weight, None, torch.bfloat16, **grouped)
-        products = {"w8a8": gemm.w8a8, "fp8": gemm.fp8, "fp8_block": fp8_block.fp8_block}
+        products = {"w8a8": gemm.scaled, "fp8": gemm.scaled, "fp8_block": fp8_block.fp8_block}
         return products[family](x, self.scale_x, self.weight, self.scale_w, None, torch.bfloat16, **grouped)

@@ -97,8 +97,5 @@ def _forward(weight: Weight, x: Tensor) -> Callable[[], Tensor]:
         return lambda: gemm.dense(x, stored["weight"])
     if weight.scheme == "w4a16":
         return lambda: w4a16.w4a16(x, stored["weight_packed"], stored["weight_scale"], None, None, None, None)
-    product, to_codes = {
-        "w8a8": (gemm.w8a8, quantize.activation_int8),
-        "fp8": (gemm.fp8, quantize.activation_fp8),
-    }[weight.scheme]
-    return lambda: product(*to_codes(x), stored["weight"], stored["weight_scale"], None, torch.bfloat16)
+    to_codes = {"w8a8": quantize.activation_int8, "fp8": quantize.activation_fp8}[weight.scheme]
+    return lambda: gemm.scaled(*to_codes(x), stored["weight"], stored["weight_scale"], None, torch.bfloat16)

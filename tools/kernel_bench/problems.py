@@ -131,8 +131,8 @@ def qarl_makers(weight: Weight, activations: Activations) -> tuple[dict[str, Mak
         to_codes = quantize.activation_int8
     else:
         run, to_codes = {
-            "w8a8": (gemm.w8a8, quantize.activation_int8),
-            "fp8": (gemm.fp8, quantize.activation_fp8),
+            "w8a8": (gemm.scaled, quantize.activation_int8),
+            "fp8": (gemm.scaled, quantize.activation_fp8),
             "fp8_block": (fp8_block.fp8_block, quantize.activation_fp8_group),
         }[weight.scheme]
 

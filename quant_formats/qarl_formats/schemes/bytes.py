@@ -68,7 +68,7 @@ class ByteCodes(Scheme):
 class ByteActivations(ByteCodes):
     """Activations are quantized to bytes as well.
 
-    `qarl_kernels.reference` and `qarl_kernels.gemm` have a product under the scheme's name.
+    `qarl_kernels.reference` has a product under the scheme's name.
     """
 
     plain_operands = ("weight", "weight_scale")
@@ -98,4 +98,4 @@ class ByteActivations(ByteCodes):
     def _kernel(self) -> Callable[..., Tensor]:
         from qarl_kernels import gemm
 
-        return getattr(gemm, self.name)
+        return gemm.scaled
