@@ -43,7 +43,7 @@ MISMATCH = "quant.learner=full_precision"  # so that no ratio is 1
 QUICKSTART = "train.steps=2 train.prompts_per_step=4 objective.advantage=reinforce evaluation.samples=1"
 SMALL = "train.prompts_per_step=1 train.minibatch_size=4 train.steps=1 objective.name=reinforce train.seed=1"
 VLLM = "rollout.engine=vllm rollout.max_num_seqs=4 rollout.kv_cache_tokens=4096"
-FAST = "rollout.numerics=fast rollout.linear_kernels=vllm"  # vLLM's int4 products need AVX-512 on a CPU
+FAST = "rollout.numerics=fast rollout.linear_kernels=vllm"
 DEEPSPEED = "distributed.engine=deepspeed"
 EVERY = " ".join(f"diagnostics.{key}_every=1" for key in ("shadow", "deployed", "crossings", "gradients"))
 
