@@ -13,6 +13,7 @@ from torch import Tensor
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
+from qarl_kernels.shapes import check_tensor
 
 TILE = 2048  # values per program: 8 in each of 256 threads
 FP8_BLOCK = 128
@@ -99,12 +100,7 @@ def _tile(columns: int) -> tuple[int, int]:
 
 def check_stored(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
     """Raise ValueError unless a stored tensor is contiguous and has this shape and one of these dtypes."""
-    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(
-            f"{name} must be contiguous {wanted} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}; "
-            "pass the tensors of one quantized weight as they are stored"
-        )
+    check_tensor(name, tensor, dtypes, shape, "pass the tensors of one quantized weight as they are stored")
 
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -158,22 +154,13 @@ def dequantize_int4(
 
 
 @torch.no_grad()
-def dequantize_channel(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize codes with one scale per row to `dtype` [N, K].
+def dequantize_bytes(codes: Tensor, scale: Tensor, dtype: torch.dtype, in_blocks: bool = False) -> Tensor:
+    """Dequantize int8 or float8_e4m3fn codes [N, K] to `dtype` [N, K].
 
-    codes: int8 or float8_e4m3fn [N, K]; scale: bf16, fp16 or fp32 [N, 1], both contiguous. Raises ValueError if dtypes
-    or shapes do not fit each other.
+    scale: bf16, fp16 or fp32 [N, 1], or if in_blocks (e4m3 only) one per 128 x 128 block; contiguous as codes are.
+    Raises ValueError if dtypes or shapes do not fit each other.
     """
-    return _dequantize_bytes(codes, scale, dtype, 0)
-
-
-@torch.no_grad()
-def dequantize_fp8_block(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `dequantize_channel` of float8_e4m3fn codes with one scale per 128 x 128 block."""
-    return _dequantize_bytes(codes, scale, dtype, FP8_BLOCK)
-
-
-def _dequantize_bytes(codes: Tensor, scale: Tensor, dtype: torch.dtype, block: int) -> Tensor:
+    block = FP8_BLOCK if in_blocks else 0
     n, k = codes.shape
     check_stored("codes", codes, (torch.float8_e4m3fn,) if block else (torch.int8, torch.float8_e4m3fn), (n, k))
     check_stored("scale", scale, FLOATS, (cdiv(n, block), cdiv(k, block)) if block else (n, 1))

@@ -23,12 +23,22 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels import library
-from qarl_kernels.blocks import dot_of_rows, expert_rows, gathered_rows, no_sum, of_rows, operand, source_rows, tile_of
+from qarl_kernels.blocks import (
+    dot_of_rows,
+    expert_rows,
+    gathered_rows,
+    no_sum,
+    of_rows,
+    operand,
+    source_rows,
+    split_columns,
+    tile_of,
+)
 from qarl_kernels.casts import narrow
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma, tma_descriptor
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.shapes import kernel_arguments, output, output_features, output_rows, row_tiles
+from qarl_kernels.shapes import check_16_bit, kernel_arguments, output, output_features, output_rows, row_tiles
 from qarl_kernels.tuning import Tile, lookup
 
 
@@ -103,7 +113,7 @@ def gemm_kernel(
                 y += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
             if TMA_OUT:
                 if HALVES:  # half of the tile at a time: a smaller staging buffer leaves memory for a pipeline stage
-                    left, right = tl.split(y.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+                    left, right = split_columns(y)
                     out.store([m, n], narrow(left, out.dtype))
                     out.store([m, n + BLOCK_N // 2], narrow(right, out.dtype))
                 else:
@@ -140,8 +150,7 @@ def dense(
     Raises:
         ValueError: dtypes or shapes do not fit each other or the groups.
     """
-    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
-        raise ValueError(f"dense needs bf16 or fp16 operands of one dtype, not {x.dtype} and {weight.dtype}; cast them")
+    check_16_bit("dense", x, weight)
     dtype = out_dtype or (x if out is None else out).dtype
     return multiply("dense", x, weight, None, None, bias, dtype, out, groups, gathered, tile)
 

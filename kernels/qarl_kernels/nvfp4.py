@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qarl_kernels import invariant
+from qarl_kernels.reference import epilogue, matmul
 
 GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -46,7 +46,4 @@ def nvfp4a16(x: Tensor, weight: Tensor, global_scale: Tensor, bias: Tensor | Non
     x: (M, K) bf16/fp16/fp32; weight: (N, K) float32, `scaled_codes`; global_scale: float32 (1,); bias: (N,) or None.
     Returns (M, N) of x's dtype. On a CPU a row's bits do not depend on the other rows.
     """
-    wide = x.float()
-    acc = invariant.matmul(wide, weight) if x.device.type == "cpu" else wide @ weight.float().t()
-    acc *= global_scale.reciprocal()
-    return (acc if bias is None else acc + bias.float()).to(x.dtype)
+    return epilogue(matmul(x.float(), weight.float()) * global_scale.reciprocal(), bias, x.dtype)

@@ -119,32 +119,17 @@ def quantize_int4(
 
 
 @torch.no_grad()
-def quantize_int8(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a master weight, float32 [N, K], to int8 codes [N, K] and scales [N, 1]; K is at most 32,768.
-
-    scale_dtype, bad and errors: as in `quantize_int4`. Returns (codes, scale, bad).
-    """
-    return _quantize_bytes(weight, torch.int8, scale_dtype, None)
-
-
-@torch.no_grad()
-def quantize_fp8(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """As `quantize_int8`, to float8_e4m3fn."""
-    return _quantize_bytes(weight, torch.float8_e4m3fn, scale_dtype, None)
-
-
-@torch.no_grad()
-def quantize_fp8_block(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """As `quantize_fp8`, with one scale per 128 x 128 block, [ceil(N / 128), ceil(K / 128)]; K has no limit."""
-    return _quantize_bytes(weight, torch.float8_e4m3fn, scale_dtype, FP8_BLOCK)
-
-
-def _quantize_bytes(
-    weight: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype, block: int | None
+def quantize_bytes(
+    weight: Tensor, scale_dtype: torch.dtype, dtype: torch.dtype, in_blocks: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_matrix("weight", weight, (torch.float32,), MAX_ROW if block is None else None)
+    """Quantize a master weight, float32 [N, K], to int8 or float8_e4m3fn codes [N, K], K at most 32,768.
+
+    The scale is [N, 1], or if in_blocks (e4m3 only) one per 128 x 128 block, and K has no limit. scale_dtype, bad and
+    errors: as in `quantize_int4`. Returns (codes, scale, bad).
+    """
+    _check_matrix("weight", weight, (torch.float32,), None if in_blocks else MAX_ROW)
     n, k = weight.shape
-    rows, columns, warps = (1, *_tile(k, None)[2:]) if block is None else (block, block, 16)
+    rows, columns, warps = (FP8_BLOCK, FP8_BLOCK, 16) if in_blocks else (1, *_tile(k, None)[2:])
     codes = torch.empty(n, k, dtype=dtype, device=weight.device)
     scale = torch.empty(cdiv(n, rows), cdiv(k, columns), dtype=scale_dtype, device=weight.device)
     bad = torch.zeros((), dtype=torch.int32, device=weight.device)

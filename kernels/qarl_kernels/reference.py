@@ -20,11 +20,12 @@ FP8_BLOCK = 128
 INT4_EXACT_K = 16_384  # 127 * 8 * 16,384 < 2**24
 
 
-def _matmul(x: Tensor, weight: Tensor) -> Tensor:
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight^T in float32; on a CPU a row's bits do not depend on the other rows."""
     return invariant.matmul(x, weight) if x.device.type == "cpu" else x @ weight.t()
 
 
-def _epilogue(acc: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def epilogue(acc: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (acc if bias is None else acc + bias.float()).to(dtype)
 
 
@@ -36,7 +37,7 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     (formulas: W4A16, bf16 operands).
     """
     if x.device.type == "cpu":
-        return _epilogue(invariant.matmul(x.float(), weight), bias, x.dtype)
+        return epilogue(invariant.matmul(x.float(), weight), bias, x.dtype)
     return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -52,7 +53,7 @@ def w8a8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = N
     for start in range(0, codes.shape[1], INT8_EXACT_K):
         stop = start + INT8_EXACT_K
         acc += (qx[:, start:stop] @ codes[:, start:stop].t()).to(torch.int32)
-    return _epilogue(acc.float() * weight_scale.float().t() * scale, bias, x.dtype)
+    return epilogue(acc.float() * weight_scale.float().t() * scale, bias, x.dtype)
 
 
 def fp8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -62,7 +63,7 @@ def fp8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = No
     x's dtype.
     """
     qx, scale = quantize_activation_fp8(x)
-    return _epilogue(_matmul(qx.float(), codes) * weight_scale.float().t() * scale, bias, x.dtype)
+    return epilogue(matmul(qx.float(), codes) * weight_scale.float().t() * scale, bias, x.dtype)
 
 
 def fp8_block(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -77,8 +78,8 @@ def fp8_block(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | Non
     for block, start in enumerate(range(0, k, FP8_BLOCK)):
         stop = start + FP8_BLOCK
         qx, scale = quantize_activation_fp8(x[:, start:stop])
-        acc += _matmul(qx.float(), codes[:, start:stop].contiguous()) * (scale * weight_scale[:, block])
-    return _epilogue(acc, bias, x.dtype)
+        acc += matmul(qx.float(), codes[:, start:stop].contiguous()) * (scale * weight_scale[:, block])
+    return epilogue(acc, bias, x.dtype)
 
 
 def w4a8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -99,4 +100,4 @@ def w4a8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = N
         for start in range(first, last, INT4_EXACT_K):
             stop = min(start + INT4_EXACT_K, last)
             acc += (qx[:, start:stop] @ codes[:, start:stop].t()).mul_(weight_scale[:, g])
-    return _epilogue(acc * scale, bias, x.dtype)
+    return epilogue(acc * scale, bias, x.dtype)

@@ -26,6 +26,20 @@ def output(out: Tensor | None, m: int, n: int, dtype: torch.dtype, device: torch
     return out
 
 
+def check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], fix: str) -> None:
+    """Raise ValueError, ending with `fix`, unless a tensor is contiguous and has this shape and one of the dtypes."""
+    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        raise ValueError(f"{name} must be contiguous {wanted} {list(shape)}, not {found}; {fix}")
+
+
+def check_16_bit(name: str, x: Tensor, other: Tensor) -> None:
+    """Raise ValueError, which names the function, unless both are bf16 or both are fp16."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or other.dtype != x.dtype:
+        raise ValueError(f"{name} needs bf16 or fp16 operands of one dtype, not {x.dtype} and {other.dtype}; cast them")
+
+
 def row_tiles(m: int, block_m: int, groups: Groups | None) -> int:
     """Tiles of block_m rows in m rows; with groups, the most that any distribution over the experts could need."""
     if groups is None:

@@ -83,18 +83,18 @@ def integer_weights() -> Iterator[str]:
                 yield f"int4 {n}x{k} group {group} {'symmetric' if symmetric else 'asymmetric'}"
             tile.meta_w4a8(scale, n, k, group)
         tile.untile_int4(tile.tile_int4(packed, k), n, k)
-        codes, scale, _ = quantize.quantize_int8(empty(n, k, dtype=FP32), BF16)
-        dequantize.dequantize_channel(codes, scale, BF16)
+        codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.int8)
+        dequantize.dequantize_bytes(codes, scale, BF16)
         yield f"tile, int8 {n}x{k}"
 
 
 def fp8_weights() -> Iterator[str]:
     """Quantize and dequantize: e4m3, a scale per row and per block."""
     for n, k in for_this_gpu(MATRICES):
-        codes, scale, _ = quantize.quantize_fp8(empty(n, k, dtype=FP32), BF16)
-        dequantize.dequantize_channel(codes, scale, BF16)
-        codes, scale, _ = quantize.quantize_fp8_block(empty(n, k, dtype=FP32), BF16)
-        dequantize.dequantize_fp8_block(codes, scale, BF16)
+        codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.float8_e4m3fn)
+        dequantize.dequantize_bytes(codes, scale, BF16)
+        codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.float8_e4m3fn, True)
+        dequantize.dequantize_bytes(codes, scale, BF16, True)
         yield f"fp8 {n}x{k}"
 
 

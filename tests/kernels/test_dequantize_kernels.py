@@ -7,7 +7,7 @@ import torch
 from exact import assert_same, poisoned_outputs
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import LowBitWeight
-from qarl_kernels.dequantize import dequantize_channel, dequantize_fp8_block, dequantize_int4
+from qarl_kernels.dequantize import dequantize_bytes, dequantize_int4
 from qarl_kernels.launch import INTERPRETED, recording
 from qarl_kernels.quantize import activation_fp8, activation_fp8_group, activation_int8
 from qarl_kernels.tile import meta_w4a8, tile_int4, untile_int4
@@ -79,7 +79,7 @@ def _all_codes(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 def test_channel_is_code_times_scale_rounded_once(n, k, codes_dtype, scale_dtype, dtype, device):
     codes, scale = _all_codes(n, k, codes_dtype), _scales(n, 1, scale_dtype)
     with poisoned_outputs():
-        weight = dequantize_channel(codes.to(device), scale.to(device), dtype)
+        weight = dequantize_bytes(codes.to(device), scale.to(device), dtype)
     assert_same(weight, (codes.float() * scale.float()).to(dtype))
 
 
@@ -88,7 +88,7 @@ def test_channel_is_code_times_scale_rounded_once(n, k, codes_dtype, scale_dtype
 def test_fp8_block_is_code_times_the_blocks_scale_rounded_once(n, k, dtype, device):
     codes, scale = _all_codes(n, k, torch.float8_e4m3fn), _scales(-(-n // 128), -(-k // 128), torch.float32)
     with poisoned_outputs():
-        weight = dequantize_fp8_block(codes.to(device), scale.to(device), dtype)
+        weight = dequantize_bytes(codes.to(device), scale.to(device), dtype, True)
     spread = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     assert_same(weight, (codes.float() * spread).to(dtype))
 
@@ -98,7 +98,7 @@ def test_no_rows_give_an_empty_weight(device):
     scale = torch.zeros(0, 1, dtype=torch.bfloat16, device=device)
     assert dequantize_int4(packed, scale, None, 32, torch.bfloat16).shape == (0, 32)
     codes = torch.zeros(0, 32, dtype=torch.int8, device=device)
-    assert dequantize_channel(codes, scale, torch.bfloat16).shape == (0, 32)
+    assert dequantize_bytes(codes, scale, torch.bfloat16).shape == (0, 32)
 
 
 def test_tensors_that_do_not_fit_are_errors_that_name_them(device):
@@ -111,9 +111,9 @@ def test_tensors_that_do_not_fit_are_errors_that_name_them(device):
     with pytest.raises(ValueError, match=r"^scale has 3 groups, which does not divide 32 input features"):
         dequantize_int4(packed, scale.expand(2, 3).contiguous(), None, 32, torch.bfloat16)
     with pytest.raises(ValueError, match=r"^codes must be contiguous int8 or float8_e4m3fn \[2, 4\]"):
-        dequantize_channel(packed, scale, torch.bfloat16)
+        dequantize_bytes(packed, scale, torch.bfloat16)
     with pytest.raises(ValueError, match=r"^scale must be contiguous .* \[1, 1\], not"):
-        dequantize_fp8_block(torch.zeros(2, 4, device=device).to(torch.float8_e4m3fn), scale, torch.bfloat16)
+        dequantize_bytes(torch.zeros(2, 4, device=device).to(torch.float8_e4m3fn), scale, torch.bfloat16, True)
 
 
 def test_a_stack_of_experts_takes_no_more_programs_than_a_grid_has() -> None:
@@ -123,8 +123,8 @@ def test_a_stack_of_experts_takes_no_more_programs_than_a_grid_has() -> None:
     scale = torch.empty(n, 32, device="meta")
     with recording() as launches:
         dequantize_int4(packed, scale, None, k, torch.bfloat16)
-        dequantize_channel(codes.to(torch.int8), scale[:, :1].clone(), torch.bfloat16)
-        dequantize_fp8_block(codes.to(torch.float8_e4m3fn), scale[: n // 128].clone(), torch.bfloat16)
+        dequantize_bytes(codes.to(torch.int8), scale[:, :1].clone(), torch.bfloat16)
+        dequantize_bytes(codes.to(torch.float8_e4m3fn), scale[: n // 128].clone(), torch.bfloat16, True)
         untile_int4(tile_int4(packed, k), n, k)
         meta_w4a8(scale, n, k, 128)
         for quantize in (activation_int8, activation_fp8, activation_fp8_group):

@@ -104,7 +104,7 @@ def test_errors_name_what_is_wrong(device) -> None:
         (lambda: backward.grouped_input_grad(dy.float(), weight, groups), "needs bf16 or fp16 operands"),
         (lambda: backward.grouped_weight_grad(dy, x, groups, False, into), "x has 4 rows, but these groups need 8"),
         (lambda: backward.grouped_weight_grad(dy[:4], x, groups, True, into), "x has 4 rows, but these groups need 8"),
-        (lambda: backward.grouped_weight_grad(dy, x, groups, True, into[1:]), r"contiguous float32 \(48, 32\)"),
+        (lambda: backward.grouped_weight_grad(dy, x, groups, True, into[1:]), r"contiguous float32 \[48, 32\]"),
         (lambda: backward.grouped_weight_grad(dy, x, groups, True, into.double()), "not torch.float64"),
     ):
         with pytest.raises(ValueError, match=message):

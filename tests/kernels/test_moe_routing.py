@@ -172,7 +172,7 @@ def test_a_router_that_uses_all_experts_alike_has_a_balance_of_its_slots(device)
         (5, 4, None, "chooses 1 to 16 of at most 512 experts, not 5 of 4"),
         (17, 20, None, "not 17 of 20"),
         (2, 513, None, "not 2 of 513"),
-        (2, 4, torch.zeros(3, 3, dtype=torch.int32), r"chosen must be .* matrix \(3, 2\), not torch.int32 \(3, 3\)"),
+        (2, 4, torch.zeros(3, 3, dtype=torch.int32), r"chosen must be .* \[3, 2\], not torch.int32 \[3, 3\]"),
         (2, 4, torch.zeros(3, 2), "not torch.float32"),
     ],
 )

@@ -11,7 +11,7 @@ from exact import assert_same, poisoned_outputs
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 from qarl_kernels.launch import INTERPRETED, recording
-from qarl_kernels.quantize import quantize_fp8, quantize_fp8_block, quantize_int4, quantize_int8
+from qarl_kernels.quantize import quantize_bytes, quantize_int4
 
 pytestmark = [
     pytest.mark.skipif(
@@ -116,26 +116,26 @@ def test_int4_of_rows_that_are_apart(device):
 
 
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-@pytest.mark.parametrize(("name", "function"), [("w8a8", quantize_int8), ("fp8", quantize_fp8)])
+@pytest.mark.parametrize(("name", "dtype"), [("w8a8", torch.int8), ("fp8", torch.float8_e4m3fn)])
 @pytest.mark.parametrize("k", [100, 128])
-def test_channel_equals_the_reference(name, function, k, scale_dtype, device):
+def test_channel_equals_the_reference(name, dtype, k, scale_dtype, device):
     weight = _adversarial(k)
     expected = quantize_weight(weight, make_scheme(name, scale_dtype=str(scale_dtype)[6:]), "w").tensors
     with poisoned_outputs():
-        codes, scale, bad = function(weight.to(device), scale_dtype)
+        codes, scale, bad = quantize_bytes(weight.to(device), scale_dtype, dtype)
     assert_same(codes, expected["weight"])
     assert_same(scale, expected["weight_scale"])
     assert bad.item() == 0
 
 
-@pytest.mark.parametrize(("name", "function"), [("w8a8", quantize_int8), ("fp8", quantize_fp8)])
+@pytest.mark.parametrize(("name", "dtype"), [("w8a8", torch.int8), ("fp8", torch.float8_e4m3fn)])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 13), (2, 5000)])
-def test_channel_of_ragged_shapes(name, function, n, k, device):
+def test_channel_of_ragged_shapes(name, dtype, n, k, device):
     storage = torch.randn(n, k + 3, generator=torch.Generator().manual_seed(k))
     weight = storage.to(device)[:, :k]
     expected = quantize_weight(storage[:, :k], make_scheme(name), "w").tensors
     with poisoned_outputs():
-        codes, scale, _ = function(weight, torch.bfloat16)
+        codes, scale, _ = quantize_bytes(weight, torch.bfloat16, dtype)
     assert_same(codes, expected["weight"])
     assert_same(scale, expected["weight_scale"])
 
@@ -164,7 +164,7 @@ def test_fp8_block_is_the_channel_rule_in_blocks(n, k, scale_dtype, device):
         weight[128:] = -0.0
     expected_codes, expected_scale = _reference_fp8_block(weight, scale_dtype)
     with poisoned_outputs():
-        codes, scale, bad = quantize_fp8_block(weight.to(device), scale_dtype)
+        codes, scale, bad = quantize_bytes(weight.to(device), scale_dtype, torch.float8_e4m3fn, True)
     assert_same(codes, expected_codes)
     assert_same(scale, expected_scale)
     assert bad.item() == 0
@@ -201,13 +201,13 @@ def test_int4_equals_the_library(group, symmetric, device):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "function"),
-    [("w8a8", "int-quantized", quantize_int8), ("fp8", "float-quantized", quantize_fp8)],
+    ("name", "layout", "dtype"),
+    [("w8a8", "int-quantized", torch.int8), ("fp8", "float-quantized", torch.float8_e4m3fn)],
 )
-def test_channel_equals_the_library(name, layout, function, device):
+def test_channel_equals_the_library(name, layout, dtype, device):
     weight = _adversarial(96)
     expected = _library_tensors(weight, make_scheme(name), layout)
-    codes, scale, _ = function(weight.to(device), torch.bfloat16)
+    codes, scale, _ = quantize_bytes(weight.to(device), torch.bfloat16, dtype)
     assert_same(codes, expected["weight"])
     assert_same(scale, expected["weight_scale"])
 
@@ -216,9 +216,9 @@ QUANTIZERS = {
     "int4": lambda weight: _int4(weight, make_scheme("w4a16", 32)),
     "int4 asymmetric": lambda weight: _int4(weight, make_scheme("w4a16", 32, False)),
     "int4 channel": lambda weight: _int4(weight, make_scheme("w4a16", -1)),
-    "int8": lambda weight: quantize_int8(weight, torch.bfloat16),
-    "fp8": lambda weight: quantize_fp8(weight, torch.bfloat16),
-    "fp8 block": lambda weight: quantize_fp8_block(weight, torch.bfloat16),
+    "int8": lambda weight: quantize_bytes(weight, torch.bfloat16, torch.int8),
+    "fp8": lambda weight: quantize_bytes(weight, torch.bfloat16, torch.float8_e4m3fn),
+    "fp8 block": lambda weight: quantize_bytes(weight, torch.bfloat16, torch.float8_e4m3fn, True),
 }
 
 
@@ -247,9 +247,9 @@ def test_weights_that_do_not_fit_are_errors_with_the_fix(device):
     with pytest.raises(ValueError, match=r"^weight must be a float32 matrix .* use weight\.to\(\.\.\.\)\.contiguous"):
         _int4(torch.zeros(2, 64, device=device, dtype=torch.bfloat16), scheme)
     with pytest.raises(ValueError, match=r"^weight must be a float32 matrix with contiguous rows"):
-        quantize_int8(torch.zeros(64, 2, device=device).t(), torch.bfloat16)
+        quantize_bytes(torch.zeros(64, 2, device=device).t(), torch.bfloat16, torch.int8)
     with pytest.raises(ValueError, match=r"^weight has rows of 32769 values; one scale covers at most 32768"):
-        quantize_fp8(torch.zeros(1, 32769, device=device), torch.bfloat16)
+        quantize_bytes(torch.zeros(1, 32769, device=device), torch.bfloat16, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(("scheme", "group"), [("w4a16", 128), ("w8a8", None), ("fp8", None), ("fp8_block", None)])

@@ -79,7 +79,7 @@ def _qarl(stopwatch: Stopwatch, reps: int, weight: Weight, x: Tensor, dy: Tensor
         def restore() -> Tensor:
             if weight.scheme == "w4a16":
                 return dequantize.dequantize_int4(stored["weight_packed"], stored["weight_scale"], None, weight.k, bf16)
-            return dequantize.dequantize_channel(stored["weight"], stored["weight_scale"], bf16)
+            return dequantize.dequantize_bytes(stored["weight"], stored["weight_scale"], bf16)
 
         values = restore()
         parts["dequantize"] = stopwatch.microseconds(restore, reps)

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels import gemm
-from qarl_kernels.blocks import dot, source_rows
+from qarl_kernels.blocks import dot, source_rows, split_columns
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.shapes import output, output_features, output_rows
+from qarl_kernels.shapes import check_16_bit, check_tensor, output, output_features, output_rows
 from qarl_kernels.tuning import Tile, lookup
 
 
@@ -63,7 +63,7 @@ def _weight_grad_kernel(
         # Half of the tile at a time: all of the old gradient would take as many registers as the sum, and the program
         # would be alone on its multiprocessor.
         HALF: tl.constexpr = BLOCK_K // 2
-        left, right = tl.split(acc.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1))
+        left, right = split_columns(acc)
         row, k = (expert.to(tl.int64) * N + n)[:, None] * K, k_first + tl.arange(0, HALF)
         _add(into + row + k[None, :], left, (n < N)[:, None] & (k < K)[None, :])
         k += HALF
@@ -120,11 +120,8 @@ def grouped_weight_grad(
     n, k = dy.shape[1], x.shape[1]
     _check("grouped_weight_grad", x, dy)
     output_rows(x, groups, gathered), output_rows(dy, groups, False)
-    if into.shape != (groups.experts * n, k) or into.dtype != torch.float32 or not into.is_contiguous():
-        raise ValueError(
-            f"grouped_weight_grad: into must be contiguous float32 ({groups.experts * n}, {k}), not {into.dtype} "
-            f"{tuple(into.shape)}"
-        )
+    shape = groups.experts * n, k
+    check_tensor("grouped_weight_grad: into", into, (torch.float32,), shape, "pass the gradient of all experts")
     if not (gemm.loads_vectors(dy) and gemm.loads_vectors(x)):
         tile = gemm.POINTERS
     tile = tile or lookup("weight_grad", n, k, groups.rows, x, groups=groups, gathered=gathered)
@@ -151,7 +148,6 @@ def grouped_weight_grad(
 
 def _check(name: str, x: Tensor, other: Tensor) -> None:
     """Raise ValueError unless both are of one 16-bit dtype with contiguous rows."""
-    if x.dtype not in (torch.bfloat16, torch.float16) or other.dtype != x.dtype:
-        raise ValueError(f"{name} needs bf16 or fp16 operands of one dtype, not {x.dtype} and {other.dtype}; cast them")
+    check_16_bit(name, x, other)
     if x.stride(1) != 1 or other.stride(1) != 1:
         raise ValueError(f"{name}: rows of both operands must be contiguous; call .contiguous()")

@@ -16,6 +16,7 @@ from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.moe.groups import Groups, Shared
 from qarl_kernels.rows import check_rows
+from qarl_kernels.shapes import check_tensor
 
 COLUMNS, WARPS = 1024, 4  # per program: features of one token
 BACKWARD_LANES, BACKWARD_WARPS = 4096, 4  # per program at a time: slots of one token, times features
@@ -125,12 +126,12 @@ def combine(d: Tensor, weights: Tensor, groups: Groups, shared: Shared | None = 
         ValueError: Shapes or dtypes are not as above.
     """
     _check("d", d, groups.rows)
-    _check_weights(weights, groups)
+    _check_factors("weights", weights, groups.rows // groups.slots, groups.slots)
     if shared is None:
         return _sum(d, weights, None, groups)
     tokens = groups.rows // groups.slots
     _check("the shared expert's output", shared.output, tokens, d.shape[1])
-    _check_gate(shared.gate, tokens)
+    _check_factors("gate", shared.gate, tokens)
     return _sum(d, weights, shared.output, groups, shared.gate)
 
 
@@ -145,7 +146,7 @@ def combine_backward(
     tokens, columns = groups.rows // groups.slots, d.shape[1]
     _check("dy", dy, tokens, columns)
     _check("d", d, groups.rows)
-    _check_weights(weights, groups)
+    _check_factors("weights", weights, groups.rows // groups.slots, groups.slots)
     if into is None:
         into = torch.empty(groups.rows, columns, dtype=d.dtype, device=d.device)
     _check("into", into, groups.rows, columns)
@@ -160,7 +161,7 @@ def shared_backward(dy: Tensor, shared: Shared, into: Tensor | None = None) -> t
     output, gate = shared.output, shared.gate
     check_rows("dy", dy, output.shape[1])
     _check("the shared expert's output", output, len(dy))
-    _check_gate(gate, len(dy))
+    _check_factors("gate", gate, len(dy))
     if into is None:
         into = torch.empty_like(output, memory_format=torch.contiguous_format)
     _check("into", into, *output.shape)
@@ -212,12 +213,5 @@ def _check(name: str, x: Tensor, rows: int, columns: int | None = None) -> None:
         raise ValueError(f"{name} must have {rows} rows for these groups, not {x.shape[0]}")
 
 
-def _check_weights(weights: Tensor, groups: Groups) -> None:
-    expected = (groups.rows // groups.slots, groups.slots)
-    if weights.shape != expected or weights.dtype != torch.float32 or not weights.is_contiguous():
-        raise ValueError(f"weights must be contiguous float32 {expected}, not {weights.dtype} {tuple(weights.shape)}")
-
-
-def _check_gate(gate: Tensor, tokens: int) -> None:
-    if gate.shape != (tokens,) or gate.dtype != torch.float32 or not gate.is_contiguous():
-        raise ValueError(f"gate must be contiguous float32 ({tokens},), not {gate.dtype} {tuple(gate.shape)}")
+def _check_factors(name: str, factors: Tensor, *shape: int) -> None:
+    check_tensor(name, factors, (torch.float32,), shape, "call .float().contiguous()")

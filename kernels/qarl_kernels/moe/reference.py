@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qarl_kernels import invariant
 from qarl_kernels.integers import next_power_of_2
 from qarl_kernels.moe.groups import Groups, Routed, Shared
+from qarl_kernels.reference import matmul
 
 
 def probabilities(logits: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def probabilities(logits: Tensor) -> Tensor:
 def route(x: Tensor, weight: Tensor, k: int, normalize: bool, chosen: Tensor | None) -> Routed:
     """`qarl_kernels.moe.routing.route`, for float32 too."""
     wide, wide_weight = x.float(), weight.float().contiguous()
-    logits = invariant.matmul(wide, wide_weight) if x.device.type == "cpu" else wide @ wide_weight.t()
+    logits = matmul(wide, wide_weight)
     if chosen is None:
         comparable = logits.masked_fill(logits.isnan(), -torch.inf)  # a NaN would be the largest
         chosen = comparable.sort(dim=1, descending=True, stable=True).indices[:, :k]
@@ -61,13 +61,21 @@ def groups_of(experts: Tensor, count: int) -> Groups:
 
 def combine(d: Tensor, weights: Tensor, groups: Groups, shared: Shared | None = None) -> Tensor:
     """`qarl_kernels.moe.combine.combine`, for float32 too."""
+    added = None if shared is None else shared.output.float() * shared.gate[:, None]
+    return _sum(d, weights, groups, added)
+
+
+def sum_over_slots(grad: Tensor, groups: Groups, added: Tensor | None) -> Tensor:
+    """`qarl_kernels.moe.combine.sum_over_slots`, for float32 too."""
+    return _sum(grad, torch.ones_like(groups.place, dtype=torch.float32).view(-1, groups.slots), groups, added)
+
+
+def _sum(d: Tensor, weights: Tensor, groups: Groups, added: Tensor | None) -> Tensor:
     place = groups.place.view(-1, groups.slots).long()
     total = d[place[:, 0]].float() * weights[:, :1]
     for slot in range(1, groups.slots):
         total = total + d[place[:, slot]].float() * weights[:, slot : slot + 1]
-    if shared is not None:
-        total = total + shared.output.float() * shared.gate[:, None]
-    return total.to(d.dtype)
+    return (total if added is None else total + added.float()).to(d.dtype)
 
 
 def shared_gate(x: Tensor, weight: Tensor) -> Tensor:
@@ -89,14 +97,3 @@ def shared_backward(dy: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     wide, gate = dy.float(), shared.gate
     grad_gate = (wide * shared.output.float()).sum(1)
     return (wide * gate[:, None]).to(shared.output.dtype), grad_gate * (gate * (1.0 - gate))
-
-
-def sum_over_slots(grad: Tensor, groups: Groups, added: Tensor | None) -> Tensor:
-    """`qarl_kernels.moe.combine.sum_over_slots`, for float32 too."""
-    place = groups.place.view(-1, groups.slots).long()
-    total = grad[place[:, 0]].float()
-    for slot in range(1, groups.slots):
-        total = total + grad[place[:, slot]].float()
-    if added is not None:
-        total = total + added.float()
-    return total.to(grad.dtype)

@@ -18,6 +18,7 @@ from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import capability_of, launch
 from qarl_kernels.moe import reference
 from qarl_kernels.moe.groups import Routed
+from qarl_kernels.shapes import check_16_bit, check_tensor
 
 MAX_EXPERTS, MAX_SLOTS = 512, 16
 _LEVELS = tl.constexpr(MAX_EXPERTS.bit_length() - 1)  # of a tree over so many experts
@@ -188,17 +189,11 @@ def route(
         raise ValueError(f"x has {columns} features and the router's weight {weight.shape[1]}; they must agree")
     if not 1 <= k <= min(experts, MAX_SLOTS) or experts > MAX_EXPERTS:
         raise ValueError(f"a router chooses 1 to {MAX_SLOTS} of at most {MAX_EXPERTS} experts, not {k} of {experts}")
-    if chosen is not None and (
-        chosen.shape != (tokens, k) or chosen.dtype not in (torch.int32, torch.int64) or not chosen.is_contiguous()
-    ):
-        raise ValueError(
-            f"chosen must be a contiguous int32 or int64 matrix ({tokens}, {k}), not {chosen.dtype} "
-            f"{tuple(chosen.shape)}"
-        )
+    if chosen is not None:
+        check_tensor("chosen", chosen, (torch.int32, torch.int64), (tokens, k), "pass k experts per token")
     if not kernels:
         return reference.route(x, weight, k, normalize, chosen)
-    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
-        raise ValueError(f"route needs bf16 or fp16 operands of one dtype, not {x.dtype} and {weight.dtype}; cast them")
+    check_16_bit("route", x, weight)
     routed = Routed(
         torch.empty(tokens, experts, dtype=torch.float32, device=x.device),
         torch.empty(tokens, k, dtype=torch.int32, device=x.device),

@@ -35,8 +35,13 @@ class ByteCodes(Scheme):
     def quantize(self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None) -> Quantized:
         import torch
 
-        dtype = getattr(torch, self.scale_dtype)
-        codes, scale, bad = (self._by_kernel if kernels else self._by_torch)(weight, dtype)
+        dtype, code_dtype = getattr(torch, self.scale_dtype), getattr(torch, self.code_dtype)
+        if kernels:
+            from qarl_kernels.quantize import quantize_bytes
+
+            codes, scale, bad = quantize_bytes(weight, dtype, code_dtype, self.row_block > 1)
+        else:
+            codes, scale, bad = self._by_torch(weight, dtype)
         return {"weight": codes, "weight_scale": scale}, bad
 
     def _by_torch(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,21 +52,15 @@ class ByteCodes(Scheme):
         scaled, scale, bad = rounding.symmetric(weight, rounding.INT8 if integers else rounding.FP8, scale_dtype)
         return (rounding.integers(scaled, rounding.INT8) if integers else rounding.e4m3(scaled)), scale, bad
 
-    def _by_kernel(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """The same with Triton."""
-        from qarl_kernels.quantize import quantize_fp8, quantize_int8
-
-        return (quantize_int8 if self.weight_type == "int" else quantize_fp8)(weight, scale_dtype)
-
     def codes(self, tensors: Tensors, shape: Shape) -> Tensor:
         return tensors["weight"]
 
     def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
         codes, scale = tensors["weight"], tensors["weight_scale"]
         if kernels:
-            from qarl_kernels.dequantize import dequantize_channel
+            from qarl_kernels.dequantize import dequantize_bytes
 
-            return dequantize_channel(codes, scale, dtype)
+            return dequantize_bytes(codes, scale, dtype, self.row_block > 1)
         return (codes.float() * scale.float()).to(dtype)
 
 

@@ -74,18 +74,10 @@ class FP8Block(ByteActivations):
         codes = rounding.e4m3(scaled).view(rows, columns, BLOCK, BLOCK).transpose(1, 2).reshape(whole.shape)
         return codes[:n, :k].contiguous(), scale.squeeze(-1), bad
 
-    def _by_kernel(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        from qarl_kernels.quantize import quantize_fp8_block
-
-        return quantize_fp8_block(weight, scale_dtype)
-
     def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
-        codes, scale = tensors["weight"], tensors["weight_scale"]
         if kernels:
-            from qarl_kernels.dequantize import dequantize_fp8_block
-
-            return dequantize_fp8_block(codes, scale, dtype)
-        n, k = shape
+            return super().dequantize(tensors, shape, dtype, kernels)
+        (n, k), codes, scale = shape, tensors["weight"], tensors["weight_scale"]
         wide = scale.float().repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
         return (codes.float() * wide).to(dtype)
 
