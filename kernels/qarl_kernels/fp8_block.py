@@ -17,7 +17,7 @@ from qarl_kernels.gemm import check_e4m3
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch, supports_tma, tma_descriptor
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.shapes import kernel_arguments, output, output_features, output_rows, row_tiles
+from qarl_kernels.shapes import kernel_arguments, output_features, output_rows, row_tiles
 from qarl_kernels.tuning import Tile, lookup
 
 
@@ -94,7 +94,6 @@ def fp8_block(
     s_w: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    out: Tensor | None = None,
     groups: Groups | None = None,
     gathered: bool = False,
     tile: Tile | None = None,
@@ -105,7 +104,7 @@ def fp8_block(
         qx, s_x: (M, K) float8_e4m3fn and (M, ceil(K / 128)) fp32; with groups as in `gemm.dense`.
         codes, s_w: (N, K) float8_e4m3fn, contiguous, and (ceil(N / 128), ceil(K / 128)); with groups those of all
             experts, concatenated, and 128 divides the N of one expert.
-        bias, out_dtype, out, groups, gathered, tile: As in `gemm.dense`.
+        bias, out_dtype, groups, gathered, tile: As in `gemm.dense`.
 
     Returns:
         (M, N) of out_dtype; with groups in sorted order.
@@ -123,7 +122,7 @@ def fp8_block(
     tile = tile or lookup("fp8_block", n, k, m, qx, groups=groups, gathered=gathered)
     if qx.stride(1) != 1:
         qx = qx.contiguous()
-    out = output(out, m, n, out_dtype, qx.device)
+    out = torch.empty(m, n, dtype=out_dtype, device=qx.device)
     tma_w = supports_tma(codes) and (gathered or supports_tma(qx))
     tma_x = tma_w and not gathered
     launch(

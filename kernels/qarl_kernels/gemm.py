@@ -38,7 +38,7 @@ from qarl_kernels.casts import narrow
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma, tma_descriptor
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.shapes import check_16_bit, kernel_arguments, output, output_features, output_rows, row_tiles
+from qarl_kernels.shapes import check_16_bit, kernel_arguments, output_features, output_rows, row_tiles
 from qarl_kernels.tuning import Tile, lookup
 
 
@@ -128,7 +128,6 @@ def dense(
     weight: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
     groups: Groups | None = None,
     gathered: bool = False,
     tile: Tile | None = None,
@@ -139,8 +138,7 @@ def dense(
         x: (M, K) bf16 or fp16, any row stride. With groups one row per sorted pair; if gathered (T, K), one per token.
         weight: (N, K) of x's dtype; with groups that of all experts, concatenated, and N counts one expert.
         bias: (N,), or None. Grouped products have none.
-        out_dtype: Of the result. Default: out's dtype, else x's.
-        out: (M, N) to fill, any row stride, or None.
+        out_dtype: Of the result. Default: x's dtype.
         groups: Rows belong to experts.
         tile: For tests and tuning; changes no bit. Default: the tuned one.
 
@@ -151,8 +149,7 @@ def dense(
         ValueError: dtypes or shapes do not fit each other or the groups.
     """
     check_16_bit("dense", x, weight)
-    dtype = out_dtype or (x if out is None else out).dtype
-    return multiply("dense", x, weight, None, None, bias, dtype, out, groups, gathered, tile)
+    return multiply("dense", x, weight, None, None, bias, out_dtype or x.dtype, groups, gathered, tile)
 
 
 def scaled(
@@ -162,7 +159,6 @@ def scaled(
     s_w: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    out: Tensor | None = None,
     groups: Groups | None = None,
     gathered: bool = False,
     tile: Tile | None = None,
@@ -175,9 +171,9 @@ def scaled(
     qx: (M, K); s_x: (M, 1) fp32; codes: (N, K) of qx's dtype; s_w: (N, 1). The rest as in `dense`.
     """
     if qx.dtype == codes.dtype == torch.int8:
-        return multiply("w8a8", qx, codes, s_x, s_w, bias, out_dtype, out, groups, gathered, tile)
+        return multiply("w8a8", qx, codes, s_x, s_w, bias, out_dtype, groups, gathered, tile)
     check_e4m3("a product without int8 codes", qx, codes)
-    return multiply("fp8", qx, codes, s_x, s_w, bias, out_dtype, out, groups, gathered, tile)
+    return multiply("fp8", qx, codes, s_x, s_w, bias, out_dtype, groups, gathered, tile)
 
 
 def check_e4m3(name: str, qx: Tensor, codes: Tensor) -> None:
@@ -198,7 +194,6 @@ def multiply(
     s_w: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    out: Tensor | None,
     groups: Groups | None,
     gathered: bool,
     tile: Tile | None,
@@ -212,13 +207,12 @@ def multiply(
         weight = weight.contiguous()
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = output(out, m, n, out_dtype, x.device)
+    out = torch.empty(m, n, dtype=out_dtype, device=x.device)
     done = 0
     plain = family == "dense" and groups is None and tile is None
     decode = plain and m in library.DECODE_ROWS and capability_of(x) >= (9, 0)
     tile = tile or lookup(family, n, k, m, x, groups=groups, gathered=gathered)
-    # cuBLAS may choose a kernel that was not compared if rows are further apart.
-    if (decode or tile.way == "library") and bias is None and out_dtype == x.dtype and out.is_contiguous():
+    if (decode or tile.way == "library") and bias is None and out_dtype == x.dtype:
         done = library.product(x, weight, out, by_kernel)
     if tile.way == "library":
         tile = lookup(family, n, k, m - done, x, library=False)

@@ -66,7 +66,6 @@ def nvfp4a16(
     scales: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
     groups: Groups | None = None,
     gathered: bool = False,
     tile: Tile | None = None,
@@ -79,7 +78,7 @@ def nvfp4a16(
         scale: (N, K / 16) float8_e4m3fn.
         global_scale: (1,) float32.
         tiled, scales: The same weight as `tile_nvfp4` arranges it.
-        bias, out_dtype, out, groups, gathered, tile: As in `gemm.dense`. With groups the weight's tensors are those of
+        bias, out_dtype, groups, gathered, tile: As in `gemm.dense`. With groups the weight's tensors are those of
             all experts, concatenated, and N counts one expert.
 
     Returns:
@@ -89,13 +88,13 @@ def nvfp4a16(
     if scale.shape[1] * GROUP != k:
         raise ValueError(f"x has {k} features and the weight {scale.shape[1] * GROUP}; they must agree")
     tile = tile or tuning.lookup("nvfp4a16", n, k, m, x, groups=groups, gathered=gathered)
-    dtype = out_dtype or (x if out is None else out).dtype
+    dtype = out_dtype or x.dtype
     if tile.way != "dequantized":
-        return tiled_product(x, tiled, scales, n, bias, out, dtype, tile, groups, gathered, global_scale=global_scale)
+        return tiled_product(x, tiled, scales, n, bias, dtype, tile, groups, gathered, global_scale=global_scale)
     packed = untile_nvfp4(tiled, len(scale), k) if packed is None else packed
     weight = dequantize_nvfp4(packed, scale, None, x.dtype)
     ones = torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
     divided = global_scale.reciprocal().expand(len(weight)).contiguous()
     # Not by the library, whose products have no scales.
     tile = tuning.lookup("dense", n, k, m, x, library=False, groups=groups, gathered=gathered)
-    return gemm.multiply("dense", x, weight, ones, divided, bias, dtype, out, groups, gathered, tile)
+    return gemm.multiply("dense", x, weight, ones, divided, bias, dtype, groups, gathered, tile)

@@ -1,4 +1,4 @@
-"""Shapes of dense and grouped products: rows and features of the output, number of tiles, the kernels' arguments."""
+"""Shapes of dense and grouped products: checks, rows and features, number of tiles, kernel arguments."""
 
 from __future__ import annotations
 
@@ -9,21 +9,6 @@ from torch import Tensor
 
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.moe.groups import Groups
-
-
-def output(out: Tensor | None, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`out`, or a new matrix (m, n) if it is None.
-
-    Raises ValueError unless out is (m, n) of `dtype` on `device`, last dimension contiguous, arbitrary row stride.
-    """
-    if out is None:
-        return torch.empty(m, n, dtype=dtype, device=device)
-    if out.shape != (m, n) or out.dtype != dtype or out.device != device or (out.numel() and out.stride(1) != 1):
-        raise ValueError(
-            f"out must be {dtype} [{m}, {n}] on {device} with adjacent elements in a row, not {out.dtype} "
-            f"{list(out.shape)} on {out.device} with strides {list(out.stride())}"
-        )
-    return out
 
 
 def check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], fix: str) -> None:

@@ -28,7 +28,7 @@ from qarl_kernels.launch import launch, supports_tma, tma_descriptor
 from qarl_kernels.moe.dispatch import rows_in_order
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.planes import eight_planes, four_planes, int4_planes, nvfp4_planes
-from qarl_kernels.shapes import kernel_arguments, output, output_rows, row_tiles
+from qarl_kernels.shapes import kernel_arguments, output_rows, row_tiles
 from qarl_kernels.tuning import Tile
 
 BLOCK = 128  # input features of one tile of words
@@ -231,7 +231,6 @@ def tiled_product(
     meta: Tensor,
     n: int,
     bias: Tensor | None,
-    out: Tensor | None,
     out_dtype: torch.dtype,
     tile: Tile,
     groups: Groups | None,
@@ -242,7 +241,7 @@ def tiled_product(
     """Multiply x (M, K), or (T, K) if gathered, by a tiled weight of n features per expert.
 
     kernel: None is the 16-bit one of the tile's way; only a `wide` one of them takes x and out as its tile says. own:
-    arguments that only this kernel has. Returns `out`, (M, n).
+    arguments that only this kernel has. Returns (M, n).
     """
     wide = kernel is None and tile.way == "wide"
     kernel = kernel or (wide_kernel if wide else narrow_kernel)
@@ -252,7 +251,7 @@ def tiled_product(
         raise ValueError(f"x has {k} features, but a tiled weight {list(tiled.shape)} is not {experts} x {n} x {k}")
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = output(out, m, n, out_dtype, x.device)
+    out = torch.empty(m, n, dtype=out_dtype, device=x.device)
     tma = tma_out = False
     if wide:
         tma = tile.tma and supports_tma(x)

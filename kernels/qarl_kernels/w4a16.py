@@ -38,7 +38,6 @@ def w4a16(
     meta: Tensor | None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
     groups: Groups | None = None,
     gathered: bool = False,
     tile: Tile | None = None,
@@ -51,7 +50,7 @@ def w4a16(
         scale: (N, K / group).
         zero_point: (ceil(N / 8), K / group) int32, or None.
         tiled, meta: The same weight as `qarl_kernels.tile` arranges it. Without them every M is dequantized first.
-        bias, out_dtype, out, groups, gathered, tile: As in `gemm.dense`. With groups the weight's tensors are those of
+        bias, out_dtype, groups, gathered, tile: As in `gemm.dense`. With groups the weight's tensors are those of
             all experts, concatenated, and N counts one expert.
 
     Returns:
@@ -66,6 +65,6 @@ def w4a16(
             assert tiled is not None, "w4a16 needs the weight packed or tiled"
             packed = untile_int4(tiled, len(scale), k)
         weight = dequantize_int4(packed, scale, zero_point, k, x.dtype)
-        return gemm.dense(x, weight, bias, out_dtype, out, groups, gathered)
-    dtype = out_dtype or (x if out is None else out).dtype
-    return tiled_product(x, tiled, meta, n, bias, out, dtype, tile, groups, gathered, global_scale=None)
+        return gemm.dense(x, weight, bias, out_dtype, groups, gathered)
+    dtype = out_dtype or x.dtype
+    return tiled_product(x, tiled, meta, n, bias, dtype, tile, groups, gathered, global_scale=None)

@@ -167,7 +167,6 @@ def w4a8(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     channel: bool = False,
-    out: Tensor | None = None,
     groups: Groups | None = None,
     gathered: bool = False,
     tile: Tile | None = None,
@@ -179,7 +178,7 @@ def w4a8(
         tiled, meta: The weight's tiled form (`tile_int4`, `meta_w4a8`); with groups that of all experts, concatenated.
         in_features, out_features: K, and N of one expert.
         channel: Each row of the weight is one group.
-        bias, out_dtype, out, groups, gathered, tile: As in `gemm.dense`.
+        bias, out_dtype, groups, gathered, tile: As in `gemm.dense`.
 
     Returns:
         (M, N) of out_dtype; with groups in sorted order.
@@ -189,5 +188,5 @@ def w4a8(
         raise ValueError(f"w4a8 needs int8 activations of {in_features} features, not {qx.dtype} of {k}")
     tile = tile or lookup("w4a8", out_features, k, m, qx, groups=groups, gathered=gathered)
     own = {"s_x": s_x, "STAGES": tile.stages, **({"GROUPS": 0} if channel else {})}
-    given = bias, out, out_dtype, tile, groups, gathered
+    given = bias, out_dtype, tile, groups, gathered
     return tiled_product(qx, tiled, meta, out_features, *given, w4a8_kernel, **own)

@@ -70,18 +70,6 @@ def test_fp8_is_the_float64_product_of_the_codes(device, m, n, k, tile) -> None:
     assert relative_error(_run(qx, codes, tile, torch.bfloat16, (scale_x, scale)), expected) < 5e-3
 
 
-@pytest.mark.parametrize("product", ["dense", "w8a8", "fp8"])
-def test_no_rows_give_no_rows(device, product) -> None:
-    x = torch.zeros(0, 64, device=device, dtype=torch.bfloat16)
-    w = random(32, 64, seed=1, device=device, dtype=torch.bfloat16)
-    if product == "dense":
-        assert gemm.dense(x, w).shape == (0, 32)
-        return
-    kind = {"w8a8": torch.int8, "fp8": torch.float8_e4m3fn}[product]
-    scales = torch.zeros(0, 1, device=device), torch.ones(32, 1, device=device)
-    assert gemm.scaled(x.to(kind), scales[0], w.to(kind), scales[1], None, torch.bfloat16).shape == (0, 32)
-
-
 def test_rows_of_x_may_be_strided_or_not_contiguous(device) -> None:
     wide = random(9, 200, seed=1, device=device, dtype=torch.bfloat16)
     w = random(40, 96, seed=2, device=device, dtype=torch.bfloat16)

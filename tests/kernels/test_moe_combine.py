@@ -59,11 +59,11 @@ def test_gradients_of_rows_and_weights(device, tokens, slots, experts, columns, 
     )
     exact = (arriving * by_token(d, groups)).sum(2)
     torch.testing.assert_close(expected_weights.double(), exact, rtol=1e-5, atol=1e-4)  # sums of 1,100 of size 1
-    into = d.clone() if in_place else None
-    grad, grad_weights = combine.combine_backward(dy, d if into is None else into, weights, groups, into)
-    assert torch.equal(grad, expected) and grad.dtype == d.dtype and (into is None or grad is into)
+    into = d.clone() if in_place else torch.empty_like(d)
+    grad, grad_weights = combine.combine_backward(dy, into if in_place else d, weights, groups, into)
+    assert torch.equal(grad, expected) and grad.dtype == d.dtype and grad is into
     torch.testing.assert_close(grad_weights.double(), exact, rtol=1e-5, atol=1e-4)
-    again = combine.combine_backward(dy, d, weights, groups)
+    again = combine.combine_backward(dy, d, weights, groups, torch.empty_like(d))
     assert torch.equal(again[1], grad_weights)
 
 
@@ -107,7 +107,7 @@ def test_gradients_of_the_shared_expert_and_its_gate(device, tokens, slots, expe
     torch.testing.assert_close(expected.double(), wide, rtol=2**-8, atol=1e-30)
     exact = (dy.double() * beside.output.double()).sum(1) * gate * (1 - gate)
     torch.testing.assert_close(expected_logit.double(), exact, rtol=1e-5, atol=1e-4)
-    grad, logit = combine.shared_backward(dy, beside, beside.output if in_place else None)
+    grad, logit = combine.shared_backward(dy, beside, beside.output if in_place else torch.empty_like(beside.output))
     assert torch.equal(grad, expected) and (grad is beside.output) == in_place
     torch.testing.assert_close(logit.double(), exact, rtol=1e-5, atol=1e-4)
 
@@ -151,7 +151,7 @@ def test_a_row_that_is_not_finite_spoils_only_its_token(device) -> None:
     d[groups.place[5].long()] = torch.nan  # token 2, slot 1
     result = combine.combine(d, weights, groups)
     assert result[2].isnan().all() and result[[0, 1, 3, 4, 5]].isfinite().all()
-    _, grad_weights = combine.combine_backward(dy, d, weights, groups)
+    _, grad_weights = combine.combine_backward(dy, d, weights, groups, torch.empty_like(d))
     assert grad_weights.isnan().nonzero().tolist() == [[2, 1]]
 
 
@@ -163,13 +163,16 @@ def test_errors_name_what_is_wrong(device) -> None:
         (lambda: combine.combine(d[:3], weights, groups), "d must have 4 rows for these groups, not 3"),
         (lambda: combine.combine(d.float(), weights, groups), "d must be a 16-bit matrix"),
         (lambda: combine.combine(d, weights.double(), groups), r"weights must be contiguous float32 \[4, 1\]"),
-        (lambda: combine.combine_backward(dy[:, :7], d, weights, groups), "dy must be a 16-bit matrix of 8 columns"),
+        (
+            lambda: combine.combine_backward(dy[:, :7], d, weights, groups, torch.empty_like(d)),
+            "dy must be a 16-bit matrix of 8 columns",
+        ),
         (lambda: combine.combine_backward(dy, d, weights, groups, d[:3]), "into must have 4 rows"),
         (lambda: combine.sum_over_slots(d, groups, dy[:2]), "added must have 4 rows"),
         (lambda: combine.combine(d, weights, groups, Shared(dy[:3], gate)), "the shared expert's output must have 4"),
         (lambda: combine.combine(d, weights, groups, Shared(dy, gate[:3])), r"gate must be contiguous float32 \[4\]"),
-        (lambda: combine.shared_backward(dy, Shared(dy, gate.double())), r"gate must be contiguous float32 \[4\]"),
-        (lambda: combine.shared_backward(dy[:, :7], Shared(dy, gate)), "dy must be a 16-bit matrix of 8 columns"),
+        (lambda: combine.shared_backward(dy, Shared(dy, gate.double()), dy), r"gate must be contiguous float32 \[4\]"),
+        (lambda: combine.shared_backward(dy[:, :7], Shared(dy, gate), dy), "dy must be a 16-bit matrix of 8 columns"),
         (lambda: shared.shared_gate(dy, dy[:2]), r"the gate's weight must be \[1, 8\]"),
         (lambda: shared.shared_gate(dy, dy[:1].float(), True), "operands of one dtype"),
     ):

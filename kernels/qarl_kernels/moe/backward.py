@@ -18,7 +18,7 @@ from qarl_kernels.blocks import dot, source_rows, split_columns
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.shapes import check_16_bit, check_tensor, output, output_features, output_rows
+from qarl_kernels.shapes import check_16_bit, check_tensor, output_features, output_rows
 from qarl_kernels.tuning import Tile, lookup
 
 
@@ -75,15 +75,12 @@ def _add(at, value, keep):
     tl.store(at, tl.load(at, mask=keep, other=0.0) + value, mask=keep)
 
 
-def grouped_input_grad(
-    dy: Tensor, weight: Tensor, groups: Groups, out: Tensor | None = None, tile: Tile | None = None
-) -> Tensor:
+def grouped_input_grad(dy: Tensor, weight: Tensor, groups: Groups, tile: Tile | None = None) -> Tensor:
     """dx = dy @ W of each row's expert.
 
     Args:
         dy: (R, N) bf16 or fp16, in sorted order; last dimension contiguous, arbitrary row stride.
         weight: (E * N, K) of dy's dtype.
-        out: (R, K) to fill, any row stride, or None.
         tile: For tests and tuning. Default: the tuned one.
 
     Returns:
@@ -97,7 +94,7 @@ def grouped_input_grad(
     if dy.shape[1] != n:
         raise ValueError(f"dy has {dy.shape[1]} features and an expert's weight {n}; they must agree")
     k = weight.shape[1]
-    out = output(out, m, k, dy.dtype, dy.device)
+    out = torch.empty(m, k, dtype=dy.dtype, device=dy.device)
     tile = tile or lookup("input_grad", n, k, m, dy, groups=groups)
     gemm.run(dy, weight, None, None, None, out, tile, groups, transposed=True)
     return out

@@ -135,25 +135,21 @@ def combine(d: Tensor, weights: Tensor, groups: Groups, shared: Shared | None = 
     return _sum(d, weights, shared.output, groups, shared.gate)
 
 
-def combine_backward(
-    dy: Tensor, d: Tensor, weights: Tensor, groups: Groups, into: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def combine_backward(dy: Tensor, d: Tensor, weights: Tensor, groups: Groups, into: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of d, weight * dy (R, H) of d's dtype, and of the weights, <dy, d> (T, k) float32.
 
     dy: (T, H) 16-bit, last dimension contiguous, arbitrary row stride; d, weights, errors: as in `combine`. into:
-    (R, H) of d's dtype that receives d's gradient, possibly d itself; None: a new tensor.
+    (R, H) of d's dtype that receives d's gradient, possibly d itself.
     """
     tokens, columns = groups.rows // groups.slots, d.shape[1]
     _check("dy", dy, tokens, columns)
     _check("d", d, groups.rows)
     _check_factors("weights", weights, groups.rows // groups.slots, groups.slots)
-    if into is None:
-        into = torch.empty(groups.rows, columns, dtype=d.dtype, device=d.device)
     _check("into", into, groups.rows, columns)
     return into, _backward(dy, d, weights, groups.place, into)
 
 
-def shared_backward(dy: Tensor, shared: Shared, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def shared_backward(dy: Tensor, shared: Shared, into: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the shared expert's output, gate * dy (T, H) of its dtype, and of its gate's logit, (T,) float32.
 
     dy, into, errors: as in `combine_backward`; `into` may be the output itself.
@@ -162,8 +158,6 @@ def shared_backward(dy: Tensor, shared: Shared, into: Tensor | None = None) -> t
     check_rows("dy", dy, output.shape[1])
     _check("the shared expert's output", output, len(dy))
     _check_factors("gate", gate, len(dy))
-    if into is None:
-        into = torch.empty_like(output, memory_format=torch.contiguous_format)
     _check("into", into, *output.shape)
     grad_gate = _backward(dy, output, gate[:, None], None, into)[:, 0]
     return into, grad_gate * (gate * (1.0 - gate))
