@@ -21,7 +21,8 @@ from qarl.diagnostics.gradients import gradient_metrics
 from qarl.diagnostics.precision import deployed_metrics, precision_metrics
 from qarl.diagnostics.record import StepTokens
 from qarl.distributed.ranks import Alone, Ranks
-from qarl.objectives import Objective, TokenLogProbs
+from qarl.objectives.common import TokenLogProbs
+from qarl.objectives.objective import Objective
 from qarl.policy.policy import Policy
 from qarl.threads import one_thread
 from qarl.training.batch import CPU, Batch, Part, rounds

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 AdvantageKind = Literal["grpo", "grpo_no_std", "rloo", "reinforce"]
 PruningLevel = Literal["response", "token"]
 RatioKind = Literal["train", "rollout", "shadow", "one"]
-TruncationSet = Literal["own", "replay"]
 SurrogateFunction = Callable[[SurrogateInputs], Surrogate]
 
 # Types of shared keys whose default depends on the objective.
@@ -92,7 +91,7 @@ class ObjectiveConfig(Section):
         "ratio per response (tbpo, gspo, mis_gspo, correction.level sequence or geometric, reinforce and rloo without "
         "token weights); else token.",
     )
-    truncation_set: TruncationSet = Field(
+    truncation_set: Literal["own", "replay"] = Field(
         "own",
         description="The set of tokens that the learner normalizes over with rollout.top_p or top_k. own: from its "
         "logits at each forward; replay: the set at the rollout's weights in all forwards of a step, so that no token "
@@ -178,19 +177,12 @@ class RatioObjective(ObjectiveConfig):
 
 @dataclass(frozen=True)
 class Band:
-    """The ratios that give gradient, bounds included, as reported to diagnostics. A surrogate clips by itself.
+    """The ratios that give gradient, bounds included, as reported to diagnostics. A surrogate clips by itself."""
 
-    Attributes:
-        level: One ratio per `token`, or per response (`sequence`: the geometric mean over its tokens).
-        high: Upper bound for A > 0.
-        low: Lower bound for A < 0.
-        neg_high: Upper bound for A < 0.
-    """
-
-    level: Literal["token", "sequence"]
-    high: float
-    low: float
-    neg_high: float = math.inf
+    level: Literal["token", "sequence"]  # one ratio per token, or per response: the geometric mean over its tokens
+    high: float  # upper bound for A > 0
+    low: float  # lower bound for A < 0
+    neg_high: float = math.inf  # upper bound for A < 0
 
     def comparable(self, log_ratio: Tensor) -> Tensor:
         """Return the log ratio per token (T,), with infinite ones replaced by 0 if the band is per response.

@@ -30,7 +30,6 @@ overflows, and two of opposite sign in one response cancel instead of making NaN
 
 WEIGHT_MEAN = "correction/weight_mean"
 _WEIGHT_SQ_MEAN = "correction/weight_sq_mean"  # intermediate of the effective sample size
-_ESS = "correction/ess"
 RATIO_STATS = ("policy/ratio_mean", "policy/clip_frac", "policy/ratio_clamped_frac")
 
 
@@ -190,5 +189,5 @@ def finish_stats(total: Stats) -> dict[str, float]:
     metrics = {name: s / n if n else 0.0 for name, (s, n) in zip(total, rows, strict=True)}
     if _WEIGHT_SQ_MEAN in metrics:
         square = metrics.pop(_WEIGHT_SQ_MEAN)
-        metrics[_ESS] = metrics[WEIGHT_MEAN] ** 2 / square if square else 0.0
+        metrics["correction/ess"] = metrics[WEIGHT_MEAN] ** 2 / square if square else 0.0
     return metrics

@@ -41,23 +41,16 @@ def correct(
 ) -> tuple[Tensor, Stats]:
     """Compute the weight of each token, (T,): importance weight, times 0 if a rule, the veto or the pruning drops it.
 
-    Args:
-        config: Active correction.
-        logps: Log-probs, (T,) each.
-        segments: Response of each token.
-        pruned: Tokens and responses with weight 0.
-        weight_mean: Divisor of the importance weights (`mean_weight`).
+    The importance weights are divided by `weight_mean` (see `mean_weight`). Statistics, per token if `per_token`, else
+    per non-empty response:
 
-    Returns:
-        The weights, and statistics: per token if `per_token`, else per non-empty response.
+        correction/weight_mean, correction/ess  of the final weights
+        correction/rejected_frac    weight 0 for any reason; a response counts if all its tokens have weight 0
+        correction/raw_ratio_mean   weights before bounding
+        correction/clamped_frac     exponents of weights clamped to +-20
 
-            correction/weight_mean, correction/ess  of the final weights
-            correction/rejected_frac    weight 0 for any reason; a response counts if all its tokens have weight 0
-            correction/raw_ratio_mean   weights before bounding
-            correction/clamped_frac     exponents of weights clamped to +-20
-
-        Per non-empty response: `correction/veto_frac`, the share that each rule rejects (rules of aggregate token: per
-        token), and `correction/rule_clamped_frac` (an exponent of a rule was clamped).
+    Per non-empty response: `correction/veto_frac`, the share that each rule rejects (rules of aggregate token: per
+    token), and `correction/rule_clamped_frac` (an exponent of a rule was clamped).
     """
     present, stats = segments.present, Stats()
     keep, keep_tokens = torch.ones_like(present), torch.ones_like(segments.index, dtype=torch.bool)
@@ -146,16 +139,10 @@ def mean_weight(config: CorrectionConfig, logps: TokenLogProbs, segments: Segmen
 
 
 def kept(log_ratio: Tensor, segments: Segments, rule: RejectRule) -> tuple[Tensor, Tensor]:
-    """Find what a rule keeps: lower <= score <= upper.
+    """Find what a rule keeps, lower <= score <= upper, given the log ratio (T,) of the rule's signal.
 
     Computed in float64: k3 of a small mismatch is a difference of nearly equal numbers, and thresholds are of order
     1e-3. An empty response is kept, and so is one with a NaN: it has to reach the loss.
-
-    Args:
-        log_ratio: (T,) log ratio x of the rule's signal. A token shows k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x, or
-            the ratio e^x. The `sum` of ratio is exp(sum x), its `mean` exp(mean x), and `max` bounds every token.
-        segments: Response of each token.
-        rule: Estimator, aggregate and bounds.
 
     Returns:
         (R,) bool, responses kept, or (T,) bool, tokens kept, for aggregate token; and (R,) bool, responses with an

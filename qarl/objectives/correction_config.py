@@ -15,19 +15,12 @@ from qarl.config.limits import FACTOR, ITEMS, SCORE
 
 
 class Preset(NamedTuple):
-    """What a preset sets.
+    """What a preset sets."""
 
-    Attributes:
-        weights: level, mode, lower, upper and signal of the importance weight; None for no weight.
-        reject: Rules.
-        ratio: objective.ratio; None if the preset leaves it open.
-        policy_gradient: The preset is for objectives without a ratio.
-    """
-
-    weights: dict[str, Any] | None = None
-    reject: tuple[dict[str, Any], ...] = ()
-    ratio: Literal["train", "rollout"] | None = None
-    policy_gradient: bool = False
+    weights: dict[str, Any] | None = None  # level, mode, lower, upper and signal of the importance weight
+    reject: tuple[dict[str, Any], ...] = ()  # rules
+    ratio: Literal["train", "rollout"] | None = None  # objective.ratio; None: the preset leaves it open
+    policy_gradient: bool = False  # the preset is for objectives without a ratio
 
 
 def _rule(estimator: str, aggregate: str, upper: float, lower: float | None = None, signal: str = "corr") -> dict:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from qarl.config import Config
-from qarl.objectives import Objective
 from qarl.objectives.correction import REJECTED, per_token
-from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES
+from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, Objective
 
 MOST = 0.5
 IN_A_ROW = 10

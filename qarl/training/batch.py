@@ -14,8 +14,9 @@ from torch import Tensor
 
 from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
-from qarl.objectives import Segments, compute_advantages
+from qarl.objectives.advantages import compute_advantages
 from qarl.objectives.base import AdvantageKind
+from qarl.objectives.segments import Segments
 from qarl.policy.routes import NO_ROUTES, Routes, numbers_of
 from qarl.training.columns import Column, KeptColumn
 from qarl.training.micro_batches import Response, assign, micro_batch_ends, work

@@ -19,7 +19,9 @@ from torch import Tensor
 from qarl.config import Config
 from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
-from qarl.objectives import Constants, TokenLogProbs, Totals, build_objective
+from qarl.objectives.common import Constants, TokenLogProbs
+from qarl.objectives.objective import build_objective
+from qarl.objectives.segments import Totals
 from qarl.policy.policy import Policy
 from qarl.policy.routes import Routes
 from qarl.policy.weights import WeightSet

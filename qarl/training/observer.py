@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
-from qarl.objectives import TokenLogProbs
+from qarl.objectives.common import TokenLogProbs
 from qarl.rewards import RewardResult
 from qarl.training.batch import Batch, Part
 from qarl.types import Prompt, Rollout

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from qarl.config.architecture import Architecture
 from qarl.flops import BACKWARD, forward_flops
-from qarl.objectives import TokenLogProbs
+from qarl.objectives.common import TokenLogProbs
 from qarl.rewards import RewardResult
 from qarl.storage.disk import write_together
 from qarl.storage.names import step_name

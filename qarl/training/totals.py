@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qarl.distributed.ranks import Ranks
-from qarl.objectives import Stats, add_stats, finish_stats
+from qarl.objectives.common import Stats, add_stats, finish_stats
 from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RESPONSES
 from qarl.training.routing import RoutingTotals
 

@@ -10,7 +10,7 @@ from tiny_runs import Parts, parts
 from watched import QUANTIZED_ROLLOUT, mostly_live, packed, shadow
 
 from qarl.diagnostics.gradient_passes import gradient_gram
-from qarl.objectives import Band
+from qarl.objectives.base import Band
 from qarl.training.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")

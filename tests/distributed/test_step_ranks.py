@@ -18,7 +18,7 @@ from qarl.config.reward import RewardConfig
 from qarl.diagnostics.probe import Probe
 from qarl.distributed.ranks import Alone, OtherRankFailed, Ranks
 from qarl.errors import UserError
-from qarl.objectives import TokenLogProbs
+from qarl.objectives.common import TokenLogProbs
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import load_architecture
 from qarl.rewards import RewardPool, RewardResult

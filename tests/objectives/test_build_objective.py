@@ -10,18 +10,11 @@ from objective_sections import objective_config
 from ragged import Batch, random_batch
 
 from qarl.config import CorrectionConfig
-from qarl.objectives import (
-    Band,
-    Constants,
-    Needs,
-    Segments,
-    TokenLogProbs,
-    Totals,
-    add_stats,
-    build_objective,
-    finish_stats,
-)
+from qarl.objectives.base import Band
+from qarl.objectives.common import Constants, Needs, TokenLogProbs, add_stats, finish_stats
 from qarl.objectives.correction_config import RejectRule
+from qarl.objectives.objective import build_objective
+from qarl.objectives.segments import Segments, Totals
 
 LENGTHS = [4, 1, 0, 9, 3, 30, 2, 5]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0]

@@ -13,7 +13,9 @@ from ragged import random_batch
 
 from qarl.config import CorrectionConfig
 from qarl.errors import UserError
-from qarl.objectives import Totals, build_objective, finish_stats
+from qarl.objectives.common import finish_stats
+from qarl.objectives.objective import build_objective
+from qarl.objectives.segments import Totals
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_objective.py"
 LENGTHS = [4, 1, 0, 9, 3]

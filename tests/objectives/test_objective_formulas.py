@@ -11,8 +11,9 @@ from ragged import random_batch
 from transcription import Response, correction, loss
 
 from qarl.config import CorrectionConfig
-from qarl.objectives import Totals, build_objective
 from qarl.objectives.correction_config import RejectRule
+from qarl.objectives.objective import build_objective
+from qarl.objectives.segments import Totals
 
 LENGTHS = [4, 1, 0, 9, 3, 6, 2, 1]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0]

@@ -30,10 +30,12 @@ from test_objective_formulas import (
 from transcription import Response, loss
 
 from qarl.config import CorrectionConfig
-from qarl.objectives import Segments, Totals, build_objective, finish_stats
 from qarl.objectives.base import RatioObjective
+from qarl.objectives.common import finish_stats
 from qarl.objectives.correction import per_token
+from qarl.objectives.objective import build_objective
 from qarl.objectives.registry import BY_NAME
+from qarl.objectives.segments import Segments, Totals
 
 NONE = CorrectionConfig(level="none")
 

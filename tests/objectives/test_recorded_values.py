@@ -13,10 +13,11 @@ import torch
 from objective_sections import objective_config
 
 from qarl.config import CorrectionConfig
-from qarl.objectives import Segments, TokenLogProbs, Totals, build_objective
-from qarl.objectives.common import k_estimate, log_ratio
+from qarl.objectives.common import TokenLogProbs, k_estimate, log_ratio
 from qarl.objectives.correction import kept
 from qarl.objectives.correction_config import RejectRule
+from qarl.objectives.objective import build_objective
+from qarl.objectives.segments import Segments, Totals
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_values.json").read_text())
 INPUTS = RECORDED["inputs"]

@@ -5,9 +5,9 @@ import torch
 from objective_sections import objective_config
 
 from qarl.config import CorrectionConfig
-from qarl.objectives import Segments, TokenLogProbs, Totals, build_objective
-from qarl.objectives.common import k_estimate
-from qarl.objectives.objective import kl_to_reference
+from qarl.objectives.common import TokenLogProbs, k_estimate
+from qarl.objectives.objective import build_objective, kl_to_reference
+from qarl.objectives.segments import Segments, Totals
 
 FORMULAS = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
 SLOPES = {"k1": lambda x: x, "k2": lambda x: x, "k3": lambda x: math.exp(x) - 1}

@@ -6,7 +6,9 @@ from objective_sections import objective_config
 from ragged import Batch, clip, geometric_mean, random_batch
 
 from qarl.config import CorrectionConfig, ObjectiveConfig
-from qarl.objectives import Segments, Totals, build_objective, finish_stats
+from qarl.objectives.common import finish_stats
+from qarl.objectives.objective import build_objective
+from qarl.objectives.segments import Segments, Totals
 
 PAPER = objective_config(name="tbpo", aggregation="seq-mean-token-sum")
 LENGTHS = [4, 1, 0, 9, 3, 30, 2, 5, 12, 7]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from qarl.config import Config
-from qarl.objectives import build_objective
+from qarl.objectives.objective import build_objective
 from qarl.training.alarms import Alarms
 
 K3 = "correction/reject_corr_k3_sum_frac"

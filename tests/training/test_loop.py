@@ -368,7 +368,7 @@ def test_a_reward_that_breaks_down_loses_no_finished_step(runs):
 
 def test_nan_gradients_stop_the_run_with_one_line(runs):
     broken = (
-        "from qarl.objectives import Objective\ncall = Objective.__call__\n"
+        "from qarl.objectives.objective import Objective\ncall = Objective.__call__\n"
         "def nan(*a):\n    loss, stats = call(*a)\n    return loss * float('nan'), stats\n"
         "Objective.__call__ = nan"
     )

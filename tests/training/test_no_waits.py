@@ -20,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qarl import transfer
 from qarl.config import CorrectionConfig
-from qarl.objectives import Constants, TokenLogProbs, Totals, add_stats, build_objective, finish_stats
+from qarl.objectives.common import Constants, TokenLogProbs, add_stats, finish_stats
 from qarl.objectives.correction_config import RejectRule
+from qarl.objectives.objective import build_objective
 from qarl.objectives.registry import BY_NAME
+from qarl.objectives.segments import Totals
 from qarl.training.batch import CPU, Batch, Part
 from qarl.training.columns import Column
 from qarl.training.totals import LearnerTotals

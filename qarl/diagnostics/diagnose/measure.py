@@ -19,8 +19,8 @@ from qarl.diagnostics.mismatch import log_prob_gap, mismatch_metrics
 from qarl.diagnostics.precision import deployed_metrics, precision_metrics
 from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.errors import UserError
-from qarl.objectives import TokenLogProbs, build_objective, finish_stats
-from qarl.objectives.objective import contribution_stats
+from qarl.objectives.common import TokenLogProbs, finish_stats
+from qarl.objectives.objective import build_objective, contribution_stats
 from qarl.weight_sync.snapshot import Snapshot
 
 EXAMPLES = 8

@@ -17,7 +17,7 @@ from qarl.errors import UserError
 from qarl.inference.masters import require_same_model
 from qarl.inference.opening import context_of
 from qarl.inference.target import Target
-from qarl.objectives import build_objective
+from qarl.objectives.objective import build_objective
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
