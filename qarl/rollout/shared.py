@@ -39,16 +39,9 @@ def generate_share(
     ranks: Ranks,
     samplers: range | None = None,
 ) -> list[Rollout]:
-    """Generate responses to this rank's prompts (`Ranks.share`). They do not depend on the number of ranks.
+    """Generate responses to this rank's share of all ranks' prompts (`Ranks.share`).
 
-    Args:
-        engine: This rank's sampler.
-        prompts: Prompts of all ranks.
-        sampling: Sampling parameters.
-        version: Policy version.
-        progress: Called after every step.
-        ranks: All ranks.
-        samplers: Ranks that have a sampler; None: all.
+    They do not depend on the number of ranks. `samplers` are the ranks that have a sampler; None: all.
     """
     if ranks.count == 1:
         return engine.generate(prompts, sampling, version, progress)

@@ -183,7 +183,7 @@ def test_pages_of_a_graph_are_those_of_chunks_of_attention(longest: int, pages: 
 
 @pytest.mark.parametrize(("size", "pages"), [(1, 1), (3, 5), (16, 16)])
 def test_parts_of_a_block_are_aligned_and_do_not_overlap(size: int, pages: int) -> None:
-    block = torch.full((Inputs.words(size, pages) + 3,), -1, dtype=torch.int64)
+    block = torch.full((sum(Inputs.sizes(size, pages)) + 3,), -1, dtype=torch.int64)
     inputs = Inputs.of(block, size, pages)
     parts = [inputs.given, inputs.token, inputs.positions, inputs.slots, inputs.points, inputs.lengths, inputs.table]
     assert all((part.data_ptr() - block.data_ptr()) % 16 == 0 for part in parts)

@@ -13,27 +13,18 @@ from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
-from qarl.policy.routes import stored, stored_dtype
+from qarl.policy.routes import NO_ROUTES, recording, stored, stored_dtype
 from qarl.policy.sampler import Sampler
 from qarl.rollout.native.graphs import Graphs, Inputs, chunks_of_pages, ladder
 from qarl.rollout.native.pages import KVCache
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
-from qarl.rollout.native.steps import (
-    LOGIT_ROWS,
-    Computed,
-    StepOutput,
-    StepRouting,
-    announce,
-    packed,
-    routes_of,
-    rows_to_sample,
-)
+from qarl.rollout.native.steps import LOGIT_ROWS, Computed, Runner, StepOutput, announce, packed, rows_to_sample
 from qarl.transfer import upload
 
 
-class AsyncRunner:
-    """See `Runner`."""
+class AsyncRunner(Runner):
+    """Runs steps on Triton kernels."""
 
     asynchronous = True
 
@@ -43,15 +34,14 @@ class AsyncRunner:
         cache: KVCache,
         truncation: Truncation,
         max_num_seqs: int,
+        record: bool,
         longest: int,  # tokens of a sequence
-        graphs: bool = True,  # run decodes as CUDA graphs
-        record: bool = False,  # record the experts that rows choose
+        graphs: bool,  # run decodes as CUDA graphs
     ) -> None:
-        self.sampler, self.cache, self.truncation, self.max_num_seqs = sampler, cache, truncation, max_num_seqs
-        self._weights = sampler.weights
+        super().__init__(sampler, cache, truncation, max_num_seqs, record)
         device = self.device = sampler.layout.device
         most, pages = ladder(max_num_seqs), chunks_of_pages(longest)
-        sampled, words = most + max_num_seqs, Inputs.words(most, pages)
+        sampled, words = most + max_num_seqs, sum(Inputs.sizes(most, pages))
         self._memory = torch.zeros(words + sampled, dtype=torch.int64, device=device)
         # Tokens of the last step: first those of decodes, then those of prefills.
         self._block, self._tokens = self._memory.split([words, sampled])
@@ -61,21 +51,16 @@ class AsyncRunner:
         self._table = np.zeros((most, pages), np.int32)  # pages of the sequences in `_order`
         self._order: list[Sequence] = []
         self._graphs = Graphs(device) if graphs else None
-        self.record = record
         self._experts = torch.empty(0, device=device)  # of the rows of the last decode, if recorded
         if record:
             first, layers = sampler.experts[0], len(sampler.experts)
             shape, self._count = (most, layers, first.per_token), first.count
             self._experts = torch.zeros(shape, dtype=stored_dtype(first.count), device=device)
-        self._routing: list[StepRouting] = []  # of this step, on its way to the host
+        self._routing: list[tuple[list[Chunk], Tensor]] = []  # of this step, on its way to the host
 
-    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
-        same = self.sampler.weights is self._weights and cache is self.cache and truncation == self.truncation
-        same = same and record == self.record
-        return same and max_num_seqs == self.max_num_seqs and chunks_of_pages(longest) <= self._table.shape[1]
-
-    def take_page(self, page: int) -> None:
-        """Do nothing: attention reads no page past a sequence's end."""
+    def serves(self, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
+        fits = chunks_of_pages(longest) <= self._table.shape[1]
+        return fits and super().serves(truncation, max_num_seqs, longest, record)
 
     def step(self, chunks: list[Chunk], computed: Computed) -> StepOutput:
         singles = [chunk for chunk in chunks if chunk.single]
@@ -109,7 +94,7 @@ class AsyncRunner:
         else:
             self._graphs.run((size, pages), lambda: self._run(there))
         if self.record:
-            self._record(chunks, self._experts[: len(chunks)])
+            self._routing.append((chunks, self._to_host(self._experts[: len(chunks)])))
         if self._ranked:
             assert self._hidden is not None
             self._sample_parts(self._hidden[: len(chunks)], there.points[: len(chunks)], 0)
@@ -154,7 +139,7 @@ class AsyncRunner:
         attention = DecodeAttention(
             inputs.positions, inputs.slots, inputs.table, inputs.lengths, pages * PAGE, self.cache.layers
         )
-        routes = routes_of(self.record)
+        routes = recording() if self.record else NO_ROUTES
         hidden = self.sampler.hidden_states(self._memory[inputs.token], attention, routes=routes)
         if self.record:
             self._experts[:size] = stored(routes.recorded(), self._count)
@@ -177,10 +162,11 @@ class AsyncRunner:
         """Run chunks of prompts. Returns the sequences that got a token, in the rows from `first` on."""
         spans, ids = packed(chunks)
         announce(self.sampler.tracer, chunks)
-        routes, attention = routes_of(self.record), self.sampler.paged(spans, self.cache.layers)
+        routes = recording() if self.record else NO_ROUTES
+        attention = self.sampler.paged(spans, self.cache.layers)
         hidden = self.sampler.hidden_states(self._there(ids), attention, routes=routes)
         if self.record:
-            self._record(chunks, stored(routes.recorded(), self._count))
+            self._routing.append((chunks, self._to_host(stored(routes.recorded(), self._count))))
         sequences, rows = rows_to_sample(chunks, computed)
         if not sequences:
             return sequences
@@ -221,10 +207,6 @@ class AsyncRunner:
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(self.device))
         return StepOutput(sequences, rows, tokens, logprobs, routing, copied)
-
-    def _record(self, chunks: list[Chunk], experts: Tensor) -> None:
-        """Record the experts of the chunks' rows, (T, L, k)."""
-        self._routing.append(StepRouting.of(chunks, self._to_host(experts)))
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Start a copy to the host."""

@@ -101,7 +101,9 @@ class NativeEngine:
         cache = self._kv_cache(longest, min(sizes.max_num_seqs, len(prompts) * sampling.n))
         record = RoutingRecord() if sampling.record_routing and self.sampler.experts else None
         runner = self._runner_of(cache, sampling.truncation, sizes, longest, record is not None)
-        pool = PagePool(cache.count, runner.take_page)
+        # Fused attention reads no page past a sequence's end. The plain one multiplies values there by zero, so they
+        # must not be NaN.
+        pool = PagePool(cache.count, (lambda page: None) if runner.asynchronous else cache.clear)
         scheduler = Scheduler(
             pool, runner.max_num_seqs, sizes.max_batched_tokens, sampling.max_response_length, cache.copy
         )
@@ -152,8 +154,8 @@ class NativeEngine:
             if unread is not None:
                 extended = self._read(unread, stopping)
                 if record is not None:
-                    for routing in unread.routing:
-                        record.add(routing)
+                    for chunks, experts in unread.routing:
+                        record.add(chunks, experts)
                 for response in extended:
                     if response.finish_reason is not None:
                         finished += 1
@@ -180,15 +182,18 @@ class NativeEngine:
     def _runner_of(
         self, cache: KVCache, truncation: Truncation, sizes: RolloutConfig, longest: int, record: bool
     ) -> Runner:
-        """Return the last generation's runner, with its graphs, if it can be reused, else a new one."""
+        """Return the last generation's runner, with its graphs, if it can be reused, else a new one.
+
+        A new cache closes the runner, so a runner that is left has this cache.
+        """
         asynchronous = self.sampler.weights.fused
         # An asynchronous runner decodes every sequence in every step.
         most = min(sizes.max_num_seqs, sizes.max_batched_tokens) if asynchronous else sizes.max_num_seqs
         runner = self._runner
-        if runner is None or not runner.serves(cache, truncation, most, longest, record):
+        if runner is None or not runner.serves(truncation, most, longest, record):
             self._close_runner()
             if asynchronous:
-                runner = AsyncRunner(self.sampler, cache, truncation, most, longest, self.graphs, record)
+                runner = AsyncRunner(self.sampler, cache, truncation, most, record, longest, self.graphs)
             else:
                 runner = PlainRunner(self.sampler, cache, truncation, most, record)
         self._runner = runner

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from qarl_kernels.attention import PAGE
 from qarl_kernels.flash.layout import CHUNK
 from torch import Tensor
-
-Key: TypeAlias = tuple[int, int]  # rows, and pages of each
 
 
 def ladder(count: int) -> int:
@@ -32,20 +29,20 @@ def chunks_of_pages(longest: int) -> int:
 
 
 class Graphs:
-    """Graphs by key. Without CUDA, the work runs as it is.
+    """Graphs by key: rows, and pages of each. Without CUDA, the work runs as it is.
 
     The graphs share memory, because only one runs at a time and none leaves a result in it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._replays: dict[Key, Callable[[], None] | None] = {}
+        self._replays: dict[tuple[int, int], Callable[[], None] | None] = {}
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             with torch.cuda.device(device):
                 self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
 
-    def run(self, key: Key, work: Callable[[], None]) -> None:
+    def run(self, key: tuple[int, int], work: Callable[[], None]) -> None:
         """Run `work`, whose launches depend on the key only; from the second time on as a graph."""
         if key not in self._replays:
             work()
@@ -98,7 +95,7 @@ class Inputs:
     @classmethod
     def of(cls, block: Tensor, size: int, pages: int) -> Inputs:
         """Return views of a block, each at a multiple of 16 bytes. pages: columns of the page table."""
-        sizes = _words(size, pages)
+        sizes = cls.sizes(size, pages)
         block = block[: sum(sizes)]
         given, token, positions, slots, points, lengths, table = block.split(sizes)
         return cls(
@@ -113,12 +110,7 @@ class Inputs:
         )
 
     @staticmethod
-    def words(size: int, pages: int) -> int:
-        """Return the size of a block in 64-bit words."""
-        return sum(_words(size, pages))
-
-
-def _words(size: int, pages: int) -> list[int]:
-    """64-bit words of each tensor, in the order of `Inputs.of`."""
-    narrow = (-(-size // 2), -(-size * pages // 2))
-    return [-(-words // 2) * 2 for words in (size, size, size, size, size, *narrow)]
+    def sizes(size: int, pages: int) -> list[int]:
+        """Return the 64-bit words of each tensor in the block, in the order of `of`."""
+        narrow = (-(-size // 2), -(-size * pages // 2))
+        return [-(-words // 2) * 2 for words in (size, size, size, size, size, *narrow)]

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import torch
-from qarl_kernels.logprob import Truncation, log_probs_of
+from qarl_kernels.logprob import log_probs_of
 from torch import Tensor
 
-from qarl.policy.routes import stored
-from qarl.policy.sampler import Sampler
-from qarl.rollout.native.pages import KVCache
+from qarl.policy.routes import NO_ROUTES, recording, stored
 from qarl.rollout.native.scheduler import Chunk
-from qarl.rollout.native.steps import (
-    LOGIT_ROWS,
-    Computed,
-    StepOutput,
-    StepRouting,
-    announce,
-    packed,
-    routes_of,
-    rows_to_sample,
-)
+from qarl.rollout.native.steps import LOGIT_ROWS, Computed, Runner, StepOutput, announce, packed, rows_to_sample
 
 # Tokens outside the truncated set keep a probability of exp(-50) = 2e-22 relative to the likeliest token. Sampling
 # starts above the sum of half a million of them; this takes less of the distribution than one step of a uniform number.
@@ -41,35 +30,19 @@ def sample_tokens(log_probs: Tensor, points: list[float]) -> Tensor:
     return torch.searchsorted(cumulative, scaled, right=True)[:, 0].clamp_(max=log_probs.shape[-1] - 1)
 
 
-class PlainRunner:
-    """See `Runner`."""
-
-    asynchronous = False
-
-    def __init__(
-        self, sampler: Sampler, cache: KVCache, truncation: Truncation, max_num_seqs: int, record: bool = False
-    ) -> None:
-        self.sampler, self.cache, self.truncation, self.max_num_seqs = sampler, cache, truncation, max_num_seqs
-        self.record = record
-
-    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
-        same = cache is self.cache and truncation == self.truncation and record == self.record
-        return same and max_num_seqs == self.max_num_seqs
-
-    def take_page(self, page: int) -> None:
-        """Clear the page: attention multiplies values behind a sequence's end by zero, so they must not be NaN."""
-        self.cache.clear(page)
+class PlainRunner(Runner):
+    """Runs steps in plain torch."""
 
     def step(self, chunks: list[Chunk], computed: Computed) -> StepOutput:
         spans, ids = packed(chunks)
         announce(self.sampler.tracer, chunks)
         attention = self.sampler.paged(spans, self.cache.layers)
-        routes = routes_of(self.record)
+        routes = recording() if self.record else NO_ROUTES
         there = torch.tensor(ids, device=self.sampler.layout.device)
         hidden = self.sampler.hidden_states(there, attention, routes=routes)
         routing = []
         if self.record:
-            routing = [StepRouting.of(chunks, stored(routes.recorded(), self.sampler.experts[0].count).cpu())]
+            routing = [(chunks, stored(routes.recorded(), self.sampler.experts[0].count).cpu())]
         sequences, rows = rows_to_sample(chunks, computed)
         tokens, logprobs = [torch.empty(0, dtype=torch.int64)], [torch.empty(0)]
         for start in range(0, len(sequences), LOGIT_ROWS):
@@ -79,9 +52,6 @@ class PlainRunner:
             tokens.append(sampled[0].cpu())
             logprobs.append(sampled[1].cpu())
         return StepOutput(sequences, range(len(sequences)), torch.cat(tokens), torch.cat(logprobs), routing)
-
-    def close(self) -> None:
-        """Do nothing: it holds no memory."""
 
     def _sample(self, hidden: Tensor, rows: list[int], points: list[float]) -> tuple[Tensor, Tensor]:
         """Sample a token per point from the state in its row of `hidden` (T, H); return tokens and log-probs."""

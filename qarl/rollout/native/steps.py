@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
 from qarl.policy.attention import Span
-from qarl.policy.routes import NO_ROUTES, Routes, recording
+from qarl.policy.sampler import Sampler
 from qarl.policy.trace import Context, Tracer
 from qarl.rollout.native.pages import KVCache
 from qarl.rollout.native.scheduler import Chunk
@@ -31,7 +30,7 @@ class StepOutput:
     rows: Iterable[int]  # of each sequence's token in `tokens` and `logprobs`
     tokens: Tensor
     logprobs: Tensor
-    routing: list[StepRouting]  # experts of the step's rows, if they are recorded; on the host after `read`
+    routing: list[tuple[list[Chunk], Tensor]]  # `RoutingRecord.add`, if experts are recorded; on the host after `read`
     copied: torch.cuda.Event | None = None  # everything is on the host; None: it already is
 
     def read(self) -> tuple[list[int], list[float]]:
@@ -42,27 +41,33 @@ class StepOutput:
         return [tokens[row] for row in self.rows], [logprobs[row] for row in self.rows]
 
 
-class Runner(Protocol):
+class Runner:
     """Runs steps over one KV cache, for one policy version and one truncation."""
 
-    asynchronous: bool  # the next step should start before this step's tokens are read
-    max_num_seqs: int  # sequences decoded at a time
+    asynchronous = False  # the next step should start before this step's tokens are read
 
-    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
-        """Return whether the runner can be reused. longest: tokens of a sequence. record: whether to record experts."""
-        ...
+    def __init__(
+        self,
+        sampler: Sampler,
+        cache: KVCache,
+        truncation: Truncation,
+        max_num_seqs: int,  # sequences decoded at a time
+        record: bool,  # record the experts that rows choose
+    ) -> None:
+        self.sampler, self.cache, self.truncation = sampler, cache, truncation
+        self.max_num_seqs, self.record, self._weights = max_num_seqs, record, sampler.weights
 
-    def take_page(self, page: int) -> None:
-        """Prepare a page of the cache that a sequence is about to get."""
-        ...
+    def serves(self, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
+        """Return whether the runner can be reused for sequences of `longest` tokens."""
+        same = self.sampler.weights is self._weights and truncation == self.truncation
+        return same and max_num_seqs == self.max_num_seqs and record == self.record
 
     def step(self, chunks: list[Chunk], computed: Computed) -> StepOutput:
         """Run chunks, call `computed` for each, and sample a token for the sequences that it returns."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free memory."""
-        ...
 
 
 def packed(chunks: list[Chunk]) -> tuple[list[Span], list[int]]:
@@ -97,26 +102,6 @@ def rows_to_sample(chunks: list[Chunk], computed: Computed) -> tuple[list[Sequen
     return sequences, rows
 
 
-# --- routing of a mixture of experts
-
-
-@dataclass(frozen=True)
-class StepRouting:
-    """Experts chosen in one forward."""
-
-    spans: list[tuple[Sequence, int, int]]  # tokens [start, stop) of sequences, packed
-    experts: Tensor  # (T, L, k) of these rows and perhaps more after them, as in `Rollout.routing`
-
-    @classmethod
-    def of(cls, chunks: Iterable[Chunk], experts: Tensor) -> StepRouting:
-        return cls([(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks], experts)
-
-
-def routes_of(record: bool) -> Routes:
-    """Routing of a forward that records its choices, or not."""
-    return recording() if record else NO_ROUTES
-
-
 class RoutingRecord:
     """The experts that the tokens of one `generate` went through, collected from its steps.
 
@@ -128,11 +113,14 @@ class RoutingRecord:
         self._prompts: dict[int, np.ndarray] = {}  # by identity of the prompt, which its samples share
         self._responses: dict[Sequence, list[np.ndarray]] = {}  # (L, k) per token
 
-    def add(self, found: StepRouting) -> None:
-        """Add the choices of a step. Earlier tokens of its responses have been added before."""
-        experts = found.experts.numpy().copy()  # pinned memory that the runner reuses
+    def add(self, chunks: list[Chunk], chosen: Tensor) -> None:
+        """Add the choices of a forward. Earlier tokens of its responses have been added before.
+
+        chosen: (T, L, k), experts of the chunks' rows and perhaps of more rows after them, as in `Rollout.routing`.
+        """
+        experts = chosen.numpy().copy()  # pinned memory that the runner reuses
         row = 0
-        for sequence, start, stop in found.spans:
+        for sequence, start, stop, _ in chunks:
             prompt = sequence.prompt.token_ids
             own = row + max(0, min(stop, len(prompt)) - start)  # first row of the response
             if own > row:
