@@ -1,4 +1,4 @@
-"""Advantages: one number a response, from the rewards of its group or of the batch."""
+"""Advantages: one number per response, from the rewards of its group or of the batch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def compute_advantages(rewards: Tensor, groups: Tensor, kind: AdvantageKind, eps
     rloo         R_i - mean of the others of the group  Ahmadian et al. 2024
     reinforce    (R - mean) / (std + eps) over the whole batch; `groups` is not read
 
-    Where all rewards of a group (reinforce: of the batch) are equal the advantages are exactly 0, rounding of the mean
-    notwithstanding; so are those of a group of one. Computed in float64.
+    If all rewards of a group (reinforce: of the batch) are equal, its advantages are exactly 0, whatever the rounding
+    of the mean; so are those of a group of one. Computed in float64.
     """
     if kind == "reinforce":
         groups = torch.zeros_like(groups)

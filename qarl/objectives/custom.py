@@ -114,7 +114,7 @@ def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[[Su
 def _check_call(function: Callable[..., Any], arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:  # as of functions written in C
+    except (TypeError, ValueError) as error:  # for example a function written in C
         raise UserError("does not say its arguments, must be f(inputs, **kwargs)") from error
     try:
         signature.bind(*arguments, **kwargs)
@@ -138,7 +138,7 @@ def _fault(result: Any, inputs: SurrogateInputs) -> str | None:
     if value.device != logp.device:
         return f"its value is on {value.device}, and the log-probs are on {logp.device}"
     if torch.is_grad_enabled() and logp.requires_grad and not value.requires_grad:
-        return "its value has no gradient; make it of inputs.log_ratio or inputs.logps.logp, without detach"
+        return "its value has no gradient; compute it from inputs.log_ratio or inputs.logps.logp, without detach"
     if fault := _infinite(value.detach(), inputs):
         return fault
     if not isinstance(result.stats, dict):

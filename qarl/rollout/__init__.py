@@ -1,1 +1,1 @@
-"""Rollout engines: what draws responses from the published policy."""
+"""Rollout engines: they sample responses from the published policy."""

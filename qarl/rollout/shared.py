@@ -17,14 +17,7 @@ from qarl.config.rollout import RolloutConfig
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import together
 from qarl.policy.sampler import Sampler
-from qarl.rollout.engine import (
-    Progress,
-    RolloutEngine,
-    SamplingParams,
-    first_samples,
-    ignore_progress,
-    require_version,
-)
+from qarl.rollout.engine import Progress, RolloutEngine, SamplingParams, first_samples, ignore_progress, require_version
 from qarl.rollout.headroom import Headroom
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot

@@ -144,7 +144,7 @@ WRONG = {
     ),
     "a number": ("return Surrogate(inputs.log_ratio.sum())", r"has shape \[\], must be \[17\]: one number per token"),
     "a number a response": ("return Surrogate(inputs.advantages)", r"has shape \[5\], must be \[17\]"),
-    "no gradient": ("return Surrogate(inputs.log_ratio.detach())", "its value has no gradient; make it of inputs"),
+    "no gradient": ("return Surrogate(inputs.log_ratio.detach())", "its value has no gradient; compute it from inputs"),
     "nan": (
         "return Surrogate(inputs.log_ratio * math.nan)",
         "its value is nan at a token of advantage 1.2 and log_ratio",

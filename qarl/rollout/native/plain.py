@@ -18,9 +18,7 @@ FIRST_POINT = 1e-16
 def sample_tokens(log_probs: Tensor, points: list[float]) -> Tensor:
     """Sample token ids (R,) by inverting the cumulative distribution of each row in float64, in order of token id.
 
-    Args:
-        log_probs: (R, V) float32, the distribution. A row with NaN gives the last token.
-        points: R numbers in [0, 1].
+    log_probs: (R, V) float32; a row with NaN gives the last token. points: R numbers in [0, 1].
     """
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
