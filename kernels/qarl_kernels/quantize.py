@@ -20,6 +20,7 @@ from torch import Tensor
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.quantize_kernels import activation_kernel, byte_kernel, int4_kernel
+from qarl_kernels.rows import Activation, empty_codes
 
 MAX_ROW = 32_768  # values of a row that one program's registers hold: 32 in each of 1,024 threads
 TILE = 2048  # values per program where it is free to choose: 8 in each of 256 threads
@@ -154,34 +155,28 @@ def quantize_bytes(
     return codes, scale, bad
 
 
-def activation_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`qarl_kernels.activation.quantize_activation_int8` in one kernel, bit-equal: codes [M, K], scales fp32 [M, 1].
+def activation_codes(x: Tensor, kind: Activation) -> tuple[Tensor, Tensor]:
+    """Quantize activations in one kernel, bit-equal to `qarl_kernels.activation` except for the sign of an FP8 NaN.
 
-    x: bf16, fp16 or fp32 [M, K], last dimension contiguous, arbitrary row stride; K at most 32,768, else ValueError.
+    Args:
+        x: bf16, fp16 or fp32 [M, K], last dimension contiguous, arbitrary row stride.
+        kind: "int8" or "fp8", one scale per row of at most 32,768 values; "fp8_group", one per 128 features.
+
+    Returns:
+        codes int8 or float8_e4m3fn [M, K] and scales fp32 [M, 1], or [M, ceil(K / 128)].
+
+    Raises:
+        ValueError: x is not such a matrix.
     """
-    return _quantize_activation(x, torch.int8, None)
-
-
-def activation_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `activation_int8`, to e4m3; bit-equal except for the sign of NaN."""
-    return _quantize_activation(x, torch.float8_e4m3fn, None)
-
-
-def activation_fp8_group(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `activation_fp8`, with one scale per 128 features, fp32 [M, ceil(K / 128)]; K has no limit."""
-    return _quantize_activation(x, torch.float8_e4m3fn, FP8_BLOCK)
-
-
-def _quantize_activation(x: Tensor, dtype: torch.dtype, group: int | None) -> tuple[Tensor, Tensor]:
+    group = FP8_BLOCK if kind == "fp8_group" else None
     _check_matrix("x", x, (torch.bfloat16, torch.float16, torch.float32), MAX_ROW if group is None else None)
     m, k = x.shape
-    groups = 1 if group is None else cdiv(k, group)
     rows, tile_groups, size, warps = _tile(k, group)
     if group is None and warps < 8:  # short rows are bound by latency: 16 values per thread
         warps = max(1, min(8, size // 512))
     vector = 16 // x.element_size()
-    codes = torch.empty(m, k, dtype=dtype, device=x.device)
-    scale = torch.empty(m, groups, dtype=torch.float32, device=x.device)
+    codes, scale = empty_codes(m, k, kind, x.device)
+    groups = scale.shape[1]
     launch(
         activation_kernel,
         (cdiv(groups, tile_groups) * cdiv(m, rows),),

@@ -314,8 +314,9 @@ class Scheme(ABC):
             if not isinstance(x, Codes):
                 x = x.contiguous()
                 if self.input_codes is not None:
-                    codes, scale = _input_quantizer(self.input_codes)(x)
-                    x = Codes(codes, scale, x.dtype)
+                    from qarl_kernels.quantize import activation_codes
+
+                    x = Codes(*activation_codes(x, self.input_codes), x.dtype)
             return self.kernel_product(x, operands, out_features, bias, groups, gathered)
         assert not isinstance(x, Codes), "plain torch quantizes activations by itself"
         if groups is None:
@@ -347,15 +348,6 @@ class Scheme(ABC):
         from qarl_kernels.gemm import dense
 
         return dense(x, weight, bias, groups=groups, gathered=gathered)
-
-
-def _input_quantizer(kind: InputCodes) -> Any:
-    """The Triton kernel x -> (codes, scale) for activations (M, K)."""
-    from qarl_kernels import quantize
-
-    if kind == "fp8_group":
-        return quantize.activation_fp8_group
-    return quantize.activation_fp8 if kind == "fp8" else quantize.activation_int8
 
 
 def check_shape(scheme: Scheme, name: str, out_features: int, in_features: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,8 +94,8 @@ def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
             return (qx.float() @ wide.t()) * scale
 
         return Linear(
-            lambda x: w4a8.w4a8(*quantize.activation_int8(x), tiled, meta, k, n, None, BF16),
-            lambda x, tile: w4a8.w4a8(*quantize.activation_int8(x), tiled, meta, k, n, None, BF16, tile=tile),
+            lambda x: w4a8.w4a8(*quantize.activation_codes(x, "int8"), tiled, meta, k, n, None, BF16),
+            lambda x, tile: w4a8.w4a8(*quantize.activation_codes(x, "int8"), tiled, meta, k, n, None, BF16, tile=tile),
             expected,
         )
     if family == "fp8_block":
@@ -103,22 +104,30 @@ def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
         wide = codes.float() * scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
 
         def expected(x: Tensor) -> Tensor:
-            qx, s = quantize.activation_fp8_group(x)
+            qx, s = quantize.activation_codes(x, "fp8_group")
             return (qx.float() * s.repeat_interleave(128, 1)[:, :k]) @ wide.t()
 
         return Linear(
-            lambda x: fp8_block.fp8_block(*quantize.activation_fp8_group(x), codes, scale, None, BF16),
-            lambda x, tile: fp8_block.fp8_block(*quantize.activation_fp8_group(x), codes, scale, None, BF16, tile=tile),
+            lambda x: fp8_block.fp8_block(*quantize.activation_codes(x, "fp8_group"), codes, scale, None, BF16),
+            lambda x, tile: fp8_block.fp8_block(
+                *quantize.activation_codes(x, "fp8_group"), codes, scale, None, BF16, tile=tile
+            ),
             expected,
         )
     scale = torch.rand(n, 1, device=CUDA) * 0.01
     if family == "dense":
         codes, activation, reference = random(n, k, seed=2, device=CUDA, dtype=BF16), lambda x: (x, None), None
     elif family == "w8a8":
-        codes, activation = integers(-128, 127, n, k, seed=2, device=CUDA), quantize.activation_int8
+        codes, activation = (
+            integers(-128, 127, n, k, seed=2, device=CUDA),
+            partial(quantize.activation_codes, kind="int8"),
+        )
         reference = quantize_activation_int8
     else:
-        codes, activation = random(n, k, seed=2, device=CUDA).to(torch.float8_e4m3fn), quantize.activation_fp8
+        codes, activation = (
+            random(n, k, seed=2, device=CUDA).to(torch.float8_e4m3fn),
+            partial(quantize.activation_codes, kind="fp8"),
+        )
         reference = quantize_activation_fp8
 
     def product(x: Tensor, tile: tuning.Tile) -> Tensor:
@@ -205,7 +214,7 @@ def test_fp8_has_the_bits_of_the_library_with_fast_accumulation(n: int, k: int) 
     codes = random(n, k, seed=2, device=CUDA).to(torch.float8_e4m3fn)
     scale = torch.rand(n, 1, device=CUDA) * 0.01
     for m in (16, 64, 512, 4096):
-        qx, s = quantize.activation_fp8(random(m, k, seed=m, device=CUDA, dtype=BF16))
+        qx, s = quantize.activation_codes(random(m, k, seed=m, device=CUDA, dtype=BF16), "fp8")
         ours = gemm.scaled(qx, s, codes, scale, None, BF16)
         theirs = torch._scaled_mm(qx, codes.t(), scale_a=s, scale_b=scale.t(), out_dtype=BF16, use_fast_accum=True)
         assert torch.equal(ours, theirs), m

@@ -124,14 +124,14 @@ ACTIVATIONS = ((BF16, 1000), (BF16, 4096), (torch.float16, 4096), (FP32, 4096), 
 
 def int8_activations() -> Iterator[str]:
     for dtype, k in for_this_gpu(ACTIVATIONS):
-        quantize.activation_int8(empty(7, k, dtype=dtype))
+        quantize.activation_codes(empty(7, k, dtype=dtype), "int8")
         yield f"int8 of {dtype} {k}"
 
 
 def fp8_activations() -> Iterator[str]:
     for dtype, k in for_this_gpu(ACTIVATIONS):
-        quantize.activation_fp8(empty(7, k, dtype=dtype))
-        quantize.activation_fp8_group(empty(7, k, dtype=dtype))
+        quantize.activation_codes(empty(7, k, dtype=dtype), "fp8")
+        quantize.activation_codes(empty(7, k, dtype=dtype), "fp8_group")
         yield f"fp8 of {dtype} {k}"
 
 

@@ -7,7 +7,7 @@ import torch
 from exact import assert_same, poisoned_outputs
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.quantize import activation_fp8, activation_fp8_group, activation_int8
+from qarl_kernels.quantize import activation_codes
 
 pytestmark = [
     pytest.mark.skipif(
@@ -38,16 +38,17 @@ def _activations(k: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-ROW_FUNCTIONS = [(activation_int8, quantize_activation_int8), (activation_fp8, quantize_activation_fp8)]
+ROWS = [("int8", quantize_activation_int8), ("fp8", quantize_activation_fp8)]
+KINDS = ("int8", "fp8", "fp8_group")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 100, 128])
-@pytest.mark.parametrize(("function", "reference"), ROW_FUNCTIONS, ids=["int8", "fp8"])
-def test_activations_equal_the_reference(function, reference, k, dtype, device):
+@pytest.mark.parametrize(("kind", "reference"), ROWS, ids=["int8", "fp8"])
+def test_activations_equal_the_reference(kind, reference, k, dtype, device):
     x = _activations(k, dtype)
     with poisoned_outputs():
-        codes, scale = function(x.to(device))
+        codes, scale = activation_codes(x.to(device), kind)
     expected_codes, expected_scale = reference(x)
     assert_same(codes, expected_codes)
     assert_same(scale, expected_scale)
@@ -56,7 +57,7 @@ def test_activations_equal_the_reference(function, reference, k, dtype, device):
 def test_activation_int8_rounds_the_product_before_it_rounds_to_an_integer(device):
     # bf16 values in ratios of small integers to their absmax land next to ties, where a fused product would differ.
     x = torch.randn(24, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
-    codes, scale = activation_int8(x.to(device))
+    codes, scale = activation_codes(x.to(device), "int8")
     expected_codes, expected_scale = quantize_activation_int8(x)
     assert_same(codes, expected_codes)
     assert_same(scale, expected_scale)
@@ -67,31 +68,31 @@ def test_activation_int8_rounds_the_product_before_it_rounds_to_an_integer(devic
 def test_activation_fp8_group_is_the_row_rule_in_groups(k, dtype, device):
     x = _activations(k, dtype)
     with poisoned_outputs():
-        codes, scale = activation_fp8_group(x.to(device))
+        codes, scale = activation_codes(x.to(device), "fp8_group")
     expected = [quantize_activation_fp8(part) for part in x.split(128, dim=1)]
     assert_same(codes, torch.cat([part.view(torch.uint8) for part, _ in expected], 1).view(torch.float8_e4m3fn))
     assert_same(scale, torch.cat([part for _, part in expected], 1))
 
 
-@pytest.mark.parametrize("function", [activation_int8, activation_fp8, activation_fp8_group])
-def test_activation_rows_may_be_apart_or_the_same(function, device):
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_rows_may_be_apart_or_the_same(kind, device):
     x = torch.randn(4, 200, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
     for view in (x[:, 3:131], x[::2, :128], x[:1, :128].expand(3, 128)):
-        codes, scale = function(view)
-        expected_codes, expected_scale = function(view.contiguous())
+        codes, scale = activation_codes(view, kind)
+        expected_codes, expected_scale = activation_codes(view.contiguous(), kind)
         assert_same(codes, expected_codes.cpu())
         assert_same(scale, expected_scale.cpu())
 
 
-@pytest.mark.parametrize(("function", "groups"), [(activation_int8, 1), (activation_fp8, 1), (activation_fp8_group, 3)])
-def test_no_rows_give_empty_results(function, groups, device):
-    codes, scale = function(torch.zeros(0, 300, dtype=torch.bfloat16, device=device))
+@pytest.mark.parametrize(("kind", "groups"), [("int8", 1), ("fp8", 1), ("fp8_group", 3)])
+def test_no_rows_give_empty_results(kind, groups, device):
+    codes, scale = activation_codes(torch.zeros(0, 300, dtype=torch.bfloat16, device=device), kind)
     assert (codes.shape, scale.shape) == ((0, 300), (0, groups))
 
 
-@pytest.mark.parametrize("function", [activation_int8, activation_fp8, activation_fp8_group])
-def test_activations_that_do_not_fit_are_errors_with_the_fix(function, device):
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_that_do_not_fit_are_errors_with_the_fix(kind, device):
     with pytest.raises(ValueError, match=r"^x must be a bfloat16 or float16 or float32 matrix .* use x\.to\(\.\.\.\)"):
-        function(torch.zeros(2, 3, 16, device=device))
+        activation_codes(torch.zeros(2, 3, 16, device=device), kind)
     with pytest.raises(ValueError, match=r"^x must be a .* matrix with contiguous rows"):
-        function(torch.zeros(16, 2, device=device).t())
+        activation_codes(torch.zeros(16, 2, device=device).t(), kind)

@@ -9,7 +9,7 @@ from qarl_formats.registry import make_scheme
 from qarl_formats.weight import LowBitWeight
 from qarl_kernels.dequantize import dequantize_bytes, dequantize_int4
 from qarl_kernels.launch import INTERPRETED, recording
-from qarl_kernels.quantize import activation_fp8, activation_fp8_group, activation_int8
+from qarl_kernels.quantize import activation_codes
 from qarl_kernels.tile import meta_w4a8, tile_int4, untile_int4
 
 pytestmark = [
@@ -127,6 +127,6 @@ def test_a_stack_of_experts_takes_no_more_programs_than_a_grid_has() -> None:
         dequantize_bytes(codes.to(torch.float8_e4m3fn), scale[: n // 128].clone(), torch.bfloat16, True)
         untile_int4(tile_int4(packed, k), n, k)
         meta_w4a8(scale, n, k, 128)
-        for quantize in (activation_int8, activation_fp8, activation_fp8_group):
-            quantize(codes)  # as many sorted rows
+        for kind in ("int8", "fp8", "fp8_group"):
+            activation_codes(codes, kind)  # as many sorted rows
     assert len(launches) == 9 and all(max((*one.grid, 0)[1:]) < 65_536 for one in launches)

@@ -74,7 +74,7 @@ def test_norm_is_its_formula_and_its_twin(rows: int, columns: int, dtype: torch.
 def test_codes_are_those_of_the_normed_row(rows: int, columns: int, activation: str, device: torch.device) -> None:
     x, residual, weight = _inputs(rows, columns, torch.bfloat16, device)
     plain = add_rms_norm(x, residual, weight, EPS)
-    codes, scale = getattr(quantize, f"activation_{activation}")(plain.normed)
+    codes, scale = quantize.activation_codes(plain.normed, activation)
     for want_normed in (True, False):
         result = add_rms_norm(x, residual, weight, EPS, activation, want_normed)
         assert_same(result.codes, codes.cpu())
@@ -94,7 +94,7 @@ def test_rows_that_are_zero_or_not_finite_have_the_codes_of_the_quantization(
     x[0] = 0.0
     x[1, 7], x[2, 299], x[3] = float("nan"), float("inf"), 1e-30
     result = add_rms_norm(x, None, weight, EPS, activation)
-    codes, scale = getattr(quantize, f"activation_{activation}")(result.normed)
+    codes, scale = quantize.activation_codes(result.normed, activation)
     assert_same(result.codes, codes.cpu())
     assert_same(result.scale, scale.cpu())
     assert torch.isnan(result.normed[1]).all() and not result.normed[0].any()
@@ -128,7 +128,7 @@ def test_compiled_variants_give_the_same_bits(columns: int, device: torch.device
         assert torch.equal(variant.inverse, plain.inverse) and torch.equal(variant.normed, plain.normed)
     assert torch.equal(rms_norm_again(plain.hidden, plain.inverse, weight), plain.normed)
     for activation, variant in zip(ACTIVATIONS, variants[1:4], strict=True):
-        codes, scale = getattr(quantize, f"activation_{activation}")(plain.normed)
+        codes, scale = quantize.activation_codes(plain.normed, activation)
         assert_same(variant.codes, codes.cpu())
         assert_same(variant.scale, scale.cpu())
         bare = add_rms_norm(plain.hidden, None, weight, EPS, activation, False)

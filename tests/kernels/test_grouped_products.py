@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mixtures
 import pytest
 import torch
@@ -12,7 +10,6 @@ from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Codes, Scheme
 from qarl_formats.weight import LowBitWeight, concatenate, quantize_weight
 from qarl_kernels.launch import INTERPRETED
-from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -61,14 +58,9 @@ def test_a_row_has_the_bits_of_its_experts_own_product(device, name: str, kernel
 def test_activations_that_are_quantized_already_give_the_same_bits(device, name: str) -> None:
     from qarl_kernels import quantize
 
-    activations: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-        "int8": quantize.activation_int8,
-        "fp8": quantize.activation_fp8,
-        "fp8_group": quantize.activation_fp8_group,
-    }
     groups, x = mixtures.grouped(5, 2, EXPERTS, device), random(5, 160, seed=9, device=device, dtype=torch.bfloat16)
     weight = concatenate(_experts(name, _width(name), 160, device)).prepare(torch.bfloat16, True)
-    codes, scale = activations[str(weight.scheme.input_codes)](x)
+    codes, scale = quantize.activation_codes(x, weight.scheme.input_codes)
     y = weight.matmul(Codes(codes, scale, torch.bfloat16), None, groups, True)
     assert torch.equal(y, weight.matmul(x, None, groups, True))
 

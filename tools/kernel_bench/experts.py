@@ -112,11 +112,6 @@ def qarl(experts: Experts) -> Callable[[Tensor, Routing], Call]:
 
     gate_up, down = (weight.prepare(torch.bfloat16, kernels=True) for weight in (experts.gate_up, experts.down))
     kind = gate_up.scheme.input_codes
-    to_codes = {
-        "int8": quantize.activation_int8,
-        "fp8": quantize.activation_fp8,
-        "fp8_group": quantize.activation_fp8_group,
-    }
 
     def product(weight: LowBitWeight, x: Tensor, codes: Any, groups: Any, gathered: bool) -> Tensor:
         read = x if codes is None else Codes(*codes, torch.bfloat16)
@@ -125,7 +120,7 @@ def qarl(experts: Experts) -> Callable[[Tensor, Routing], Call]:
     def bind(x: Tensor, routing: Routing) -> Call:
         def run() -> Tensor:
             groups = groups_of(routing.experts, experts.sizes.experts, kernels=True)
-            both = product(gate_up, x, None if kind is None else to_codes[kind](x), groups, True)
+            both = product(gate_up, x, None if kind is None else quantize.activation_codes(x, kind), groups, True)
             gated = swiglu(both, kind, want_product=kind is None)
             codes = None if gated.codes is None else (gated.codes, gated.scale)
             outputs = product(down, gated.product if codes is None else x, codes, groups, False)

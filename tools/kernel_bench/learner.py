@@ -97,5 +97,7 @@ def _forward(weight: Weight, x: Tensor) -> Callable[[], Tensor]:
         return lambda: gemm.dense(x, stored["weight"])
     if weight.scheme == "w4a16":
         return lambda: w4a16.w4a16(x, stored["weight_packed"], stored["weight_scale"], None, None, None, None)
-    to_codes = {"w8a8": quantize.activation_int8, "fp8": quantize.activation_fp8}[weight.scheme]
-    return lambda: gemm.scaled(*to_codes(x), stored["weight"], stored["weight_scale"], None, torch.bfloat16)
+    kind = "int8" if weight.scheme == "w8a8" else "fp8"
+    return lambda: gemm.scaled(
+        *quantize.activation_codes(x, kind), stored["weight"], stored["weight_scale"], None, torch.bfloat16
+    )

@@ -119,11 +119,15 @@ def _activation(x: Tensor, scheme: str) -> Prepared:
 
     few = x[:CHECKED]
     if scheme == "w8a8":
-        return lambda: quantize.activation_int8(x), quantize_activation_int8(few), (x,)
+        return lambda: quantize.activation_codes(x, "int8"), quantize_activation_int8(few), (x,)
     if scheme == "fp8":
-        return lambda: quantize.activation_fp8(x), quantize_activation_fp8(few), (x,)
+        return lambda: quantize.activation_codes(x, "fp8"), quantize_activation_fp8(few), (x,)
     codes, scale = quantize_activation_fp8(few.reshape(-1, BLOCK))
-    return lambda: quantize.activation_fp8_group(x), (codes.view(few.shape), scale.view(few.shape[0], -1)), (x,)
+    return (
+        lambda: quantize.activation_codes(x, "fp8_group"),
+        (codes.view(few.shape), scale.view(few.shape[0], -1)),
+        (x,),
+    )
 
 
 def _vllm_activation(x: Tensor, scheme: str) -> Prepared:

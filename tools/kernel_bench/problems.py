@@ -128,12 +128,12 @@ def qarl_makers(weight: Weight, activations: Activations) -> tuple[dict[str, Mak
         def product(qx: Tensor, s_x: Tensor) -> Tensor:
             return w4a8.w4a8(qx, s_x, tiled, meta, k, n, None, bf16)
 
-        to_codes = quantize.activation_int8
+        kind = "int8"
     else:
-        run, to_codes = {
-            "w8a8": (gemm.scaled, quantize.activation_int8),
-            "fp8": (gemm.scaled, quantize.activation_fp8),
-            "fp8_block": (fp8_block.fp8_block, quantize.activation_fp8_group),
+        run, kind = {
+            "w8a8": (gemm.scaled, "int8"),
+            "fp8": (gemm.scaled, "fp8"),
+            "fp8_block": (fp8_block.fp8_block, "fp8_group"),
         }[weight.scheme]
 
         def product(qx: Tensor, s_x: Tensor) -> Tensor:
@@ -141,5 +141,5 @@ def qarl_makers(weight: Weight, activations: Activations) -> tuple[dict[str, Mak
 
     return (
         {"qarl": lambda m: Candidate(lambda: product(codes[:m], scale[:m]))},
-        {"qarl": lambda m: Candidate(lambda: product(*to_codes(x[:m])))},
+        {"qarl": lambda m: Candidate(lambda: product(*quantize.activation_codes(x[:m], kind)))},
     )
