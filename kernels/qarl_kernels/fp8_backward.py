@@ -67,7 +67,7 @@ class Transposed:
 
 def input_grad_of(rows: Codes, weight: Transposed, dtype: torch.dtype) -> Tensor:
     """Return dx (M, K) of `dtype`. rows: codes of dy (M, N), from `quantize(dy, weight.factor)`."""
-    return gemm.fp8(rows.codes, rows.scale, weight.codes.codes, weight.codes.scale, None, dtype)
+    return gemm.scaled(rows.codes, rows.scale, weight.codes.codes, weight.codes.scale, None, dtype)
 
 
 def add_weight_grad_of(columns: Codes, x: Tensor, into: Tensor) -> None:
