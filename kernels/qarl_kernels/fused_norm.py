@@ -49,7 +49,7 @@ class Normed(NamedTuple):
         hidden: (T, H), x + residual.
         inverse: (T,) float32, 1 / sqrt(mean(hidden^2) + eps).
         normed: (T, H), or None if not requested.
-        codes, scale: Quantized normed, as `qarl_kernels.quantize.activation_*` return it, or None.
+        codes, scale: Quantized normed, as `qarl_kernels.quantize.activation_codes` returns it, or None.
     """
 
     hidden: Tensor

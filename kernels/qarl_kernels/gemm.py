@@ -172,7 +172,7 @@ def scaled(
     """
     if qx.dtype == codes.dtype == torch.int8:
         return multiply("w8a8", qx, codes, s_x, s_w, bias, out_dtype, groups, gathered, tile)
-    check_e4m3("a product without int8 codes", qx, codes)
+    check_e4m3("a product of codes other than int8", qx, codes)
     return multiply("fp8", qx, codes, s_x, s_w, bias, out_dtype, groups, gathered, tile)
 
 

@@ -1,13 +1,8 @@
 """y = (x @ (codes * scale)^T) / global scale: NVFP4 weights, 16-bit activations, FP32 sums; dense or per expert.
 
-Three ways to the same bits, as in `qarl_kernels.w4a16`, whose tiled form (`qarl_kernels.tile`) this is: plane j of a
-tile, nibble j of its words, holds 16 neighbouring features, which are a group with one scale.
-
-- `narrow` (decode): mma.sync on 16 weight rows per warp, eight products of one plane each.
-- `wide`: wgmma with the weight as the register operand.
-- `dequantized`: codes * scale to a matrix once, then `gemm`'s kernel.
-
-Shapes that no table has take the defaults of w4a16, whose kernels have the same structure.
+Three ways to the same bits, with the kernels and the tiled form of `qarl_kernels.w4a16`: plane j of a tile, nibble j of
+its words, holds 16 neighbouring features, which are a group with one scale. The `dequantized` way makes a matrix of
+codes * scale. Shapes that no table has take the defaults of w4a16.
 
 A weight is multiplied as code * scale, which 16 bits hold exactly, so nothing is rounded before the tensor core. The
 FP32 sum is multiplied by fl(1 / global scale), bias is added, and the result is rounded once. K is never split.

@@ -38,7 +38,7 @@ class Gated(NamedTuple):
 
     Attributes:
         product: (T, I), or None if not requested.
-        codes, scale: Quantized product, as `qarl_kernels.quantize.activation_*` return it, or None.
+        codes, scale: Quantized product, as `qarl_kernels.quantize.activation_codes` returns it, or None.
     """
 
     product: Tensor | None

@@ -118,7 +118,7 @@ def grouped_weight_grad(
     _check("grouped_weight_grad", x, dy)
     output_rows(x, groups, gathered), output_rows(dy, groups, False)
     shape = groups.experts * n, k
-    check_tensor("grouped_weight_grad: into", into, (torch.float32,), shape, "pass the gradient of all experts")
+    check_tensor("grouped_weight_grad: into", into, (torch.float32,), shape, "pass one gradient of all experts")
     if not (gemm.loads_vectors(dy) and gemm.loads_vectors(x)):
         tile = gemm.POINTERS
     tile = tile or lookup("weight_grad", n, k, groups.rows, x, groups=groups, gathered=gathered)
