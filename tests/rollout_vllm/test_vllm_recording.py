@@ -16,8 +16,8 @@ from qarl.errors import UserError
 from qarl.policy.routes import numbers_of
 from qarl.rollout.vllm import host
 from qarl.rollout.vllm.messages import data_limit, done, order, read_done, read_order
-from qarl.rollout.vllm.own_kernels.routers import Tap, Taps
-from qarl.rollout.vllm.recording import Recording, recorded
+from qarl.rollout.vllm.own_kernels.routers import routers_of
+from qarl.rollout.vllm.recording import Buffer, Recording, recorded
 from qarl.rollout.vllm.settings import Drawing, Request, Response
 from qarl.rollout.vllm.wire import Message, WireError
 
@@ -30,7 +30,7 @@ class Forwards:
     def __init__(self) -> None:
         self.left = torch.full((32, LAYERS, PER_TOKEN), 77)
 
-    def rows(self, count: int) -> Tensor:
+    def __call__(self, count: int) -> Tensor:
         return self.left[:count]
 
     def run(self, sequences: dict[str, list[int]], spans: list[tuple[str, int, int]]) -> tuple[SimpleNamespace, dict]:
@@ -98,7 +98,7 @@ def test_a_step_that_runs_nothing_is_not_noted_and_the_runner_is_as_before() -> 
     assert rows.tolist() == [[[1, 2]] * LAYERS]
 
 
-def routed(monolithic: bool, tap: type[Tap] | None) -> torch.nn.Module:
+def routed(monolithic: bool, buffers: bool) -> torch.nn.Module:
     """A model of two layers as vLLM has them, whose routers have chosen."""
     layers = torch.nn.ModuleList()
     for at in range(2):
@@ -106,20 +106,20 @@ def routed(monolithic: bool, tap: type[Tap] | None) -> torch.nn.Module:
         runner.routed_experts = torch.nn.Module()
         runner.routed_experts.quant_method = SimpleNamespace(is_monolithic=monolithic)
         runner.routed_experts.moe_config = SimpleNamespace(num_experts=4)
-        runner.router = SimpleNamespace(capture_fn=tap)
-        if tap is not None:
-            runner.router.capture_fn = Tap(4, 2)
+        runner.router = SimpleNamespace(capture_fn=None)
+        if buffers:
+            runner.router.capture_fn = Buffer(4, 2)
             runner.router.capture_fn(torch.tensor([[3 + at, 1], [0, 2 + at]]))
         layers.append(runner)
     return layers
 
 
-def test_taps_give_the_layers_in_order_and_refuse_kernels_that_route_inside() -> None:
-    assert Taps(routed(False, Tap)).rows(2).tolist() == [[[1, 3], [1, 4]], [[0, 2], [0, 3]]]
+def test_routers_give_the_layers_in_order_and_refuse_kernels_that_route_inside() -> None:
+    assert routers_of(routed(False, True))(2).tolist() == [[[1, 3], [1, 4]], [[0, 2], [0, 3]]]
     with pytest.raises(UserError, match=r"rollout\.numerics=exact"):
-        Taps(routed(True, Tap))
-    with pytest.raises(ValueError, match="without qarl's taps"):
-        Taps(routed(False, None))
+        routers_of(routed(True, True))
+    with pytest.raises(ValueError, match="without qarl's buffers"):
+        routers_of(routed(False, False))
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -129,7 +129,7 @@ def test_kernels_that_route_inside_are_refused_by_the_start_of_a_sampler_that_wi
     monkeypatch.setattr(host, "start_vllm", lambda *_: SimpleNamespace(collective_rpc=lambda _: [None]))
     monkeypatch.setattr(host, "vllm_environment", lambda *_: {})
     monkeypatch.setattr(host, "keep_compiled_code_private", lambda: None)
-    numerics = SimpleNamespace(started=lambda *_: None, experts=lambda: (Taps(routed(True, Tap)), 4))
+    numerics = SimpleNamespace(started=lambda *_: None, experts=lambda: (routers_of(routed(True, True)), 4))
     monkeypatch.setattr(host, "numerics_of", lambda settings: numerics)
     settings = replace(fake_sampler.settings(tmp_path), cuda=0, routing=asked)
     with pytest.raises(UserError, match=r"model\.routing: vLLM's kernel") if asked else nullcontext():

@@ -21,6 +21,7 @@ from qarl.policy.trace import Tracer
 from qarl.rollout.vllm.numerics import numerics_of
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.recording import Experts, Recording, recorded
+from qarl.rollout.vllm.replaced import replaced
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings, vllm_environment
 from qarl.rollout.vllm.start import import_ahead, start_vllm
@@ -261,11 +262,8 @@ def beside_others(worker: Any) -> Iterator[None]:
             if GREW not in str(error):
                 raise
 
-    worker.sleep = sleeping
-    try:
+    with replaced(worker, "sleep", sleeping):
         yield
-    finally:
-        del worker.sleep
 
 
 def _itself(worker: Any) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
+
+from qarl.rollout.vllm.replaced import replaced
 
 # The steps of vLLM's worker in order, and the phase that each one ends.
 STEPS = {
@@ -52,7 +54,7 @@ class Phases:
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
         make = WorkerWrapperBase.init_worker
-        undo: list[tuple[Any, str]] = []
+        replacements = ExitStack()
 
         def told(owner: Any, name: str, before: str, after: str) -> None:
             step = getattr(owner, name)
@@ -69,8 +71,7 @@ class Phases:
                     self.end("compile")
                 return result
 
-            setattr(owner, name, telling)
-            undo.append((owner, name))
+            replacements.enter_context(replaced(owner, name, telling))
 
         @wraps(make)
         def making(wrapper: Any, *arguments: Any, **options: Any) -> None:
@@ -78,10 +79,5 @@ class Phases:
             for name, phase in STEPS.items():
                 told(wrapper.worker, name, "engine", phase)
 
-        WorkerWrapperBase.init_worker = making
-        try:
+        with replacements, replaced(WorkerWrapperBase, "init_worker", making):
             yield
-        finally:
-            WorkerWrapperBase.init_worker = make
-            for owner, name in undo:
-                delattr(owner, name)

@@ -8,47 +8,36 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qarl.policy.routes import stored, unknown
+from qarl.rollout.vllm.replaced import replaced
 
 PENDING = 32 << 20  # bytes kept on the device before they are copied to the host
 
 
-class Experts(Protocol):
-    """The experts of the last forward."""
-
-    def rows(self, count: int) -> Tensor:
-        """Experts of its first rows: (count, L, k) integers, ascending, on the device."""
+# Experts of the first rows of the last forward, of which it gets the number: (rows, L, k) integers, ascending, on the
+# device.
+Experts = Callable[[int], Tensor]
 
 
 class Buffer:
-    """Experts written by the policy's forward, (rows, L, k) int16."""
+    """The experts of the last forward's rows, as int16 (R, ...). Calling it writes them."""
 
-    def __init__(self, rows: int, layers: int, per_token: int, device: torch.device) -> None:
-        self.taken = torch.zeros(rows, layers, per_token, dtype=torch.int16, device=device)
+    def __init__(self, *shape: int, device: torch.device | None = None) -> None:
+        self._experts = torch.zeros(shape, dtype=torch.int16, device=device)
 
-    def leave(self, experts: Tensor) -> None:
-        self.taken[: len(experts)].copy_(experts)
+    def __call__(self, experts: Tensor) -> None:
+        self._experts[: len(experts)].copy_(experts)
 
     def rows(self, count: int) -> Tensor:
-        return self.taken[:count]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Experts of one request's tokens from `position` on."""
-
-    request: int
-    position: int
-    rows: Tensor
+        return self._experts[:count]
 
 
 class Recording:
@@ -58,14 +47,14 @@ class Recording:
         self._experts, self._count = experts, count
         self._pending: list[tuple[list[tuple[int, int, int]], Tensor]] = []
         self._bytes = 0
-        self._parts: list[_Part] = []
+        self._parts: list[tuple[int, int, Tensor]] = []  # (request, position of the first token, its rows)
 
     def note(self, batch: Any, scheduled: dict[str, int]) -> None:
         """Record a forward that was launched: the runner's batch, and the tokens of each request in it."""
         spans = []
         for index, name in enumerate(batch.req_ids[: batch.num_reqs]):
             spans.append((int(name.split("-")[0]), int(batch.num_computed_tokens_cpu[index]), scheduled.get(name, 0)))
-        rows = stored(self._experts.rows(sum(span[2] for span in spans)), self._count).clone()
+        rows = stored(self._experts(sum(span[2] for span in spans)), self._count).clone()
         self._pending.append((spans, rows))
         self._bytes += rows.nbytes
         if self._bytes > PENDING:
@@ -74,20 +63,20 @@ class Recording:
     def _collect(self) -> None:
         for spans, rows in self._pending:
             parts = rows.cpu().split([length for _, _, length in spans])
-            self._parts += [_Part(request, at, part) for (request, at, _), part in zip(spans, parts, strict=True)]
+            self._parts += [(request, at, part) for (request, at, _), part in zip(spans, parts, strict=True)]
         self._pending, self._bytes = [], 0
 
     def of(self, sequences: Sequence[list[int]]) -> list[Tensor]:
         """`Rollout.routing` of each request. sequences: Prompt and response tokens of each."""
         self._collect()
-        like = self._parts[0].rows
+        like = self._parts[0][2]
         found = [unknown(len(tokens) - 1, like) for tokens in sequences]
         known = [torch.zeros(len(tokens) - 1, dtype=torch.bool) for tokens in sequences]
-        for part in self._parts:
-            end = min(part.position + len(part.rows), len(known[part.request]))
-            if part.position < end:
-                found[part.request][part.position : end] = part.rows[: end - part.position]
-                known[part.request][part.position : end] = True
+        for request, start, rows in self._parts:
+            end = min(start + len(rows), len(known[request]))
+            if start < end:
+                found[request][start:end] = rows[: end - start]
+                known[request][start:end] = True
         _share(sequences, found, known)
         return found
 
@@ -128,8 +117,5 @@ def recorded(model_runner: Any, recording: Recording) -> Iterator[None]:
             recording.note(model_runner.input_batch, scheduler_output.num_scheduled_tokens)
         return result
 
-    model_runner.execute_model = running
-    try:
+    with replaced(model_runner, "execute_model", running):
         yield
-    finally:
-        del model_runner.execute_model

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from qarl.rollout.vllm.replaced import replaced
+
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -39,11 +41,10 @@ def no_way_in(backend: str) -> Iterator[None]:
             close_sockets(before)
 
     close_sockets(before)
-    dist.new_group = new_group_without_a_socket
     try:
-        yield
+        with replaced(dist, "new_group", new_group_without_a_socket):
+            yield
     finally:
-        dist.new_group = new_group
         close_sockets(before)
 
 

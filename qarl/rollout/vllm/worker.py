@@ -11,14 +11,15 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from qarl.errors import UserError
 from qarl.rollout.vllm.host import Host, Progress
 from qarl.rollout.vllm.messages import done, failed, read_order, read_start
 from qarl.rollout.vllm.phases import Phases
+from qarl.rollout.vllm.replaced import replaced
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import Drawing, Failure, Request
 from qarl.rollout.vllm.wire import Channel, Message
@@ -86,7 +87,8 @@ def serve(channel: Channel, phases: Phases) -> None:
     settings, expected, plan = read_start(_next(channel))
     phases.end("order")
     try:
-        with _imports_aside():
+        # vLLM collects garbage ten times, a quarter of a second each, and freezes all objects at the end itself.
+        with replaced(gc, "unfreeze", lambda: None):  # imported objects stay out of it
             host = Host(settings, expected, phases)
     except Exception as error:  # whatever vLLM raises
         channel.send(failed(failure(error)))
@@ -118,19 +120,6 @@ def serve(channel: Channel, phases: Phases) -> None:
                 sys.stdout.flush()
             receiver.done()
         channel.send(done(operation, result))
-
-
-@contextmanager
-def _imports_aside() -> Iterator[None]:
-    """While vLLM starts, keep imported objects out of garbage collections.
-
-    vLLM collects ten times, a quarter of a second each, and freezes all objects at the end itself.
-    """
-    thaw, gc.unfreeze = gc.unfreeze, lambda: None
-    try:
-        yield
-    finally:
-        gc.unfreeze = thaw
 
 
 def _next(channel: Channel) -> Message:

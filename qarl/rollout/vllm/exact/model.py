@@ -96,7 +96,7 @@ class ExactModel(nn.Module):
             return self._decoder(input_ids.long(), attention, self._read)
         routes = recording()
         hidden = self._decoder(input_ids.long(), attention, self._read, routes=routes)
-        self.routing.leave(routes.recorded())
+        self.routing(routes.recorded())
         return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class ExactModel(nn.Module):
     @cached_property
     def routing(self) -> Buffer | None:
         found = [layer.experts for layer in self._decoder.layers if layer.experts is not None]
-        return Buffer(self._rows, len(found), found[0].per_token, self._device) if found else None
+        return Buffer(self._rows, len(found), found[0].per_token, device=self._device) if found else None
 
     @property
     def experts(self) -> int:

@@ -14,6 +14,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from qarl.rollout.vllm.exact.model import ExactModel
 from qarl.rollout.vllm.exact.rehearsal import rehearse
 from qarl.rollout.vllm.exact.sampling import PolicySampler
+from qarl.rollout.vllm.numerics import Numerics
 from qarl.rollout.vllm.recording import Experts
 from qarl.rollout.vllm.sandbox import no_way_in
 from qarl.rollout.vllm.settings import EXACT_MODEL, SamplerSettings
@@ -21,7 +22,7 @@ from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.shards import METADATA
 
 
-class ExactNumerics:
+class ExactNumerics(Numerics):
     """See `Numerics`."""
 
     forward: ExactModel
@@ -57,22 +58,12 @@ class ExactNumerics:
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         self.forward.weights.check(version, expected)
 
-    def agreed(self, well: bool) -> bool:
-        return well
-
     def shape(self, truncation: Truncation) -> None:
         self.forward.truncation = truncation
 
     def experts(self) -> tuple[Experts, int]:
         assert self.forward.routing is not None, "a mixture was asked for its routing"
-        return self.forward.routing, self.forward.experts
-
-    def notes(self) -> list[str]:
-        return []
-
-    def before_sleep(self) -> None: ...
-
-    def after_sleep(self) -> None: ...
+        return self.forward.routing.rows, self.forward.experts
 
 
 def take_over(model_runner: Any) -> None:

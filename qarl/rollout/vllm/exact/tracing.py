@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qarl.policy.trace import Context, Tracer
 from qarl.rollout.vllm.exact.model import ExactModel
+from qarl.rollout.vllm.replaced import replaced
 
 
 @contextmanager
@@ -18,12 +19,9 @@ def traced(model_runner: Any, policy: ExactModel, tracer: Tracer) -> Iterator[No
     """Inside, the tracer is told of the forwards of the model runner's requests."""
     rows = Rows(model_runner)
     name = "_determine_batch_execution_and_padding"
-    setattr(model_runner, name, partial(getattr(model_runner, name), force_eager=True))
-    try:
-        with policy.traced(tracer, rows.contexts):
-            yield
-    finally:
-        delattr(model_runner, name)  # the class's own is there again
+    eager = partial(getattr(model_runner, name), force_eager=True)
+    with replaced(model_runner, name, eager), policy.traced(tracer, rows.contexts):
+        yield
 
 
 class Rows:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qarl.rollout.vllm.replaced import replaced
+
 SMALL = 1 << 20  # bytes; a kernel's tensors beside weights are smaller
 
 
@@ -112,9 +114,5 @@ def in_place_of_lists(orders: Orders) -> Iterator[None]:
         return
     from vllm.model_executor.layers.quantization.utils import marlin_utils
 
-    lists: Any = marlin_utils.get_scale_perms
-    marlin_utils.get_scale_perms = lambda: orders
-    try:
+    with replaced(marlin_utils, "get_scale_perms", lambda: orders):
         yield
-    finally:
-        marlin_utils.get_scale_perms = lists

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from qarl_kernels.logprob import Truncation
 from torch import Tensor
 from vllm.model_executor.models.registry import ModelRegistry
 
+from qarl.rollout.vllm.numerics import Numerics
 from qarl.rollout.vllm.own_kernels.head import Float32Head, use_float32_head
 from qarl.rollout.vllm.own_kernels.held import HeldModel
 from qarl.rollout.vllm.own_kernels.limits import keep_scales, known_limits
 from qarl.rollout.vllm.own_kernels.loading import Loader, stored
-from qarl.rollout.vllm.own_kernels.routers import Taps, tapped
+from qarl.rollout.vllm.own_kernels.routers import routers_of, routers_recorded
 from qarl.rollout.vllm.own_kernels.tensor_parallel import agreed, rendezvous
 from qarl.rollout.vllm.recording import Experts
 from qarl.rollout.vllm.sandbox import no_way_in
@@ -26,10 +26,8 @@ from qarl.weight_sync.shards import METADATA, Shard, shard_prints
 from qarl.weight_sync.verify import PublishError, verify
 
 
-class OwnKernels:
+class OwnKernels(Numerics):
     """See `Numerics`."""
-
-    forward = None
 
     def __init__(self, settings: SamplerSettings) -> None:
         self._settings = settings
@@ -45,10 +43,8 @@ class OwnKernels:
         groups = no_way_in(backend)
         if settings.rendezvous is not None:
             groups = rendezvous(settings.rendezvous, backend, settings.shard, settings.shards)
-        with groups, tapped(settings.routing):
+        with groups, routers_recorded() if settings.routing else nullcontext():
             yield
-
-    def loaded(self, worker: Any) -> None: ...
 
     def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
         settings, self._model = self._settings, worker.model_runner.get_model()
@@ -86,11 +82,9 @@ class OwnKernels:
     def agreed(self, well: bool) -> bool:
         return agreed(well) if self._shard.count > 1 else well
 
-    def shape(self, truncation: Truncation) -> None: ...
-
     def experts(self) -> tuple[Experts, int]:
         modules = self._model.modules()
-        return Taps(self._model), next(m.moe_config.num_experts for m in modules if hasattr(m, "moe_config"))
+        return routers_of(self._model), next(m.moe_config.num_experts for m in modules if hasattr(m, "moe_config"))
 
     def notes(self) -> list[str]:
         import vllm
