@@ -192,7 +192,7 @@ def rubbish() -> dict[str, bytes]:
         "no-tokens": frame(b'["done",{"lengths":[1],"finish_reasons":["stop"],"stopped_by":[1]}]'),
         "negative": frame(b'["done",{"lengths":[-1],"finish_reasons":["stop"],"stopped_by":[1]}]'),
         "progress": frame(b'["progress",[1]]'),
-        "failure": frame(b'["failed",{"message":7}]'),
+        "failure": frame(b'["failed",[7]]'),
     }
 
 

@@ -27,17 +27,15 @@ from qarl.rollout.vllm.messages import (
     read_failed,
     read_order,
     read_progress,
-    read_ready,
-    read_start,
-    start_order,
 )
-from qarl.rollout.vllm.settings import Drawing, Failure, Request, Response
+from qarl.rollout.vllm.settings import Drawing, Request, Response
 from qarl.rollout.vllm.wire import HEADER, MAGIC, Channel, Message, WireError, WireTimeout, channel_pair
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.payload import CudaHandle, Entry, Payload
 from qarl.weight_sync.transport import ReceiverPlan
 from qarl.weight_sync.update import WeightUpdate
+from qarl.weight_sync.verify import PublishError
 
 DRAWING = Drawing(8, 0.7, 20, 0.95, 0.1, ("\n\n", "π"), (1, 2))
 REQUESTS = [Request([5, 2**31 - 1], 2**63 - 1), Request([0], 0), Request([7] * 5, 1)]
@@ -116,16 +114,18 @@ def test_the_start_of_a_sampler_arrives(pair) -> None:
     plan = ReceiverPlan(fds=(7,), gpus=(1, 0))
     args = {"compilation_config": {"mode": 0, "sizes": [1, 2.5, None, "x"]}}
     settings = replace(NO_SETTINGS, args=args, cuda=1, threads=3)
-    assert read_start(sent(pair, start_order(settings, PRINTS, plan))) == (settings, PRINTS, plan)
+    payload = (settings, PRINTS, plan)
+    assert read_order(sent(pair, order("start", payload))) == payload
     capabilities = {"proved_frac": 0.5, "notes": ["π"], "phases": {"imports": 0.25}}
-    assert read_ready(sent(pair, Message("ready", capabilities | {"more": 1}))) == capabilities
+    assert read_done("start", payload, sent(pair, done("start", capabilities | {"more": 1}))) == capabilities
 
 
 def test_a_failure_arrives_whatever_its_message(pair) -> None:
     for text in ("out of blocks", "two\nlines", "lone \ud800", "\x1b[31mred", "π" * 100_000):
-        message = sent(pair, failed(Failure(text, True)))
-        assert read_failed(message).publish
-        assert read_failed(message).message.startswith(text[:3]) or not text[:3].isprintable()
+        error = read_failed(sent(pair, failed(text, refused=True)))
+        assert isinstance(error, PublishError)
+        assert str(error).startswith(text[:3]) or not text[:3].isprintable()
+    assert isinstance(read_failed(sent(pair, failed("out of blocks", refused=False))), SamplerFault)
 
 
 def test_messages_come_one_after_the_other_however_they_are_cut(raw) -> None:
@@ -196,7 +196,7 @@ def test_bytes_that_are_no_message_are_refused_and_never_waited_for() -> None:
 
 def _read_all(message: Message) -> None:
     """Whatever it claims to be, every reader takes it or refuses it."""
-    readers = [read_order, read_start, read_ready, read_failed, read_progress]
+    readers = [read_order, read_failed, read_progress, partial(read_done, "start", None)]
     for read in [*readers, *(partial(read_done, name, payload) for name, payload, _ in RESULTS)]:
         try:
             read(message)
@@ -208,7 +208,7 @@ def test_json_of_every_wrong_shape_is_refused_by_every_reader() -> None:
     stream = random.Random(15)
     atoms = [None, True, -1, 2**62, 0.5, math.nan, "", "x", [], {}, [[]], [None], {"x": 1}, [1, 2], ["a", 3]]
     bodies = [order(*each).body for each in ORDERS] + [done(name, result).body for name, _, result in RESULTS]
-    bodies += [start_order(NO_SETTINGS, PRINTS, ReceiverPlan(fds=(3,))).body]
+    bodies += [order("start", (NO_SETTINGS, PRINTS, ReceiverPlan(fds=(3,)))).body]
     for _ in range(1500):
         body = json.loads(json.dumps(stream.choice(bodies)))
         if isinstance(body, (dict, list)) and body:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qarl.rollout.vllm.messages import order, start_order
+from qarl.rollout.vllm.messages import order
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.rollout.vllm.wire import Message, channel_pair
 from qarl.weight_sync.fingerprints import Fingerprint
@@ -37,12 +37,12 @@ CHILD = """
 import socket, sys
 from dataclasses import asdict
 from qarl.weight_sync.fingerprints import fingerprints
-from qarl.rollout.vllm.messages import read_order, read_start
+from qarl.rollout.vllm.messages import read_order
 from qarl.weight_sync.transport import open_receiver
 from qarl.rollout.vllm.wire import Channel, Message
 
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-receiver = open_receiver(read_start(channel.poll(None))[2])
+receiver = open_receiver(read_order(channel.poll(None))[2])
 while (order := channel.poll(None)).kind == "publish":
     taken = dict(receiver.take(read_order(order).payloads[0]))
     found = fingerprints(taken.items())
@@ -70,7 +70,7 @@ class Sampler:
         command = [sys.executable, "-c", CHILD, str(end.fileno())]
         self.process = subprocess.Popen(command, pass_fds=(end.fileno(), *plan.fds), env=environment)
         end.close()
-        self.channel.send(start_order(NO_SETTINGS, {}, plan))
+        self.channel.send(order("start", (NO_SETTINGS, {}, plan)))
 
     def sent(self, transport: Transport, tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
         """Publish the tensors; what arrived."""

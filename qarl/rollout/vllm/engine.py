@@ -44,9 +44,9 @@ from qarl.rollout.vllm.launch import (
     sampler_settings,
     see,
 )
-from qarl.rollout.vllm.process import SamplerProcess
+from qarl.rollout.vllm.process import Sampler, SamplerProcess
 from qarl.rollout.vllm.settings import Request, request_seed
-from qarl.rollout.vllm.sleep import Sampler, SamplerSleep
+from qarl.rollout.vllm.sleep import SamplerSleep
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.layout import ModelLayout
@@ -57,17 +57,10 @@ from qarl.weight_sync.transport import open_transport
 MEASURED_OTHERS = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
 
 
-def _see_nothing() -> None:
-    """Default for an engine without other ranks."""
-
-
 class VLLMEngine:
     """A vLLM, started at the first publish. See `RolloutEngine` for the contract.
 
     Args:
-        config: Of the run.
-        layout: Of the policy's model.
-        tokenizer: Of the policy's model.
         weights: Sends the policy's versions to vLLM and verifies them.
         place: Directory for the log (`sampler.log`) and, while vLLM loads it, the checkpoint.
         say: Called with one line for the user.
@@ -93,7 +86,7 @@ class VLLMEngine:
         place: Path,
         say: Callable[[str], None],
         early: BegunSampler | None = None,
-        look: Callable[[], None] = _see_nothing,
+        look: Callable[[], None] = lambda: None,
         update_bytes: int | None = None,
         headroom: Headroom | None = None,
     ) -> None:
@@ -167,7 +160,7 @@ class VLLMEngine:
                     version,
                     sampling.seed,
                     text,
-                    None if kind is None else _told(response.routing, *kind),
+                    None if kind is None else _routing(response.routing, *kind),
                 )
             )
         return rollouts
@@ -268,8 +261,11 @@ class VLLMEngine:
         """Stop a failed sampler; the next publish or generate starts another. Raises SamplerError past the limit."""
         started = self.weights.started
         self._stop()
-        limit = self.config.rollout.vllm.max_restarts
-        if not started and not (self._measured_others(fault) and self.restarts < limit):
+        vllm = self.config.rollout.vllm
+        limit = vllm.max_restarts
+        # Another process freed GPU memory while vLLM measured its own. A start in this process cannot be repeated.
+        repeatable = MEASURED_OTHERS in str(fault) and vllm.process == "separate"
+        if not started and not (repeatable and self.restarts < limit):
             raise not_started(fault, self.log) from fault
         if self.restarts == limit:
             raise SamplerError(
@@ -279,13 +275,6 @@ class VLLMEngine:
         self.restarts += 1
         self.say(f"vLLM failed: {fault}; restart {self.restarts} of {limit}{see(self.log)}")
 
-    def _measured_others(self, fault: SamplerFault) -> bool:
-        """Whether a start failed because another process freed GPU memory while vLLM measured its own.
-
-        Only for a separate process: a failed start in this process cannot be repeated.
-        """
-        return MEASURED_OTHERS in str(fault) and self.config.rollout.vllm.process == "separate"
-
     def _stop(self) -> None:
         if self._sampler is not None:
             self._sampler.close()
@@ -294,6 +283,6 @@ class VLLMEngine:
         self._sleep.forget()
 
 
-def _told(routing: bytes, dtype: torch.dtype, of_token: tuple[int, int]) -> Tensor:
+def _routing(routing: bytes, dtype: torch.dtype, of_token: tuple[int, int]) -> Tensor:
     """`Rollout.routing` from a response's bytes."""
     return torch.frombuffer(bytearray(routing), dtype=dtype).view(-1, *of_token)

@@ -38,10 +38,7 @@ logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's l
 class Host:
     """A started vLLM and the weights it holds.
 
-    Args:
-        settings: How vLLM is started.
-        expected: Fingerprints of the snapshot in `settings.checkpoint`, by published name.
-        phases: Of the start so far.
+    expected: Fingerprints of the snapshot in `settings.checkpoint`, by published name.
 
     Raises:
         PublishError: The model lacks a layer of the snapshot.
@@ -58,7 +55,7 @@ class Host:
         self._phases = Phases() if phases is None else phases
         self.numerics = numerics_of(settings)
         self._llm = start_vllm(settings, self.numerics, self._phases)
-        self._worker = self._llm.collective_rpc(_itself)[0]
+        self._worker = self._llm.collective_rpc(lambda worker: getattr(worker, "worker", worker))[0]
         self.numerics.started(self._worker, expected)
         if settings.routing:
             _ = self._experts  # refuse kernels that cannot report them now, not at the first call that asks
@@ -82,7 +79,6 @@ class Host:
         """Load tensors that arrive and check what is held afterwards.
 
         Args:
-            version: Of the snapshot.
             arriving: Tensors in checkpoint layout, or patches of held tensors, by published name.
             expected: Fingerprints of the whole snapshot.
 
@@ -264,10 +260,6 @@ def beside_others(worker: Any) -> Iterator[None]:
 
     with replaced(worker, "sleep", sleeping):
         yield
-
-
-def _itself(worker: Any) -> Any:
-    return getattr(worker, "worker", worker)
 
 
 def _response(output: Any, routing: bytes = b"") -> Response:

@@ -14,20 +14,19 @@ import torch
 
 from qarl.errors import UserError
 from qarl.rollout.vllm.phases import Phases
-from qarl.rollout.vllm.process import Tick
+from qarl.rollout.vllm.process import Sampler, Tick
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.storage.disk import disk_errors
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
 
 
-class InlineSampler:
-    """The interface of `SamplerProcess`, without a process. log: file for vLLM's log."""
+class InlineSampler(Sampler):
+    """A vLLM in this process. log: file for vLLM's log."""
 
     def __init__(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], log: Path) -> None:
         self._settings, self._expected, self.log = settings, expected, log
         self._order: tuple[str, Any] | None = None
-        self.capabilities: dict[str, Any] = {}
 
     def start(self, tick: Tick) -> None:
         phases = Phases()
@@ -38,10 +37,6 @@ class InlineSampler:
 
             self._host = Host(self._settings, self._expected, phases)
         self.capabilities = self._host.capabilities()
-
-    def call(self, operation: str, payload: Any, tick: Tick) -> Any:
-        self.begin(operation, payload)
-        return self.finish(tick)
 
     def begin(self, operation: str, payload: Any) -> None:
         """Store an order; `finish` executes it."""
@@ -92,10 +87,8 @@ def _plain_algorithms() -> Iterator[None]:
 
     With them torch's compiler may not time kernels, and vLLM does not start.
     """
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
         yield

@@ -37,13 +37,14 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
     on_gpu = layout.device.type == "cuda"
     own = sampler_gpu(config)
     shared = on_gpu and own is None
+    nbytes = kv_cache_bytes(config, layout)
     return SamplerSettings(
         checkpoint=checkpoint,
         dtype=config.model.dtype,
         context=layout.max_length,
         max_num_seqs=rollout.max_num_seqs,
         max_batched_tokens=rollout.max_batched_tokens,
-        kv_cache_bytes=_of_one(kv_cache_bytes(config, layout), vllm.tensor_parallel),
+        kv_cache_bytes=None if nbytes is None else math.ceil(nbytes / vllm.tensor_parallel),
         memory_frac=vllm.memory_frac,
         enforce_eager=not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
         sleep=shared and vllm.sleep > 0,
@@ -72,7 +73,8 @@ def require_vllm(config: Config, device: torch.device, context: int, architectur
         )
     if device.type == "cuda" and config.rollout.numerics == "exact" and (reason := config.inexact_on_gpu):
         raise UserError(f"rollout.numerics: {reason}")
-    own_fp8 = config.rollout.numerics == "fast" and config.quant.kv_cache_dtype == "fp8"
+    own = config.rollout.numerics == "fast"
+    own_fp8 = own and config.quant.kv_cache_dtype == "fp8"
     odd_heads = architecture is not None and architecture.head_dim % 32 != 0
     if device.type == "cpu" and own_fp8 and (odd_heads or not torch.cpu._is_avx512_supported()):
         raise UserError(
@@ -80,7 +82,6 @@ def require_vllm(config: Config, device: torch.device, context: int, architectur
             "of 32; use rollout.numerics: exact"
         )
     scheme = scheme_of(config.quant)
-    own = config.rollout.numerics == "fast"
     if device.type == "cpu" and own and not scheme.vllm_cpu:
         raise UserError(f"rollout.numerics: vLLM has no {scheme.name} on a CPU; use rollout.numerics: exact")
     experts = architecture is not None and architecture.mixture is not None
@@ -121,10 +122,6 @@ def sampler_gpus(config: Config, learner: torch.device) -> list[int | None]:
 def sampler_threads(device: torch.device) -> int | None:
     """Of vLLM on the CPU; None where the learner has a GPU."""
     return torch.get_num_threads() if device.type == "cpu" else None
-
-
-def _of_one(nbytes: int | None, gpus: int) -> int | None:
-    return None if nbytes is None else math.ceil(nbytes / gpus)
 
 
 def kv_cache_bytes(config: Config, layout: ModelLayout) -> int | None:

@@ -1,13 +1,13 @@
 """Orders to the sampler's process and its answers as messages, with typed and validated fields.
 
-Orders: start, publish, score, generate, sleep, wake, abort. Answers: ready, done, failed, progress, aborted. Token ids,
+Orders: start, publish, score, generate, sleep, wake, abort. Answers: done, failed, progress, aborted. Token ids,
 log-probs and experts are arrays beside the JSON in native byte order: both ends run on one machine.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
@@ -16,13 +16,15 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from qarl.inputs.schema import schema_fault
-from qarl.rollout.vllm.settings import Drawing, Failure, Request, Response, SamplerSettings
+from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
 from qarl.rollout.vllm.wire import Message, WireError
 from qarl.text import visible
 from qarl.types import FinishReason
+from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.transport import ReceiverPlan
 from qarl.weight_sync.update import WeightUpdate, dump_update, load_update
+from qarl.weight_sync.verify import PublishError
 
 TOKEN, LOGPROB = "i", "d"  # codes of `array`: int32, float64
 BYTES_PER_TOKEN = array(TOKEN).itemsize + array(LOGPROB).itemsize
@@ -41,13 +43,6 @@ class _Capabilities:
 
 
 @dataclass(frozen=True)
-class _Start:
-    settings: SamplerSettings
-    expected: dict[str, Fingerprint]
-    plan: ReceiverPlan
-
-
-@dataclass(frozen=True)
 class _Generate:
     drawing: Drawing
     lengths: list[int]
@@ -61,16 +56,11 @@ class _Drawn:
     stopped_by: list[int | str | None]
 
 
-@dataclass(frozen=True)
-class _Published:
-    seconds: dict[str, float]
-    scores: Scores
-
-
-_START, _GENERATE = TypeAdapter(_Start), TypeAdapter(_Generate)
-_CAPABILITIES, _PUBLISHED, _DRAWN = TypeAdapter(_Capabilities), TypeAdapter(_Published), TypeAdapter(_Drawn)
+_START = TypeAdapter(tuple[SamplerSettings, dict[str, Fingerprint], ReceiverPlan])
+_CAPABILITIES, _PUBLISHED = TypeAdapter(_Capabilities), TypeAdapter(tuple[dict[str, float], Scores])
+_GENERATE, _DRAWN = TypeAdapter(_Generate), TypeAdapter(_Drawn)
 _SEQUENCES, _SCORES, _LEVEL = TypeAdapter(list[list[int]]), TypeAdapter(Scores), TypeAdapter(int)
-_FREED, _FAILURE, _PROGRESS = TypeAdapter(int | None), TypeAdapter(Failure), TypeAdapter(tuple[int, int])
+_FREED, _FAILURE, _PROGRESS = TypeAdapter(int | None), TypeAdapter(tuple[str, bool]), TypeAdapter(tuple[int, int])
 
 
 @contextmanager
@@ -90,20 +80,14 @@ def _read(adapter: TypeAdapter[T], message: Message) -> T:
 # --- orders: the learner's side writes, the sampler's reads ------------------------------------------------------
 
 
-def start_order(settings: SamplerSettings, expected: Mapping[str, Fingerprint], plan: ReceiverPlan) -> Message:
-    body = _Start(settings, dict(expected), plan)
-    return Message("start", _START.dump_python(body, mode="json"))
-
-
-def read_start(message: Message) -> tuple[SamplerSettings, dict[str, Fingerprint], ReceiverPlan]:
-    _require(message, "start")
-    body = _read(_START, message)
-    return body.settings, body.expected, body.plan
-
-
 def order(operation: str, payload: Any) -> Message:
-    """The message of an operation; see `worker.perform` for the payloads."""
+    """The message of an operation; see `worker.perform` for the payloads.
+
+    That of start: (settings, fingerprints of the snapshot in the checkpoint, plan of the receiver).
+    """
     match operation:
+        case "start":
+            return Message("start", _START.dump_python(payload, mode="json"))
         case "publish":
             assert isinstance(payload, WeightUpdate)
             return Message("publish", dump_update(payload))
@@ -120,6 +104,8 @@ def order(operation: str, payload: Any) -> Message:
 def read_order(message: Message) -> Any:
     """The payload of an order."""
     match message.kind:
+        case "start":
+            return _read(_START, message)
         case "publish":
             with _checked(message):
                 return load_update(message.body)
@@ -145,21 +131,16 @@ def read_order(message: Message) -> Any:
 
 def done(operation: str, result: Any) -> Message:
     """The answer to an executed order."""
-    match operation:
-        case "publish":
-            seconds, scores = result
-            return Message("done", {"seconds": seconds, "scores": scores})
-        case "generate":
-            tokens, logprobs = array(TOKEN), array(LOGPROB)
-            for response in result:
-                tokens.extend(response.token_ids)
-                logprobs.extend(response.logprobs)
-            drawn = _Drawn(
-                [len(r.token_ids) for r in result], [r.finish_reason for r in result], [r.stopped_by for r in result]
-            )
-            routing = b"".join(response.routing for response in result)
-            return Message("done", asdict(drawn), tokens.tobytes() + logprobs.tobytes() + routing)
-    return Message("done", result)
+    if operation != "generate":
+        return Message("done", result)
+    tokens, logprobs = array(TOKEN), array(LOGPROB)
+    for response in result:
+        tokens.extend(response.token_ids)
+        logprobs.extend(response.logprobs)
+    lengths = [len(response.token_ids) for response in result]
+    drawn = _Drawn(lengths, [response.finish_reason for response in result], [r.stopped_by for r in result])
+    routing = b"".join(response.routing for response in result)
+    return Message("done", asdict(drawn), tokens.tobytes() + logprobs.tobytes() + routing)
 
 
 def data_limit(operation: str, payload: Any) -> int:
@@ -175,9 +156,11 @@ def data_limit(operation: str, payload: Any) -> int:
 def read_done(operation: str, payload: Any, message: Message) -> Any:
     """The result of an order; raises WireError if it has another number of parts than the order."""
     match operation:
+        case "start":
+            return asdict(_read(_CAPABILITIES, message))
         case "publish":
-            body = _read(_PUBLISHED, message)
-            return body.seconds, _scores_of(payload.canary, body.scores)
+            seconds, scores = _read(_PUBLISHED, message)
+            return seconds, _scores_of(payload.canary, scores)
         case "score":
             return _scores_of(payload, _read(_SCORES, message))
         case "generate":
@@ -187,22 +170,19 @@ def read_done(operation: str, payload: Any, message: Message) -> Any:
     return None
 
 
-def read_ready(message: Message) -> dict[str, Any]:
-    """`Host.capabilities` of a started sampler."""
-    return asdict(_read(_CAPABILITIES, message))
+def failed(text: str, refused: bool) -> Message:
+    """The answer to an order that failed. refused: Whether it was a publish that the sampler refused."""
+    return Message("failed", [visible(text, keep_newlines=True), refused])
 
 
-def read_failed(message: Message) -> Failure:
-    return _read(_FAILURE, message)
+def read_failed(message: Message) -> SamplerFault | PublishError:
+    text, refused = _read(_FAILURE, message)
+    return PublishError(text) if refused else SamplerFault(text)
 
 
 def read_progress(message: Message) -> tuple[int, int]:
     """(finished responses, their tokens)."""
     return _read(_PROGRESS, message)
-
-
-def failed(failure: Failure) -> Message:
-    return Message("failed", {"message": visible(failure.message, keep_newlines=True), "publish": failure.publish})
 
 
 def _responses(requests: Sequence[Request], drawing: Drawing, message: Message) -> list[Response]:
@@ -251,8 +231,3 @@ def _split(values: array[Any], lengths: Sequence[int]) -> list[list[Any]]:
     if lengths and min(lengths) < 0:
         raise WireError("an array of a negative length")
     return [values[start:end].tolist() for start, end in pairwise(accumulate(lengths, initial=0))]
-
-
-def _require(message: Message, kind: str) -> None:
-    if message.kind != kind:
-        raise WireError(f"{message.kind[:40]!r} instead of {kind}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
@@ -15,7 +14,7 @@ from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint
 
 
-class Numerics(ABC):
+class Numerics(Protocol):
     """One kind of arithmetic in one vLLM, and the weights that it holds.
 
     Attributes:
@@ -26,26 +25,21 @@ class Numerics(ABC):
     forward: Any = None
     proved_frac: float
 
-    @abstractmethod
     def starting(self) -> AbstractContextManager[None]:
         """Context in which vLLM starts."""
 
     def loaded(self, worker: Any) -> None:
         """Called when vLLM's worker has loaded the model and has run nothing."""
 
-    @abstractmethod
     def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
         """Called when vLLM has started. expected: fingerprints of the snapshot in the checkpoint, by published name."""
 
-    @abstractmethod
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
         """A published tensor as the last publish left it; patches apply to a copy of it."""
 
-    @abstractmethod
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Put published tensors, by name, into the model."""
 
-    @abstractmethod
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the snapshot with these fingerprints."""
 
@@ -56,7 +50,6 @@ class Numerics(ABC):
     def shape(self, truncation: Truncation) -> None:
         """Set the distribution that the next tokens are sampled from, if vLLM's sampler does not do it."""
 
-    @abstractmethod
     def experts(self) -> tuple[Experts, int]:
         """Where to read the experts of the last forward's rows, and how many experts a layer has."""
 

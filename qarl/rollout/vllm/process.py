@@ -8,23 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from qarl.distributed.place import alone
-from qarl.rollout.vllm.messages import (
-    data_limit,
-    order,
-    read_done,
-    read_failed,
-    read_progress,
-    read_ready,
-    start_order,
-)
+from qarl.rollout.vllm.messages import data_limit, order, read_done, read_failed, read_progress
 from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings, vllm_environment
-from qarl.rollout.vllm.wire import Channel, Message, WireError, WireTimeout, channel_pair
+from qarl.rollout.vllm.wire import Message, WireError, WireTimeout, channel_pair
 from qarl.storage.disk import disk_errors
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
@@ -35,6 +28,39 @@ TICK_S = 0.1  # between two polls of a busy sampler
 ABORT_LIMIT_S = 30.0  # for the engine step that runs when the user interrupts
 
 Tick = Callable[[int, int], None]
+
+
+class Sampler(ABC):
+    """A started vLLM, as the learner sees it.
+
+    Methods raise SamplerFault if vLLM died, hung (and was killed) or failed, and PublishError as `Host.publish` does.
+
+    Attributes:
+        capabilities: See `Host.capabilities`.
+    """
+
+    capabilities: dict[str, Any]
+
+    @abstractmethod
+    def start(self, tick: Tick) -> None:
+        """Wait until vLLM is ready, calling tick(0, 0)."""
+
+    def call(self, operation: str, payload: Any, tick: Tick) -> Any:
+        """Send an order and wait for its result; see `worker.perform`."""
+        self.begin(operation, payload)
+        return self.finish(tick)
+
+    @abstractmethod
+    def begin(self, operation: str, payload: Any) -> None:
+        """Send an order."""
+
+    @abstractmethod
+    def finish(self, tick: Tick) -> Any:
+        """Wait for the result of the order, calling tick(responses, tokens). An exception from it aborts the order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End vLLM, which holds no state that must be kept."""
 
 
 class BegunProcess:
@@ -64,22 +90,17 @@ class BegunProcess:
         child.close()
 
     def close(self) -> None:
-        """Kill the process, unless a `SamplerProcess` has taken it over."""
-        _end(self.process, self.channel)
+        """Kill the process; it holds no state that must be kept."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.channel.close()
 
 
-def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    channel.close()
-
-
-class SamplerProcess:
+class SamplerProcess(Sampler):
     """A vLLM in a process with its own session, so the terminal's Ctrl-C does not reach it.
 
     Args:
-        settings: How vLLM is started.
         expected: Fingerprints of the snapshot in the checkpoint, by published name.
         plan: How the process opens the transport of publishes.
         log: File for vLLM's output.
@@ -100,12 +121,9 @@ class SamplerProcess:
         begun: BegunProcess | None = None,
     ) -> None:
         self.timeout_s, self.log = timeout_s, log
-        self.capabilities: dict[str, Any] = {}
-        if begun is None:
-            begun = BegunProcess(settings.numerics, settings.threads, plan, log)
-        self._process, self._channel = begun.process, begun.channel
-        self._start = start_order(settings, expected, plan)
-        self._order: tuple[str, Any] = ("start", None)
+        self._begun = begun or BegunProcess(settings.numerics, settings.threads, plan, log)
+        self._process, self._channel = self._begun.process, self._begun.channel
+        self._order: tuple[str, Any] = ("start", (settings, dict(expected), plan))
         self.progress = (0, 0)
         self.result: Any = None
         self._deadline, self._received = math.inf, 0
@@ -115,28 +133,14 @@ class SamplerProcess:
         return self._process.pid
 
     def start(self, tick: Tick) -> None:
-        """Wait until vLLM is ready, calling tick(0, 0). Raises SamplerFault, PublishError."""
         self.begin_start()
         self.capabilities = self._answer(tick)
 
     def begin_start(self) -> None:
         """Send the start order, which precedes all others."""
-        self._send(self._start)
-
-    def call(self, operation: str, payload: Any, tick: Tick) -> Any:
-        """Send an order and wait for its result.
-
-        tick(responses, tokens) is called meanwhile; an exception from it aborts the order.
-
-        Raises:
-            SamplerFault: The process died, hung (and was killed), or failed.
-            PublishError: See `Host.publish`.
-        """
-        self.begin(operation, payload)
-        return self.finish(tick)
+        self.begin(*self._order)
 
     def begin(self, operation: str, payload: Any) -> None:
-        """Send an order; `finish` waits for its result."""
         self._order = (operation, payload)
         self._send(order(operation, payload))
 
@@ -153,8 +157,7 @@ class SamplerProcess:
             raise
 
     def close(self) -> None:
-        """Kill the process; it holds no state that must be kept."""
-        _end(self._process, self._channel)
+        self._begun.close()
 
     def _send(self, message: Message) -> None:
         if self._channel.closed:  # by `_abort` or `finish`
@@ -187,17 +190,13 @@ class SamplerProcess:
                 self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
             if message is not None:
                 match message.kind:
-                    case "ready":
-                        self.result = read_ready(message)
-                        return True
                     case "done":
                         self.result = read_done(operation, payload, message)
                         return True
                     case "aborted":
                         return True
                     case "failed":
-                        failure = read_failed(message)
-                        raise PublishError(failure.message) if failure.publish else SamplerFault(failure.message)
+                        raise read_failed(message)
                     case "progress":
                         self.progress = read_progress(message)
                     case other:

@@ -120,14 +120,6 @@ class Response:
     routing: bytes = b""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An operation that failed; the sampler keeps serving. publish: whether it was a PublishError."""
-
-    message: str
-    publish: bool
-
-
 def request_seed(seed: int, prompt_id: int, sample: int) -> int:
     """The seed of one response's random stream, in [0, 2^63)."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}/{sample}".encode()).digest()[:8]) >> 1

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from qarl.rollout.engine import ignore_progress
 from qarl.rollout.headroom import Headroom
 from qarl.rollout.vllm.inline import InlineSampler
-from qarl.rollout.vllm.process import SamplerProcess
+from qarl.rollout.vllm.process import Sampler
 
-if TYPE_CHECKING:
-    from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
-
-Sampler: TypeAlias = "SamplerProcess | SamplerTeam | InlineSampler"
 MARGIN = 2**30  # bytes of GPU memory that no estimate counts, for waking beside the learner
 
 

@@ -17,11 +17,10 @@ from typing import Any
 
 from qarl.errors import UserError
 from qarl.rollout.vllm.host import Host, Progress
-from qarl.rollout.vllm.messages import done, failed, read_order, read_start
+from qarl.rollout.vllm.messages import done, failed, read_order
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.replaced import replaced
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
-from qarl.rollout.vllm.settings import Drawing, Failure, Request
 from qarl.rollout.vllm.wire import Channel, Message
 from qarl.weight_sync.receiver import Arriving
 from qarl.weight_sync.transport import open_receiver
@@ -33,10 +32,7 @@ class Aborted(Exception):
     """The learner aborted the operation."""
 
 
-Unpack = Callable[[Any], Arriving]
-
-
-def perform(host: Host, operation: str, payload: Any, unpack: Unpack, progress: Progress) -> Any:
+def perform(host: Host, operation: str, payload: Any, unpack: Callable[[Any], Arriving], progress: Progress) -> Any:
     """Execute one operation; a publish returns the seconds of its parts and the canary's log-probs.
 
     unpack: the tensors and patches in an update's payload.
@@ -51,10 +47,7 @@ def perform(host: Host, operation: str, payload: Any, unpack: Unpack, progress: 
         case "score":
             return host.score(payload)
         case "generate":
-            requests: list[Request]
-            drawing: Drawing
-            requests, drawing = payload
-            return host.generate(requests, drawing, progress)
+            return host.generate(*payload, progress)
         case "trace":
             return host.trace(*payload)
         case "sleep":
@@ -75,25 +68,27 @@ def explain(error: BaseException) -> str:
     return str(error)
 
 
-def failure(error: Exception) -> Failure:
+def failure(error: Exception) -> Message:
     """Describe an error for the learner, and write its traceback to the log."""
     with suppress(OSError):
         traceback.print_exception(error)
-    return Failure(explain(error), isinstance(error, PublishError))
+    return failed(explain(error), isinstance(error, PublishError))
 
 
 def serve(channel: Channel, phases: Phases) -> None:
     """Start the host of the first order, then serve orders until the connection ends."""
-    settings, expected, plan = read_start(_next(channel))
+    begin = _next(channel)
+    assert begin.kind == "start", begin.kind
+    settings, expected, plan = read_order(begin)
     phases.end("order")
     try:
         # vLLM collects garbage ten times, a quarter of a second each, and freezes all objects at the end itself.
         with replaced(gc, "unfreeze", lambda: None):  # imported objects stay out of it
             host = Host(settings, expected, phases)
     except Exception as error:  # whatever vLLM raises
-        channel.send(failed(failure(error)))
+        channel.send(failure(error))
         return
-    channel.send(Message("ready", host.capabilities()))
+    channel.send(done("start", host.capabilities()))
     receiver = open_receiver(plan)
 
     def progress(responses: int, tokens: int) -> None:
@@ -113,7 +108,7 @@ def serve(channel: Channel, phases: Phases) -> None:
             channel.send(Message("aborted"))
             continue
         except Exception as error:  # likewise
-            channel.send(failed(failure(error)))
+            channel.send(failure(error))
             continue
         finally:
             with suppress(OSError):  # a full disk

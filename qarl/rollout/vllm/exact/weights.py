@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from qarl_formats.bits import Proof
@@ -30,7 +31,6 @@ class PublishedWeights:
     """What a decoder reads, allocated once and filled by every publish.
 
     Args:
-        decoder: Whose weights these are.
         scheme_of: The scheme of a parameter by its name; None if it is not quantized.
         dtype: Of activations and of unquantized weights.
         device: On a GPU, Triton kernels multiply.
@@ -116,7 +116,8 @@ class PublishedWeights:
         """Raise PublishError unless every operand is what the tensors with these fingerprints make, to the bit."""
         proof = Proof()
         wanted = {name: print_ for name, print_ in expected.items() if not name.endswith(METADATA)}
-        found = fingerprints(self._all_published(proof))
+        linears = chain.from_iterable(self._published(one, proof) for one in self._stacks)
+        found = fingerprints(chain(self._values.items(), linears))
         if not self._kernels:
             proof.add("the output layer", self._head, self._values[self._head_name].float())
         try:
@@ -173,11 +174,6 @@ class PublishedWeights:
         return [name for name in names if not f".{name}".endswith(METADATA)]
 
     # --- what is held ------------------------------------------------------------------------------------------
-
-    def _all_published(self, proof: Proof) -> Iterator[tuple[str, Tensor]]:
-        yield from self._values.items()
-        for one in self._stacks:
-            yield from self._published(one, proof)
 
     def _published(self, one: PackedLinear, proof: Proof) -> Iterable[tuple[str, Tensor]]:
         """The published tensors of a packed linear by name, read back from the operands; experts are joined."""

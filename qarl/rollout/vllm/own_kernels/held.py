@@ -93,7 +93,6 @@ class HeldModel:
         expected: Fingerprints of the snapshot in that checkpoint, by published name.
 
     Attributes:
-        units: See `load_units`.
         direct: Published tensors that were found, by name.
         opaque: Layers whose layout hides some of their tensors.
         blind: Opaque layers whose weights are not among their tensors (a library holds them); only the canary covers

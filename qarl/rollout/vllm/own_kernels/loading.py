@@ -39,10 +39,7 @@ class Loader:
     """Loads published tensors into a started vLLM.
 
     Args:
-        worker: vLLM's worker.
-        held: Its model.
         expected: Fingerprints of the snapshot in `checkpoint`.
-        checkpoint: Directory that vLLM started from.
         staging: Keep the published tensors of repacked layers; patches need them.
         shard: The part of each tensor that the model holds; vLLM's reload cuts tensors itself.
     """

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qarl.rollout.vllm.process import TICK_S, SamplerProcess, Tick
+from qarl.rollout.vllm.process import TICK_S, Sampler, SamplerProcess, Tick
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
@@ -27,8 +27,8 @@ from qarl.weight_sync.update import WeightUpdate
 from qarl.weight_sync.verify import PublishError
 
 
-class SamplerTeam:
-    """The interface of `SamplerProcess`. plans: Of each process, in the order of the model's parts.
+class SamplerTeam(Sampler):
+    """Several processes. plans: Of each process, in the order of the model's parts.
 
     log: of the first; the others' have the part's number before the ending. Publications are orders with
     a payload for each.
@@ -42,7 +42,6 @@ class SamplerTeam:
         log: Path,
         timeout_s: float,
     ) -> None:
-        self.capabilities: dict[str, Any] = {}
         self._operation = "start"
         self._folder = Path(tempfile.mkdtemp(prefix="qarl-team-"))
         self.members: list[SamplerProcess] = []
@@ -64,10 +63,6 @@ class SamplerTeam:
             raise
         facts = self._answers(tick)
         self.capabilities = facts[0] | {"proved_frac": min(each["proved_frac"] for each in facts)}
-
-    def call(self, operation: str, payload: Any, tick: Tick) -> Any:
-        self.begin(operation, payload)
-        return self.finish(tick)
 
     def begin(self, operation: str, payload: Any) -> None:
         self._operation = operation
