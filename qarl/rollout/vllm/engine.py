@@ -170,12 +170,10 @@ class VLLMEngine:
         if self._sampler is None:
             return
         try:
-            fell = self._sleep.fall(self._sampler, level)
+            if self._sleep.fall(self._sampler, level) and level == 2:
+                self.weights.forget()  # it holds nothing until the next full publish
         except SamplerFault as fault:
             self._put_off(fault)
-            return
-        if fell and level == 2:
-            self.weights.forget()  # it holds nothing until the next full publish
 
     def wake(self) -> None:
         try:

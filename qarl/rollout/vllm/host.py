@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from qarl_kernels.logprob import Truncation
 from qarl.policy.trace import Tracer
 from qarl.rollout.vllm.numerics import numerics_of
 from qarl.rollout.vllm.phases import Phases
-from qarl.rollout.vllm.recording import Experts, Recording, recorded
+from qarl.rollout.vllm.recording import Recording, recorded
 from qarl.rollout.vllm.replaced import replaced
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings, vllm_environment
@@ -58,7 +58,7 @@ class Host:
         self._worker = self._llm.collective_rpc(lambda worker: getattr(worker, "worker", worker))[0]
         self.numerics.started(self._worker, expected)
         if settings.routing:
-            _ = self._experts  # refuse kernels that cannot report them now, not at the first call that asks
+            self.numerics.experts()  # refuse kernels that cannot report them now, not at the first call that asks
         self._phases.end("ready")
         logger.info(self._phases.line())
 
@@ -89,16 +89,13 @@ class Host:
             PublishError: Other bytes arrived than were sent, or other bytes are held, here or in another process that
                 holds a part of the same model.
         """
-        fault: Exception | None = None
-        seconds: dict[str, float] = {}
         try:
             seconds = self._publish(version, arriving, expected)
-        except Exception as error:
-            fault = error
-        if not self.numerics.agreed(fault is None) and fault is None:
-            fault = PublishError(f"publish of version {version}: another process of the same model refused it")
-        if fault is not None:
-            raise fault
+        except Exception:
+            self.numerics.agreed(False)
+            raise
+        if not self.numerics.agreed(True):
+            raise PublishError(f"publish of version {version}: another process of the same model refused it")
         return seconds
 
     def _publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
@@ -165,16 +162,12 @@ class Host:
             outputs = self._run(asked, progress)
             return [_response(outputs[i].outputs[0]) for i in range(len(requests))]
         self._llm.reset_prefix_cache()  # cached prefixes must come from this call, whose experts are recorded
-        recording = Recording(*self._experts)
+        recording = Recording(*self.numerics.experts())
         with recorded(self._worker.model_runner, recording):
             outputs = self._run(asked, progress)
         drawn = [outputs[i].outputs[0] for i in range(len(requests))]
         told = recording.of([[*r.token_ids, *d.token_ids] for r, d in zip(requests, drawn, strict=True)])
         return [_response(d, routing.numpy().tobytes()) for d, routing in zip(drawn, told, strict=True)]
-
-    @cached_property
-    def _experts(self) -> tuple[Experts, int]:
-        return self.numerics.experts()
 
     def trace(self, requests: Sequence[Request], drawing: Drawing, tracer: Tracer) -> list[Response]:
         """`generate` with every operation of its forwards reported to the tracer; exact numerics only."""
@@ -236,7 +229,6 @@ class Host:
         """Free the engine and its memory."""
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm, self._worker, self.numerics
-        self.__dict__.pop("_experts", None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -18,7 +18,7 @@ class SamplerSleep:
     """The sleep state of one sampler at a time. Methods raise the sampler's SamplerFault.
 
     Args:
-        room: Free memory of the learners' GPUs.
+        headroom: Free memory of the learners' GPUs.
         beside: Bytes of an optimizer update, beside which vLLM may wake already; None: it wakes for the next publish.
 
     Attributes:

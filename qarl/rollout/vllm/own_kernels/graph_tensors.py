@@ -88,10 +88,7 @@ class Attributes:
                 first.copy_(now)
 
 
-Orders = tuple[Tensor, ...]
-
-
-def scale_orders(device: torch.device) -> Orders:
+def scale_orders(device: torch.device) -> tuple[Tensor, ...]:
     """The permutations of scales in Marlin's repacking, on a device; empty if this vLLM has none.
 
     To be called before a CUDA graph is recorded, because it copies from the host.
@@ -103,7 +100,7 @@ def scale_orders(device: torch.device) -> Orders:
 
 
 @contextmanager
-def in_place_of_lists(orders: Orders) -> Iterator[None]:
+def in_place_of_lists(orders: tuple[Tensor, ...]) -> Iterator[None]:
     """Inside, Marlin's repacking uses these `scale_orders` instead of vLLM's lists.
 
     Each use of a list copies it to the device: hundreds of synchronizations for a mixture of experts, and not possible

@@ -20,13 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.own_kernels.graph_tensors import (
-    Attributes,
-    KernelTensors,
-    Orders,
-    in_place_of_lists,
-    scale_orders,
-)
+from qarl.rollout.vllm.own_kernels.graph_tensors import Attributes, KernelTensors, in_place_of_lists, scale_orders
 from qarl.rollout.vllm.own_kernels.held import HeldModel
 from qarl.weight_sync.expert_tensors import part_experts
 from qarl.weight_sync.fingerprints import Fingerprint
@@ -145,7 +139,7 @@ class Loader:
         self._attributes.follow()
 
     @cached_property
-    def _orders(self) -> Orders:
+    def _orders(self) -> tuple[Tensor, ...]:
         """Created by the first reload, which is never recorded."""
         return scale_orders(self._worker.device)
 
