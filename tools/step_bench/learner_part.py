@@ -19,10 +19,12 @@ from qarl.memory import estimate, forward_peak, phase_bytes
 from qarl.policy.experts import take_apart
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
+from qarl.training.batch import build_batch
 from qarl.training.learner import Learner
 from qarl.training.optim import clip_grads, grad_norm
 from qarl.training.setup import build_policy, set_determinism
 from qarl.training.updates import LocalUpdates
+from qarl.types import Prompt, Rollout
 from step_bench.measure import Record, timed, top_kernels
 from step_bench.settings import learner_config
 from step_bench.shapes import random_model
@@ -142,8 +144,9 @@ def optimizer_records(options: argparse.Namespace, shape: Shape, device: torch.d
     masters = [parameter for _, parameter in policy.named_parameters()]
     updates = LocalUpdates(policy, config)
     learner = Learner(policy, updates, config, Truncation(), Alone())
-    learner.begin(0)
     (ids,) = random_tokens(1, length + 1, shape.vocabulary, options.seed)
+    response = Rollout(0, 0, ids[1:], [0.0] * length, "length", policy.version, 0, "")
+    learner.begin(0, build_batch([Prompt(0, ids[:1], "")], [response], [0.0], "grpo", policy.version, device))
 
     def backward() -> None:
         logp, _ = policy.logprobs([ids[:1]], [ids[1:]], Truncation(), config.train.logprob_chunk)
