@@ -2,7 +2,7 @@
 
 A BLAS may sum the K products of an output element in an order that depends on the number of rows M, so the same row
 gets other bits in a larger batch. Sampler and learner see the same row in batches of different sizes. So every product
-here runs in row tiles of a few fixed sizes, each of which is verified at first use, per (N, K), to give the bits of the
+here runs in row tiles of a few fixed sizes. At first use, per (N, K), each size is checked to give the bits of the
 32-row tile on this machine. Sizes that fail are not used; 32 always is.
 
 Measured (torch 2.13, AVX2 and AVX-512): M = 1, 2, 3, 5 differ from the rest, multiples of 4 agree. Larger tiles pay

@@ -1,7 +1,7 @@
 """How kernels hold whole rows in registers: loads, stores, sums over a row, and its quantization.
 
 A program holds `rows` rows, each in chunks of `vectors` vectors of eight 16-bit values (16 bytes, one access of one
-thread). A row of 12,288 values is six chunks of 2,048, and not one block of 16,384 of which a quarter is empty. A
+thread). A row of 12,288 values is six chunks of 2,048, not one block of 16,384 with a quarter left empty. A
 program has one thread per vector of a chunk of its rows, so a thread holds one vector of each chunk: chunks add up
 elementwise, and one sum over the threads of a row follows. Its order depends on the row's width alone.
 """

@@ -148,7 +148,7 @@ class Decoder:
             x, residual, intermediates = layer.forward(x, residual, run)
             if kept is not None:
                 kept.append(intermediates.drop(self.recompute))
-            del intermediates  # nobody holds the rest while the next layer runs
+            del intermediates  # frees the rest before the next layer runs
         if fused and rows is not None:
             x, residual = x[rows], None if residual is None else residual[rows]
         last = add_norm(x, residual, self.norm, run)

@@ -43,7 +43,7 @@ class Policy:
             whose masters are elsewhere and that calls `take` with what they quantize to.
         scheme: Quantization scheme of the linear layers.
         quant: What is quantized, and how the learner reads it.
-        dtype: Of what is published and of the sampler's forward.
+        dtype: Compute dtype of the sampler's forward, and of published tensors that are not quantized.
         device: Of masters, snapshots and forwards.
         max_length: Tokens of prompt and response; None: as many as the model has positions.
         snapshot: The current version; None: it is made from the masters, as version 0.

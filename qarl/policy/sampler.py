@@ -105,7 +105,7 @@ class Sampler:
             raise self._refusal(str(error)) from error
 
     def _stored(self, part: Part, widths: Mapping[str, int], proof: Proof) -> Iterator[tuple[str, Tensor]]:
-        """The published tensors of a part: the snapshot's own if they equal, bit for bit, what is read back."""
+        """The published tensors of a part: the snapshot's own if the tensors read back equal them bit for bit."""
         assert self._installed is not None, "no version was installed"
         stored = part.weight.stored(proof.of(f"{', '.join(part.names)}: "))
         group = self._installed.groups.get(part.names)

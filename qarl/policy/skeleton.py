@@ -79,7 +79,7 @@ def check_shapes(model: nn.Module, scheme: Scheme, ignore: list[str]) -> None:
 
 
 def placeholder(shape: Sequence[int], device: torch.device) -> Tensor:
-    """A float32 tensor of full shape over one element of memory: NaN, so that nobody reads it unnoticed.
+    """A float32 tensor of full shape over one element of memory. It is NaN, so that an accidental read shows.
 
     A policy whose masters are held elsewhere has these as parameters. A forward reads quantized weights and never a
     master; autograd needs the shape alone. A meta tensor would not do: its gradient would be on the meta device.

@@ -18,7 +18,7 @@ def own_headroom(device: torch.device) -> Headroom:
 
 
 def ranks_headroom(device: torch.device, ranks: Ranks, size: int) -> Headroom:
-    """Headroom for samplers that span the GPUs of `size` ranks, the first of which asks; a collective of all ranks."""
+    """Headroom for samplers that span the GPUs of `size` ranks. The first of them asks; all ranks take part."""
 
     def headroom(needed: int | None) -> bool:
         first = ranks.rank - ranks.rank % size

@@ -16,7 +16,7 @@ from itertools import chain, cycle, islice
 from qarl.weight_sync.verify import PublishError
 
 SEQUENCES, TOKENS = 2, 64  # scored at each publish
-FACTOR = 4.0  # a later mean may exceed the first one by this; 2.6 was seen without a fault, where both were small
+FACTOR = 4.0  # a later mean may exceed the first one by this; 2.6 was seen without a fault, with both means small
 FLOOR = 0.25  # nats: a smaller mean is never a fault, however well the first load agreed
 BROKEN = 1.0  # nats: a larger mean means another model (a random policy differs by 5 or more)
 

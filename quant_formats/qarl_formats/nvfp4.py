@@ -37,7 +37,7 @@ _EDGES = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 
 @torch.no_grad()
 def absmax_of(weight: Tensor) -> Tensor:
-    """The largest magnitude of a master, float32 []; NaN or infinite where a value is."""
+    """The largest magnitude of a master, float32 []; NaN or infinite if a value is."""
     low, high = torch.aminmax(weight)
     return torch.maximum(high, -low)
 

@@ -1,9 +1,9 @@
 """Gradients of causal attention over a packed batch, deterministic and without atomics.
 
 Probabilities are recomputed from the saved log-sum-exp. The gradient of queries iterates over the keys of a tile of
-query rows. The gradients of keys and values iterate over the query rows that see a tile of keys, one contiguous range
-of which only the first rows need a mask, for each head that shares the keys. Long ranges are split into work items of
-at most ITEM_ROWS rows, which write float32 partial sums that a last kernel adds in order.
+query rows. The gradients of keys and values iterate over the query rows that see a tile of keys, for each head that
+shares the keys. These rows are one contiguous range, and only its first rows need a mask. Long ranges are split into
+work items of at most ITEM_ROWS rows, which write float32 partial sums that a last kernel adds in order.
 """
 
 from __future__ import annotations

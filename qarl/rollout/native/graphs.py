@@ -77,7 +77,7 @@ class Graphs:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a decode step reads: S rows, one per sequence, the last of which may be empty.
+    """Inputs of a decode step: S rows, one per sequence; trailing rows may be empty.
 
     All tensors are in one block of memory, so that one copy brings them to the device. For `positions`, `slots`,
     `lengths` and `table` see `DecodeAttention`.

@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which sequences run in the next forward, within a token and a page budget.
+"""Continuous batching: select the tokens of the next forward, within a token and a page budget.
 
 Every step decodes one token of each running sequence, oldest first, and fills the rest of the token budget with chunks
 of prompts. The samples of a prompt wait together: the first runs the prompt, and the others fork from its pages. A

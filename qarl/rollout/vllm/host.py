@@ -215,7 +215,7 @@ class Host:
 
         self.numerics.before_sleep()
         reserved = torch.cuda.memory_reserved()
-        held = CuMemAllocator.get_instance().get_current_usage()  # weights and KV cache, all of which it unmaps
+        held = CuMemAllocator.get_instance().get_current_usage()  # weights and KV cache; a sleep unmaps both
         with beside_others(self._worker):
             self._llm.sleep(level=level)
         return held + reserved - torch.cuda.memory_reserved()  # torch's cache is freed too

@@ -120,7 +120,7 @@ def sampler_gpus(config: Config, learner: torch.device) -> list[int | None]:
 
 
 def sampler_threads(device: torch.device) -> int | None:
-    """Of vLLM on the CPU; None where the learner has a GPU."""
+    """Number of threads for vLLM on the CPU; None if the learner has a GPU."""
     return torch.get_num_threads() if device.type == "cpu" else None
 
 

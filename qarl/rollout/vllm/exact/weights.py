@@ -200,7 +200,7 @@ class PublishedWeights:
                 yield f"{joined}.{suffix}", tensor.repeat(members) if suffix == "weight_global_scale" else tensor
 
     def _concatenate_biases(self) -> None:
-        """Put the biases of each packed linear into one tensor, of which the single ones become views."""
+        """Concatenate the biases of each packed linear; the biases of its layers become views."""
         for one in self._stacks:
             names = [f"{name}.bias" for name in one.names]
             if one.biases:
