@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from qarl.errors import UserError
 from qarl.policy.linear import PackedLinear, Part
-from qarl.weight_sync.quantize import quantize_parameter
+from qarl.weight_sync.quantize import Quantizer
 from qarl.weight_sync.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -65,13 +66,23 @@ def learner_weights(policy: Policy, snapshot: Snapshot, masters: Mapping[str, Te
     """
     if policy.aligned:
         return sampler_weights(policy, snapshot)
+    rounding = Quantizer(policy.learner_dtype, snapshot.version, kernels=False)
+
+    def rounded(name: str) -> Tensor:
+        value = rounding.quantize(name, masters[name], None, None)
+        assert isinstance(value, Tensor)
+        return value
+
     if policy.learner_dtype == policy.dtype:
         values = _published_values(policy, snapshot)
     else:
-        values = {name: _rounded(policy, name, masters, snapshot.version) for name in _unquantized(policy)}
+        values = {name: rounded(name) for name in _unquantized(policy)}
     fused = policy.kernels and policy.learner_dtype in NARROW
     rounds = policy.quant.kv_cache_dtype == "fp8" and policy.quant.learner != "full_precision"
-    return _weight_set(policy, values, lambda names: _learner(policy, names, snapshot, masters), fused, rounds)
+    weights_of = partial(_learner, policy, snapshot=snapshot, masters=masters, rounded=rounded)
+    weights = _weight_set(policy, values, weights_of, fused, rounds)
+    rounding.require_finite(masters, lambda _: None)  # waits for the device once
+    return weights
 
 
 def sampler_weights(policy: Policy, snapshot: Snapshot, learner: WeightSet | None = None) -> WeightSet:
@@ -132,27 +143,27 @@ def _published(policy: Policy, names: tuple[str, ...], snapshot: Snapshot) -> li
 
 
 def _learner(
-    policy: Policy, names: tuple[str, ...], snapshot: Snapshot, masters: Mapping[str, Tensor]
+    policy: Policy,
+    names: tuple[str, ...],
+    snapshot: Snapshot,
+    masters: Mapping[str, Tensor],
+    rounded: Callable[[str], Tensor],
 ) -> list[LowBitWeight]:
-    """The weights of some layers as a learner that is not aligned reads them."""
+    """The weights of some layers as a learner that is not aligned reads them.
+
+    rounded: a master by name in the learner's dtype, sharing no memory with it.
+    """
     dtype, kernels = policy.learner_dtype, policy.kernels
     quantized = [name in snapshot.weights for name in names]
     if policy.quant.learner == "fake_quant" and any(quantized):
         if not all(quantized):  # some of them are ignored
-            return [weight for name in names for weight in _learner(policy, (name,), snapshot, masters)]
+            return [weight for name in names for weight in _learner(policy, (name,), snapshot, masters, rounded)]
         return [ordinary_weight(one.dequantize(dtype), one.scheme, kernels) for one in snapshot.packed(names)]
     own = [f"{name}.weight" for name in names]
     if dtype != policy.dtype:
-        values = [_rounded(policy, name, masters, snapshot.version) for name in own]
+        values = [rounded(name) for name in own]
     elif policy.quant.learner == "full_precision":
         values = [masters[name].detach().to(dtype, copy=True) for name in own]
     else:
         return _published(policy, names, snapshot)
     return [ordinary_weight(concatenate_rows(values), kernels=kernels)]
-
-
-def _rounded(policy: Policy, name: str, masters: Mapping[str, Tensor], version: int) -> Tensor:
-    """A master in the learner's dtype, finite, sharing no memory with it."""
-    value = quantize_parameter(name, masters[name], None, policy.learner_dtype, version)
-    assert isinstance(value, Tensor)
-    return value
