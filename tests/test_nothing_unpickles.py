@@ -1,4 +1,4 @@
-"""No module of qarl unpickles what it reads, or opens a way in for other users of the machine."""
+"""No module of qarl unpickles arbitrary objects, or lets other users of the machine in."""
 
 from __future__ import annotations
 
@@ -96,8 +96,11 @@ def test_the_search_finds_what_it_is_for(source: str) -> None:
     assert findings(source)
 
 
-# Launchers such as torchrun name the address of the store; rank 0 listens there, as with the rendezvous of torch.
-LAUNCHED = {"distributed/meeting.py": [".TCPStore()", ".TCPStore()"]}
+KNOWN = {
+    # Launchers such as torchrun name the address of the store; rank 0 listens there, as with the rendezvous of torch.
+    "distributed/meeting.py": [".TCPStore()", ".TCPStore()"],
+    "rollout/vllm/channel.py": ["pickle"],  # creates objects of listed classes only: tests/rollout_vllm/test_channel.py
+}
 
 
 def test_nothing_in_qarl_unpickles_or_listens() -> None:
@@ -107,4 +110,4 @@ def test_nothing_in_qarl_unpickles_or_listens() -> None:
         for path in sorted(package.rglob("*.py"))
         if (found := findings(path.read_text()))
     }
-    assert faults == LAUNCHED
+    assert faults == KNOWN

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 from torch.nn.functional import pad
 
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.payload import Payload, bytes_of
+from qarl.weight_sync.payload import bytes_of
 
 PATCH = "#patch"
 Prints = Mapping[str, Fingerprint]
@@ -71,23 +70,3 @@ class WeightUpdate:
     payloads: Sequence[Any]  # one per process of the sampler; in the learner's process one list of (name, tensor)
     expected: Prints  # of all tensors of the version
     canary: Sequence[list[int]]  # token sequences to score after loading
-
-
-@dataclass(frozen=True)
-class _PackedUpdate(WeightUpdate):
-    payloads: list[Payload]
-    expected: dict[str, Fingerprint]
-    canary: list[list[int]]
-
-
-_ADAPTER = TypeAdapter(_PackedUpdate)
-
-
-def dump_update(update: WeightUpdate) -> Any:
-    """Convert an update with packed payloads to JSON values."""
-    return _ADAPTER.dump_python(_PackedUpdate(**vars(update)), mode="json")
-
-
-def load_update(body: Any) -> WeightUpdate:
-    """Read what `dump_update` returned. Raises pydantic's ValidationError for anything else."""
-    return WeightUpdate(**vars(_ADAPTER.validate_python(body)))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "weight_sync"))  # for far_side
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # for ranks
 
 

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from qarl.policy.policy import Policy
 from qarl.policy.routes import numbers_of, recording
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.host import Host
-from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_settings
-from qarl.rollout.vllm.settings import Drawing, Request
+from qarl.rollout.vllm.launch import routing_of, sampler_settings
+from qarl.rollout.vllm.settings import Request
 from qarl.sizes import decide_sizes
 from qarl.training.setup import build_policy
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
@@ -164,23 +163,28 @@ def different(host: Host, policy: Policy, asked: Asked) -> dict[str, Any]:
     wrong = {"scored": off(scored, policy.sampler.score(whole))}
     for name in asked.shaped:
         cut = TRUNCATIONS[name]
-        drawing = drawing_of(SamplingParams(1, 0, asked.response, cut))
+        sampling = SamplingParams(1, 0, asked.response, cut)
         requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts)]
-        responses = host.generate(requests, drawing, lambda done, tokens: None)
+        responses = host.generate(requests, sampling, lambda done, tokens: None)
         reported = torch.tensor([logprob for response in responses for logprob in response.logprobs])
         wrong[name] = off(reported, policy.logprobs(prompts, [r.token_ids for r in responses], cut, 64)[0])
         if (kind := routing_of(policy.sampler.layout)) is not None and name == asked.shaped[-1]:
-            wrong["routing"] = rerouted(host, policy, requests, drawing, *kind)
-        again = host.generate(requests[::-1], drawing, lambda done, tokens: None)[::-1]
+            wrong["routing"] = rerouted(host, policy, requests, sampling, *kind)
+        again = host.generate(requests[::-1], sampling, lambda done, tokens: None)[::-1]
         wrong[f"{name}, in another order"] = sum(a != b for a, b in zip(responses, again, strict=True))
     return {"wrong": wrong, "sum": scored.sum().item(), "events": dict(EVENTS)}
 
 
 def rerouted(
-    host: Host, policy: Policy, requests: list[Request], drawing: Drawing, dtype: torch.dtype, of_token: tuple[int, int]
+    host: Host,
+    policy: Policy,
+    requests: list[Request],
+    sampling: SamplingParams,
+    dtype: torch.dtype,
+    of_token: tuple[int, int],
 ) -> int:
     """Tokens, drawn once more, whose experts are not said to be those that the policy sends them through."""
-    recorded = replace(drawing, routing=dtype.itemsize * prod(of_token))
+    recorded = replace(sampling, record_routing=True)
     wrong = 0
     for request, response in zip(requests, host.generate(requests, recorded, lambda done, tokens: None), strict=True):
         told = numbers_of(torch.frombuffer(bytearray(response.routing), dtype=dtype).view(-1, *of_token))

@@ -23,10 +23,11 @@ import forked_worker
 from safetensors import safe_open
 from torch import Tensor
 
+from qarl.rollout.engine import Progress, SamplingParams
 from qarl.rollout.vllm import process
+from qarl.rollout.vllm.channel import HEADER, MAGIC
 from qarl.rollout.vllm.phases import Phases
-from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
-from qarl.rollout.vllm.wire import HEADER, MAGIC
+from qarl.rollout.vllm.settings import Request, Response, SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.update import PATCH, patched
 from qarl.weight_sync.verify import PublishError, verify
@@ -92,11 +93,11 @@ class FakeHost:
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         return [[EVEN + self._offset] * (len(tokens) - 1) for tokens in sequences]
 
-    def generate(self, requests: Sequence[Request], drawing: Drawing, progress: process.Tick) -> list[Response]:
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress) -> list[Response]:
         """One response after the other; troubles come after the first."""
         responses, tokens = [], 0
         for request in requests:
-            responses.append(_draw(request, drawing))
+            responses.append(_draw(request, sampling))
             tokens += len(responses[-1].token_ids)
             time.sleep(self._pace)
             progress(len(responses), tokens)
@@ -122,13 +123,20 @@ class FakeHost:
     def _write_rubbish(self, name: str) -> None:
         """`NAME` is written and nothing after it; `NAME/N` the first N bytes, `NAME/N/exit` and then it is gone."""
         name, *cut = name.split("/")
-        data = rubbish()[name] if name in rubbish() else HEADER.pack(MAGIC, 1000, 0) + b'["done'
-        with socket.socket(fileno=os.dup(int(sys.argv[1]))) as connection:
-            connection.setblocking(True)
-            connection.sendall(data[: int(cut[0])] if cut else data)
+        data = rubbish()[name] if name in rubbish() else frame(("done", [None] * 1000))
+        self._write([data[: int(cut[0])] if cut else data])
         if cut[1:] == ["exit"]:
             os._exit(3)
         time.sleep(600)
+
+    def _write(self, parts: Iterable[bytes]) -> None:
+        """Write to the connection, a part every 0.05 seconds."""
+        with socket.socket(fileno=os.dup(int(sys.argv[1]))) as connection:
+            connection.setblocking(True)
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(0.05)
+            connection.setblocking(False)  # a flag of the connection, not of the descriptor
 
     def _trouble(self, operation: str) -> None:
         lines = self._troubles.read_text().splitlines()
@@ -164,45 +172,44 @@ class FakeHost:
                 os.write(2, b"and on the other stream\n")
             case "rubbish":
                 self._write_rubbish(lines[0].split()[2])
+            case "trickle":  # an answer that takes its time
+                answer = frame(("done", list(range(1000))))
+                self._write(answer[at : at + 200] for at in range(0, len(answer), 200))
             case "lie":
                 self._offset = 1.0  # the canary's log-probs are off by it until the next publish
             case other:
                 raise AssertionError(f"no trouble {other!r}")
 
 
+def frame(message: object) -> bytes:
+    """What a channel sends of a message."""
+    data = pickle.dumps(message)
+    return HEADER.pack(MAGIC, len(data)) + data
+
+
 def rubbish() -> dict[str, bytes]:
     """What a sampler that has lost its mind writes, by name; some of it is the start of a message."""
     noise = random.Random(14).randbytes(4096)
-    frame = lambda text: HEADER.pack(MAGIC, len(text), 0) + text  # noqa: E731
     return {
         "noise": noise,
         "text": b"Traceback (most recent call last):\n",
         "pickle": pickle.dumps(("done", [])),
-        "absurd-json": HEADER.pack(MAGIC, 2**32 - 1, 0),
-        "absurd-data": HEADER.pack(MAGIC, 10, 2**64 - 1) + b'["done",0]',
-        "more-than-asked": HEADER.pack(MAGIC, 10, 1 << 30) + b'["done",0]',
-        "no-json": frame(noise),
-        "no-message": frame(b'{"done": 1}'),
-        "deep": frame(b"[" * 100_000),
-        "long-number": frame(b'["done",' + b"9" * 10_000 + b"]"),
-        "unknown": frame(b'["\\u001b[31mevil",null]'),
-        "nothing-drawn": frame(b'["done",null]'),
-        "wrong-types": frame(b'["done",{"lengths":"x","finish_reasons":[],"stopped_by":[]}]'),
-        "too-few": frame(b'["done",{"lengths":[],"finish_reasons":[],"stopped_by":[]}]'),
-        "no-tokens": frame(b'["done",{"lengths":[1],"finish_reasons":["stop"],"stopped_by":[1]}]'),
-        "negative": frame(b'["done",{"lengths":[-1],"finish_reasons":["stop"],"stopped_by":[1]}]'),
-        "progress": frame(b'["progress",[1]]'),
-        "failure": frame(b'["failed",[7]]'),
+        "absurd-size": HEADER.pack(MAGIC, 2**64 - 1),
+        "no-pickle": HEADER.pack(MAGIC, len(noise)) + noise,
+        "cut-pickle": HEADER.pack(MAGIC, 10) + pickle.dumps(("done", [0.5] * 8))[:10],
+        "no-pair": frame({"done": 1}),
+        "code": frame(("done", os.system)),
+        "unknown": frame(("\x1b[31mevil", None)),
     }
 
 
-def _draw(request: Request, drawing: Drawing) -> Response:
+def _draw(request: Request, sampling: SamplingParams) -> Response:
     stream = random.Random(request.seed)
-    length = stream.randint(1, drawing.max_tokens)
+    length = stream.randint(1, sampling.max_response_length)
     tokens = [stream.randrange(3, VOCABULARY) for _ in range(length)]
-    if length == drawing.max_tokens:
+    if length == sampling.max_response_length:
         return Response(tokens, [EVEN] * length, "length", None)
-    stop = drawing.stop_token_ids[0]
+    (stop,) = sampling.stop_token_ids
     return Response([*tokens[:-1], stop], [EVEN] * length, "stop", stop)
 
 

@@ -12,16 +12,17 @@ import fake_sampler
 import pytest
 import torch
 
+from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm import process
+from qarl.rollout.vllm.channel import Channel
 from qarl.rollout.vllm.process import SamplerProcess
-from qarl.rollout.vllm.settings import Drawing, Request, Response
-from qarl.rollout.vllm.wire import Channel
+from qarl.rollout.vllm.settings import Request, Response
 from qarl.rollout.vllm.worker import explain
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.transport import open_transport
 from qarl.weight_sync.verify import PublishError
 
-ORDER = ([Request([5, 70], seed) for seed in range(8)], Drawing(8, 1.0, 0, 1.0, 0.0, (), (1,)))
+ORDER = ([Request([5, 70], seed) for seed in range(8)], SamplingParams(1, 0, 8, stop_token_ids=frozenset({1})))
 
 
 def ignore(responses: int, tokens: int) -> None:
@@ -112,6 +113,19 @@ def test_slow_but_alive_is_no_hang(start, monkeypatch) -> None:
 
     assert len(sampler.call("generate", ORDER, most_of_its_time_goes_by)) == 8
     assert clock[0] > 1.0
+
+
+def test_a_long_answer_that_still_arrives_is_no_hang(start, monkeypatch) -> None:
+    sampler, clock, seen = start("generate trickle", timeout_s=1.5), [0.0], []
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def most_of_its_time_goes_by(responses: int, tokens: int) -> None:
+        if sampler._channel.received not in seen:
+            clock[0] = sampler._deadline - 0.1
+            seen.append(sampler._channel.received)
+
+    assert sampler.call("generate", ORDER, most_of_its_time_goes_by) == list(range(1000))
+    assert clock[0] > 1.5
 
 
 def test_a_failure_is_one_line_and_the_sampler_goes_on(start, answer, tmp_path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from tiny_runs import parts
 
 from qarl.errors import UserError
 from qarl.policy.load_config import load_architecture
-from qarl.rollout.engine import SamplingParams
+from qarl.rollout.engine import SamplingParams, ignore_progress
 from qarl.rollout.stopping import Stopping
-from qarl.rollout.vllm.launch import drawing_of, kv_cache_bytes, require_vllm, sampler_gpus, sampler_settings
-from qarl.rollout.vllm.settings import EXACT_MODEL, KV_FP8, Drawing, request_seed
+from qarl.rollout.vllm.host import Host
+from qarl.rollout.vllm.launch import kv_cache_bytes, require_vllm, sampler_gpus, sampler_settings
+from qarl.rollout.vllm.settings import EXACT_MODEL, KV_FP8, Request, request_seed
 from qarl.rollout.vllm.start import engine_arguments, graph_sizes
 from qarl.types import Prompt
 
@@ -137,9 +140,27 @@ def test_request_seeds_differ_and_fit_vllm() -> None:
     assert len(set(seeds)) == 512 and all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_sampling_parameters_keep_their_meaning() -> None:
-    sampling = SamplingParams(4, 1, 32, Truncation(0.7, 50, 0.9, 0.05), ("\n\n", "END"), frozenset({9, 1, 5}))
-    assert drawing_of(sampling) == Drawing(32, 0.7, 50, 0.9, 0.05, ("\n\n", "END"), (1, 5, 9))
+@pytest.mark.parametrize("exact", [False, True])
+def test_sampling_parameters_keep_their_meaning(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("vllm")
+    module.SamplingParams = dict
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    shaped, given = [], []
+    host = object.__new__(Host)
+    host.numerics = SimpleNamespace(forward=object() if exact else None, shape=shaped.append)
+    monkeypatch.setattr(Host, "_run", lambda self, requests, progress: given.extend(requests) or {})
+    cut = Truncation(0.7, 50, 0.9, 0.05)
+    sampling = SamplingParams(4, 1, 32, cut, ("\n\n", "END"), frozenset({9, 1, 5}))
+    with pytest.raises(KeyError):  # nothing is sampled
+        host.generate([Request([5, 6], 3)], sampling, ignore_progress)
+    ((tokens, params),) = given
+    assert shaped == [cut] and tokens == [5, 6]
+    expected = {"seed": 3, "max_tokens": 32, "top_k": 50, "top_p": 0.9, "min_p": 0.05, "logprobs": 0}
+    expected |= {"stop": ["\n\n", "END"], "stop_token_ids": [1, 5, 9], "detokenize": True, "ignore_eos": True}
+    expected |= {"temperature": 1.0 if exact else 0.7}  # the policy's own sampler applies the temperature
+    assert {name: params[name] for name in expected} == expected
 
 
 def test_final_texts_are_the_native_engines_own(tiny) -> None:

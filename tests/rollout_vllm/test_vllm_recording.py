@@ -15,11 +15,8 @@ from torch import Tensor
 from qarl.errors import UserError
 from qarl.policy.routes import numbers_of
 from qarl.rollout.vllm import host
-from qarl.rollout.vllm.messages import data_limit, done, order, read_done, read_order
 from qarl.rollout.vllm.own_kernels.routers import routers_of
 from qarl.rollout.vllm.recording import Buffer, Recording, recorded
-from qarl.rollout.vllm.settings import Drawing, Request, Response
-from qarl.rollout.vllm.wire import Message, WireError
 
 LAYERS, PER_TOKEN = 3, 2
 
@@ -134,19 +131,3 @@ def test_kernels_that_route_inside_are_refused_by_the_start_of_a_sampler_that_wi
     settings = replace(fake_sampler.settings(tmp_path), cuda=0, routing=asked)
     with pytest.raises(UserError, match=r"model\.routing: vLLM's kernel") if asked else nullcontext():
         host.Host(settings, {})
-
-
-def test_experts_travel_beside_tokens_and_of_another_length_they_are_refused() -> None:
-    requests = [Request([1, 2, 3], 5), Request([4], 6)]
-    drawing = Drawing(8, 1.0, 0, 1.0, 0.0, (), (), routing=LAYERS * PER_TOKEN)
-    payload = (requests, drawing)
-    assert read_order(order("generate", payload)) == payload
-    responses = [
-        Response([7, 8], [-0.5, -0.25], "length", None, bytes(range(4 * 6))),
-        Response([9], [-1.0], "stop", 9, bytes(range(100, 100 + 6))),
-    ]
-    message = done("generate", responses)
-    assert read_done("generate", payload, message) == responses
-    assert len(message.data) <= data_limit("generate", payload)
-    with pytest.raises(WireError, match="bytes of arrays instead of"):
-        read_done("generate", payload, Message(message.kind, message.body, message.data[:-1]))

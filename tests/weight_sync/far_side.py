@@ -6,50 +6,30 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from qarl.rollout.vllm.messages import order
-from qarl.rollout.vllm.settings import SamplerSettings
-from qarl.rollout.vllm.wire import Message, channel_pair
+from qarl.rollout.vllm.channel import channel_pair
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.payload import Payload
 from qarl.weight_sync.transport import ReceiverPlan, Transport
-from qarl.weight_sync.update import WeightUpdate
-
-NO_SETTINGS = SamplerSettings(
-    checkpoint=Path("none"),
-    dtype="bfloat16",
-    context=8,
-    max_num_seqs=1,
-    max_batched_tokens=8,
-    kv_cache_bytes=None,
-    memory_frac=0.5,
-    enforce_eager=True,
-    sleep=False,
-    staging=False,
-    cuda=None,
-)
 
 CHILD = """
 import socket, sys
-from dataclasses import asdict
 from qarl.weight_sync.fingerprints import fingerprints
-from qarl.rollout.vllm.messages import read_order
 from qarl.weight_sync.transport import open_receiver
-from qarl.rollout.vllm.wire import Channel, Message
+from qarl.rollout.vllm.channel import Channel
 
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-receiver = open_receiver(read_order(channel.poll(None))[2])
-while (order := channel.poll(None)).kind == "publish":
-    taken = dict(receiver.take(read_order(order).payloads[0]))
-    found = fingerprints(taken.items())
-    answer = {name: asdict(found[name]) | {"device": str(tensor.device)} for name, tensor in taken.items()}
+_, plan = channel.poll(None)
+receiver = open_receiver(plan)
+while (order := channel.poll(None))[0] == "publish":
+    taken = dict(receiver.take(order[1]))
+    answer = fingerprints(taken.items()), {name: str(tensor.device) for name, tensor in taken.items()}
     del taken
     receiver.done()
-    channel.send(Message("done", answer))
+    channel.send("done", answer)
 """
 
 
@@ -70,7 +50,7 @@ class Sampler:
         command = [sys.executable, "-c", CHILD, str(end.fileno())]
         self.process = subprocess.Popen(command, pass_fds=(end.fileno(), *plan.fds), env=environment)
         end.close()
-        self.channel.send(order("start", (NO_SETTINGS, {}, plan)))
+        self.channel.send("start", plan)
 
     def sent(self, transport: Transport, tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
         """Publish the tensors; what arrived."""
@@ -80,19 +60,16 @@ class Sampler:
         return found
 
     def send(self, payload: Payload) -> None:
-        self.channel.send(order("publish", WeightUpdate(0, [payload], {}, [])))
+        self.channel.send("publish", payload)
 
     def answer(self) -> dict[str, Fingerprint]:
         answer = self.channel.poll(180)
         assert answer is not None, "no answer"
-        self.devices = {name: found["device"] for name, found in answer.body.items()}
-        return {
-            name: Fingerprint(tuple(found["shape"]), found["dtype"], found["digest"])
-            for name, found in answer.body.items()
-        }
+        found, self.devices = answer[1]
+        return found
 
     def close(self) -> int:
-        self.channel.send(Message("end"))
+        self.channel.send("end")
         return self.process.wait(timeout=60)
 
 

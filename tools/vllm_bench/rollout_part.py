@@ -24,7 +24,7 @@ from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.rollout.engine import SamplingParams, ignore_progress
 from qarl.rollout.vllm.inline import InlineSampler
-from qarl.rollout.vllm.launch import drawing_of, sampler_settings
+from qarl.rollout.vllm.launch import sampler_settings
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Request, SamplerSettings, request_seed
 from qarl.storage.model_directory import config_document
@@ -85,7 +85,7 @@ def rollout_records(case: Case, shape: str, options: argparse.Namespace) -> Iter
     def draw(prompts: list[list[int]], new_tokens: int, seed: int) -> list[int]:
         sampling = SamplingParams(n=1, seed=seed, max_response_length=new_tokens)
         requests = [Request(ids, request_seed(seed, place, 0)) for place, ids in enumerate(prompts)]
-        responses = sampler.call("generate", (requests, drawing_of(sampling)), ignore_progress)
+        responses = sampler.call("generate", (requests, sampling), ignore_progress)
         if not all(math.isfinite(logprob) for response in responses for logprob in response.logprobs):
             raise UserError("vLLM: log-probs that are not finite; these made-up weights measure nothing")
         return [len(response.token_ids) for response in responses]

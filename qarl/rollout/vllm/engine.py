@@ -7,10 +7,10 @@ import vLLM, unless `rollout.vllm.process` is inline.
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from qarl.rollout.vllm.launch import (
     BegunSampler,
     SamplerError,
     begin_sampler,
-    drawing_of,
     not_started,
     routing_of,
     sampler_gpus,
@@ -133,7 +132,7 @@ class VLLMEngine:
             order += [(prompt, sample) for sample in range(begin, begin + sampling.n)]
         requests = [Request(p.token_ids, request_seed(sampling.seed, p.id, sample)) for p, sample in order]
         kind = routing_of(self.layout) if sampling.record_routing else None
-        drawing = drawing_of(sampling, 0 if kind is None else kind[0].itemsize * math.prod(kind[1]))
+        sampling = replace(sampling, record_routing=kind is not None)
 
         def draw() -> Any:
             if self._sampler is None or self._sleep.asleep or not self.weights.holds:
@@ -141,8 +140,8 @@ class VLLMEngine:
                 self._publish(self._snapshot)  # a new process, or one whose sleep dropped the weights
             assert self._sampler is not None
             if self.tracer is not None:
-                return self._sampler.call("trace", (requests, drawing, self.tracer), progress)
-            return self._sampler.call("generate", (requests, drawing), progress)
+                return self._sampler.call("trace", (requests, sampling, self.tracer), progress)
+            return self._sampler.call("generate", (requests, sampling), progress)
 
         responses = self._again_after_faults(draw)
         stopping = Stopping(self.tokenizer, sampling)

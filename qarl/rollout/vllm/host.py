@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -18,18 +18,18 @@ import torch
 from qarl_kernels.logprob import Truncation
 
 from qarl.policy.trace import Tracer
+from qarl.rollout.engine import Progress, SamplingParams
 from qarl.rollout.vllm.numerics import numerics_of
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.recording import Recording, recorded
 from qarl.rollout.vllm.replaced import replaced
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
-from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings, vllm_environment
+from qarl.rollout.vllm.settings import Request, Response, SamplerSettings, vllm_environment
 from qarl.rollout.vllm.start import import_ahead, start_vllm
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.receiver import Arriving, receive
 from qarl.weight_sync.verify import PublishError
 
-Progress = Callable[[int, int], None]
 GREW = "Memory usage increased after sleeping"  # error of vLLM's worker, 0.24 to 0.32
 
 logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
@@ -118,10 +118,10 @@ class Host:
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Natural-log probabilities of every token but the first of each sequence, at temperature 1."""
-        from vllm import SamplingParams
+        import vllm
 
         self.numerics.shape(Truncation())
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self._run([(tokens, params) for tokens in sequences])
         return [
             [entry[token].logprob for entry, token in zip(outputs[i].prompt_logprobs[1:], tokens[1:], strict=True)]
@@ -130,35 +130,35 @@ class Host:
 
     # --- generation --------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request], drawing: Drawing, progress: Progress) -> list[Response]:
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress) -> list[Response]:
         """One response per request.
 
         progress: Called after every step with the number of finished responses and their tokens. An exception from it
         ends the call, and vLLM drops the requests.
         """
-        from vllm import SamplingParams
+        import vllm
         from vllm.sampling_params import RequestOutputKind
 
         # vLLM accepts temperatures from 0.01 to 2. The policy's sampler applies any; vLLM only decides greedy or not.
         own = self.numerics.forward is None
-        temperature = drawing.temperature if own else float(drawing.temperature > 0)
+        cut = sampling.truncation
         common = {
-            "max_tokens": drawing.max_tokens,
-            "temperature": temperature,
-            "top_p": drawing.top_p,
-            "top_k": drawing.top_k,
-            "min_p": drawing.min_p,
-            "stop": list(drawing.stop),
-            "stop_token_ids": list(drawing.stop_token_ids),
+            "max_tokens": sampling.max_response_length,
+            "temperature": cut.temperature if own else float(cut.temperature > 0),
+            "top_p": cut.top_p,
+            "top_k": cut.top_k,
+            "min_p": cut.min_p,
+            "stop": list(sampling.stop),
+            "stop_token_ids": sorted(sampling.stop_token_ids),
             "logprobs": 0,
             "flat_logprobs": True,
-            "detokenize": bool(drawing.stop),
+            "detokenize": bool(sampling.stop),
             "ignore_eos": True,  # what ends a response is in stop_token_ids
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
-        self.numerics.shape(Truncation(drawing.temperature, drawing.top_k, drawing.top_p, drawing.min_p))
-        asked = [(r.token_ids, SamplingParams(seed=r.seed, **common)) for r in requests]
-        if not drawing.routing:
+        self.numerics.shape(cut)
+        asked = [(r.token_ids, vllm.SamplingParams(seed=r.seed, **common)) for r in requests]
+        if not sampling.record_routing:
             outputs = self._run(asked, progress)
             return [_response(outputs[i].outputs[0]) for i in range(len(requests))]
         self._llm.reset_prefix_cache()  # cached prefixes must come from this call, whose experts are recorded
@@ -169,14 +169,14 @@ class Host:
         told = recording.of([[*r.token_ids, *d.token_ids] for r, d in zip(requests, drawn, strict=True)])
         return [_response(d, routing.numpy().tobytes()) for d, routing in zip(drawn, told, strict=True)]
 
-    def trace(self, requests: Sequence[Request], drawing: Drawing, tracer: Tracer) -> list[Response]:
+    def trace(self, requests: Sequence[Request], sampling: SamplingParams, tracer: Tracer) -> list[Response]:
         """`generate` with every operation of its forwards reported to the tracer; exact numerics only."""
         from qarl.rollout.vllm.exact.tracing import traced
 
         assert self.numerics.forward is not None, "only the policy's own forward is traced"
         self._llm.reset_prefix_cache()  # or the prompts' forwards would not run again
         with traced(self._worker.model_runner, self.numerics.forward, tracer):
-            return self.generate(requests, drawing, lambda finished, tokens: None)
+            return self.generate(requests, sampling, lambda finished, tokens: None)
 
     def _run(self, requests: Iterable[tuple[list[int], Any]], progress: Progress | None = None) -> dict[int, Any]:
         """Final outputs by index."""

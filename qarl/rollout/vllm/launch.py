@@ -19,9 +19,8 @@ from qarl.distributed.place import place
 from qarl.errors import UserError
 from qarl.experts import EXPERT_NAMES
 from qarl.policy.routes import stored_dtype
-from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.process import BegunProcess, ended_with
-from qarl.rollout.vllm.settings import Drawing, SamplerSettings
+from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.transport import Transport, learner_gpu, open_transport
@@ -154,21 +153,6 @@ def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | Non
     """Format of `Rollout.routing`: dtype, (layers with experts, experts per token); None for a dense model."""
     mixture = mixture_of(layout)
     return None if mixture is None else (stored_dtype(mixture.experts), (len(mixture.layers), mixture.per_token))
-
-
-def drawing_of(sampling: SamplingParams, routing: int = 0) -> Drawing:
-    """Sampling parameters under vLLM's names. routing: See `Drawing`."""
-    cut = sampling.truncation
-    return Drawing(
-        max_tokens=sampling.max_response_length,
-        temperature=cut.temperature,
-        top_k=cut.top_k,
-        top_p=cut.top_p,
-        min_p=cut.min_p,
-        stop=sampling.stop,
-        stop_token_ids=tuple(sorted(sampling.stop_token_ids)),
-        routing=routing,
-    )
 
 
 class SamplerError(UserError):

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from qarl.distributed.place import alone
-from qarl.rollout.vllm.messages import data_limit, order, read_done, read_failed, read_progress
+from qarl.rollout.vllm.channel import ChannelError, channel_pair
 from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings, vllm_environment
-from qarl.rollout.vllm.wire import Message, WireError, WireTimeout, channel_pair
 from qarl.storage.disk import disk_errors
+from qarl.text import visible
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.transport import ReceiverPlan
@@ -123,7 +123,7 @@ class SamplerProcess(Sampler):
         self.timeout_s, self.log = timeout_s, log
         self._begun = begun or BegunProcess(settings.numerics, settings.threads, plan, log)
         self._process, self._channel = self._begun.process, self._begun.channel
-        self._order: tuple[str, Any] = ("start", (settings, dict(expected), plan))
+        self._start_order = settings, dict(expected), plan
         self.progress = (0, 0)
         self.result: Any = None
         self._deadline, self._received = math.inf, 0
@@ -138,11 +138,19 @@ class SamplerProcess(Sampler):
 
     def begin_start(self) -> None:
         """Send the start order, which precedes all others."""
-        self.begin(*self._order)
+        self.begin("start", self._start_order)
 
     def begin(self, operation: str, payload: Any) -> None:
-        self._order = (operation, payload)
-        self._send(order(operation, payload))
+        if self._channel.closed:  # by `_abort` or `finish`
+            raise SamplerFault("it was ended with the interrupted order")
+        try:
+            self._channel.send(operation, payload, self.timeout_s)
+        except TimeoutError:
+            raise self._hung() from None
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._died() from error
+        except ChannelError as error:  # an interrupt cut an order off, and the sampler waits for its rest
+            raise self._ended(str(error)) from None
 
     def finish(self, tick: Tick) -> Any:
         try:
@@ -159,21 +167,8 @@ class SamplerProcess(Sampler):
     def close(self) -> None:
         self._begun.close()
 
-    def _send(self, message: Message) -> None:
-        if self._channel.closed:  # by `_abort` or `finish`
-            raise SamplerFault("it was ended with the interrupted order")
-        try:
-            self._channel.send(message, self.timeout_s)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise self._died() from error
-        except WireTimeout:
-            raise self._hung() from None
-        except WireError as error:  # an interrupt cut an order off, and the sampler waits for its rest
-            raise self._ended(str(error)) from None
-
     def expect(self) -> None:
         """Prepare for the answer to the last order."""
-        self._channel.data_limit = data_limit(*self._order)
         self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
         self.progress, self.result = (0, 0), None
 
@@ -182,34 +177,33 @@ class SamplerProcess(Sampler):
 
         Raises SamplerFault, PublishError.
         """
-        operation, payload = self._order
         try:
             ended = self._process.poll() is not None  # before reading, so that its last message is read in any case
             message = self._channel.poll(seconds)
             if self._channel.received != self._received:
                 self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
-            if message is not None:
-                match message.kind:
-                    case "done":
-                        self.result = read_done(operation, payload, message)
-                        return True
-                    case "aborted":
-                        return True
-                    case "failed":
-                        raise read_failed(message)
-                    case "progress":
-                        self.progress = read_progress(message)
-                    case other:
-                        raise WireError(f"an answer {other[:40]!r}")
-            elif ended:
-                raise self._died()
-            elif time.monotonic() > self._deadline:
-                raise self._hung()
         except EOFError as error:
             raise self._died() from error
-        except WireError as error:
+        except ChannelError as error:
             raise self._ended(f"it sent an invalid answer: {error}") from None
-        return False
+        match message:
+            case None if ended:
+                raise self._died()
+            case None if time.monotonic() > self._deadline:
+                raise self._hung()
+            case None:
+                return False
+            case "progress", progress:
+                self.progress = progress
+                return False
+            case "done", result:
+                self.result = result
+                return True
+            case "aborted", _:
+                return True
+            case "failed", (text, refused):
+                raise (PublishError if refused else SamplerFault)(visible(text, keep_newlines=True))
+        raise self._ended(f"it sent an invalid answer: {str(message[0])[:40]!r}")
 
     def _answer(self, tick: Tick) -> Any:
         self.expect()
@@ -220,7 +214,7 @@ class SamplerProcess(Sampler):
     def _abort(self) -> None:
         """Abort the current operation; kill the process if it does not answer within a while."""
         with suppress(SamplerFault, PublishError):
-            self._send(Message("abort"))
+            self.begin("abort", None)
             limit, self.timeout_s = self.timeout_s, ABORT_LIMIT_S
             try:
                 self._answer(lambda responses, tokens: None)

@@ -88,23 +88,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """Sampling parameters of all requests of one call; see `qarl.rollout.engine.SamplingParams`.
-
-    routing: Bytes that encode the experts of one token; 0 if they are not recorded.
-    """
-
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    routing: int = 0
-
-
-@dataclass(frozen=True)
 class Response:
     """One sampled response.
 

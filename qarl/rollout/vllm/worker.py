@@ -1,6 +1,6 @@
 """The sampler's own process, which serves one connection.
 
-It imports vLLM before the start order arrives, and ends with the connection. `messages.py` defines orders and answers.
+It imports vLLM before the start order arrives, and ends with the connection.
 Standard output and error go to the sampler's log file.
 """
 
@@ -16,12 +16,12 @@ from contextlib import suppress
 from typing import Any
 
 from qarl.errors import UserError
-from qarl.rollout.vllm.host import Host, Progress
-from qarl.rollout.vllm.messages import done, failed, read_order
+from qarl.rollout.engine import Progress
+from qarl.rollout.vllm.channel import Channel
+from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.replaced import replaced
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
-from qarl.rollout.vllm.wire import Channel, Message
 from qarl.weight_sync.receiver import Arriving
 from qarl.weight_sync.transport import open_receiver
 from qarl.weight_sync.update import WeightUpdate
@@ -68,56 +68,54 @@ def explain(error: BaseException) -> str:
     return str(error)
 
 
-def failure(error: Exception) -> Message:
-    """Describe an error for the learner, and write its traceback to the log."""
-    with suppress(OSError):
+def send_failure(channel: Channel, error: Exception) -> None:
+    """Report an error to the learner, and write its traceback to the log."""
+    with suppress(OSError):  # a full disk
         traceback.print_exception(error)
-    return failed(explain(error), isinstance(error, PublishError))
+    channel.send("failed", (explain(error), isinstance(error, PublishError)))
 
 
 def serve(channel: Channel, phases: Phases) -> None:
     """Start the host of the first order, then serve orders until the connection ends."""
-    begin = _next(channel)
-    assert begin.kind == "start", begin.kind
-    settings, expected, plan = read_order(begin)
+    operation, (settings, expected, plan) = _next(channel)
+    assert operation == "start", operation
     phases.end("order")
     try:
         # vLLM collects garbage ten times, a quarter of a second each, and freezes all objects at the end itself.
         with replaced(gc, "unfreeze", lambda: None):  # imported objects stay out of it
             host = Host(settings, expected, phases)
     except Exception as error:  # whatever vLLM raises
-        channel.send(failure(error))
+        send_failure(channel, error)
         return
-    channel.send(done("start", host.capabilities()))
+    channel.send("done", host.capabilities())
     receiver = open_receiver(plan)
 
     def progress(responses: int, tokens: int) -> None:
-        channel.send(Message("progress", [responses, tokens]))
+        channel.send("progress", (responses, tokens))
         if (waiting := channel.poll(0)) is not None:
-            assert waiting.kind == "abort", waiting.kind
+            assert waiting[0] == "abort", waiting[0]
             raise Aborted
 
     while True:
-        message = _next(channel)
-        operation, payload = message.kind, read_order(message)
+        operation, payload = _next(channel)
         if operation == "abort":  # arrived after the last step
             continue
         try:
             result = perform(host, operation, payload, receiver.take, progress)
         except Aborted:
-            channel.send(Message("aborted"))
+            channel.send("aborted")
             continue
         except Exception as error:  # likewise
-            channel.send(failure(error))
+            send_failure(channel, error)
             continue
         finally:
             with suppress(OSError):  # a full disk
                 sys.stdout.flush()
             receiver.done()
-        channel.send(done(operation, result))
+        channel.send("done", result)
 
 
-def _next(channel: Channel) -> Message:
+def _next(channel: Channel) -> tuple[str, Any]:
     message = channel.poll(None)
     assert message is not None, "waits forever"
     return message

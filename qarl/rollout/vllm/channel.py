@@ -1,0 +1,152 @@
+"""Messages between the learner's process and the sampler's: pickles over a socket pair that nobody else can reach.
+
+    b"QARL"    bytes of the pickle (8, big-endian)    pickle of (kind, body)
+
+`multiprocessing.Connection` blocks in the middle of a message. A `Channel` counts the bytes that have arrived, so a
+sampler that hangs there differs from one whose long answer is still arriving.
+
+Both ends run the same code, so a body needs no schema. Unpickling creates objects of `CLASSES` only and calls nothing
+else: an answer of the sampler's process cannot run code in the learner's.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import select
+import socket
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from qarl_kernels.truncation import Truncation
+
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.vllm.settings import Request, Response, SamplerSettings
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.payload import CudaHandle, Entry, Payload
+from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.update import WeightUpdate
+
+CLASSES: dict[tuple[str, str], type] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        *(SamplerSettings, type(Path()), Fingerprint, ReceiverPlan),  # start
+        *(WeightUpdate, Payload, Entry, CudaHandle),  # publish
+        *(Request, SamplingParams, Truncation, Response),  # generate
+    )
+}
+MAGIC = b"QARL"
+HEADER = struct.Struct(">4sQ")
+LIMIT = 1 << 40  # bytes of a pickle
+CHUNK = 1 << 20  # bytes read at once
+
+
+class ChannelError(Exception):
+    """The bytes that arrived are not a message, or a message was sent in part. One line."""
+
+
+class Channel:
+    """One end of a socket pair.
+
+    Attributes:
+        received: Total bytes received, a sign of life.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._buffer = bytearray()
+        self._cut_off = False
+        self.received = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, kind: str, body: Any = None, limit_s: float | None = None) -> None:
+        """Send a whole message.
+
+        Args:
+            limit_s: Seconds for which the other side may read nothing; None: no limit.
+
+        Raises:
+            TimeoutError: The limit passed.
+            OSError: The other side is gone.
+            ChannelError: An earlier send was interrupted.
+        """
+        if self._cut_off:
+            raise ChannelError("an earlier message was cut off")
+        data = pickle.dumps((kind, body), pickle.HIGHEST_PROTOCOL)
+        rest = memoryview(HEADER.pack(MAGIC, len(data)) + data)
+        self._cut_off = True
+        while rest:
+            if not select.select([], [self._socket], [], limit_s)[1]:
+                raise TimeoutError
+            with suppress(BlockingIOError):
+                rest = rest[self._socket.send(rest) :]
+        self._cut_off = False
+
+    def poll(self, limit_s: float | None) -> tuple[str, Any] | None:
+        """The next message; None if it is not complete within `limit_s` seconds (None: wait forever).
+
+        Raises:
+            EOFError: The other side is gone.
+            ChannelError: The bytes are not a valid message.
+        """
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        while (message := self._parsed()) is None:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._socket], [], [], left)[0]:
+                return None
+            try:
+                arrived = self._socket.recv(CHUNK)
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:
+                arrived = b""
+            if not arrived:
+                raise EOFError
+            self.received += len(arrived)
+            self._buffer += arrived
+        return message
+
+    def _parsed(self) -> tuple[str, Any] | None:
+        """Take the first message out of the buffer; None while it is incomplete."""
+        if not MAGIC.startswith(self._buffer[: len(MAGIC)]):
+            raise ChannelError("bytes that are not a message")
+        if len(self._buffer) < HEADER.size:
+            return None
+        _, size = HEADER.unpack_from(self._buffer)
+        if size > LIMIT:
+            raise ChannelError(f"a message of {size:,} bytes")
+        end = HEADER.size + size
+        if len(self._buffer) < end:
+            return None
+        data = io.BytesIO(self._buffer[HEADER.size : end])
+        del self._buffer[:end]
+        try:
+            kind, body = _Unpickler(data).load()
+        except Exception as error:  # whatever unpickling raises
+            raise ChannelError(f"a message that cannot be read: {type(error).__name__}: {str(error)[:200]!r}") from None
+        return kind, body
+
+
+class _Unpickler(pickle.Unpickler):
+    """Creates objects of builtin types and of `CLASSES`."""
+
+    def find_class(self, module: str, name: str) -> type:
+        if (module, name) not in CLASSES:
+            raise pickle.UnpicklingError(f"{module}.{name} is not a class of a message")
+        return CLASSES[module, name]
+
+
+def channel_pair() -> tuple[Channel, socket.socket]:
+    """A channel, and the other end for a child process, which inherits the descriptor."""
+    ours, theirs = socket.socketpair()
+    return Channel(ours), theirs

@@ -1,0 +1,237 @@
+"""The messages between learner and sampler: what is sent arrives, and rubbish is a fault of one line, never a hang."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_sampler
+import pytest
+from fake_sampler import frame
+from qarl_kernels.truncation import Truncation
+from test_engine_process import ORDER, ignore, start  # noqa: F401  a fixture
+
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.vllm.channel import HEADER, MAGIC, Channel, ChannelError, channel_pair
+from qarl.rollout.vllm.settings import Request, Response
+from qarl.weight_sync.connection import SamplerFault
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.payload import CudaHandle, Entry, Payload
+from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.update import WeightUpdate
+
+SETTINGS = replace(
+    fake_sampler.settings(Path("none")),
+    args={"compilation_config": {"mode": 0, "sizes": [1, 2.5, None, "x"]}},
+    rendezvous=Path("there"),
+    threads=3,
+)
+SAMPLING = SamplingParams(1, 2**63, 8, Truncation(0.7, 20, 0.95, 0.1), ("\n\n", "π"), frozenset({1, 2}), True)
+REQUESTS = [Request([5, 2**31 - 1], 2**63 - 1), Request([0], 0), Request([7] * 5, 1)]
+RESPONSES = [
+    Response([1, 2], [-0.1, -math.pi], "stop", 1, bytes(range(256))),
+    Response([], [], "length", None),
+    Response([3], [-1.5], "stop", "π"),
+]
+PRINTS = {"a.weight": Fingerprint((3, 4), "torch.int32", "sha256:00"), "b": Fingerprint((), "torch.half", "mix64:1")}
+HANDLE = CudaHandle((4, 1), 2, 0, "ff00", 512, 0, "2f74", 3, "00", True)
+PAYLOAD = Payload(tuple(Entry(f"a{place}", "int32", (3, 4), place) for place in (64, "00" * 48, HANDLE)), 512)
+MESSAGES: list[tuple[str, Any]] = [
+    ("start", (SETTINGS, PRINTS, ReceiverPlan(fds=(7,), gpus=(1, 0)))),
+    ("done", {"proved_frac": 0.5, "notes": ["π"], "phases": {"imports": 0.25}}),
+    ("publish", WeightUpdate(3, [PAYLOAD], PRINTS, [[5, 6, 7], [1, 2]])),
+    ("done", ({"load": 0.25}, [[-0.5, -1.0], [-math.inf]])),
+    ("score", [[5, 6, 7], [1, 2]]),
+    ("generate", (REQUESTS, SAMPLING)),
+    ("progress", (3, 17)),
+    ("done", RESPONSES),
+    ("failed", ("lone \ud800\nand \x1b[31mred", True)),
+    ("sleep", 2),
+    ("done", 1 << 40),
+    ("abort", None),
+]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    here, there = channel_pair()
+    ends = here, Channel(there)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[Channel, socket.socket]]:
+    here, there = channel_pair()
+    yield here, there
+    here.close()
+    there.close()
+
+
+def sent(pair: tuple[Channel, Channel], kind: str, body: Any) -> tuple[str, Any]:
+    """What arrives of a message, which may be larger than what a socket holds."""
+    sender = threading.Thread(target=pair[0].send, args=(kind, body, 100))
+    sender.start()
+    arrived = pair[1].poll(100)
+    sender.join()
+    assert arrived is not None
+    return arrived
+
+
+# --- what is sent arrives
+
+
+@pytest.mark.parametrize(("kind", "body"), MESSAGES, ids=[f"{i} {kind}" for i, (kind, _) in enumerate(MESSAGES)])
+def test_a_message_arrives_as_it_was_sent(pair, kind, body) -> None:
+    assert sent(pair, kind, body) == (kind, body)
+
+
+def test_logprobs_arrive_bit_for_bit(pair) -> None:
+    stream = random.Random(14)
+    logprobs = [struct.unpack("d", stream.randbytes(8))[0] for _ in range(10_000)]  # NaNs and denormals among them
+    logprobs += [-0.0, 0.0, math.inf, -math.inf, math.nan, 5e-324]
+    _, arrived = sent(pair, "done", [Response([], logprobs, "length", None)])
+    pack = struct.Struct(f"{len(logprobs)}d").pack
+    assert pack(*arrived[0].logprobs) == pack(*logprobs)
+
+
+def test_messages_come_one_after_the_other_however_they_are_cut(raw) -> None:
+    here, there = raw
+    stream = random.Random(14)
+    messages = [stream.choice(MESSAGES) for _ in range(40)]
+    frames = b"".join(map(frame, messages))
+    cuts = sorted(stream.randrange(len(frames)) for _ in range(200))
+    arrived = []
+    for start_, end in zip([0, *cuts], [*cuts, len(frames)], strict=True):
+        there.sendall(frames[start_:end])
+        while (message := here.poll(0)) is not None:
+            arrived.append(message)
+    assert arrived == messages
+
+
+def test_a_message_larger_than_the_socket_holds_arrives(pair) -> None:
+    data = random.Random(1).randbytes(30 << 20)
+    assert sent(pair, "done", data) == ("done", data)
+
+
+# --- what is no message
+
+
+def test_bytes_that_are_no_message_are_refused_and_never_waited_for() -> None:
+    stream = random.Random(14)
+    outcomes = {"message": 0, "refused": 0, "waits": 0, "ended": 0}
+    for _ in range(600):
+        data = bytearray(frame(stream.choice(MESSAGES)))
+        for _ in range(stream.randint(1, 4)):
+            at = stream.randrange(len(data))
+            match stream.randrange(4):
+                case 0:
+                    data[at] ^= 1 << stream.randrange(8)
+                case 1:
+                    del data[at : at + stream.randint(1, 20)]
+                case 2:
+                    data[at:at] = stream.randbytes(stream.randint(1, 20))
+                case _:
+                    data[at:] = b""
+            data = data or bytearray(b"Q")
+        here, there = channel_pair()
+        there.sendall(data)
+        there.shutdown(socket.SHUT_WR)
+        begin = time.monotonic()
+        try:
+            outcomes["waits" if here.poll(120) is None else "message"] += 1
+        except ChannelError as error:
+            outcomes["refused"] += 1
+            assert str(error).isprintable()
+        except EOFError:
+            outcomes["ended"] += 1
+        assert time.monotonic() - begin < 60
+        here.close()
+        there.close()
+    assert outcomes["waits"] == 0 and min(outcomes["refused"], outcomes["ended"], outcomes["message"]) > 5, outcomes
+
+
+class Runs:
+    """Unpickling one would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+class Calls:
+    """Unpickling one would call a function with an argument."""
+
+    def __init__(self, *called: Any) -> None:
+        self.called = called
+
+    def __reduce__(self) -> tuple:
+        return self.called[0], self.called[1:]
+
+
+def test_a_message_runs_no_code(raw, tmp_path) -> None:
+    here, there = raw
+    made = tmp_path / "made"
+    pickle.loads(pickle.dumps(Runs(made)))
+    assert made.exists()  # it does what it is for
+    made.unlink()
+    bodies = [Runs(made), Calls(os.system, f"touch {made}"), Calls(eval, f"open({str(made)!r}, 'w')"), os.system]
+    bodies += [Calls(getattr, PAYLOAD, "nbytes"), Calls(__import__, "os"), ValueError("an error"), slice(3)]
+    for body in bodies:
+        there.sendall(frame(("done", body)))
+        with pytest.raises(ChannelError, match="is not a class of a message"):
+            here.poll(60)
+    assert not made.exists()
+    there.sendall(frame(("done", 1)))
+    assert here.poll(60) == ("done", 1)
+
+
+def test_no_memory_is_taken_for_bytes_that_have_not_come(raw) -> None:
+    here, there = raw
+    there.sendall(HEADER.pack(MAGIC, 1 << 39) + pickle.dumps(("done", 0)))
+    assert here.poll(0.05) is None
+    assert len(here._buffer) < 100
+
+
+def test_who_takes_nothing_is_not_waited_for_and_a_cut_message_ends_the_channel(raw) -> None:
+    here, _ = raw
+    with pytest.raises(TimeoutError):
+        here.send("publish", bytes(10 << 20), 0.1)
+    with pytest.raises(ChannelError, match="cut off"):
+        here.send("abort")
+
+
+# --- a sampler that writes it
+
+CUT = ["frame/1/exit", "frame/17/exit", "frame/17", "frame/4"]  # in the middle of the first mark, or of a message
+
+
+@pytest.mark.parametrize("name", [*fake_sampler.rubbish(), *CUT])
+def test_a_sampler_that_writes_rubbish_is_ended_in_one_line(start, name) -> None:  # noqa: F811
+    silent = "/" in name and not name.endswith("/exit")  # the others are ended for what they say, and at once
+    sampler = start(f"generate rubbish {name}", timeout_s=1.0 if silent else 120.0)
+    begin = time.monotonic()
+    with pytest.raises(SamplerFault) as fault:
+        sampler.call("generate", ORDER, ignore)
+    line = str(fault.value)
+    assert line.isprintable() and time.monotonic() - begin < 60
+    if name.endswith("/exit"):
+        assert line == "its process ended with exit code 3"
+    elif silent:
+        assert line == "it gave no sign of life for 1 s (rollout.vllm.timeout_s)"
+    else:
+        assert line.startswith("it sent an invalid answer: ")
+    assert not fake_sampler.alive(sampler.pid)
