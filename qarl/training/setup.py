@@ -53,7 +53,7 @@ from qarl.training.updates import LocalUpdates, Updates
 from qarl.types import Prompt
 
 if TYPE_CHECKING:
-    from qarl.rollout.vllm.launch import BegunSampler
+    from qarl.rollout.vllm.process import Sampler
 
 ALONE = Alone()
 
@@ -308,7 +308,7 @@ def _headroom(config: Config, device: torch.device, ranks: Ranks) -> Headroom | 
     return ranks_headroom(device, ranks, config.rollout.vllm.tensor_parallel)
 
 
-def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> BegunSampler | None:
+def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> Sampler | None:
     if config.rollout.engine == "native" or not _draws(config, ranks):
         return None
     from qarl.rollout.vllm.launch import early_sampler
@@ -323,7 +323,7 @@ def build_engine(
     prompts: Sequence[Prompt],
     run_dir: Path,
     say: Callable[[str], None],
-    early: BegunSampler | None = None,
+    early: Sampler | None = None,
     ranks: Ranks = ALONE,
 ) -> RolloutEngine:
     """The engine that `rollout.engine` names, before its first publish. say: gets what the user should know. early: is

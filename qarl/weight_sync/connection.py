@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+from qarl.weight_sync.transport import Transport
 
 
 class SamplerFault(Exception):
@@ -15,9 +17,11 @@ class Connection(Protocol):
 
     capabilities: reported when the sampler was ready: `proved_frac` (fraction of a snapshot's bytes that fingerprints
     prove), `notes` (lines for the user), `phases` (seconds per part of its start).
+    transports: one per process of the sampler; none in the learner's process.
     """
 
     capabilities: dict[str, Any]
+    transports: Sequence[Transport]
 
     def begin(self, operation: str, payload: Any) -> None:
         """Send a request: `publish` with a `WeightUpdate`."""

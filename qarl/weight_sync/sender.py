@@ -6,7 +6,7 @@ A sampler starts from a checkpoint of a snapshot (`prepare`, `accept`) and gets 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,7 +19,6 @@ from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
 from qarl.weight_sync.connection import Connection, SamplerFault
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.transport import Transport
 from qarl.weight_sync.update import Prints, WeightUpdate, delta
 from qarl.weight_sync.verify import PublishError
 
@@ -65,7 +64,6 @@ class WeightSender:
         self._exact = exact
         self.holds = False
         self.metrics: dict[str, float] = {}
-        self._transports: Sequence[Transport] = ()
         self._previous: tuple[Mapping[str, Tensor], Prints] | None = None  # what the next delta is relative to
         self._bound: Bound | None = None
         self._scored: list[float] = []  # the canary, scored by `prepare`
@@ -82,10 +80,6 @@ class WeightSender:
         """
         write_snapshot_checkpoint(directory, snapshot, self.layout, self.tokenizer)
         self._scored = self.scorer.score(self.canary).tolist()
-
-    def use(self, *transports: Transport) -> None:
-        """Send later updates through these, one per process of the sampler. `close` closes them."""
-        self._transports = transports
 
     def accept(self, connection: Connection, snapshot: Snapshot, mode: Mode) -> None:
         """Register a sampler that started from the prepared checkpoint. The first one's canary sets the bound.
@@ -124,15 +118,8 @@ class WeightSender:
         self._keep(snapshot, mode)
 
     def forget(self) -> None:
-        """Note that the sampler holds nothing any more, so that the next update is full."""
+        """Note that the sampler is gone or holds nothing any more, so that the next update is full."""
         self.holds, self._previous = False, None
-
-    def close(self) -> None:
-        """Note that the sampler is gone, and take back what it did not release."""
-        for transport in self._transports:
-            transport.close()
-        self._transports = ()
-        self.forget()
 
     def _keep(self, snapshot: Snapshot, mode: Mode) -> None:
         self.holds = True
@@ -153,7 +140,7 @@ class WeightSender:
 
     def _transfer(self, connection: Connection, tensors: Mapping[str, Tensor], snapshot: Snapshot) -> Difference:
         """Send tensors, and score the canary on both sides: on this side while the sampler loads."""
-        transports = self._transports
+        transports = connection.transports
         payloads: list[Any] = [transport.pack(tensors) for transport in transports] or [list(tensors.items())]
         try:
             connection.begin("publish", WeightUpdate(snapshot.version, payloads, snapshot.fingerprints(), self.canary))
@@ -162,7 +149,7 @@ class WeightSender:
             self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}
             return difference(list(chain.from_iterable(scored)), expected)
         except SamplerFault:
-            transports = ()  # `close` takes back what that sampler did not release
+            transports = ()  # closing that sampler takes back what it did not release
             raise
         finally:
             for transport in transports:

@@ -22,7 +22,7 @@ from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import early_sampler
-from qarl.rollout.vllm.process import BegunProcess
+from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.sleep import MARGIN, SamplerSleep
 from qarl.sizes import decide_sizes
 from qarl.types import Prompt, Rollout
@@ -123,13 +123,13 @@ def test_a_process_that_has_begun_ends_when_the_policy_cannot_be_written(case, m
 
 
 def test_a_process_that_began_early_is_taken_over_and_the_next_start_begins_its_own(case, monkeypatch) -> None:
-    started, real = [], BegunProcess.__init__
+    started, real = [], SamplerProcess.__init__
 
-    def counted(begun: BegunProcess, *given: Any) -> None:
-        real(begun, *given)
-        started.append(begun.process.pid)
+    def counted(sampler: SamplerProcess, *given: Any) -> None:
+        real(sampler, *given)
+        started.append(sampler.pid)
 
-    monkeypatch.setattr(BegunProcess, "__init__", counted)
+    monkeypatch.setattr(SamplerProcess, "__init__", counted)
     engine = case.make("generate kill", early=True)
     assert len(started) == 1
     case.publish()
@@ -138,9 +138,9 @@ def test_a_process_that_began_early_is_taken_over_and_the_next_start_begins_its_
 
 
 def test_one_that_nothing_was_published_to_ends_with_the_engine(case) -> None:
-    begun = case.make(early=True)._early.begun
+    early = case.make(early=True)._early
     case.engine.close()
-    assert not fake_sampler.alive(begun.process.pid)
+    assert not fake_sampler.alive(early.pid)
 
 
 def test_the_canary_is_scored_once_for_a_start(case, monkeypatch) -> None:

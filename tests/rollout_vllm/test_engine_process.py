@@ -19,7 +19,6 @@ from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Request, Response
 from qarl.rollout.vllm.worker import explain
 from qarl.weight_sync.connection import SamplerFault
-from qarl.weight_sync.transport import open_transport
 from qarl.weight_sync.verify import PublishError
 
 ORDER = ([Request([5, 70], seed) for seed in range(8)], SamplingParams(1, 0, 8, stop_token_ids=frozenset({1})))
@@ -46,14 +45,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """
     fake_sampler.install(monkeypatch.setattr)
     open_before = fake_sampler.memory_files()
-    transport = open_transport(torch.device("cpu"), None)
     made: list[SamplerProcess] = []
 
     def make(*troubles: str, timeout_s: float = 30.0) -> SamplerProcess:
         (tmp_path / "troubles").write_text("\n".join(troubles))
-        settings = fake_sampler.settings(tmp_path)
-        made.append(SamplerProcess(settings, {}, transport.plan, tmp_path / "sampler.log", 120.0))
-        made[-1].start(ignore)
+        made.append(SamplerProcess(torch.device("cpu"), None, "fast", None, tmp_path / "sampler.log", 120.0))
+        made[-1].start(fake_sampler.settings(tmp_path), {}, ignore)
         made[-1].timeout_s = timeout_s
         return made[-1]
 
@@ -61,7 +58,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     for sampler in made:
         sampler.close()
         assert not fake_sampler.alive(sampler.pid)
-    transport.close()
     assert fake_sampler.memory_files() == open_before
 
 

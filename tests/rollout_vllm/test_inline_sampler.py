@@ -61,8 +61,8 @@ def test_vllm_runs_without_the_learners_deterministic_algorithms(
     monkeypatch.setattr(host, "Host", RecordingHost)
     monkeypatch.setattr(RecordingHost, "seen", [])
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    sampler = InlineSampler(None, {}, tmp_path / "sampler.log")
-    sampler.start(lambda responses, tokens: None)
+    sampler = InlineSampler(tmp_path / "sampler.log")
+    sampler.start(None, {}, lambda responses, tokens: None)
     assert sampler.capabilities == {"host": "recording"} and modes() == (True, warn_only, True)
     sampler.call("wake", None, lambda responses, tokens: None)
     with pytest.raises(SamplerFault, match="no sleep of level 2"):
@@ -75,12 +75,12 @@ def test_vllm_runs_without_the_learners_deterministic_algorithms(
 def test_a_log_on_a_full_disk_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [])
     monkeypatch.setattr(host, "Host", RecordingHost)
-    sampler = InlineSampler(None, {}, Path("/dev/full"))
-    sampler.start(lambda responses, tokens: None)
+    sampler = InlineSampler(Path("/dev/full"))
+    sampler.start(None, {}, lambda responses, tokens: None)
     with pytest.raises(SamplerFault, match="no sleep of level 2"):
         sampler.call("sleep", 2, lambda responses, tokens: None)
 
 
 def test_a_log_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written: Is a directory"):
-        InlineSampler(None, {}, tmp_path).start(lambda responses, tokens: None)
+        InlineSampler(tmp_path).start(None, {}, lambda responses, tokens: None)

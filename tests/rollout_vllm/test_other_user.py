@@ -25,7 +25,6 @@ from qarl.config import Config
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.storage.rundir import RunDirectory
 from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.transport import open_transport
 from qarl.weight_sync.update import WeightUpdate
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
@@ -70,15 +69,14 @@ def scene() -> Iterator[Scene]:
     )
     counters = torch.zeros(3, dtype=torch.int64)
     _, name, _ = counters.untyped_storage()._share_filename_cpu_()
-    transport = open_transport(torch.device("cpu"), None)
     with RunDirectory.open(config, "auto") as run:
         run.begin()
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         (folder / "troubles").write_text("")
-        settings = fake_sampler.settings(folder)
-        sampler = SamplerProcess(settings, {}, transport.plan, folder / "sampler.log", 60)
+        sampler = SamplerProcess(torch.device("cpu"), None, "fast", None, folder / "sampler.log", 60)
+        (transport,) = sampler.transports
         try:
-            sampler.start(ignore)
+            sampler.start(fake_sampler.settings(folder), {}, ignore)
             tensors = {"secret": torch.frombuffer(bytearray(SECRET), dtype=torch.uint8)}
             update = WeightUpdate(1, [transport.pack(tensors)], fingerprints(tensors.items()), [])
             sampler.call("publish", update, ignore)
@@ -92,7 +90,6 @@ def scene() -> Iterator[Scene]:
             )
         finally:
             sampler.close()
-            transport.close()
             os.umask(before)
             patch.undo()
     shutil.rmtree(place)

@@ -268,17 +268,17 @@ def test_a_sampler_that_ends_while_rows_are_loaded_is_told_before_anything_is_ma
 ) -> None:
     gone = """
         if rank == "1":
-            from qarl.rollout.vllm.process import BegunProcess
+            from qarl.rollout.vllm.process import SamplerProcess
             from qarl.training import row_setup, setup
-            begun, begin, load = [], BegunProcess.__init__, row_setup.load_rows
+            begun, begin, load = [], SamplerProcess.__init__, row_setup.load_rows
             def note(self, *given):
                 begin(self, *given)
-                begun.append(self.process)
+                begun.append(self._process)
             def wait(*given):
                 begun[0].wait()
                 return load(*given)
             fake_sampler.FakeHost.import_ahead = staticmethod(lambda exact: os._exit(3))
-            BegunProcess.__init__, row_setup.load_rows, setup.shared_tensors_digest = note, wait, None
+            SamplerProcess.__init__, row_setup.load_rows, setup.shared_tensors_digest = note, wait, None
     """
     data = settings(even_model, rollout={"engine": "vllm"})
     data["model"]["device"] = "cpu"

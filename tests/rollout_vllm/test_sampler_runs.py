@@ -141,17 +141,17 @@ def test_what_is_left_after_all_that_is_what_an_undisturbed_run_leaves(course, u
 GONE = f"""
 {INSTALL}
 import os
-from qarl.rollout.vllm.process import BegunProcess
+from qarl.rollout.vllm.process import SamplerProcess
 from qarl.training import setup
-begun, begin, load = [], BegunProcess.__init__, setup.load_model
+begun, begin, load = [], SamplerProcess.__init__, setup.load_model
 def note(self, *given):
     begin(self, *given)
-    begun.append(self.process)
+    begun.append(self._process)
 def wait(config):
     begun[0].wait()
     return load(config)
 fake_sampler.FakeHost.import_ahead = staticmethod(lambda exact: os._exit(3))
-BegunProcess.__init__, setup.load_model, setup.tensors_digest = note, wait, None
+SamplerProcess.__init__, setup.load_model, setup.tensors_digest = note, wait, None
 """
 
 

@@ -18,7 +18,7 @@ import torch
 from qarl.config import Config
 from qarl.rollout.vllm.launch import early_sampler
 from qarl.rollout.vllm.phases import Phases
-from qarl.rollout.vllm.process import SamplerProcess
+from qarl.rollout.vllm.process import SamplerError
 from qarl.rollout.vllm.replaced import replaced
 from qarl.weight_sync.connection import SamplerFault
 
@@ -167,17 +167,14 @@ def test_a_process_that_begins_early_is_taken_over(tmp_path: Path, monkeypatch: 
     files = fake_sampler.memory_files()
     (tmp_path / "troubles").write_text("")
     early = early_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
-    assert early is not None and fake_sampler.alive(pid := early.begun.process.pid)
-    settings = fake_sampler.settings(tmp_path)
-    sampler = SamplerProcess(settings, {}, early.transport.plan, tmp_path / "sampler.log", 60.0, early.begun)
+    assert early is not None and fake_sampler.alive(early.pid)
+    early.look()
     try:
-        assert sampler.pid == pid
-        sampler.start(lambda responses, tokens: None)
-        assert sampler.call("score", [[1, 2, 3]], lambda *_: None) == [[fake_sampler.EVEN] * 2]
+        early.start(fake_sampler.settings(tmp_path), {}, lambda responses, tokens: None)
+        assert early.call("score", [[1, 2, 3]], lambda *_: None) == [[fake_sampler.EVEN] * 2]
     finally:
-        sampler.close()
-        early.transport.close()
-    assert not fake_sampler.alive(pid) and fake_sampler.memory_files() == files
+        early.close()
+    assert not fake_sampler.alive(early.pid) and fake_sampler.memory_files() == files
 
 
 def test_one_that_nobody_takes_over_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +183,7 @@ def test_one_that_nobody_takes_over_ends(tmp_path: Path, monkeypatch: pytest.Mon
     early = early_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
     assert early is not None
     early.close()
-    assert not fake_sampler.alive(early.begun.process.pid) and fake_sampler.memory_files() == files
+    assert not fake_sampler.alive(early.pid) and fake_sampler.memory_files() == files
 
 
 LEARNER = """
@@ -220,15 +217,14 @@ def test_one_that_died_meanwhile_is_a_fault_of_the_start(tmp_path: Path, monkeyp
     early = early_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
     assert early is not None
 
-    os.kill(early.begun.process.pid, signal.SIGKILL)
-    settings = fake_sampler.settings(tmp_path)
-    sampler = SamplerProcess(settings, {}, early.transport.plan, tmp_path / "sampler.log", 60.0, early.begun)
+    os.kill(early.pid, signal.SIGKILL)
     try:
         with pytest.raises(SamplerFault, match="SIGKILL"):
-            sampler.start(lambda responses, tokens: None)
+            early.start(fake_sampler.settings(tmp_path), {}, lambda responses, tokens: None)
+        with pytest.raises(SamplerError, match="vLLM did not start: its process was ended by SIGKILL"):
+            early.look()
     finally:
-        sampler.close()
-        early.transport.close()
+        early.close()
 
 
 @pytest.mark.parametrize("vllm", [{"process": "inline"}, {"tensor_parallel": 2, "device": 0}])

@@ -18,7 +18,6 @@ from tiny_runs import Qarl, settings, write_config
 from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.weight_sync.connection import SamplerFault
-from qarl.weight_sync.transport import open_transport
 from qarl.weight_sync.update import WeightUpdate
 from qarl.weight_sync.verify import PublishError
 
@@ -34,24 +33,19 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     monkeypatch.setattr(fake_sampler.FakeHost, "__init__", own_troubles)
     fake_sampler.install(monkeypatch.setattr)
-    transports = [open_transport(torch.device("cpu"), None) for _ in range(2)]
-    plans = [transport.plan for transport in transports]
     teams: list[SamplerTeam] = []
 
     def make(*troubles: str, timeout_s: float = 30.0) -> SamplerTeam:
         for index in range(2):
             (tmp_path / f"troubles-{index}").write_text(troubles[index] if troubles else "")
-        teams.append(SamplerTeam(fake_sampler.settings(tmp_path), {}, plans, tmp_path / "sampler.log", timeout_s))
-        teams[-1].transports = transports
-        teams[-1].start(ignore)
+        teams.append(SamplerTeam(torch.device("cpu"), [None, None], None, tmp_path / "sampler.log", timeout_s))
+        teams[-1].start(fake_sampler.settings(tmp_path), {}, ignore)
         return teams[-1]
 
     yield make
     for team in teams:
         team.close()
         assert gone(team) and not team._folder.exists()
-    for transport in transports:
-        transport.close()
 
 
 def gone(team: SamplerTeam) -> bool:

@@ -25,13 +25,12 @@ from qarl.errors import UserError
 from qarl.rollout.engine import SamplingParams, ignore_progress
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import sampler_settings
-from qarl.rollout.vllm.process import SamplerProcess
+from qarl.rollout.vllm.process import Sampler, SamplerProcess
 from qarl.rollout.vllm.settings import Request, SamplerSettings, request_seed
 from qarl.storage.model_directory import config_document
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.transport import open_transport
 from vllm_bench.case import Case, Record, engine_config, environment
 from vllm_bench.generation import generate_record
 from vllm_bench.models import DTYPE, quant_of
@@ -73,14 +72,12 @@ def rollout_records(case: Case, shape: str, options: argparse.Namespace) -> Iter
     settings, layout = dummy_settings(case, shape, options)
     held = fingerprints([(NORM, torch.ones(layout.config.hidden_size, dtype=DTYPE))])
     log, random = case.place / "sampler.log", torch.Generator().manual_seed(options.seed)
-    transport = None
     begin = time.perf_counter()
     with environment(case):
         if case.process == "inline":
-            sampler: InlineSampler | SamplerProcess = InlineSampler(settings, held, log)
+            sampler: Sampler = InlineSampler(log)
         else:
-            transport = open_transport(case.device, None)
-            sampler = SamplerProcess(settings, held, transport.plan, log, timeout_s=600.0)
+            sampler = SamplerProcess(case.device, None, settings.numerics, settings.threads, log, timeout_s=600.0)
 
     def draw(prompts: list[list[int]], new_tokens: int, seed: int) -> list[int]:
         sampling = SamplingParams(n=1, seed=seed, max_response_length=new_tokens)
@@ -91,7 +88,7 @@ def rollout_records(case: Case, shape: str, options: argparse.Namespace) -> Iter
         return [len(response.token_ids) for response in responses]
 
     try:
-        sampler.start(ignore_progress)
+        sampler.start(settings, held, ignore_progress)
         seconds = time.perf_counter() - begin
         yield labels | {"what": "start", "seconds": seconds, "phases": sampler.capabilities["phases"]}
         for batch in options.batch:
@@ -101,5 +98,3 @@ def rollout_records(case: Case, shape: str, options: argparse.Namespace) -> Iter
         raise UserError(f"vLLM: {fault}") from fault
     finally:
         sampler.close()
-        if transport is not None:
-            transport.close()

@@ -62,10 +62,6 @@ class Channel:
         self._cut_off = False
         self.received = 0
 
-    @property
-    def closed(self) -> bool:
-        return self._socket.fileno() < 0
-
     def close(self) -> None:
         self._socket.close()
 

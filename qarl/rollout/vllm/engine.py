@@ -31,19 +31,8 @@ from qarl.rollout.engine import (
 )
 from qarl.rollout.headroom import Headroom, own_headroom
 from qarl.rollout.stopping import Stopping
-from qarl.rollout.vllm.inline import InlineSampler
-from qarl.rollout.vllm.launch import (
-    LOG,
-    BegunSampler,
-    SamplerError,
-    begin_sampler,
-    not_started,
-    routing_of,
-    sampler_gpus,
-    sampler_settings,
-    see,
-)
-from qarl.rollout.vllm.process import Sampler, SamplerProcess
+from qarl.rollout.vllm.launch import LOG, begin_sampler, routing_of, sampler_settings
+from qarl.rollout.vllm.process import Sampler, SamplerError, not_started, see
 from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.rollout.vllm.sleep import SamplerSleep
 from qarl.types import Prompt, Rollout
@@ -51,7 +40,6 @@ from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.sender import WeightSender
 from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.transport import open_transport
 
 MEASURED_OTHERS = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
 
@@ -63,7 +51,7 @@ class VLLMEngine:
         weights: Sends the policy's versions to vLLM and verifies them.
         place: Directory for the log (`sampler.log`) and, while vLLM loads it, the checkpoint.
         say: Called with one line for the user.
-        early: A process that the first start takes over.
+        early: A sampler that the first start takes over.
         look: Called while vLLM starts; an exception from it ends the start.
         update_bytes: GPU memory of an optimizer update, beside which vLLM may wake; None: it wakes for a publish.
         headroom: Free memory of the learners' GPUs; None: of this learner's GPU.
@@ -84,7 +72,7 @@ class VLLMEngine:
         weights: WeightSender,
         place: Path,
         say: Callable[[str], None],
-        early: BegunSampler | None = None,
+        early: Sampler | None = None,
         look: Callable[[], None] = lambda: None,
         update_bytes: int | None = None,
         headroom: Headroom | None = None,
@@ -215,27 +203,12 @@ class VLLMEngine:
         try:
             settings = sampler_settings(self.config, self.layout, folder)
             expected = snapshot.fingerprints()
-            if vllm.process == "inline":
-                self._sampler = InlineSampler(settings, expected, self.log)
-            elif vllm.tensor_parallel > 1:
-                from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
-
-                device = self.layout.device
-                transports = [open_transport(device, gpu) for gpu in sampler_gpus(self.config, device)]
-                self.weights.use(*transports)
-                plans = [transport.plan for transport in transports]
-                self._sampler = SamplerTeam(settings, expected, plans, self.log, vllm.timeout_s)
-            else:
-                early = self._early or begin_sampler(self.config, self.layout.device, self.place)
-                self._early = None
-                self.weights.use(early.transport)
-                self._sampler = SamplerProcess(
-                    settings, expected, early.transport.plan, self.log, vllm.timeout_s, early.begun
-                )
+            self._sampler = self._early or begin_sampler(self.config, self.layout.device, self.place)
+            self._early = None
             self.weights.prepare(folder, snapshot)  # while the process imports vLLM
             torch.cuda.empty_cache()
             self._measured["time/sampler_prepare_s"] = time.perf_counter() - begin
-            self._sampler.start(lambda responses, tokens: self._look())
+            self._sampler.start(settings, expected, lambda responses, tokens: self._look())
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self.weights.accept(self._sampler, snapshot, vllm.publish)
@@ -275,7 +248,7 @@ class VLLMEngine:
     def _stop(self) -> None:
         if self._sampler is not None:
             self._sampler.close()
-        self.weights.close()
+        self.weights.forget()
         self._sampler = None
         self._sleep.forget()
 

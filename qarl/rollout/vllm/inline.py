@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
+from qarl.rollout.engine import Progress
 from qarl.rollout.vllm.phases import Phases
-from qarl.rollout.vllm.process import Sampler, Tick
+from qarl.rollout.vllm.process import Sampler
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.storage.disk import disk_errors
 from qarl.weight_sync.connection import SamplerFault
@@ -24,25 +25,27 @@ from qarl.weight_sync.fingerprints import Fingerprint
 class InlineSampler(Sampler):
     """A vLLM in this process. log: file for vLLM's log."""
 
-    def __init__(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], log: Path) -> None:
-        self._settings, self._expected, self.log = settings, expected, log
+    transports = ()
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
         self._order: tuple[str, Any] | None = None
 
-    def start(self, tick: Tick) -> None:
+    def start(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], tick: Progress) -> None:
         phases = Phases()
         tick(0, 0)
         self._log_to_file()
         with self._faults(), _plain_algorithms():
             from qarl.rollout.vllm.host import Host
 
-            self._host = Host(self._settings, self._expected, phases)
+            self._host = Host(settings, expected, phases)
         self.capabilities = self._host.capabilities()
 
     def begin(self, operation: str, payload: Any) -> None:
         """Store an order; `finish` executes it."""
         self._order = (operation, payload)
 
-    def finish(self, tick: Tick) -> Any:
+    def finish(self, tick: Progress) -> Any:
         from qarl.rollout.vllm.worker import perform
 
         assert self._order is not None

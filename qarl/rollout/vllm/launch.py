@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,15 +18,14 @@ from qarl.distributed.place import place
 from qarl.errors import UserError
 from qarl.experts import EXPERT_NAMES
 from qarl.policy.routes import stored_dtype
-from qarl.rollout.vllm.process import BegunProcess, ended_with
+from qarl.rollout.vllm.inline import InlineSampler
+from qarl.rollout.vllm.process import Sampler, SamplerProcess
 from qarl.rollout.vllm.settings import SamplerSettings
-from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.transport import Transport, learner_gpu, open_transport
+from qarl.weight_sync.transport import learner_gpu
 
 KV_BLOCK = 128  # tokens, vLLM's on the CPU and a multiple of its other ones
 LOG = "sampler.log"  # in the directory of a run, or of a rank's
-MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
 
 
 def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> SamplerSettings:
@@ -155,41 +153,7 @@ def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | Non
     return None if mixture is None else (stored_dtype(mixture.experts), (len(mixture.layers), mixture.per_token))
 
 
-class SamplerError(UserError):
-    """vLLM failed for good."""
-
-
-def not_started(fault: SamplerFault, log: Path) -> SamplerError:
-    """The error of a failed first start."""
-    hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
-    return SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}{see(log)}")
-
-
-def see(log: Path) -> str:
-    """A reference to the log, unless it is empty (an empty log is removed with a refused start)."""
-    return f"; see {log}" if log.exists() and log.stat().st_size else ""
-
-
-@dataclass(frozen=True)
-class BegunSampler:
-    """A process of a run's vLLM. transport: for later publishes. log: gets what it prints."""
-
-    begun: BegunProcess
-    transport: Transport
-    log: Path
-
-    def look(self) -> None:
-        """Raise SamplerError if the process has ended by itself."""
-        if (code := self.begun.process.poll()) is not None:
-            raise not_started(ended_with(code), self.log)
-
-    def close(self) -> None:
-        """Kill the process, unless it was taken over, and close the transport."""
-        self.begun.close()
-        self.transport.close()
-
-
-def early_sampler(config: Config, device: torch.device, place: Path) -> BegunSampler | None:
+def early_sampler(config: Config, device: torch.device, place: Path) -> Sampler | None:
     """`begin_sampler`, or None if the configuration has no vLLM in one separate process, or it cannot begin yet."""
     rollout = config.rollout
     if rollout.engine != "vllm" or rollout.vllm.process == "inline" or rollout.vllm.tensor_parallel > 1:
@@ -200,16 +164,17 @@ def early_sampler(config: Config, device: torch.device, place: Path) -> BegunSam
         return None
 
 
-def begin_sampler(config: Config, device: torch.device, place: Path) -> BegunSampler:
-    """Start the process of the configured vLLM, with the number of threads that torch has now.
+def begin_sampler(config: Config, device: torch.device, place: Path) -> Sampler:
+    """Start the processes of the configured vLLM, with the number of threads that torch has now.
 
     device: The learner's. place: See `VLLMEngine`. Raises OSError, and UserError if its log cannot be written.
     """
-    rollout, threads = config.rollout, sampler_threads(device)
-    transport = open_transport(device, sampler_gpu(config))
-    try:
-        begun = BegunProcess(rollout.numerics, threads, transport.plan, place / LOG)
-    except BaseException:
-        transport.close()
-        raise
-    return BegunSampler(begun, transport, place / LOG)
+    vllm, log = config.rollout.vllm, place / LOG
+    if vllm.process == "inline":
+        return InlineSampler(log)
+    gpus, threads = sampler_gpus(config, device), sampler_threads(device)
+    if vllm.tensor_parallel > 1:
+        from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
+
+        return SamplerTeam(device, gpus, threads, log, vllm.timeout_s)
+    return SamplerProcess(device, gpus[0], config.rollout.numerics, threads, log, vllm.timeout_s)

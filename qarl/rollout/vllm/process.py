@@ -8,140 +8,131 @@ import signal
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qarl.distributed.place import alone
-from qarl.rollout.vllm.channel import ChannelError, channel_pair
+from qarl.errors import UserError
+from qarl.rollout.engine import Progress
+from qarl.rollout.vllm.channel import Channel, ChannelError, channel_pair
 from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings, vllm_environment
 from qarl.storage.disk import disk_errors
 from qarl.text import visible
-from qarl.weight_sync.connection import SamplerFault
+from qarl.weight_sync.connection import Connection, SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.transport import ReceiverPlan, open_transport
 from qarl.weight_sync.verify import PublishError
 
 TICK_S = 0.1  # between two polls of a busy sampler
 ABORT_LIMIT_S = 30.0  # for the engine step that runs when the user interrupts
+MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
 
-Tick = Callable[[int, int], None]
+
+class SamplerError(UserError):
+    """vLLM failed for good."""
 
 
-class Sampler(ABC):
-    """A started vLLM, as the learner sees it.
+class Sampler(Connection):
+    """A vLLM, as the learner sees it. Its construction begins to import vLLM, `start` starts it.
 
     Methods raise SamplerFault if vLLM died, hung (and was killed) or failed, and PublishError as `Host.publish` does.
-
-    Attributes:
-        capabilities: See `Host.capabilities`.
     """
 
-    capabilities: dict[str, Any]
-
     @abstractmethod
-    def start(self, tick: Tick) -> None:
-        """Wait until vLLM is ready, calling tick(0, 0)."""
+    def start(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], tick: Progress) -> None:
+        """Start vLLM and wait until it is ready, calling tick(0, 0).
 
-    def call(self, operation: str, payload: Any, tick: Tick) -> Any:
+        expected: Fingerprints of the snapshot in the checkpoint, by published name.
+        """
+
+    def call(self, operation: str, payload: Any, tick: Progress) -> Any:
         """Send an order and wait for its result; see `worker.perform`."""
         self.begin(operation, payload)
         return self.finish(tick)
 
     @abstractmethod
-    def begin(self, operation: str, payload: Any) -> None:
-        """Send an order."""
-
-    @abstractmethod
-    def finish(self, tick: Tick) -> Any:
-        """Wait for the result of the order, calling tick(responses, tokens). An exception from it aborts the order."""
-
-    @abstractmethod
     def close(self) -> None:
-        """End vLLM, which holds no state that must be kept."""
+        """End vLLM, which holds no state that must be kept, and close its transports."""
 
-
-class BegunProcess:
-    """A sampler's process that imports vLLM and waits for the start order.
-
-    numerics, threads: See `SamplerSettings`. plan, log: See `SamplerProcess`. Raises UserError if the log cannot be
-    written.
-    """
-
-    def __init__(self, numerics: str, threads: int | None, plan: ReceiverPlan, log: Path) -> None:
-        self.channel, child = channel_pair()
-        environment = sampler_environment(os.environ, plan)
-        environment |= vllm_environment(environment, numerics, threads)
-        told = str(child.fileno()), numerics, str(time.monotonic()), str(os.getpid())
-        with disk_errors(log):
-            output = log.open("ab")
-        with output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "qarl.rollout.vllm.child", *told],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(child.fileno(), *plan.fds),
-                start_new_session=True,
-                env=environment,
-            )
-        child.close()
-
-    def close(self) -> None:
-        """Kill the process; it holds no state that must be kept."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.channel.close()
+    def look(self) -> None:
+        """Raise SamplerError if it has ended by itself before its start."""
 
 
 class SamplerProcess(Sampler):
     """A vLLM in a process with its own session, so the terminal's Ctrl-C does not reach it.
 
     Args:
-        expected: Fingerprints of the snapshot in the checkpoint, by published name.
-        plan: How the process opens the transport of publishes.
-        log: File for vLLM's output.
+        learner: The learner's device.
+        gpu: CUDA index of the sampler's GPU; None: the learner's, or the CPU.
+        numerics, threads: See `SamplerSettings`.
+        log: File for what the process prints.
         timeout_s: Seconds without a sign of life after which it counts as hung.
-        begun: A process begun with this plan; None: start one.
+
+    Raises:
+        UserError: The log cannot be written.
 
     Attributes:
         progress: Responses and tokens of the current order.
     """
 
     def __init__(
-        self,
-        settings: SamplerSettings,
-        expected: Mapping[str, Fingerprint],
-        plan: ReceiverPlan,
-        log: Path,
-        timeout_s: float,
-        begun: BegunProcess | None = None,
+        self, learner: torch.device, gpu: int | None, numerics: str, threads: int | None, log: Path, timeout_s: float
     ) -> None:
         self.timeout_s, self.log = timeout_s, log
-        self._begun = begun or BegunProcess(settings.numerics, settings.threads, plan, log)
-        self._process, self._channel = self._begun.process, self._begun.channel
-        self._start_order = settings, dict(expected), plan
         self.progress = (0, 0)
         self.result: Any = None
         self._deadline, self._received = math.inf, 0
+        self._closed = False
+        transport = open_transport(learner, gpu)
+        self.transports, self._plan = [transport], transport.plan
+        try:
+            self._process, self._channel = self._spawn(numerics, threads)
+        except BaseException:
+            transport.close()
+            raise
+
+    def _spawn(self, numerics: str, threads: int | None) -> tuple[subprocess.Popen[bytes], Channel]:
+        channel, child = channel_pair()
+        environment = sampler_environment(os.environ, self._plan)
+        environment |= vllm_environment(environment, numerics, threads)
+        arguments = str(child.fileno()), numerics, str(time.monotonic()), str(os.getpid())
+        with disk_errors(self.log):
+            output = self.log.open("ab")
+        with output, child:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "qarl.rollout.vllm.child", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(child.fileno(), *self._plan.fds),
+                start_new_session=True,
+                env=environment,
+            )
+        return process, channel
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def start(self, tick: Tick) -> None:
-        self.begin_start()
+    def look(self) -> None:
+        if (code := self._process.poll()) is not None:
+            raise not_started(_ended_with(code), self.log)
+
+    def start(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], tick: Progress) -> None:
+        self.begin_start(settings, expected)
         self.capabilities = self._answer(tick)
 
-    def begin_start(self) -> None:
+    def begin_start(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint]) -> None:
         """Send the start order, which precedes all others."""
-        self.begin("start", self._start_order)
+        self.begin("start", (settings, dict(expected), self._plan))
 
     def begin(self, operation: str, payload: Any) -> None:
-        if self._channel.closed:  # by `_abort` or `finish`
+        if self._closed:  # by `_abort` or `finish`
             raise SamplerFault("it was ended with the interrupted order")
         try:
             self._channel.send(operation, payload, self.timeout_s)
@@ -152,7 +143,7 @@ class SamplerProcess(Sampler):
         except ChannelError as error:  # an interrupt cut an order off, and the sampler waits for its rest
             raise self._ended(str(error)) from None
 
-    def finish(self, tick: Tick) -> Any:
+    def finish(self, tick: Progress) -> Any:
         try:
             return self._answer(tick)
         except (SamplerFault, PublishError):
@@ -165,7 +156,14 @@ class SamplerProcess(Sampler):
             raise
 
     def close(self) -> None:
-        self._begun.close()
+        if self._closed:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._channel.close()
+        self.transports[0].close()
+        self._closed = True
 
     def expect(self) -> None:
         """Prepare for the answer to the last order."""
@@ -205,7 +203,7 @@ class SamplerProcess(Sampler):
                 raise (PublishError if refused else SamplerFault)(visible(text, keep_newlines=True))
         raise self._ended(f"it sent an invalid answer: {str(message[0])[:40]!r}")
 
-    def _answer(self, tick: Tick) -> Any:
+    def _answer(self, tick: Progress) -> Any:
         self.expect()
         while not self.hear(TICK_S):
             tick(*self.progress)
@@ -234,15 +232,26 @@ class SamplerProcess(Sampler):
             code = self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             return self._ended("it closed its connection")
-        return ended_with(code)
+        return _ended_with(code)
 
 
-def ended_with(code: int) -> SamplerFault:
+def _ended_with(code: int) -> SamplerFault:
     """The fault of a process that ended by itself. code: `Popen.returncode`."""
     if code >= 0:
         return SamplerFault(f"its process ended with exit code {code}")
     hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
     return SamplerFault(f"its process was ended by {signal.Signals(-code).name}{hint}")
+
+
+def not_started(fault: SamplerFault, log: Path) -> SamplerError:
+    """The error of a failed first start."""
+    hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
+    return SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}{see(log)}")
+
+
+def see(log: Path) -> str:
+    """A reference to the log, unless it is empty (an empty log is removed with a refused start)."""
+    return f"; see {log}" if log.exists() and log.stat().st_size else ""
 
 
 def sampler_environment(environment: Mapping[str, str], plan: ReceiverPlan) -> dict[str, str]:

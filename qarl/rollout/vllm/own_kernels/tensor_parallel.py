@@ -18,46 +18,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qarl.rollout.vllm.process import TICK_S, Sampler, SamplerProcess, Tick
+from qarl.rollout.engine import Progress
+from qarl.rollout.vllm.process import TICK_S, Sampler, SamplerProcess
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.transport import ReceiverPlan
 from qarl.weight_sync.update import WeightUpdate
 from qarl.weight_sync.verify import PublishError
 
 
 class SamplerTeam(Sampler):
-    """Several processes. plans: Of each process, in the order of the model's parts.
+    """Several processes; see `SamplerProcess`. gpus: Of each process, in the order of the model's parts.
 
-    log: of the first; the others' have the part's number before the ending. Publications are orders with
-    a payload for each.
+    log: of the first; the others' have the part's number before the ending. A publish is an order with a payload for
+    each.
     """
 
     def __init__(
-        self,
-        settings: SamplerSettings,
-        expected: Mapping[str, Fingerprint],
-        plans: Sequence[ReceiverPlan],
-        log: Path,
-        timeout_s: float,
+        self, learner: torch.device, gpus: Sequence[int | None], threads: int | None, log: Path, timeout_s: float
     ) -> None:
         self._operation = "start"
         self._folder = Path(tempfile.mkdtemp(prefix="qarl-team-"))
         self.members: list[SamplerProcess] = []
         try:
-            for index, plan in enumerate(plans):
-                own = replace(settings, shard=index, shards=len(plans), rendezvous=self._folder / "store")
+            for index, gpu in enumerate(gpus):
                 own_log = log if index == 0 else log.with_suffix(f".{index}{log.suffix}")
-                self.members.append(SamplerProcess(own, expected, plan, own_log, timeout_s))
+                self.members.append(SamplerProcess(learner, gpu, "fast", threads, own_log, timeout_s))
         except BaseException:
             self.close()
             raise
+        self.transports = [transport for member in self.members for transport in member.transports]
 
-    def start(self, tick: Tick) -> None:
+    def start(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], tick: Progress) -> None:
+        whole = replace(settings, shards=len(self.members), rendezvous=self._folder / "store")
         try:
-            for member in self.members:
-                member.begin_start()
+            for index, member in enumerate(self.members):
+                member.begin_start(replace(whole, shard=index), expected)
         except BaseException:
             self._end()
             raise
@@ -76,7 +72,7 @@ class SamplerTeam(Sampler):
             self._end()
             raise
 
-    def finish(self, tick: Tick) -> Any:
+    def finish(self, tick: Progress) -> Any:
         results = self._answers(tick)
         if self._operation == "generate" and any(result != results[0] for result in results):
             self._end()
@@ -89,7 +85,7 @@ class SamplerTeam(Sampler):
         self._end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _answers(self, tick: Tick) -> list[Any]:
+    def _answers(self, tick: Progress) -> list[Any]:
         """All answers, once all have arrived. A refused publish is raised then; other exceptions end all processes."""
         waiting, refused = list(self.members), None
         try:
