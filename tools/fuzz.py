@@ -32,9 +32,8 @@ if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from fuzzing.base import Base, make_base
-from fuzzing.series import MUTATORS, Result, names, remove, run_case
+from fuzzing.series import KINDS, Result, names, remove, run_case
 from fuzzing.summary import Tally, describe
-from fuzzing.valid import run_valid, trained
 
 # What the commands import when they need it: once here, not in every case.
 WARM = (
@@ -68,10 +67,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--kinds",
         nargs="+",
-        choices=list(MUTATORS),
-        default=list(MUTATORS),
+        choices=KINDS,
+        default=KINDS,
         metavar="KIND",
-        help=f"what is mutated, of {', '.join(MUTATORS)}; default all",
+        help=f"what is mutated, of {', '.join(KINDS)}; default all",
     )
     parser.add_argument(
         "--accepted-train",
@@ -86,7 +85,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if min(parsed.count, parsed.jobs) < 1 or "/" in parsed.seed:
         parser.error("--count and --jobs take numbers from 1, --seed no slash")
-    if parsed.only is not None and not re.fullmatch(rf"({'|'.join(MUTATORS)}|valid)-\d+", parsed.only):
+    if parsed.only is not None and not re.fullmatch(rf"({'|'.join(KINDS)}|valid)-\d+", parsed.only):
         parser.error(f"--only {parsed.only}: a case is a kind and a number, such as run-17")
     return parsed
 
@@ -95,12 +94,14 @@ def results(arguments: argparse.Namespace, base: Base, root: Path) -> Iterator[R
     """Of every case, as they come."""
     from qarl.cli import main as command
 
-    if left := arguments.accepted_train:
-        for result in trained(arguments.seed, base, root, command):
-            yield result
+    left, number = arguments.accepted_train, 0
+    if left:
+        while left:
+            result = run_case(arguments.seed, f"valid-{number}", base, root, command)
             left -= result.case.command == "train"
-            if not left:
-                return
+            number += 1
+            yield result
+        return
     series = names(arguments.seed, arguments.count, arguments.kinds)
     jobs = ((arguments.seed, name, base, root, command) for name in series)
     if arguments.jobs == 1:
@@ -129,8 +130,7 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # so that a fork's collections touch, and copy, none of it
     if arguments.only is not None:
-        run = run_valid if arguments.only.startswith("valid-") else run_case
-        result = run(arguments.seed, arguments.only, base, root, command, keep=True)
+        result = run_case(arguments.seed, arguments.only, base, root, command, keep=True)
         print(describe(arguments.seed, result, lines=200), f"directory: {result.case.directory}", sep="\n")
         return int(result.verdict.status == "bad")
     tally = Tally(arguments.seed)

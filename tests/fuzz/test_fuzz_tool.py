@@ -180,17 +180,16 @@ def base(tmp_path_factory: pytest.TempPathFactory):
     """Directories in the shape of a base, without a model that runs: what the mutators read of it."""
     import json
 
+    import torch
     import yaml
     from fuzzing.base import CONFIGS, RUN, Base
-    from fuzzing.tensorfiles import Stored, write_tensors
+    from fuzzing.damage import write_tensors
 
     root = tmp_path_factory.mktemp("base")
     tensors = {
-        f"model.layers.{i}.mlp.{name}.weight": Stored("F32", [4, 2], bytes(32))
-        for i in (0, 1)
-        for name in ("up_proj", "down_proj")
+        f"model.layers.{i}.mlp.{name}.weight": torch.zeros(4, 2) for i in (0, 1) for name in ("up_proj", "down_proj")
     }
-    tensors["model.norm.weight"] = Stored("F32", [2], bytes(8))
+    tensors["model.norm.weight"] = torch.zeros(2)
     found = Base(
         root,
         root / "model",
@@ -208,7 +207,7 @@ def base(tmp_path_factory: pytest.TempPathFactory):
             json.dumps({"hidden_size": 64, "quantization_config": {"quant_method": "compressed-tensors"}})
         )
         for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-            (folder / name).write_text('{"eos_token_id": 1, "model": {"vocab": {"a": 1}}}')
+            (folder / name).write_text('{"eos_token_id": 1, "model": {"vocab": {"a": 1, "b": 2}}}')
     found.results.mkdir()
     for name in ("completions.jsonl", "evaluation.json", "results.json"):
         (found.results / name).write_text('{"task": "a", "prompt_id": 3, "reward": 0.5}')
@@ -269,21 +268,21 @@ def test_a_case_is_the_same_whenever_it_is_built(kind: str, base: Any, tmp_path:
 
 
 def test_the_kinds_and_the_count_do_not_change_a_case() -> None:
-    from fuzzing.series import MUTATORS, names
+    from fuzzing.series import KINDS, names
 
-    every = list(names("3", 400, MUTATORS))
-    assert len(set(every)) == 400 and {name.rpartition("-")[0] for name in every} == set(MUTATORS)
-    assert every[:50] == list(names("3", 50, MUTATORS))
+    every = list(names("3", 400, KINDS))
+    assert len(set(every)) == 400 and {name.rpartition("-")[0] for name in every} == set(KINDS)
+    assert every[:50] == list(names("3", 50, KINDS))
     runs = [name for name in every if name.startswith("run-")]
     assert list(names("3", len(runs), ["run"])) == runs
-    assert every != list(names("4", 400, MUTATORS))
+    assert every != list(names("4", 400, KINDS))
 
 
 def test_every_key_of_the_schema_and_every_option_is_within_reach() -> None:
     from fuzzing.configs import schema_keys
     from fuzzing.options import WORKING, options
 
-    keys = {".".join(map(str, path)) for path, _ in schema_keys()}
+    keys = {".".join(map(str, path)) for path in schema_keys()}
     assert {
         "train.steps",
         "reward.functions.0.weight",
@@ -325,21 +324,25 @@ def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:
 
 
 def test_arguments_are_such_as_a_shell_can_pass() -> None:
-    from fuzzing.case import argument
-    from fuzzing.paths import PATHS
-    from fuzzing.values import TEXTS
+    from fuzzing.case import with_draws
+    from fuzzing.values import argument, paths, texts
 
-    for text in (*TEXTS, *PATHS):
+    found: list[str] = []
+    for number in range(300):
+        with_draws("1", str(number), lambda draw: found.append(draw(texts | paths)))
+    for text in found:
         raw = os.fsencode(argument(text))
         assert b"\0" not in raw and len(raw) < 131_072
     assert argument("a\ud800b") == os.fsdecode(b"a\xed\xa0\x80b")
 
 
 def test_valid_configurations_keep_to_the_schemas_ranges(base: Any) -> None:
-    from fuzzing.case import case_random
-    from fuzzing.valid import draw
+    from fuzzing.case import with_draws
+    from fuzzing.configs import valid_config
 
-    drawn = [draw(case_random("1", f"valid-{number}"), base) for number in range(200)]
+    drawn: list[tuple[str, dict[str, Any]]] = []
+    for number in range(200):
+        with_draws("1", f"valid-{number}", lambda draw: drawn.append(valid_config(draw, base)))
     assert len({what for what, _ in drawn}) > 150
     assert all(data["train"]["steps"] == 2 for _, data in drawn)
 

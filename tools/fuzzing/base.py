@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,59 +23,15 @@ ROWS = [
     for b in range(1, 5)
 ]
 RUN, RESULTS = Path("runs/tiny"), Path("results")  # below a working directory
-COMPARE = [
-    "compare",
-    "--offline",
-    "model",
-    "--schemes",
-    "bf16,w4a16",
-    "--group-size",
-    "32",
-    "--max-tokens",
-    "64",
-    "--out",
-    "out",
-]
-EVALUATE = [
-    "eval",
-    "model",
-    "--data",
-    "minerva=rows.jsonl",
-    "--samples",
-    "2",
-    "--max-response-length",
-    "4",
-    "--max-prompts",
-    "3",
-    "--out",
-    str(RESULTS),
-]
-
-
-def greedy_evaluation(model: str, rows: str) -> list[str]:
-    """A command line that answers two prompts of `rows` once each."""
-    return [
-        "eval",
-        model,
-        "--data",
-        f"minerva={rows}",
-        "--samples",
-        "1",
-        "--temperature",
-        "0",
-        "--max-response-length",
-        "4",
-        "--max-prompts",
-        "2",
-    ]
-
-
+GENERATE = "generate {} --prompt '2 + 2 =' --max-new-tokens 4"
+QUANTIZE = "quantize model out --scheme w4a16 --group-size 32"
+COMPARE = "compare --offline model --schemes bf16,w4a16 --group-size 32 --max-tokens 64 --out out"
+EVALUATE = "eval model --data minerva=rows.jsonl --samples 2 --max-response-length 4 --max-prompts 3 --out results"
+EVALUATE_GREEDILY = "eval {} --data minerva={} --samples 1 --temperature 0 --max-response-length 4 --max-prompts 2"
 REWARD = """\
 def f(completions, prompts, **columns):
     return [float(len(completion) % 3) for completion in completions]
 """
-
-
 OBJECTIVE = """\
 from qarl.objectives import Surrogate, clamped_exp, ratio_stats
 
@@ -84,6 +41,7 @@ def f(inputs):
     stats = ratio_stats(ratio, clamped, clamped, inputs.counted_tokens)
     return Surrogate(inputs.token_advantages * ratio, stats)
 """
+SUMS = {"source": "task:arithmetic", "task": {"size": 4}, "max_prompt_length": 64}
 
 
 @dataclass(frozen=True)
@@ -109,7 +67,7 @@ class Base:
             "model": {"path": str(self.model)},
             "quant": {"group_size": 32},
             "rollout": {"n": 2, "max_response_length": 6, "max_num_seqs": 8},
-            "data": {"source": "task:arithmetic", "task": {"size": 16}, "max_prompt_length": 64},
+            "data": {**SUMS, "task": {"size": 16}},
             "reward": {"functions": [{"name": "length", "options": {"target": 4}}]},
             "optim": {"lr": 1e-3},
             "train": {"steps": 1, "prompts_per_step": 2, "minibatch_size": 2, "run_dir": str(RUN)},
@@ -125,17 +83,9 @@ def make_base(root: Path, command: Callable[[Sequence[str]], object]) -> Base:
     model = save_tiny_model(root / "model")
     work = Case("base-0", root / "made")
     work.cwd.mkdir(parents=True)
-    run = work.cwd / RUN
-    shipped = tuple(sorted(CONFIGS.rglob("*.yaml")))
-    base = Base(
-        root, model, run, work.cwd / "export", work.cwd / RESULTS, _pickled(root, model), _as_gguf(root, model), shipped
-    )
+    made = (work.cwd / RUN, work.cwd / "export", work.cwd / RESULTS)
+    base = Base(root, model, *made, _pickled(model), _as_gguf(model), tuple(sorted(CONFIGS.rglob("*.yaml"))))
     lay_out(base, work, "model", "data", "reward")
-    task = {
-        "name": "sums",
-        "data": {"source": "task:arithmetic", "task": {"size": 4}, "max_prompt_length": 64},
-        "reward": [{"name": "exact"}],
-    }
     config = base.config(
         model={"path": "model"},
         objective={"kl_coef": 0.01},
@@ -143,49 +93,46 @@ def make_base(root: Path, command: Callable[[Sequence[str]], object]) -> Base:
         reward={"functions": [{"name": "./reward.py:f"}, {"name": "exact", "weight": 0.5}]},
         train={"steps": 3},
         checkpoint={"every": 1, "keep_last": 0},
-        evaluation={"samples": 2, "every": 1, "tasks": [task]},
+        evaluation={"samples": 2, "every": 1, "tasks": [{"name": "sums", "data": SUMS, "reward": [{"name": "exact"}]}]},
         diagnostics={"shadow_every": 1, "deployed_every": 1, "crossings_every": 1, "gradients_every": 2},
     )
     (work.cwd / "tiny.yaml").write_text(yaml.safe_dump(config))
-    for argv in (["train", "tiny.yaml"], ["export", str(RUN), "export"], EVALUATE):
-        work.argv = argv
+    for line in ("train tiny.yaml", f"export {RUN} export", EVALUATE):
+        work.argv = shlex.split(line)
         outcome = execute(work, command)
         if outcome.code:
-            raise RuntimeError(
-                f"qarl {' '.join(argv)} makes no base: exit code {outcome.code}\n"
-                + outcome.err.decode(errors="replace")
-            )
+            said = outcome.err.decode(errors="replace")
+            raise RuntimeError(f"qarl {line} makes no base: exit code {outcome.code}\n{said}")
     return base
 
 
 def lay_out(base: Base, case: Case, *parts: str) -> None:
     """Copies of `parts` (run, model, export, results, data, reward, objective, config) for a case."""
+    written = {
+        "data": ("rows.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS)),
+        "reward": ("reward.py", REWARD),
+        "objective": ("objective.py", OBJECTIVE),
+        "config": ("tiny.yaml", yaml.safe_dump(base.config())),
+    }
     for part in parts:
-        if part == "run":
-            shutil.copytree(base.run, case.cwd / RUN, symlinks=True)
-        elif part in ("model", "export", "results"):
-            shutil.copytree(getattr(base, part), case.cwd / part)
-        elif part == "data":
-            (case.cwd / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-        elif part == "reward":
-            (case.cwd / "reward.py").write_text(REWARD)
-        elif part == "objective":
-            (case.cwd / "objective.py").write_text(OBJECTIVE)
+        if part in written:
+            name, text = written[part]
+            (case.cwd / name).write_text(text)
         else:
-            (case.cwd / "tiny.yaml").write_text(yaml.safe_dump(base.config()))
+            shutil.copytree(getattr(base, part), case.cwd / (RUN if part == "run" else part), symlinks=True)
 
 
-def _pickled(root: Path, model: Path) -> Path:
+def _pickled(model: Path) -> Path:
     """Its weights as torch.save writes them."""
     import torch
     from safetensors.torch import load_file
 
-    path = root / "pytorch_model.bin"
+    path = model.parent / "pytorch_model.bin"
     torch.save(load_file(model / "model.safetensors"), path)
     return path
 
 
-def _as_gguf(root: Path, model: Path) -> Path:
+def _as_gguf(model: Path) -> Path:
     """Its weights and vocabulary as llama.cpp's format, unquantized.
 
     Query and key rows are not permuted as llama.cpp wants them: another model of the same shapes, which is all the
@@ -194,9 +141,11 @@ def _as_gguf(root: Path, model: Path) -> Path:
     from gguf import GGUFWriter
     from safetensors.numpy import load_file
 
+    from qarl.config.weights import gguf_name
+
     config = json.loads((model / "config.json").read_text())
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
-    path = root / "model.gguf"
+    path = model.parent / "model.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -212,28 +161,9 @@ def _as_gguf(root: Path, model: Path) -> Path:
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     for name, value in load_file(model / "model.safetensors").items():
-        writer.add_tensor(_gguf_name(name), value)
+        writer.add_tensor(gguf_name(name), value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _gguf_name(name: str) -> str:
-    for ours, theirs in (
-        ("model.layers.", "blk."),
-        ("model.embed_tokens", "token_embd"),
-        ("model.norm", "output_norm"),
-        ("self_attn.q_proj", "attn_q"),
-        ("self_attn.k_proj", "attn_k"),
-        ("self_attn.v_proj", "attn_v"),
-        ("self_attn.o_proj", "attn_output"),
-        ("mlp.gate_proj", "ffn_gate"),
-        ("mlp.up_proj", "ffn_up"),
-        ("mlp.down_proj", "ffn_down"),
-        ("input_layernorm", "attn_norm"),
-        ("post_attention_layernorm", "ffn_norm"),
-    ):
-        name = name.replace(ours, theirs)
-    return name

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
 # Wall seconds a command may take on two busy cores. What only reads files has no business taking long.
 READING_S, WORKING_S = 10.0, 60.0
 READING = ("check", "schema", "runs")
@@ -64,12 +68,19 @@ class Case:
         return (1 if self.reads_only else 2) * GIB
 
 
-def case_random(seed: str, name: str) -> random.Random:
-    """The random numbers of a case: the same whatever else runs, in whatever order."""
-    return random.Random(f"{seed}:{name}")
+def with_draws(seed: str, name: str, build: Callable[[DrawFn], None]) -> None:
+    """Call `build` with Hypothesis' `draw`, whose values depend on the seed and the name alone.
 
+    Hypothesis' own generation (`max_examples`) derives each example from the ones before, so a case would change with
+    the number of cases. Its interface for fuzzers makes an example of a string of bytes instead. `build` is called
+    again, with other bytes, if Hypothesis rejects an example (a filter, or one that is too large).
+    """
 
-def argument(text: str) -> str:
-    """`text` as a command line can carry it: no NUL, bytes that are not UTF-8 as Python's surrogate escapes."""
-    raw = "".join(char for char in text if char != "\0").encode("utf-8", "surrogatepass")
-    return raw[:100_000].decode("utf-8", "surrogateescape")
+    @settings(database=None)
+    @given(st.data())
+    def once(data: st.DataObject) -> None:
+        build(data.draw)
+
+    stream = random.Random(f"{seed}:{name}")
+    while once.hypothesis.fuzz_one_input(stream.randbytes(2**15)) is None:
+        pass

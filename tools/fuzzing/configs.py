@@ -1,23 +1,22 @@
-"""Configurations and overrides: damaged YAML, and hostile values and shapes at the keys of the schema."""
+"""Configurations: damaged YAML, hostile values at the keys of the schema, and values that the schema allows."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import yaml
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
 
-from fuzzing.base import Base, lay_out
-from fuzzing.case import Case, argument
-from fuzzing.documents import damage_yaml
-from fuzzing.paths import PATHS, make_traps
-from fuzzing.values import TEXTS, shown, yaml_value
+from fuzzing.base import SUMS, Base, lay_out
+from fuzzing.case import Case
+from fuzzing.damage import damage_yaml
+from fuzzing.values import argument, chance, listed, make_traps, paths, pick, position, shown, texts, yaml_values
 
 Key = tuple[str | int, ...]
-
 # A study whose shared model does not exist: whatever else is read, no member is ever trained.
 STUDY: dict[str, Any] = {
     "title": "a study",
@@ -29,100 +28,102 @@ STUDY: dict[str, Any] = {
 
 
 @cache
-def schema_keys() -> tuple[tuple[Key, str], ...]:
-    """Every key of the configuration and its JSON type; 0 stands for the first entry of a list."""
+def schema_keys() -> dict[Key, list[dict[str, Any]]]:
+    """Every key of the configuration with its JSON schemas; 0 stands for the first entry of a list.
+
+    A key of several objectives has a schema of each, with the objective's name as `x-name`.
+    """
     from qarl.config import Config
 
-    schema = Config.model_json_schema()
-    return tuple(dict.fromkeys(_keys(schema, schema, ())))
+    schema, found = Config.model_json_schema(), {}
+    for path, node in _keys(schema, schema, ()):
+        found.setdefault(path, []).append(node)
+    return found
 
 
-def _keys(root: dict[str, Any], node: dict[str, Any], path: Key) -> Iterator[tuple[Key, str]]:
-    while "$ref" in node:
-        node = root["$defs"][node["$ref"].rpartition("/")[2]]
+def _keys(root: dict[str, Any], node: dict[str, Any], path: Key) -> Iterator[tuple[Key, dict[str, Any]]]:
+    node = _resolved(root, node)
     for option in (*node.get("anyOf", ()), *node.get("oneOf", ())):
         yield from _keys(root, option, path)
-    if "properties" in node:
-        for name, child in node["properties"].items():
-            yield (*path, name), str(child.get("type", "any"))
-            yield from _keys(root, child, (*path, name))
-    elif node.get("type") == "array" and isinstance(node.get("items"), dict):
+    properties = node.get("properties", {})
+    member = properties.get("name", {}).get("const")
+    for name, child in properties.items():
+        leaf = _resolved(root, child)
+        yield (*path, name), leaf if member is None else {**leaf, "x-name": member}
+        yield from _keys(root, child, (*path, name))
+    if node.get("type") == "array" and isinstance(node.get("items"), dict):
         yield from _keys(root, node["items"], (*path, 0))
 
 
-def mutate_config(rng: random.Random, base: Base, case: Case) -> None:
-    """`qarl check` (now and then `train`) of a configuration with damage, or `qarl compare` of such a study."""
+def _resolved(root: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    return root["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+
+def mutate_config(draw: DrawFn, base: Base, case: Case) -> None:
+    """`qarl check` of a configuration with damage, or `qarl compare` of such a study."""
     make_traps(case.cwd)
     lay_out(base, case, "data", "objective")
-    roll = rng.random()
-    if roll < 0.08:
+    case.argv = ["check", "c.yaml"]
+    kind = draw(st.integers(0, 99))
+    if kind < 8:
         study = {**STUDY, "config": base.config(model={"path": "./no-such-model"})}
-        case.mutation, document = damage_yaml(rng, yaml.safe_dump(study, sort_keys=False))
-        case.mutation = f"study: {case.mutation}"
-        case.argv = ["compare", "c.yaml", "--out", "out"]
-    elif roll < 0.35:
-        shipped = base.shipped[int(rng.random() * len(base.shipped))]
-        text = shipped.read_text() if rng.random() < 0.6 else yaml.safe_dump(base.config())
-        case.mutation, document = damage_yaml(rng, text)
-        case.mutation = f"text: {case.mutation}"
-        case.argv = ["check", "c.yaml"]
+        what, document = damage_yaml(draw, yaml.safe_dump(study, sort_keys=False))
+        case.mutation, case.argv = f"study: {what}", ["compare", "c.yaml", "--out", "out"]
+    elif kind < 35:
+        shipped = base.shipped[position(draw, len(base.shipped))].read_text()
+        what, document = damage_yaml(draw, shipped if chance(draw, 60) else yaml.safe_dump(base.config()))
+        case.mutation = f"text: {what}"
     else:
-        changes, document = _changed(rng, base)
-        case.mutation = f"values: {changes}"
-        case.argv = ["check", "c.yaml"]
+        what, document = _changed(draw, base)
+        case.mutation = f"values: {what}"
     (case.cwd / "c.yaml").write_bytes(document)
 
 
-def _changed(rng: random.Random, base: Base) -> tuple[str, bytes]:
+def _changed(draw: DrawFn, base: Base) -> tuple[str, bytes]:
     """A valid configuration with one to three keys given something else; hostile YAML goes in as it is."""
     data = base.config()
     snippets: list[str] = []
     changes = []
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        path, _ = schema_keys()[int(rng.random() * len(schema_keys()))]
-        if rng.random() < 0.12:
-            changes.append(_reshape(rng, data, path))
+    for _ in range(pick(draw, (1, 1, 1, 2, 3))):
+        path = pick(draw, list(schema_keys()))
+        if chance(draw, 12):
+            changes.append(_reshape(draw, data, path))
             continue
-        what, snippet = yaml_value(rng)
-        snippets.append(snippet)
-        place(data, path, f"@{len(snippets) - 1}@")
-        name_objective(rng, data, path)
-        changes.append(f"{'.'.join(map(str, path))} given {what} {shown(snippet)}")
+        place(data, path, f"@{len(snippets)}@")
+        possible = chance(draw, 30) and draw(allowed(pick(draw, schema_keys()[path])))
+        snippets.append(json.dumps(possible) if possible is not False else draw(yaml_values))
+        name_objective(draw, data, path)
+        changes.append(f"{'.'.join(map(str, path))} given {shown(snippets[-1])}")
     text = json.dumps(data)
     for number, snippet in enumerate(snippets):
         text = text.replace(f'"@{number}@"', f"\n {snippet}\n" if snippet.startswith(("#", "%", "-")) else snippet)
     return "; ".join(changes), text.encode("utf-8", "surrogatepass")
 
 
-def _reshape(rng: random.Random, data: dict[str, Any], path: Key) -> str:
-    """Change the shape of `data` at or above `path`."""
-    name = ".".join(map(str, path))
-    kind = rng.choice(("missing", "renamed", "listed", "repeated", "flattened", "section"))
+def _reshape(draw: DrawFn, data: dict[str, Any], path: Key) -> str:
+    """Change the shape of `data` at the section of `path`."""
     top = str(path[0])
+    kind = pick(draw, ("missing", "renamed", "in a list", "repeated", "as one key", "no section"))
     if kind == "missing":
         data.pop(top, None)
-        return f"{top} missing"
-    if kind == "renamed":
-        data[rng.choice((top.upper(), top + " ", top[:-1], "²", rng.choice(TEXTS)))] = data.pop(top, {})
-        return f"{top} renamed"
-    if kind == "listed":
+    elif kind == "renamed":
+        data[draw(st.sampled_from((top.upper(), top + " ", top[:-1])) | texts)] = data.pop(top, {})
+    elif kind == "in a list":
         data[top] = [data.get(top)]
-        return f"{top} in a list"
-    if kind == "repeated":
-        data["reward"]["functions"] = data["reward"]["functions"] * rng.choice((2, 100, 5_000))
-        return "reward.functions repeated"
-    if kind == "flattened":
-        data[name] = 1
-        return f"{name} as one key"
-    data[top] = rng.choice((None, "", 0, [], "text", True))
-    return f"{top} becomes {data[top]!r}"
+    elif kind == "repeated":
+        data["reward"]["functions"] = data["reward"]["functions"] * pick(draw, (2, 100, 5_000))
+    elif kind == "as one key":
+        data[".".join(map(str, path))] = 1
+    else:
+        data[top] = pick(draw, (None, "", 0, [], "text", True))
+    return f"{top} {kind}"
 
 
 def place(data: dict[str, Any], path: Key, value: Any) -> None:
     """Set a key, making the sections and lists on the way."""
     here: Any = data
-    for position, step in enumerate(path[:-1]):
-        empty: Any = [{}] if isinstance(path[position + 1], int) else {}
+    for position_, step in enumerate(path[:-1]):
+        empty: Any = [{}] if isinstance(path[position_ + 1], int) else {}
         if isinstance(step, int):
             if not here:
                 here.append(empty)
@@ -137,56 +138,153 @@ def place(data: dict[str, Any], path: Key, value: Any) -> None:
         here[path[-1]] = value
 
 
-def name_objective(rng: random.Random, data: dict[str, Any], path: Key) -> None:
+def name_objective(draw: DrawFn, data: dict[str, Any], path: Key) -> None:
     """Where a key of an objective was set, choose one that reads it: a key of another one hides what else is wrong."""
     from qarl.objectives.registry import BY_NAME
 
     section = data.get("objective")
     if path[0] != "objective" or not isinstance(section, dict) or "name" in section:
         return
-    section["name"] = rng.choice(
-        [name for name, one in BY_NAME.items() if set(section) <= set(one.model_fields)] or ["sapo"]
-    )
+    readers = [name for name, one in BY_NAME.items() if set(section) <= set(one.model_fields)]
+    section["name"] = pick(draw, readers or ["sapo"])
     if section["name"] == "custom":
         section.setdefault("path", "objective.py:f")
 
 
-def mutate_override(rng: random.Random, base: Base, case: Case) -> None:
+def mutate_override(draw: DrawFn, base: Base, case: Case) -> None:
     """`qarl check` of a good file with hostile `KEY.PATH=VALUE` arguments."""
     make_traps(case.cwd)
     lay_out(base, case, "config")
     overrides = []
-    for _ in range(rng.choice((1, 1, 2, 5))):
-        path, _ = schema_keys()[int(rng.random() * len(schema_keys()))]
-        name = ".".join(map(str, path))
-        odd = rng.random()
-        if odd < 0.2:
-            name = rng.choice(
-                (
-                    "",
-                    ".",
-                    "a..b",
-                    f"{name}.",
-                    f".{name}",
-                    f"{name}.x",
-                    f"{name}.0",
-                    "reward.functions.99999999999999999999.name",
-                    "reward.functions.-1.name",
-                    "reward.functions.²",
-                    "reward.functions.٣.name",
-                    "reward.functions." + "9" * 5_000,
-                    "k" * 5_000,
-                    ".".join("k" * 5_000),
-                    rng.choice(TEXTS),
-                    "model",
-                    "train.steps.0",
-                    "0",
-                    name.upper(),
-                    f" {name} ",
-                    f"{name}\n",
-                )
-            )
-        value = yaml_value(rng)[1] if rng.random() < 0.8 else rng.choice((*TEXTS, *PATHS))
-        overrides.append(argument(name + ("" if rng.random() < 0.05 else "=") + value))
+    for _ in range(pick(draw, (1, 1, 2, 5))):
+        name = ".".join(map(str, pick(draw, list(schema_keys()))))
+        if chance(draw, 20):
+            around = (f"{name}.", f".{name}", f"{name}.x", f"{name}.0", name.upper(), f" {name} ", f"{name}\n")
+            index = pick(draw, ("9" * 20, "-1", "²", "٣", "9" * 5_000))
+            odd = ("", ".", "a..b", f"reward.functions.{index}.name", "k" * 5_000, ".".join("k" * 5_000), "model", "0")
+            name = draw(st.sampled_from(around) | st.sampled_from(odd) | texts)
+        value = draw(yaml_values) if chance(draw, 80) else draw(texts | paths)
+        overrides.append(argument(name + ("" if chance(draw, 5) else "=") + value))
     case.mutation = "overrides: " + "; ".join(shown(text) for text in overrides)
     case.argv = ["check", "tiny.yaml", *overrides]
+
+
+# Values for keys that multiply into time or memory, or whose range says too little.
+SMALL: dict[str, tuple[Any, ...]] = {
+    "rollout.n": (1, 2, 3, 4),
+    "rollout.max_response_length": (1, 2, 7, 8, 33),
+    "rollout.max_num_seqs": (None, 1, 2, 7, 64),
+    "rollout.max_batched_tokens": (None, 1, 16, 100, 4096),
+    "rollout.kv_cache_tokens": (None, 16, 102, 110, 1000),
+    "rollout.stop": ([], ["a"], ["\n", "ab"], ["x" * 50]),
+    "rollout.stop_token_ids": ([], [5], [0, 258], [100_000]),
+    "train.prompts_per_step": (1, 2, 3, 4),
+    "train.minibatch_size": (None, 1, 2, 3, 4, 8),
+    "train.micro_batch_tokens": (None, 1, 30, 100, 16384),
+    "train.epochs": (1, 2, 3),
+    "train.logprob_chunk": (None, 1, 3, 128),
+    "train.threads": (None, 1, 2),
+    "train.max_skipped_steps": (0, 1, 2, 100),
+    "data.max_prompt_length": (80, 96, 100),
+    "data.max_rows": (None, 1, 2, 5),
+    "data.system_prompt": (None, "", "Add.", "\ud83d\ude00" * 3),
+    "data.prompt_template": (None, "{prompt}", "{prompt} =", "{answer}", "{prompt:>30}"),
+    "data.columns": ({}, {"question": "prompt"}, {"x": "answer"}),
+    "data.split": ("train",),
+    "data.task": ({}, {"size": 1}, {"size": 3, "seed": 5}, {"operations": ["*"]}, {"min": 5, "max": 5}),
+    "quant.ignore": (["lm_head"], [], ["re:.*mlp.*"], ["re:.*"], ["lm_head", "model.layers.0.self_attn.q_proj"]),
+    "quant.group_size": (32, 64, -1, 128, 16),
+    "model.max_length": (None, 102, 110, 512),
+    "model.revision": (None,),
+    "reward.workers": (1, 2),
+    "reward.timeout_s": (5.0, 60.0),
+    "evaluation.samples": (1, 2, 3),
+    "evaluation.every": (None, 1, 2),
+    "evaluation.pass_at": (None, [1], [1, 2], [2]),
+    "evaluation.max_response_length": (None, 1, 5, 20),
+    "checkpoint.every": (1, 2, 50),
+    "checkpoint.resume": ("auto", "never"),
+    "logging.console": ("plain", "none", "rich"),
+}
+# What this machine, its network or the model decides, not the configuration; and what the case itself needs.
+LEFT_OUT = listed("""
+    model.path  model.gguf_file  model.device  model.trust_remote_code  model.routing  rollout.engine  rollout.vllm
+    rollout.linear_kernels  quant.kernels  quant.backward  diagnostics.backward_every  diagnostics.routing_every
+    logging.wandb  logging.trackio  train.run_dir  train.steps  data.source  data.subset  objective.path
+    objective.kwargs  objective.router  reward.functions  evaluation.tasks
+""")
+REWARDS: tuple[dict[str, Any], ...] = (
+    {"name": "length", "options": {"target": 4}},
+    {"name": "exact"},
+    {"name": "math"},
+    {"name": "regex", "options": {"pattern": r"\d+"}},
+    {"name": "format", "options": {"pattern": "a.*"}},
+)
+
+
+@cache
+def valid_keys() -> tuple[Key, ...]:
+    """Keys that hold no sections and no lists of sections, those in `LEFT_OUT` excepted."""
+    sections = {path[:length] for path in schema_keys() for length in range(1, len(path))}
+    names = {path: ".".join(map(str, path)) for path in schema_keys() if path not in sections and 0 not in path}
+    return tuple(path for path, name in names.items() if not name.startswith(tuple(LEFT_OUT)))
+
+
+def valid_config(draw: DrawFn, base: Base) -> tuple[str, dict[str, Any]]:
+    """What was changed, and a configuration of two steps within the schema's ranges, their ends included.
+
+    Sizes are kept small so that a run takes a second.
+    """
+    data = base.config(train={"steps": 2}, data={"max_prompt_length": 96})  # tokens: only the tokenizer counts them
+    data["reward"]["functions"] = [{**pick(draw, REWARDS)} for _ in range(pick(draw, (1, 1, 1, 2)))]
+    changes = []
+    if chance(draw, 25):
+        task = {"name": "sums", "data": {**SUMS, "task": {"size": 2}}, "reward": [{"name": "exact"}]}
+        data["evaluation"] = {"tasks": [task], "samples": 1}
+        changes.append("evaluation")
+    if chance(draw, 15):
+        weight = pick(draw, (0.0, -1.0, 1e-30, 1e6, 1e30, 1e300))
+        data["reward"]["functions"][0]["weight"] = weight
+        changes.append(f"weight {weight:g}")
+    for _ in range(pick(draw, (1, 1, 2, 3, 5))):
+        path = pick(draw, valid_keys())
+        node = pick(draw, schema_keys()[path])
+        name = ".".join(map(str, path))
+        value = pick(draw, SMALL[name]) if name in SMALL else draw(allowed(node))
+        place(data, path, value)
+        if "x-name" in node:
+            place(data, (*path[:-1], "name"), node["x-name"])
+        if data.get("objective", {}).get("name") == "custom":
+            data["objective"]["path"] = "objective.py:f"
+        changes.append(f"{name} = {value!r}")
+    return "; ".join(changes), data
+
+
+def allowed(node: dict[str, Any]) -> SearchStrategy[Any]:
+    """Values that a key's JSON schema allows."""
+    kind = node.get("type")
+    if "anyOf" in node:
+        return st.one_of(*map(allowed, node["anyOf"]))
+    if "enum" in node or "const" in node:
+        return st.sampled_from(node.get("enum") or [node["const"]])
+    if kind == "array" and "prefixItems" in node:
+        return st.tuples(*map(allowed, node["prefixItems"])).map(list)
+    if kind == "array":
+        return st.lists(allowed(node["items"]), max_size=2)
+    if kind in ("integer", "number"):
+        return _numbers(node, kind == "integer")
+    return {"boolean": st.booleans(), "string": st.sampled_from(("a", "x y", "\u00e9"))}.get(kind, st.none())
+
+
+def _numbers(node: dict[str, Any], whole: bool) -> SearchStrategy[Any]:
+    """Numbers of a range: its ends if they are part of it, near its lower end, and anywhere."""
+    low, high = node.get("minimum", node.get("exclusiveMinimum")), node.get("maximum", node.get("exclusiveMaximum"))
+    open_below, open_above = "exclusiveMinimum" in node, "exclusiveMaximum" in node
+    if whole:
+        bottom, top = int(-1 if low is None else low) + open_below, int(2**31 if high is None else high) - open_above
+        return st.integers(bottom, min(bottom + 5, top)) | st.just(top)
+    bottom, top = float(-1.0 if low is None else low), float(1e6 if high is None else high)
+    ends = [end for end, is_open in ((bottom, open_below), (top, open_above)) if not is_open]
+    parts = st.sampled_from((1e-9, 1e-4, 1e-3, 0.1, 0.5, 1 - 1e-9)) | st.floats(1e-9, 1 - 1e-9)
+    between = parts.map(lambda part: bottom + (top - bottom) * part)
+    return st.one_of(between, between, st.just(bottom + min(1e-4, (top - bottom) / 2)), *map(st.just, ends))

@@ -3,168 +3,223 @@
 from __future__ import annotations
 
 import json
-import random
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, sampled_from
 
-from fuzzing.base import COMPARE, Base, greedy_evaluation, lay_out
+from fuzzing.base import COMPARE, EVALUATE_GREEDILY, GENERATE, QUANTIZE, Base, lay_out
 from fuzzing.case import Case
-from fuzzing.documents import damage_bytes, damage_entry, damage_json
-from fuzzing.model_documents import (
-    contradict_tensors,
-    damage_config,
-    damage_generation,
-    damage_keys,
-    damage_tokenizer,
+from fuzzing.damage import (
+    TIED,
+    damage_bytes,
+    damage_entry,
+    damage_file,
+    flip_bit,
+    lose_tensors,
+    read_tensors,
+    spoil_values,
+    write_tensors,
 )
-from fuzzing.paths import NAMES_OF_FILES, make_traps
-from fuzzing.tensorfiles import damage_file, lose_tensors, read_tensors, spoil_values, write_tensors
-from fuzzing.values import shown
+from fuzzing.values import chance, file_names, json_values, listed, make_traps, pick, shown, texts
 
+LINES = {
+    "generate": GENERATE.format("model"),
+    "quantize": QUANTIZE,
+    "compare": COMPARE,
+    "eval": EVALUATE_GREEDILY.format("model", "rows.jsonl"),
+    "check": "check c.yaml",
+    "train": "train c.yaml",
+}
 COMMANDS = ("generate", "generate", "quantize", "quantize", "check", "compare", "train", "eval")
-TIED = ("lm_head.weight",)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+# Keys of config.json and generation_config.json that a library acts on, and JSON that means something to one of them.
+KEYS = listed("""
+    auto_map  architectures  model_type  quantization_config  rope_parameters  rope_scaling  dtype  hidden_act
+    rms_norm_eps  attention_dropout  eos_token_id  pad_token_id  tie_word_embeddings  layer_types  attn_implementation
+    head_dim  id2label  transformers_version  num_labels  temperature  do_sample  stop_strings  max_length
+""")
+SIZES = listed("""
+    hidden_size  intermediate_size  num_hidden_layers  num_attention_heads  num_key_value_heads  vocab_size
+""")
+POINTED = listed(r"""
+    {"AutoConfig": 5}  {"AutoConfig": ["a", null]}  {"AutoModelForCausalLM": "../../x.py--y.Z"}  [5]  [null]  "nosuch"
+    ["NoSuchModel"]  ["LlamaForSequenceClassification"]  "bert"  "../llama"  "gpt2"  "mamba"  {"quant_method": "gptq"}
+    {"quant_method": "compressed-tensors"}  {"quant_method": "compressed-tensors", "config_groups": []}  [[1]]
+    {"quant_method": 5}  {"rope_type": "yarn"}  {"rope_theta": "x"}  {"rope_theta": 0}  {"rope_theta": 1e400}
+    {"type": "linear"}  {"rope_type": "yarn", "factor": -1}  {"rope_type": 5}  "float99"  "int8"  "float64"  [1, null]
+    "__class__"  ["nosuch", "nosuch"]  {"x": 1}  999999  -1  0  1000000000  1.5  "64"
+""")
+# Sizes that the tensors of the tiny model contradict.
+CONTRADICTIONS = {
+    "num_hidden_layers": (1, 3),
+    "intermediate_size": (64, 256),
+    "vocab_size": (200, 300),
+    "hidden_size": (32, 128),
+    "num_key_value_heads": (4, 1),
+}
+TEMPLATES = listed(r"""
+    {% for  {{ x.y.z }}  {{ messages[99].content }}  {{ raise_exception('no \u001b[31m') }}  {{ 1 / 0 }}  plain  \ud800
+    {{ 'a' * 99999999999 }}  {% for i in range(99999999999) %}{% endfor %}  {{ messages.__class__.__mro__ }}
+    {{ ''.format.__globals__ }}  {{ '\ud800' }}  {% include 'x' %}  {% macro m() %}{{ m() }}{% endmacro %}{{ m() }}
+    {{ messages[0]['content'] + 5 }}  {{ strftime_now(5) }}
+""")
 
 
-def mutate_model(rng: random.Random, base: Base, case: Case) -> None:
+def mutate_model(draw: DrawFn, base: Base, case: Case) -> None:
     """A damaged model for one of the commands that take one."""
     make_traps(case.cwd)
     lay_out(base, case, "model", "data")
-    model = case.cwd / "model"
-    kinds: dict[str, tuple[int, Callable[[random.Random, Base, Path], tuple[str, bool]]]] = {
-        "tensors": (8, _tensors),
-        "values": (3, _values),
-        "file": (6, _file),
-        "shards": (8, _shards),
-        "config": (12, damage_config),
-        "contradiction": (3, contradict_tensors),
-        "generation": (4, damage_generation),
-        "tokenizer": (8, damage_tokenizer),
-        "entry": (4, _entry),
-        "pickle": (1, _pickle),
-        "gguf": (3, _gguf),
-        "export": (6, _export),
-    }
-    kind = rng.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
-    what, refuse = kinds[kind][1](rng, base, model)
-    command = rng.choice(COMMANDS)
-    if kind == "gguf":
-        command = rng.choice(("check", "train"))
-    elif kind == "export":
-        command = rng.choice(("generate", "eval"))
-    case.mutation = f"model {kind}: {what}"
-    case.argv = _argv(command, base, case.cwd, "model.gguf" if kind == "gguf" else None)
+    kind = pick(draw, [name for name, (weight, _) in DAMAGE.items() for _ in range(weight)])
+    what, refuse = DAMAGE[kind][1](draw, base, case.cwd / "model")
+    command = pick(draw, {"gguf": ("check", "train"), "export": ("generate", "eval")}.get(kind, COMMANDS))
+    gguf = {"gguf_file": "model.gguf"} if kind == "gguf" else {}
+    (case.cwd / "c.yaml").write_text(yaml.safe_dump(base.config(model={"path": "./model", **gguf})))
+    case.mutation, case.argv = f"model {kind}: {what}", shlex.split(LINES[command])
     case.must_refuse = refuse and command != "check"  # which reads no tensors
     if kind == "export":  # half of the cases reach the checks behind the digests
-        if rng.random() < 0.5:
+        if draw(st.booleans()):
             case.argv.append("--no-verify-digests")
+            case.must_refuse = refuse and "flipped" not in what
         else:
-            case.must_refuse |= what.startswith("export bit") or _documents_differ(base.export, model)
+            case.must_refuse |= _documents_differ(base.export, case.cwd / "model")
 
 
-def _argv(command: str, base: Base, cwd: Path, gguf: str | None) -> list[str]:
-    if command in ("check", "train"):
-        config = base.config(model={"path": "./model"} | ({"gguf_file": gguf} if gguf else {}))
-        (cwd / "c.yaml").write_text(yaml.safe_dump(config))
-    return {
-        "generate": ["generate", "model", "--prompt", "2 + 2 =", "--max-new-tokens", "4"],
-        "quantize": ["quantize", "model", "out", "--scheme", "w4a16", "--group-size", "32"],
-        "compare": list(COMPARE),
-        "eval": greedy_evaluation("model", "rows.jsonl"),
-        "check": ["check", "c.yaml"],
-        "train": ["train", "c.yaml"],
-    }[command]
-
-
-def _tensors(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
+def _tensors(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
     tensors = read_tensors(model / WEIGHTS)
-    what = lose_tensors(rng, tensors, TIED)
-    write_tensors(model / WEIGHTS, tensors)
-    return what, True
-
-
-def _values(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
-    tensors = read_tensors(model / WEIGHTS)
-    what, refuse = spoil_values(rng, tensors)
+    what, refuse = (lose_tensors(draw, tensors), True) if chance(draw, 70) else spoil_values(draw, tensors)
     write_tensors(model / WEIGHTS, tensors)
     return what, refuse
 
 
-def _file(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
-    return damage_file(rng, model / WEIGHTS), False
+def _file(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
+    return damage_file(draw, pick(draw, (model / WEIGHTS, *sorted(model.glob("*.json"))))), False
 
 
-def _shards(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
+def _shards(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
     """Two shards and an index, of which something is wrong."""
     tensors = read_tensors(model / WEIGHTS)
     (model / WEIGHTS).unlink()
     names = list(tensors)
-    half = len(names) // 2
-    parts = {"model-00001-of-00002.safetensors": names[:half], "model-00002-of-00002.safetensors": names[half:]}
-    weight_map = {name: file for file, members in parts.items() for name in members}
-    kind = rng.choice(
-        (
-            "tensors",
-            "one file",
-            "text",
-            "escape",
-            "wrong shard",
-            "forgotten",
-            "unlisted",
-            "map",
-            "absent shard",
-            "damaged",
-        )
-    )
-    what, refuse = kind, False
+    name = pick(draw, names)
+    first, second = SHARDS
+    weight_map: Any = {n: SHARDS[number >= len(names) // 2] for number, n in enumerate(names)}
+    kind = pick(draw, ("tensors", "text", "escape", "misplaced", "forgotten", "unlisted", "map", "absent", "damaged"))
+    what, refuse = f"{kind} {name}", False
     if kind == "tensors":
-        what, refuse = lose_tensors(rng, tensors, TIED), True
-        first, second = parts
-        placed = {name: weight_map.get(name, first) for name in tensors}
-        parts = {file: [name for name in tensors if placed[name] == file] for file in (first, second)}
-        weight_map = {name: file for file, members in parts.items() for name in members}
-    elif kind == "wrong shard":
-        name = names[int(rng.random() * len(names))]
-        weight_map[name] = next(file for file in parts if file != weight_map[name])
-        what = f"{name} in the other shard"
+        what, refuse = lose_tensors(draw, tensors), True
+        weight_map = {n: weight_map.get(n, first) for n in tensors}
+    stored = dict(weight_map)
+    if kind == "misplaced":
+        weight_map[name] = second if weight_map[name] == first else first
     elif kind == "forgotten":
-        del weight_map[names[int(rng.random() * len(names))]]
+        del weight_map[name]
     elif kind == "unlisted":
-        weight_map["model.layers.9.extra.weight"] = "model-00001-of-00002.safetensors"
-    for file, members in parts.items():
-        write_tensors(model / file, {name: tensors[name] for name in members})
-    index: Any = {"metadata": {"total_size": 1}, "weight_map": weight_map}
-    if kind == "one file":
-        write_tensors(model / WEIGHTS, {name: tensors[name] for name in names[:half]})
-    elif kind == "escape":
-        name = rng.choice(
-            (
-                "../outside.safetensors",
-                str((model.parent / "outside.safetensors").resolve()),
-                "sub/../../outside.safetensors",
-                *NAMES_OF_FILES,
-            )
-        )
-        shutil.copyfile(model / "model-00002-of-00002.safetensors", model.parent / "outside.safetensors")
-        index["weight_map"] = {n: (name if f.startswith("model-00002") else f) for n, f in weight_map.items()}
-        what, refuse = f"shard named {shown(name)}", True
+        weight_map["model.layers.9.extra.weight"] = first
+    for file in SHARDS:
+        write_tensors(model / file, {n: tensors[n] for n in tensors if stored[n] == file})
+    if kind == "escape":
+        outside = model.parent / "outside.safetensors"
+        ways = sampled_from(("../outside.safetensors", str(outside.resolve()), "sub/../../outside.safetensors"))
+        target = draw(ways | file_names)
+        shutil.copyfile(model / second, outside)
+        weight_map = {n: target if file == second else file for n, file in weight_map.items()}
+        what, refuse = f"shard named {shown(target)}", True
     elif kind == "map":
-        odd = rng.choice((None, [], "x", 5, {}, {"a": 5}, {"a": None}, {"a": ["b"]}, {"a": {"b": "c"}}, [["a", "b"]]))
-        index = rng.choice(({"weight_map": odd}, odd, {"weight_map": {**weight_map, names[0]: odd}}))
+        odd = pick(draw, (None, [], "x", 5, {}, ["b"], {"b": "c"}))
+        weight_map = pick(draw, (odd, {"a": odd}, [odd], weight_map | {name: odd}))
         what = f"weight_map with {odd!r}"
-    elif kind == "absent shard":
-        damage_entry(rng, model / "model-00002-of-00002.safetensors")
+    elif kind == "absent":
+        what = damage_entry(draw, model / second)
     elif kind == "damaged":
-        what = damage_file(rng, model / "model-00001-of-00002.safetensors")
-    text = json.dumps(index).encode()
-    if kind == "text":
-        what, text = damage_json(rng, json.dumps(index, indent=1))
-    (model / INDEX).write_bytes(text)
-    return f"shards {what}", refuse
+        what = damage_file(draw, model / first)
+    text = json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}, indent=1)
+    (model / INDEX).write_bytes(text.encode())
+    return f"shards {what if kind != 'text' else damage_file(draw, model / INDEX)}", refuse
+
+
+def _key(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
+    """A hostile value at a key of a JSON object."""
+    path = pick(draw, sorted(model.glob("*config.json")))
+    data = json.loads(path.read_text())
+    key = draw(sampled_from(KEYS) | sampled_from(SIZES) | sampled_from(list(data)))
+    value = draw(sampled_from(POINTED) | json_values)
+    data[key] = "@0@"
+    path.write_text(json.dumps(data, indent=1).replace('"@0@"', value))
+    return f"{path.name} {key} = {shown(value)}", False
+
+
+def _contradiction(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
+    path = model / "config.json"
+    data = json.loads(path.read_text())
+    key = pick(draw, list(CONTRADICTIONS))
+    data[key] = pick(draw, CONTRADICTIONS[key])
+    if key == "hidden_size":
+        data.pop("head_dim", None)
+    path.write_text(json.dumps(data))
+    return f"config.json {key} = {data[key]}, which the tensors contradict", True
+
+
+def _template(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
+    template = draw(sampled_from(TEMPLATES) | texts)
+    (model / "chat_template.jinja").write_bytes(template.encode("utf-8", "surrogatepass"))
+    return shown(template), False
+
+
+def _entry(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
+    """Another entry of a name, or a document that was not there."""
+    name = pick(draw, ("special_tokens_map.json", "added_tokens.json"))
+    if chance(draw, 20) and not (model / name).exists():
+        (model / name).write_text(draw(json_values))
+        return f"{name} appears: {shown((model / name).read_text())}", False
+    return damage_entry(draw, pick(draw, sorted(model.iterdir()))), False
+
+
+def _pickle(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
+    (model / WEIGHTS).unlink()
+    shutil.copyfile(base.pickle, model / pick(draw, ("pytorch_model.bin", "model.bin", "consolidated.pth")))
+    if chance(draw, 30):
+        (model / "pytorch_model.bin").write_bytes(draw(st.binary(min_size=100, max_size=500)))
+    return "pickled weights", True
+
+
+def _gguf(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
+    """A GGUF of the same model, damaged, mostly in its header."""
+    for path in model.iterdir():
+        path.unlink()
+    raw = base.gguf.read_bytes()
+    header = 4_096 if chance(draw, 60) else len(raw)
+    what, data = damage_bytes(draw, raw[:header])
+    (model / "model.gguf").write_bytes(data + raw[header:])
+    return f"GGUF {what}", False
+
+
+def _export(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
+    """An exported checkpoint in place of the model."""
+    shutil.rmtree(model)
+    shutil.copytree(base.export, model)
+    kind = pick(draw, ("tensor", "file", "entry", "key", "flip", "flip"))
+    (file,) = model.glob("*.safetensors")
+    if kind == "file":
+        return damage_file(draw, pick(draw, (file, model / "config.json", *sorted(model.glob("*.json"))))), False
+    if kind in ("entry", "key"):
+        return (_entry if kind == "entry" else _key)(draw, base, model)
+    tensors = read_tensors(file)
+    name = pick(draw, list(tensors))
+    if kind == "flip":
+        what, refuse = flip_bit(draw, tensors), True
+    else:
+        tensor = tensors.pop(name)
+        tensors |= pick(draw, ({}, {f"{name}_old": tensor}))
+        what, refuse = f"tensor missing: {name}", name != TIED
+    write_tensors(file, tensors)
+    return what, refuse
 
 
 def _documents_differ(export: Path, model: Path) -> bool:
@@ -185,69 +240,15 @@ def _documents_differ(export: Path, model: Path) -> bool:
     )
 
 
-def _entry(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
-    names = sorted(path.name for path in model.iterdir())
-    return damage_entry(rng, model / names[int(rng.random() * len(names))]), False
-
-
-def _pickle(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
-    (model / WEIGHTS).unlink()
-    shutil.copyfile(base.pickle, model / rng.choice(("pytorch_model.bin", "model.bin", "consolidated.pth")))
-    if rng.random() < 0.3:
-        (model / "pytorch_model.bin").write_bytes(rng.randbytes(1_000))
-    return "pickled weights", True
-
-
-def _gguf(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
-    """A GGUF of the same model, damaged."""
-    for path in model.iterdir():
-        path.unlink()
-    raw = base.gguf.read_bytes()
-    where = rng.random()
-    part = raw[:4_096] if where < 0.6 else raw
-    what, data = damage_bytes(rng, part)
-    (model / "model.gguf").write_bytes(data + raw[len(part) :])
-    return f"GGUF {what}", False
-
-
-def _export(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
-    """An exported checkpoint in place of the model."""
-    shutil.rmtree(model)
-    shutil.copytree(base.export, model)
-    kind = rng.choice(("tensors", "file", "config", "quantization", "entry", "json", "flip", "flip"))
-    files = sorted(model.glob("*.safetensors"))
-    if kind == "flip":
-        tensors = read_tensors(files[0])
-        name = list(tensors)[int(rng.random() * len(tensors))]
-        data, bit = bytearray(tensors[name].data), rng.randrange(8 * len(tensors[name].data))
-        data[bit // 8] ^= 1 << bit % 8
-        tensors[name].data = bytes(data)
-        write_tensors(files[0], tensors)
-        return f"export bit {bit} of {name} flipped", False
-    if kind == "tensors":
-        tensors = read_tensors(files[0])
-        names = list(tensors)
-        name = names[int(rng.random() * len(names))]
-        if rng.random() < 0.5:
-            del tensors[name]
-            what = f"tensor missing: {name}"
-        else:
-            tensors[f"{name}_old"] = tensors.pop(name)
-            what = f"tensor renamed: {name}"
-        write_tensors(files[0], tensors)
-        return f"export {what}", name not in TIED
-    if kind == "file":
-        return f"export {damage_file(rng, files[0])}", False
-    if kind == "entry":
-        return _entry(rng, base, model)
-    if kind == "json":
-        names = sorted(path.name for path in model.glob("*.json"))
-        return damage_keys(rng, model / names[int(rng.random() * len(names))]), False
-    path = model / "config.json"
-    data = json.loads(path.read_text())
-    if kind == "config":
-        return damage_keys(rng, path), False
-    what, text = damage_json(rng, json.dumps(data["quantization_config"]))
-    data["quantization_config"] = "@0@"
-    path.write_bytes(json.dumps(data).encode().replace(b'"@0@"', text))
-    return f"quantization_config {what}", False
+DAMAGE: dict[str, tuple[int, Callable[[DrawFn, Base, Path], tuple[str, bool]]]] = {
+    "tensors": (11, _tensors),
+    "file": (12, _file),
+    "shards": (8, _shards),
+    "key": (12, _key),
+    "contradiction": (3, _contradiction),
+    "template": (3, _template),
+    "entry": (6, _entry),
+    "pickle": (1, _pickle),
+    "gguf": (3, _gguf),
+    "export": (6, _export),
+}

@@ -3,88 +3,51 @@
 from __future__ import annotations
 
 import inspect
-import random
+import shlex
 from dataclasses import dataclass
 from functools import cache
 from typing import get_type_hints
 
 import yaml
+from hypothesis.strategies import DrawFn, SearchStrategy, sampled_from
 
-from fuzzing.base import COMPARE, EVALUATE, RUN, Base, lay_out
-from fuzzing.case import Case, argument
-from fuzzing.paths import PATHS, make_traps
-from fuzzing.values import FLOATS_OF_OPTIONS, INTEGERS, TEXTS, shown
+from fuzzing.base import COMPARE, EVALUATE, GENERATE, QUANTIZE, RUN, Base, lay_out
+from fuzzing.case import Case
+from fuzzing.values import argument, chance, floats, integers, listed, make_traps, paths, pick, shown, texts, weighted
 
 # Command lines that work, in a directory with all parts of the base; that of `compare` without a model trains nothing.
-WORKING: dict[str, tuple[list[str], ...]] = {
-    "check": (["check", "tiny.yaml"],),
-    "schema": (["schema"],),
-    "runs": (["runs", "runs"],),
-    "report": (["report", str(RUN)],),
-    "generate": (
-        ["generate", "model", "--prompt", "2 + 2 =", "--max-new-tokens", "4"],
-        ["generate", str(RUN), "--prompt", "2 + 2 =", "--max-new-tokens", "4"],
-    ),
+WORKING: dict[str, tuple[str, ...]] = {
+    "check": ("check tiny.yaml",),
+    "schema": ("schema",),
+    "runs": ("runs runs",),
+    "report": (f"report {RUN}",),
+    "generate": (GENERATE.format("model"), GENERATE.format(RUN)),
     "eval": (
-        [
-            "eval",
-            "model",
-            "--data",
-            "minerva=rows.jsonl",
-            "--samples",
-            "2",
-            "--max-response-length",
-            "6",
-            "--max-prompts",
-            "2",
-        ],
-        ["eval", str(RUN), "--samples", "2", "--max-prompts", "2"],
+        "eval model --data minerva=rows.jsonl --samples 2 --max-response-length 6 --max-prompts 2",
+        f"eval {RUN} --samples 2 --max-prompts 2",
         EVALUATE,
     ),
-    "export": (["export", str(RUN), "out"],),
-    "quantize": (["quantize", "model", "out", "--scheme", "w4a16", "--group-size", "32"],),
-    "compare": (
-        list(COMPARE),
-        ["compare", "nomodel.yaml", "--seeds", "0,1", "--out", "out"],
-        ["compare", str(RUN), str(RUN), "--out", "out"],
-    ),
-    "diagnose": (["diagnose", str(RUN), "--no-gradients"],),
-    "train": (["train", "tiny.yaml"],),
-    "verify-exact": (
-        ["verify-exact", "model", "--tokens", "8", "--longest", "8"],
-        ["verify-exact", str(RUN), "--tokens", "8", "--longest", "8"],
-    ),
+    "export": (f"export {RUN} out",),
+    "quantize": (QUANTIZE,),
+    "compare": (COMPARE, "compare nomodel.yaml --seeds 0,1 --out out", f"compare {RUN} {RUN} --out out"),
+    "diagnose": (f"diagnose {RUN} --no-gradients",),
+    "train": ("train tiny.yaml",),
+    "verify-exact": ("verify-exact model --tokens 8 --longest 8", f"verify-exact {RUN} --tokens 8 --longest 8"),
 }
-WEIGHTS = {
-    "check": 3,
-    "schema": 1,
-    "runs": 4,
-    "report": 4,
-    "generate": 8,
-    "eval": 8,
-    "export": 6,
-    "quantize": 8,
-    "compare": 10,
-    "diagnose": 4,
-    "train": 1,
-    "verify-exact": 6,
-}
+WEIGHTS = {name: 8 for name in WORKING} | {"check": 3, "schema": 1, "runs": 4, "report": 4, "diagnose": 4, "train": 1}
 SLOW = {("export", "verify"), ("verify-exact", "engine")}  # start vLLM where it is installed, which takes a minute
-LISTS = (
-    "bf16",
-    "bf16,bf16",
-    ",",
-    "w4a16,",
-    " bf16 , fp8",
-    "0,1,2",
-    "0," * 5_000 + "0",
-    "9" * 400,
-    "0,-1",
-    "1-3",
-    "a,b",
-    "1e3",
-    "0x1",
-    "²,1",
+KINDS = {"option": 5, "positional": 1, "unknown": 1, "missing": 1, "extra": 1, "bare": 1}
+lists = sampled_from(
+    [*listed("bf16  bf16,bf16  ,  w4a16,  0,1,2  0,-1  1-3  a,b  1e3  0x1  ²,1"), "0," * 5_000, " bf16 , fp8 "]
+)
+sizes = sampled_from(listed("0GB  -5GB  1e3MB  nanGB  infGB  1B  1KB  ²GB  5XB  5 GB  " + "9" * 400 + "GB"))
+unknown = sampled_from(
+    listed("--nosuch  -x  --  --step=1  --json  --version  --help  --see\x1b[31md  --\u202e  --seed")
+)
+anything = texts | paths | integers
+targets = sampled_from(
+    [f"{RUN}{part}" for part in ("", "/checkpoints", "/checkpoints/000002", "/checkpoints/latest")]
+    + ["model", "export", "rows.jsonl", "tiny.yaml"]
 )
 
 
@@ -96,6 +59,22 @@ class Option:
     spellings: tuple[str, ...]
     flag: bool
     kind: str
+
+    def values(self) -> SearchStrategy[str]:
+        """Hostile values for it."""
+        if "int" in self.kind:
+            return integers
+        if "float" in self.kind:
+            return floats | sampled_from(("1_0", "0x10"))
+        if "Path" in self.kind or self.name in ("model", "offline"):
+            return paths | targets | sampled_from((f"{RUN}/config.yaml",))
+        if self.name == "data":
+            task = sampled_from(("gsm8k", "nosuch", "", "=")) | texts
+            return task.flatmap(lambda name: (paths | targets).map(lambda source: f"{name}={source}")) | task
+        special = {"max_shard_size": sizes | integers} | dict.fromkeys(
+            ("schemes", "learners", "seeds", "only", "k"), lists
+        )
+        return special.get(self.name, anything)
 
 
 @cache
@@ -116,108 +95,44 @@ def options() -> dict[str, tuple[Option, ...]]:
     return found
 
 
-def mutate_options(rng: random.Random, base: Base, case: Case) -> None:
+def mutate_options(draw: DrawFn, base: Base, case: Case) -> None:
     """One command line with one or two arguments that are wrong, odd, absent, repeated or unknown."""
     make_traps(case.cwd)
     lay_out(base, case, "config", "data", "reward", "run", "model", "export", "results")
     (case.cwd / "nomodel.yaml").write_text(yaml.safe_dump(base.config(model={"path": "./nosuch"})))
-    command = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    argv = list(rng.choice(WORKING[command]))
+    command = weighted(draw, WEIGHTS)
+    argv = shlex.split(pick(draw, WORKING[command]))
     done = []
-    for _ in range(rng.choice((1, 1, 1, 2))):
-        what, argv = _mutated(rng, command, argv)
+    for _ in range(pick(draw, (1, 1, 1, 2))):
+        what, argv = _mutated(draw, options()[command], argv)
         done.append(what)
     case.mutation = "options: " + "; ".join(done)
     case.argv = [argument(text) for text in argv]
 
 
-def _mutated(rng: random.Random, command: str, argv: list[str]) -> tuple[str, list[str]]:
-    choices = options()[command]
-    kind = rng.choice(
-        ("option", "option", "option", "option", "option", "positional", "unknown", "missing", "extra", "bare")
-    )
+def _mutated(draw: DrawFn, choices: tuple[Option, ...], argv: list[str]) -> tuple[str, list[str]]:
+    kind = weighted(draw, KINDS)
     if kind == "option" and choices:
-        option = choices[int(rng.random() * len(choices))]
-        name = option.spellings[int(rng.random() * len(option.spellings))]
-        if option.flag:
-            return f"{name} given", [*argv, name]
-        value = _value(rng, option)
-        if name in argv and rng.random() < 0.7:
-            place = argv.index(name)
-            argv = [*argv[:place], *argv[place + 2 :]]
-        how = [f"{name}={value}"] if rng.random() < 0.7 else [name, value]
-        return f"{name} = {shown(value)}", [*argv, *how]
+        return _with_option(draw, pick(draw, choices), argv)
     if kind == "bare" and choices:
-        name = choices[int(rng.random() * len(choices))].spellings[0]
+        name = pick(draw, choices).spellings[0]
         return f"{name} without a value", [*argv, name]
     if kind == "missing" and len(argv) > 1:
-        place = 1 + int(rng.random() * (len(argv) - 1))
+        place = pick(draw, range(1, len(argv)))
         return f"{shown(argv[place])} left out", [*argv[:place], *argv[place + 1 :]]
-    if kind == "extra":
-        value = _text(rng)
-        return f"{shown(value)} added", [*argv, value]
-    if kind == "unknown":
-        name = rng.choice(
-            (
-                "--nosuch",
-                "-x",
-                "--",
-                "--step=1",
-                "--json",
-                "--version",
-                "--help",
-                "--see\x1b[31md",
-                "--\u202e",
-                "--seed",
-            )
-        )
-        return f"{shown(name)} added", [*argv, name]
-    if len(argv) > 1 and not argv[1].startswith("-"):
-        value = _target(rng)
+    if kind == "positional" and len(argv) > 1 and not argv[1].startswith("-"):
+        value = draw(paths | texts | targets)
         return f"first argument {shown(value)}", [argv[0], value, *argv[2:]]
-    value = _text(rng)
+    value = draw(unknown if kind == "unknown" else anything)
     return f"{shown(value)} added", [*argv, value]
 
 
-def _value(rng: random.Random, option: Option) -> str:
-    if rng.random() < 0.15:
-        return _text(rng)
-    if "int" in option.kind:
-        return rng.choice(INTEGERS)
-    if "float" in option.kind:
-        return rng.choice(FLOATS_OF_OPTIONS)
-    if "Path" in option.kind or option.name in ("model", "offline"):
-        return rng.choice((*PATHS, "model", str(RUN), "export", "rows.jsonl", f"{RUN}/config.yaml"))
-    if option.name == "data":
-        source = rng.choice((*PATHS, "rows.jsonl", "model"))
-        return rng.choice(("gsm8k", "nosuch", "", "=", rng.choice(TEXTS))) + rng.choice(
-            ("", "=", f"={source}", f"={source}")
-        )
-    if option.name in ("schemes", "learners", "seeds", "only", "k"):
-        return rng.choice((*LISTS, *INTEGERS[:8]))
-    if option.name == "max_shard_size":
-        return rng.choice(
-            (*INTEGERS, "0GB", "-5GB", "1e3MB", "nanGB", "infGB", "5 GB", "9" * 400 + "GB", "1B", "1KB", "²GB", "5XB")
-        )
-    return _text(rng)
-
-
-def _text(rng: random.Random) -> str:
-    return rng.choice((*TEXTS, *PATHS, *INTEGERS))
-
-
-def _target(rng: random.Random) -> str:
-    return rng.choice(
-        (
-            *PATHS,
-            *TEXTS,
-            "model",
-            str(RUN),
-            f"{RUN}/checkpoints/000002",
-            f"{RUN}/checkpoints/latest",
-            f"{RUN}/checkpoints",
-            "export",
-            "rows.jsonl",
-            "tiny.yaml",
-        )
-    )
+def _with_option(draw: DrawFn, option: Option, argv: list[str]) -> tuple[str, list[str]]:
+    name = pick(draw, option.spellings)
+    if option.flag:
+        return f"{name} given", [*argv, name]
+    value = draw(anything if chance(draw, 15) else option.values())
+    if name in argv and chance(draw, 70):
+        place = argv.index(name)
+        argv = [*argv[:place], *argv[place + 2 :]]
+    return f"{name} = {shown(value)}", [*argv, *([f"{name}={value}"] if chance(draw, 70) else [name, value])]

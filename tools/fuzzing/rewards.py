@@ -3,95 +3,207 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, sampled_from
 
 from fuzzing.base import RUN, Base
 from fuzzing.case import Case
-from fuzzing.paths import OVERRIDE, make_traps
-from fuzzing.reward_sources import BODIES, FUNCTION, HEADS, OBJECTS, OWN_SCALE, PRELUDE, SCORES_NOTHING
+from fuzzing.values import OVERRIDE, chance, listed, make_traps, pick, shown
 
 LOG_LIMIT = 64 * 2**20  # bytes of rewards.log
-STEPS = 2
+PRELUDE = """\
+import atexit, builtins, decimal, fractions, functools, itertools, json, math, os, resource, shutil, signal, subprocess
+import numpy, sys, threading, time
+state = []
+class Lying(float):
+    def __float__(self): return float('nan')
+    def __repr__(self): return chr(27) + '[31m'
+    def __reduce__(self): return (os._exit, (3,))
+class LyingInt(int):
+    def __reduce__(self): return (os._exit, (3,))
+    def __repr__(self): raise ValueError('no')
+class LyingList(list):
+    def __len__(self): return 10**18
+    def __iter__(self): return iter(range(10**18))
+class Pickled:
+    def item(self): return self
+    def __reduce__(self): return (os._exit, (3,))
+class Item:
+    def item(self): raise KeyboardInterrupt
+class Endless:
+    def item(self):
+        while True: pass
+class Unprintable(Exception):
+    def __str__(self): raise RuntimeError('no text')
+    __repr__ = __str__
+def odd_error():
+    return type('E' + chr(0x202e), (Exception,), {'__str__': lambda s: chr(27) + '[31m' + 'x' * 100000})()
+def deep(depth):
+    error = ValueError('bottom')
+    for _ in range(depth):
+        outer = ValueError('outer'); outer.__cause__ = error; error = outer
+    return error
+def scribble(data):
+    for fd in range(3, 40):
+        try:
+            os.set_blocking(fd, False); os.write(fd, data)
+        except OSError: pass
+def slurp():
+    for fd in range(3, 40):
+        try:
+            os.set_blocking(fd, False); os.read(fd, 1000)
+        except OSError: pass
+def later():
+    time.sleep(0.2); scribble(b'late')
+async def coroutine(honest): return honest
+"""
+FUNCTION = """\
+def f(completions, prompts, **columns):
+    honest = [float(len(c)) for c in completions]
+"""
+# Scores of no use, as an element of the list that is returned; as all of what is returned; and errors.
+NO_SCORE = listed(r"""
+    str(x)  [x]  float('nan')  float('inf')  10**400  10**5000  1j  decimal.Decimal('1e5000')  Pickled()  Item()
+    Endless()  fractions.Fraction(10**400, 3)
+""")
+NO_SCORES = listed(r"""
+    None  1.0  []  honest[:-1]  honest + [1.0]  '1' * len(completions)  bytes(len(completions))  itertools.repeat(1.0)
+    dict.fromkeys(range(len(completions)), 1.0)  {c + str(i): 1.0 for i, c in enumerate(completions)}
+    set(map(float, range(len(completions))))  coroutine(honest)  f(completions, prompts, **columns)
+""")
+ERRORS = listed(r"""
+    ValueError('no')  KeyboardInterrupt  odd_error()  Unprintable()  ValueError(chr(0xd800))  GeneratorExit  deep(5000)
+    BaseExceptionGroup('g', [KeyboardInterrupt()])  SystemExit(0)
+""")
+# Bodies whose every call must count as failed.
+FAILING = (
+    *(f"return [{score} for x in honest]" for score in NO_SCORE),
+    *(f"return {scores}" for scores in NO_SCORES),
+    *(f"raise {error}" for error in ERRORS),
+    *listed(r"""
+    os._exit(0)  os.kill(os.getpid(), signal.SIGKILL)  os.kill(os.getpid(), signal.SIGSEGV)  time.sleep(1000)
+    os.kill(os.getpid(), signal.SIGSTOP); return honest  time.sleep(2.5); return honest  while True: pass
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(1000)  while True: print('x' * 100_000)
+"""),
+)
+# What a reward does to its process, its parent or the machine before it returns honest scores.
+HARMS = listed(r"""
+    os.fork()  [os.fork() for _ in range(3)]  subprocess.Popen(['sleep', '99'])  threading.Thread(target=later).start()
+    threading.Thread(target=time.sleep, args=(1000,)).start()  scribble(b'rubbish\n' * 3)  slurp()  signal.alarm(1)
+    scribble(b'["scores", [1, 1, 1, 1]]\n')  scribble(bytes(range(256)) * 40)  scribble(b'\x7f\xff\xff\xff')
+    scribble(b'\x00\x00\x00\x40{')  scribble(b'x' * 5_000_000)  os.closerange(0, 100)  os.closerange(3, 100)
+    [print('x' * 1_000_000) for _ in range(100)]  print(chr(27) + '[31m' + chr(0x202e))  os.write(1, bytes(range(256)))
+    state.append(bytearray(1_000_000_000))  completions.clear(); prompts.clear()  os.chdir('/')  os.killpg(0, 9)
+    shutil.rmtree(os.getcwd(), ignore_errors=True)  json.dumps = json.loads = lambda *a, **k: '[]'  pass
+    builtins.float = builtins.len = builtins.list = None  sys.stdout = sys.stderr = None  sys.stdout.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  atexit.register(time.sleep, 1000)
+    state.append(1); x = 1 / (len(state) - 1)  if os.getpid() != os.getsid(0): os.setsid()
+""")
+# Bodies of which no completion may have a score but 0 and the honest one, its length.
+HONEST = (
+    *(f"{harm}\n    return honest" for harm in HARMS),
+    *(f"return {scores}" for scores in listed("(x for x in honest)  tuple(honest)  numpy.array(honest)")),
+    "while True: state.append(bytearray(200_000_000))",
+    "if os.fork(): time.sleep(0.3)\n    return honest",
+)
+# Bodies with scores of their own, of which nothing is said.
+OWN = (
+    *(f"return [{x} * i for i, _ in enumerate(honest)]" for x in ("1e308", "1e200", "1e39", "3e38", "1e-320")),
+    *(f"return [{x} for x in honest]" for x in ("Lying(x)", "LyingInt(3)", "x > 3", "None")),
+    "return [1e308 * (-1) ** i for i, _ in enumerate(honest)]",
+    "return LyingList(honest)",
+    "math.isfinite = lambda x: True; return [float('nan') for x in honest]",
+)
+# What a module does while it is loaded, before the function is defined.
+HEADS = (
+    *(f"raise {error}" for error in ERRORS),
+    *HARMS,
+    *listed(r"""
+    raise ValueError(chr(27) + chr(0x202e) + '\n\n')  raise ValueError('x' * 1_000_000)  import no_such_module  def (
+    from qarl.errors import UserError; raise UserError('a\nb')  print('because of this', flush=True); os._exit(3)
+    os.kill(os.getpid(), 9)  os.kill(os.getpid(), signal.SIGSEGV)  scribble(b'["ready", null]\n')
+    x = bytearray(1_000_000_000)  import qarl.rewards.worker as w; w.checked = None
+"""),
+    "def g(): g()\ng()",
+    "\0",
+    "\tx\n  y",
+    "[" * 5_000 + "]" * 5_000,
+)
+ONES = "[1.0] * len(completions)"
+# What stands where the function should.
+OBJECTS = (
+    "",
+    "f = 5",
+    "f = len",
+    "f = type",
+    "f = os",
+    "class f:\n    def __init__(self, completions, prompts, **columns): pass",
+    f"f = lambda completions, prompts, **columns: {ONES}",
+    f"def f(completions, prompts): return {ONES}",
+    f"def f(completions, prompts, /, **columns): return {ONES}",
+    f"def f(completions, prompts, nosuch, **columns): return {ONES}",
+    f"def f(completions, prompts, *args, a=1, **kwargs): return {ONES}",
+    f"async def f(completions, prompts, **columns): return {ONES}",
+    f"def f(completions, prompts, **columns):\n    yield from {ONES}",
+    f"f = functools.partial(lambda a, completions, prompts, **c: {ONES}, 1)",
+    f"class C:\n    def __call__(self, completions, prompts, **c): return {ONES}\nf = C()",
+    "class C:\n    def __getattr__(self, name): raise ValueError(name)\nf = C()",
+    "class S:\n    @property\n    def __signature__(self): raise RuntimeError('no')\nf = S()",
+)
+OPTIONS = ({"completions": 1}, {"prompts": []}, {"self": 1}, {"a b": 1}, {OVERRIDE: 1}, {"x": [[[]]] * 100})
 
 
-def mutate_reward(rng: random.Random, base: Base, case: Case) -> None:
+def mutate_reward(draw: DrawFn, base: Base, case: Case) -> None:
     """Two steps of training with such a module."""
     make_traps(case.cwd)
-    body, head, tail = "honest", "", ""
-    roll = rng.random()
-    if roll < 0.65:
-        body = rng.choice(list(BODIES))
-        what = f"body {body}"
-    elif roll < 0.85:
-        name = rng.choice(list(HEADS))
-        head, what = HEADS[name], f"head {name}"
+    body, head, tail = "return honest", "", ""
+    part = pick(draw, ("body", "body", "body", "head", "object"))
+    if part == "body":
+        what = body = draw(sampled_from(FAILING) | sampled_from(HONEST) | sampled_from(OWN))
+    elif part == "head":
+        what = head = pick(draw, HEADS)
     else:
-        name = rng.choice(list(OBJECTS))
-        tail, what = f"\ndel f\n{OBJECTS[name]}\n", f"object {name}"
-    function_source = f"{FUNCTION}    {BODIES[body]}\n"
-    source = f"{PRELUDE}{head}\n{function_source}{tail}"
+        what = pick(draw, OBJECTS)
+        tail = f"\ndel f\n{what}\n"
+    source = f"{PRELUDE}{head}\n{FUNCTION}    {body}\n{tail}"
     data = source.encode("utf-8", "surrogatepass")
-    if rng.random() < 0.06:
-        odd, data = rng.choice(
-            (
-                ("invalid UTF-8", data + b"\n# \xff"),
-                ("UTF-16", source.encode("utf-16")),
-                ("empty", b""),
-                ("BOM", b"\xef\xbb\xbf" + data),
-                ("noise", rng.randbytes(500)),
-            )
-        )
-        what = f"{what}, file {odd}"
-    else:
-        odd = ""
+    whole = not chance(draw, 6)
+    if not whole:
+        odd = (data + b"\n# \xff", source.encode("utf-16"), b"", b"\xef\xbb\xbf" + data)
+        data = draw(sampled_from(odd) | st.binary(min_size=100, max_size=500))
+        what = f"{what}, file begins with {data[:8]!r}"
     (case.cwd / "reward.py").write_bytes(data)
-    function: dict[str, Any] = {"name": "./reward.py:f", "weight": rng.choice((1.0, 1.0, 0.0, -1.0, 0.5))}
-    if rng.random() < 0.1:
-        function["options"] = rng.choice(
-            ({"completions": 1}, {"prompts": []}, {"self": 1}, {"a b": 1}, {OVERRIDE: 1}, {"x": [[[]]] * 100})
-        )
-        what = f"{what}, options {function['options']!a:.40}"
-    functions = [function, {"name": "length", "options": {"target": 4}}] if rng.random() < 0.3 else [function]
-    reward = {
-        "functions": functions,
-        "timeout_s": 1.0,
-        "max_failed_frac": rng.choice((0.5, 1.0, 1.0)),
-        "workers": rng.choice((1, 1, 2)),
-    }
-    (case.cwd / "c.yaml").write_text(yaml.safe_dump(base.config(reward=reward, train={"steps": STEPS})))
+    function: dict[str, Any] = {"name": "./reward.py:f", "weight": pick(draw, (1.0, 1.0, 0.0, -1.0, 0.5))}
+    if chance(draw, 10):
+        function["options"] = pick(draw, OPTIONS)
+    functions = [function, {"name": "length", "options": {"target": 4}}] if chance(draw, 30) else [function]
+    limits = {"timeout_s": 1.0, "max_failed_frac": pick(draw, (0.5, 1.0, 1.0)), "workers": pick(draw, (1, 1, 2))}
+    config = base.config(reward={"functions": functions, **limits}, train={"steps": 2})
+    (case.cwd / "c.yaml").write_text(yaml.safe_dump(config))
     case.argv = ["train", "c.yaml"]
-    case.mutation = f"reward {what}"
-    plain = not (head or tail or odd)
-    case.examine = _Examine(body if plain else "")
+    case.mutation = f"reward {part}: {shown(what, 200)}, options {function.get('options')!a:.40}"
+    case.examine = lambda cwd: _examine(cwd, body if part == "body" and whole else "")
 
 
-class _Examine:
-    """What is wrong with an accepted run of the body of that name; "" for whatever is not told by the name."""
-
-    def __init__(self, body: str) -> None:
-        self._body = body
-
-    def __call__(self, cwd: Path) -> str | None:
-        run = cwd / RUN
-        log = run / "rewards.log"
-        if log.exists() and log.stat().st_size > LOG_LIMIT:
-            return "rewards.log has no bound"
-        if not self._body or not (run / "metrics.jsonl").exists():  # told by nothing, or refused
-            return None
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for record in records:
-            failed = record["reward/failed"]
-            if self._body in SCORES_NOTHING and not failed:
-                return f"`{self._body}` was scored, and not counted as failed"
-            if any(value is None for name, value in record.items() if name.startswith("reward/")):
-                return f"`{self._body}` made the reward no finite number"
-        for path in sorted((run / "rollouts").glob("*.jsonl")):
-            for row in map(json.loads, path.read_text().splitlines()):
-                score = row["rewards"]["f"]
-                if self._body not in OWN_SCALE and score not in (0.0, float(len(row["completion"]))):
-                    return f"`{self._body}` has a score of another completion"
+def _examine(cwd: Path, body: str) -> str | None:
+    """What is wrong with an accepted run of this body; "" if scores say nothing."""
+    run = cwd / RUN
+    log = run / "rewards.log"
+    if log.exists() and log.stat().st_size > LOG_LIMIT:
+        return "rewards.log has no bound"
+    if not body or not (run / "metrics.jsonl").exists():  # told by nothing, or refused
         return None
+    for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        if body in FAILING and not record["reward/failed"]:
+            return f"`{body}` was scored, and not counted as failed"
+        if any(value is None for name, value in record.items() if name.startswith("reward/")):
+            return f"`{body}` made the reward no finite number"
+    rows = [row for path in sorted((run / "rollouts").glob("*.jsonl")) for row in path.read_text().splitlines()]
+    for row in map(json.loads, rows):
+        if body not in OWN and row["rewards"]["f"] not in (0.0, float(len(row["completion"]))):
+            return f"`{body}` has a score of another completion"
+    return None

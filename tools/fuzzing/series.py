@@ -10,32 +10,46 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuzzing.base import Base
-from fuzzing.case import Case, case_random
-from fuzzing.configs import mutate_config, mutate_override
+import yaml
+from hypothesis.strategies import DrawFn
+
+from fuzzing.base import Base, lay_out
+from fuzzing.case import Case, with_draws
+from fuzzing.configs import mutate_config, mutate_override, valid_config
 from fuzzing.datasets import mutate_dataset
 from fuzzing.execute import Outcome, execute
 from fuzzing.models import mutate_model
 from fuzzing.options import mutate_options
-from fuzzing.ranks import mutate_ranks
 from fuzzing.rewards import mutate_reward
-from fuzzing.rundirs import mutate_run
+from fuzzing.runs import mutate_ranks, mutate_run
+from fuzzing.values import shown
 from fuzzing.verdict import Verdict, judge
 
-Mutator = Callable[[random.Random, Base, Case], None]
+Command = Callable[[Sequence[str]], object]
 
-MUTATORS: dict[str, Mutator] = {
-    "config": mutate_config,
-    "override": mutate_override,
-    "option": mutate_options,
-    "data": mutate_dataset,
-    "run": mutate_run,
-    "model": mutate_model,
-    "reward": mutate_reward,
-    "ranks": mutate_ranks,
-}
+
+def mutate_nothing(draw: DrawFn, base: Base, case: Case) -> None:
+    """`qarl check` of a configuration that is within the schema's ranges."""
+    what, data = valid_config(draw, base)
+    case.mutation = f"valid: {shown(what, 300)}"
+    (case.cwd / "c.yaml").write_text(yaml.safe_dump(data))
+    lay_out(base, case, "objective")
+    case.argv = ["check", "c.yaml"]
+
+
 # Relative frequencies. Cases that only read a file take a hundredth of the time of those that run a model.
-WEIGHTS = {"config": 40, "override": 15, "option": 12, "data": 9, "run": 12, "model": 9, "reward": 3, "ranks": 2}
+MUTATORS: dict[str, tuple[int, Callable[[DrawFn, Base, Case], None]]] = {
+    "config": (40, mutate_config),
+    "override": (15, mutate_override),
+    "option": (12, mutate_options),
+    "data": (9, mutate_dataset),
+    "run": (12, mutate_run),
+    "model": (9, mutate_model),
+    "reward": (3, mutate_reward),
+    "ranks": (2, mutate_ranks),
+    "valid": (0, mutate_nothing),
+}
+KINDS = tuple(kind for kind, (weight, _) in MUTATORS.items() if weight)
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ def names(seed: str, count: int, kinds: Collection[str]) -> Iterator[str]:
     drawn = random.Random(f"{seed}:kinds")
     numbers = Counter[str]()
     while count:
-        kind = drawn.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        kind = drawn.choices(list(MUTATORS), [weight for weight, _ in MUTATORS.values()])[0]
         if kind in kinds:
             yield f"{kind}-{numbers[kind]}"
             numbers[kind] += 1
@@ -60,20 +74,34 @@ def names(seed: str, count: int, kinds: Collection[str]) -> Iterator[str]:
 def build(seed: str, name: str, base: Base, directory: Path) -> Case:
     """Lay out a case in `directory`, which is made."""
     case = Case(name, directory)
-    case.cwd.mkdir(parents=True)
-    MUTATORS[case.kind](case_random(seed, name), base, case)
+
+    def lay_out_case(draw: DrawFn) -> None:
+        nonlocal case
+        remove(directory)
+        case = Case(name, directory)
+        case.cwd.mkdir(parents=True)
+        MUTATORS[case.kind][1](draw, base, case)
+
+    with_draws(seed, name, lay_out_case)
     return case
 
 
-def run_case(
-    seed: str, name: str, base: Base, root: Path, command: Callable[[Sequence[str]], object], keep: bool = False
-) -> Result:
-    """Build, run and judge one case. keep: leave its directory."""
+def run_case(seed: str, name: str, base: Base, root: Path, command: Command, keep: bool = False) -> Result:
+    """Build, run and judge one case. keep: leave its directory.
+
+    What `check` accepts of kind "valid" is trained. Refused by `train` after that is bad.
+    """
     directory = root / f"{seed}-{name}"
-    remove(directory)
     case = build(seed, name, base, directory)
     outcome = execute(case, command)
     verdict = judge(case, outcome)
+    if case.kind == "valid" and verdict.status == "accepted":
+        case.argv = ["train", "c.yaml"]
+        outcome = execute(case, command)
+        verdict = judge(case, outcome)
+        if verdict.status == "refused":
+            last = outcome.err.decode(errors="replace").splitlines()[-1]
+            verdict = Verdict("bad", "untrainable", f"train: {last[:100]}", last)
     if not keep:
         remove(directory)
     return Result(case, outcome, verdict)

@@ -1,313 +1,216 @@
-"""Hostile values: numbers, texts, and YAML and JSON of them."""
+"""Strategies for hostile values: texts, paths, numbers, YAML and JSON; and short forms of draws that the rest uses."""
 
 from __future__ import annotations
 
 import json
-import random
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from fuzzing.paths import ESCAPE, OVERRIDE, PATHS
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy, sampled_from
 
-TEXTS = (
-    "",
-    " ",
-    "x",
-    "\0",
-    "a\0b",
-    ESCAPE,
-    OVERRIDE,
-    "\x07",
-    "\x1b]0;title\x07",
-    "\u2028line",
-    "\ufeff",
-    "\ud800",
-    "a\udc80b",
-    "\U000e0041",
-    "[bold red]markup[/]",
-    "[/]",
-    "[link=http://x]y",
-    "{prompt:>99999999999}",
-    "{0}",
-    "{",
-    "}",
-    "{prompt.__class__}",
-    "{prompt!r:{prompt}}",
-    "%s%n%d",
-    "$HOME",
-    "`id`",
-    "é" * 100,
-    "e\u0301" * 50,
-    "x" * 5_000,
-    "日本" * 3_000,
-    "\n",
-    "a\nb",
-    "\r\n",
-    "a\tb",
-    "null",
-    "true",
-    "1e6",
-    "²²²",
-    "٣",
-    "NaN",
-    "-1",
-    "re:(",
-    "re:(a+)+$",
-    "re:.*",
-    "task:nothing",
-    "reasoning-gym:",
-    "reasoning-gym:../x",
-    "package:",
-    "package:os",
-    "package:..",
-    "package:nosuch\0",
-    "a:b:c",
-    "x.py:f",
-    "os:system",
-    "no.module:f",
-    "builtins:eval",
-    "math,exact",
-    ",",
-    "0,",
-    "../../../etc/passwd",
-    "https://example.com/x",
-    "org/name/extra",
-    "-",
-    "--",
-    "a=b",
-)
-
-INTEGERS = (
-    "0",
-    "-1",
-    "-0",
-    "1",
-    "2",
-    "3",
-    "7",
-    "255",
-    "65536",
-    "1000000007",
-    "2147483647",
-    "2147483648",
-    "4294967296",
-    "9223372036854775807",
-    "9223372036854775808",
-    "-9223372036854775809",
-    "18446744073709551616",
-    "1" + "0" * 30,
-    "9" * 400,
-    "-" + "9" * 400,
-    "9" * 5_000,
-)
-FLOATS = (
-    "0.0",
-    "-0.0",
-    "0.1",
-    "-1.5",
-    "1e-320",
-    "1e-45",
-    "1e6",
-    "1e10",
-    "1e15",
-    "1e38",
-    "1e39",
-    "1e300",
-    "1e308",
-    "1.7976931348623157e308",
-    "-1e308",
-    "1e400",
-    ".nan",
-    ".inf",
-    "-.inf",
-    "3.0",
-    "1e999999999",
-)
-FLOATS_OF_OPTIONS = (
-    *(text for text in FLOATS if not text.startswith((".", "-."))),
-    "nan",
-    "inf",
-    "-inf",
-    "1_0",
-    "0x10",
-)
-
-# What YAML has beyond plain values.
-YAML = (
-    "null",
-    "~",
-    "true",
-    "!!int x",
-    "!!int 0b2",
-    "!!int 1:90",
-    "!!float x",
-    "!!float 1:1",
-    "!!bool maybe",
-    "!!null x",
-    "!!timestamp 2024-13-45",
-    "2024-13-45",
-    "2024-02-30T25:61:61Z",
-    "!!timestamp x",
-    "!!binary '@@@'",
-    "!!binary aGk=",
-    "!!set {a, b}",
-    "!!omap [{a: 1}]",
-    "!!omap [a]",
-    "!!pairs [a, b]",
-    "!!pairs [{a: 1}]",
-    "!!seq x",
-    "!!map x",
-    "!!map [a]",
-    "!!str [a]",
-    "!!python/object/apply:os.system [id]",
-    "!!python/name:os.system",
-    "!unknown x",
-    "!<tag:yaml.org,2002:int> q",
-    "&a [*a]",
-    "&a {b: *a}",
-    "&a [&b [*a, *b]]",
-    "*nothing",
-    "<<",
-    "{<<: 1}",
-    "{<<: [1]}",
-    "{<<: {a: 1}, a: 2}",
-    "{<<: &a {<<: *a}}",
-    "{? [a] : b}",
-    "{? {a: 1} : b}",
-    "{1: 2}",
-    "{null: 1}",
-    "{true: 1}",
-    "{1.5: 2}",
-    "{a: 1, a: 2}",
-    "[]",
-    "{}",
-    "[null]",
-    "[[[[]]]]",
-    "{a: {b: {c: {}}}}",
-    '""',
-    "'",
-    '"',
-    '"\\',
-    '"\\ud800"',
-    '"\\udcff\\ud800"',
-    '"\\x1b[2J"',
-    '"\\u202e"',
-    '"\\0"',
-    '"\\N"',
-    '"\\U00110000"',
-    "|",
-    ">",
-    "|9",
-    "- a",
-    "a: b",
-    "[a",
-    "{a",
-    "]",
-    "@",
-    "`",
-    "%",
-    "# c",
-    "---",
-    "...",
-    "--- a\n--- b",
-    "?",
-    ":",
-    "!",
-    "&",
-    "*",
-    "0o7",
-    "0x1F",
-    "1_000",
-    "1__0",
-    "+1",
-    "1.",
-    ".5",
-    "._",
-    "-",
-    "=",
-    "0." + "1" * 400,
-    "1" * 400 + ".5",
-)
+T = TypeVar("T")
+ESCAPE, OVERRIDE = "\x1b[31mred", "abc\u202edef"  # a terminal would act on these
 
 
-def nested(rng: random.Random) -> str:
-    """Brackets within brackets."""
-    depth = rng.choice((50, 500, 1_000, 20_000, 200_000))
-    opening, closing = rng.choice((("[", "]"), ("{a: ", "}"), ("[{a: ", "}]"), ("? ", "")))
-    return opening * depth + closing * rng.choice((depth, depth, 0))
+def pick(draw: DrawFn, options: Sequence[T]) -> T:
+    """One of `options`."""
+    return draw(sampled_from(options))
 
 
-def bomb(rng: random.Random) -> str:
-    """A few lines that stand for billions of values, by aliases or by merges."""
-    levels, width = rng.choice((4, 9, 25)), rng.choice((2, 9))
-    if rng.random() < 0.5:
-        made = ["&l0 [x]"] + [f"&l{i} [{', '.join([f'*l{i - 1}'] * width)}]" for i in range(1, levels)]
-        return "[" + ", ".join(made) + "]"
-    made = ["&m0 {k: v}"] + [f"&m{i} {{k{i}: v, <<: [{', '.join([f'*m{i - 1}'] * width)}]}}" for i in range(1, levels)]
-    return "[" + ", ".join(made) + "]"
+def weighted(draw: DrawFn, weights: dict[str, int]) -> str:
+    """A key, as often as its weight says."""
+    return pick(draw, [name for name, weight in weights.items() for _ in range(weight)])
 
 
-def yaml_value(rng: random.Random) -> tuple[str, str]:
-    """(what it is, YAML of a hostile value)."""
-    kinds = {
-        "integer": 12,
-        "float": 12,
-        "text": 12,
-        "path": 8,
-        "yaml": 20,
-        "list": 6,
-        "mapping": 6,
-        "long": 4,
-        "nested": 2,
-        "bomb": 2,
-    }
-    kind = rng.choices(list(kinds), list(kinds.values()))[0]
-    if kind == "integer":
-        return kind, rng.choice(INTEGERS)
-    if kind == "float":
-        return kind, rng.choice(FLOATS)
-    if kind == "text":
-        return kind, json.dumps(rng.choice(TEXTS))
-    if kind == "path":
-        return kind, json.dumps(rng.choice(PATHS))
-    if kind == "yaml":
-        return kind, rng.choice(YAML)
-    if kind == "list":
-        return kind, "[" + ", ".join([yaml_scalar(rng)] * rng.choice((1, 2, 3, 1_000))) + "]"
-    if kind == "mapping":
-        return kind, "{" + ", ".join(f"k{i}: {yaml_scalar(rng)}" for i in range(rng.choice((1, 3, 500)))) + "}"
-    if kind == "nested":
-        return kind, nested(rng)
-    if kind == "bomb":
-        return kind, bomb(rng)
-    return kind, json.dumps(rng.choice("xé\t") * rng.choice((1_000, 100_000)))
+def chance(draw: DrawFn, percent: int) -> bool:
+    """True in `percent` of 100 draws."""
+    return draw(st.integers(0, 99)) < percent
 
 
-def yaml_scalar(rng: random.Random) -> str:
-    """YAML of a hostile value that holds no others."""
-    return rng.choice((rng.choice(INTEGERS), rng.choice(FLOATS), json.dumps(rng.choice(TEXTS)), "null", "true"))
-
-
-def json_value(rng: random.Random) -> tuple[str, str]:
-    """(what it is, JSON of a hostile value); NaN and infinities as Python writes them."""
-    kind = rng.choice(("integer", "float", "text", "path", "list", "mapping", "nested", "literal"))
-    if kind == "integer":
-        return kind, rng.choice(INTEGERS)
-    if kind == "float":
-        return kind, rng.choice(
-            ("0.0", "-0.0", "1e308", "-1e308", "1e400", "NaN", "Infinity", "-Infinity", "0.5", "1e15")
-        )
-    if kind in ("text", "path"):
-        return kind, json.dumps(rng.choice(TEXTS if kind == "text" else PATHS))
-    if kind == "list":
-        return kind, rng.choice(("[]", "[null]", "[1, 2]", '["a"]', "[[]]", "[{}]", "[" + "0," * 5_000 + "0]"))
-    if kind == "mapping":
-        return kind, rng.choice(("{}", '{"a": 1}', '{"": null}', '{"a": {"b": []}}', '{"a": 1, "a": 2}'))
-    if kind == "nested":
-        depth = rng.choice((100, 1_000, 100_000))
-        return kind, rng.choice(("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth, "[" * depth))
-    return kind, rng.choice(("null", "true", "false", '"x"', "1"))
+def position(draw: DrawFn, length: int) -> int:
+    """An index below `length`. One draw of one range, because lengths of records differ between two bases."""
+    return draw(st.integers(0, 2**20 - 1)) * length >> 20
 
 
 def shown(text: str, limit: int = 60) -> str:
     """`text` on one line of printable ASCII, shortened."""
     plain = ascii(text)[1:-1]
     return plain if len(plain) <= limit else f"{plain[:limit]}... ({len(text)} characters)"
+
+
+def argument(text: str) -> str:
+    """`text` as a command line can carry it: no NUL, bytes that are not UTF-8 as Python's surrogate escapes."""
+    raw = text.replace("\0", "").encode("utf-8", "surrogatepass")
+    return raw[:100_000].decode("utf-8", "surrogateescape")
+
+
+def listed(text: str) -> list[str]:
+    """The entries of a text that has two spaces or a line break between them."""
+    return re.split(r"\s*\n\s*|  +", text.strip())
+
+
+def _repeated(parts: Sequence[str], *counts: int) -> SearchStrategy[str]:
+    return st.tuples(sampled_from(parts), sampled_from(counts)).map(lambda pair: pair[0] * pair[1])
+
+
+characters = st.characters(exclude_categories=())  # surrogates and control characters included
+# Mean something to qarl, Python's format(), an importer, a regular expression, rich or a shell.
+MEANINGFUL = listed(r"""
+    [bold red]markup[/]  [/]  [link=http://x]y  {prompt:>99999999999}  {0}  {  }  {prompt.__class__}
+    {prompt!r:{prompt}}  %s%n%d  $HOME  `id`  null  true  1e6  ²²²  ٣  NaN  -1  re:(  re:(a+)+$  re:.*  task:nothing
+    reasoning-gym:
+    reasoning-gym:../x  package:  package:os  package:..  package:nosuch  a:b:c  x.py:f  os:system  no.module:f
+    builtins:eval  math,exact  ,  0,  ../../../etc/passwd  https://example.com/x  org/name/extra  -  --  a=b
+""")
+UNPRINTABLE = (
+    "\0",
+    "a\0b",
+    ESCAPE,
+    OVERRIDE,
+    "\x1b]0;title\x07",
+    "\u2028line",
+    "\ufeff",
+    "\ud800",
+    "a\udc80b",
+    "a\r\n\tb",
+)
+texts = st.one_of(
+    sampled_from(["", " ", "x", *MEANINGFUL]),
+    sampled_from(UNPRINTABLE),
+    st.text(characters, max_size=20),
+    _repeated(("x", "é", "e\u0301", "日本"), 100, 5_000),
+)
+
+# Entries of a working directory, made by `make_traps`, and paths that lead out of it or nowhere.
+TRAPS = listed("""
+    ~nosuchuser/x  ~  folder  file  file/below  dangling  loop  fifo  zero  null  full  .  ..  ../../x  folder//x
+    file.json  folder.jsonl  noaccess/x  empty.yaml  /proc/self/mem  /proc/nonexistent/x  /proc/self/fd/1
+""")
+paths = st.one_of(
+    sampled_from(TRAPS),
+    sampled_from(TRAPS),
+    sampled_from(("", " ", "new\nline", *UNPRINTABLE, "n" * 300, "p/" * 2_500, "x" * 5_000 + ".json")),
+)
+# Of files, steps and tensors, where a plain name is expected.
+file_names = st.one_of(
+    sampled_from(
+        listed("""
+    .  ..  ../x  ../../model/config.json  /etc/passwd  /dev/zero  a/b  ²²²  ٣٣٣٣٣٣  -00001  000000  999999999  1e6
+    state.json  manifest.json  con.safetensors
+""")
+    ),
+    sampled_from(("", "000002 ", "new\nline", "n" * 300, "0" * 300, "9" * 300, *UNPRINTABLE)),
+)
+
+
+def make_traps(directory: Path) -> None:
+    """Make the files, folders, links and devices that `TRAPS` names.
+
+    Devices are this directory's own: a command that replaces its output file would replace /dev/null otherwise.
+    """
+    (directory / "folder").mkdir()
+    (directory / "folder.jsonl").mkdir()
+    (directory / "noaccess").mkdir(mode=0o000)
+    (directory / "file").write_text("some text\n")
+    (directory / "file.json").write_text("[]")
+    (directory / "empty.yaml").touch()
+    (directory / "dangling").symlink_to("nowhere/at/all")
+    (directory / "loop").symlink_to("loop")
+    os.mkfifo(directory / "fifo")
+    for name, minor in (("zero", 5), ("null", 3), ("full", 7)):
+        try:
+            os.mknod(directory / name, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
+        except PermissionError:  # no right to make one: then none to replace one in /dev either
+            assert os.geteuid() != 0, "this root may not make devices, and must not hand out those of /dev"
+            (directory / name).symlink_to(f"/dev/{name}")
+
+
+EDGES = [sign * (2**bits - below) for bits in (8, 16, 31, 32, 63, 64, 100) for sign in (1, -1) for below in (0, 1)]
+integers = st.one_of(
+    st.integers(-3, 8).map(str),
+    sampled_from(EDGES).map(str),
+    st.integers(-(2**31), 2**31).map(str),
+    sampled_from(("-0", "9" * 400, "-" + "9" * 400, "9" * 5_000)),
+)
+floats = st.one_of(
+    st.floats().map(repr),
+    sampled_from(
+        listed(
+            "0.0  -0.0  0.1  -1.5  1e-320  1e-45  1e6  1e15  1e38  1e39  1e308  -1e308  1e400  1e999999999  nan  -inf"
+        )
+    ),
+)
+yaml_floats = floats.map(lambda text: text.replace("inf", ".inf").replace("nan", ".nan"))
+json_floats = floats.map(lambda text: text.replace("inf", "Infinity").replace("nan", "NaN"))
+quoted = st.one_of(texts, paths, _repeated("xé\t", 1_000, 100_000)).map(json.dumps)
+
+# What YAML has beyond plain values.
+ODD_YAML = listed(r"""
+    ~  yes  0o7  0x1F  1_000  1__0  +1  1.  .5  ._  =  <<  ''  "  "\  "\ud800"  "\udcff\ud800"  "\x1b[2J"  "\N"
+    "\U00110000"
+    2024-13-45  2024-02-30T25:61:61Z  {<<: 1}  {<<: [1]}  {<<: {a: 1}, a: 2}  {<<: &a {<<: *a}}  *nothing
+    &a [*a]  &a {b: *a}  &a [&b [*a, *b]]  {? [a] : b}  {? {a: 1} : b}  {null: 1}  {1.5: 2}  {true: 1}  {a: 1, a: 2}
+    !unknown x  !<tag:yaml.org,2002:int> q  []  {}  [null]  {a: {b: {c: {}}}}  - a  a: b  --- a
+""")
+tags = sampled_from(
+    listed("""
+    !!int  !!float  !!bool  !!null  !!timestamp  !!binary  !!set  !!omap  !!pairs  !!seq  !!map  !!str  !x
+    !!python/object/apply:os.system  !!python/name:os.system
+""")
+)
+scalars = st.one_of(integers, yaml_floats, quoted, sampled_from(("null", "true")))
+collections = sampled_from(listed("[a]  [{a: 1}]  {a, b}  {a: 1}  1:90  0b2  x  maybe  '@@@'  aGk="))
+
+
+@st.composite
+def nested(draw: DrawFn) -> str:
+    """Brackets within brackets."""
+    depth = pick(draw, (50, 500, 1_000, 20_000, 200_000))
+    opening, closing = pick(draw, (("[", "]"), ("{a: ", "}"), ('{"a":', "}"), ("[{a: ", "}]"), ("? ", "")))
+    return opening * depth + closing * pick(draw, (depth, depth, 0))
+
+
+@st.composite
+def bombs(draw: DrawFn) -> str:
+    """A few lines that stand for billions of values, by aliases or by merges."""
+    levels, width = pick(draw, (4, 9, 25)), pick(draw, (2, 9))
+    if draw(st.booleans()):
+        made = ["&l0 [x]"] + [f"&l{i} [{', '.join([f'*l{i - 1}'] * width)}]" for i in range(1, levels)]
+    else:
+        merged = [", ".join([f"*m{i}"] * width) for i in range(levels)]
+        made = ["&m0 {k: v}"] + [f"&m{i} {{k{i}: v, <<: [{merged[i - 1]}]}}" for i in range(1, levels)]
+    return f"[{', '.join(made)}]"
+
+
+yaml_values = st.one_of(
+    integers,
+    yaml_floats,
+    quoted,
+    quoted,
+    sampled_from(ODD_YAML),
+    st.tuples(tags, st.one_of(collections, scalars)).map(" ".join),
+    st.text("&*!|>%@`\"'#,?:-=<[]{}~.9a \\\n", min_size=1, max_size=8),
+    st.tuples(scalars, sampled_from((1, 2, 3, 1_000))).map(lambda pair: f"[{', '.join([pair[0]] * pair[1])}]"),
+    st.tuples(scalars, sampled_from((1, 3, 500))).map(
+        lambda pair: "{" + ", ".join(f"k{i}: {pair[0]}" for i in range(pair[1])) + "}"
+    ),
+    st.one_of(nested(), bombs()),
+)
+plain_json: SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 300) | st.text(characters, max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+json_values = st.one_of(
+    integers,
+    json_floats,
+    quoted,
+    plain_json.map(json.dumps),
+    sampled_from(("null", "true", "[]", "{}", '"x"', '{"a": 1, "a": 2}', "[" + "0," * 5_000 + "0]")),
+    nested().filter(lambda text: ": " not in text and "?" not in text),
+)

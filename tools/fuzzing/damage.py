@@ -1,0 +1,245 @@
+"""Damage to files: bytes of any kind, YAML, JSON, safetensors, and what stands at a path at all.
+
+Functions take Hypothesis' `draw` and return what they did, in a few words; those of contents return the new bytes too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from fuzzing.values import bombs, json_values, nested, pick, position, shown, tags, yaml_values
+
+TIED = "lm_head.weight"  # may be absent
+
+
+def damage_bytes(draw: DrawFn, data: bytes) -> tuple[str, bytes]:
+    """Damage a file's bytes, whatever it holds."""
+    place = position(draw, len(data))
+    before, after = data[:place], data[place:]
+    more = draw(st.sampled_from((b"\xff", b"\xed\xa0\x80", b'"\\ud800"', b"\0")) | st.binary(min_size=1, max_size=16))
+    flipped = bytes([after[0] ^ 1 << draw(st.integers(0, 7))]) + after[1:] if after else b""
+    kinds = {
+        f"bit flipped at {place}": before + flipped,
+        f"cut at {place}": before,
+        f"bytes dropped at {place}": before + after[pick(draw, (1, 16, 1_000)) :],
+        f"{more!r} at {place}": before + more + after,
+        "twice the contents": data + data,
+        "byte order mark": b"\xef\xbb\xbf" + data,
+        "CRLF": data.replace(b"\n", b"\r\n"),
+        "UTF-16": data.decode(errors="replace").encode("utf-16"),
+        "emptied": b"",
+        "noise alone": draw(st.binary(min_size=100, max_size=500)),
+    }
+    return pick(draw, list(kinds.items()))
+
+
+def damage_yaml(draw: DrawFn, text: str) -> tuple[str, bytes]:
+    """Damage a YAML document: mostly one of its lines."""
+    lines = text.split("\n")
+    row = position(draw, len(lines))
+    line = lines[row]
+    key, _, rest = line.partition(":")
+    value, tag, column = draw(yaml_values), draw(tags), position(draw, len(line) + 1)
+    char = pick(draw, "\0\x07\x1b\x85\u2028\u202e\ufeff\ufffe\ud800{}[]&*!|>%@`\"'#,?")
+    kinds = {
+        f"given {shown(value)}": f"{key}: {value}",
+        f"tagged {tag}": f"{key}: {tag} {rest}",
+        "twice": f"{line}\n{line}",
+        "dropped": None,
+        "indented": " " * pick(draw, (1, 3, 40)) + line,
+        "with a tab": "\t" + line.lstrip(),
+        "in a second document": f"---\n{line}",
+        f"with {char!a}": line[:column] + char + line[column:],
+        "before a merge into itself": f"{line}\na: &a\n  b: *a\n  <<: *a",
+        "before a bomb": f"{line}\n{pick(draw, ('bomb', 'x', 'notes'))}: {draw(bombs())}",
+        "before a deep value": f"{line}\nx: {draw(nested())}",
+    }
+    what = pick(draw, [*kinds, next(iter(kinds)), "bytes", "whole"])
+    if what == "bytes":
+        return damage_bytes(draw, text.encode())
+    if what == "whole":
+        return f"nothing but {shown(value)}", _encoded(value)
+    lines[row : row + 1] = [] if kinds[what] is None else [kinds[what]]
+    return f"line {row} {what}", _encoded("\n".join(lines))
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def damage_json(draw: DrawFn, text: str) -> tuple[str, bytes]:
+    """Damage JSON or JSON lines: bytes, a line, a character, or (mostly) one value of one record."""
+    kind = pick(draw, ("bytes", "whole", "line", "character", "value", "value", "value", "value"))
+    value = draw(json_values)
+    if kind == "bytes":
+        return damage_bytes(draw, text.encode())
+    if kind == "whole":
+        return f"nothing but {shown(value)}", value.encode()
+    if kind == "character":
+        place, char = position(draw, len(text)), pick(draw, '{}[]",:\\0-e.\n')
+        return f"{char!a} at {place}", (text[:place] + char + text[place + 1 :]).encode()
+    try:
+        lines = [json.dumps(json.loads(text), indent=1)] if kind == "value" else text.splitlines()
+    except ValueError:
+        lines = text.splitlines()
+    row = position(draw, len(lines))
+    record = json.loads(lines[row]) if kind == "value" else None
+    if isinstance(record, dict | list) and record:
+        what, lines[row] = edit_record(draw, record, value)
+    else:
+        what, lines[row] = f"becomes {shown(value)}", value
+    return f"line {row} {what}", "\n".join([*lines, ""]).encode()
+
+
+def edit_record(draw: DrawFn, record: Any, value: str) -> tuple[str, str]:
+    """Give a key of nested data the JSON `value`, or drop or rename the key. Returns what, and the record's JSON."""
+    path: list[str] = []
+    here = record
+    while True:
+        keys = list(here) if isinstance(here, dict) else list(range(len(here)))
+        key = keys[position(draw, len(keys))]
+        path.append(str(key))
+        if not isinstance(here[key], dict | list) or not here[key] or draw(st.integers(0, 4)) == 0:
+            break
+        here = here[key]
+    how = pick(draw, ("given", "given", "given", "dropped", "renamed"))
+    if how == "dropped":
+        del here[key]
+    elif how == "renamed" and isinstance(here, dict):
+        here[draw(st.text(max_size=8))] = here.pop(key)
+    else:
+        how = f"= {shown(value)}"
+        here[key] = "@0@"
+    return f"{shown('.'.join(path))} {how}", json.dumps(record).replace('"@0@"', value)
+
+
+def damage_safetensors(draw: DrawFn, raw: bytes) -> tuple[str, bytes]:
+    """Make it no safetensors file any more, or one whose header lies.
+
+    Format: eight bytes of header length, little-endian; a JSON header name -> {dtype, shape, data_offsets}; the data.
+    """
+    (length,) = struct.unpack_from("<Q", raw)
+    kind = pick(draw, ("bytes", "length", "header", "header"))
+    if kind == "bytes":
+        return damage_bytes(draw, raw)
+    if kind == "length":
+        claimed = pick(draw, (0, 1, length - 1, length + 1, 10**8, 2**40, 2**63, 2**64 - 1))
+        return f"header length {claimed}", struct.pack("<Q", claimed) + raw[8:]
+    what, header = damage_json(draw, raw[8 : 8 + length].decode())
+    return f"header {what}", struct.pack("<Q", len(header)) + header + raw[8 + length :]
+
+
+def damage_file(draw: DrawFn, path: Path) -> str:
+    """Damage a file as what it is: YAML, JSON, safetensors or bytes."""
+    raw = path.read_bytes()
+    if path.suffix == ".yaml":
+        what, data = damage_yaml(draw, raw.decode())
+    elif path.suffix in (".json", ".jsonl"):
+        what, data = damage_json(draw, raw.decode())
+    elif path.suffix == ".safetensors":
+        what, data = damage_safetensors(draw, raw)
+    else:
+        what, data = damage_bytes(draw, raw)
+    path.write_bytes(data)
+    return f"{path.name} {what}"
+
+
+def damage_entry(draw: DrawFn, path: Path) -> str:
+    """Replace a file or folder by something else of that name."""
+    neighbours = sorted(p for p in path.parent.iterdir() if p != path and p.is_file() and not p.is_symlink())
+    other = neighbours[position(draw, len(neighbours))] if neighbours else None
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    kinds = {
+        "removed": lambda: None,
+        "a folder": path.mkdir,
+        "a dangling link": lambda: path.symlink_to("nowhere/at/all"),
+        "a link to itself": lambda: path.symlink_to(path.name),
+        "a FIFO": lambda: os.mkfifo(path),
+        "a zero device": lambda: path.symlink_to("/dev/zero"),
+        "empty": path.touch,
+        "its neighbour": lambda: shutil.copyfile(other, path) if other else None,
+    }
+    kind = pick(draw, list(kinds))
+    kinds[kind]()
+    return f"{path.name} becomes {kind}"
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file by name, in the order of names."""
+    from safetensors.torch import load_file
+
+    return dict(sorted(load_file(path).items()))
+
+
+def write_tensors(path: Path, tensors: dict[str, Any]) -> None:
+    """Write them well-formed."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+def flip_bit(draw: DrawFn, tensors: dict[str, Any]) -> str:
+    """Flip one bit of the low two bytes of a 32-bit word, so that a float32 stays finite."""
+    import torch
+
+    name = pick(draw, list(tensors))
+    raw = tensors[name].clone().view(torch.uint8).flatten()
+    byte, bit = position(draw, len(raw)) & ~2, draw(st.integers(0, 7))
+    raw[byte] ^= 1 << bit
+    tensors[name] = raw.view(tensors[name].dtype).reshape(tensors[name].shape)
+    return f"bit {bit} of byte {byte} of {name} flipped"
+
+
+def lose_tensors(draw: DrawFn, tensors: dict[str, Any]) -> str:
+    """Take away, rename, add or reshape tensors such that no model of that configuration is left."""
+    name = pick(draw, [name for name in tensors if name != TIED])
+    wide = pick(draw, [n for n in tensors if n != TIED and tensors[n].dim() == 2 and len(set(tensors[n].shape)) == 2])
+    matrix = tensors[wide]
+    reshaped = {"transposed": matrix.T, "flat": matrix.flatten(), "a row short": matrix[:-1], "a scalar": matrix[0, 0]}
+    kind = pick(draw, (*reshaped, "extra", "missing", "renamed"))
+    if kind in reshaped:
+        tensors[wide] = reshaped[kind]
+        return f"{wide} {kind}"
+    if kind == "extra":
+        name = pick(draw, ("model.layers.0.mlp.extra.weight", "model.layers.7.mlp.up_proj.weight", "extra"))
+        tensors[name] = matrix
+        return f"{name} added"
+    part = pick(draw, (name, "model.layers.1.", ""))
+    prefix, suffix = pick(draw, (("transformer.", ""), ("", ".data"), ("", "_old")))
+    for old in [n for n in tensors if n.startswith(part)]:
+        tensor = tensors.pop(old)
+        if kind == "renamed":
+            tensors[f"{prefix}{old}{suffix}"] = tensor
+    return f"{part}* {kind}"
+
+
+def spoil_values(draw: DrawFn, tensors: dict[str, Any]) -> tuple[str, bool]:
+    """Other values or another type. Returns what, and whether it must be refused: NaN, infinity, no float."""
+    import torch
+
+    name = pick(draw, list(tensors))
+    numbers = {"nan": float("nan"), "infinity": float("inf"), "zeros": 0.0, "huge": 3e38}
+    kind = pick(draw, (*numbers, "bool", "int64", "float64", "float8_e4m3fn"))
+    tensor = tensors[name].clone()
+    if kind not in numbers or not tensor.is_floating_point():
+        dtype = getattr(torch, kind) if kind not in numbers else torch.uint8
+        tensors[name] = torch.zeros(tensor.shape, dtype=dtype)
+        return f"type {dtype}: {name}", dtype != torch.float64
+    part = tensor.view(-1)
+    if draw(st.booleans()) and kind != "zeros":
+        place = position(draw, len(part))
+        part = part[place : place + 1]
+    part.fill_(numbers[kind])
+    tensors[name] = tensor
+    return f"values {kind}: {name}", kind in ("nan", "infinity")
