@@ -5,8 +5,7 @@ Tensors live on the meta device: they have types, shapes and strides, and addres
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 from unittest.mock import patch
 
@@ -219,24 +218,33 @@ def fused_fp8() -> Iterator[str]:
     yield from fused_quantization(("fp8", "fp8_group"))
 
 
-def products(family: str) -> Iterator[str]:
-    """Every tile that a shipped table or the default holds, with its most stages, on a whole shape, and ragged ones.
+def most_demanding(tiles: Iterable[tuning.Tile]) -> list[tuning.Tile]:
+    """Of each kind of tile, the one with the most registers per thread and the one with the most shared memory.
 
-    On Hopper the tables' tiles are compiled, elsewhere the defaults.
+    What fails to compile, spills or does not fit is one of these; a GPU has run every tile of the tables.
     """
+    kinds: dict[tuple[object, ...], list[tuning.Tile]] = {}
+    for tile_ in tiles:
+        if tile_.way not in ("library", "dequantized"):
+            kinds.setdefault((tile_.way, tile_.persistent, tile_.halves, tile_.tma, tile_.split), []).append(tile_)
+    found: dict[tuning.Tile, None] = {}
+    for same in kinds.values():
+        found[max(same, key=lambda t: (t.block_m * t.block_n / t.warps, t.stages, t.block_k))] = None
+        found[max(same, key=lambda t: ((t.block_m + t.block_n) * t.block_k * t.stages, t.block_m, -t.warps))] = None
+    return list(found)
+
+
+def products(family: str) -> Iterator[str]:
+    """The default tiles, and on Hopper the most demanding ones of the shipped tables and two on a ragged shape."""
     hopper = on_hopper()
-    tiles: dict[tuning.Tile, None] = {}
-    if hopper:
-        for device in sorted(path.stem for path in tuning.TABLES.glob("*.json")):
-            shipped = [t for f, _, entry in entries(device, grouped=False) if f == family for _, t in entry.tiles]
-            # with fewer stages a tile takes less shared memory and the same registers
-            for tile_ in sorted(filter(None, shipped), key=lambda t: t.stages, reverse=True):
-                if not any(replace(known, stages=tile_.stages) == tile_ for known in tiles):
-                    tiles[tile_] = None
+    devices = sorted(path.stem for path in tuning.TABLES.glob("*.json")) * hopper
+    shipped = [entry.tiles for d in devices for named, _, entry in entries(d, grouped=False) if named == family]
+    tiles = dict.fromkeys(most_demanding(tile_ for held in shipped for _, tile_ in held if tile_ is not None))
     rows = (8, 16, 64, 256, 1024, 8192)
     tiles |= {tuning.default_tile(family, m, before_hopper=not hopper): None for m in rows}
+    ragged = sorted(tiles, key=lambda t: -t.stages)[: 2 * hopper]
     for n, k in ((4096, 4096), (72, 112 if family == "nvfp4a16" else 100)):  # NVFP4 has groups of 16
-        for tile_ in list(tiles) if k == 4096 else list(tiles)[:2] * hopper:
+        for tile_ in tiles if k == 4096 else ragged:
             if tile_.way in ("library", "dequantized"):
                 continue
             _product(family, n, k, tile_)

@@ -14,6 +14,7 @@ from compile_cases import (
     for_this_gpu,
     groups_of,
     is_wgmma,
+    most_demanding,
     on_hopper,
     scales_fp4,
     tiled_fp4,
@@ -26,7 +27,6 @@ from shipped_tables import entries
 
 # E, k, N, K and whether x is gathered: Qwen3-30B-A3B and Mixtral
 EXPERTS = ((128, 8, 1536, 2048, True), (128, 8, 2048, 768, False), (8, 2, 28_672, 4096, True))
-ROWS_EACH = (4, 40, 100, 1000)  # of an expert: a tile of the 16-bit defaults each
 
 
 def _product(family: str, given: Groups, n: int, k: int, gathered: bool, tile_: Tile) -> None:
@@ -59,72 +59,79 @@ def _label(family: str, experts: int, n: int, k: int, tile_: Tile) -> str:
     return f"experts {family} {experts}x{n}x{k} {tile_}" + " wgmma" * (on_hopper() and is_wgmma(tile_))
 
 
-def _defaults(family: str) -> Iterator[str]:
-    """Products of few, some and many rows an expert, with tiles that no table has chosen.
+class _Tiles:
+    """Compiles each tile of a family once, with any number of stages: fewer stages take less shared memory.
 
-    The number of experts changes where a program begins: no tile is compiled for two of them.
+    Whether rows are gathered and the number of experts change where a program begins, not what its loop holds, so no
+    tile is compiled for two shapes. A tile that is used for both kinds of rows is compiled with gathered ones.
     """
-    done: set[tuple[Tile, bool]] = set()
-    for experts, slots, n, k, gathered in for_this_gpu(EXPERTS):
-        for tokens in (65_536, 4096, 256, 16):
-            tile_ = default_tile(family, tokens * slots, not on_hopper(), experts=experts)
-            if tile_.way == "dequantized" or (tile_, gathered) in done:
-                continue
-            done.add((tile_, gathered))
+
+    def __init__(self) -> None:
+        self.done: set[tuple[str, Tile]] = set()
+
+    def product(self, family: str, shape: tuple[int, int, int, int, bool], tokens: int, tile_: Tile) -> Iterator[str]:
+        key = family, replace(tile_, stages=1)
+        if tile_.way != "dequantized" and key not in self.done:
+            self.done.add(key)
+            experts, slots, n, k, gathered = shape
             _product(family, groups_of(experts, slots, tokens), n, k, gathered, tile_)
             yield _label(family, experts, n, k, tile_)
-            if not gathered:
-                break
+
+    def defaults(self, family: str) -> Iterator[str]:
+        """Tiles that no table has chosen, from many rows per expert to few."""
+        for shape in for_this_gpu(EXPERTS):
+            experts, slots = shape[:2]
+            for tokens in (65_536, 4096, 256, 16):
+                tile_ = default_tile(family, tokens * slots, not on_hopper(), experts=experts)
+                yield from self.product(family, shape, tokens, tile_)
+
+    def tabled(self, family: str) -> Iterator[str]:
+        """On Hopper: the most demanding tiles of the shipped tables."""
+        if not on_hopper():
+            return
+        for gathered, shape in ((True, EXPERTS[0]), (False, EXPERTS[1])):
+            shipped = [
+                tile_
+                for device in sorted(path.stem for path in TABLES.glob("*.json"))
+                for named, tuned, entry in entries(device, grouped=True)
+                if named == family and tuned.gathered == gathered
+                for _, tile_ in entry.tiles
+                if tile_ is not None
+            ]
+            for tile_ in most_demanding(shipped):
+                yield from self.product(family, shape, 4096, tile_)
 
 
-def _tabled(family: str) -> Iterator[str]:
-    """On Hopper every tile that a shipped table holds, with its most stages: fewer take less shared memory."""
-    for experts, slots, n, k, gathered in EXPERTS[: 2 * on_hopper()]:
-        shipped = {
-            tile_
-            for device in sorted(path.stem for path in TABLES.glob("*.json"))
-            for named, shape, entry in entries(device, grouped=True)
-            if named == family and shape.gathered == gathered
-            for _, tile_ in entry.tiles
-            if tile_ is not None and tile_.way != "dequantized"
-        }
-        most: dict[Tile, Tile] = {}
-        for tile_ in sorted(shipped, key=lambda t: t.stages):
-            most[replace(tile_, stages=1)] = tile_
-        for tile_ in most.values():
-            _product(family, groups_of(experts, slots, 4096), n, k, gathered, tile_)
-            yield _label(family, experts, n, k, tile_)
+def _all_tiles(*families: str) -> Iterator[str]:
+    tiles = _Tiles()
+    for family in families:
+        yield from tiles.tabled(family)  # before the defaults: it has the most stages
+        yield from tiles.defaults(family)
 
 
 def dense() -> Iterator[str]:
-    """16-bit products of few rows an expert and of many, and their backward: gate and up (gathered), and down."""
-    for experts, slots, hidden, width in for_this_gpu(MIXTURES):
-        for each in ROWS_EACH if on_hopper() and experts == 128 else (1000,) if experts == 8 else (4, 1000):
-            given = groups_of(experts, slots, each * experts // slots)
-            for gathered, n, k in ((True, 2 * width, hidden), (False, hidden, width)):
-                for family in ("dense", "input_grad", "weight_grad")[: 3 if each == 1000 else 1]:
-                    tile_ = default_tile(family, given.rows, not on_hopper(), experts=experts)
-                    _product(family, given, n, k, gathered, tile_)
-                    yield _label(family, experts, n, k, tile_)
-    for family in ("dense", "input_grad", "weight_grad"):
-        yield from _tabled(family)
+    """16-bit products of few rows per expert and of many, and their backward; widths that no vector divides."""
+    yield from _all_tiles("dense", "input_grad", "weight_grad")
+    if on_hopper():
+        experts, slots, hidden, width = MIXTURES[1]
+        for gathered, n, k in ((True, 2 * width, hidden), (False, hidden, width)):
+            for family, each in (("dense", 4), ("input_grad", 1000), ("weight_grad", 1000)):
+                given = groups_of(experts, slots, each * experts // slots)
+                tile_ = default_tile(family, given.rows, False, experts=experts)
+                _product(family, given, n, k, gathered, tile_)
+                yield _label(family, experts, n, k, tile_)
 
 
 def int8() -> Iterator[str]:
-    yield from _defaults("w8a8")
-    yield from _tabled("w8a8")
+    yield from _all_tiles("w8a8")
 
 
 def fp8() -> Iterator[str]:
-    for family in ("fp8", "fp8_block"):
-        yield from _defaults(family)
-        yield from _tabled(family)
+    yield from _all_tiles("fp8", "fp8_block")
 
 
 def int4() -> Iterator[str]:
-    for family in ("w4a16", "nvfp4a16"):
-        yield from _defaults(family)
-        yield from _tabled(family)
+    yield from _all_tiles("w4a16", "nvfp4a16")
     experts, slots, n, k, _ = EXPERTS[0]
     given = groups_of(experts, slots, 65_536)
     tile_ = default_tile("dense", given.rows, not on_hopper(), experts=experts)
@@ -135,5 +142,4 @@ def int4() -> Iterator[str]:
 
 
 def int4_int8() -> Iterator[str]:
-    yield from _defaults("w4a8")
-    yield from _tabled("w4a8")
+    yield from _all_tiles("w4a8")
