@@ -26,9 +26,8 @@ from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import check_shapes, linear_names
 from qarl.policy.weights import WeightSet, learner_weights, sampler_weights
 from qarl.transfer import upload
-from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.quantize import quantize_parameters
-from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 
 # On a GPU a packed batch of more than FEW_ROWS rows is padded to a multiple of ROWS: weight gradients sum over rows,
 # and libraries have fast products for whole tiles of them; also, the allocator sees the same sizes again.

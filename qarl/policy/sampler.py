@@ -17,9 +17,8 @@ from qarl.policy.linear import Part
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.trace import Tracer
 from qarl.policy.weights import WeightSet
-from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.fingerprints import PublishError
+from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 
 SCORE_CHUNK = 128  # rows of logits that `score` holds at once
 HEAD_ROWS = 256  # of the output layer, compared at once

@@ -13,8 +13,8 @@ from qarl_kernels.logprob import Truncation
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.verify import PublishError
 
 
 @dataclass(frozen=True)

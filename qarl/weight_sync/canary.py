@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.fingerprints import PublishError
 
 SEQUENCES, TOKENS = 2, 64  # scored at each publish
 FACTOR = 4.0  # a later mean may exceed the first one by this; 2.6 was seen without a fault, with both means small

@@ -14,8 +14,7 @@ from qarl.storage.disk import disk_errors, free_bytes
 from qarl.storage.model_directory import DOCUMENT_BYTES, RECORD_BYTES, config_document, save_tokenizer
 from qarl.storage.shards import Shard, plan_shards, shard_index, stored_bytes
 from qarl.storage.tensorfile import TensorFile, write_file
-from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 
 MAX_SHARD_BYTES = 4 * 10**9
 

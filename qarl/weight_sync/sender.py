@@ -6,7 +6,7 @@ A sampler starts from a checkpoint of a snapshot (`prepare`, `accept`) and gets 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,11 +16,39 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.weight_sync.canary import Bound, Difference, difference
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
-from qarl.weight_sync.connection import Connection, SamplerFault
-from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.fingerprints import PublishError
+from qarl.weight_sync.snapshot import ModelLayout, Snapshot
+from qarl.weight_sync.transport import Transport
 from qarl.weight_sync.update import Prints, WeightUpdate, delta
-from qarl.weight_sync.verify import PublishError
+
+
+class SamplerFault(Exception):
+    """A sampler failed, hung or died. The message is one line that says how."""
+
+
+class Connection(Protocol):
+    """Sends requests to a sampler and returns their results. Every method raises SamplerFault if the sampler fails.
+
+    capabilities: reported when the sampler was ready: `proved_frac` (fraction of a snapshot's bytes that fingerprints
+    prove), `notes` (lines for the user), `phases` (seconds per part of its start).
+    transports: one per process of the sampler; none in the learner's process.
+    """
+
+    capabilities: dict[str, Any]
+    transports: Sequence[Transport]
+
+    def begin(self, operation: str, payload: Any) -> None:
+        """Send a request: `publish` with a `WeightUpdate`."""
+
+    def finish(self, tick: Callable[[int, int], None]) -> Any:
+        """Wait for the result of a publish: (seconds by part, log-probs of the canary per sequence).
+
+        Raises PublishError if the sampler does not hold what was sent.
+        """
+
+    def call(self, operation: str, payload: Any, tick: Callable[[int, int], None]) -> Any:
+        """`begin` and `finish`: `score` with token sequences returns their log-probs per sequence."""
+
 
 Mode = Literal["full", "delta"]
 

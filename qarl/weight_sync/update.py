@@ -1,4 +1,4 @@
-"""What one publish sends: all tensors, or the changed words of the tensors that changed.
+"""What one publish sends (all tensors, or the changed words of the tensors that changed), and how a sampler applies it.
 
 An optimizer step changes few codes of a quantized weight, because most masters stay within their rounding interval. A
 patch holds the changed 32-bit words of a tensor: int32 (2, n), indices and new values. It is int64 if the tensor has
@@ -7,7 +7,7 @@ patch holds the changed 32-bit words of a tensor: int32 (2, n), indices and new 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.payload import bytes_of
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints, verify
+from qarl.weight_sync.transport import bytes_of
 
 PATCH = "#patch"
 Prints = Mapping[str, Fingerprint]
@@ -70,3 +70,34 @@ class WeightUpdate:
     payloads: Sequence[Any]  # one per process of the sampler; in the learner's process one list of (name, tensor)
     expected: Prints  # of all tensors of the version
     canary: Sequence[list[int]]  # token sequences to score after loading
+
+
+Arriving = Iterable[tuple[str, Tensor]]
+
+
+def receive(
+    version: int, arriving: Arriving, expected: Mapping[str, Fingerprint], base: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """Apply patches to copies of held tensors, and verify everything that arrived.
+
+    Args:
+        version: Of the policy, for errors.
+        arriving: Tensors by name, and patches by name + `PATCH`.
+        expected: Fingerprints of all tensors of the version.
+        base: Returns the held tensor of a name.
+
+    Returns:
+        New tensors by name.
+
+    Raises:
+        PublishError: The received bytes are not the sent ones.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in arriving:
+        if name.endswith(PATCH):
+            name = name.removesuffix(PATCH)
+            tensor = patched(base(name), tensor)
+        tensors[name] = tensor
+    sent = {name: expected[name] for name in tensors if name in expected}
+    verify(version, sent, fingerprints(tensors.items()), "what arrived")
+    return tensors

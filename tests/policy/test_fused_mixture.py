@@ -21,9 +21,9 @@ from qarl.policy.attention import Span
 from qarl.policy.decoder import Recompute
 from qarl.policy.policy import Policy
 from qarl.policy.routes import Balance, Routes
+from qarl.weight_sync.fingerprints import PublishError, verify_in_process
 from qarl.weight_sync.quantize import quantize_parameters
 from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.verify import PublishError, verify_in_process
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"

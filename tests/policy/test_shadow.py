@@ -24,8 +24,7 @@ from qarl_kernels.logprob import Truncation
 from qarl.config import QuantConfig
 from qarl.errors import UserError
 from qarl.policy.policy import Policy
-from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.verify import PublishError, verify
+from qarl.weight_sync.fingerprints import PublishError, fingerprints, verify
 
 GROUP = 32
 PLAIN = Truncation()

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from qarl.config import QuantConfig
 from qarl.errors import UserError
 from qarl.policy.policy import Policy
-from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.verify import PublishError, verify
+from qarl.weight_sync.fingerprints import PublishError, fingerprints, verify
 
 # compressed-tensors: suffix -> (dtype, shape of a [N, K] weight in groups of 32)
 LAYOUTS = {

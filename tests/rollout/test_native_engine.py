@@ -9,7 +9,7 @@ from qarl.errors import UserError
 from qarl.rollout.engine import SamplingParams
 from qarl.training.batch import build_batch
 from qarl.types import Prompt, Rollout
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.fingerprints import PublishError
 
 PROMPT = Prompt(4, [10, 20, 30], "", {})
 

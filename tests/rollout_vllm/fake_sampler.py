@@ -28,9 +28,8 @@ from qarl.rollout.vllm import process
 from qarl.rollout.vllm.channel import HEADER, MAGIC
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.settings import Request, Response, SamplerSettings
-from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify
 from qarl.weight_sync.update import PATCH, patched
-from qarl.weight_sync.verify import PublishError, verify
 
 VOCABULARY = 259
 EVEN = -math.log(VOCABULARY)

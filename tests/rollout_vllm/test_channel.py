@@ -24,10 +24,9 @@ from test_engine_process import ORDER, ignore, start  # noqa: F401  a fixture
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.channel import HEADER, MAGIC, Channel, ChannelError, channel_pair
 from qarl.rollout.vllm.settings import Request, Response
-from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.payload import CudaHandle, Entry, Payload
-from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.sender import SamplerFault
+from qarl.weight_sync.transport import CudaHandle, Entry, Payload, ReceiverPlan
 from qarl.weight_sync.update import WeightUpdate
 
 SETTINGS = replace(

@@ -26,9 +26,9 @@ from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.sleep import MARGIN, SamplerSleep
 from qarl.sizes import decide_sizes
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.sender import WeightSender
 from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.verify import PublishError
 
 SAMPLING = SamplingParams(2, 1, 8, stop_token_ids=frozenset({1}))
 PROMPTS = [Prompt(i, [5 + i, 70, 90 + i], "", {}) for i in range(6)]

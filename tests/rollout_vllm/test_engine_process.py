@@ -18,8 +18,8 @@ from qarl.rollout.vllm.channel import Channel
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Request, Response
 from qarl.rollout.vllm.worker import explain
-from qarl.weight_sync.connection import SamplerFault
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.fingerprints import PublishError
+from qarl.weight_sync.sender import SamplerFault
 
 ORDER = ([Request([5, 70], seed) for seed in range(8)], SamplingParams(1, 0, 8, stop_token_ids=frozenset({1})))
 

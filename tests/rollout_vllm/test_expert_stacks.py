@@ -22,8 +22,7 @@ from qarl.rollout.vllm.own_kernels.graph_tensors import in_place_of_lists, scale
 from qarl.rollout.vllm.own_kernels.held import UNSENT, HeldModel
 from qarl.rollout.vllm.own_kernels.loading import Loader
 from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
-from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.fingerprints import PublishError, fingerprints
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 # Twice INNER is HIDDEN, so that gate and up together are square.

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qarl.rollout.vllm.own_kernels.held import HeldModel
-from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints
 
 ROWS = {"q_proj": 6, "k_proj": 2, "v_proj": 2}
 DIRECT = {

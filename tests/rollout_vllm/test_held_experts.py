@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from qarl.rollout.vllm.own_kernels.held import HeldModel
 from qarl.rollout.vllm.own_kernels.loading import Loader
 from qarl.weight_sync.expert_tensors import join_experts
-from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.fingerprints import PublishError, fingerprints
 
 EXPERTS, COUNT, INNER, HIDDEN = "layers.0.mlp.experts", 5, 4, 6
 LAYER = f"{EXPERTS}.routed_experts"

@@ -13,7 +13,7 @@ import torch
 from qarl.errors import UserError
 from qarl.rollout.vllm import host
 from qarl.rollout.vllm.inline import InlineSampler
-from qarl.weight_sync.connection import SamplerFault
+from qarl.weight_sync.sender import SamplerFault
 
 
 @pytest.fixture(autouse=True)

@@ -30,8 +30,8 @@ from qarl.distributed.ranks import Alone
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.shared import NoSampler
 from qarl.rollout.vllm.process import sampler_environment
+from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.transport import ReceiverPlan
-from qarl.weight_sync.verify import PublishError
 
 LIMIT_S = 560
 MARK = "OF_RANKS"

@@ -20,7 +20,7 @@ from qarl.rollout.vllm.launch import early_sampler
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import SamplerError
 from qarl.rollout.vllm.replaced import replaced
-from qarl.weight_sync.connection import SamplerFault
+from qarl.weight_sync.sender import SamplerFault
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

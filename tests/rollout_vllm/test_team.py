@@ -17,9 +17,9 @@ from tiny_runs import Qarl, settings, write_config
 
 from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
 from qarl.rollout.vllm.process import SamplerProcess
-from qarl.weight_sync.connection import SamplerFault
+from qarl.weight_sync.fingerprints import PublishError
+from qarl.weight_sync.sender import SamplerFault
 from qarl.weight_sync.update import WeightUpdate
-from qarl.weight_sync.verify import PublishError
 
 
 @pytest.fixture

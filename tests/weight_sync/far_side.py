@@ -12,8 +12,7 @@ from torch import Tensor
 
 from qarl.rollout.vllm.channel import channel_pair
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.payload import Payload
-from qarl.weight_sync.transport import ReceiverPlan, Transport
+from qarl.weight_sync.transport import Payload, ReceiverPlan, Transport
 
 CHILD = """
 import socket, sys

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from qarl.weight_sync.canary import BROKEN, FACTOR, FLOOR, TOKENS, Bound, Difference, canary_of, difference
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.fingerprints import PublishError
 
 
 def test_difference_is_the_mean_and_the_largest_gap() -> None:

@@ -11,8 +11,7 @@ from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
 from qarl.weight_sync import fingerprints as module
-from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.verify import PublishError, verify
+from qarl.weight_sync.fingerprints import PublishError, fingerprints, verify
 
 
 def fingerprint(tensor: Tensor):

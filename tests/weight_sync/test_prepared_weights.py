@@ -17,7 +17,7 @@ from qarl.config import ModelConfig, QuantConfig, RolloutConfig
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.native.engine import NativeEngine
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.fingerprints import PublishError
 
 LAYER = "model.layers.1.mlp.up_proj"
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

@@ -15,9 +15,8 @@ from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.types import Prompt
-from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.fingerprints import PublishError, fingerprints, verify
 from qarl.weight_sync.snapshot import Snapshot, describe
-from qarl.weight_sync.verify import PublishError, verify
 
 PROMPTS = [Prompt(0, [5, 6, 7], "", {})]
 SAMPLING = SamplingParams(2, 0, 5)

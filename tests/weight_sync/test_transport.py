@@ -17,8 +17,16 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from qarl.weight_sync import transport as transport_module
 from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.payload import ALIGNED, CudaHandle, Entry, Payload
-from qarl.weight_sync.transport import CudaIpcReceiver, CudaIpcTransport, MemoryFileReceiver, MemoryFileTransport
+from qarl.weight_sync.transport import (
+    ALIGNED,
+    CudaHandle,
+    CudaIpcReceiver,
+    CudaIpcTransport,
+    Entry,
+    MemoryFileReceiver,
+    MemoryFileTransport,
+    Payload,
+)
 from qarl.weight_sync.update import delta
 
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.receiver import receive
-from qarl.weight_sync.update import delta, patch_of, patched
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.fingerprints import PublishError, fingerprints
+from qarl.weight_sync.update import delta, patch_of, patched, receive
 
 DTYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.int64, torch.float32]
 

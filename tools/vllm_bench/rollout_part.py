@@ -28,9 +28,9 @@ from qarl.rollout.vllm.launch import sampler_settings
 from qarl.rollout.vllm.process import Sampler, SamplerProcess
 from qarl.rollout.vllm.settings import Request, SamplerSettings, request_seed
 from qarl.storage.model_directory import config_document
-from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.layout import ModelLayout
+from qarl.weight_sync.sender import SamplerFault
+from qarl.weight_sync.snapshot import ModelLayout
 from vllm_bench.case import Case, Record, engine_config, environment
 from vllm_bench.generation import generate_record
 from vllm_bench.models import DTYPE, quant_of

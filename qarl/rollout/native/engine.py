@@ -38,8 +38,8 @@ from qarl.rollout.native.steps import RoutingRecord, Runner, StepOutput
 from qarl.rollout.stopping import Stopping
 from qarl.sizes import sampler_sizes
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.fingerprints import PublishError, verify_in_process
 from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.verify import PublishError, verify_in_process
 
 
 class NativeEngine:

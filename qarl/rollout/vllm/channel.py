@@ -26,8 +26,7 @@ from qarl_kernels.truncation import Truncation
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.settings import Request, Response, SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.payload import CudaHandle, Entry, Payload
-from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.transport import CudaHandle, Entry, Payload, ReceiverPlan
 from qarl.weight_sync.update import WeightUpdate
 
 CLASSES: dict[tuple[str, str], type] = {

@@ -36,10 +36,8 @@ from qarl.rollout.vllm.process import Sampler, SamplerError, not_started, see
 from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.rollout.vllm.sleep import SamplerSleep
 from qarl.types import Prompt, Rollout
-from qarl.weight_sync.connection import SamplerFault
-from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.sender import WeightSender
-from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.sender import SamplerFault, WeightSender
+from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 
 MEASURED_OTHERS = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
 

@@ -26,9 +26,8 @@ from qarl.rollout.vllm.replaced import replaced
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import Request, Response, SamplerSettings, vllm_environment
 from qarl.rollout.vllm.start import import_ahead, start_vllm
-from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.receiver import Arriving, receive
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.fingerprints import Fingerprint, PublishError
+from qarl.weight_sync.update import Arriving, receive
 
 GREW = "Memory usage increased after sleeping"  # error of vLLM's worker, 0.24 to 0.32
 

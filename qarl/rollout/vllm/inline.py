@@ -18,8 +18,8 @@ from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import Sampler
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.storage.disk import disk_errors
-from qarl.weight_sync.connection import SamplerFault
 from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.sender import SamplerFault
 
 
 class InlineSampler(Sampler):

@@ -21,7 +21,7 @@ from qarl.policy.routes import stored_dtype
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.process import Sampler, SamplerProcess
 from qarl.rollout.vllm.settings import SamplerSettings
-from qarl.weight_sync.layout import ModelLayout
+from qarl.weight_sync.snapshot import ModelLayout
 from qarl.weight_sync.transport import learner_gpu
 
 KV_BLOCK = 128  # tokens, vLLM's on the CPU and a multiple of its other ones

@@ -23,10 +23,9 @@ from qarl.rollout.vllm.channel import Channel, ChannelError, channel_pair
 from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings, vllm_environment
 from qarl.storage.disk import disk_errors
 from qarl.text import visible
-from qarl.weight_sync.connection import Connection, SamplerFault
-from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.fingerprints import Fingerprint, PublishError
+from qarl.weight_sync.sender import Connection, SamplerFault
 from qarl.weight_sync.transport import ReceiverPlan, open_transport
-from qarl.weight_sync.verify import PublishError
 
 TICK_S = 0.1  # between two polls of a busy sampler
 ABORT_LIMIT_S = 30.0  # for the engine step that runs when the user interrupts

@@ -22,10 +22,9 @@ from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.replaced import replaced
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
-from qarl.weight_sync.receiver import Arriving
+from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.transport import open_receiver
-from qarl.weight_sync.update import WeightUpdate
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.update import Arriving, WeightUpdate
 
 
 class Aborted(Exception):

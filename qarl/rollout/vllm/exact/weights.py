@@ -22,9 +22,8 @@ from qarl.policy.decoder import Decoder
 from qarl.policy.linear import PackedLinear
 from qarl.policy.weights import WeightSet
 from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
-from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify
 from qarl.weight_sync.shards import METADATA
-from qarl.weight_sync.verify import PublishError, verify
 
 
 class PublishedWeights:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from qarl.weight_sync.expert_tensors import stacks_of
-from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify, verify_changes
 from qarl.weight_sync.shards import METADATA
-from qarl.weight_sync.verify import PublishError, verify, verify_changes
 
 EXPERTS = "routed_experts"  # vLLM's module with the experts of a layer
 # Parameters of experts that have no published tensor and that no kernel reads; their memory is uninitialized.

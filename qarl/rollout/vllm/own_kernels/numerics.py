@@ -21,9 +21,8 @@ from qarl.rollout.vllm.own_kernels.tensor_parallel import agreed, rendezvous
 from qarl.rollout.vllm.recording import Experts
 from qarl.rollout.vllm.sandbox import no_way_in
 from qarl.rollout.vllm.settings import SamplerSettings
-from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify
 from qarl.weight_sync.shards import METADATA, Shard, shard_prints
-from qarl.weight_sync.verify import PublishError, verify
 
 
 class OwnKernels(Numerics):

@@ -21,10 +21,9 @@ import torch.distributed as dist
 from qarl.rollout.engine import Progress
 from qarl.rollout.vllm.process import TICK_S, Sampler, SamplerProcess
 from qarl.rollout.vllm.settings import SamplerSettings
-from qarl.weight_sync.connection import SamplerFault
-from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.fingerprints import Fingerprint, PublishError
+from qarl.weight_sync.sender import SamplerFault
 from qarl.weight_sync.update import WeightUpdate
-from qarl.weight_sync.verify import PublishError
 
 
 class SamplerTeam(Sampler):
