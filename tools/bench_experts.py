@@ -14,22 +14,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import shlex
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_kernels import versions
+from harness import Report, count, environment, heads, out_file, read_reports
 from kernel_bench.experts import CHECKED, MODELS, ROUTINGS, Experts, make_routing, runners
 from kernel_bench.measure import Stopwatch, Wrong
 from kernel_bench.peers import ERRORS, reason
 from kernel_bench.shapes import repetitions
-from kernel_bench.summary import geometric_mean
+from kernel_bench.summary import geometric_mean, skipped_lines
 
 SCHEMES = ("bf16", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8", "nvfp4a16")
 TOKENS = (1, 8, 16, 64, 256, 1024, 4096, 16_384)
@@ -46,15 +43,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES), metavar="SCHEME", help=", ".join(SCHEMES))
     add("--models", nargs="+", choices=list(MODELS), default=["qwen3-30b-a3b"], metavar="MODEL", help=", ".join(MODELS))
     add("--routing", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), metavar="KIND", help=", ".join(ROUTINGS))
-    add("--m", type=int, nargs="+", default=list(TOKENS), help="tokens")
-    add("--reps", type=int, default=15, help="timed calls; at most 7 for 4096 tokens and more")
+    add("--m", type=count, nargs="+", default=list(TOKENS), help="tokens")
+    add("--reps", type=count, default=15, help="timed calls; at most 7 for 4096 tokens and more")
     add("--group-size", type=int, choices=(32, 64, 128), default=128, help="of int4 weights")
-    add("--out", type=Path, help="write the result as JSON")
+    add("--out", type=out_file, help="write the result as JSON")
     add("--table", type=Path, metavar="FILE", help="print the summary of an earlier result and stop")
-    parsed = parser.parse_args(arguments)
-    if min(parsed.m) < 1 or parsed.reps < 1:
-        parser.error("--m and --reps take numbers from 1")
-    return parsed
+    return parser.parse_args(arguments)
 
 
 def rows_of(arguments: argparse.Namespace, scheme: str, model: str, stopwatch: Stopwatch) -> Iterator[Row]:
@@ -117,55 +111,36 @@ def ratios(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(report: Row) -> str:
-    """One line a scheme, and what did not run."""
-    lines = [f"{report['device']}, {report['versions']}", "best peer's time / qarl's"]
+    """One line per scheme, and what did not run."""
+    lines = [*heads([report]), "best peer's time / qarl's"]
     by_scheme: dict[str, list[Row]] = defaultdict(list)
-    for case in ratios(report["rows"]):
+    for case in ratios(report["records"]):
         by_scheme[case["scheme"]].append(case)
     for scheme, cases in by_scheme.items():
         worst = min(cases, key=lambda case: case["ratio"])
         mean = geometric_mean([case["ratio"] for case in cases])
-        where = f"{worst['case']} against {worst['peer']}"
-        lines.append(
-            f"  {scheme:10} mean {mean:5.2f}  worst {worst['ratio']:5.2f}  of {len(cases):3} cases, at {where}"
-        )
-    skipped: dict[tuple[str, str, str], int] = defaultdict(int)
-    for row in report["rows"]:
-        if "skipped" in row:
-            skipped[row["section"], row["who"], row["skipped"]] += 1
-    lines += [f"  skipped {count}x {scheme} {who}: {why}" for (scheme, who, why), count in skipped.items()]
-    return "\n".join(lines)
+        where = f"of {len(cases):3} cases, at {worst['case']} against {worst['peer']}"
+        lines.append(f"  {scheme:10} mean {mean:5.2f}  worst {worst['ratio']:5.2f}  {where}")
+    return "\n".join([*lines, *skipped_lines(report["records"])])
 
 
 def main() -> None:
-    arguments = parse()
-    if arguments.table is not None:
-        print(table(json.loads(arguments.table.read_text())))
+    options = parse()
+    if options.table is not None:
+        print(table(*read_reports([options.table])))
         return
     if not torch.cuda.is_available():
         sys.exit("bench_experts needs a CUDA device; --table FILE prints an earlier result without one")
-    begin = time.perf_counter()
-    device = torch.device("cuda", torch.cuda.current_device())
-    stopwatch = Stopwatch(device)
-    report: Row = {
-        "device": torch.cuda.get_device_name(device),
-        "versions": versions(),
-        "command": shlex.join(sys.argv),
-        "rows": [],
-    }
-    for model in arguments.models:
-        for scheme in arguments.schemes:
-            for row in rows_of(arguments, scheme, model, stopwatch):
-                report["rows"].append(row)
-            report["seconds"] = time.perf_counter() - begin
+    stopwatch = Stopwatch(torch.device("cuda", torch.cuda.current_device()))
+    report = Report(options.out, environment())
+    for model in options.models:
+        for scheme in options.schemes:
+            # After every scheme: a peer that kills the process takes only its own along.
+            report.add(list(rows_of(options, scheme, model, stopwatch)), f"{model} {scheme}")
             gc.collect()
             torch.cuda.empty_cache()
-            if arguments.out is not None:  # after every scheme: a peer that kills the process takes only its own along
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-            print(f"{report['seconds']:6.1f} s  {model} {scheme}", file=sys.stderr, flush=True)
-    print(table(report))
-    if any(row["who"] == "qarl" and "skipped" in row for row in report["rows"]):
+    print(table(report.content))
+    if any(row["who"] == "qarl" and "skipped" in row for row in report.content["records"]):
         sys.exit("some of qarl's kernels failed, see the lines `skipped ... qarl` above")
 
 

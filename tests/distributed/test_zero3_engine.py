@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from model_sizes import SHAPES
 from ranks import run_ranks
-from ranks_bench.shapes import SHAPES, model_shapes
+
+from qarl.policy.skeleton import skeleton
 
 pytest.importorskip("deepspeed")
 
@@ -31,7 +32,7 @@ def steps(group: Any, changes: list[dict[str, int]]) -> list[dict[str, Any]]:
 def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
     """A micro-batch and an update of the engine and of a plain model with its weights, one beside the other."""
     from deepspeed.utils import safe_get_full_fp32_param
-    from ranks_bench import micro_batch, zero3
+    from ranks_bench import rank, zero3
     from step_bench.hf_part import token_logprobs
     from torch.func import functional_call
     from transformers import AutoModelForCausalLM
@@ -40,7 +41,7 @@ def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
 
     twin = AutoModelForCausalLM.from_config(SHAPE.config(), dtype=torch.bfloat16)
     deepspeed = start_deepspeed(CPU, 30)
-    ids = micro_batch.random_tokens(SHAPE, TOKENS, group.rank)
+    ids = rank.random_tokens(SHAPE, TOKENS, group.rank)
     settings = zero3.zero3_settings(SHAPE, len(ids), group.count)
     settings["zero_optimization"] |= changes
     with zero3.zero3_engine(deepspeed, SHAPE, settings, "logits") as engine:
@@ -84,7 +85,7 @@ def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
 
 
 def test_the_engine_is_one_processes_model_and_adamw() -> None:
-    sizes = [math.prod(size) for size in model_shapes(SHAPE).values()]
+    sizes = [parameter.numel() for parameter in skeleton(SHAPE.config()).parameters()]
     products = sum(size for size in sizes if size > SHAPE.hidden)  # matrices are cut, norms are not
     for kept, released in run_ranks(2, f"{__file__}:steps", {"changes": [{}, RELEASED]}):
         for found in (kept, released):

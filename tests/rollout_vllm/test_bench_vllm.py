@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from qarl.errors import UserError
 
@@ -100,33 +99,8 @@ def test_the_configuration_of_every_case_is_a_valid_one(scheme: str, kernels: st
 
 def test_inline_is_refused_for_two_starts():
     with pytest.raises(SystemExit):
-        options("--process", "inline", "--schemes", "bf16", "--kernels", "vllm", "qarl")
-    options("--process", "inline", "--parts", "engine", "--schemes", "bf16", "--kernels", "vllm")
-
-
-def test_the_learner_agrees_with_qarls_own_engine_to_the_bit(tiny_model, tmp_path: Path):
-    from vllm_bench.case import Case
-    from vllm_bench.mismatch_part import load
-
-    model = load(
-        options("--model", str(tiny_model()), "--prompt-count", "2", "--samples", "2", "--response-tokens", "8")
-    )
-    case = Case("w4a16", "native", "separate", CPU, tmp_path)
-    rows = {row["learner"]: row for row in model.records(case, own_engine=True)}
-    assert list(rows) == ["aligned", "fake_quant", "full_precision"]
-    assert rows["aligned"]["abs_max"] == 0.0
-    assert rows["full_precision"]["abs_mean"] > 0.0
-    assert rows["aligned"]["responses"] == 4
-
-
-def test_questions_of_a_file_go_through_the_chat_template(tiny_model, tmp_path: Path):
-    from vllm_bench.mismatch_part import load
-
-    file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps({"question": f"How many is {i}?", "answer": "?"}) + "\n" for i in range(5)))
-    model = load(options("--model", str(tiny_model()), "--prompts", str(file), "--prompt-count", "3"))
-    assert model.prompts[0].text == "<|user|>How many is 0?\n<|assistant|>"
-    assert len(model.prompts) == 3
+        options("--process", "inline", "--schemes", "bf16", "--kernels", "vllm", "exact")
+    options("--process", "inline", "--schemes", "bf16", "--kernels", "vllm")
 
 
 def test_a_failed_case_keeps_what_was_measured_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -134,13 +108,13 @@ def test_a_failed_case_keeps_what_was_measured_and_says_why(tmp_path: Path, caps
     from vllm_bench.case import Case
 
     def records() -> Iterator[dict]:
-        yield {"part": "engine", "what": "start", "seconds": 1.0}
+        yield {"what": "start", "seconds": 1.0}
         raise UserError("rollout.vllm: vLLM did not start")
 
     (tmp_path / "sampler.log").write_text("what vLLM said\n")
-    result = bench_vllm.Result(tmp_path / "new" / "out.json", 0)
+    report = bench_vllm.Report(tmp_path / "new" / "out.json", {})
     case = Case("fp8", "qarl", "separate", CPU, tmp_path)
-    bench_vllm.collect(records(), {"part": "engine", "shape": "tiny"}, case, result)
+    bench_vllm.collect(records(), {"shape": "tiny", **case.labels()}, case, report)
     kept = json.loads((tmp_path / "new" / "out.json").read_text())["records"]
     assert [record.get("what", record.get("error")) for record in kept] == [
         "start",
@@ -158,64 +132,35 @@ def test_the_table_has_a_line_for_everything():
     engine = [
         {"what": "start", "seconds": 20.0, "gib": 1.0, "proved_frac": 1.0, **canary},
         {"what": "publish_full", "seconds": 0.5, "sent_frac": 1.0, "sent_mib": 1024.0, **parts, **canary},
-        {"what": "digests", "seconds": 0.01},
-        {"what": "generate", "seconds": 2.0, "batch": 8, "tokens_per_s": 1000.0},
+        {
+            "what": "generate",
+            "seconds": 2.0,
+            "batch": 8,
+            "tokens_per_s": 1e3,
+            "first_token_s": 0.1,
+            "later_token_s": 1e-2,
+        },
         {"what": "sleep_2", "seconds": 0.3, "freed_gib": 30.0, "wake_s": 0.2, "wake_and_publish_s": 0.9},
     ]
-    mismatch = {
-        "part": "mismatch",
-        "scheme": "fp8",
-        "kernels": "qarl",
-        "what": "mismatch",
-        "sampler": "vllm qarl",
-        "learner": "aligned",
-        "abs_mean": 1e-3,
-        "abs_max": 1e-2,
-        "k3": 1e-6,
-        "ppl_ratio": 1.0,
-        "tokens": 100,
-    }
-    failed = {"part": "engine", **labels, "error": "no memory"}
+    failed = {**labels, "error": "no memory"}
     environment = {"packages": {"torch": "2", "vllm": "0.24"}, "gpus": ["H100"], "git_revision": "abc"}
-    records = [{"part": "engine"} | labels | record for record in engine] + [mismatch, failed]
-    text = table({"records": records, "environment": environment})
+    text = table([{"records": [*(labels | record for record in engine), failed], "environment": environment}])
     assert text.startswith("H100, torch 2, vllm 0.24, revision abc")
     for expected in (
         "proved 1.000",
         "sent 100.00%",
-        "in the learner alone",
         "batch 8: 1000 tokens/s",
         "freed 30.00 GiB",
-        "fp8 vllm qarl, aligned",
-        "failed: engine tiny fp8 qarl: no memory",
+        "failed: tiny fp8 qarl: no memory",
     ):
         assert expected in text
 
 
-@pytest.mark.parametrize("shape", ["tiny", "qwen3-30b-a3b"])
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
-def test_a_rollout_starts_from_a_directory_without_weights(shape: str, scheme: str, tmp_path: Path):
-    from vllm_bench.case import Case
-    from vllm_bench.rollout_part import dummy_settings
-
-    given = options("--parts", "rollout", "--shapes", shape, "--prompt-tokens", "8", "--new-tokens", "4")
-    settings, layout = dummy_settings(Case(scheme, "qarl", "separate", CPU, tmp_path), shape, given)
-    assert settings.args["load_format"] == "dummy" and not settings.sleep and not settings.staging
-    assert (settings.context, settings.max_num_seqs) == (12, 256)
-    assert not list(tmp_path.rglob("*.safetensors"))
-    found = json.loads((settings.checkpoint / "config.json").read_text())
-    assert ("quantization_config" in found) == (scheme == "w4a16")
-    if shape == "qwen3-30b-a3b":
-        assert found["architectures"] == ["Qwen3MoeForCausalLM"] and found["num_experts_per_tok"] == 8
-        read = AutoConfig.from_pretrained(settings.checkpoint)
-        assert (read.num_experts, read.moe_intermediate_size, layout.layers) == (128, 768, 48)
-
-
 def test_tokens_per_second_are_of_the_median_generation_after_a_warm_up(monkeypatch):
-    from vllm_bench import generation
+    from vllm_bench import engine_part
 
     clock, asked = [0.0], []
-    monkeypatch.setattr(generation.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(engine_part.time, "perf_counter", lambda: clock[0])
 
     def draw(prompts: list[list[int]], new_tokens: int, seed: int) -> list[int]:
         asked.append((len(prompts), len(prompts[0]), new_tokens, seed))
@@ -223,28 +168,12 @@ def test_tokens_per_second_are_of_the_median_generation_after_a_warm_up(monkeypa
         return [new_tokens] * len(prompts)
 
     given = options("--prompt-tokens", "5", "--new-tokens", "9", "--generations", "3")
-    found = generation.generate_record(draw, 2, 64, torch.Generator().manual_seed(0), given)
+    found = engine_part.generate_record(draw, 2, 64, torch.Generator().manual_seed(0), given)
     assert asked == [(2, 5, new, seed) for new in (1, 9) for seed in range(4)]
     assert (found["seconds"], found["first_token_s"]) == (11.0, 3.0) and found["all_seconds"] == [10.0, 11.0, 12.0]
     assert found["tokens_per_s"] == pytest.approx(2 * 9 / 11) and found["later_token_s"] == 1.0
     with pytest.raises(AssertionError, match="nothing ends a response early"):
-        generation.generate_record(lambda prompts, *_: [3] * len(prompts), 2, 64, torch.Generator(), given)
-
-
-@pytest.mark.slow
-def test_a_mixture_with_made_up_weights_generates_in_vllm(tmp_path: Path):
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    from vllm_bench.case import Case
-    from vllm_bench.rollout_part import rollout_records
-    from vllm_bench.summary import engine_lines
-
-    sizes = ["--prompt-tokens", "8", "--new-tokens", "4", "--batch", "3", "2", "--generations", "1", "--threads", "1"]
-    case = Case("w4a16", "exact", "separate", CPU, tmp_path)
-    rows = list(rollout_records(case, "tiny-moe", options("--parts", "rollout", *sizes)))
-    assert [(row["what"], row.get("batch")) for row in rows] == [("start", None), ("generate", 3), ("generate", 2)]
-    assert rows[0]["phases"]["weights"] < rows[0]["seconds"]
-    assert all(row["tokens_per_s"] == pytest.approx(4 * row["batch"] / row["seconds"]) for row in rows[1:])
-    assert "weights made up" in engine_lines(rows)[1]
+        engine_part.generate_record(lambda prompts, *_: [3] * len(prompts), 2, 64, torch.Generator(), given)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +186,7 @@ def test_a_mixture_with_made_up_weights_generates_in_vllm(tmp_path: Path):
 )
 def test_what_cannot_be_measured_is_refused_in_a_line(given, said, capsys) -> None:
     with pytest.raises(SystemExit):
-        options("--parts", "rollout", *given)
+        options(*given)
     assert capsys.readouterr().err.splitlines()[-1].endswith(said)
 
 
@@ -265,7 +194,7 @@ def test_a_gpu_that_is_not_there_is_a_line(monkeypatch, tmp_path) -> None:
     import bench_vllm
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    arguments = ["bench_vllm.py", "--parts", "rollout", "--device", "cuda", "--out", str(tmp_path / "out.json")]
+    arguments = ["bench_vllm.py", "--device", "cuda", "--out", str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit, match=r"^error: model\.device: cuda asked for"):
         bench_vllm.main()

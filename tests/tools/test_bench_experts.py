@@ -51,5 +51,5 @@ def test_the_table_has_the_best_peer_the_worst_case_and_what_did_not_run() -> No
     found = {row["scheme"]: row for row in bench_experts.ratios(rows)}
     assert found["w4a16"]["ratio"] == 1.5 and found["w4a16"]["over_bf16"] == 1.6
     assert found["bf16"]["ratio"] == 0.8 and found["bf16"]["peer"] == "torch_grouped"
-    text = bench_experts.table({"device": "d", "versions": {}, "rows": rows})
+    text = bench_experts.table({"environment": None, "records": rows})
     assert "bf16       mean  0.80" in text and "skipped 1x w8a8 vllm_triton: no kernel" in text

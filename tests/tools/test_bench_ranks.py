@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_bench.shapes import SHAPES, model_shapes
+from model_sizes import SHAPES
 from ranks_bench.summary import table
+
+from qarl.policy.skeleton import skeleton
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_ranks.py"
 GPUS = pytest.param(
@@ -28,42 +29,27 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("device", ["cpu", GPUS])
-def test_every_part_runs_and_results_are_exact(device: str, tmp_path: Path) -> None:
+def test_the_learner_runs_beside_its_peer(device: str, tmp_path: Path) -> None:
+    """One layout; float32 gradients beside 16-bit ones and weights."""
     out = tmp_path / "out.json"
-    sizes = ["--shape", "tiny", "--layers", 1, "--scheme", "w4a16", "--iterations", 1, "--products", 1, "--tokens", 64]
-    parts = ["check", "sum", "overlap", "gather"]
-    if device == "cpu":
-        parts += ["learn", *["zero3"] * (importlib.util.find_spec("deepspeed") is not None)]
+    parts = ["learn", *["zero3"] * (importlib.util.find_spec("deepspeed") is not None)]
+    sizes = ["--shape", "tiny", "--layers", 1, "--scheme", "w4a16", "--iterations", 1, "--tokens", 64]
     done = run("--device", device, *sizes, "--part", *parts, "--out", out)
     assert done.returncode == 0, done.stderr
     records = json.loads(out.read_text())["records"]
     assert list(dict.fromkeys(record["part"] for record in records)) == parts
-    assert [record["wrong_tensors"] for record in records if record["part"] == "check"] == [0] * 5
-    assert all(record["seconds"] == max(record["seconds_by_rank"]) > 0 for record in records if "seconds" in record)
-    plain, codes = (record["received_bytes"] for record in records if record["part"] == "gather")
-    assert 0 < codes < plain
-    if device == "cpu":
-        learners(records, codes)
-    assert ("over zero3" in done.stdout) == ("zero3" in parts)
-
-
-def learners(records: list[dict[str, Any]], codes: float) -> None:
-    """Of the learner in rows and its peer: one layout; float32 gradients beside 16-bit ones and weights."""
-    found = {
-        (record["part"], record["what"]): record
-        for record in records
-        if record["part"] in ("learn", "zero3") and record["exchange"] == "with messages"
-    }
-    parameters = sum(math.prod(size) for size in model_shapes(replace(SHAPES["tiny"], layers=1)).values())
+    assert all(record["seconds"] == max(record["seconds_by_rank"]) > 0 for record in records)
+    found = {(r["part"], r["what"]): r for r in records if r["exchange"] == "with messages"}
+    parameters = sum(p.numel() for p in skeleton(replace(SHAPES["tiny"], layers=1).config()).parameters())
     for (part, what), record in found.items():
         if what == "micro-batch":
             assert record["tokens_per_s"] == 64 / record["seconds"]
             width = {"learn": 4, "zero3": 2}[part]
             assert record["received_bytes_by_kind"]["gradients"] == pytest.approx(width * parameters / 2, rel=0.01)
-    assert found["learn", "update"]["received_bytes_by_kind"]["codes"] == pytest.approx(codes, rel=0.01)
+    assert 0 < found["learn", "update"]["received_bytes_by_kind"]["codes"] < 2 * parameters / 2
     if ("zero3", "update") in found:
         for what in ("micro-batch", "update"):
-            assert found["learn", what].keys() <= found["zero3", what].keys() | {"parts"}
+            assert found["learn", what].keys() <= found["zero3", what].keys()
         # the embedding and the products' weights once: no norm is cut
         weights = parameters - 2 * 64 - 2 * 32 - 64
         assert found["zero3", "micro-batch"]["received_bytes_by_kind"]["weights"] == 2 * weights / 2
@@ -75,7 +61,7 @@ def learners(records: list[dict[str, Any]], codes: float) -> None:
         (["--part", "zero3"], "deepspeed", "--part zero3 needs deepspeed: pip install 'qarl[deepspeed]'"),
         (["--part", "zero3", "--hf-head", "trl"], "trl", "--hf-head trl needs trl: pip install 'trl>=1.16'"),
         (["--part", "learn", "--tokens", "1500"], "", "--tokens above 1024 takes multiples of it"),
-        (["--gpu-memory", "78", "--device", "cpu"], "", "--gpu-memory takes GiB above 0, of --device cuda"),
+        (["--nproc", "1"], "", "--nproc takes numbers from 2"),
     ],
 )
 def test_what_cannot_run_is_refused_in_a_line(arguments, missing, said, monkeypatch, capsys) -> None:
@@ -100,10 +86,9 @@ def test_the_table_sets_each_scheme_beside_the_peer() -> None:
         row("zero3", "update", 0.25, head="trl", peak_gib=3.0, received_bytes_by_kind={}),
     ]
     ours = [row("learn", "micro-batch", 1.0), row("learn", "idle round", 0.1), row("learn", "update", 0.5)]
-    alone = [row("learn", "micro-batch", 0.9, exchange="without messages"), {"part": "check", "what": "sums"}]
+    alone = [row("learn", "micro-batch", 0.9, exchange="without messages")]
     lines = table([*alone, *ours, *peer], "tiny", 2).splitlines()
     assert [" ".join(line.split()) for line in lines[2:]] == [
         "learn bf16 1024 2.00 1000.0 500.0 2.0 1 gradients; an update 1 gradients",
         "zero3 bf16 TRL's head 512 1.00 2000.0 250.0 3.0 1 gradients; an update none",
     ]
-    assert table([*alone, *ours], "tiny", 2) == table(peer, "tiny", 2) == ""

@@ -1,4 +1,4 @@
-"""Other people's kernels on the same operands: vLLM 0.24 (Marlin, Machete, CUTLASS), torch, Gemlite.
+"""Other people's kernels on the same operands: vLLM 0.24 (Marlin, Machete, CUTLASS) and torch.
 
 Every maker returns a candidate or raises; what is raised becomes the reason in the report. Repacking happens here,
 outside the timed call.
@@ -16,8 +16,6 @@ from triton.errors import TritonError
 
 from kernel_bench.problems import Activations, Candidate, Maker, Weight
 from kernel_bench.shapes import BLOCK
-
-INT_MM_ROWS = 17  # torch._int_mm refuses fewer
 
 # What a kernel may raise for a shape, a device or a version that it does not support. Peers raise all of these, and
 # one case that fails is a line of the report, not the end of the run.
@@ -134,22 +132,6 @@ def _gemlite_module(autotune: str) -> Any:
     return gemlite
 
 
-def _gemlite(weight: Weight, activations: Activations, autotune: str) -> Maker:
-    """Gemlite: (codes - zero) * scale with unsigned codes; packs them itself."""
-    from qarl_formats.packing import unpack_int4
-
-    gemlite = _gemlite_module(autotune)
-    n, k, group = weight.n, weight.k, weight.group or weight.k
-    bf16 = gemlite.DType.BF16
-    linear = gemlite.GemLiteLinear(
-        4, group_size=group, in_features=k, out_features=n, input_dtype=bf16, output_dtype=bf16
-    )
-    codes = (unpack_int4(weight.tensors["weight_packed"], k) + 8).to(torch.uint8)
-    scale = weight.tensors["weight_scale"]
-    linear.pack(codes, scale, torch.full_like(scale, 8.0), None)
-    return lambda m: Candidate(lambda: linear(activations.x[:m]))
-
-
 def _cutlass(weight: Weight, activations: Activations) -> Maker:
     """vLLM's CUTLASS products of int8 or e4m3 codes with a scale per row and per output, or per block."""
     ops = _vllm()
@@ -210,20 +192,6 @@ def _scaled_mm(weight: Weight, activations: Activations) -> Maker:
     )
 
 
-def _int_mm(weight: Weight, activations: Activations) -> Maker:
-    """torch._int_mm gives int32 sums; scaling them is not timed, in its favour."""
-    codes, scale, b = activations.codes, activations.scale, weight.tensors["weight"].t()
-    assert codes is not None and scale is not None, "_int_mm needs quantized activations"
-    s_w = weight.tensors["weight_scale"].float().t()
-
-    def make(m: int) -> Candidate:
-        if m < INT_MM_ROWS:
-            raise Absent(f"torch._int_mm needs {INT_MM_ROWS} rows or more")
-        return Candidate(lambda: torch._int_mm(codes[:m], b), lambda out: out.float().mul_(scale[:m]).mul_(s_w))
-
-    return make
-
-
 def cublas(weight: Weight, activations: Activations) -> Maker:
     """torch.mm in bf16: what the layer costs when it is not quantized."""
     b = weight.values.to(torch.bfloat16).t()
@@ -231,22 +199,19 @@ def cublas(weight: Weight, activations: Activations) -> Maker:
 
 
 def peer_builders(
-    weight: Weight, activations: Activations, gemlite_autotune: str
+    weight: Weight, activations: Activations
 ) -> tuple[dict[str, Callable[[], Maker]], dict[str, Callable[[], Maker]]]:
     """What builds each peer for this problem, cuBLAS aside: (with quantized activations, from bf16 activations)."""
     if weight.scheme == "w4a16":
         return {
             "marlin": lambda: _marlin(weight, activations, eight_bit=False),
             "machete": lambda: _machete(weight, activations),
-            "gemlite": lambda: _gemlite(weight, activations, gemlite_autotune),
         }, {}
     if weight.scheme == "w4a8":
         return {"marlin_int8": lambda: _marlin(weight, activations, eight_bit=True)}, {}
     if weight.scheme == "dense":
         return {}, {}
     products = {"cutlass": lambda: _cutlass(weight, activations)}
-    if weight.scheme == "w8a8":
-        products["int_mm"] = lambda: _int_mm(weight, activations)
     if weight.scheme == "fp8":
         products["scaled_mm"] = lambda: _scaled_mm(weight, activations)
     return products, {"cutlass": lambda: _cutlass_end_to_end(weight, activations)}

@@ -8,58 +8,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 
-import torch
 import triton
-from qarl_kernels.launch import Launch, recording
+from qarl_kernels.launch import Launch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-from kernel_bench.peers import ERRORS
-from kernel_bench.problems import Activations, Weight, qarl_makers
-from kernel_bench.shapes import BLOCK, Layer
-
-
-def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def _operands(scheme: str, n: int, k: int, m: int, group: int) -> tuple[Weight, Activations]:
-    """What `make_weight` and `make_activations` give, without numbers."""
-    x = _empty(m, k, dtype=torch.bfloat16)
-    code = {"fp8": torch.float8_e4m3fn, "fp8_block": torch.float8_e4m3fn}.get(scheme, torch.int8)
-    codes, s_x = _empty(m, k, dtype=code), _empty(m, k // BLOCK if scheme == "fp8_block" else 1, dtype=torch.float32)
-    activations = Activations(x, None, None) if scheme in ("dense", "w4a16") else Activations(x, codes, s_x)
-    if scheme == "dense":
-        stored = {"weight": _empty(n, k, dtype=torch.bfloat16)}
-    elif scheme in ("w4a16", "w4a8"):
-        scale = _empty(n, k // group, dtype=torch.bfloat16)
-        stored = {"weight_packed": _empty(n, k // 8, dtype=torch.int32), "weight_scale": scale}
-    else:
-        blocks = (-(-n // BLOCK), -(-k // BLOCK)) if scheme == "fp8_block" else (n, 1)
-        stored = {"weight": _empty(n, k, dtype=code), "weight_scale": _empty(*blocks, dtype=torch.bfloat16)}
-    return Weight(scheme, n, k, stored, x, group if scheme in ("w4a16", "w4a8") else None), activations
-
-
-def record(
-    layers: Iterable[Layer], schemes: Sequence[str], many: Sequence[int], group: int, capability: tuple[int, int]
-) -> list[Launch]:
-    """The launches of every product."""
-    with recording(capability) as launches:
-        for layer in layers:
-            for scheme in schemes:
-                weight, activations = _operands(scheme, layer.n, layer.k, max(many), group)
-                with suppress(*ERRORS):  # raised again, and reported, where it is measured
-                    for makers in qarl_makers(weight, activations):
-                        for make in makers.values():
-                            for m in many:
-                                make(m).call()
-    return launches
 
 
 class _Driver:

@@ -31,8 +31,8 @@ def weight_bytes_needed(n: int, k: int) -> int:
 class Products:
     """The products of every scheme with one layer's weight."""
 
-    def __init__(self, stopwatch: Stopwatch, reps: int, group: int, gemlite_autotune: str) -> None:
-        self.stopwatch, self.reps, self.group, self.gemlite_autotune = stopwatch, reps, group, gemlite_autotune
+    def __init__(self, stopwatch: Stopwatch, reps: int, group: int) -> None:
+        self.stopwatch, self.reps, self.group = stopwatch, reps, group
         self._cublas_us: dict[tuple[int, int, int], float] = {}
 
     def rows(self, scheme: str, layer: Layer, many: Sequence[int]) -> Iterator[Row]:
@@ -74,9 +74,7 @@ class Products:
                 ready += [(kind, who, make) for who, make in makers.items()]
         except ERRORS as error:
             absent.append(("qarl", "gemm", reason(error)))
-        for kind, builders in zip(
-            ("gemm", "end_to_end"), peer_builders(weight, activations, self.gemlite_autotune), strict=True
-        ):
+        for kind, builders in zip(("gemm", "end_to_end"), peer_builders(weight, activations), strict=True):
             for who, build in builders.items():
                 try:
                     ready.append((kind, who, build()))

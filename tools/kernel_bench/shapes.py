@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 SCHEMES = ("w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "dense")
-SECTIONS = (*SCHEMES, "quantize", "learner")
+SECTIONS = (*SCHEMES, "quantize")
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384)
 FEW_ROWS = 64  # decode: the summary keeps products with at most this many rows apart
 BLOCK = 128  # of fp8_block
@@ -24,7 +24,6 @@ TUNED = MODELS | {
     "qwen3-4b": {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)},
 }
 MATRICES = ((4096, 12288), (24576, 4096), (57344, 8192))  # of the section `quantize`
-LEARNER_ROWS = 16_384
 
 
 @dataclass(frozen=True)

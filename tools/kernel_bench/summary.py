@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from harness import heads
+
 from kernel_bench.shapes import FEW_ROWS, SCHEMES
 
 Row = dict[str, Any]
@@ -82,28 +84,6 @@ def memory_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def learner_lines(rows: Sequence[Row]) -> list[str]:
-    """One line a scheme: nn.Linear's time / qarl's for forward and backward, and the parts' shares of qarl's time."""
-    times: dict[tuple, dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        if row["section"] == "learner" and "us" in row:
-            times[row["n"], row["k"], row["m"], row["scheme"]][row["part"]] = row["us"]
-    grouped: dict[str, list[tuple[float, dict[str, float]]]] = defaultdict(list)
-    for (*shape, scheme), parts in times.items():
-        peer = times.get((*shape, "bf16"), {}).get("total")
-        if scheme != "bf16" and peer and "total" in parts:
-            grouped[scheme].append((peer / parts["total"], parts))
-    if not grouped:
-        return []
-    lines = [f"{'forward and backward':27} {'nn.Linear / qarl':>16}  share of the time"]
-    for scheme, cases in grouped.items():
-        total = sum(parts["total"] for _, parts in cases)
-        names = [name for name in cases[0][1] if name != "total"]
-        shares = ", ".join(f"{name} {sum(parts[name] for _, parts in cases) / total:.0%}" for name in names)
-        lines.append(f"{scheme:27} {geometric_mean([ratio for ratio, _ in cases]):16.2f}  {shares}")
-    return lines
-
-
 def skipped_lines(rows: Iterable[Row]) -> list[str]:
     """What did not run or was wrong: one line a kernel and reason, with how often."""
     counts: dict[tuple[str, str, str], int] = defaultdict(int)
@@ -118,15 +98,13 @@ def failures(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["who"] == "qarl" and "skipped" in row and "device memory" not in row["skipped"]]
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: Row) -> str:
     """The summary of a report, as text."""
-    rows, versions = report["rows"], report["versions"]
-    head = f"{report['device']}, " + ", ".join(f"{name} {version or 'absent'}" for name, version in versions.items())
+    rows = report["records"]
     blocks = [
-        [head, f"copy: {report['copy_tbps']:.2f} TB/s, {report['seconds']:.0f} s"],
+        [*heads([report]), f"copy: {report['copy_tbps']:.2f} TB/s"],
         product_lines(rows),
         memory_lines(rows),
-        learner_lines(rows),
         skipped_lines(rows),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import Record
 from qarl_kernels.logprob import Truncation
-from step_bench.measure import timed
 from step_bench.settings import learner_sections
 from torch import Tensor
 
@@ -20,8 +19,7 @@ from qarl.distributed.ranks import Alone
 from qarl.distributed.rows import RowPlan
 from qarl.policy.skeleton import skeleton
 from qarl.training.row_setup import from_rows
-from ranks_bench.micro_batch import random_tokens
-from ranks_bench.parts import WARMUP, Bench, Record
+from ranks_bench.rank import Bench, random_tokens
 
 
 class Bare(Alone):
@@ -58,38 +56,33 @@ class _Own(Pending):
         return self._rows.clone()
 
 
-def learn_records(
-    bench: Bench, schemes: Sequence[str], tokens: int, offload: str | bool, without: bool = True
-) -> Iterator[Record]:
-    """Micro-batches of `tokens` with messages and, if asked for, `without`, rounds of a rank that has no part, and
-    whole updates.
+def learn_records(bench: Bench) -> Iterator[Record]:
+    """Micro-batches with and without messages, rounds of a rank that has no part, and whole updates.
 
     Times of an update are those of norm, clip, optimizer, quantization and the gather of all codes. Bytes are those
     that one call received.
     """
     exchange = bench.exchange
     silent = Silent(bench.group, exchange.rank, exchange.count, exchange.device)
-    ways = [("with messages", exchange), *([("without messages", silent)] if without else [])]
-    for scheme in schemes:
-        for what, used in ways:
-            yield from _records(bench, scheme, tokens, offload, what, used)
+    for scheme in bench.options.scheme:
+        for what, used in (("with messages", exchange), ("without messages", silent)):
+            yield from _records(bench, scheme, what, used)
             gc.collect()  # parameters and those who wait for their gradients know each other
             if bench.device.type == "cuda":
                 torch.cuda.empty_cache()
 
 
-def _records(
-    bench: Bench, scheme: str, tokens: int, offload: str | bool, what: str, exchange: GroupExchange
-) -> Iterator[Record]:
-    shape, device = bench.shape, bench.device
-    model = skeleton(shape.config())
+def _records(bench: Bench, scheme: str, what: str, exchange: GroupExchange) -> Iterator[Record]:
+    shape, device, tokens, offload = bench.shape, bench.device, bench.options.tokens, bench.options.offload or False
 
     def random_rows(plan: RowPlan) -> dict[str, Tensor]:
-        rank = exchange.rank
-        return bench.random({k: (len(plan.cut(k)[rank]), *size[1:]) for k, size in plan.shapes.items()}, rank)
+        generator = torch.Generator(device).manual_seed(exchange.rank)
+        sizes = {name: (len(plan.cut(name)[exchange.rank]), *size[1:]) for name, size in plan.shapes.items()}
+        return {k: torch.randn(size, device=device, generator=generator).mul_(0.02) for k, size in sizes.items()}
 
     sections = learner_sections(scheme, shape, device.type, tokens, "layer") | {"optim": {"offload": offload}}
     config = make_config(sections, "bench_ranks", [])
+    model = skeleton(shape.config())
     policy, updates = from_rows(config, model, random_rows, device, None, exchange, Bare(exchange))
     policy.set_recompute("layer")
     ids = random_tokens(shape, tokens, exchange.rank).tolist()
@@ -102,28 +95,22 @@ def _records(
     def update() -> None:
         updates.step(updates.norm())
 
-    def prepare() -> None:
-        backward()
-        dist.barrier(bench.group)
-
-    def moved(call: Callable[[], object]) -> tuple[Record, Counter[str]]:
-        """Bytes that come to this rank in a call, and pieces of memory that leave it, by kind."""
-        received, parts = exchange.received.copy(), exchange.parts.copy()
+    def moved(call: Callable[[], object]) -> Record:
+        """Bytes that come to this rank in a call, by kind."""
+        before = exchange.received.copy()
         call()
-        return {"received_bytes_by_kind": dict(exchange.received - received)}, exchange.parts - parts
+        return {"received_bytes_by_kind": dict(exchange.received - before)}
 
     labels = {"part": "learn", "scheme": scheme, "offload": offload, "exchange": what}
     found = bench.timed(backward)
     rate = {"tokens": tokens, "tokens_per_s": tokens / found["seconds"]}
-    received, _ = moved(backward)
-    yield labels | {"what": "micro-batch"} | rate | found | received
+    yield labels | {"what": "micro-batch"} | rate | found | moved(backward)
     if what == "with messages":
         found = bench.timed(lambda: updates.backward(None))
-        received, parts = moved(lambda: updates.backward(None))
-        yield labels | {"what": "idle round", "parts": parts["gradients"]} | found | received
-        found = timed(update, device, WARMUP, bench.iterations, prepare=prepare)
-        prepare()
-        received, parts = moved(update)
-        yield labels | {"what": "update", "parts": parts["codes"]} | found | received
+        yield labels | {"what": "idle round"} | found | moved(lambda: updates.backward(None))
+        found = bench.timed(update, backward)
+        backward()
+        dist.barrier(bench.group)
+        yield labels | {"what": "update"} | found | moved(update)
     updates.clear()
     dist.barrier(bench.group)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-Record = dict[str, Any]
+from harness import Record
 
 
 def table(records: Sequence[Record], shape: str, ranks: int) -> str:
-    """Of the records of `learn` and `zero3`, joined; "" where one of them is missing. Rates and bytes are a rank's."""
+    """Of the records of `learn` and `zero3`, joined. Rates and bytes are a rank's."""
     rows = [record for record in records if _is_row(record)]
-    if {row["part"] for row in rows} != {"learn", "zero3"}:
-        return ""
-    peer = next(row for row in rows if row["part"] == "zero3")["tokens_per_s"]
+    peer = next((row["tokens_per_s"] for row in rows if row["part"] == "zero3"), float("nan"))
     lines = [
         f"{shape}, {ranks} ranks, {rows[0]['tokens']:,} tokens a micro-batch; of a rank:",
         f"{'':22} {'tokens/s':>9} {'over zero3':>10} {'ms':>8} {'update ms':>9} {'GiB':>6}  GB received: a micro-batch",

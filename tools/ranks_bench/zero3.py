@@ -11,39 +11,57 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import Record
 from model_sizes import Shape
 from step_bench.hf_part import token_logprobs
-from step_bench.measure import timed
-from step_bench.trl_part import ZERO3
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from qarl.config.optim import OptimConfig
 from qarl.training.zero_setup import local_rank, start_deepspeed
-from ranks_bench.micro_batch import random_tokens
-from ranks_bench.parts import WARMUP, Bench, Record
+from ranks_bench.rank import Bench, random_tokens
 
+# Hugging Face's recipe of stage 3, of which their Trainer fills in `auto`.
+ZERO3: Record = {
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 10**9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 10**9,
+        "stage3_max_reuse_distance": 10**9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "steps_per_print": 10**9,
+}
 OPTIM = OptimConfig()  # what the learner has
 
 
-def zero3_records(bench: Bench, tokens: int, head: str, timeout_s: float) -> Iterator[Record]:
-    """Micro-batches of `tokens`, forward and backward, and whole updates, as `learn` has them.
+def zero3_records(bench: Bench) -> Iterator[Record]:
+    """Micro-batches, forward and backward, and whole updates, as `learn` has them.
 
-    head: "logits" of the whole batch, or "trl", TRL's output layer, which keeps none. An update is norm, clip and
-    AdamW; the weights are gathered by the forwards and backwards after it. Bytes are those that one call received, by
-    the sizes in DeepSpeed's log of a call that is not timed: it waits for each message.
+    An update is norm, clip and AdamW; the weights are gathered by the forwards and backwards after it. Bytes are those
+    that one call received, by the sizes in DeepSpeed's log of a call that is not timed: it waits for each message.
     """
     with local_rank(bench.device):  # DeepSpeed looks at it in every forward
-        yield from _records(bench, tokens, head, timeout_s)
+        yield from _records(bench)
     gc.collect()  # hooks and what they hang on know each other
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
     dist.barrier(bench.group)
 
 
-def _records(bench: Bench, tokens: int, head: str, timeout_s: float) -> Iterator[Record]:
-    device, count = bench.device, bench.exchange.count
-    deepspeed = start_deepspeed(device, timeout_s)
+def _records(bench: Bench) -> Iterator[Record]:
+    device, count, tokens, head = bench.device, bench.exchange.count, bench.options.tokens, bench.options.hf_head
+    deepspeed = start_deepspeed(device, bench.options.timeout)
     ids = random_tokens(bench.shape, tokens, bench.exchange.rank).to(device)
     settings = zero3_settings(bench.shape, len(ids), count)
     with zero3_engine(deepspeed, bench.shape, settings, head) as engine:
@@ -56,19 +74,17 @@ def _records(bench: Bench, tokens: int, head: str, timeout_s: float) -> Iterator
             backward()
             engine.step()  # counts it, and nothing else
 
-        def prepare() -> None:
-            backward(last=True)
-            dist.barrier(bench.group)
+        def moved(call: Callable[[], object]) -> Record:
+            return {"received_bytes_by_kind": received_bytes(deepspeed, call, count)}
 
         labels = {"part": "zero3", "scheme": "bf16", "head": head, "offload": False, "exchange": "with messages"}
         found = bench.timed(micro_batch)
         rate = {"tokens": tokens, "tokens_per_s": tokens / found["seconds"]}
-        received = {"received_bytes_by_kind": received_bytes(deepspeed, micro_batch, count)}
-        yield labels | {"what": "micro-batch", "settings": settings} | rate | found | received
-        found = timed(engine.step, device, WARMUP, bench.iterations, prepare=prepare)
-        prepare()
-        received = {"received_bytes_by_kind": received_bytes(deepspeed, engine.step, count)}
-        yield labels | {"what": "update"} | found | received
+        yield labels | {"what": "micro-batch", "settings": settings} | rate | found | moved(micro_batch)
+        found = bench.timed(engine.step, lambda: backward(last=True))
+        backward(last=True)
+        dist.barrier(bench.group)
+        yield labels | {"what": "update"} | found | moved(engine.step)
 
 
 def zero3_settings(shape: Shape, sequences: int, ranks: int) -> Record:

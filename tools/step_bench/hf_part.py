@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from harness import Record
 from model_sizes import Shape
 from torch import Tensor
 
 from step_bench.learner_part import throughput
-from step_bench.measure import Record
 from step_bench.shapes import random_model
 
 

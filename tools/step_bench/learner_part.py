@@ -1,4 +1,4 @@
-"""qarl's learner alone: forward, forward and backward, the canary of a publish, and the optimizer step."""
+"""qarl's learner alone: forward, forward and backward, and the optimizer step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Callable, Iterator
 
 import torch
+from harness import Record, timed
 from model_sizes import Shape
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
-from vllm_bench.models import policy_of, quant_of, random_masters
 
 from qarl.config import Config
 from qarl.config.architecture import Architecture
@@ -25,11 +25,8 @@ from qarl.training.optim import clip_grads, grad_norm
 from qarl.training.setup import build_policy, set_determinism
 from qarl.training.updates import LocalUpdates
 from qarl.types import Prompt, Rollout
-from step_bench.measure import Record, timed, top_kernels
 from step_bench.settings import learner_config
 from step_bench.shapes import random_model
-
-CANARY = (2, 64)  # sequences, tokens of each that are run
 
 
 def random_tokens(rows: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
@@ -99,8 +96,6 @@ def throughput(options: argparse.Namespace, shape: Shape, device: torch.device, 
             labels: Record = {"length": length, "tokens": tokens, "what": what}
             try:
                 measured = timed(call, device, options.warmup, options.iterations)
-                if options.kernels:
-                    measured["kernels"] = top_kernels(call, device, options.kernels)
             except torch.OutOfMemoryError as error:
                 yield labels | {"error": str(error).splitlines()[0]}
                 continue
@@ -117,23 +112,6 @@ def make_policy(
     policy = build_policy(config, model, device, max_length)
     policy.set_recompute(config.train.recompute)
     return policy
-
-
-def canary_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
-    """One forward without gradient, as every publish has one: until it is launched, and until the host has its result.
-
-    The policy has no masters: only what is published.
-    """
-    quant = quant_of(options.scheme, shape.group_size)
-    rows, length = CANARY
-    policy = policy_of(shape.config(), quant, random_masters(options.seed, device), 0, device, length + 1)
-    tokens = random_tokens(rows, length + 1, shape.vocabulary, options.seed)
-    labels = {"tokens": rows * length}
-    for what, call in (
-        ("launch", lambda: policy.sampler.score(tokens)),
-        ("result", lambda: policy.sampler.score(tokens).tolist()),
-    ):
-        yield labels | {"what": what} | timed(call, device, options.warmup, options.iterations)
 
 
 def optimizer_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:

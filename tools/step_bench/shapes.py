@@ -40,14 +40,12 @@ def random_model(
         return AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, **settings)
 
 
-def model_directory(
-    root: Path, name: str, shape: Shape, device: torch.device, seed: int, tokenizer: str | None
-) -> Path:
-    """A directory with bf16 weights and tokenizer, as a trainer and vLLM read it; made where it is not there yet.
+def model_directory(root: Path, name: str, shape: Shape, device: torch.device, seed: int) -> Path:
+    """A directory with bf16 weights and a tokenizer, as a trainer and vLLM read it; made if it is not there yet.
 
-    tokenizer: a `model.path` or BYTES; None: SmolLM2's, or BYTES where the vocabulary is smaller than that.
+    The tokenizer is SmolLM2's, or one of bytes if the vocabulary is smaller than that.
     """
-    tokenizer = tokenizer or (BYTES if shape.vocabulary < VOCABULARY else TOKENIZER)
+    tokenizer = BYTES if shape.vocabulary < VOCABULARY else TOKENIZER
     directory = root / f"{name}-{shape.layers}-{shape.vocabulary}-{tokenizer.rpartition(':')[2]}-{seed}"
     if directory.is_dir():
         return directory

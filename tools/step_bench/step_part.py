@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Record
 from model_sizes import Shape
 
 from qarl.config import Config
 from qarl.config.yaml_io import dump_yaml
 from qarl.storage.runs import METRICS, read_metrics
-from step_bench.measure import Record
 from step_bench.settings import step_sections
 from step_bench.shapes import REWARD, model_directory, write_questions
 
@@ -37,7 +37,7 @@ def step_records(options: argparse.Namespace, shape: Shape, device: torch.device
     """A record for each training step, and one with medians over those after the first, which compiles."""
     from qarl.config import load_config
 
-    model = model_directory(options.model_dir, options.shape, shape, device, options.seed, options.tokenizer)
+    model = model_directory(options.model_dir, options.shape, shape, device, options.seed)
     engine = options.engine or ("vllm" if device.type == "cuda" else "native")
     place = options.place / options.part
     place.mkdir()

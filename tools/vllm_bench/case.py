@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Record
 
 from qarl.config import Config, QuantConfig
 
-Record = dict[str, Any]
 KERNELS = ("vllm", "invariant", "exact")
 INVARIANT = "VLLM_BATCH_INVARIANT"
 
@@ -74,7 +73,7 @@ def engine_config(
     )
     return Config.model_validate(
         {
-            "model": {"path": options.model, "device": case.device.type},
+            "model": {"path": "random/model", "device": case.device.type},
             "quant": quant.model_dump(),
             "rollout": rollout,
             "data": {"source": "task:arithmetic", "max_prompt_length": prompt_tokens},
@@ -101,17 +100,3 @@ def with_vllm(config: Config, **values: Any) -> Config:
     """The configuration with other values in `rollout.vllm`."""
     vllm = config.rollout.vllm.model_copy(update=values)
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"vllm": vllm})})
-
-
-def seconds_of(action: Callable[[], object], device: torch.device) -> float:
-    """Wall time of one call, with nothing waiting on the GPU before it and after it."""
-    wait(device)
-    begin = time.perf_counter()
-    action()
-    wait(device)
-    return time.perf_counter() - begin
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from harness import Record, wait, wall_seconds
 from model_sizes import SHAPES
 from tiny_models import byte_tokenizer
 
@@ -15,18 +17,11 @@ from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.engine import VLLMEngine
 from qarl.types import Prompt
-from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.sender import WeightSender
-from vllm_bench.case import Case, Record, engine_config, environment, seconds_of, wait, with_vllm
-from vllm_bench.generation import generate_record, random_tokens
-from vllm_bench.models import (
-    as_new_version,
-    policy_of,
-    quant_of,
-    random_masters,
-    stepped,
-)
+from vllm_bench.case import Case, engine_config, environment, with_vllm
+from vllm_bench.models import as_new_version, policy_of, quant_of, random_masters, stepped
 
+Draw = Callable[[list[list[int]], int, int], Sequence[int]]
 CANARY = 64  # tokens of each of two sequences
 PARTS = ("receive", "load", "check", "score")  # of a publish, in the sampler
 
@@ -38,7 +33,6 @@ def engine_records(case: Case, shape: str, options: argparse.Namespace) -> Itera
         with environment(case):
             started = session.start()
         yield started
-        yield from session.learner_parts()
         yield session.publish("publish_full", "full", (0,))
         if "delta" in options.modes:  # first, so that afterwards the sender holds what patches are against
             yield session.publish("publish_unchanged", "delta", (0,))
@@ -49,7 +43,6 @@ def engine_records(case: Case, shape: str, options: argparse.Namespace) -> Itera
         if case.device.type == "cuda":
             yield session.sleep(1)
             yield session.sleep(2)
-        yield session.memory()
     finally:
         session.close()
 
@@ -59,7 +52,7 @@ class Session:
     fed with them."""
 
     def __init__(self, case: Case, shape: str, options: argparse.Namespace) -> None:
-        self.case, self.shape, self.options, self.device = case, shape, options, case.device
+        self.options, self.device = options, case.device
         self.model = SHAPES[shape].config()
         self.quant = quant_of(case.scheme, SHAPES[shape].group_size, kv_cache_dtype=options.kv_cache_dtype)
         self.context = options.prompt_tokens + options.new_tokens
@@ -89,8 +82,7 @@ class Session:
         return policy_of(self.model, self.quant, masters, self.version, self.device, self.context)
 
     def _record(self, what: str, seconds: list[float] | None = None, **values: object) -> Record:
-        labels = {"part": "engine", "shape": self.shape, **self.case.labels(), "what": what}
-        labels |= {"kv_cache_dtype": self.quant.kv_cache_dtype}
+        labels = {"what": what, "kv_cache_dtype": self.quant.kv_cache_dtype}
         timed = {} if seconds is None else {"seconds": statistics.median(seconds), "all_seconds": seconds}
         return labels | timed | values
 
@@ -99,7 +91,7 @@ class Session:
     def start(self) -> Record:
         """Export, start of vLLM, first load and canary."""
         snapshot = self.policies[0].current
-        seconds = seconds_of(lambda: self.engine.publish(snapshot), self.device)
+        seconds = wall_seconds(lambda: self.engine.publish(snapshot), self.device)
         return self._record(
             "start",
             [seconds],
@@ -130,15 +122,6 @@ class Session:
             **self._canary(),
         )
 
-    def learner_parts(self) -> Iterator[Record]:
-        """What a publish costs in the learner: fingerprints of all tensors, log-probs of the canary."""
-        policy = self.policies[0]
-
-        digests = lambda: fingerprints(policy.current.tensors.items())  # noqa: E731
-        for what, action in (("digests", digests), ("canary", lambda: policy.sampler.score(self.canary).tolist())):
-            action()
-            yield self._record(what, [seconds_of(action, self.device) for _ in range(self.options.reps)])
-
     def generate(self, batch: int) -> Record:
         """See `generate_record`."""
         return self._record("generate") | generate_record(
@@ -161,7 +144,7 @@ class Session:
         for _ in range(self.options.generations + 1):
             wait(self.device)
             before = torch.cuda.mem_get_info(self.device)[0]
-            asleep.append(seconds_of(self.engine.sleep, self.device))
+            asleep.append(wall_seconds(self.engine.sleep, self.device))
             freed.append((torch.cuda.mem_get_info(self.device)[0] - before) / 2**30)
             awake.append(self._publish(0))
             wakes.append(self.engine.metrics["time/sampler_wake_s"])
@@ -174,17 +157,6 @@ class Session:
             sent_frac=self.engine.metrics["publish/sent_frac"],
             first_seconds=asleep[0],
             **self._canary(),
-        )
-
-    def memory(self) -> Record:
-        """GiB: the learner's side at its peak, and all of the GPU that is in use now."""
-        if self.device.type != "cuda":
-            return self._record("memory")
-        free, total = torch.cuda.mem_get_info(self.device)
-        return self._record(
-            "memory",
-            learner_peak_gib=torch.cuda.max_memory_allocated(self.device) / 2**30,
-            device_used_gib=(total - free) / 2**30,
         )
 
     def close(self) -> None:
@@ -201,7 +173,46 @@ class Session:
         policy = self.policies[index]
         snapshot = as_new_version(policy, self.version)
         self.engine.weights.scorer = policy.sampler
-        return seconds_of(lambda: self.engine.publish(snapshot), self.device)
+        return wall_seconds(lambda: self.engine.publish(snapshot), self.device)
 
     def _canary(self) -> Record:
         return {f"canary_{kind}": self.engine.metrics[f"publish/canary_abs_{kind}"] for kind in ("mean", "max")}
+
+
+def random_tokens(rows: int, length: int, vocabulary: int, random: torch.Generator) -> list[list[int]]:
+    """Token ids; the first three of a vocabulary are special."""
+    return torch.randint(3, vocabulary, (rows, length), generator=random).tolist()
+
+
+def generate_record(
+    draw: Draw, batch: int, vocabulary: int, random: torch.Generator, options: argparse.Namespace
+) -> Record:
+    """Tokens per second, seconds to all first tokens, and of each later one.
+
+    draw: of prompts, new tokens of each response and a seed, gives the lengths of the responses. Prompts are new each
+    time, so that none is in the prefix cache.
+    """
+    new = options.new_tokens
+
+    def seconds_of(new_tokens: int, turn: int) -> float:
+        prompts = random_tokens(batch, options.prompt_tokens, vocabulary, random)
+        begin = time.perf_counter()
+        lengths = draw(prompts, new_tokens, options.seed + turn)
+        seconds = time.perf_counter() - begin
+        assert list(lengths) == batch * [new_tokens], "nothing ends a response early"
+        return seconds
+
+    turns = range(options.generations + 1)
+    first = [seconds_of(1, turn) for turn in turns]
+    seconds = [seconds_of(new, turn) for turn in turns]
+    until_first, middle = (statistics.median(times[1:]) for times in (first, seconds))
+    return {
+        "seconds": middle,
+        "all_seconds": seconds[1:],
+        "batch": batch,
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": new,
+        "tokens_per_s": batch * new / middle,
+        "first_token_s": until_first,
+        "later_token_s": (middle - until_first) / max(new - 1, 1),
+    }

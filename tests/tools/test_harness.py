@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
-from arguments import count, out_file, positive
+from harness import count, out_file, positive
 
 
 def test_a_result_has_its_folder_before_anything_is_measured(tmp_path: Path) -> None:

