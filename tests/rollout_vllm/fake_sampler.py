@@ -38,18 +38,7 @@ EVEN = -math.log(VOCABULARY)
 def settings(folder: Path) -> SamplerSettings:
     """Of a sampler without a policy, with its checkpoint and its `troubles` in `folder`."""
     return SamplerSettings(
-        checkpoint=folder,
-        dtype="bfloat16",
-        context=64,
-        max_num_seqs=8,
-        max_batched_tokens=64,
-        kv_cache_bytes=None,
-        memory_frac=0.4,
-        enforce_eager=True,
-        sleep=False,
-        staging=False,
-        cuda=None,
-        args={"troubles": str(folder / "troubles")},
+        checkpoint=folder, arguments={"troubles": str(folder / "troubles")}, numerics="fast", on_gpu=False
     )
 
 
@@ -59,7 +48,7 @@ class FakeHost:
     def __init__(
         self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], phases: Phases | None = None
     ) -> None:
-        self._troubles = Path(settings.args["troubles"])
+        self._troubles = Path(settings.arguments["troubles"])
         with self._troubles.with_suffix(".pids").open("a") as pids:
             pids.write(f"{os.getpid()}\n")
         self._offset = self._pace = 0.0

@@ -34,6 +34,7 @@ class ForkedWorker:
             try:
                 self._become(command, stdout, stderr, pass_fds, env)
                 worker.Host = host
+                worker.import_ahead = getattr(host, "import_ahead", worker.import_ahead)
                 child.main()
             except BaseException:
                 traceback.print_exc()

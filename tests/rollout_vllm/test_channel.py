@@ -31,7 +31,7 @@ from qarl.weight_sync.update import WeightUpdate
 
 SETTINGS = replace(
     fake_sampler.settings(Path("none")),
-    args={"compilation_config": {"mode": 0, "sizes": [1, 2.5, None, "x"]}},
+    arguments={"compilation_config": {"mode": 0, "sizes": [1, 2.5, None, "x"]}},
     rendezvous=Path("there"),
     threads=3,
 )

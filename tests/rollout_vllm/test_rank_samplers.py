@@ -42,10 +42,10 @@ sys.path.append({str(Path(fake_sampler.__file__).parent)!r})
 import fake_sampler
 rank, real = os.environ["RANK"], fake_sampler.FakeHost.__init__
 def init(self, settings, expected, phases):
-    own = {{"troubles": settings.args["troubles"] + "-" + rank}}
+    own = {{"troubles": settings.arguments["troubles"] + "-" + rank}}
     found = sorted(name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "QARL_RANKS"))
     print("{MARK}", found, flush=True)
-    real(self, dataclasses.replace(settings, args=own), expected)
+    real(self, dataclasses.replace(settings, arguments=own), expected)
 fake_sampler.FakeHost.__init__ = init
 fake_sampler.install()
 fake_sampler.limit_only_hangs(pathlib.Path(FOLDER))

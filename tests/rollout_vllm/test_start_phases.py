@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -19,7 +18,6 @@ from qarl.config import Config
 from qarl.rollout.vllm.launch import early_sampler
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import SamplerError
-from qarl.rollout.vllm.replaced import replaced
 from qarl.weight_sync.sender import SamplerFault
 
 CPU = torch.device("cpu")
@@ -135,19 +133,6 @@ def test_a_step_that_fails_leaves_nothing_behind(wrapper: type, clock: Clock) ->
         wrapped.init_worker(made)
         wrapped.worker.load_model("no such argument")
     assert "load_model" not in vars(made)
-
-
-def test_garbage_is_not_looked_for_in_imports_while_vllm_starts() -> None:
-    thaw = gc.unfreeze
-    gc.freeze()
-    try:
-        with replaced(gc, "unfreeze", lambda: None):
-            gc.unfreeze()  # as vLLM does
-            assert gc.get_freeze_count() > 0
-        gc.unfreeze()
-        assert gc.unfreeze is thaw and gc.get_freeze_count() == 0
-    finally:
-        thaw()
 
 
 def config(troubles: Path, **vllm) -> Config:

@@ -29,7 +29,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def own_troubles(self, settings, expected, phases) -> None:
         assert settings.shards == 2 and settings.rendezvous.parent.stat().st_mode & 0o777 == 0o700
-        real(self, replace(settings, args={"troubles": f"{settings.args['troubles']}-{settings.shard}"}), expected)
+        real(
+            self,
+            replace(settings, arguments={"troubles": f"{settings.arguments['troubles']}-{settings.shard}"}),
+            expected,
+        )
 
     monkeypatch.setattr(fake_sampler.FakeHost, "__init__", own_troubles)
     fake_sampler.install(monkeypatch.setattr)

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from qarl.weight_sync.snapshot import ModelLayout
 from qarl_kernels.logprob import Truncation
 from tiny_runs import parts
 
@@ -18,9 +19,8 @@ from qarl.policy.load_config import load_architecture
 from qarl.rollout.engine import SamplingParams, ignore_progress
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.host import Host
-from qarl.rollout.vllm.launch import kv_cache_bytes, require_vllm, sampler_gpus, sampler_settings
+from qarl.rollout.vllm.launch import graph_sizes, kv_cache_bytes, require_vllm, sampler_gpus, sampler_settings
 from qarl.rollout.vllm.settings import EXACT_MODEL, KV_FP8, Request, request_seed
-from qarl.rollout.vllm.start import engine_arguments, graph_sizes
 from qarl.types import Prompt
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head size, bfloat16
@@ -36,29 +36,35 @@ def changed(tiny, **rollout):
     return tiny.config.model_copy(update={"rollout": tiny.config.rollout.model_copy(update=rollout)})
 
 
+def on_a_gpu(tiny) -> ModelLayout:
+    return replace(tiny.policy.sampler.layout, device=torch.device("cuda"))
+
+
 def test_settings_follow_the_configuration(tiny) -> None:
     vllm = tiny.config.rollout.vllm.model_copy(update={"publish": "delta", "args": {"block_size": 64}})
     found = sampler_settings(changed(tiny, vllm=vllm), tiny.policy.sampler.layout, Path("here"))
-    assert (found.checkpoint, found.dtype, found.context) == (Path("here"), "bfloat16", 512)
-    assert (found.max_num_seqs, found.max_batched_tokens) == (8, 512)
-    assert found.staging and found.args == {"block_size": 64}  # patches need what they change
+    assert found.checkpoint == Path("here") and found.staging  # patches need what they change
+    given = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    assert found.arguments == found.arguments | given | {"block_size": 64}
 
 
 def test_settings_on_the_cpu_neither_compile_nor_sleep_nor_stage(tiny) -> None:
     found = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here"))
-    assert found.enforce_eager and not found.sleep and not found.staging and found.cuda is None
+    assert found.arguments["enforce_eager"] and not (found.sleep or found.staging or found.on_gpu)
 
 
 def test_exact_numerics_are_qarls_kernels_in_pages_of_the_policys_attention(tiny) -> None:
     exact = changed(tiny, numerics="exact")
     settings = sampler_settings(exact, tiny.policy.sampler.layout, Path("here"))
     assert settings.numerics == "exact"
-    found = engine_arguments(settings)
+    found = settings.arguments
     assert found["hf_overrides"] == {"architectures": [EXACT_MODEL], "quantization_config": None}
     assert (found["block_size"], found["enforce_eager"]) == (64, True) and "compilation_config" not in found
-    fp8 = engine_arguments(replace(settings, kv_fp8=True))
-    assert fp8 == found | {"additional_config": {KV_FP8: True}}
-    on_gpu = engine_arguments(replace(settings, cuda=0, enforce_eager=False, max_num_seqs=40))
+    quant = tiny.config.quant.model_copy(update={"kv_cache_dtype": "fp8"})
+    fp8 = sampler_settings(exact.model_copy(update={"quant": quant}), tiny.policy.sampler.layout, Path("here"))
+    assert fp8.arguments["additional_config"] == {KV_FP8: True} and "kv_cache_dtype" not in fp8.arguments
+    larger = changed(tiny, numerics="exact", max_num_seqs=40)
+    on_gpu = sampler_settings(larger, on_a_gpu(tiny), Path("here")).arguments
     graphs = on_gpu["compilation_config"]
     assert (graphs["mode"], graphs["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
     assert not on_gpu["enable_flashinfer_autotune"]
@@ -102,14 +108,11 @@ def test_kv_cache_tokens_that_the_user_gives_are_rounded_up_to_blocks(tiny) -> N
 def test_an_fp8_kv_cache_is_vllms_own_or_the_policys(tiny) -> None:
     quant = tiny.config.quant.model_copy(update={"kv_cache_dtype": "fp8"})
     config = tiny.config.model_copy(update={"quant": quant})
-    settings = sampler_settings(config, tiny.policy.sampler.layout, Path("here"))
-    assert (
-        settings.kv_cache_bytes * 2
-        == sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here")).kv_cache_bytes
-    )
-    fast = engine_arguments(settings)
-    assert fast["kv_cache_dtype"] == "fp8" and "additional_config" not in fast
-    assert "kv_cache_dtype" not in engine_arguments(replace(settings, kv_fp8=False))
+    own = sampler_settings(config, tiny.policy.sampler.layout, Path("here")).arguments
+    wide = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here")).arguments
+    assert own["kv_cache_memory_bytes"] * 2 == wide["kv_cache_memory_bytes"]
+    assert own["kv_cache_dtype"] == "fp8" and "additional_config" not in own
+    assert "kv_cache_dtype" not in wide
 
 
 @pytest.mark.parametrize(
@@ -200,10 +203,10 @@ def test_where_the_processes_of_a_vllm_are(tiny, vllm, learner, gpus):
 
 def test_a_part_of_a_model_does_what_the_others_do(tiny):
     vllm = tiny.config.rollout.vllm.model_copy(update={"tensor_parallel": 2})
-    settings = sampler_settings(changed(tiny, vllm=vllm), tiny.policy.sampler.layout, Path("here"))
-    whole = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here"))
-    assert settings.kv_cache_bytes == whole.kv_cache_bytes / 2
-    found = engine_arguments(replace(settings, shards=2, cuda=0))
+    part = sampler_settings(changed(tiny, vllm=vllm), tiny.policy.sampler.layout, Path("here")).arguments
+    whole = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here")).arguments
+    assert part["kv_cache_memory_bytes"] == whole["kv_cache_memory_bytes"] / 2
+    found = sampler_settings(changed(tiny, vllm=vllm), on_a_gpu(tiny), Path("here")).arguments
     assert (found["tensor_parallel_size"], found["distributed_executor_backend"]) == (2, "external_launcher")
     assert found["async_scheduling"] is False and not found["compilation_config"]["pass_config"]["fuse_allreduce_rms"]
-    assert "tensor_parallel_size" not in engine_arguments(whole)
+    assert "tensor_parallel_size" not in whole

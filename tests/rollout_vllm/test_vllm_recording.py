@@ -128,6 +128,6 @@ def test_kernels_that_route_inside_are_refused_by_the_start_of_a_sampler_that_wi
     monkeypatch.setattr(host, "keep_compiled_code_private", lambda: None)
     numerics = SimpleNamespace(started=lambda *_: None, experts=lambda: (routers_of(routed(True, True)), 4))
     monkeypatch.setattr(host, "numerics_of", lambda settings: numerics)
-    settings = replace(fake_sampler.settings(tmp_path), cuda=0, routing=asked)
+    settings = replace(fake_sampler.settings(tmp_path), on_gpu=True, routing=asked)
     with pytest.raises(UserError, match=r"model\.routing: vLLM's kernel") if asked else nullcontext():
         host.Host(settings, {})

@@ -12,12 +12,11 @@ else: an answer of the sampler's process cannot run code in the learner's.
 from __future__ import annotations
 
 import io
+import math
 import pickle
-import select
 import socket
 import struct
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,6 @@ class Channel:
     """
 
     def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
         self._socket = end
         self._buffer = bytearray()
         self._cut_off = False
@@ -68,7 +66,7 @@ class Channel:
         """Send a whole message.
 
         Args:
-            limit_s: Seconds for which the other side may read nothing; None: no limit.
+            limit_s: Seconds within which the other side must have read it; None: no limit.
 
         Raises:
             TimeoutError: The limit passed.
@@ -78,13 +76,9 @@ class Channel:
         if self._cut_off:
             raise ChannelError("an earlier message was cut off")
         data = pickle.dumps((kind, body), pickle.HIGHEST_PROTOCOL)
-        rest = memoryview(HEADER.pack(MAGIC, len(data)) + data)
         self._cut_off = True
-        while rest:
-            if not select.select([], [self._socket], [], limit_s)[1]:
-                raise TimeoutError
-            with suppress(BlockingIOError):
-                rest = rest[self._socket.send(rest) :]
+        self._socket.settimeout(limit_s)
+        self._socket.sendall(HEADER.pack(MAGIC, len(data)) + data)
         self._cut_off = False
 
     def poll(self, limit_s: float | None) -> tuple[str, Any] | None:
@@ -94,15 +88,14 @@ class Channel:
             EOFError: The other side is gone.
             ChannelError: The bytes are not a valid message.
         """
-        deadline = None if limit_s is None else time.monotonic() + limit_s
+        deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
         while (message := self._parsed()) is None:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._socket], [], [], left)[0]:
-                return None
+            left = max(0.0, deadline - time.monotonic())
+            self._socket.settimeout(None if limit_s is None else left)
             try:
                 arrived = self._socket.recv(CHUNK)
-            except BlockingIOError:
-                continue
+            except (TimeoutError, BlockingIOError):
+                return None
             except ConnectionResetError:
                 arrived = b""
             if not arrived:

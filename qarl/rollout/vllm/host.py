@@ -12,22 +12,24 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from qarl_kernels.logprob import Truncation
 
 from qarl.policy.trace import Tracer
 from qarl.rollout.engine import Progress, SamplingParams
-from qarl.rollout.vllm.numerics import numerics_of
+from qarl.rollout.vllm.numerics import Numerics, numerics_of
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.recording import Recording, recorded
-from qarl.rollout.vllm.replaced import replaced
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import Request, Response, SamplerSettings, vllm_environment
-from qarl.rollout.vllm.start import import_ahead, start_vllm
 from qarl.weight_sync.fingerprints import Fingerprint, PublishError
 from qarl.weight_sync.update import Arriving, receive
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 GREW = "Memory usage increased after sleeping"  # error of vLLM's worker, 0.24 to 0.32
 
@@ -60,8 +62,6 @@ class Host:
             self.numerics.experts()  # refuse kernels that cannot report them now, not at the first call that asks
         self._phases.end("ready")
         logger.info(self._phases.line())
-
-    import_ahead = staticmethod(import_ahead)
 
     def capabilities(self) -> dict[str, Any]:
         """What the learner's side needs to know; see `Connection`. phases: seconds of each part of the start."""
@@ -111,7 +111,7 @@ class Host:
 
     def _now(self) -> float:
         """Seconds, after all queued work of the GPU."""
-        if self.settings.cuda is not None:
+        if self.settings.on_gpu:
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -232,6 +232,19 @@ class Host:
             torch.cuda.empty_cache()
 
 
+def start_vllm(settings: SamplerSettings, numerics: Numerics, phases: Phases) -> LLM:
+    """Load the model in `settings.checkpoint`. Raises whatever vLLM raises."""
+    from vllm import LLM
+
+    from qarl.rollout.vllm.sampling import batch_seeded_noise
+
+    batch_seeded_noise()
+    with numerics.starting():
+        phases.end("imports")
+        with phases.of_worker(numerics.loaded):
+            return LLM(str(settings.checkpoint), **settings.arguments)
+
+
 @contextmanager
 def beside_others(worker: Any) -> Iterator[None]:
     """Inside, vLLM's worker falls asleep although other processes allocate memory on its GPU meanwhile.
@@ -249,7 +262,7 @@ def beside_others(worker: Any) -> Iterator[None]:
             if GREW not in str(error):
                 raise
 
-    with replaced(worker, "sleep", sleeping):
+    with patch.object(worker, "sleep", sleeping):
         yield
 
 

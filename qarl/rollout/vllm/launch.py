@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
+from qarl_kernels.attention import PAGE
 
 from qarl import memory
 from qarl.config import Config
 from qarl.config.architecture import Architecture
-from qarl.config.mixture import Mixture, read_mixture
+from qarl.config.mixture import read_mixture
 from qarl.config.model_schema import ConfigJson
 from qarl.config.quant import scheme_of
 from qarl.distributed.place import place
@@ -20,11 +22,13 @@ from qarl.experts import EXPERT_NAMES
 from qarl.policy.routes import stored_dtype
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.process import Sampler, SamplerProcess
-from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.rollout.vllm.settings import EXACT_MODEL, KV_FP8, SamplerSettings
 from qarl.weight_sync.snapshot import ModelLayout
 from qarl.weight_sync.transport import learner_gpu
 
 KV_BLOCK = 128  # tokens, vLLM's on the CPU and a multiple of its other ones
+# Batches of decodes that CUDA graphs are captured for; a batch runs in the next larger one.
+GRAPH_STEPS = ((1, 2, 4, 8), range(16, 128, 16), range(128, 513, 32))
 LOG = "sampler.log"  # in the directory of a run, or of a rank's
 
 
@@ -32,27 +36,86 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
     """How vLLM is started. checkpoint: Of the current snapshot."""
     rollout, vllm = config.rollout, config.rollout.vllm
     on_gpu = layout.device.type == "cuda"
-    own = sampler_gpu(config)
-    shared = on_gpu and own is None
-    nbytes = kv_cache_bytes(config, layout)
+    sleep = on_gpu and vllm.device is None and vllm.sleep > 0  # on the learner's GPU only
     return SamplerSettings(
         checkpoint=checkpoint,
-        dtype=config.model.dtype,
-        context=layout.max_length,
-        max_num_seqs=rollout.max_num_seqs,
-        max_batched_tokens=rollout.max_batched_tokens,
-        kv_cache_bytes=None if nbytes is None else math.ceil(nbytes / vllm.tensor_parallel),
-        memory_frac=vllm.memory_frac,
-        enforce_eager=not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
-        sleep=shared and vllm.sleep > 0,
-        staging=rollout.numerics == "fast" and (vllm.publish == "delta" or (on_gpu and vllm.staging)),
+        arguments=_engine_arguments(config, layout, sleep) | dict(vllm.args),
         numerics=rollout.numerics,
-        kv_fp8=config.quant.kv_cache_dtype == "fp8",
-        routing=config.records_routing and mixture_of(layout) is not None,
-        cuda=(learner_gpu(layout.device) if own is None else own) if on_gpu else None,
+        on_gpu=on_gpu,
+        sleep=sleep,
+        staging=rollout.numerics == "fast" and (vllm.publish == "delta" or (on_gpu and vllm.staging)),
+        routing=config.records_routing and routing_of(layout) is not None,
         threads=sampler_threads(layout.device),
-        args=dict(vllm.args),
     )
+
+
+def _engine_arguments(config: Config, layout: ModelLayout, sleep: bool) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`, except the user's."""
+    rollout, vllm = config.rollout, config.rollout.vllm
+    on_gpu = layout.device.type == "cuda"
+    arguments: dict[str, Any] = {
+        "dtype": config.model.dtype,
+        "max_model_len": layout.max_length,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_batched_tokens,
+        "enforce_eager": not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
+        "enable_prefix_caching": True,  # the responses to a prompt share its prefill
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
+        "generation_config": "vllm",  # no sampling parameters from the model's directory
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+    }
+    if on_gpu:
+        arguments |= {"gpu_memory_utilization": vllm.memory_frac, "enable_sleep_mode": sleep}
+    else:
+        # On the CPU vLLM cannot take back the random numbers that a seeded request uses up in the middle of its prompt
+        # (0.24 to 0.32), so prompts are not split.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(rollout.max_batched_tokens, layout.max_length)
+    if (nbytes := kv_cache_bytes(config, layout)) is not None:
+        arguments["kv_cache_memory_bytes"] = math.ceil(nbytes / vllm.tensor_parallel)
+    fp8 = config.quant.kv_cache_dtype == "fp8"
+    if rollout.numerics == "exact":
+        return arguments | _exact_arguments(arguments, fp8, on_gpu)
+    return arguments | _fast_arguments(vllm.tensor_parallel, fp8, on_gpu)
+
+
+def _exact_arguments(common: dict[str, Any], kv_fp8: bool, on_gpu: bool) -> dict[str, Any]:
+    # The model reads the checkpoint's quantization itself.
+    overrides = {"architectures": [EXACT_MODEL], "quantization_config": None}
+    arguments: dict[str, Any] = {"hf_overrides": overrides, "block_size": PAGE}
+    if kv_fp8:  # not `kv_cache_dtype`, which asks vLLM's own attention
+        arguments["additional_config"] = {KV_FP8: True}
+    if not on_gpu:
+        arguments["enforce_eager"] = True
+    elif not common["enforce_eager"]:  # torch compiles nothing: the policy's kernels are what they are
+        arguments |= {
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_num_of_warmups": 1},
+            "cudagraph_capture_sizes": graph_sizes(common["max_num_seqs"]),
+            "enable_flashinfer_autotune": False,  # nothing of it runs
+        }
+    return arguments
+
+
+def _fast_arguments(tensor_parallel: int, kv_fp8: bool, on_gpu: bool) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"kv_cache_dtype": "fp8"} if kv_fp8 else {}
+    if tensor_parallel > 1:
+        arguments |= {
+            "tensor_parallel_size": tensor_parallel,
+            "distributed_executor_backend": "external_launcher",
+            "disable_custom_all_reduce": True,  # it asks for GPUs that this process does not see; sums go over NCCL
+            "async_scheduling": False,  # decides by timing, which may differ between the processes
+        }
+        if on_gpu:
+            arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    return arguments
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that graphs are captured for; the largest is `max_num_seqs`, as far as there are graphs."""
+    steps = [size for part in GRAPH_STEPS for size in part]
+    return [size for size in steps if size < max_num_seqs] + [min(max_num_seqs, steps[-1])]
 
 
 def require_vllm(config: Config, device: torch.device, context: int, architecture: Architecture | None = None) -> None:
@@ -100,20 +163,16 @@ def require_vllm(config: Config, device: torch.device, context: int, architectur
         raise UserError(f"rollout.vllm.{key}: vLLM's last GPU is {last}, but {shown}")
 
 
-def sampler_gpu(config: Config) -> int | None:
-    """CUDA index of this rank's vLLM if it has its own GPU (the first one of several); None otherwise."""
-    vllm, rank = config.rollout.vllm, place()
-    first = vllm.device
-    return first if first is None or rank is None else first + rank.local * vllm.tensor_parallel
-
-
 def sampler_gpus(config: Config, learner: torch.device) -> list[int | None]:
     """CUDA index of each process of this rank's vLLM; None for the learner's GPU or the CPU."""
-    count, first = config.rollout.vllm.tensor_parallel, sampler_gpu(config)
+    count, first, rank = config.rollout.vllm.tensor_parallel, config.rollout.vllm.device, place()
     if first is None and (count == 1 or learner.type == "cpu"):
         return [None] * count
-    start = learner_gpu(learner) if first is None else first
-    return [start + index for index in range(count)]
+    if first is None:
+        first = learner_gpu(learner)
+    elif rank is not None:
+        first += rank.local * count
+    return [first + index for index in range(count)]
 
 
 def sampler_threads(device: torch.device) -> int | None:
@@ -140,16 +199,11 @@ def _blocks(tokens: int) -> int:
     return math.ceil(tokens / KV_BLOCK) * KV_BLOCK
 
 
-def mixture_of(layout: ModelLayout) -> Mixture | None:
-    """The mixture of a model; None if it has no experts."""
-    if layout.config.model_type not in EXPERT_NAMES:
-        return None
-    return read_mixture(layout.config.model_type, ConfigJson.model_validate(layout.config.to_dict()))
-
-
 def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | None:
     """Format of `Rollout.routing`: dtype, (layers with experts, experts per token); None for a dense model."""
-    mixture = mixture_of(layout)
+    if layout.config.model_type not in EXPERT_NAMES:
+        return None
+    mixture = read_mixture(layout.config.model_type, ConfigJson.model_validate(layout.config.to_dict()))
     return None if mixture is None else (stored_dtype(mixture.experts), (len(mixture.layers), mixture.per_token))
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
-
-from qarl.rollout.vllm.replaced import replaced
+from unittest.mock import patch
 
 # The steps of vLLM's worker in order, and the phase that each one ends.
 STEPS = {
@@ -71,7 +70,7 @@ class Phases:
                     self.end("compile")
                 return result
 
-            replacements.enter_context(replaced(owner, name, telling))
+            replacements.enter_context(patch.object(owner, name, telling))
 
         @wraps(make)
         def making(wrapper: Any, *arguments: Any, **options: Any) -> None:
@@ -79,5 +78,5 @@ class Phases:
             for name, phase in STEPS.items():
                 told(wrapper.worker, name, "engine", phase)
 
-        with replacements, replaced(WorkerWrapperBase, "init_worker", making):
+        with replacements, patch.object(WorkerWrapperBase, "init_worker", making):
             yield

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from qarl.policy.routes import stored, unknown
-from qarl.rollout.vllm.replaced import replaced
 
 PENDING = 32 << 20  # bytes kept on the device before they are copied to the host
 
@@ -117,5 +117,5 @@ def recorded(model_runner: Any, recording: Recording) -> Iterator[None]:
             recording.note(model_runner.input_batch, scheduler_output.num_scheduled_tokens)
         return result
 
-    with replaced(model_runner, "execute_model", running):
+    with patch.object(model_runner, "execute_model", running):
         yield

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
-
-from qarl.rollout.vllm.replaced import replaced
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -42,7 +41,7 @@ def no_way_in(backend: str) -> Iterator[None]:
 
     close_sockets(before)
     try:
-        with replaced(dist, "new_group", new_group_without_a_socket):
+        with patch.object(dist, "new_group", new_group_without_a_socket):
             yield
     finally:
         close_sockets(before)

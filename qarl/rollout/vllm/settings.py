@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,37 +43,25 @@ class SamplerSettings:
 
     Attributes:
         checkpoint: Directory.
-        dtype: Of activations.
-        context: Most tokens of a prompt and its response.
-        kv_cache_bytes: Of all layers; None: what `memory_frac` of the GPU leaves.
+        arguments: Of `vllm.LLM`.
+        numerics: `exact` runs the policy's own forward with qarl's kernels.
+        on_gpu: Whether vLLM runs on a GPU.
         sleep: Whether the memory can be freed.
         staging: Keep the published tensors of layers that vLLM repacks.
-        cuda: Index of the GPU; None on the CPU.
-        numerics: `exact` runs the policy's own forward with qarl's kernels.
-        kv_fp8: See `quant.kv_cache_dtype`.
         routing: Whether calls may ask which experts tokens were routed to.
         threads: On the CPU.
-        args: Further engine arguments.
         shard: Which of `shards` parts of the model this process holds.
         rendezvous: File in a private directory where the processes of one model meet; None for a whole model.
     """
 
     checkpoint: Path
-    dtype: str
-    context: int
-    max_num_seqs: int
-    max_batched_tokens: int
-    kv_cache_bytes: int | None
-    memory_frac: float
-    enforce_eager: bool
-    sleep: bool
-    staging: bool
-    cuda: int | None
-    numerics: Literal["exact", "fast"] = "fast"
-    kv_fp8: bool = False
+    arguments: dict[str, Any]
+    numerics: Literal["exact", "fast"]
+    on_gpu: bool
+    sleep: bool = False
+    staging: bool = False
     routing: bool = False
     threads: int | None = None
-    args: Mapping[str, Any] = field(default_factory=dict)
     shard: int = 0
     shards: int = 1
     rendezvous: Path | None = None

@@ -7,6 +7,7 @@ Standard output and error go to the sampler's log file.
 from __future__ import annotations
 
 import gc
+import importlib
 import socket
 import sys
 import time
@@ -14,13 +15,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 from qarl.errors import UserError
 from qarl.rollout.engine import Progress
 from qarl.rollout.vllm.channel import Channel
 from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.phases import Phases
-from qarl.rollout.vllm.replaced import replaced
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.transport import open_receiver
@@ -81,7 +82,7 @@ def serve(channel: Channel, phases: Phases) -> None:
     phases.end("order")
     try:
         # vLLM collects garbage ten times, a quarter of a second each, and freezes all objects at the end itself.
-        with replaced(gc, "unfreeze", lambda: None):  # imported objects stay out of it
+        with patch.object(gc, "unfreeze", lambda: None):  # imported objects stay out of it
             host = Host(settings, expected, phases)
     except Exception as error:  # whatever vLLM raises
         send_failure(channel, error)
@@ -120,6 +121,19 @@ def _next(channel: Channel) -> tuple[str, Any]:
     return message
 
 
+def import_ahead(exact: bool) -> None:
+    """Import what a start with exact or fast numerics needs. An import that fails, fails again at the start."""
+    names = ["vllm.entrypoints.llm", "vllm.v1.engine.core"]
+    names.append(f"qarl.rollout.vllm.{'exact' if exact else 'own_kernels'}.numerics")
+    with suppress(Exception):
+        from vllm.platforms import current_platform
+
+        names.append(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
+    for name in names:
+        with suppress(Exception):
+            importlib.import_module(name)
+
+
 def main(descriptor: int, numerics: str, begun: float) -> None:
     """descriptor: Of the connection. numerics: exact or fast. begun: Start of the process by `time.monotonic()`."""
     phases = Phases(begun)
@@ -127,7 +141,7 @@ def main(descriptor: int, numerics: str, begun: float) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     keep_compiled_code_private()
     gc.disable()
-    Host.import_ahead(numerics == "exact")
+    import_ahead(numerics == "exact")
     gc.freeze()
     gc.enable()
     phases.end("imports")

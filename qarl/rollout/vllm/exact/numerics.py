@@ -34,7 +34,7 @@ class ExactNumerics(Numerics):
     def starting(self) -> Iterator[None]:
         if EXACT_MODEL not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(EXACT_MODEL, ExactModel)
-        with no_way_in("gloo" if self._settings.cuda is None else "nccl"):
+        with no_way_in("nccl" if self._settings.on_gpu else "gloo"):
             yield
 
     def loaded(self, worker: Any) -> None:
@@ -46,7 +46,7 @@ class ExactNumerics(Numerics):
         total = sum(print_.nbytes for print_ in expected.values())
         proved = sum(print_.nbytes for name, print_ in expected.items() if not name.endswith(METADATA))
         self.proved_frac = proved / total
-        if self._settings.args.get("load_format") != "dummy":
+        if self._settings.arguments.get("load_format") != "dummy":
             self.check(0, expected)
 
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
 from qarl.policy.trace import Context, Tracer
 from qarl.rollout.vllm.exact.model import ExactModel
-from qarl.rollout.vllm.replaced import replaced
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def traced(model_runner: Any, policy: ExactModel, tracer: Tracer) -> Iterator[No
     rows = Rows(model_runner)
     name = "_determine_batch_execution_and_padding"
     eager = partial(getattr(model_runner, name), force_eager=True)
-    with replaced(model_runner, name, eager), policy.traced(tracer, rows.contexts):
+    with patch.object(model_runner, name, eager), policy.traced(tracer, rows.contexts):
         yield
 
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-
-from qarl.rollout.vllm.replaced import replaced
 
 SMALL = 1 << 20  # bytes; a kernel's tensors beside weights are smaller
 
@@ -111,5 +110,5 @@ def in_place_of_lists(orders: tuple[Tensor, ...]) -> Iterator[None]:
         return
     from vllm.model_executor.layers.quantization.utils import marlin_utils
 
-    with replaced(marlin_utils, "get_scale_perms", lambda: orders):
+    with patch.object(marlin_utils, "get_scale_perms", lambda: orders):
         yield

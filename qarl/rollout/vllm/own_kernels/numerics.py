@@ -38,7 +38,7 @@ class OwnKernels(Numerics):
         settings = self._settings
         keep_scales()
         _import_model(settings.checkpoint)
-        backend = "gloo" if settings.cuda is None else "nccl"
+        backend = "nccl" if settings.on_gpu else "gloo"
         groups = no_way_in(backend)
         if settings.rendezvous is not None:
             groups = rendezvous(settings.rendezvous, backend, settings.shard, settings.shards)
@@ -47,7 +47,7 @@ class OwnKernels(Numerics):
 
     def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
         settings, self._model = self._settings, worker.model_runner.get_model()
-        if settings.cuda is None:  # or vLLM's packed copy of a tied output layer would outlive its reloads
+        if not settings.on_gpu:  # or vLLM's packed copy of a tied output layer would outlive its reloads
             self._head = use_float32_head(self._model)
         self._parts = dict(expected)
         if self._shard.count > 1:

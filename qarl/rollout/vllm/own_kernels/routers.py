@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from qarl.errors import UserError
 from qarl.rollout.vllm.recording import Buffer, Experts
-from qarl.rollout.vllm.replaced import replaced
 
 
 def routers_of(model: nn.Module) -> Experts:
@@ -39,5 +39,5 @@ def routers_recorded() -> Iterator[None]:
         make(self, *arguments, **options)
         self.set_capture_fn(Buffer(get_current_vllm_config().scheduler_config.max_num_batched_tokens, self.top_k))
 
-    with replaced(BaseRouter, "__init__", making):
+    with patch.object(BaseRouter, "__init__", making):
         yield
