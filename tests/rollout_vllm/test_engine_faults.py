@@ -19,11 +19,10 @@ from qarl.errors import UserError
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
+from qarl.rollout.vllm.engine import MARGIN, SamplerError, VLLMEngine
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import early_sampler
 from qarl.rollout.vllm.process import SamplerProcess
-from qarl.rollout.vllm.sleep import MARGIN, SamplerSleep
 from qarl.sizes import decide_sizes
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.fingerprints import PublishError
@@ -286,17 +285,20 @@ def test_where_it_cannot_wake_beside_the_learner_it_wakes_for_the_publish(case, 
     assert wakes(case) == 1 and len(case.draw()) == 12
 
 
-def test_one_in_this_process_does_nothing_beside_the_learner(monkeypatch) -> None:
-    sampler, told = InlineSampler.__new__(InlineSampler), []
-    sleep = SamplerSleep(lambda needed: needed is not None and needed <= 2 * MARGIN, 0)
+def test_one_in_this_process_does_nothing_beside_the_learner(case, monkeypatch) -> None:
+    case.update_bytes = 0
+    engine, told = case.make(process="inline"), []
+    monkeypatch.setattr("qarl.rollout.headroom.has_headroom", lambda device, needed: True)
+    engine._sampler = sampler = InlineSampler(engine.log)
     monkeypatch.setattr(sampler, "call", lambda operation, payload, tick: told.append((operation, payload)) or 1000)
     monkeypatch.setattr(sampler, "begin", lambda operation, payload: told.append((operation, payload)))
     monkeypatch.setattr(sampler, "finish", lambda tick: None)
-    assert sleep.fall(sampler, 2) and not sleep.fall(sampler, 2)
-    sleep.begin_to_wake(sampler)
-    assert sleep.asleep and told == [("sleep", 2)]
-    sleep.wake(sampler)
-    assert not sleep.asleep and told == [("sleep", 2), ("wake", None)]
+    engine.sleep()
+    engine.sleep()
+    engine.wake()
+    assert engine._asleep and told == [("sleep", 2)]
+    engine._wake(sampler)
+    assert not engine._asleep and told == [("sleep", 2), ("wake", None)]
 
 
 def test_a_sampler_that_fails_as_it_wakes_is_replaced_by_the_publish(case, asleep) -> None:

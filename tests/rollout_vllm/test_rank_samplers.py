@@ -202,7 +202,7 @@ def test_a_vllm_over_two_ranks_is_asleep_while_either_learns(fake, tmp_path, mon
 # A vLLM over both ranks that sleeps, and what each of them then says of the room on its GPU.
 ROOMS = """
 from qarl.rollout import headroom
-from qarl.rollout.vllm.sleep import MARGIN, SamplerSleep
+from qarl.rollout.vllm.engine import MARGIN, VLLMEngine
 started = fake_sampler.FakeHost.__init__
 def start(self, settings, expected, phases):
     started(self, settings, expected, phases)
@@ -214,12 +214,12 @@ def has_room(device, needed):
         print(needed - MARGIN, file=file)
     return rank not in NONE
 headroom.has_headroom = has_room
-begin = SamplerSleep.begin_to_wake
-def told(self, sampler):
-    begin(self, sampler)
+wake = VLLMEngine.wake
+def told(self):
+    wake(self)
     with open(f"{FOLDER}/waking", "a") as file:
         print(self._waking, file=file)
-SamplerSleep.begin_to_wake = told
+VLLMEngine.wake = told
 """
 
 

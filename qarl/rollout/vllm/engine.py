@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
@@ -34,11 +33,11 @@ from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.launch import LOG, begin_sampler, routing_of, sampler_settings
 from qarl.rollout.vllm.process import Sampler, SamplerError, not_started, see
 from qarl.rollout.vllm.settings import Request, request_seed
-from qarl.rollout.vllm.sleep import SamplerSleep
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.sender import SamplerFault, WeightSender
 from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 
+MARGIN = 2**30  # bytes of GPU memory that no estimate counts, for waking beside the learner
 MEASURED_OTHERS = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
 
 
@@ -79,7 +78,9 @@ class VLLMEngine:
         self.weights, self.say = weights, say
         self.log = place / LOG
         self._early, self._look = early, look
-        self._sleep = SamplerSleep(headroom or own_headroom(layout.device), update_bytes)
+        self._headroom, self._update_bytes = headroom or own_headroom(layout.device), update_bytes
+        self._asleep = self._waking = False  # asleep: until it has woken, also after it was told to wake
+        self._freed = 0  # bytes, by the last sleep
         self.version: int | None = None
         self.restarts = 0
         self.phases: dict[str, float] = {}
@@ -91,7 +92,7 @@ class VLLMEngine:
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the last publish and sleep, by name."""
-        return self._measured | self._sleep.metrics | self.weights.metrics
+        return self._measured | self.weights.metrics
 
     # --- the contract ------------------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class VLLMEngine:
         sampling = replace(sampling, record_routing=kind is not None)
 
         def draw() -> Any:
-            if self._sampler is None or self._sleep.asleep or not self.weights.holds:
+            if self._sampler is None or self._asleep or not self.weights.holds:
                 assert self._snapshot is not None
                 self._publish(self._snapshot)  # a new process, or one whose sleep dropped the weights
             assert self._sampler is not None
@@ -135,6 +136,10 @@ class VLLMEngine:
         for (prompt, sample), response in zip(order, responses, strict=True):
             require_finite(response.logprobs, prompt, version)
             text = stopping.final_text(response.token_ids, response.stopped_by)
+            routing = None
+            if kind is not None:
+                dtype, of_token = kind
+                routing = torch.frombuffer(bytearray(response.routing), dtype=dtype).view(-1, *of_token)
             rollouts.append(
                 Rollout(
                     prompt.id,
@@ -145,26 +150,54 @@ class VLLMEngine:
                     version,
                     sampling.seed,
                     text,
-                    None if kind is None else _routing(response.routing, *kind),
+                    routing,
                 )
             )
         return rollouts
 
     def sleep(self) -> None:
         level = self.config.rollout.vllm.sleep
-        if self._sampler is None:
+        if self._sampler is None or (self._asleep and not self._waking):
             return
         try:
-            if self._sleep.fall(self._sampler, level) and level == 2:
-                self.weights.forget()  # it holds nothing until the next full publish
+            self._wake(self._sampler)
+            begin = time.perf_counter()
+            freed = self._sampler.call("sleep", level, ignore_progress)
+        except SamplerFault as fault:
+            self._put_off(fault)
+            return
+        if freed is None:  # it keeps everything
+            return
+        self._asleep, self._freed = True, freed
+        self._measured["time/sampler_sleep_s"] = time.perf_counter() - begin
+        self._measured["memory/sampler_freed_gib"] = freed / 2**30
+        if level == 2:
+            self.weights.forget()  # it holds nothing until the next full publish
+
+    def wake(self) -> None:
+        waits = self._asleep and not self._waking and self.config.rollout.vllm.process == "separate"
+        needed = self._freed + self._update_bytes + MARGIN if waits and self._update_bytes is not None else None
+        if not self._headroom(needed) or self._sampler is None:  # all ranks that share the memory ask
+            return
+        try:
+            self._sampler.begin("wake", None)
+            self._waking = True
         except SamplerFault as fault:
             self._put_off(fault)
 
-    def wake(self) -> None:
-        try:
-            self._sleep.begin_to_wake(self._sampler)
-        except SamplerFault as fault:
-            self._put_off(fault)
+    def _wake(self, sampler: Sampler) -> None:
+        """Wait until a sampler that sleeps is awake."""
+        if not self._asleep:
+            return
+        if not self._waking:
+            torch.cuda.empty_cache()  # the sampler needs the memory that the learner cached
+        begin = time.perf_counter()
+        if not self._waking:
+            sampler.begin("wake", None)
+        self._waking = False
+        sampler.finish(ignore_progress)
+        self._measured["time/sampler_wake_s"] = time.perf_counter() - begin
+        self._asleep = False
 
     def _put_off(self, fault: SamplerFault) -> None:
         """Defer a fault to the next publish, when the step is complete."""
@@ -187,7 +220,7 @@ class VLLMEngine:
         if self._sampler is None:
             self._start(snapshot)
             return
-        self._sleep.wake(self._sampler)
+        self._wake(self._sampler)
         self.weights.send(self._sampler, snapshot, self.config.rollout.vllm.publish)
 
     # --- the process -------------------------------------------------------------------------------------------
@@ -248,9 +281,4 @@ class VLLMEngine:
             self._sampler.close()
         self.weights.forget()
         self._sampler = None
-        self._sleep.forget()
-
-
-def _routing(routing: bytes, dtype: torch.dtype, of_token: tuple[int, int]) -> Tensor:
-    """`Rollout.routing` from a response's bytes."""
-    return torch.frombuffer(bytearray(routing), dtype=dtype).view(-1, *of_token)
+        self._asleep = self._waking = False
