@@ -311,9 +311,9 @@ def _headroom(config: Config, device: torch.device, ranks: Ranks) -> Headroom | 
 def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> Sampler | None:
     if config.rollout.engine == "native" or not _draws(config, ranks):
         return None
-    from qarl.rollout.vllm.launch import early_sampler
+    from qarl.rollout.vllm.launch import prelaunch_sampler
 
-    return early_sampler(config, device, place)
+    return prelaunch_sampler(config, device, place)
 
 
 def build_engine(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qarl.rollout.engine import Progress, SamplingParams
 from qarl.rollout.vllm import process
-from qarl.rollout.vllm.channel import HEADER, MAGIC
+from qarl.rollout.vllm.channel import HEADER
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.settings import Request, Response, SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify
@@ -172,7 +172,7 @@ class FakeHost:
 def frame(message: object) -> bytes:
     """What a channel sends of a message."""
     data = pickle.dumps(message)
-    return HEADER.pack(MAGIC, len(data)) + data
+    return HEADER.pack(len(data)) + data
 
 
 def rubbish() -> dict[str, bytes]:
@@ -182,9 +182,9 @@ def rubbish() -> dict[str, bytes]:
         "noise": noise,
         "text": b"Traceback (most recent call last):\n",
         "pickle": pickle.dumps(("done", [])),
-        "absurd-size": HEADER.pack(MAGIC, 2**64 - 1),
-        "no-pickle": HEADER.pack(MAGIC, len(noise)) + noise,
-        "cut-pickle": HEADER.pack(MAGIC, 10) + pickle.dumps(("done", [0.5] * 8))[:10],
+        "absurd-size": HEADER.pack(2**64 - 1),
+        "no-pickle": HEADER.pack(len(noise)) + noise,
+        "cut-pickle": HEADER.pack(10) + pickle.dumps(("done", [0.5] * 8))[:10],
         "no-pair": frame({"done": 1}),
         "code": frame(("done", os.system)),
         "unknown": frame(("\x1b[31mevil", None)),
@@ -211,16 +211,16 @@ def limit_only_hangs(folder: Path, replace=setattr) -> None:
 
     folder: of the troubles. replace: as in `install`.
     """
-    hear = process.SamplerProcess.hear
+    poll = process.SamplerProcess.poll
 
     def patient(sampler: process.SamplerProcess, seconds: float) -> bool:
         if not list(folder.glob(f"*.{sampler.pid}.hangs")):
             sampler._deadline = math.inf
         elif sampler._deadline == math.inf:
             sampler._deadline = time.monotonic() + sampler.timeout_s
-        return hear(sampler, seconds)
+        return poll(sampler, seconds)
 
-    replace(process.SamplerProcess, "hear", patient)
+    replace(process.SamplerProcess, "poll", patient)
 
 
 def pids(troubles: Path) -> list[int]:

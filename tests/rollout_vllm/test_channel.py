@@ -22,7 +22,7 @@ from qarl_kernels.truncation import Truncation
 from test_engine_process import ORDER, ignore, start  # noqa: F401  a fixture
 
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.vllm.channel import HEADER, MAGIC, Channel, ChannelError, channel_pair
+from qarl.rollout.vllm.channel import HEADER, Channel, ChannelError, channel_pair
 from qarl.rollout.vllm.settings import Request, Response
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.sender import SamplerFault
@@ -200,7 +200,7 @@ def test_a_message_runs_no_code(raw, tmp_path) -> None:
 
 def test_no_memory_is_taken_for_bytes_that_have_not_come(raw) -> None:
     here, there = raw
-    there.sendall(HEADER.pack(MAGIC, 1 << 39) + pickle.dumps(("done", 0)))
+    there.sendall(HEADER.pack(1 << 39) + pickle.dumps(("done", 0)))
     assert here.poll(0.05) is None
     assert len(here._buffer) < 100
 
@@ -215,7 +215,7 @@ def test_who_takes_nothing_is_not_waited_for_and_a_cut_message_ends_the_channel(
 
 # --- a sampler that writes it
 
-CUT = ["frame/1/exit", "frame/17/exit", "frame/17", "frame/4"]  # in the middle of the first mark, or of a message
+CUT = ["frame/1/exit", "frame/17/exit", "frame/17", "frame/4"]  # in the middle of the header, or of a message
 
 
 @pytest.mark.parametrize("name", [*fake_sampler.rubbish(), *CUT])

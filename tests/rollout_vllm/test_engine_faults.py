@@ -21,7 +21,7 @@ from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.engine import MARGIN, SamplerError, VLLMEngine
 from qarl.rollout.vllm.inline import InlineSampler
-from qarl.rollout.vllm.launch import early_sampler
+from qarl.rollout.vllm.launch import prelaunch_sampler
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.sizes import decide_sizes
 from qarl.types import Prompt, Rollout
@@ -54,8 +54,8 @@ class Case:
         )
         sampler, tokenizer, say = self.policy.sampler, load_tokenizer(config.model), self.said.append
         weights = WeightSender(sampler.layout, tokenizer, sampler, list(self.canary), say, exact)
-        begun = early_sampler(config, sampler.layout.device, self.folder) if early else None
-        more = {"early": begun, "update_bytes": self.update_bytes}
+        begun = prelaunch_sampler(config, sampler.layout.device, self.folder) if early else None
+        more = {"prelaunched": begun, "update_bytes": self.update_bytes}
         self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, self.folder, say, **more)
         return self.engine
 
@@ -137,7 +137,7 @@ def test_a_process_that_began_early_is_taken_over_and_the_next_start_begins_its_
 
 
 def test_one_that_nothing_was_published_to_ends_with_the_engine(case) -> None:
-    early = case.make(early=True)._early
+    early = case.make(early=True)._prelaunched
     case.engine.close()
     assert not fake_sampler.alive(early.pid)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qarl.errors import UserError
-from qarl.rollout.vllm import host
+from qarl.rollout.vllm import inline
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.weight_sync.sender import SamplerFault
 
@@ -58,7 +58,7 @@ class RecordingHost:
 def test_vllm_runs_without_the_learners_deterministic_algorithms(
     warn_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "Host", RecordingHost)
+    monkeypatch.setattr(inline, "Host", RecordingHost)
     monkeypatch.setattr(RecordingHost, "seen", [])
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     sampler = InlineSampler(tmp_path / "sampler.log")
@@ -74,7 +74,7 @@ def test_vllm_runs_without_the_learners_deterministic_algorithms(
 
 def test_a_log_on_a_full_disk_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [])
-    monkeypatch.setattr(host, "Host", RecordingHost)
+    monkeypatch.setattr(inline, "Host", RecordingHost)
     sampler = InlineSampler(Path("/dev/full"))
     sampler.start(None, {}, lambda responses, tokens: None)
     with pytest.raises(SamplerFault, match="no sleep of level 2"):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from qarl.config import Config
-from qarl.rollout.vllm.launch import early_sampler
+from qarl.rollout.vllm.launch import prelaunch_sampler
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import SamplerError
 from qarl.weight_sync.sender import SamplerFault
@@ -151,7 +151,7 @@ def test_a_process_that_begins_early_is_taken_over(tmp_path: Path, monkeypatch: 
     fake_sampler.install(monkeypatch.setattr)
     files = fake_sampler.memory_files()
     (tmp_path / "troubles").write_text("")
-    early = early_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
+    early = prelaunch_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
     assert early is not None and fake_sampler.alive(early.pid)
     early.look()
     try:
@@ -165,7 +165,7 @@ def test_a_process_that_begins_early_is_taken_over(tmp_path: Path, monkeypatch: 
 def test_one_that_nobody_takes_over_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_sampler.install(monkeypatch.setattr)
     files = fake_sampler.memory_files()
-    early = early_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
+    early = prelaunch_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
     assert early is not None
     early.close()
     assert not fake_sampler.alive(early.pid) and fake_sampler.memory_files() == files
@@ -199,7 +199,7 @@ def test_one_that_finds_no_learner_ends_before_it_imports_anything() -> None:
 
 def test_one_that_died_meanwhile_is_a_fault_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_sampler.install(monkeypatch.setattr)
-    early = early_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
+    early = prelaunch_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
     assert early is not None
 
     os.kill(early.pid, signal.SIGKILL)
@@ -214,11 +214,11 @@ def test_one_that_died_meanwhile_is_a_fault_of_the_start(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("vllm", [{"process": "inline"}, {"tensor_parallel": 2, "device": 0}])
 def test_what_is_not_one_process_does_not_begin_early(vllm: dict, tmp_path: Path) -> None:
-    assert early_sampler(config(tmp_path / "troubles", **vllm), CPU, tmp_path) is None
+    assert prelaunch_sampler(config(tmp_path / "troubles", **vllm), CPU, tmp_path) is None
     assert not list(tmp_path.iterdir())
 
 
 def test_a_log_that_cannot_be_written_is_left_to_the_start(tmp_path: Path) -> None:
     files = fake_sampler.memory_files()
-    assert early_sampler(config(tmp_path / "troubles"), CPU, tmp_path / "missing") is None
+    assert prelaunch_sampler(config(tmp_path / "troubles"), CPU, tmp_path / "missing") is None
     assert fake_sampler.memory_files() == files

@@ -110,15 +110,15 @@ def test_an_interrupt_ends_all(start) -> None:
 
 
 def test_different_tokens_are_a_fault(start, monkeypatch) -> None:
-    team, real = start(), SamplerProcess.hear
+    team, real = start(), SamplerProcess.poll
 
-    def hear(self, seconds: float) -> bool:
+    def poll(self, seconds: float) -> bool:
         there = real(self, seconds)
         if there and self is team.members[1]:
             self.result[0].token_ids[0] += 1
         return there
 
-    monkeypatch.setattr(SamplerProcess, "hear", hear)
+    monkeypatch.setattr(SamplerProcess, "poll", poll)
     with pytest.raises(SamplerFault, match="drew different tokens"):
         team.call("generate", ORDER, ignore)
     assert gone(team)

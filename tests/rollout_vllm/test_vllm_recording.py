@@ -59,8 +59,8 @@ def test_chunks_cached_prefixes_and_preempted_requests_are_put_together(experts)
         [("0", 0, 3)],  # preempted, and computed again
     ]
     for spans in steps:
-        recording.note(*forwards.run(sequences, spans))
-    found = recording.of([sequences[str(i)] for i in range(3)])
+        recording.record(*forwards.run(sequences, spans))
+    found = recording.routing([sequences[str(i)] for i in range(3)])
     for index, rows in enumerate(found):
         tokens = sequences[str(index)]
         assert rows.dtype == (torch.uint8 if experts == 9 else torch.int16)
@@ -72,8 +72,8 @@ def test_what_nobody_computed_is_unknown() -> None:
     forwards = Forwards()
     sequences = {"0": [5, 6, 7, 8], "1": [4, 6, 7, 8]}
     recording = Recording(forwards, 9)
-    recording.note(*forwards.run(sequences, [("0", 0, 3), ("1", 2, 3)]))
-    known, cached = (numbers_of(rows) for rows in recording.of(list(sequences.values())))
+    recording.record(*forwards.run(sequences, [("0", 0, 3), ("1", 2, 3)]))
+    known, cached = (numbers_of(rows) for rows in recording.routing(list(sequences.values())))
     assert (known >= 0).all() and (cached[:2] == -1).all() and (cached[2] >= 0).all()
 
 
@@ -91,7 +91,7 @@ def test_a_step_that_runs_nothing_is_not_noted_and_the_runner_is_as_before() -> 
         forward = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"0-a": 1})
         assert runner.execute_model(forward) == 1
     assert "execute_model" not in vars(runner)
-    (rows,) = recording.of([[7, 8]])
+    (rows,) = recording.routing([[7, 8]])
     assert rows.tolist() == [[[1, 2]] * LAYERS]
 
 

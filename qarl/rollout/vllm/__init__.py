@@ -1,1 +1,1 @@
-"""vLLM as the rollout engine: its process, its linear kernels, and the publishing of weights into it."""
+"""vLLM as the rollout engine: its process, its arithmetic, and publishes of weights to it."""

@@ -1,6 +1,6 @@
 """Messages between the learner's process and the sampler's: pickles over a socket pair that nobody else can reach.
 
-    b"QARL"    bytes of the pickle (8, big-endian)    pickle of (kind, body)
+    bytes of the pickle (8, big-endian)    pickle of (kind, body)
 
 `multiprocessing.Connection` blocks in the middle of a message. A `Channel` counts the bytes that have arrived, so a
 sampler that hangs there differs from one whose long answer is still arriving.
@@ -36,9 +36,8 @@ CLASSES: dict[tuple[str, str], type] = {
         *(Request, SamplingParams, Truncation, Response),  # generate
     )
 }
-MAGIC = b"QARL"
-HEADER = struct.Struct(">4sQ")
-LIMIT = 1 << 40  # bytes of a pickle
+HEADER = struct.Struct(">Q")
+LIMIT = 1 << 40  # bytes of a pickle; text in place of a header exceeds it
 CHUNK = 1 << 20  # bytes read at once
 
 
@@ -78,7 +77,7 @@ class Channel:
         data = pickle.dumps((kind, body), pickle.HIGHEST_PROTOCOL)
         self._cut_off = True
         self._socket.settimeout(limit_s)
-        self._socket.sendall(HEADER.pack(MAGIC, len(data)) + data)
+        self._socket.sendall(HEADER.pack(len(data)) + data)
         self._cut_off = False
 
     def poll(self, limit_s: float | None) -> tuple[str, Any] | None:
@@ -106,13 +105,11 @@ class Channel:
 
     def _parsed(self) -> tuple[str, Any] | None:
         """Take the first message out of the buffer; None while it is incomplete."""
-        if not MAGIC.startswith(self._buffer[: len(MAGIC)]):
-            raise ChannelError("bytes that are not a message")
         if len(self._buffer) < HEADER.size:
             return None
-        _, size = HEADER.unpack_from(self._buffer)
+        (size,) = HEADER.unpack_from(self._buffer)
         if size > LIMIT:
-            raise ChannelError(f"a message of {size:,} bytes")
+            raise ChannelError("bytes that are not a message")
         end = HEADER.size + size
         if len(self._buffer) < end:
             return None

@@ -1,4 +1,4 @@
-"""The vLLM engine: samples responses with vLLM, to which each policy version is published and verified.
+"""The vLLM engine: samples responses with vLLM and publishes each policy version to it.
 
 The first publish writes a checkpoint and starts vLLM on it; later ones send the snapshot's tensors. A vLLM that dies,
 hangs or fails is restarted at the current version, up to a configured number of times. The learner's process does not
@@ -30,7 +30,7 @@ from qarl.rollout.engine import (
 )
 from qarl.rollout.headroom import Headroom, own_headroom
 from qarl.rollout.stopping import Stopping
-from qarl.rollout.vllm.launch import LOG, begin_sampler, routing_of, sampler_settings
+from qarl.rollout.vllm.launch import LOG, launch_sampler, routing_of, sampler_settings
 from qarl.rollout.vllm.process import Sampler, SamplerError, not_started, see
 from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.types import Prompt, Rollout
@@ -48,14 +48,15 @@ class VLLMEngine:
         weights: Sends the policy's versions to vLLM and verifies them.
         place: Directory for the log (`sampler.log`) and, while vLLM loads it, the checkpoint.
         say: Called with one line for the user.
-        early: A sampler that the first start takes over.
-        look: Called while vLLM starts; an exception from it ends the start.
-        update_bytes: GPU memory of an optimizer update, beside which vLLM may wake; None: it wakes for a publish.
+        prelaunched: A sampler whose processes run already; the first start uses it.
+        look: Called while vLLM starts. If it raises, the start ends.
+        update_bytes: GPU memory of an optimizer update. vLLM wakes beside an update if both fit; None: it wakes for the
+            next publish.
         headroom: Free memory of the learners' GPUs; None: of this learner's GPU.
 
     Attributes:
-        tracer: Gets the operations of `generate`, if vLLM is in this process with exact numerics.
-        restarts: Used so far.
+        tracer: Records the operations of `generate`, if vLLM runs in this process with exact numerics.
+        restarts: Number of restarts so far.
         phases: Seconds of each part of vLLM's last start.
     """
 
@@ -69,7 +70,7 @@ class VLLMEngine:
         weights: WeightSender,
         place: Path,
         say: Callable[[str], None],
-        early: Sampler | None = None,
+        prelaunched: Sampler | None = None,
         look: Callable[[], None] = lambda: None,
         update_bytes: int | None = None,
         headroom: Headroom | None = None,
@@ -77,7 +78,7 @@ class VLLMEngine:
         self.config, self.layout, self.tokenizer, self.place = config, layout, tokenizer, place
         self.weights, self.say = weights, say
         self.log = place / LOG
-        self._early, self._look = early, look
+        self._prelaunched, self._look = prelaunched, look
         self._headroom, self._update_bytes = headroom or own_headroom(layout.device), update_bytes
         self._asleep = self._waking = False  # asleep: until it has woken, also after it was told to wake
         self._freed = 0  # bytes, by the last sleep
@@ -99,7 +100,7 @@ class VLLMEngine:
     def publish(self, snapshot: Snapshot) -> None:
         self.version, self._snapshot = None, snapshot  # nothing is held until it is verified
         self.weights.scorer.install(snapshot)
-        self._again_after_faults(lambda: self._publish(snapshot))
+        self._with_restarts(lambda: self._publish(snapshot))
         self.version = snapshot.version
 
     def generate(
@@ -121,7 +122,7 @@ class VLLMEngine:
         kind = routing_of(self.layout) if sampling.record_routing else None
         sampling = replace(sampling, record_routing=kind is not None)
 
-        def draw() -> Any:
+        def sample() -> Any:
             if self._sampler is None or self._asleep or not self.weights.holds:
                 assert self._snapshot is not None
                 self._publish(self._snapshot)  # a new process, or one whose sleep dropped the weights
@@ -130,7 +131,7 @@ class VLLMEngine:
                 return self._sampler.call("trace", (requests, sampling, self.tracer), progress)
             return self._sampler.call("generate", (requests, sampling), progress)
 
-        responses = self._again_after_faults(draw)
+        responses = self._with_restarts(sample)
         stopping = Stopping(self.tokenizer, sampling)
         rollouts = []
         for (prompt, sample), response in zip(order, responses, strict=True):
@@ -164,7 +165,7 @@ class VLLMEngine:
             begin = time.perf_counter()
             freed = self._sampler.call("sleep", level, ignore_progress)
         except SamplerFault as fault:
-            self._put_off(fault)
+            self._defer(fault)
             return
         if freed is None:  # it keeps everything
             return
@@ -183,7 +184,7 @@ class VLLMEngine:
             self._sampler.begin("wake", None)
             self._waking = True
         except SamplerFault as fault:
-            self._put_off(fault)
+            self._defer(fault)
 
     def _wake(self, sampler: Sampler) -> None:
         """Wait until a sampler that sleeps is awake."""
@@ -199,16 +200,16 @@ class VLLMEngine:
         self._measured["time/sampler_wake_s"] = time.perf_counter() - begin
         self._asleep = False
 
-    def _put_off(self, fault: SamplerFault) -> None:
+    def _defer(self, fault: SamplerFault) -> None:
         """Defer a fault to the next publish, when the step is complete."""
         self._stop()
         self._fault = fault
 
     def close(self) -> None:
         self._stop()
-        if self._early is not None:
-            self._early.close()
-            self._early = None
+        if self._prelaunched is not None:
+            self._prelaunched.close()
+            self._prelaunched = None
         self.version = self._snapshot = None
 
     # --- publishing --------------------------------------------------------------------------------------------
@@ -234,8 +235,8 @@ class VLLMEngine:
         try:
             settings = sampler_settings(self.config, self.layout, folder)
             expected = snapshot.fingerprints()
-            self._sampler = self._early or begin_sampler(self.config, self.layout.device, self.place)
-            self._early = None
+            self._sampler = self._prelaunched or launch_sampler(self.config, self.layout.device, self.place)
+            self._prelaunched = None
             self.weights.prepare(folder, snapshot)  # while the process imports vLLM
             torch.cuda.empty_cache()
             self._measured["time/sampler_prepare_s"] = time.perf_counter() - begin
@@ -246,19 +247,19 @@ class VLLMEngine:
         self._measured["time/sampler_start_s"] = time.perf_counter() - begin
         self.phases = self._sampler.capabilities["phases"]
 
-    def _again_after_faults(self, action: Callable[[], Any]) -> Any:
-        """Run an action; after a fault of vLLM, repeat it with a new one as often as the configuration allows."""
+    def _with_restarts(self, action: Callable[[], Any]) -> Any:
+        """Run an action. After a fault of vLLM repeat it with a new vLLM, as often as the configuration allows."""
         while True:
             try:
                 return action()
             except SamplerFault as fault:
-                self._note(fault)
+                self._prepare_restart(fault)
             except BaseException:
                 if not self.weights.holds:
                     self._stop()  # interrupted during a load: its weights are undefined
                 raise
 
-    def _note(self, fault: SamplerFault) -> None:
+    def _prepare_restart(self, fault: SamplerFault) -> None:
         """Stop a failed sampler; the next publish or generate starts another. Raises SamplerError past the limit."""
         started = self.weights.started
         self._stop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import torch
 from qarl_kernels.logprob import Truncation
 
 from qarl.policy.trace import Tracer
-from qarl.rollout.engine import Progress, SamplingParams
+from qarl.rollout.engine import Progress, SamplingParams, ignore_progress
 from qarl.rollout.vllm.numerics import Numerics, numerics_of
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.recording import Recording, recorded
@@ -75,7 +75,7 @@ class Host:
 
     @torch.inference_mode()
     def publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
-        """Load tensors that arrive and check what is held afterwards.
+        """Load the tensors of a publish and verify what the model holds afterwards.
 
         Args:
             arriving: Tensors in checkpoint layout, or patches of held tensors, by published name.
@@ -85,8 +85,8 @@ class Host:
             Seconds of the parts receive, load and check.
 
         Raises:
-            PublishError: Other bytes arrived than were sent, or other bytes are held, here or in another process that
-                holds a part of the same model.
+            PublishError: Bytes that arrived or that the model holds differ from those sent, here or in another process
+                with a part of the same model.
         """
         try:
             seconds = self._publish(version, arriving, expected)
@@ -121,19 +121,19 @@ class Host:
 
         self.numerics.shape(Truncation())
         params = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self._run([(tokens, params) for tokens in sequences])
+        outputs = self._run([(tokens, params) for tokens in sequences], ignore_progress)
         return [
-            [entry[token].logprob for entry, token in zip(outputs[i].prompt_logprobs[1:], tokens[1:], strict=True)]
-            for i, tokens in enumerate(sequences)
+            [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
+            for output, tokens in zip(outputs, sequences, strict=True)
         ]
 
     # --- generation --------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress) -> list[Response]:
-        """One response per request.
+        """Sample one response per request.
 
-        progress: Called after every step with the number of finished responses and their tokens. An exception from it
-        ends the call, and vLLM drops the requests.
+        progress: Called after every step with the number of finished responses and their tokens. If it raises, the
+        call ends and vLLM drops the requests.
         """
         import vllm
         from vllm.sampling_params import RequestOutputKind
@@ -156,17 +156,16 @@ class Host:
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
         self.numerics.shape(cut)
-        asked = [(r.token_ids, vllm.SamplingParams(seed=r.seed, **common)) for r in requests]
+        with_params = [(r.token_ids, vllm.SamplingParams(seed=r.seed, **common)) for r in requests]
         if not sampling.record_routing:
-            outputs = self._run(asked, progress)
-            return [_response(outputs[i].outputs[0]) for i in range(len(requests))]
+            return [_response(output) for output in self._run(with_params, progress)]
         self._llm.reset_prefix_cache()  # cached prefixes must come from this call, whose experts are recorded
         recording = Recording(*self.numerics.experts())
         with recorded(self._worker.model_runner, recording):
-            outputs = self._run(asked, progress)
-        drawn = [outputs[i].outputs[0] for i in range(len(requests))]
-        told = recording.of([[*r.token_ids, *d.token_ids] for r, d in zip(requests, drawn, strict=True)])
-        return [_response(d, routing.numpy().tobytes()) for d, routing in zip(drawn, told, strict=True)]
+            outputs = self._run(with_params, progress)
+        pairs = zip(requests, outputs, strict=True)
+        routing = recording.routing([[*request.token_ids, *output.outputs[0].token_ids] for request, output in pairs])
+        return [_response(output, rows.numpy().tobytes()) for output, rows in zip(outputs, routing, strict=True)]
 
     def trace(self, requests: Sequence[Request], sampling: SamplingParams, tracer: Tracer) -> list[Response]:
         """`generate` with every operation of its forwards reported to the tracer; exact numerics only."""
@@ -175,10 +174,10 @@ class Host:
         assert self.numerics.forward is not None, "only the policy's own forward is traced"
         self._llm.reset_prefix_cache()  # or the prompts' forwards would not run again
         with traced(self._worker.model_runner, self.numerics.forward, tracer):
-            return self.generate(requests, sampling, lambda finished, tokens: None)
+            return self.generate(requests, sampling, ignore_progress)
 
-    def _run(self, requests: Iterable[tuple[list[int], Any]], progress: Progress | None = None) -> dict[int, Any]:
-        """Final outputs by index."""
+    def _run(self, requests: Sequence[tuple[list[int], Any]], progress: Progress) -> list[Any]:
+        """Final outputs, in the order of the requests."""
         from vllm.inputs import TokensPrompt
 
         engine = self._llm.llm_engine
@@ -194,12 +193,11 @@ class Host:
                     if output.finished:
                         outputs[int(output.request_id)] = output
                         tokens += len(output.outputs[0].token_ids)
-                if progress is not None:
-                    progress(len(outputs), tokens)
+                progress(len(outputs), tokens)
         except BaseException:
             engine.abort_request([name for name in added if int(name) not in outputs])
             raise
-        return outputs
+        return [outputs[index] for index in range(len(requests))]
 
     # --- memory ------------------------------------------------------------------------------------------------
 
@@ -220,7 +218,7 @@ class Host:
         return held + reserved - torch.cuda.memory_reserved()  # torch's cache is freed too
 
     def wake(self) -> None:
-        """Take the memory again. After level 2 the weights are undefined until the next full publish."""
+        """Allocate the memory again. After level 2 the weights are undefined until the next full publish."""
         self._llm.wake_up()
         self.numerics.after_sleep()
 
@@ -247,10 +245,10 @@ def start_vllm(settings: SamplerSettings, numerics: Numerics, phases: Phases) ->
 
 @contextmanager
 def beside_others(worker: Any) -> Iterator[None]:
-    """Inside, vLLM's worker falls asleep although other processes allocate memory on its GPU meanwhile.
+    """While entered, vLLM's worker can sleep although other processes allocate memory on its GPU.
 
     After freeing its memory the worker compares the free memory of the whole GPU with that before, and fails if there
-    is less; nothing is left to do then.
+    is less. Nothing is left to do then.
     """
     sleep = worker.sleep
 
@@ -267,7 +265,8 @@ def beside_others(worker: Any) -> Iterator[None]:
 
 
 def _response(output: Any, routing: bytes = b"") -> Response:
+    (response,) = output.outputs
     # The sampled token is the first entry of each position.
-    logprobs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
-    reason = "stop" if output.finish_reason == "stop" else "length"
-    return Response(list(output.token_ids), logprobs, reason, output.stop_reason, routing)
+    logprobs = [response.logprobs.logprobs[start] for start in response.logprobs.start_indices]
+    reason = "stop" if response.finish_reason == "stop" else "length"
+    return Response(list(response.token_ids), logprobs, reason, response.stop_reason, routing)

@@ -1,4 +1,4 @@
-"""vLLM in the learner's own process: tensors are handed over without a copy, and a crash of vLLM ends the run."""
+"""vLLM in the learner's process: it gets the published tensors without a copy, and a crash of vLLM ends the run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import torch
 
 from qarl.errors import UserError
 from qarl.rollout.engine import Progress
+from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import Sampler
 from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.rollout.vllm.worker import explain, perform
 from qarl.storage.disk import disk_errors
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.sender import SamplerFault
@@ -36,8 +38,6 @@ class InlineSampler(Sampler):
         tick(0, 0)
         self._log_to_file()
         with self._faults(), _plain_algorithms():
-            from qarl.rollout.vllm.host import Host
-
             self._host = Host(settings, expected, phases)
         self.capabilities = self._host.capabilities()
 
@@ -46,8 +46,6 @@ class InlineSampler(Sampler):
         self._order = (operation, payload)
 
     def finish(self, tick: Progress) -> Any:
-        from qarl.rollout.vllm.worker import perform
-
         assert self._order is not None
         (operation, payload), self._order = self._order, None
         with self._faults(), _plain_algorithms():
@@ -61,8 +59,6 @@ class InlineSampler(Sampler):
     @contextmanager
     def _faults(self) -> Iterator[None]:
         """Turn vLLM's exceptions into SamplerFault, with the traceback in the log; UserErrors pass through."""
-        from qarl.rollout.vllm.worker import explain
-
         try:
             yield
         except UserError:
@@ -73,7 +69,7 @@ class InlineSampler(Sampler):
             raise SamplerFault(explain(error)) from error
 
     def _log_to_file(self) -> None:
-        """Send vLLM's log to the file; to be called before vLLM is imported."""
+        """Send vLLM's log to the file. Call this before vLLM is imported."""
         os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "TQDM_DISABLE": "1"}
         logger = logging.getLogger("vllm")
         with disk_errors(self.log):

@@ -1,4 +1,4 @@
-"""From a run's configuration to a sampler: its settings, what is refused before a start, and its process."""
+"""From a run's configuration to a sampler: settings, checks before the start, and processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOG = "sampler.log"  # in the directory of a run, or of a rank's
 
 
 def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> SamplerSettings:
-    """How vLLM is started. checkpoint: Of the current snapshot."""
+    """Return how vLLM is started. checkpoint: Directory of the current snapshot."""
     rollout, vllm = config.rollout, config.rollout.vllm
     on_gpu = layout.device.type == "cuda"
     sleep = on_gpu and vllm.device is None and vllm.sleep > 0  # on the learner's GPU only
@@ -50,7 +50,7 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
 
 
 def _engine_arguments(config: Config, layout: ModelLayout, sleep: bool) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`, except the user's."""
+    """Return the arguments of `vllm.LLM`, without the user's."""
     rollout, vllm = config.rollout, config.rollout.vllm
     on_gpu = layout.device.type == "cuda"
     arguments: dict[str, Any] = {
@@ -113,7 +113,7 @@ def _fast_arguments(tensor_parallel: int, kv_fp8: bool, on_gpu: bool) -> dict[st
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes that graphs are captured for; the largest is `max_num_seqs`, as far as there are graphs."""
+    """Return the batch sizes to capture CUDA graphs for; the largest is `max_num_seqs`, but at most 512."""
     steps = [size for part in GRAPH_STEPS for size in part]
     return [size for size in steps if size < max_num_seqs] + [min(max_num_seqs, steps[-1])]
 
@@ -164,7 +164,7 @@ def require_vllm(config: Config, device: torch.device, context: int, architectur
 
 
 def sampler_gpus(config: Config, learner: torch.device) -> list[int | None]:
-    """CUDA index of each process of this rank's vLLM; None for the learner's GPU or the CPU."""
+    """Return the CUDA index of each process of this rank's vLLM; None for the learner's GPU or the CPU."""
     count, first, rank = config.rollout.vllm.tensor_parallel, config.rollout.vllm.device, place()
     if first is None and (count == 1 or learner.type == "cpu"):
         return [None] * count
@@ -176,12 +176,12 @@ def sampler_gpus(config: Config, learner: torch.device) -> list[int | None]:
 
 
 def sampler_threads(device: torch.device) -> int | None:
-    """Number of threads for vLLM on the CPU; None if the learner has a GPU."""
+    """Return the number of threads for vLLM on the CPU; None if the learner has a GPU."""
     return torch.get_num_threads() if device.type == "cpu" else None
 
 
 def kv_cache_bytes(config: Config, layout: ModelLayout) -> int | None:
-    """Bytes of the configured KV cache; None: what `memory_frac` of a GPU leaves."""
+    """Return the bytes of the configured KV cache; None: what the weights leave of `memory_frac` of a GPU."""
     rollout = config.rollout
     tokens = rollout.kv_cache_tokens
     if tokens is None:
@@ -207,21 +207,30 @@ def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | Non
     return None if mixture is None else (stored_dtype(mixture.experts), (len(mixture.layers), mixture.per_token))
 
 
-def early_sampler(config: Config, device: torch.device, place: Path) -> Sampler | None:
-    """`begin_sampler`, or None if the configuration has no vLLM in one separate process, or it cannot begin yet."""
+def prelaunch_sampler(config: Config, device: torch.device, place: Path) -> Sampler | None:
+    """`launch_sampler` before the policy is loaded.
+
+    Returns None if the configuration has no vLLM in one separate process, or if the process cannot start.
+    """
     rollout = config.rollout
     if rollout.engine != "vllm" or rollout.vllm.process == "inline" or rollout.vllm.tensor_parallel > 1:
         return None
     try:
-        return begin_sampler(config, device, place)
-    except (OSError, UserError):  # the start reports it, if it happens again
+        return launch_sampler(config, device, place)
+    except (OSError, UserError):  # the first publish reports it if it happens again
         return None
 
 
-def begin_sampler(config: Config, device: torch.device, place: Path) -> Sampler:
+def launch_sampler(config: Config, device: torch.device, place: Path) -> Sampler:
     """Start the processes of the configured vLLM, with the number of threads that torch has now.
 
-    device: The learner's. place: See `VLLMEngine`. Raises OSError, and UserError if its log cannot be written.
+    Args:
+        device: The learner's.
+        place: See `VLLMEngine`.
+
+    Raises:
+        OSError: A process cannot be started.
+        UserError: The log cannot be written.
     """
     vllm, log = config.rollout.vllm, place / LOG
     if vllm.process == "inline":

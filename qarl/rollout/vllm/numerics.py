@@ -1,4 +1,4 @@
-"""What computes inside vLLM: the policy's own forward (`exact/`), or vLLM's model and kernels (`own_kernels/`)."""
+"""The interface of the arithmetic inside vLLM: the policy's forward (`exact/`), or vLLM's kernels (`own_kernels/`)."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from qarl.weight_sync.fingerprints import Fingerprint
 
 
 class Numerics(Protocol):
-    """One kind of arithmetic in one vLLM, and the weights that it holds.
+    """The arithmetic of one vLLM, and the weights that it holds.
 
     Attributes:
         forward: The policy's forward inside vLLM; None if vLLM's own model computes.
-        proved_frac: Share of the published bytes that `check` compares with what was sent.
+        proved_frac: Fraction of the published bytes that `check` compares with what was sent.
     """
 
     forward: Any = None
     proved_frac: float
 
     def starting(self) -> AbstractContextManager[None]:
-        """Context in which vLLM starts."""
+        """Return a context manager that is entered while vLLM starts."""
 
     def loaded(self, worker: Any) -> None:
-        """Called when vLLM's worker has loaded the model and has run nothing."""
+        """Called when vLLM's worker has loaded the model, before it runs it."""
 
     def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
         """Called when vLLM has started. expected: fingerprints of the snapshot in the checkpoint, by published name."""
 
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
-        """A published tensor as the last publish left it; patches apply to a copy of it."""
+        """Return a published tensor as the last publish left it; patches apply to a copy of it."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put published tensors, by name, into the model."""
+        """Copy published tensors, by name, into the model."""
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the snapshot with these fingerprints."""
 
     def agreed(self, well: bool) -> bool:
-        """Whether all is well in every process that holds a part of the model; all of them ask."""
+        """Return whether every process with a part of the model passes True; a collective of these processes."""
         return well
 
     def shape(self, truncation: Truncation) -> None:
         """Set the distribution that the next tokens are sampled from, if vLLM's sampler does not do it."""
 
     def experts(self) -> tuple[Experts, int]:
-        """Where to read the experts of the last forward's rows, and how many experts a layer has."""
+        """Return a reader of the experts of the last forward's rows, and the number of experts per layer."""
 
     def notes(self) -> list[str]:
-        """How vLLM's kernels differ from the scheme, one line each."""
+        """Return the differences between vLLM's kernels and the scheme, one line each."""
         return []
 
     def before_sleep(self) -> None: ...
@@ -63,7 +63,7 @@ class Numerics(Protocol):
 
 
 def numerics_of(settings: SamplerSettings) -> Numerics:
-    """The arithmetic that `settings.numerics` names. This is the only import of `own_kernels` in the sampler."""
+    """Return the arithmetic that `settings.numerics` names. `own_kernels` is imported nowhere else in the sampler."""
     if settings.numerics == "exact":
         from qarl.rollout.vllm.exact.numerics import ExactNumerics
 

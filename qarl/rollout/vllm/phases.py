@@ -1,4 +1,4 @@
-"""Time of each part of vLLM's start."""
+"""Measures the time of each part of vLLM's start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
-# The steps of vLLM's worker in order, and the phase that each one ends.
+# Methods of vLLM's worker in the order of their calls, and the phase that each one ends.
 STEPS = {
     "init_device": "device",
     "load_model": "weights",
@@ -23,7 +23,7 @@ class Phases:
     """Consecutive phases of a start.
 
     Args:
-        begun: Begin of the first phase by `time.monotonic()`, which all processes of a machine share.
+        begun: When the first phase began, by `time.monotonic()`, which all processes of a machine share.
 
     Attributes:
         seconds: Of each finished phase, by name, in order.
@@ -34,7 +34,7 @@ class Phases:
         self._since = time.monotonic() if begun is None else begun
 
     def end(self, phase: str) -> None:
-        """End a phase that began when the previous one ended; further parts of a phase are added to it."""
+        """End a phase that began when the previous one ended. Further parts of a phase are added to it."""
         now = time.monotonic()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now
@@ -45,38 +45,38 @@ class Phases:
 
     @contextmanager
     def of_worker(self, loaded: Callable[[Any], None]) -> Iterator[None]:
-        """Inside, vLLM's worker ends the phases of `STEPS`, and phase graphs after the capture of CUDA graphs.
+        """While entered, time the steps of the worker that vLLM creates.
 
-        The time before its first step is phase engine. loaded: Called with the worker once it has loaded the weights;
-        its time is phase compile.
+        They are `STEPS` and the capture of CUDA graphs (phase graphs); the time before each step is phase engine.
+        loaded: Called with the worker once it has loaded the weights; its time is phase compile.
         """
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-        make = WorkerWrapperBase.init_worker
-        replacements = ExitStack()
+        init_worker = WorkerWrapperBase.init_worker
+        patches = ExitStack()
 
-        def told(owner: Any, name: str, before: str, after: str) -> None:
+        def time_step(owner: Any, name: str, before: str, after: str) -> None:
             step = getattr(owner, name)
 
             @wraps(step)
-            def telling(*arguments: Any, **options: Any) -> Any:
+            def timed(*arguments: Any, **options: Any) -> Any:
                 self.end(before)
                 result = step(*arguments, **options)
                 self.end(after)
-                if name == "init_device" and hasattr(worker := owner.model_runner, "capture_model"):
-                    told(worker, "capture_model", "warm_up", "graphs")
+                if name == "init_device" and hasattr(runner := owner.model_runner, "capture_model"):
+                    time_step(runner, "capture_model", "warm_up", "graphs")
                 if name == "load_model":
                     loaded(owner)
                     self.end("compile")
                 return result
 
-            replacements.enter_context(patch.object(owner, name, telling))
+            patches.enter_context(patch.object(owner, name, timed))
 
-        @wraps(make)
-        def making(wrapper: Any, *arguments: Any, **options: Any) -> None:
-            make(wrapper, *arguments, **options)
+        @wraps(init_worker)
+        def init_timed_worker(wrapper: Any, *arguments: Any, **options: Any) -> None:
+            init_worker(wrapper, *arguments, **options)
             for name, phase in STEPS.items():
-                told(wrapper.worker, name, "engine", phase)
+                time_step(wrapper.worker, name, "engine", phase)
 
-        with replacements, patch.object(WorkerWrapperBase, "init_worker", making):
+        with patches, patch.object(WorkerWrapperBase, "init_worker", init_timed_worker):
             yield

@@ -1,4 +1,4 @@
-"""The learner's handle of the sampler's process: start, orders, signs of life, the end."""
+"""The learner's handle of the sampler's process: start, orders, liveness, end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SamplerError(UserError):
 
 
 class Sampler(Connection):
-    """A vLLM, as the learner sees it. Its construction begins to import vLLM, `start` starts it.
+    """The learner's handle of a vLLM. The constructor starts its processes, which import vLLM; `start` loads the model.
 
     Methods raise SamplerFault if vLLM died, hung (and was killed) or failed, and PublishError as `Host.publish` does.
     """
@@ -59,18 +59,18 @@ class Sampler(Connection):
         """End vLLM, which holds no state that must be kept, and close its transports."""
 
     def look(self) -> None:
-        """Raise SamplerError if it has ended by itself before its start."""
+        """Raise SamplerError if a process of it has ended before `start`."""
 
 
 class SamplerProcess(Sampler):
-    """A vLLM in a process with its own session, so the terminal's Ctrl-C does not reach it.
+    """A vLLM in a process with its own session, so that Ctrl-C in the terminal does not reach it.
 
     Args:
         learner: The learner's device.
         gpu: CUDA index of the sampler's GPU; None: the learner's, or the CPU.
         numerics, threads: See `SamplerSettings`.
         log: File for what the process prints.
-        timeout_s: Seconds without a sign of life after which it counts as hung.
+        timeout_s: Seconds without a byte from a busy process after which it counts as hung.
 
     Raises:
         UserError: The log cannot be written.
@@ -150,7 +150,7 @@ class SamplerProcess(Sampler):
         except KeyboardInterrupt:  # a second Ctrl-C: do not wait
             self.close()
             raise
-        except BaseException:  # the user's interrupt: the sampler must be usable afterwards
+        except BaseException:  # the user's interrupt: the sampler stays usable
             self._abort()
             raise
 
@@ -164,18 +164,18 @@ class SamplerProcess(Sampler):
         self.transports[0].close()
         self._closed = True
 
-    def expect(self) -> None:
-        """Prepare for the answer to the last order."""
+    def expect_answer(self) -> None:
+        """Reset the deadline, the progress and the result for the answer to the last order."""
         self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
         self.progress, self.result = (0, 0), None
 
-    def hear(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the answer; returns whether it has arrived in `result`, and updates `progress`.
+    def poll(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the answer to the current order, and update `progress`.
 
-        Raises SamplerFault, PublishError.
+        Returns whether the answer has arrived and is in `result`. Raises SamplerFault, PublishError.
         """
         try:
-            ended = self._process.poll() is not None  # before reading, so that its last message is read in any case
+            ended = self._process.poll() is not None  # before reading, so that its last message is read
             message = self._channel.poll(seconds)
             if self._channel.received != self._received:
                 self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
@@ -203,13 +203,13 @@ class SamplerProcess(Sampler):
         raise self._ended(f"it sent an invalid answer: {str(message[0])[:40]!r}")
 
     def _answer(self, tick: Progress) -> Any:
-        self.expect()
-        while not self.hear(TICK_S):
+        self.expect_answer()
+        while not self.poll(TICK_S):
             tick(*self.progress)
         return self.result
 
     def _abort(self) -> None:
-        """Abort the current operation; kill the process if it does not answer within a while."""
+        """Abort the current order; kill the process if it does not answer within `ABORT_LIMIT_S`."""
         with suppress(SamplerFault, PublishError):
             self.begin("abort", None)
             limit, self.timeout_s = self.timeout_s, ABORT_LIMIT_S
@@ -222,7 +222,7 @@ class SamplerProcess(Sampler):
         return self._ended(f"it gave no sign of life for {self.timeout_s:g} s (rollout.vllm.timeout_s)")
 
     def _ended(self, why: str) -> SamplerFault:
-        """Kill a process that no longer answers."""
+        """Kill a process that no longer answers. Returns the fault."""
         self.close()
         return SamplerFault(why)
 
@@ -235,7 +235,7 @@ class SamplerProcess(Sampler):
 
 
 def _ended_with(code: int) -> SamplerFault:
-    """The fault of a process that ended by itself. code: `Popen.returncode`."""
+    """Return the fault of a process that ended by itself. code: `Popen.returncode`."""
     if code >= 0:
         return SamplerFault(f"its process ended with exit code {code}")
     hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
@@ -243,18 +243,18 @@ def _ended_with(code: int) -> SamplerFault:
 
 
 def not_started(fault: SamplerFault, log: Path) -> SamplerError:
-    """The error of a failed first start."""
+    """Return the error of a failed first start."""
     hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
     return SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}{see(log)}")
 
 
 def see(log: Path) -> str:
-    """A reference to the log, unless it is empty (an empty log is removed with a refused start)."""
+    """Return a reference to the log, unless it is empty: a refused start removes an empty log."""
     return f"; see {log}" if log.exists() and log.stat().st_size else ""
 
 
 def sampler_environment(environment: Mapping[str, str], plan: ReceiverPlan) -> dict[str, str]:
-    """The learner's environment for a sampler's process: with the plan's GPUs, without the variables of a launcher.
+    """Return the environment of a sampler's process: with the plan's GPUs, without the variables of a launcher.
 
     vLLM would take a launcher's ranks for its own. The sampler communicates with no other machine, so it does not get
     the ranks' network interface. Each rank has its own cache of compiled code: vLLMs that start at the same time would

@@ -1,9 +1,8 @@
-"""Records which experts the tokens of a call were routed to: read after each forward of vLLM, assembled by request.
+"""Records the experts that tokens of a call were routed to: reads them after each forward of vLLM, sorts by request.
 
 vLLM's own record depends on its version and model runner. Here a forward leaves the experts of its rows in one buffer
-with a fixed address, which CUDA graphs need, and the runner's batch tells which request each row belongs to. The prefix
-cache is emptied before a call, so a cached prefix was computed by another request of the same call, with the same
-experts.
+with a fixed address, which CUDA graphs need, and the runner's batch gives the request of each row. The prefix cache is
+emptied before a call, so a cached prefix was computed by another request of the same call, with the same experts.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from qarl.policy.routes import stored, unknown
 
 PENDING = 32 << 20  # bytes kept on the device before they are copied to the host
 
-
-# Experts of the first rows of the last forward, of which it gets the number: (rows, L, k) integers, ascending, on the
-# device.
 Experts = Callable[[int], Tensor]
+"""Returns the experts of the last forward's first `rows` rows: (rows, L, k) integers, ascending, on the device."""
 
 
 class Buffer:
@@ -49,8 +46,8 @@ class Recording:
         self._bytes = 0
         self._parts: list[tuple[int, int, Tensor]] = []  # (request, position of the first token, its rows)
 
-    def note(self, batch: Any, scheduled: dict[str, int]) -> None:
-        """Record a forward that was launched: the runner's batch, and the tokens of each request in it."""
+    def record(self, batch: Any, scheduled: dict[str, int]) -> None:
+        """Record a launched forward. batch: The runner's. scheduled: Number of tokens per request."""
         spans = []
         for index, name in enumerate(batch.req_ids[: batch.num_reqs]):
             spans.append((int(name.split("-")[0]), int(batch.num_computed_tokens_cpu[index]), scheduled.get(name, 0)))
@@ -66,8 +63,8 @@ class Recording:
             self._parts += [(request, at, part) for (request, at, _), part in zip(spans, parts, strict=True)]
         self._pending, self._bytes = [], 0
 
-    def of(self, sequences: Sequence[list[int]]) -> list[Tensor]:
-        """`Rollout.routing` of each request. sequences: Prompt and response tokens of each."""
+    def routing(self, sequences: Sequence[list[int]]) -> list[Tensor]:
+        """Return `Rollout.routing` of each request. sequences: Prompt and response tokens per request."""
         self._collect()
         like = self._parts[0][2]
         found = [unknown(len(tokens) - 1, like) for tokens in sequences]
@@ -107,14 +104,14 @@ def _prefixes(tokens: list[int]) -> Iterator[int]:
 
 @contextmanager
 def recorded(model_runner: Any, recording: Recording) -> Iterator[None]:
-    """Inside, the recording gets the forwards of the model runner's requests."""
+    """While entered, record the forwards of the model runner."""
     run = model_runner.execute_model
 
     @wraps(run)
     def running(scheduler_output: Any, *rest: Any, **options: Any) -> Any:
         result = run(scheduler_output, *rest, **options)
         if scheduler_output.total_num_scheduled_tokens:
-            recording.note(model_runner.input_batch, scheduler_output.num_scheduled_tokens)
+            recording.record(model_runner.input_batch, scheduler_output.num_scheduled_tokens)
         return result
 
     with patch.object(model_runner, "execute_model", running):

@@ -24,9 +24,9 @@ INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 @contextmanager
 def no_way_in(backend: str) -> Iterator[None]:
-    """While vLLM starts, keep the store of torch's groups in this process's memory and close their listening sockets.
+    """While entered, keep the store of torch's process groups in memory and close their listening sockets.
 
-    backend: Of the default group, as vLLM would choose it.
+    For the start of vLLM. backend: Of the default group, as vLLM would choose it.
     """
     before = set(listening_sockets())
     if not dist.is_initialized():
@@ -48,7 +48,7 @@ def no_way_in(backend: str) -> Iterator[None]:
 
 
 def listening_sockets() -> Iterator[tuple[int, int]]:
-    """(descriptor, inode) of each listening internet socket of this process."""
+    """Yield (descriptor, inode) of each listening internet socket of this process."""
     for name in os.listdir("/proc/self/fd"):
         try:
             fd = os.dup(int(name))
@@ -64,9 +64,9 @@ def listening_sockets() -> Iterator[tuple[int, int]]:
 
 
 def close_sockets(but: set[tuple[int, int]]) -> None:
-    """Close all other listening sockets, and put an idle event descriptor in the place of each.
+    """Close all listening sockets but these, and put an idle event descriptor in the place of each.
 
-    The library that opened a socket still polls its number and closes it later.
+    The library that opened a socket still polls its descriptor and closes it later.
     """
     for fd, inode in list(listening_sockets()):
         if (fd, inode) not in but:
@@ -76,7 +76,7 @@ def close_sockets(but: set[tuple[int, int]]) -> None:
 
 
 def keep_compiled_code_private() -> None:
-    """Keep the code of torch's compiler in the user's cache instead of its default, `/tmp/torchinductor_NAME`.
+    """Let torch's compiler cache its code in the user's cache instead of its default, `/tmp/torchinductor_NAME`.
 
     The compiler runs the code that it finds there, and any user can create that directory first. A directory that the
     user chose is kept.
@@ -87,7 +87,7 @@ def keep_compiled_code_private() -> None:
 
 
 def _private_cache() -> Path:
-    """A directory that only this user can write to: in the cache, or a new temporary one."""
+    """Return a directory that only this user can write to: in the cache, or a new temporary one."""
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "qarl", "inductor")
     try:
         path.mkdir(parents=True, exist_ok=True)

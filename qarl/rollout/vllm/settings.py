@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from qarl.types import FinishReason
 
-# The engine runs in one process, so that the model is at hand. Nothing is fetched or reported, no kernel is compiled on
-# the fly, and sockets open on the loopback interface only.
+# vLLM's engine runs in the process of the caller, which needs the model. Nothing is downloaded or reported, no kernel
+# is compiled on the fly, and sockets open on the loopback interface only.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -28,7 +28,7 @@ KV_FP8 = "qarl_kv_fp8"  # key of vLLM's additional configuration: the policy's f
 
 
 def vllm_environment(given: Mapping[str, str], numerics: str, threads: int | None) -> dict[str, str]:
-    """Variables that vLLM's process needs before vLLM is imported, beside those `given`; see `SamplerSettings`."""
+    """Return the variables that must be set before vLLM is imported; those in `given` keep their values."""
     own = {name: given.get(name, value) for name, value in ENVIRONMENT.items()}
     if numerics == "exact":  # vLLM would replace torch's products and softmaxes
         own["VLLM_BATCH_INVARIANT"] = "0"
@@ -42,15 +42,15 @@ class SamplerSettings:
     """How vLLM is started.
 
     Attributes:
-        checkpoint: Directory.
-        arguments: Of `vllm.LLM`.
-        numerics: `exact` runs the policy's own forward with qarl's kernels.
+        checkpoint: Directory of the model that vLLM loads.
+        arguments: Arguments of `vllm.LLM`.
+        numerics: `exact` runs the policy's own forward with qarl's kernels; `fast`: vLLM's model and kernels.
         on_gpu: Whether vLLM runs on a GPU.
-        sleep: Whether the memory can be freed.
+        sleep: Whether vLLM can free its memory.
         staging: Keep the published tensors of layers that vLLM repacks.
-        routing: Whether calls may ask which experts tokens were routed to.
-        threads: On the CPU.
-        shard: Which of `shards` parts of the model this process holds.
+        routing: Whether calls may record the experts that tokens are routed to.
+        threads: Number of threads on the CPU; None: vLLM's default.
+        shard: Index of this process's part of the model, of `shards` parts.
         rendezvous: File in a private directory where the processes of one model meet; None for a whole model.
     """
 
@@ -69,7 +69,7 @@ class SamplerSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. seed: of its own random stream, in [0, 2^63)."""
+    """A response to sample. seed: Of its random stream, in [0, 2^63)."""
 
     token_ids: list[int]
     seed: int
@@ -77,7 +77,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response.
+    """A sampled response.
 
     Attributes:
         stopped_by: The stop token id or stop string; None at the length limit.
@@ -92,5 +92,5 @@ class Response:
 
 
 def request_seed(seed: int, prompt_id: int, sample: int) -> int:
-    """The seed of one response's random stream, in [0, 2^63)."""
+    """Return the seed of a response's random stream, in [0, 2^63)."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}/{sample}".encode()).digest()[:8]) >> 1

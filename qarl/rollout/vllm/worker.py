@@ -1,7 +1,6 @@
-"""The sampler's own process, which serves one connection.
+"""The sampler's own process, which serves one connection and ends with it.
 
-It imports vLLM before the start order arrives, and ends with the connection.
-Standard output and error go to the sampler's log file.
+It imports vLLM before the start order arrives. Standard output and error go to the sampler's log file.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Aborted(Exception):
 
 
 def perform(host: Host, operation: str, payload: Any, unpack: Callable[[Any], Arriving], progress: Progress) -> Any:
-    """Execute one operation; a publish returns the seconds of its parts and the canary's log-probs.
+    """Execute one order. A publish returns the seconds of its parts and the canary's log-probs.
 
-    unpack: the tensors and patches in an update's payload.
+    unpack: Opens the tensors and patches in an update's payload.
     """
     match operation:
         case "publish":
@@ -58,7 +57,7 @@ def perform(host: Host, operation: str, payload: Any, unpack: Callable[[Any], Ar
 
 
 def explain(error: BaseException) -> str:
-    """The message of a UserError in a chain of errors, else the first line of the original error."""
+    """Return the message of a UserError in a chain of errors, otherwise the first line of the original error."""
     while not isinstance(error, UserError):
         cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         if cause is None:
@@ -77,8 +76,9 @@ def send_failure(channel: Channel, error: Exception) -> None:
 
 def serve(channel: Channel, phases: Phases) -> None:
     """Start the host of the first order, then serve orders until the connection ends."""
-    operation, (settings, expected, plan) = _next(channel)
-    assert operation == "start", operation
+    order = channel.poll(None)
+    assert order is not None and order[0] == "start", "the first order starts vLLM"
+    settings, expected, plan = order[1]
     phases.end("order")
     try:
         # vLLM collects garbage ten times, a quarter of a second each, and freezes all objects at the end itself.
@@ -96,8 +96,8 @@ def serve(channel: Channel, phases: Phases) -> None:
             assert waiting[0] == "abort", waiting[0]
             raise Aborted
 
-    while True:
-        operation, payload = _next(channel)
+    while (order := channel.poll(None)) is not None:
+        operation, payload = order
         if operation == "abort":  # arrived after the last step
             continue
         try:
@@ -113,12 +113,6 @@ def serve(channel: Channel, phases: Phases) -> None:
                 sys.stdout.flush()
             receiver.done()
         channel.send("done", result)
-
-
-def _next(channel: Channel) -> tuple[str, Any]:
-    message = channel.poll(None)
-    assert message is not None, "waits forever"
-    return message
 
 
 def import_ahead(exact: bool) -> None:

@@ -89,11 +89,11 @@ class SamplerTeam(Sampler):
         waiting, refused = list(self.members), None
         try:
             for member in self.members:
-                member.expect()
+                member.expect_answer()
             while waiting:
                 for member in list(waiting):
                     try:
-                        if member.hear(TICK_S / len(self.members)):
+                        if member.poll(TICK_S / len(self.members)):
                             waiting.remove(member)
                     except PublishError as error:
                         refused = refused or error
