@@ -10,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from qarl.weight_sync.snapshot import ModelLayout
 from qarl_kernels.logprob import Truncation
 from tiny_runs import parts
 
@@ -22,6 +21,7 @@ from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.launch import graph_sizes, kv_cache_bytes, require_vllm, sampler_gpus, sampler_settings
 from qarl.rollout.vllm.settings import EXACT_MODEL, KV_FP8, Request, request_seed
 from qarl.types import Prompt
+from qarl.weight_sync.snapshot import ModelLayout
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head size, bfloat16
 
