@@ -1,4 +1,4 @@
-"""The pages of the documentation: README.md, CONTRIBUTING.md, CHANGELOG.md and docs/, and what is written in them."""
+"""The pages of the documentation (Markdown at the top, in docs/ and in benchmarks/), and what is written in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES += [page for folder in ("docs", "benchmarks") for page in sorted((ROOT / folder).glob("*.md"))]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,7 +1,8 @@
-"""Numbers of the README against the records in benchmarks/results, and its size."""
+"""Numbers of README.md and benchmarks/*.md against the records in benchmarks/results."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -11,6 +12,8 @@ import pytest
 from pages import ROOT
 
 README = (ROOT / "README.md").read_text()
+PROSE = " ".join(README.split())
+SPEED = (ROOT / "benchmarks/speed.md").read_text()
 ROW = re.compile(r"^\| (\w+) \| (\w+)[^|]*\| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 
 
@@ -24,7 +27,8 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize(("device", "column"), [("cpu", 2), ("gpu", 3)])
 def test_the_table_of_alignment_is_the_record(device, column):
-    cases, rows = record(device), [row for row in ROW.findall(README) if row[0] != "scheme"]
+    section = SPEED.partition("## What alignment buys")[2].partition("\n## ")[0]
+    cases, rows = record(device), [row for row in ROW.findall(section) if row[0] != "scheme"]
     assert len(rows) == 8
     for row in rows:
         scheme, learner = row[:2]
@@ -34,18 +38,37 @@ def test_the_table_of_alignment_is_the_record(device, column):
         assert largest == pytest.approx(case["mismatch_delta_abs_max"], rel=0.05), row
 
 
-def test_the_same_table_stands_in_the_benchmarks():
-    rows = ROW.findall((ROOT / "docs/benchmarks.md").read_text())
-    assert set(ROW.findall(README)) <= set(rows)
+def test_the_numbers_of_the_readme_are_the_records() -> None:
+    off = record("gpu")["w4a16 full_precision"]
+    mean, largest = off["mismatch_delta_abs_mean"], off["mismatch_delta_abs_max"]
+    assert f"off by {mean:.1f} nats per token on average and by {largest:.1f} at most" in PROSE
+    steps = {}
+    for run in results("step_trl_gpu")["runs"]:
+        rows = {row["part"]: row["step_s"] for row in run["records"] if row["what"] == "step"}
+        if {"trl", "step"} <= rows.keys():
+            steps[run["revision"]] = rows
+    last = steps["65cb48c"]
+    assert f"{last['step']:.1f} s in W4A16 and {last['trl']:.1f} s in bf16" in PROSE
+    ratios = {revision: f"{rows['trl'] / rows['step']:.1f}" for revision, rows in steps.items()}
+    assert f"**{ratios['65cb48c']} times as fast as TRL**" in PROSE
+    assert f"gave {ratios['667a612']} and {ratios['431c03f']}" in PROSE
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_records() -> None:
+    spec = importlib.util.spec_from_file_location("readme_figure", ROOT / "tools/readme_figure.py")
+    assert spec is not None and spec.loader is not None
+    figure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figure)
+    assert figure.OUT.read_text() == figure.picture(), "run python tools/readme_figure.py"
 
 
 def results(name: str) -> dict:
     return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
 
 
-def table(after: str, page: str = "benchmarks") -> list[list[str]]:
+def table(after: str, page: str = "speed") -> list[list[str]]:
     """Cells of the rows of the first table of a page behind a text, without its head."""
-    behind = (ROOT / f"docs/{page}.md").read_text().partition(after)[2]
+    behind = (ROOT / f"benchmarks/{page}.md").read_text().partition(after)[2]
     assert behind, after
     lines = [line for line in behind[behind.index("\n|") + 1 :].split("\n\n")[0].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -113,7 +136,7 @@ def test_the_steps_beside_trl_with_vllm_are_the_record() -> None:
 def test_the_later_step_beside_trl_is_the_record() -> None:
     run = next(run for run in results("step_trl_gpu")["runs"] if run["revision"] == "65cb48c")
     found = {row["part"]: row for row in run["records"] if row["what"] == "step"}
-    text = (ROOT / "docs/benchmarks.md").read_text().partition("with nothing beside it (65cb48c): TRL ")[2]
+    text = (ROOT / "benchmarks/speed.md").read_text().partition("with nothing beside it (65cb48c): TRL ")[2]
     seconds = [found[part][f"{name}_s"] for part in ("trl", "step") for name in ("step", "rollout", "learner")]
     told = numbers(text.partition("\n")[0].replace("w4a16", ""))
     assert told == [pytest.approx(value, abs=0.051) for value in seconds]
@@ -160,7 +183,7 @@ def test_the_largest_shapes_are_the_record() -> None:
 
 def test_the_steps_of_a_mixture_with_vllm_are_the_record() -> None:
     runs = {run.get("name"): run["records"] for run in results("step_moe_gpu")["runs"]}
-    text = (ROOT / "docs/benchmarks.md").read_text().partition("256 responses of 512 tokens took ")[2]
+    text = (ROOT / "benchmarks/speed.md").read_text().partition("256 responses of 512 tokens took ")[2]
     bf16, low = (next(r for r in runs[f"vLLM samples, {s}"] if r["what"] == "step") for s in ("bf16", "w4a16"))
     names = ("step_s", "rollout_s", "learner_s", "publish_s")
     assert numbers(text.partition(" in bf16")[0]) == [pytest.approx(bf16["step_s"], abs=0.0051)]
@@ -261,7 +284,7 @@ def test_the_speeds_of_exact_numerics_in_vllm_are_the_record() -> None:
         assert numbers(first) == [pytest.approx(record["first_token_s"], abs=0.0006) for record in records]
         assert numbers(later) == [pytest.approx(1000 * record["later_token_s"], abs=0.06) for record in records]
     text = (
-        (ROOT / "docs/vllm.md")
+        (ROOT / "benchmarks/vllm.md")
         .read_text()
         .partition("With `VLLM_BATCH_INVARIANT=1` vLLM's own bf16 gave")[2]
         .partition("The canary")[0]
@@ -299,7 +322,7 @@ def test_what_exactness_buys_in_four_bits_is_the_record() -> None:
     exact = [answers[f"grpo-exact-seed{seed}"][1] for seed in range(3)]
     others = [found[1] for name, found in answers.items() if name.startswith(("grpo-recompute", "grpo-bypass"))]
     text = (
-        (ROOT / "docs/reproductions.md")
+        (ROOT / "benchmarks/reproductions.md")
         .read_text()
         .partition("in steps 14 to 26 it answered")[2]
         .partition("%, rec")[0]
