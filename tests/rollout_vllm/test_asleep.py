@@ -73,7 +73,8 @@ def test_what_a_sleep_freed_is_this_processs_own(monkeypatch: pytest.MonkeyPatch
     reserved = iter([1000, 950])
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(reserved))
     host = object.__new__(Host)
-    host.settings, host.numerics = SimpleNamespace(sleep=True), SimpleNamespace(before_sleep=lambda: None)
+    host.settings = SimpleNamespace(arguments={"enable_sleep_mode": True})
+    host.numerics = SimpleNamespace(before_sleep=lambda: None)
     host._worker = SimpleNamespace(sleep=None)
     host._llm = SimpleNamespace(sleep=lambda level: None)
     assert host.sleep(2) == 750

@@ -33,7 +33,6 @@ SETTINGS = replace(
     fake_sampler.settings(Path("none")),
     arguments={"compilation_config": {"mode": 0, "sizes": [1, 2.5, None, "x"]}},
     rendezvous=Path("there"),
-    threads=3,
 )
 SAMPLING = SamplingParams(1, 2**63, 8, Truncation(0.7, 20, 0.95, 0.1), ("\n\n", "π"), frozenset({1, 2}), True)
 REQUESTS = [Request([5, 2**31 - 1], 2**63 - 1), Request([0], 0), Request([7] * 5, 1)]

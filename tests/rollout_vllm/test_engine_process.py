@@ -49,7 +49,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def make(*troubles: str, timeout_s: float = 30.0) -> SamplerProcess:
         (tmp_path / "troubles").write_text("\n".join(troubles))
-        made.append(SamplerProcess(torch.device("cpu"), None, "fast", None, tmp_path / "sampler.log", 120.0))
+        made.append(SamplerProcess(torch.device("cpu"), None, "fast", tmp_path / "sampler.log", 120.0))
         made[-1].start(fake_sampler.settings(tmp_path), {}, ignore)
         made[-1].timeout_s = timeout_s
         return made[-1]

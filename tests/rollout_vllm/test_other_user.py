@@ -73,7 +73,7 @@ def scene() -> Iterator[Scene]:
         run.begin()
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         (folder / "troubles").write_text("")
-        sampler = SamplerProcess(torch.device("cpu"), None, "fast", None, folder / "sampler.log", 60)
+        sampler = SamplerProcess(torch.device("cpu"), None, "fast", folder / "sampler.log", 60)
         (transport,) = sampler.transports
         try:
             sampler.start(fake_sampler.settings(folder), {}, ignore)

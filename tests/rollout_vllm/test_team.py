@@ -28,7 +28,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     real = fake_sampler.FakeHost.__init__
 
     def own_troubles(self, settings, expected, phases) -> None:
-        assert settings.shards == 2 and settings.rendezvous.parent.stat().st_mode & 0o777 == 0o700
+        assert settings.shards == settings.arguments["tensor_parallel_size"] == 2
+        assert settings.rendezvous.parent.stat().st_mode & 0o777 == 0o700
         real(
             self,
             replace(settings, arguments={"troubles": f"{settings.arguments['troubles']}-{settings.shard}"}),
@@ -42,7 +43,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def make(*troubles: str, timeout_s: float = 30.0) -> SamplerTeam:
         for index in range(2):
             (tmp_path / f"troubles-{index}").write_text(troubles[index] if troubles else "")
-        teams.append(SamplerTeam(torch.device("cpu"), [None, None], None, tmp_path / "sampler.log", timeout_s))
+        teams.append(SamplerTeam(torch.device("cpu"), [None, None], tmp_path / "sampler.log", timeout_s))
         teams[-1].start(fake_sampler.settings(tmp_path), {}, ignore)
         return teams[-1]
 

@@ -19,6 +19,7 @@ from qarl.rollout.engine import SamplingParams, ignore_progress
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.launch import graph_sizes, kv_cache_bytes, require_vllm, sampler_gpus, sampler_settings
+from qarl.rollout.vllm.own_kernels.tensor_parallel import parallel_arguments
 from qarl.rollout.vllm.settings import EXACT_MODEL, KV_FP8, Request, request_seed
 from qarl.types import Prompt
 from qarl.weight_sync.snapshot import ModelLayout
@@ -48,9 +49,16 @@ def test_settings_follow_the_configuration(tiny) -> None:
     assert found.arguments == found.arguments | given | {"block_size": 64}
 
 
+@pytest.mark.parametrize(("vllm", "sleeps"), [({}, True), ({"sleep_level": 0}, False), ({"device": 1}, False)])
+def test_a_vllm_sleeps_on_the_learners_gpu_only(tiny, vllm, sleeps) -> None:
+    found = changed(tiny, vllm=tiny.config.rollout.vllm.model_copy(update=vllm))
+    assert sampler_settings(found, on_a_gpu(tiny), Path("here")).arguments["enable_sleep_mode"] == sleeps
+
+
 def test_settings_on_the_cpu_neither_compile_nor_sleep_nor_stage(tiny) -> None:
     found = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here"))
-    assert found.arguments["enforce_eager"] and not (found.sleep or found.staging or found.on_gpu)
+    assert found.arguments["enforce_eager"] and not (found.staging or found.on_gpu)
+    assert "enable_sleep_mode" not in found.arguments
 
 
 def test_exact_numerics_are_qarls_kernels_in_pages_of_the_policys_attention(tiny) -> None:
@@ -205,7 +213,6 @@ def test_a_part_of_a_model_does_what_the_others_do(tiny):
     part = sampler_settings(changed(tiny, vllm=vllm), tiny.policy.sampler.layout, Path("here")).arguments
     whole = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here")).arguments
     assert part["kv_cache_memory_bytes"] == whole["kv_cache_memory_bytes"] / 2
-    found = sampler_settings(changed(tiny, vllm=vllm), on_a_gpu(tiny), Path("here")).arguments
+    found = parallel_arguments(2, on_gpu=True)
     assert (found["tensor_parallel_size"], found["distributed_executor_backend"]) == (2, "external_launcher")
     assert found["async_scheduling"] is False and not found["compilation_config"]["pass_config"]["fuse_allreduce_rms"]
-    assert "tensor_parallel_size" not in whole

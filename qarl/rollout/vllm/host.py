@@ -50,9 +50,10 @@ class Host:
     def __init__(
         self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], phases: Phases | None = None
     ) -> None:
-        os.environ |= vllm_environment(os.environ, settings.numerics, settings.threads)
+        threads = None if settings.on_gpu else torch.get_num_threads()
+        os.environ |= vllm_environment(os.environ, settings.numerics, threads)
         keep_compiled_code_private()
-        self.settings, self._expected = settings, expected
+        self.settings = settings
         self._phases = Phases() if phases is None else phases
         self.numerics = numerics_of(settings)
         self._llm = start_vllm(settings, self.numerics, self._phases)
@@ -204,9 +205,9 @@ class Host:
     def sleep(self, level: int) -> int | None:
         """Free the KV cache and the weights, which are parked in host memory (level 1) or dropped (level 2).
 
-        Returns the freed bytes of the GPU, or None if `settings.sleep` keeps everything.
+        Returns the freed bytes of the GPU, or None if vLLM does not share the learner's GPU and keeps everything.
         """
-        if not self.settings.sleep:
+        if not self.settings.arguments.get("enable_sleep_mode"):
             return None
         from vllm.device_allocator.cumem import CuMemAllocator
 

@@ -36,20 +36,17 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
     """Return how vLLM is started. checkpoint: Directory of the current snapshot."""
     rollout, vllm = config.rollout, config.rollout.vllm
     on_gpu = layout.device.type == "cuda"
-    sleep = on_gpu and vllm.device is None and vllm.sleep > 0  # on the learner's GPU only
     return SamplerSettings(
         checkpoint=checkpoint,
-        arguments=_engine_arguments(config, layout, sleep) | dict(vllm.args),
+        arguments=_engine_arguments(config, layout) | dict(vllm.args),
         numerics=rollout.numerics,
         on_gpu=on_gpu,
-        sleep=sleep,
         staging=rollout.numerics == "fast" and (vllm.publish == "delta" or (on_gpu and vllm.staging)),
         routing=config.records_routing and routing_of(layout) is not None,
-        threads=sampler_threads(layout.device),
     )
 
 
-def _engine_arguments(config: Config, layout: ModelLayout, sleep: bool) -> dict[str, Any]:
+def _engine_arguments(config: Config, layout: ModelLayout) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`, without the user's."""
     rollout, vllm = config.rollout, config.rollout.vllm
     on_gpu = layout.device.type == "cuda"
@@ -67,7 +64,8 @@ def _engine_arguments(config: Config, layout: ModelLayout, sleep: bool) -> dict[
         "seed": 0,
     }
     if on_gpu:
-        arguments |= {"gpu_memory_utilization": vllm.memory_frac, "enable_sleep_mode": sleep}
+        arguments["gpu_memory_utilization"] = vllm.memory_frac
+        arguments["enable_sleep_mode"] = vllm.device is None and vllm.sleep > 0  # if it shares the learner's GPU
     else:
         # On the CPU vLLM cannot take back the random numbers that a seeded request uses up in the middle of its prompt
         # (0.24 to 0.32), so prompts are not split.
@@ -78,7 +76,7 @@ def _engine_arguments(config: Config, layout: ModelLayout, sleep: bool) -> dict[
     fp8 = config.quant.kv_cache_dtype == "fp8"
     if rollout.numerics == "exact":
         return arguments | _exact_arguments(arguments, fp8, on_gpu)
-    return arguments | _fast_arguments(vllm.tensor_parallel, fp8, on_gpu)
+    return arguments | ({"kv_cache_dtype": "fp8"} if fp8 else {})
 
 
 def _exact_arguments(common: dict[str, Any], kv_fp8: bool, on_gpu: bool) -> dict[str, Any]:
@@ -95,20 +93,6 @@ def _exact_arguments(common: dict[str, Any], kv_fp8: bool, on_gpu: bool) -> dict
             "cudagraph_capture_sizes": graph_sizes(common["max_num_seqs"]),
             "enable_flashinfer_autotune": False,  # nothing of it runs
         }
-    return arguments
-
-
-def _fast_arguments(tensor_parallel: int, kv_fp8: bool, on_gpu: bool) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"kv_cache_dtype": "fp8"} if kv_fp8 else {}
-    if tensor_parallel > 1:
-        arguments |= {
-            "tensor_parallel_size": tensor_parallel,
-            "distributed_executor_backend": "external_launcher",
-            "disable_custom_all_reduce": True,  # it asks for GPUs that this process does not see; sums go over NCCL
-            "async_scheduling": False,  # decides by timing, which may differ between the processes
-        }
-        if on_gpu:
-            arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return arguments
 
 
@@ -175,11 +159,6 @@ def sampler_gpus(config: Config, learner: torch.device) -> list[int | None]:
     return [first + index for index in range(count)]
 
 
-def sampler_threads(device: torch.device) -> int | None:
-    """Return the number of threads for vLLM on the CPU; None if the learner has a GPU."""
-    return torch.get_num_threads() if device.type == "cpu" else None
-
-
 def kv_cache_bytes(config: Config, layout: ModelLayout) -> int | None:
     """Return the bytes of the configured KV cache; None: what the weights leave of `memory_frac` of a GPU."""
     rollout = config.rollout
@@ -222,7 +201,7 @@ def prelaunch_sampler(config: Config, device: torch.device, place: Path) -> Samp
 
 
 def launch_sampler(config: Config, device: torch.device, place: Path) -> Sampler:
-    """Start the processes of the configured vLLM, with the number of threads that torch has now.
+    """Start the processes of the configured vLLM.
 
     Args:
         device: The learner's.
@@ -235,9 +214,9 @@ def launch_sampler(config: Config, device: torch.device, place: Path) -> Sampler
     vllm, log = config.rollout.vllm, place / LOG
     if vllm.process == "inline":
         return InlineSampler(log)
-    gpus, threads = sampler_gpus(config, device), sampler_threads(device)
+    gpus = sampler_gpus(config, device)
     if vllm.tensor_parallel > 1:
         from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
 
-        return SamplerTeam(device, gpus, threads, log, vllm.timeout_s)
-    return SamplerProcess(device, gpus[0], config.rollout.numerics, threads, log, vllm.timeout_s)
+        return SamplerTeam(device, gpus, log, vllm.timeout_s)
+    return SamplerProcess(device, gpus[0], config.rollout.numerics, log, vllm.timeout_s)

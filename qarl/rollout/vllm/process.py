@@ -68,7 +68,7 @@ class SamplerProcess(Sampler):
     Args:
         learner: The learner's device.
         gpu: CUDA index of the sampler's GPU; None: the learner's, or the CPU.
-        numerics, threads: See `SamplerSettings`.
+        numerics: See `SamplerSettings`.
         log: File for what the process prints.
         timeout_s: Seconds without a byte from a busy process after which it counts as hung.
 
@@ -79,9 +79,7 @@ class SamplerProcess(Sampler):
         progress: Responses and tokens of the current order.
     """
 
-    def __init__(
-        self, learner: torch.device, gpu: int | None, numerics: str, threads: int | None, log: Path, timeout_s: float
-    ) -> None:
+    def __init__(self, learner: torch.device, gpu: int | None, numerics: str, log: Path, timeout_s: float) -> None:
         self.timeout_s, self.log = timeout_s, log
         self.progress = (0, 0)
         self.result: Any = None
@@ -90,6 +88,8 @@ class SamplerProcess(Sampler):
         transport = open_transport(learner, gpu)
         self.transports, self._plan = [transport], transport.plan
         try:
+            # As many threads as the learner, which waits meanwhile.
+            threads = torch.get_num_threads() if learner.type == "cpu" else None
             self._process, self._channel = self._spawn(numerics, threads)
         except BaseException:
             transport.close()

@@ -28,7 +28,10 @@ KV_FP8 = "qarl_kv_fp8"  # key of vLLM's additional configuration: the policy's f
 
 
 def vllm_environment(given: Mapping[str, str], numerics: str, threads: int | None) -> dict[str, str]:
-    """Return the variables that must be set before vLLM is imported; those in `given` keep their values."""
+    """Return the variables that must be set before vLLM is imported; those in `given` keep their values.
+
+    threads: Number of threads on the CPU; None: vLLM's default.
+    """
     own = {name: given.get(name, value) for name, value in ENVIRONMENT.items()}
     if numerics == "exact":  # vLLM would replace torch's products and softmaxes
         own["VLLM_BATCH_INVARIANT"] = "0"
@@ -46,10 +49,8 @@ class SamplerSettings:
         arguments: Arguments of `vllm.LLM`.
         numerics: `exact` runs the policy's own forward with qarl's kernels; `fast`: vLLM's model and kernels.
         on_gpu: Whether vLLM runs on a GPU.
-        sleep: Whether vLLM can free its memory.
         staging: Keep the published tensors of layers that vLLM repacks.
         routing: Whether calls may record the experts that tokens are routed to.
-        threads: Number of threads on the CPU; None: vLLM's default.
         shard: Index of this process's part of the model, of `shards` parts.
         rendezvous: File in a private directory where the processes of one model meet; None for a whole model.
     """
@@ -58,10 +59,8 @@ class SamplerSettings:
     arguments: dict[str, Any]
     numerics: Literal["exact", "fast"]
     on_gpu: bool
-    sleep: bool = False
     staging: bool = False
     routing: bool = False
-    threads: int | None = None
     shard: int = 0
     shards: int = 1
     rendezvous: Path | None = None

@@ -33,26 +33,26 @@ class SamplerTeam(Sampler):
     each.
     """
 
-    def __init__(
-        self, learner: torch.device, gpus: Sequence[int | None], threads: int | None, log: Path, timeout_s: float
-    ) -> None:
+    def __init__(self, learner: torch.device, gpus: Sequence[int | None], log: Path, timeout_s: float) -> None:
         self._operation = "start"
         self._folder = Path(tempfile.mkdtemp(prefix="qarl-team-"))
         self.members: list[SamplerProcess] = []
         try:
             for index, gpu in enumerate(gpus):
                 own_log = log if index == 0 else log.with_suffix(f".{index}{log.suffix}")
-                self.members.append(SamplerProcess(learner, gpu, "fast", threads, own_log, timeout_s))
+                self.members.append(SamplerProcess(learner, gpu, "fast", own_log, timeout_s))
         except BaseException:
             self.close()
             raise
         self.transports = [transport for member in self.members for transport in member.transports]
 
     def start(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], tick: Progress) -> None:
-        whole = replace(settings, shards=len(self.members), rendezvous=self._folder / "store")
+        arguments = parallel_arguments(len(self.members), settings.on_gpu) | settings.arguments
+        shards, rendezvous = len(self.members), self._folder / "store"
         try:
             for index, member in enumerate(self.members):
-                member.begin_start(replace(whole, shard=index), expected)
+                own = replace(settings, arguments=arguments, shard=index, shards=shards, rendezvous=rendezvous)
+                member.begin_start(own, expected)
         except BaseException:
             self._end()
             raise
@@ -109,6 +109,19 @@ class SamplerTeam(Sampler):
     def _end(self) -> None:
         for member in self.members:
             member.close()
+
+
+def parallel_arguments(count: int, on_gpu: bool) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` in each of `count` processes."""
+    arguments: dict[str, Any] = {
+        "tensor_parallel_size": count,
+        "distributed_executor_backend": "external_launcher",
+        "disable_custom_all_reduce": True,  # it asks for GPUs that this process does not see; sums go over NCCL
+        "async_scheduling": False,  # decides by timing, which may differ between the processes
+    }
+    if on_gpu:
+        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    return arguments
 
 
 SHARED = ("psm_", "cpushm")  # in the names of what vLLM shares memory by: Python's, and that of its sums on the CPU
