@@ -42,38 +42,35 @@ class Recording:
 
     def __init__(self, experts: Experts, count: int) -> None:
         self._experts, self._count = experts, count
-        self._pending: list[tuple[list[tuple[int, int, int]], Tensor]] = []
-        self._bytes = 0
-        self._parts: list[tuple[int, int, Tensor]] = []  # (request, position of the first token, its rows)
+        self._parts: list[tuple[list[tuple[int, int, int]], Tensor]] = []  # spans of a forward, and its rows
+        self._bytes = 0  # of rows on the device
 
     def record(self, batch: Any, scheduled: dict[str, int]) -> None:
         """Record a launched forward. batch: The runner's. scheduled: Number of tokens per request."""
-        spans = []
+        spans = []  # (request, position of its first row, number of rows)
         for index, name in enumerate(batch.req_ids[: batch.num_reqs]):
             spans.append((int(name.split("-")[0]), int(batch.num_computed_tokens_cpu[index]), scheduled.get(name, 0)))
         rows = stored(self._experts(sum(span[2] for span in spans)), self._count).clone()
-        self._pending.append((spans, rows))
+        self._parts.append((spans, rows))
         self._bytes += rows.nbytes
         if self._bytes > PENDING:
-            self._collect()
+            self._to_host()
 
-    def _collect(self) -> None:
-        for spans, rows in self._pending:
-            parts = rows.cpu().split([length for _, _, length in spans])
-            self._parts += [(request, at, part) for (request, at, _), part in zip(spans, parts, strict=True)]
-        self._pending, self._bytes = [], 0
+    def _to_host(self) -> None:
+        self._parts = [(spans, rows.cpu()) for spans, rows in self._parts]
+        self._bytes = 0
 
     def routing(self, sequences: Sequence[list[int]]) -> list[Tensor]:
         """Return `Rollout.routing` of each request. sequences: Prompt and response tokens per request."""
-        self._collect()
-        like = self._parts[0][2]
-        found = [unknown(len(tokens) - 1, like) for tokens in sequences]
+        self._to_host()
+        found = [unknown(len(tokens) - 1, self._parts[0][1]) for tokens in sequences]
         known = [torch.zeros(len(tokens) - 1, dtype=torch.bool) for tokens in sequences]
-        for request, start, rows in self._parts:
-            end = min(start + len(rows), len(known[request]))
-            if start < end:
-                found[request][start:end] = rows[: end - start]
-                known[request][start:end] = True
+        for spans, rows in self._parts:
+            for (request, start, count), part in zip(spans, rows.split([span[2] for span in spans]), strict=True):
+                end = min(start + count, len(known[request]))
+                if start < end:
+                    found[request][start:end] = part[: end - start]
+                    known[request][start:end] = True
         _share(sequences, found, known)
         return found
 

@@ -122,6 +122,7 @@ def import_ahead(exact: bool) -> None:
     with suppress(Exception):
         from vllm.platforms import current_platform
 
+        # cpu_worker patches torch before it imports gpu_worker, so only the platform's own is imported.
         names.append(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
     for name in names:
         with suppress(Exception):
