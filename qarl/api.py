@@ -1,7 +1,7 @@
 """qarl from Python: the jobs of the command line as functions that return paths and numbers.
 
-Each raises `UserError` for what the user can fix, one line a fault; a message names an option as the command line
-spells it. Importing this module imports no torch; the first call of most functions does.
+Each function raises `UserError` for mistakes that the user can fix, with one line per mistake; messages name options as
+the command line spells them. Importing this module does not import torch; the first call of most functions does.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from qarl.config.source import ConfigSource, Overrides, read_source
 from qarl.distributed.place import place
 from qarl.errors import UserError
 from qarl.inputs.paths import user_path
-from qarl.results import Completion, EvaluationResult, Exactness, ExportResult, TrainResult
 from qarl.threads import wait_politely
+from qarl.types import Completion, EvaluationResult, Exactness, ExportResult, TrainResult
 
 if TYPE_CHECKING:
     from qarl.inference.target import Target

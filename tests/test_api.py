@@ -25,7 +25,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder, tiny_model) -> qarl.results.TrainResult:
+def trained(folder, tiny_model) -> qarl.types.TrainResult:
     data = settings(tiny_model(), train={"run_dir": folder / "run"}, logging={"console": "none", "tensorboard": False})
     return qarl.train(data, {"train.steps": 2, "optim.lr": 1e-3})
 

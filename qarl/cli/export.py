@@ -12,7 +12,7 @@ import typer
 from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.cli.options import MovedModel, Step
-from qarl.results import ExportResult
+from qarl.types import ExportResult
 
 ShardSize = Annotated[
     str,

@@ -14,8 +14,8 @@ from qarl.cli.arguments import name_of, path_of
 from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, VerifyDigests
 from qarl.config.limits import SEQUENCES, TOKENS, VOCABULARY
 from qarl.inputs.json import strict
-from qarl.results import Difference, Exactness
 from qarl.storage.disk import require_output, write_together
+from qarl.types import Difference, Exactness
 
 
 def verify_exact(

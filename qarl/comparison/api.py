@@ -12,8 +12,8 @@ from qarl.config.source import ConfigSource, Overrides, override_texts, read_sou
 from qarl.errors import UserError
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import user_path
-from qarl.results import ComparisonResult
 from qarl.threads import wait_politely
+from qarl.types import ComparisonResult
 
 AnyPath = str | os.PathLike[str]
 OFFLINE_TOKENS = 4096  # of the text that an offline comparison uses
@@ -33,12 +33,21 @@ def compare(
     only: Names | None = None,
     jobs: int | None = None,
 ) -> ComparisonResult:
-    """Compare schemes, learners and seeds of a configuration, a study's variants, or runs that are there.
+    """Compare schemes, learners and seeds of a configuration, the variants of a study, or existing runs.
 
-    target: a configuration as for `train`, a study file (configs/reproductions), or a list of run directories.
-    overrides: of each member. out: default runs/compare-NAME. reuse: directories below which finished runs of the same
-    configuration are taken as they are. profile, only: of a study, one of its sizes and some of its variants. jobs:
-    members trained at once, each in a process of its own; default 1. Interrupted, the same call goes on.
+    If it is interrupted, the same call resumes it.
+
+    Args:
+        target: A configuration as for `train`, a study file (configs/reproductions), or a list of run directories.
+        overrides: Values that replace some of each member's configuration.
+        schemes, learners, seeds: Each combination becomes a member; None: the configuration's own.
+        out: Directory for the result. Default: runs/compare-NAME.
+        reuse: Directories that are searched for finished runs of the same configuration.
+        profile, only: For a study: one of its sizes, and some of its variants.
+        jobs: Number of members that train at once, each in its own process. Default: 1.
+
+    Raises:
+        UserError: Something that the user can fix.
     """
     from qarl.comparison.command import compare_config, compare_runs, compare_study, default_out
     from qarl.comparison.plan import parse_axes, parse_seeds, split_list
@@ -83,12 +92,23 @@ def compare_offline(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     verify_digests: bool = True,
 ) -> ComparisonResult:
-    """Compare a model's schemes without RL: weight error, divergence from bf16, perplexity, bytes and speed.
+    """Compare schemes of a model without RL: weight error, divergence from bf16, perplexity, bytes and speed.
 
-    model: a run, one of its checkpoints, or a model. text: a UTF-8 file, default one that comes with qarl, of which
-    the first max_tokens tokens are used. group_size: of w4a16 and w4a8. kv_cache_dtype: of every scheme, default as the
-    run was trained; the bf16 that they are compared with has a KV cache of its own dtype. out: default
-    runs/offline-NAME; the same call goes on with what is not measured yet.
+    If it is interrupted, the same call measures what is missing.
+
+    Args:
+        model: A run, one of its checkpoints, or a model.
+        schemes: Names of schemes.
+        text: A UTF-8 file. Default: a text that comes with qarl.
+        group_size: For w4a16 and w4a8.
+        kv_cache_dtype: For every scheme; None: as the run was trained. The bf16 baseline keeps its own dtype.
+        max_tokens: Number of tokens from the beginning of the text that are used.
+        out: Directory for the result. Default: runs/offline-NAME.
+        device: auto, cpu or cuda.
+        verify_digests: Compare an exported directory with its qarl_export.json.
+
+    Raises:
+        UserError: Something that the user can fix.
     """
     from qarl_formats.registry import scheme_names
 

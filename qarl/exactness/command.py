@@ -22,8 +22,8 @@ from qarl.inputs.paths import user_path
 from qarl.out_of_memory import memory_errors
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
-from qarl.results import Exactness
 from qarl.training.noise import quiet_libraries
+from qarl.types import Exactness
 
 EngineName = Literal["native", "vllm"]
 

@@ -17,8 +17,7 @@ from qarl.exactness.request import Round
 from qarl.policy.attention import pack
 from qarl.policy.policy import Policy
 from qarl.policy.trace import Parting, Tracer, apart, parting
-from qarl.results import Difference, Exactness
-from qarl.types import Rollout
+from qarl.types import Difference, Exactness, Rollout
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}  # of one forward of the learner
 CHUNK = {"cpu": 128, "cuda": 1024}  # rows of logits that it holds at once

@@ -25,8 +25,8 @@ from qarl.inference.target import resolve_target
 from qarl.policy.linear import PackedLinear
 from qarl.policy.policy import Policy
 from qarl.policy.sampler import Sampler
-from qarl.results import Difference
 from qarl.rollout.vllm.engine import SamplerError
+from qarl.types import Difference
 
 SIZES = Sizes(tokens=40, prompt=60, response=12, sequences=6)
 
