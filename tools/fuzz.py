@@ -35,53 +35,28 @@ from fuzzing.base import Base, make_base
 from fuzzing.series import KINDS, Result, names, remove, run_case
 from fuzzing.summary import Tally, describe
 
-# What the commands import when they need it: once here, not in every case.
-WARM = (
-    "torch",
-    "transformers",
-    "matplotlib.pyplot",
-    "rich.table",
-    "psutil",
-    "safetensors.torch",
-    "compressed_tensors",
-    "pyarrow.parquet",
-    "qarl.training.loop",
-    "qarl.evaluation.command",
-    "qarl.exporting.job",
-    "qarl.exporting.verify",
-    "qarl.inference.generate",
-    "qarl.comparison.offline.command",
-    "qarl.comparison.command",
-    "qarl.diagnostics.diagnose.command",
-    "qarl.report.run_report",
-    "transformers.models.llama.modeling_llama",
-)
+# Modules that commands import when they need them: here once, not in every case.
+WARM = """
+torch transformers matplotlib.pyplot rich.table psutil safetensors.torch compressed_tensors pyarrow.parquet
+qarl.training.loop qarl.evaluation.command qarl.exporting.job qarl.exporting.verify qarl.inference.generate
+qarl.comparison.offline.command qarl.comparison.command qarl.diagnostics.diagnose.command qarl.report.run_report
+transformers.models.llama.modeling_llama
+"""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    today = datetime.date.today().isoformat()
-    parser.add_argument("--seed", default=today, help="of the series; any text; default today's date (%(default)s)")
-    parser.add_argument("--count", type=int, default=300, help="cases")
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=KINDS,
-        default=KINDS,
-        metavar="KIND",
-        help=f"what is mutated, of {', '.join(KINDS)}; default all",
-    )
-    parser.add_argument(
-        "--accepted-train",
-        type=int,
-        default=0,
-        metavar="N",
-        help="instead: train N configurations that `qarl check` accepts, two steps each",
-    )
-    parser.add_argument("--only", metavar="KIND-N", help="run this case alone, and keep its directory")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that run cases")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the record")
+    add, today = parser.add_argument, datetime.date.today().isoformat()
+    kinds = f"what is mutated, of {', '.join(KINDS)}; default all"
+    train = "instead: train N configurations that `qarl check` accepts, two steps each"
+    add("--seed", default=today, help="of the series; any text; default today's date (%(default)s)")
+    add("--count", type=int, default=300, help="cases")
+    add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=kinds)
+    add("--accepted-train", type=int, default=0, metavar="N", help=train)
+    add("--only", metavar="KIND-N", help="run this case alone, and keep its directory")
+    add("--jobs", type=int, default=1, help="processes that run cases")
+    add("--json", type=Path, metavar="OUT", help="write the record")
     parsed = parser.parse_args(arguments)
     if min(parsed.count, parsed.jobs) < 1 or "/" in parsed.seed:
         parser.error("--count and --jobs take numbers from 1, --seed no slash")
@@ -90,37 +65,36 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
-def results(arguments: argparse.Namespace, base: Base, root: Path) -> Iterator[Result]:
-    """Of every case, as they come."""
+def results(options: argparse.Namespace, base: Base, root: Path) -> Iterator[Result]:
+    """The result of every case, as they come."""
     from qarl.cli import main as command
 
-    left, number = arguments.accepted_train, 0
-    if left:
+    if options.accepted_train:
+        left, number = options.accepted_train, 0
         while left:
-            result = run_case(arguments.seed, f"valid-{number}", base, root, command)
+            result = run_case(options.seed, f"valid-{number}", base, root, command)
             left -= result.case.command == "train"
             number += 1
             yield result
         return
-    series = names(arguments.seed, arguments.count, arguments.kinds)
-    jobs = ((arguments.seed, name, base, root, command) for name in series)
-    if arguments.jobs == 1:
+    jobs = ((options.seed, name, base, root, command) for name in names(options.seed, options.count, options.kinds))
+    if options.jobs == 1:
         yield from (run_case(*job) for job in jobs)
         return
-    with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
+    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
         yield from pool.imap_unordered(_run, jobs, chunksize=4)
 
 
 def _run(job: tuple) -> Result:
     result = run_case(*job)
-    result.case.examine = None  # a function of no use outside, which no pipe can carry
+    result.case.examine = None  # a function cannot be pickled, and is not needed any more
     return result
 
 
 def main() -> int:
-    arguments = parse()
+    options = parse()
     begin = time.perf_counter()
-    for name in WARM:
+    for name in WARM.split():
         import_module(name)
     import_module("transformers").utils.logging.disable_progress_bar()
     from qarl.cli import main as command
@@ -129,21 +103,21 @@ def main() -> int:
     base = make_base(root / "base", command)
     gc.collect()
     gc.freeze()  # so that a fork's collections touch, and copy, none of it
-    if arguments.only is not None:
-        result = run_case(arguments.seed, arguments.only, base, root, command, keep=True)
-        print(describe(arguments.seed, result, lines=200), f"directory: {result.case.directory}", sep="\n")
+    if options.only is not None:
+        result = run_case(options.seed, options.only, base, root, command, keep=True)
+        print(describe(options.seed, result, lines=200), f"directory: {result.case.directory}", sep="\n")
         return int(result.verdict.status == "bad")
-    tally = Tally(arguments.seed)
-    for result in results(arguments, base, root):
+    tally = Tally(options.seed)
+    for result in results(options, base, root):
         tally.add(result)
         if result.verdict.status == "bad":
-            print(describe(arguments.seed, result), flush=True)
+            print(describe(options.seed, result), flush=True)
     remove(root)
     print(tally.table())
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         record = tally.record(shlex.join(sys.argv), time.perf_counter() - begin)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     return int(tally.bad > 0)
 
 

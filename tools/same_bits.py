@@ -30,7 +30,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from same_bits_cases import CASES, tiny_config
+from same_bits_cases import CASES
+from tiny_models import tiny_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 900  # for one case
@@ -111,7 +112,8 @@ def _run(name: str, checkout: Path, folder: Path, settings: list[str]) -> None:
         import yaml
 
         config = folder / "config.yaml"
-        config.write_text(yaml.safe_dump(tiny_config(_model(case.model, folder.parents[1] / "models"))))
+        model = _model(case.model, folder.parents[1] / "models")
+        config.write_text(yaml.safe_dump(tiny_settings(model, checkpoint={"keep_last": 1})))
     argv = ["train", str(config), *shlex.split(case.overrides), *settings, f"train.run_dir={run}"]
     if case.resume:
         _qarl([*argv, "train.steps=1"], case.ranks, folder)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 CUSTOM = Path(__file__).resolve().parents[1] / "examples" / "custom_objective.py"
 
 
 class Case(NamedTuple):
-    """One case: a model, overrides of `tiny_config`, and what to run beside `qarl train`."""
+    """One case: a model, overrides of `tiny_settings`, and what to run beside `qarl train`."""
 
     overrides: str = ""
     model: str = "llama"  # the family, and a number of layers if not 2: "qwen3 1"; or the YAML file of a checkout
@@ -98,19 +98,3 @@ CASES: dict[str, Case] = {
     "vllm/fast_delta": Case(f"{VLLM} {FAST} rollout.vllm.process=inline rollout.vllm.publish=delta", "qwen3"),
     "vllm/exact": Case(f"{VLLM} rollout.numerics=exact rollout.vllm.process=inline", "qwen3"),
 }
-
-
-def tiny_config(model: Path) -> dict[str, Any]:
-    """The configuration that most cases override, as YAML gives it."""
-    return {
-        "model": {"path": str(model)},
-        "quant": {"group_size": 32},
-        "rollout": {"n": 4, "max_response_length": 8, "max_num_seqs": 8},
-        "data": {"source": "task:arithmetic", "max_prompt_length": 64},
-        "reward": {"functions": [{"name": "length", "options": {"target": 4}}]},
-        "objective": {"name": "grpo"},
-        "optim": {"lr": 1e-3},
-        "train": {"steps": 2, "prompts_per_step": 4, "minibatch_size": 8},
-        "checkpoint": {"keep_last": 1},
-        "logging": {"console": "plain", "rollouts_every": 1, "samples": 0},
-    }

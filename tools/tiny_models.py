@@ -1,4 +1,4 @@
-"""Tiny models with random weights and a byte-level tokenizer, made on the spot: for the tests and for tools/fuzz.py."""
+"""Tiny models with random weights and a byte-level tokenizer, made on the spot, and a configuration for them."""
 
 from __future__ import annotations
 
@@ -74,3 +74,21 @@ def save_tiny_model(
     model.save_pretrained(directory)
     byte_tokenizer(chat_template).save_pretrained(directory)
     return directory
+
+
+def tiny_settings(model: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A configuration for a tiny model, as YAML would give it. sections: replace or add keys, section by section."""
+    data: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "quant": {"group_size": 32},
+        "rollout": {"n": 4, "max_response_length": 8, "max_num_seqs": 8},
+        "data": {"source": "task:arithmetic", "max_prompt_length": 64},
+        "reward": {"functions": [{"name": "length", "options": {"target": 4}}]},
+        "objective": {"name": "grpo"},
+        "optim": {"lr": 1e-3},
+        "train": {"steps": 2, "prompts_per_step": 4, "minibatch_size": 8},
+        "logging": {"console": "plain", "rollouts_every": 1, "samples": 0},
+    }
+    for name, values in sections.items():
+        data[name] = {**data.get(name, {}), **values}
+    return data

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import same_bits
 import yaml
-from same_bits_cases import CASES, Case, tiny_config
+from same_bits_cases import CASES, Case
+from tiny_models import tiny_settings
 
 from qarl.config import load_config
 
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_cases_are_valid_configurations(case: Case, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(tiny_config(tmp_path)))
+    config.write_text(yaml.safe_dump(tiny_settings(tmp_path)))
     load_config(str(ROOT / case.model if case.model.endswith(".yaml") else config), shlex.split(case.overrides))
 
 

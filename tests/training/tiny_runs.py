@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from forks import ForkServer
+from tiny_models import tiny_settings
 
 from qarl.config import Config
 from qarl.diagnostics.probe import Probe
@@ -33,22 +34,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def settings(path: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A configuration for a tiny model, as YAML would give it."""
-    data: dict[str, Any] = {
-        "model": {"path": str(path)},
-        "quant": {"group_size": 32},
-        "rollout": {"n": 4, "max_response_length": 8, "max_num_seqs": 8},
-        "data": {"source": "task:arithmetic", "max_prompt_length": 64},
-        "reward": {"functions": [{"name": "length", "options": {"target": 4}}]},
-        "objective": {"name": "grpo"},
-        "optim": {"lr": 1e-3},
-        "train": {"steps": 6, "prompts_per_step": 4, "minibatch_size": 8},
-        "checkpoint": {"every": 2},
-        "logging": {"console": "plain", "rollouts_every": 1, "samples": 0},
-    }
-    for name, values in sections.items():
-        data[name] = {**data.get(name, {}), **values}
-    return data
+    """`tiny_settings` of a run of six steps."""
+    own = {"train": {"steps": 6}, "checkpoint": {"every": 2}}
+    return tiny_settings(path, **{name: own.get(name, {}) | sections.get(name, {}) for name in {**own, **sections}})
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tiny_models import save_tiny_model
+from tiny_models import save_tiny_model, tiny_settings
 
 from fuzzing.case import Case
 from fuzzing.execute import execute
@@ -63,16 +63,14 @@ class Base:
 
     def config(self, **sections: dict[str, Any]) -> dict[str, Any]:
         """A configuration of the tiny model, as YAML would give it; one step."""
-        data: dict[str, Any] = {
-            "model": {"path": str(self.model)},
-            "quant": {"group_size": 32},
-            "rollout": {"n": 2, "max_response_length": 6, "max_num_seqs": 8},
-            "data": {**SUMS, "task": {"size": 16}},
-            "reward": {"functions": [{"name": "length", "options": {"target": 4}}]},
-            "optim": {"lr": 1e-3},
+        own = {
+            "rollout": {"n": 2, "max_response_length": 6},
+            "data": {"task": {"size": 16}},
             "train": {"steps": 1, "prompts_per_step": 2, "minibatch_size": 2, "run_dir": str(RUN)},
-            "logging": {"console": "plain", "rollouts_every": 1, "samples": 0, "tensorboard": False},
+            "logging": {"tensorboard": False},
         }
+        data = tiny_settings(self.model, **own)
+        del data["objective"]
         for name, values in sections.items():
             data[name] = {**data.get(name, {}), **values}
         return data

@@ -103,19 +103,18 @@ def _changed(draw: DrawFn, base: Base) -> tuple[str, bytes]:
 def _reshape(draw: DrawFn, data: dict[str, Any], path: Key) -> str:
     """Change the shape of `data` at the section of `path`."""
     top = str(path[0])
-    kind = pick(draw, ("missing", "renamed", "in a list", "repeated", "as one key", "no section"))
-    if kind == "missing":
-        data.pop(top, None)
-    elif kind == "renamed":
-        data[draw(st.sampled_from((top.upper(), top + " ", top[:-1])) | texts)] = data.pop(top, {})
-    elif kind == "in a list":
-        data[top] = [data.get(top)]
-    elif kind == "repeated":
-        data["reward"]["functions"] = data["reward"]["functions"] * pick(draw, (2, 100, 5_000))
-    elif kind == "as one key":
-        data[".".join(map(str, path))] = 1
-    else:
-        data[top] = pick(draw, (None, "", 0, [], "text", True))
+    section = data.pop(top, {})
+    name = draw(st.sampled_from((top.upper(), top + " ", top[:-1])) | texts)
+    shapes = {
+        "missing": {},
+        "renamed": {name: section},
+        "in a list": {top: [section]},
+        "flat": {top: section, ".".join(map(str, path)): 1},
+        "no section": {top: pick(draw, (None, "", 0, [], "text", True))},
+        "a list of many": {top: section, "reward": {"functions": data.get("reward", {}).get("functions", []) * 5_000}},
+    }
+    kind = pick(draw, list(shapes))
+    data |= shapes[kind]
     return f"{top} {kind}"
 
 

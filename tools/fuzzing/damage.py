@@ -86,17 +86,24 @@ def damage_json(draw: DrawFn, text: str) -> tuple[str, bytes]:
     if kind == "character":
         place, char = position(draw, len(text)), pick(draw, '{}[]",:\\0-e.\n')
         return f"{char!a} at {place}", (text[:place] + char + text[place + 1 :]).encode()
-    try:
-        lines = [json.dumps(json.loads(text), indent=1)] if kind == "value" else text.splitlines()
-    except ValueError:
-        lines = text.splitlines()
+    lines = text.splitlines()
+    if kind == "value" and (whole := parsed(text)) is not None:
+        lines = [json.dumps(whole, indent=1)]
     row = position(draw, len(lines))
-    record = json.loads(lines[row]) if kind == "value" else None
+    record = parsed(lines[row]) if kind == "value" else None
     if isinstance(record, dict | list) and record:
         what, lines[row] = edit_record(draw, record, value)
     else:
         what, lines[row] = f"becomes {shown(value)}", value
     return f"line {row} {what}", "\n".join([*lines, ""]).encode()
+
+
+def parsed(text: str) -> Any:
+    """The JSON of a text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def edit_record(draw: DrawFn, record: Any, value: str) -> tuple[str, str]:
@@ -141,9 +148,9 @@ def damage_file(draw: DrawFn, path: Path) -> str:
     """Damage a file as what it is: YAML, JSON, safetensors or bytes."""
     raw = path.read_bytes()
     if path.suffix == ".yaml":
-        what, data = damage_yaml(draw, raw.decode())
+        what, data = damage_yaml(draw, raw.decode(errors="replace"))
     elif path.suffix in (".json", ".jsonl"):
-        what, data = damage_json(draw, raw.decode())
+        what, data = damage_json(draw, raw.decode(errors="replace"))
     elif path.suffix == ".safetensors":
         what, data = damage_safetensors(draw, raw)
     else:

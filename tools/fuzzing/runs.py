@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import yaml
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, sampled_from
 
-from fuzzing.base import EVALUATE, GENERATE, RESULTS, RUN, Base, lay_out
+from fuzzing.base import EVALUATE, GENERATE, RUN, Base, lay_out
 from fuzzing.case import Case
 from fuzzing.damage import (
     damage_entry,
@@ -23,30 +22,50 @@ from fuzzing.damage import (
     edit_record,
     flip_bit,
     lose_tensors,
+    parsed,
     read_tensors,
     spoil_values,
     write_tensors,
 )
-from fuzzing.values import chance, file_names, json_values, make_traps, pick, position, shown, weighted
+from fuzzing.values import (
+    chance,
+    file_names,
+    json_values,
+    listed,
+    make_traps,
+    pick,
+    position,
+    shown,
+    weighted,
+)
 
 READERS = {"runs": 5, "report": 2, "diagnose": 3, "generate": 3, "eval": 3, "export": 3, "compare": 2, "train": 6}
 OPENERS = ("generate", "export", "eval")  # of the newest checkpoint's masters
 LAST = "checkpoints/000003"
-PRECIOUS = "do not touch\n"
+RUN_DAMAGE = {"file": 40, "tensors": 10, "forged": 8, "entry": 14, "history": 5, "inputs": 7, "results": 8}
 Refusing = tuple[str, ...]  # commands that must refuse the run
 
 
 def mutate_run(draw: DrawFn, base: Base, case: Case) -> None:
     """A damaged run for one of the commands that take one; `train` resumes it for one more step."""
     make_traps(case.cwd)
-    lay_out(base, case, "run", "model", "data", "reward")
-    if chance(draw, 8):
-        lay_out(base, case, "results")
-        case.mutation, case.argv = f"results: {_results(draw, case.cwd / RESULTS)}", shlex.split(EVALUATE)
+    lay_out(base, case, "run", "model", "data", "reward", "results")
+    run, kind = case.cwd / RUN, weighted(draw, RUN_DAMAGE)
+    if kind == "results":
+        path = pick(draw, sorted((case.cwd / "results").glob("*.json*")))
+        what = (damage_file if chance(draw, 75) else damage_entry)(draw, path)
+        case.mutation, case.argv = f"results: {what}", shlex.split(EVALUATE)
         return
-    kind = pick(draw, [name for name, (weight, _) in DAMAGE.items() for _ in range(weight)])
-    what, refusing = DAMAGE[kind][1](draw, case.cwd / RUN)
-    command = "train" if kind in ("inputs", "lock") else weighted(draw, READERS)
+    changes = {
+        "file": _file,
+        "tensors": _tensors,
+        "forged": _forged,
+        "entry": _entry,
+        "history": _history,
+        "inputs": _inputs,
+    }
+    what, refusing = changes[kind](draw, run)
+    command = "train" if kind == "inputs" else weighted(draw, READERS)
     target = str(RUN)
     if command in (*OPENERS, "diagnose") and chance(draw, 15):
         target = f"{RUN}/checkpoints/{pick(draw, ('latest', '000003', '000001'))}"
@@ -64,96 +83,30 @@ def mutate_run(draw: DrawFn, base: Base, case: Case) -> None:
     }
     case.mutation, case.argv = f"run {kind}: {what}", shlex.split(lines[command])
     case.must_refuse = command in refusing and target == str(RUN)
-    if kind == "lock":
-        case.examine = _precious
 
 
 def _file(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
     """A file damaged as what it is. Of a checkpoint's state, mostly with digests that fit."""
-    steps = ("rollouts/{}.jsonl", "rollouts/{}.safetensors", "diagnostics/{}.json", "checkpoints/{}/manifest.json")
-    steps += tuple(
-        f"checkpoints/{{}}/{name}" for name in ("state.json", "masters.safetensors", "optimizer.safetensors")
+    records = listed("config.yaml  metrics.jsonl  evaluations.jsonl  environment.json  evaluations/000002.jsonl") * 2
+    steps = listed("rollouts/{}.jsonl  rollouts/{}.safetensors  diagnostics/{}.json  checkpoints/{}/manifest.json")
+    steps += listed(
+        "checkpoints/{}/state.json  checkpoints/{}/masters.safetensors  checkpoints/{}/optimizer.safetensors"
     )
-    records = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "environment.json", "evaluations/000002.jsonl")
-    path = run / pick(draw, [*records, *records, *steps, *steps]).format(pick(draw, ("000001", "000003", "000003")))
+    path = run / pick(draw, [*records, *steps]).format(pick(draw, ("000001", "000003", "000003")))
     before = path.read_bytes()
     what = f"{path.relative_to(run)} {damage_file(draw, path)}"
     if path.name == "state.json" and chance(draw, 80):
         _seal_files(path.parent)
         return f"{what}, digests fit", ()
     digested = path.parent == run / LAST and path.name != "optimizer.safetensors"
-    changed = _means_other(before, path) if path.name == "manifest.json" else before != path.read_bytes()
-    return what, OPENERS if digested and changed else ()
+    return what, OPENERS if digested and _means_other(before, path) else ()
 
 
 def _means_other(before: bytes, path: Path) -> bool:
-    """Whether the JSON changed; a carriage return between values, say, changes nothing."""
-    try:
-        return json.loads(before) != json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return True
-
-
-def _history(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Parts of the run's past gone."""
-    metrics, checkpoints = run / "metrics.jsonl", run / "checkpoints"
-    first, second, third = metrics.read_text().splitlines(keepends=True)
-    cut = (first + second + third)[: -1 - position(draw, 100)]
-    kinds: dict[str, tuple[Callable[[], object], Refusing]] = {
-        "no checkpoints": (lambda: shutil.rmtree(checkpoints), ("train", *OPENERS)),
-        "no first checkpoint": (lambda: shutil.rmtree(checkpoints / "000001"), ()),
-        "no last checkpoint": (lambda: shutil.rmtree(run / LAST), ()),
-        "no rollouts": (lambda: shutil.rmtree(run / "rollouts"), ()),
-        "no metrics": (metrics.unlink, ("train",)),
-        "metrics end early": (lambda: metrics.write_text(first), ("train",)),
-        "metrics cut in the middle": (lambda: metrics.write_text(first + third), ("train",)),
-        "metrics repeated": (lambda: metrics.write_text(first + second + second + third), ()),
-        "metrics shuffled": (lambda: metrics.write_text(third + first + second), ()),
-        "last line cut": (lambda: metrics.write_text(cut), ()),
-    }
-    kind = pick(draw, list(kinds))
-    change, refusing = kinds[kind]
-    change()
-    return kind, refusing
-
-
-def _forged(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """A manifest with nonsense in it and a digest that fits."""
-    path = run / pick(draw, (LAST, LAST, "checkpoints/000001")) / "manifest.json"
-    manifest: Any = json.loads(path.read_text())
-    if chance(draw, 30):
-        elsewhere = sampled_from(("../000001/masters.safetensors", str((run / "config.yaml").resolve())))
-        name = draw(file_names | elsewhere)
-        manifest["groups"]["masters"] = [name]
-        manifest["files"][name] = manifest["files"].pop("masters.safetensors")
-        what = f"masters in {shown(name)}"
-    else:
-        pointed = ('["masters.safetensors"]', '{"masters": "x"}', '{"masters": ["no.safetensors"]}', '{"masters": []}')
-        what, text = edit_record(draw, manifest, draw(json_values | sampled_from(pointed)))
-        try:
-            manifest = json.loads(text)
-        except (ValueError, RecursionError):
-            path.write_text(text)
-            return f"{path.parent.name}/manifest.json {what}, not JSON", ()
-    _seal(path, manifest)
-    return f"{path.parent.name}/manifest.json {what}, its digest fits", ()
-
-
-def _seal(path: Path, manifest: Any) -> None:
-    """Write a manifest with the digest of itself."""
-    if isinstance(manifest, dict):
-        manifest.pop("sha256", None)
-        manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(manifest, indent=1))
-
-
-def _seal_files(directory: Path) -> None:
-    """Let the manifest's digests fit the files as they are."""
-    manifest = json.loads((directory / "manifest.json").read_text())
-    for name in manifest["files"]:
-        raw = (directory / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    _seal(directory / "manifest.json", manifest)
+    """Whether a file's bytes changed, or a manifest's JSON, in which a space between values means nothing."""
+    if path.name != "manifest.json":
+        return before != path.read_bytes()
+    return json.loads(before) != parsed(path.read_text(errors="replace"))
 
 
 def _tensors(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
@@ -176,61 +129,76 @@ def _tensors(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
     return f"{path.name} {what}", refusing
 
 
+def _forged(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
+    """A manifest with nonsense in it and a digest that fits."""
+    path = run / pick(draw, (LAST, LAST, "checkpoints/000001")) / "manifest.json"
+    manifest: Any = json.loads(path.read_text())
+    if chance(draw, 30):
+        elsewhere = sampled_from(("../000001/masters.safetensors", str((run / "config.yaml").resolve())))
+        name = draw(file_names | elsewhere)
+        manifest["groups"]["masters"] = [name]
+        manifest["files"][name] = manifest["files"].pop("masters.safetensors")
+        what = f"masters in {shown(name)}"
+    else:
+        pointed = ('["masters.safetensors"]', '{"masters": "x"}', '{"masters": ["no.safetensors"]}', '{"masters": []}')
+        what, text = edit_record(draw, manifest, draw(json_values | sampled_from(pointed)))
+        manifest = parsed(text)
+    _seal(path, manifest)
+    return f"{what}, its digest fits", ()
+
+
+def _seal(path: Path, manifest: Any) -> None:
+    """Write a manifest with the digest of itself. A manifest that is no JSON object has none."""
+    if isinstance(manifest, dict):
+        manifest.pop("sha256", None)
+        manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(manifest, indent=1))
+
+
+def _seal_files(directory: Path) -> None:
+    """Let the manifest's digests fit the files as they are."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    for name in manifest["files"]:
+        raw = (directory / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    _seal(directory / "manifest.json", manifest)
+
+
 def _entry(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
+    """Something else of an entry's name, or an entry with a name that nobody expects."""
     found = sorted(path for path in run.rglob("*") if path.is_symlink() or path.exists())
     path = found[position(draw, len(found))]
-    return f"{path.relative_to(run)}: {damage_entry(draw, path)}", ()
+    name = draw(file_names).replace("/", "").replace("\0", "").strip(".")[:200]
+    target = path.with_name(name.encode("utf-8", "replace").decode() + pick(draw, (path.suffix, "")) or "x")
+    if chance(draw, 60) or target.exists() or target.is_symlink():
+        return f"{path.relative_to(run)}: {damage_entry(draw, path)}", ()
+    path.rename(target)
+    return f"{path.relative_to(run)} renamed {shown(target.name)}", ()
 
 
-def _names(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Entries with names that nobody expects, beside or in place of the good ones."""
-    folder = run / pick(draw, ("checkpoints", "checkpoints", "rollouts", "diagnostics", "evaluations"))
-    name = draw(file_names.filter(lambda n: n not in ("", ".", "..") and not set(n) & set("\0/") and len(n) < 250))
-    name = name.encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")
-    good = sorted(path for path in folder.iterdir() if not path.is_symlink())[-1]
-    target = folder / f"{name}{good.suffix if chance(draw, 80) else ''}"
-    how = pick(draw, ("renamed", "copied", "empty folder", "linked", "latest"))
-    if how == "latest" and folder.name == "checkpoints":
-        (folder / "latest").unlink()
-        os.symlink(pick(draw, (".", "..", "000002", "latest", "/", "nowhere", "../..")), folder / "latest")
-    elif target.exists() or target.is_symlink():
-        how = "left alone"
-    elif how == "renamed":
-        good.rename(target)
-    elif how == "copied":
-        (shutil.copytree if good.is_dir() else shutil.copyfile)(good, target)
-    elif how == "empty folder":
-        target.mkdir()
-    else:
-        target.symlink_to(good.name)
-    return f"{folder.name}: {good.name} {how} as {shown(target.name)}", ()
-
-
-def _lock(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """The lock's file as a link to another file, which must stay as it is."""
-    (run / ".lock").unlink(missing_ok=True)
-    (run.parent.parent / "precious.txt").write_text(PRECIOUS)
-    (run / ".lock").symlink_to("../../precious.txt")
-    return "a link to a file", ()
-
-
-def _precious(cwd: Path) -> str | None:
-    kept = (cwd / "precious.txt").read_text() == PRECIOUS
-    return None if kept else "the lock wrote through a link"
-
-
-def _results(draw: DrawFn, results: Path) -> str:
-    """A directory of results that an evaluation is to go on in."""
-    path = pick(draw, sorted(path for path in results.iterdir() if path.suffix.startswith(".json")))
-    return damage_entry(draw, path) if chance(draw, 25) else damage_file(draw, path)
+def _history(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
+    """Parts of the run's past gone."""
+    metrics = run / "metrics.jsonl"
+    first, second, third = metrics.read_text().splitlines(keepends=True)
+    kept = {
+        "cut in the middle": (first + third, ("train",)),
+        "end early": (first, ("train",)),
+        "repeated": (first + second + second + third, ()),
+        "shuffled": (third + first + second, ()),
+        "cut in the last line": ((first + second + third)[: -1 - position(draw, 100)], ()),
+    }
+    kind = pick(draw, (*kept, "checkpoints"))
+    if kind == "checkpoints":
+        shutil.rmtree(run / "checkpoints")
+        return "no checkpoints", ("train", *OPENERS)
+    metrics.write_text(kept[kind][0])
+    return f"metrics {kind}", kept[kind][1]
 
 
 def _inputs(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
     """What the run was started with is another now: a resumed run would be no run of either."""
     kind = pick(draw, ("reward", "row", "order", "rows", "weight", "tokenizer", "nothing"))
-    if kind == "nothing":
-        return "nothing changed", ()
-    return f"{kind}: {_change_input(draw, run.parent.parent, kind)}", ("train",)
+    return _change_input(draw, run.parent.parent, kind), ("train",) if kind != "nothing" else ()
 
 
 def mutate_ranks(draw: DrawFn, base: Base, case: Case) -> None:
@@ -241,13 +209,12 @@ def mutate_ranks(draw: DrawFn, base: Base, case: Case) -> None:
     lay_out(base, case, "model", "data", "reward", "objective")
     config = base.config(
         model={"path": "model"},
-        data={"source": "rows.jsonl", "columns": {"prompt": "question"}},
+        data={"source": "rows.jsonl", "task": {}, "columns": {"prompt": "question"}},
         reward={"functions": [{"name": "reward.py:f"}]},
         objective={"name": "custom", "path": "objective.py:f"},
         train={"run_dir": str(case.cwd / RUN)},
         distributed={"timeout_s": 30},
     )
-    del config["data"]["task"]
     (case.cwd / "c.yaml").write_text(yaml.safe_dump(config))
     case.second_rank = case.directory / "second"
     shutil.copytree(case.cwd, case.second_rank)
@@ -255,7 +222,7 @@ def mutate_ranks(draw: DrawFn, base: Base, case: Case) -> None:
     if chance(draw, 10):
         case.mutation, case.examine = "ranks: nothing differs", _trained
         return
-    kind = pick(draw, ("reward", "objective", "row", "weight", "template", "generation_config.json", "config.json"))
+    kind = pick(draw, ("reward", "objective", "row", "weight", "template", "generation", "config"))
     case.mutation = f"ranks {kind}: {_change_input(draw, case.second_rank, kind)}"
     case.must_refuse = True
 
@@ -264,57 +231,48 @@ def _trained(cwd: Path) -> str | None:
     return None if (cwd / RUN / "metrics.jsonl").is_file() else "ranks with the same inputs did not train"
 
 
+# By input of a run: a file, a text in it, and what it becomes.
+EDITS = {
+    "reward": [("reward.py", "% 3", "% {}")],
+    "objective": [("objective.py", "inputs.token_advantages *", "{} * inputs.token_advantages *")],
+    "template": [("model/chat_template.jinja", "{% endif %}", "{{% endif %}}word{}")],
+    "tokenizer": [("model/tokenizer.json", '"a": ', '"a{}": ')],
+    "generation": [("model/generation_config.json", '"eos_token_id": 1', '"eos_token_id": 7')],
+    "config": [
+        ("model/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": {}e-9'),
+        ("model/config.json", '"rope_theta": 10000.0', '"rope_theta": {}.5'),
+        ("model/config.json", '"num_attention_heads": 4', '"num_attention_heads": 8'),
+        ("model/config.json", '"tie_word_embeddings": true', '"tie_word_embeddings": false'),
+    ],
+}
+
+
 def _change_input(draw: DrawFn, cwd: Path, kind: str) -> str:
     """Change one input of a run so that it would train something else."""
     number = draw(st.integers(4, 10**6))
-    rows, model = (cwd / "rows.jsonl").read_text().splitlines(), cwd / "model"
-    edits = {
-        "reward": ("reward.py", "% 3", f"% {number}"),
-        "objective": ("objective.py", "inputs.token_advantages *", f"{number} * inputs.token_advantages *"),
-        "template": ("model/chat_template.jinja", "{% endif %}", f"{{% endif %}}word{number}"),
-    }
-    if kind in edits:
-        name, old, new = edits[kind]
-        (cwd / name).write_text((cwd / name).read_text().replace(old, new))
-        return f"{old} becomes {new}"
-    if kind == "tokenizer":
-        tokenizer = json.loads((model / "tokenizer.json").read_text())
-        vocabulary = tokenizer["model"]["vocab"]
-        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-        (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-        return "a and b swapped"
+    what, rows = f"{kind} {number}", (cwd / "rows.jsonl").read_text().splitlines()
     if kind == "weight":
-        tensors = read_tensors(model / "model.safetensors")
+        tensors = read_tensors(cwd / "model/model.safetensors")
         what = flip_bit(draw, tensors)
-        write_tensors(model / "model.safetensors", tensors)
-        return what
-    if kind.endswith(".json"):
-        values = {
-            "eos_token_id": [1, 3 + number % 256],
-            "rms_norm_eps": 1e-5 + number * 1e-9,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 2e4 + number},
-            "num_attention_heads": 8,
-            "tie_word_embeddings": False,
-        }
-        key = "eos_token_id" if kind.startswith("generation") else pick(draw, list(values)[1:])
-        (model / kind).write_text(json.dumps(json.loads((model / kind).read_text()) | {key: values[key]}))
-        return f"{key} = {values[key]}"
-    if kind == "row":
-        place, column = pick(draw, range(len(rows))), pick(draw, ("question", "answer"))
-        rows[place] = json.dumps({**json.loads(rows[place]), column: str(100 + number)})
-    else:
-        rows = rows[::-1] if kind == "order" else rows[:-1]
-    (cwd / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows))
-    return f"with {number}" if kind == "row" else kind
+        write_tensors(cwd / "model/model.safetensors", tensors)
+    elif kind in ("row", "order", "rows"):
+        place = pick(draw, range(len(rows)))
+        changed = json.dumps({**json.loads(rows[place]), pick(draw, ("question", "answer")): str(100 + number)})
+        others = {"row": [*rows[:place], changed, *rows[place + 1 :]], "order": rows[::-1], "rows": rows[:-1]}
+        (cwd / "rows.jsonl").write_text("".join(f"{row}\n" for row in others[kind]))
+    elif kind != "nothing":
+        name, old, new = pick(draw, EDITS[kind])
+        text = (cwd / name).read_text()
+        assert old in text, f"{name} has no {old}"
+        (cwd / name).write_text(text.replace(old, new.format(number), 1))
+    return what
 
 
-DAMAGE: dict[str, tuple[int, Callable[[DrawFn, Path], tuple[str, Refusing]]]] = {
-    "file": (38, _file),
-    "history": (5, _history),
-    "forged": (8, _forged),
-    "tensors": (10, _tensors),
-    "entry": (8, _entry),
-    "names": (6, _names),
-    "lock": (1, _lock),
-    "inputs": (6, _inputs),
+DAMAGE: dict[str, Callable[[DrawFn, Path], tuple[str, Refusing]]] = {
+    "file": _file,
+    "tensors": _tensors,
+    "forged": _forged,
+    "entry": _entry,
+    "history": _history,
+    "inputs": _inputs,
 }

@@ -12,22 +12,18 @@ from fuzzing.case import GIB, Case
 from fuzzing.execute import Outcome
 
 FAULTS = ("traceback", "hang", "signal", "memory", "exit code", "output", "silent", "untrainable")
-UNEXPECTED = 70  # of qarl: a fault that it does not know
-LONGEST_LINE = 20_000  # characters; a longer line of an error is nothing to read
+UNEXPECTED = 70  # exit code of qarl for a fault that it does not know
+LONGEST_LINE = 20_000  # characters; nobody reads a longer line of an error
 MEMBER_FAILED = ("compare",)  # commands whose exit code 1 is documented: a member failed, a reader disagrees
 
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):", re.MULTILINE)
 _FRAME = re.compile(r'File "[^"]*?/((?:qarl|qarl_formats|qarl_kernels)/[^"]+\.py)", line \d+,? in (\w+|<\w+>)')
-_RAISED = re.compile(
-    r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Iteration|Damaged|Refused|\w+))"
-    r"(?::|$)",
-    re.MULTILINE,
-)
+_RAISED = re.compile(r"^(?:\w+\.)*[A-Z]\w+(?::|$)")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """fault: one of `FAULTS` where status is bad. label: what cases of the same class share. detail: one line."""
+    """fault: one of `FAULTS` if status is bad. label: what cases of the same class share. detail: one line."""
 
     status: Literal["accepted", "refused", "bad"]
     fault: str = ""
@@ -37,59 +33,45 @@ class Verdict:
 
 def judge(case: Case, outcome: Outcome) -> Verdict:
     """The worst that can be said of it."""
+
+    def bad(fault: str, detail: str, label: str = "") -> Verdict:
+        return Verdict("bad", fault, label or f"{case.command}: {detail}", detail)
+
     texts = []
-    for name, data in (("stdout", outcome.out), ("stderr", outcome.err)):
+    for name, data in (("stderr", outcome.err), ("stdout", outcome.out)):
         try:
             texts.append(data.decode("utf-8"))
         except UnicodeDecodeError as error:
-            if not data[error.start :].strip() or len(data) - error.start > 3:  # not merely cut at READ_LIMIT
-                return Verdict("bad", "output", f"{case.command}: {name} is not UTF-8", f"byte {error.start}")
+            if len(data) - error.start > 3:  # not merely cut at READ_LIMIT
+                return bad("output", f"{name} is not UTF-8")
             texts.append(data.decode("utf-8", "replace"))
-    out, err = texts
+    err, out = texts
+    family = f"{case.command}: {case.mutation.split(':')[0]}"
+    stopped = frame(outcome.stack, first=True)
     if outcome.timed_out:
-        return Verdict(
-            "bad",
-            "hang",
-            f"{case.command}: {frame(outcome.stack, first=True)}",
-            f"still running after {case.limit_s:g} s",
-        )
-    for text in (err, out):
+        return bad("hang", f"still running after {case.limit_s:g} s", f"{case.command}: {stopped}")
+    for text in texts:
         if _TRACEBACK.search(text):
             raised = exception(text)
-            return Verdict("bad", "traceback", f"{_kind_of(raised)} in {frame(text)}", raised)
+            return bad("traceback", raised, f"{_kind_of(raised)} in {frame(text)}")
     if outcome.code < 0:
-        return Verdict(
-            "bad",
-            "signal",
-            f"{case.command}: signal {-outcome.code} in {frame(outcome.stack, first=True)}",
-            f"ended by signal {-outcome.code}",
-        )
+        return bad("signal", f"signal {-outcome.code} in {stopped}")
     if outcome.memory > case.memory_limit:
-        held = f"{outcome.memory / GIB:.1f} GiB"
-        return Verdict("bad", "memory", f"{case.command}: {_family(case)}", f"held {held} more than at its start")
+        return bad("memory", f"held {outcome.memory / GIB:.1f} GiB more than at its start", family)
     if outcome.code == UNEXPECTED:
-        return Verdict("bad", "exit code", f"70: {_reported(err)}", _first_error(err))
-    strange = _strange(out, err)
-    if strange:
-        return Verdict("bad", "output", f"{case.command}: {strange}", strange)
-    wrong = case.examine(case.cwd) if case.examine else None
-    if wrong:
-        return Verdict("bad", "silent", f"{case.command}: {wrong}", wrong)
+        return bad("exit code", _first_error(err), f"70: {_reported(err)}")
+    if strange := _strange(out, err):
+        return bad("output", strange)
+    if wrong := case.examine(case.cwd) if case.examine else None:
+        return bad("silent", wrong)
     if outcome.code == 0:
-        if case.must_refuse:
-            return Verdict("bad", "silent", f"{case.command}: {_family(case)}", "accepted without a word")
-        return Verdict("accepted")
+        return bad("silent", "accepted without a word", family) if case.must_refuse else Verdict("accepted")
     if outcome.code == 2:
         fault = refusal_fault(err, case.reads_only)
-        return Verdict("bad", "output", f"{case.command}: {fault}", fault) if fault else Verdict("refused")
+        return bad("output", fault) if fault else Verdict("refused")
     if outcome.code == 1 and case.command in MEMBER_FAILED:
         return Verdict("refused")
-    return Verdict(
-        "bad",
-        "exit code",
-        f"{case.command}: exit code {outcome.code}: {_first_error(err)[:60]}",
-        f"exit code {outcome.code}",
-    )
+    return bad("exit code", f"exit code {outcome.code}: {_first_error(err)[:60]}")
 
 
 def refusal_fault(err: str, reads_only: bool) -> str | None:
@@ -100,42 +82,32 @@ def refusal_fault(err: str, reads_only: bool) -> str | None:
     if err.lstrip().startswith(("Usage:", "\u256d\u2500 Error")):  # typer's own, in a box
         return None if "Error" in err else "a usage without an error"
     lines = [line for line in err.splitlines() if line]
-    if not any(line.startswith("error: ") for line in lines):
+    errors = [line for line in lines if line.startswith("error: ")]
+    if not errors:
         return "no line `error: ...`"
-    if reads_only and not all(line.startswith("error: ") for line in lines):
+    if reads_only and errors != lines:
         return "a line that is no error"
-    if not lines[-1].startswith("error: "):
+    if lines[-1] != errors[-1]:
         return "the last line is no error"
-    if any(not line.removeprefix("error: ").strip() for line in lines):
-        return "an empty error"
-    return None
+    return None if all(line.removeprefix("error: ").strip() for line in errors) else "an empty error"
 
 
 def frame(text: str, first: bool = False) -> str:
     """`qarl/file.py:function` of the innermost frame of qarl's own. first: of a stack that begins with it."""
     frames = _FRAME.findall(text)
-    if not frames:
-        return "no frame of qarl"
-    file, function = frames[0 if first else -1]
-    return f"{file}:{function}"
+    return ":".join(frames[0 if first else -1]) if frames else "no frame of qarl"
 
 
 def exception(text: str) -> str:
-    """The last line of a traceback that names an exception."""
+    """The first line after a traceback's frames that names an exception."""
     tail = text[text.rindex("Traceback (most recent call last):") :]
-    for line in tail.splitlines()[1:]:
-        if not line.startswith(" ") and _RAISED.match(line):
-            return line[:300]
-    return "unknown exception"
+    return next((line[:300] for line in tail.splitlines()[1:] if _RAISED.match(line)), "unknown exception")
 
 
 def _reported(err: str) -> str:
-    """What the traceback says that a fault of qarl's own was saved to."""
+    """The class of the traceback that qarl saved of a fault of its own."""
     named = re.search(r"traceback in (\S+)", err)
-    path = Path(named[1]) if named else None
-    if path is None or not path.is_file():
-        return _first_error(err)
-    text = path.read_text(errors="replace")
+    text = Path(named[1]).read_text(errors="replace") if named and Path(named[1]).is_file() else ""
     return f"{_kind_of(exception(text))} in {frame(text)}" if _TRACEBACK.search(text) else _first_error(err)
 
 
@@ -158,8 +130,3 @@ def _strange(out: str, err: str) -> str | None:
 def _first_error(err: str) -> str:
     lines = err.splitlines() or ["nothing on stderr"]
     return next((line for line in lines if line.startswith("error: ")), lines[-1])[:300]
-
-
-def _family(case: Case) -> str:
-    """The mutation without its particulars."""
-    return case.mutation.split(":")[0]
