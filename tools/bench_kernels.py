@@ -6,9 +6,9 @@
     python tools/bench_kernels.py --table benchmarks/results/kernels_h100.json
 
 Every kernel's result is compared with the float32 product of the same quantized operands before it is timed. A time is
-the median over repetitions of CUDA events around one call, each after the L2 cache was overwritten. `gemm` rows start
-from quantized activations, `end_to_end` rows from bf16. `quantize` times quantization and its inverse as a share of the
-bandwidth of a copy. Peers that are not installed are reported and left out.
+the median over repetitions of CUDA events around one call, each after the L2 cache was overwritten. Activations are
+quantized beforehand on both sides. `quantize` times quantization and its inverse as a share of the bandwidth of a copy.
+Peers that are not installed are reported and left out.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Other people's kernels on the same operands: vLLM 0.24 (Marlin, Machete, CUTLASS) and torch.
 
-Every maker returns a candidate or raises; what is raised becomes the reason in the report. Repacking happens here,
+Every maker returns a call or raises; what is raised becomes the reason in the report. Repacking happens here,
 outside the timed call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from kernel_bench.problems import Activations, Candidate, Maker, Weight
+from kernel_bench.problems import Activations, Call, Maker, Weight
 from kernel_bench.shapes import BLOCK
 
 # What a kernel may raise for a shape, a device or a version that it does not support. Peers raise all of these, and
@@ -74,31 +74,13 @@ def _marlin(weight: Weight, activations: Activations, eight_bit: bool) -> Maker:
     workspace = utils.marlin_make_workspace_new(device)
     source = activations.codes if eight_bit else activations.x
 
-    def make(m: int) -> Candidate:
+    sizes = {"size_n": n, "size_k": k, "is_k_full": True, "is_zp_float": False}
+    how = {"use_atomic_add": False, "use_fp32_reduce": True}
+
+    def make(m: int) -> Call:
         x, a_scales = source[:m], None if s_x is None else s_x[:m]
-        return Candidate(
-            lambda: ops.marlin_gemm(
-                x,
-                None,
-                qweight,
-                None,
-                scales,
-                a_scales,
-                None,
-                none,
-                none,
-                none,
-                workspace,
-                scalar_types.uint4b8,
-                size_m=m,
-                size_n=n,
-                size_k=k,
-                is_k_full=True,
-                use_atomic_add=False,
-                use_fp32_reduce=True,
-                is_zp_float=False,
-            )
-        )
+        operands = (x, None, qweight, None, scales, a_scales, None, none, none, none, workspace, scalar_types.uint4b8)
+        return lambda: ops.marlin_gemm(*operands, size_m=m, **sizes, **how)
 
     return make
 
@@ -112,24 +94,8 @@ def _machete(weight: Weight, activations: Activations) -> Maker:
     packed = weight.tensors["weight_packed"].t()  # (K / 8, N), column-major
     qweight = ops.machete_prepack_B(packed, a_type=dtype, b_type=scalar_types.uint4b8, group_scales_type=dtype)
     scales = weight.tensors["weight_scale"].t().contiguous()
-    return lambda m: Candidate(
-        lambda: ops.machete_mm(
-            a=activations.x[:m],
-            b_q=qweight,
-            b_type=scalar_types.uint4b8,
-            b_group_zeros=None,
-            b_group_scales=scales,
-            b_group_size=group,
-        )
-    )
-
-
-@cache
-def _gemlite_module(autotune: str) -> Any:
-    import gemlite
-
-    gemlite.set_autotune(autotune)  # reloads its kernels' modules, so once
-    return gemlite
+    b = {"b_q": qweight, "b_type": scalar_types.uint4b8, "b_group_scales": scales, "b_group_size": group}
+    return lambda m: lambda: ops.machete_mm(a=activations.x[:m], b_group_zeros=None, **b)
 
 
 def _cutlass(weight: Weight, activations: Activations) -> Maker:
@@ -141,29 +107,11 @@ def _cutlass(weight: Weight, activations: Activations) -> Maker:
     if weight.scheme == "fp8_block":
         s_w = s_w.t()
 
-    def make(m: int) -> Candidate:
+    def make(m: int) -> Call:
         a, s_x = codes[:m], scale[:m]
         if weight.scheme == "fp8_block":
             s_x = s_x.t().contiguous().t()  # column-major, as vLLM's quantization leaves it
-        return Candidate(lambda: ops.cutlass_scaled_mm(a, b, scale_a=s_x, scale_b=s_w, out_dtype=torch.bfloat16))
-
-    return make
-
-
-def _cutlass_end_to_end(weight: Weight, activations: Activations) -> Maker:
-    ops, b, s_w = _vllm(), weight.tensors["weight"].t(), weight.tensors["weight_scale"].float()
-    quantize = vllm_quantizers()[weight.scheme]
-    if weight.scheme == "fp8_block":
-        s_w = s_w.t()
-
-    def make(m: int) -> Candidate:
-        x = activations.x[:m]
-
-        def call() -> Tensor:
-            a, s_x = quantize(x)
-            return ops.cutlass_scaled_mm(a, b, scale_a=s_x, scale_b=s_w, out_dtype=torch.bfloat16)
-
-        return Candidate(call)
+        return lambda: ops.cutlass_scaled_mm(a, b, scale_a=s_x, scale_b=s_w, out_dtype=torch.bfloat16)
 
     return make
 
@@ -185,33 +133,24 @@ def _scaled_mm(weight: Weight, activations: Activations) -> Maker:
     codes, scale, b = activations.codes, activations.scale, weight.tensors["weight"].t()
     assert codes is not None and scale is not None, "_scaled_mm needs quantized activations"
     s_w = weight.tensors["weight_scale"].float().t().contiguous()
-    return lambda m: Candidate(
-        lambda: torch._scaled_mm(
-            codes[:m], b, scale_a=scale[:m], scale_b=s_w, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-    )
+    how = {"scale_b": s_w, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return lambda m: lambda: torch._scaled_mm(codes[:m], b, scale_a=scale[:m], **how)
 
 
 def cublas(weight: Weight, activations: Activations) -> Maker:
     """torch.mm in bf16: what the layer costs when it is not quantized."""
     b = weight.values.to(torch.bfloat16).t()
-    return lambda m: Candidate(lambda: torch.mm(activations.x[:m], b))
+    return lambda m: lambda: torch.mm(activations.x[:m], b)
 
 
-def peer_builders(
-    weight: Weight, activations: Activations
-) -> tuple[dict[str, Callable[[], Maker]], dict[str, Callable[[], Maker]]]:
-    """What builds each peer for this problem, cuBLAS aside: (with quantized activations, from bf16 activations)."""
+def peer_builders(weight: Weight, activations: Activations) -> dict[str, Callable[[], Maker]]:
+    """What builds each peer for this problem, cuBLAS aside."""
     if weight.scheme == "w4a16":
-        return {
-            "marlin": lambda: _marlin(weight, activations, eight_bit=False),
-            "machete": lambda: _machete(weight, activations),
-        }, {}
+        marlin, machete = partial(_marlin, weight, activations, False), partial(_machete, weight, activations)
+        return {"marlin": marlin, "machete": machete}
     if weight.scheme == "w4a8":
-        return {"marlin_int8": lambda: _marlin(weight, activations, eight_bit=True)}, {}
+        return {"marlin_int8": partial(_marlin, weight, activations, True)}
     if weight.scheme == "dense":
-        return {}, {}
-    products = {"cutlass": lambda: _cutlass(weight, activations)}
-    if weight.scheme == "fp8":
-        products["scaled_mm"] = lambda: _scaled_mm(weight, activations)
-    return products, {"cutlass": lambda: _cutlass_end_to_end(weight, activations)}
+        return {}
+    scaled_mm = {"scaled_mm": partial(_scaled_mm, weight, activations)} if weight.scheme == "fp8" else {}
+    return {"cutlass": partial(_cutlass, weight, activations), **scaled_mm}

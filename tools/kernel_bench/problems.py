@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from qarl_formats.registry import make_scheme, scheme_class
@@ -18,15 +18,7 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 Call = Callable[[], Tensor]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A product that is ready to run. finish: what turns its result into (M, N) values, not timed."""
-
-    call: Call
-    finish: Callable[[Tensor], Tensor] = field(default=lambda result: result)
-
-
-Maker = Callable[[int], Candidate]  # rows -> candidate; may raise what a peer raises
+Maker = Callable[[int], Call]  # rows -> a product that is ready to run; may raise what a peer raises
 
 
 @dataclass
@@ -108,38 +100,22 @@ def make_activations(scheme: str, m: int, k: int, device: torch.device) -> Activ
     return Activations(x, None, None)
 
 
-def qarl_makers(weight: Weight, activations: Activations) -> tuple[dict[str, Maker], dict[str, Maker]]:
-    """qarl's kernels on this weight: (with quantized activations, from bf16 activations)."""
-    from qarl_kernels import fp8_block, gemm, quantize, tile, w4a8, w4a16
+def qarl_maker(weight: Weight, activations: Activations) -> Maker:
+    """qarl's kernel on this weight."""
+    from qarl_kernels import fp8_block, gemm, tile, w4a8, w4a16
 
     stored, x, codes, scale = weight.tensors, activations.x, activations.codes, activations.scale
     n, k, bf16 = weight.n, weight.k, torch.bfloat16
     if weight.scheme == "dense":
-        return {"qarl": lambda m: Candidate(lambda: gemm.dense(x[:m], stored["weight"]))}, {}
+        return lambda m: lambda: gemm.dense(x[:m], stored["weight"])
     if weight.scheme == "w4a16":
         packed, s_w = stored["weight_packed"], stored["weight_scale"]
         tiled, meta = tile.tile_int4(packed, k), tile.meta_w4a16(s_w, None, n, k, weight.group, bf16)
-        return {"qarl": lambda m: Candidate(lambda: w4a16.w4a16(x[:m], packed, s_w, None, tiled, meta, None))}, {}
+        return lambda m: lambda: w4a16.w4a16(x[:m], packed, s_w, None, tiled, meta, None)
     assert codes is not None and scale is not None, f"{weight.scheme} reads quantized activations"
     if weight.scheme == "w4a8":
         tiled = tile.tile_int4(stored["weight_packed"], k)
         meta = tile.meta_w4a8(stored["weight_scale"], n, k, weight.group)
-
-        def product(qx: Tensor, s_x: Tensor) -> Tensor:
-            return w4a8.w4a8(qx, s_x, tiled, meta, k, n, None, bf16)
-
-        kind = "int8"
-    else:
-        run, kind = {
-            "w8a8": (gemm.scaled, "int8"),
-            "fp8": (gemm.scaled, "fp8"),
-            "fp8_block": (fp8_block.fp8_block, "fp8_group"),
-        }[weight.scheme]
-
-        def product(qx: Tensor, s_x: Tensor) -> Tensor:
-            return run(qx, s_x, stored["weight"], stored["weight_scale"], None, bf16)
-
-    return (
-        {"qarl": lambda m: Candidate(lambda: product(codes[:m], scale[:m]))},
-        {"qarl": lambda m: Candidate(lambda: product(*quantize.activation_codes(x[:m], kind)))},
-    )
+        return lambda m: lambda: w4a8.w4a8(codes[:m], scale[:m], tiled, meta, k, n, None, bf16)
+    run = fp8_block.fp8_block if weight.scheme == "fp8_block" else gemm.scaled
+    return lambda m: lambda: run(codes[:m], scale[:m], stored["weight"], stored["weight_scale"], None, bf16)

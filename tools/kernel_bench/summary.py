@@ -22,28 +22,19 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def ratios(rows: Iterable[Row]) -> list[Row]:
-    """best peer's time / qarl's time, of every case that both ran: keys scheme, kind, n, k, m, ratio, peer.
-
-    cuBLAS in bf16 competes in every scheme, with its product alone also where activations are quantized first.
-    """
-    ours: dict[tuple, float] = {}
-    best: dict[tuple, tuple[float, str]] = {}
+    """best peer's time / qarl's time, of every case that both ran: keys scheme, n, k, m, ratio, peer."""
+    times: dict[tuple, dict[str, float]] = defaultdict(dict)
     for row in rows:
-        if row["section"] not in SCHEMES or "us" not in row:
-            continue
-        kinds = ("gemm", "end_to_end") if row["who"] == "cublas_bf16" else (row["kind"],)
-        for kind in kinds:
-            case = (row["section"], kind, row["n"], row["k"], row["m"])
-            if row["who"] == "qarl":
-                ours[case] = row["us"]
-            else:
-                best[case] = min(best.get(case, (math.inf, "")), (row["us"], row["who"]))
-    names = ("scheme", "kind", "n", "k", "m")
-    return [
-        dict(zip(names, case, strict=True)) | {"ratio": best[case][0] / us, "peer": best[case][1]}
-        for case, us in ours.items()
-        if case in best
-    ]
+        if row["section"] in SCHEMES and "us" in row:
+            times[row["section"], row["n"], row["k"], row["m"]][row["who"]] = row["us"]
+    found = []
+    for case, by in times.items():
+        peers = {who: us for who, us in by.items() if who != "qarl"}
+        if "qarl" in by and peers:
+            peer = min(peers, key=peers.__getitem__)
+            labels = dict(zip(("scheme", "n", "k", "m"), case, strict=True))
+            found.append(labels | {"ratio": peers[peer] / by["qarl"], "peer": peer})
+    return found
 
 
 def _mean(cases: Sequence[Row]) -> str:
@@ -51,20 +42,19 @@ def _mean(cases: Sequence[Row]) -> str:
 
 
 def product_lines(rows: Sequence[Row]) -> list[str]:
-    """One line a scheme and kind: geometric means, the worst case, counts."""
-    grouped: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    """One line per scheme: geometric means, the worst case, counts."""
+    grouped: dict[str, list[Row]] = defaultdict(list)
     for case in ratios(rows):
-        grouped[case["scheme"], case["kind"]].append(case)
+        grouped[case["scheme"]].append(case)
     if not grouped:
         return []
     few, many = f"M<={FEW_ROWS}", f"M>{FEW_ROWS}"
     lines = [f"best peer's time / qarl's   {few:>7} {many:>7} {'worst':>6} {'cases':>6}  worst at"]
-    for (scheme, kind), cases in grouped.items():
+    for scheme, cases in grouped.items():
         worst = min(cases, key=lambda case: case["ratio"])
         means = [_mean([case for case in cases if (case["m"] <= FEW_ROWS) == decode]) for decode in (True, False)]
         where = f"M={worst['m']} {worst['n']}x{worst['k']} against {worst['peer']}"
-        name = f"{scheme} {kind}"
-        lines.append(f"{name:27} {means[0]:>7} {means[1]:>7} {worst['ratio']:6.2f} {len(cases):6}  {where}")
+        lines.append(f"{scheme:27} {means[0]:>7} {means[1]:>7} {worst['ratio']:6.2f} {len(cases):6}  {where}")
     return lines
 
 
