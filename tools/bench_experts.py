@@ -78,7 +78,7 @@ def rows_of(arguments: argparse.Namespace, scheme: str, model: str, stopwatch: S
                     yield labels | {"skipped": reason(failure)}
                     continue
                 flops = 6 * tokens * sizes.per_token * sizes.hidden * sizes.inner
-                yield labels | {"us": us, "error": error, "tflops": flops / us / 1e6}
+                yield labels | {"us": us, "relative_error": error, "tflops": flops / us / 1e6}
     experts.forget()
 
 

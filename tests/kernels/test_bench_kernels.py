@@ -189,10 +189,10 @@ def test_rows_of_a_scheme_without_peers(scheme: str, monkeypatch: pytest.MonkeyP
     section = products.Products(FakeStopwatch(), 3, 64)
     rows = list(section.rows(scheme, Layer("tiny", "qkv", 192, 256), [1, 33]))
     by_who = {(row["who"], row["m"]): row for row in rows}
-    assert by_who["qarl", 33]["us"] == 10.0 and by_who["qarl", 33]["error"] < 1e-5
+    assert by_who["qarl", 33]["us"] == 10.0 and by_who["qarl", 33]["relative_error"] < 1e-5
     assert by_who["qarl", 1]["tflops"] == pytest.approx(2 * 192 * 256 / 10e6)
     assert by_who["bad", 1]["skipped"].startswith("Wrong: wrong: relative error")
-    assert by_who["cublas_bf16", 1]["us"] == 10.0 and by_who["cublas_bf16", 1]["error"] < 5e-3
+    assert by_who["cublas_bf16", 1]["us"] == 10.0 and by_who["cublas_bf16", 1]["relative_error"] < 5e-3
     assert by_who["absent", None]["skipped"] == "RuntimeError: not here"
 
 

@@ -67,7 +67,7 @@ class Products:
         except ERRORS as failure:  # ours are reported in the same way: one shape must not end the run
             return {"skipped": reason(failure)}
         # TFLOP/s of the product and TB/s of the least traffic it can have.
-        return {"us": us, "error": error, "tflops": 2 * m * weight.n * weight.k / us / 1e6, "tbps": nbytes / us / 1e6}
+        return {"us": us, "relative_error": error, "tflops": 2 * m * weight.n * weight.k / us / 1e6, "tbps": nbytes / us / 1e6}
 
     def _cublas(self, weight: Weight, activations: Activations, m: int) -> Row:
         """Timed once for a shape: its time does not depend on the scheme."""
