@@ -66,8 +66,9 @@ class Products:
             us = self.stopwatch.microseconds(call, repetitions(self.reps, m))
         except ERRORS as failure:  # ours are reported in the same way: one shape must not end the run
             return {"skipped": reason(failure)}
-        # TFLOP/s of the product and TB/s of the least traffic it can have.
-        return {"us": us, "relative_error": error, "tflops": 2 * m * weight.n * weight.k / us / 1e6, "tbps": nbytes / us / 1e6}
+        # Of the product, and of the least traffic that it can have.
+        rates = {"tflops": 2 * m * weight.n * weight.k / us / 1e6, "tbps": nbytes / us / 1e6}
+        return {"us": us, "relative_error": error} | rates
 
     def _cublas(self, weight: Weight, activations: Activations, m: int) -> Row:
         """Timed once for a shape: its time does not depend on the scheme."""
