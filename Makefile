@@ -24,6 +24,7 @@ lint: $(VENV)/.dev
 	@! find tests -name 'test_*.py' -printf '%f\n' | sort | uniq -d | grep .
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/check_prose.py
 	$(BIN)/mypy
 
 # Builds the wheel, installs it into an empty environment, and runs it there.

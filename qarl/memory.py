@@ -70,7 +70,7 @@ def operand_bytes(
 
     width: bytes of the compute dtype. The CPU multiplies in float32, so it keeps a float32 copy of every weight. A GPU
     multiplies an unquantized weight as it is published. Its kernels read published codes too, int4 ones in a tiled
-    copy of 16 x 128 blocks with 4 bytes a group and row; without them (`quant.kernels: reference`) it keeps
+    copy of 16 x 128 blocks with 4 bytes per group and row; without them (`quant.kernels: reference`) it keeps
     dequantized weights in the compute dtype, and codes for quantized activations in float32.
     """
     weights = out_features * in_features
@@ -147,7 +147,7 @@ def estimate(
     if quant.learner != "aligned":
         codes = stored if quant.learner == "fake_quant" else 0
         reference = codes + learner_operands + (rest or width * (a.parameters - linear_elements) + head)
-    # Weights of one input are put under one another before operands are made of them, and are there twice meanwhile.
+    # Weights with one input are concatenated before operands are made of them, and are in memory twice meanwhile.
     stacks = [sum(published[name] for name in group) for group in fused_groups(published)] if kernels else []
     following = version + max(operands + head + rest, *stacks, 0)
     between = version + (sampler_operands + head if quant.learner == "aligned" else 0)
@@ -259,7 +259,7 @@ def sampler_items(
     beside them. Native: the KV cache, on the learner's weights. vLLM has weights of its own, and on a GPU it takes its
     share of the `memory` at once, however little fills it, but where `rollout.kv_cache_tokens` says how many it holds;
     a GPU of its own is not the learner's, and of several each has a part. Asleep it holds nothing there, so that it
-    counts beside a publish, but for what is staged: published tensors of layers that it repacks.
+    counts beside a publish, except for what is staged: published tensors of layers that it repacks.
     """
     rollout, vllm = config.rollout, config.rollout.vllm
     cache = f"KV cache ({config.kv_cache_tokens:,} tokens)"

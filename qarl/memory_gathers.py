@@ -32,7 +32,7 @@ class _Rows(NamedTuple):
 
 
 def codes_in_flight(config: Config, architecture: Architecture, ranks: int) -> int:
-    """Messages that are there at once while a version is gathered, as `qarl.distributed.gathers` sends them.
+    """Messages in memory at once while a version is gathered, as `qarl.distributed.gathers` sends them.
 
     Of each message this rank's rows; where it is of several tensors or of a part of one, these packed, and those of
     all ranks before they go to their places, which are the version's. A learner that is not aligned gathers values of

@@ -1,4 +1,4 @@
-"""`qarl compare`: several runs of one configuration, runs that are there, or one model's schemes without RL."""
+"""`qarl compare`: several runs of one configuration, existing runs, or the schemes of a model without RL."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Compare schemes, learners and seeds of a configuration, a study's variants, or runs that are there.
+    """Compare schemes, learners and seeds of a configuration, the variants of a study, or existing runs.
 
     Interrupted, the same command goes on. Exit code 1: a member failed; its row says why, the others are there.
     """

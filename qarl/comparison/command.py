@@ -106,7 +106,7 @@ def _train_and_compare(
 
 
 def compare_runs(run_dirs: list[Path], out: Path | None) -> int:
-    """Compare runs that are there, of any kind. out: default as `default_out` has it. Returns 0.
+    """Compare existing runs of any kind. out: default as in `default_out`. Returns 0.
 
     Raises UserError: fewer than two, the same one twice, no run directory, an `out` of something else.
     """

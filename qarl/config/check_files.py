@@ -133,7 +133,7 @@ def _source_faults(key: Loc, data: DataConfig) -> Iterator[Fault]:
         if data.kind == "local":
             yield Fault(key, source, f"no such file or directory below {Path.cwd()}; give an existing path")
         elif not _HUB_NAME.fullmatch(source):
-            text = "is neither a path that is there nor the name of a hub dataset, such as openai/gsm8k"
+            text = "is neither an existing path nor the name of a hub dataset, such as openai/gsm8k"
             yield Fault(key, source, text)
         return
     if data.subset is not None and key[-1] == "source":

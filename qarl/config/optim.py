@@ -49,7 +49,7 @@ class OptimConfig(Section):
     offload: Annotated[Literal[False, "moments", "all"], BeforeValidator(_offloaded)] = Field(
         False,
         description="moments (or true): AdamW's two moments and Muon's one stay in pinned memory of the host and pass "
-        "through the GPU in every step, which takes the time of the bus: 8 bytes a parameter less on the GPU, 4 of "
+        "through the GPU in every step, which takes the time of the bus: 8 bytes per parameter less on the GPU, 4 of "
         "Muon's, the same bits. all: the masters too, 4 bytes more. There is none on a CPU.",
     )
     loss_scale: float | None = Field(

@@ -91,7 +91,7 @@ class QuantConfig(Section):
     backward: Literal["bf16", "fp8"] = Field(
         "bf16",
         description="Operands of the backward's products, dX = dY W and dW = dY^T X. bf16: its own dtype's; fp8: "
-        "e4m3 with a scale a row of each side, faster and noisier, for the Triton kernels of a GPU of compute "
+        "e4m3 with a scale per row of each side, faster and noisier, for the Triton kernels of a GPU of compute "
         "capability 8.9 or later; the routed experts of a mixture stay with bf16. diagnostics.backward_every measures "
         "what it does to the gradient.",
     )

@@ -66,7 +66,7 @@ class Exchange(ABC):
     def begin_gather(
         self, own: Tensor, cut: Sequence[range], out: Tensor | None = None, kind: str = "codes"
     ) -> Pending:
-        """Begin to put the rows of all ranks under one another: (N, ...) of own's dtype, any.
+        """Begin to concatenate the rows of all ranks: (N, ...) of own's dtype, any.
 
         own: this rank's rows (len(cut[rank]), ...), contiguous; it must stay as it is until `rows` was called. out:
         where they go, contiguous; None makes a new tensor.

@@ -67,7 +67,7 @@ def own_rows(
     block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor], most: int = RUN_BYTES
 ) -> Iterator[tuple[list[range], Tensor]]:
     """A rank's rows of a block, as many at a time as all ranks take at once: (the block's rows that each rank has of
-    them, this rank's under one another, contiguous). Those of a stack come `most` bytes at a time, a lone master whole.
+    them, this rank's concatenated, contiguous). Those of a stack come `most` bytes at a time, a lone master whole.
 
     shards: the rank's rows of each master by name, asked for when they are needed; adjacent ones are not copied.
     """

@@ -52,7 +52,7 @@ class RowPlan:
         return self._cuts[name]
 
     def block_cut(self, block: Block) -> list[range]:
-        """The rows of each rank, of a block's masters under one another."""
+        """The rows of each rank, of a block's masters concatenated along dimension 0."""
         return self._of_blocks[block]
 
     def unit(self, block: Block) -> int:
@@ -60,7 +60,7 @@ class RowPlan:
         return self._units[block]
 
     def block_shape(self, block: Block) -> tuple[int, ...]:
-        """Of a block's masters under one another."""
+        """Shape of a block's masters concatenated along dimension 0."""
         return sum(self.shapes[name][0] for name in block), *self.shapes[block[0]][1:]
 
 

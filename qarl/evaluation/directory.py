@@ -63,7 +63,7 @@ class ResultsDirectory:
         return self.path / "completions.jsonl"
 
     def begin(self, late: dict[str, Any], samples: int) -> None:
-        """Read the completions that are there; from now on the directory stays.
+        """Read the existing completions; from now on the directory is kept.
 
         late: the rest of the identity, such as a digest of the weights. samples: for each prompt; a prompt with fewer
         was cut short and is drawn again.

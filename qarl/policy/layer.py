@@ -219,7 +219,7 @@ class DecoderLayer:
         return pointwise.rms_norm(x.contiguous(), norm.master, run.weights.values[norm.name], norm.eps)
 
     def _rotation(self, run: Run) -> Rotation:
-        """What Triton kernels do to queries, keys and values, but for norms over all heads at once."""
+        """What Triton kernels do to queries, keys and values, except for norms over all heads at once."""
         norms = (None, None) if self.whole_norms else (self.q_norm, self.k_norm)
         q_norm, k_norm = (None if norm is None else run.weights.values[norm.name] for norm in norms)
         sizes, tables = (self.heads, self.kv_heads, self.head_dim), (run.cos, run.sin, run.attention.positions)

@@ -19,7 +19,7 @@ def score_share(
     ranks: Ranks,
     among: range | None = None,
 ) -> RewardResult:
-    """The rewards of this rank's rollouts, of which there are the same number for each of its prompts, in order.
+    """The rewards of this rank's rollouts, in order, with the same number of rollouts per prompt.
 
     prompts: of all ranks. among: of which ranks they are, see `Ranks.share`.
     """

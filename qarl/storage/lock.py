@@ -49,7 +49,7 @@ def open_lock(path: Path) -> int:
 
 
 def open_lock_to_ask(path: Path) -> int | None:
-    """A descriptor of a lock file that is there and may be read, whoever's it is; None where there is none."""
+    """A descriptor of an existing, readable lock file, whoever owns it; None if there is none."""
     try:
         fd = os.open(path, os.O_RDONLY | _ANYHOW)
     except OSError:

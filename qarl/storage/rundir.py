@@ -207,7 +207,7 @@ class RunDirectory:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a refused start left, but for logs that hold anything, and the folders of ranks that have some."""
+    """Remove what a refused start left, except for non-empty logs and the folders of ranks that have some."""
     for entry in folder.iterdir():
         if entry.is_dir():
             if not _OF_A_RANK.fullmatch(entry.name):

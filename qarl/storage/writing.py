@@ -19,7 +19,7 @@ SHARD_BYTES = 4 * 2**30
 
 
 def needed_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of a save of these, but for state.json: headers, manifest and blocks on top of their own."""
+    """Bytes of a save of these without state.json: headers, manifest and blocks on top of their own."""
     return sum(tensor.nbytes for tensor in tensors) + 256 * len(tensors) + 16384
 
 
@@ -64,7 +64,7 @@ def write_pieces_manifest(directory: Path, step: int, state_json: bytes, shares:
 
 
 def _write_manifest(directory: Path, state_json: bytes, files: dict[str, dict[str, Any]], **body: Any) -> None:
-    """The files that come last. files: those that are there. body: of the manifest, without them."""
+    """The files that come last. files: those already written. body: of the manifest, without them."""
     files["state.json"] = write_file(directory / "state.json", [state_json])
     write_file(directory / MANIFEST, [encode({**body, "files": files})])
     fsync_directory(directory)

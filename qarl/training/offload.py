@@ -1,9 +1,9 @@
-"""AdamW with its two moments in pinned memory of the host (`optim.offload`): 8 bytes a parameter less on the GPU, and
+"""AdamW with its two moments in pinned memory of the host (`optim.offload`): 8 bytes per parameter less on the GPU, and
 12 where the masters are there as well.
 
 In a step they pass through the GPU in buckets (`qarl.training.host_state`), each updated by the same fused kernel that
 updates them there otherwise. No element's update depends on another's, so parameters and moments get the same bits. A
-step takes what the bus takes for 8 bytes a parameter: an 8B model's 64 GB some 1.3 s at 50 GB/s, in both directions at
+step takes what the bus takes for 8 bytes per parameter: an 8B model's 64 GB some 1.3 s at 50 GB/s, in both directions at
 once. Masters add 4 bytes, and 4 on the way in again, to be quantized.
 """
 

@@ -1,4 +1,4 @@
-"""Muon with its momentum in pinned memory of the host (`optim.offload`), 4 bytes a parameter, and the masters too.
+"""Muon with its momentum in pinned memory of the host (`optim.offload`), 4 bytes per parameter, and the masters too.
 
 What a batch of equal shapes needs passes through the GPU while another one is orthogonalized
 (`qarl.training.host_state`). Batches are those of Muon on the GPU, and so are the bits.

@@ -1,7 +1,7 @@
 """Muon on matrices whose rows lie on several ranks: each matrix is orthogonalized by one of them, whole.
 
 Momentum and masters stay where their rows are. Of what Muon makes its update of the rows go to the matrix's rank in
-bf16, as it rounds them anyway, and come back orthogonalized: 4 bytes a parameter in each step, spread over the ranks.
+bf16, as it rounds them anyway, and come back orthogonalized: 4 bytes per parameter in each step, spread over the ranks.
 An expert that a rank has all rows of is that rank's, and goes nowhere.
 """
 

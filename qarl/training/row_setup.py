@@ -104,7 +104,7 @@ def policy_of_rows(
 
 
 def _placed(rows: dict[str, Tensor], plan: RowPlan, device: torch.device) -> dict[str, Tensor]:
-    """The rows on the device, those of a stack under one another there; taken out of `rows`."""
+    """Move the rows to the device, those of a stack concatenated, and take them out of `rows`."""
     found: dict[str, Tensor] = {}
     for block in plan.blocks:
         own = [rows.pop(name) for name in block]

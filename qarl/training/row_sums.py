@@ -26,7 +26,7 @@ class Rounds(ABC):
     """Gradients of one micro-batch after the other, sent on in the order in which a backward completes them.
 
     policy: its masters may be placeholders; their `.grad` is used in a `round` alone. blocks: names of all masters,
-    those together whose gradients are sent as one, under one another.
+    those together whose gradients are sent as one, concatenated along dimension 0.
     """
 
     def __init__(self, policy: Policy, blocks: Iterable[Block]) -> None:
@@ -97,7 +97,7 @@ class Rounds(ABC):
         self.send([block for block, _ in blocks], gradients)
 
     def _taken(self, masters: Sequence[nn.Parameter]) -> Tensor:
-        """The gradients of a block, zeros where there are none, under one another; the masters have none afterwards."""
+        """Concatenate the gradients of a block along dimension 0, zeros for missing ones, and clear them."""
         found = [master.grad for master in masters]
         if all(grad is None for grad in found):
             return torch.zeros(sum(map(len, masters)), *masters[0].shape[1:], device=self._device)
@@ -123,7 +123,7 @@ class RowSums(Rounds):
         self._flight: deque[list[tuple[Block, Tensor, Pending]]] = deque()
 
     def take(self) -> dict[str, Tensor]:
-        """The sums by name, (rows, ...) float32, a stack's under one another; none before the first round. They are
+        """The sums by name, (rows, ...) float32, those of a stack concatenated; none before the first round. They are
         forgotten here."""
         sums, self._sums = self._sums, {}
         return {

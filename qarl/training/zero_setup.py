@@ -104,7 +104,7 @@ def local_rank(device: torch.device) -> Iterator[None]:
 
 
 def start_deepspeed(device: torch.device, timeout_s: float) -> Any:
-    """The package, on the process groups that are there; its own group ends collectives after `timeout_s`."""
+    """The package, on the existing process groups; its own group ends collectives after `timeout_s`."""
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read at the first import
     import deepspeed

@@ -2,7 +2,7 @@
 
 The reference for `qarl.training.row_updates`: the same gradients, clip, skipped steps and codes, up to the order in
 which DeepSpeed and its transport add. After a step every rank quantizes all masters, as one process does: in stages 1
-and 2 DeepSpeed has gathered them in float32, in stage 3 they are gathered one after the other, 4 bytes a parameter
+and 2 DeepSpeed has gathered them in float32, in stage 3 they are gathered one after the other, 4 bytes per parameter
 either way where codes are 0.56.
 """
 

@@ -148,7 +148,7 @@ def _shaped(experts: Experts, which: str, suffix: str) -> Tensor:
 
 
 def vllm_triton(experts: Experts) -> Callable[[Tensor, Routing], Call]:
-    """vLLM's Triton kernel: bf16, FP8 and INT8 with a scale a row and token, FP8 in blocks."""
+    """vLLM's Triton kernel: bf16, FP8 and INT8 with a scale per row and token, FP8 in blocks."""
     from vllm.model_executor.layers.fused_moe import config
 
     weights = [_shaped(experts, which, "weight") for which in ("gate_up", "down")]

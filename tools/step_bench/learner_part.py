@@ -40,7 +40,7 @@ def learner_records(options: argparse.Namespace, shape: Shape, device: torch.dev
     """A micro-batch of each length: `tokens` // length sequences, of which all tokens but the first are predicted.
 
     Each has a prompt of one token and a response of `length`, whose last token is not run: `length` run, `length`
-    predicted. Gradients add to sums that are there, as in all micro-batches but a step's first. On a GPU the peak has
+    predicted. Gradients add to sums that exist, as in all micro-batches but a step's first. On a GPU the peak has
     beside it what `qarl.memory` expects.
     """
     config = learner_config(options, shape, device, max(options.length))
