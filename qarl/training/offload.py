@@ -3,8 +3,8 @@
 
 In a step they pass through the GPU in buckets (`qarl.training.host_state`), each updated by the same fused kernel that
 updates them there otherwise. No element's update depends on another's, so parameters and moments get the same bits. A
-step takes what the bus takes for 8 bytes per parameter: an 8B model's 64 GB some 1.3 s at 50 GB/s, in both directions at
-once. Masters add 4 bytes, and 4 on the way in again, to be quantized.
+step takes as long as the bus needs for 8 bytes per parameter: about 1.3 s for the 64 GB of an 8B model at 50 GB/s in
+both directions at once. Masters add 4 bytes, and 4 on the way in again, to be quantized.
 """
 
 from __future__ import annotations

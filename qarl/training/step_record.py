@@ -62,9 +62,9 @@ class Trace:
 class StepRecord(Observer):
     """Gathers what one step leaves, while it runs; told after the probe, whose numbers it takes.
 
-    metrics: as in metrics.jsonl, without those of the clock and the engine. trace: None until the step is learned from and
-    all of this is there; empty on a rank that is not the first, which writes it. on_learned: gets the metrics as soon
-    as the step is learned from; more follow in the same dictionary.
+    metrics: as in metrics.jsonl, without those of the clock and the engine. trace: None until the step is learned from
+    and all of this is known; empty on a rank that is not the first, which writes it. on_learned: gets the metrics as
+    soon as the step is learned from; more follow in the same dictionary.
     """
 
     def __init__(

@@ -399,7 +399,7 @@ def test_a_run_directory_that_is_there_or_can_be_made_is_accepted(inspect, place
         ),
         (["rollout.engine=vllm", "rollout.kv_cache_tokens=800"], "vLLM demands room for the whole context"),
         (["data.source=an/odd/name.txt"], "no such file or directory"),
-        (["data.source='not a name'"], "neither a path that is there nor the name of a hub dataset"),
+        (["data.source='not a name'"], "neither an existing path nor the name of a hub dataset"),
     ],
     ids=range(14),
 )
