@@ -5,7 +5,7 @@
     python tools/bench_ranks.py --nproc 2 --shape tiny --device cpu --tokens 64 --out out.json
 
 Each rank is a process with a GPU of its own, over NCCL, or one of gloo on the CPU. Parts:
-  learn    qarl's learner: micro-batches with and without messages, rounds without one, updates
+  learn    qarl's learner: micro-batches and updates
   zero3    the same tokens under ZeRO-3
 Times are medians after a warm-up, of the slowest rank.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from step_bench.settings import learner_sections
 from torch import Tensor
 
 from qarl.config.load import make_config
-from qarl.distributed.exchange import GroupExchange, Pending
+from qarl.distributed.exchange import GroupExchange
 from qarl.distributed.ranks import Alone
 from qarl.distributed.rows import RowPlan
 from qarl.policy.skeleton import skeleton
@@ -37,55 +37,34 @@ class Bare(Alone):
         return [part.tolist() for part in self.exchange.gather_rows(own, cut).split(lengths)]
 
 
-class Silent(GroupExchange):
-    """Sends nothing of gradients: the rows of a sum are this rank's own, n times."""
-
-    def begin_sums(
-        self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]], kind: str = "gradients"
-    ) -> list[Pending]:
-        return [
-            _Own(tensor[cut[self.rank].start : cut[self.rank].stop]) for tensor, cut in zip(tensors, cuts, strict=True)
-        ]
-
-
-class _Own(Pending):
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
-
-    def rows(self) -> Tensor:
-        return self._rows.clone()
-
-
 def learn_records(bench: Bench) -> Iterator[Record]:
-    """Micro-batches with and without messages, rounds of a rank that has no part, and whole updates.
+    """Micro-batches, forward and backward, and whole updates.
 
     Times of an update are those of norm, clip, optimizer, quantization and the gather of all codes. Bytes are those
     that one call received.
     """
-    exchange = bench.exchange
-    silent = Silent(bench.group, exchange.rank, exchange.count, exchange.device)
     for scheme in bench.options.scheme:
-        for what, used in (("with messages", exchange), ("without messages", silent)):
-            yield from _records(bench, scheme, what, used)
-            gc.collect()  # parameters and those who wait for their gradients know each other
-            if bench.device.type == "cuda":
-                torch.cuda.empty_cache()
+        yield from _records(bench, scheme)
+        gc.collect()  # parameters and those who wait for their gradients know each other
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def _records(bench: Bench, scheme: str, what: str, exchange: GroupExchange) -> Iterator[Record]:
-    shape, device, tokens, offload = bench.shape, bench.device, bench.options.tokens, bench.options.offload or False
+def _records(bench: Bench, scheme: str) -> Iterator[Record]:
+    shape, device, exchange, options = bench.shape, bench.device, bench.exchange, bench.options
 
     def random_rows(plan: RowPlan) -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed(exchange.rank)
         sizes = {name: (len(plan.cut(name)[exchange.rank]), *size[1:]) for name, size in plan.shapes.items()}
         return {k: torch.randn(size, device=device, generator=generator).mul_(0.02) for k, size in sizes.items()}
 
-    sections = learner_sections(scheme, shape, device.type, tokens, "layer") | {"optim": {"offload": offload}}
-    config = make_config(sections, "bench_ranks", [])
+    sections = learner_sections(scheme, shape, device.type, options.tokens, "layer")
+    sections["optim"] = {"offload": options.offload or False}
     model = skeleton(shape.config())
+    config = make_config(sections, "bench_ranks", [])
     policy, updates = from_rows(config, model, random_rows, device, None, exchange, Bare(exchange))
     policy.set_recompute("layer")
-    ids = random_tokens(shape, tokens, exchange.rank).tolist()
+    ids = random_tokens(shape, options.tokens, exchange.rank).tolist()
     prompts, responses = [row[:1] for row in ids], [row[1:] for row in ids]
 
     def backward() -> None:
@@ -101,16 +80,13 @@ def _records(bench: Bench, scheme: str, what: str, exchange: GroupExchange) -> I
         call()
         return {"received_bytes_by_kind": dict(exchange.received - before)}
 
-    labels = {"part": "learn", "scheme": scheme, "offload": offload, "exchange": what}
+    labels = {"part": "learn", "scheme": scheme, "offload": options.offload}
     found = bench.timed(backward)
-    rate = {"tokens": tokens, "tokens_per_s": tokens / found["seconds"]}
+    rate = {"tokens": options.tokens, "tokens_per_s": options.tokens / found["seconds"]}
     yield labels | {"what": "micro-batch"} | rate | found | moved(backward)
-    if what == "with messages":
-        found = bench.timed(lambda: updates.backward(None))
-        yield labels | {"what": "idle round"} | found | moved(lambda: updates.backward(None))
-        found = bench.timed(update, backward)
-        backward()
-        dist.barrier(bench.group)
-        yield labels | {"what": "update"} | found | moved(update)
+    found = bench.timed(update, backward)
+    backward()
+    dist.barrier(bench.group)
+    yield labels | {"what": "update"} | found | moved(update)
     updates.clear()
     dist.barrier(bench.group)

@@ -77,7 +77,7 @@ def _records(bench: Bench) -> Iterator[Record]:
         def moved(call: Callable[[], object]) -> Record:
             return {"received_bytes_by_kind": received_bytes(deepspeed, call, count)}
 
-        labels = {"part": "zero3", "scheme": "bf16", "head": head, "offload": False, "exchange": "with messages"}
+        labels = {"part": "zero3", "scheme": "bf16", "head": head, "offload": None}
         found = bench.timed(micro_batch)
         rate = {"tokens": tokens, "tokens_per_s": tokens / found["seconds"]}
         yield labels | {"what": "micro-batch", "settings": settings} | rate | found | moved(micro_batch)
