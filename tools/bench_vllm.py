@@ -34,7 +34,6 @@ from qarl.policy.device import pick_device
 from qarl.training.allocator import keep_freed_memory
 
 SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")  # the default
-CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 LOG_LINES = 30  # of the sampler's log, shown when it fails
 
 
@@ -46,12 +45,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--schemes", nargs="+", choices=scheme_names(), default=list(SCHEMES), metavar="SCHEME")
     kernels = "vllm: its own; exact: rollout.numerics; invariant: VLLM_BATCH_INVARIANT=1"
     add("--kernels", nargs="+", choices=KERNELS, default=["vllm", "exact"], metavar="KERNELS", help=kernels)
-    add("--process", choices=("separate", "inline"), default="separate")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
     add("--threads", type=count, help="CPU threads; default torch's own choice")
-    add("--eager", action="store_true", help="no torch.compile and no CUDA graphs; always so on the CPU")
-    add("--capture-sizes", type=count, nargs="+", default=CAPTURED, help="of CUDA graphs")
     add("--memory-frac", type=positive, default=0.45, help="share of the GPU for vLLM's weights and KV cache")
     add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="quant.kv_cache_dtype")
     add("--batch", type=count, nargs="+", default=[8, 256], help="prompts generated together")
@@ -69,9 +65,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--out is needed, or --table")
     if parsed.memory_frac > 1:
         parser.error("--memory-frac takes a share of the GPU, at most 1")
-    starts = len(parsed.shapes) * len(parsed.schemes) * len(parsed.kernels)
-    if parsed.process == "inline" and starts > 1:
-        parser.error("--process inline starts vLLM once: one shape, one scheme, one of the kernels")
     return parsed
 
 
@@ -81,7 +74,7 @@ def run(options: argparse.Namespace, device: torch.device, report: Report) -> No
 
     for shape, scheme, kernels in product(options.shapes, options.schemes, options.kernels):
         with tempfile.TemporaryDirectory() as place:
-            case = Case(scheme, kernels, options.process, device, Path(place))
+            case = Case(scheme, kernels, device, Path(place))
             collect(engine_records(case, shape, options), {"shape": shape, **case.labels()}, case, report)
 
 

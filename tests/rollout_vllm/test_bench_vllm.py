@@ -81,26 +81,12 @@ def test_the_configuration_of_every_case_is_a_valid_one(scheme: str, kernels: st
     from vllm_bench.case import Case, engine_config, with_vllm
     from vllm_bench.models import quant_of
 
-    case = Case(scheme, kernels, "separate", torch.device("cuda"), tmp_path)
-    config = engine_config(
-        case,
-        quant_of(scheme, 64),
-        options("--capture-sizes", "8", "1"),
-        prompt_tokens=128,
-        new_tokens=256,
-        max_seqs=256,
-        publish="delta",
-    )
-    assert config.rollout.vllm.args == {"cudagraph_capture_sizes": [1, 8]}
+    case = Case(scheme, kernels, torch.device("cuda"), tmp_path)
+    config = engine_config(case, quant_of(scheme, 64), options(), "delta")
+    assert config.rollout.max_num_seqs == 256
     changed = with_vllm(config, publish="full", sleep_level=2)
     assert (changed.rollout.vllm.publish, changed.rollout.vllm.sleep_level) == ("full", 2)
     assert config.rollout.vllm.publish == "delta"
-
-
-def test_inline_is_refused_for_two_starts():
-    with pytest.raises(SystemExit):
-        options("--process", "inline", "--schemes", "bf16", "--kernels", "vllm", "exact")
-    options("--process", "inline", "--schemes", "bf16", "--kernels", "vllm")
 
 
 def test_a_failed_case_keeps_what_was_measured_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -113,7 +99,7 @@ def test_a_failed_case_keeps_what_was_measured_and_says_why(tmp_path: Path, caps
 
     (tmp_path / "sampler.log").write_text("what vLLM said\n")
     report = bench_vllm.Report(tmp_path / "new" / "out.json", {})
-    case = Case("fp8", "qarl", "separate", CPU, tmp_path)
+    case = Case("fp8", "qarl", CPU, tmp_path)
     bench_vllm.collect(records(), {"shape": "tiny", **case.labels()}, case, report)
     kept = json.loads((tmp_path / "new" / "out.json").read_text())["records"]
     assert [record.get("what", record.get("error")) for record in kept] == [

@@ -16,70 +16,45 @@ from fuzzing.values import OVERRIDE, chance, listed, make_traps, pick, shown
 
 LOG_LIMIT = 64 * 2**20  # bytes of rewards.log
 PRELUDE = """\
-import atexit, builtins, decimal, fractions, functools, itertools, json, math, os, resource, shutil, signal, subprocess
+import atexit, builtins, functools, itertools, json, math, os, resource, shutil, signal, subprocess
 import numpy, sys, threading, time
 state = []
 class Lying(float):
     def __float__(self): return float('nan')
-    def __repr__(self): return chr(27) + '[31m'
     def __reduce__(self): return (os._exit, (3,))
-class LyingInt(int):
-    def __reduce__(self): return (os._exit, (3,))
-    def __repr__(self): raise ValueError('no')
 class LyingList(list):
     def __len__(self): return 10**18
     def __iter__(self): return iter(range(10**18))
-class Pickled:
-    def item(self): return self
-    def __reduce__(self): return (os._exit, (3,))
 class Item:
     def item(self): raise KeyboardInterrupt
-class Endless:
-    def item(self):
-        while True: pass
 class Unprintable(Exception):
     def __str__(self): raise RuntimeError('no text')
     __repr__ = __str__
 def odd_error():
     return type('E' + chr(0x202e), (Exception,), {'__str__': lambda s: chr(27) + '[31m' + 'x' * 100000})()
-def deep(depth):
-    error = ValueError('bottom')
-    for _ in range(depth):
-        outer = ValueError('outer'); outer.__cause__ = error; error = outer
-    return error
 def scribble(data):
     for fd in range(3, 40):
         try:
             os.set_blocking(fd, False); os.write(fd, data)
         except OSError: pass
-def slurp():
-    for fd in range(3, 40):
-        try:
-            os.set_blocking(fd, False); os.read(fd, 1000)
-        except OSError: pass
 def later():
     time.sleep(0.2); scribble(b'late')
-async def coroutine(honest): return honest
 """
 FUNCTION = """\
 def f(completions, prompts, **columns):
     honest = [float(len(c)) for c in completions]
 """
 # Scores of no use, as an element of the list that is returned; as all of what is returned; and errors.
-NO_SCORE = listed(r"""
-    str(x)  [x]  float('nan')  float('inf')  10**400  10**5000  1j  decimal.Decimal('1e5000')  Pickled()  Item()
-    Endless()  fractions.Fraction(10**400, 3)
-""")
-NO_SCORES = listed(r"""
+NO_SCORE = listed("str(x)  [x]  float('nan')  float('inf')  10**400  10**5000  1j  Item()")
+NO_SCORES = listed("""
     None  1.0  []  honest[:-1]  honest + [1.0]  '1' * len(completions)  bytes(len(completions))  itertools.repeat(1.0)
-    dict.fromkeys(range(len(completions)), 1.0)  {c + str(i): 1.0 for i, c in enumerate(completions)}
-    set(map(float, range(len(completions))))  coroutine(honest)  f(completions, prompts, **columns)
+    dict.fromkeys(range(len(completions)), 1.0)  f(completions, prompts, **columns)
 """)
-ERRORS = listed(r"""
-    ValueError('no')  KeyboardInterrupt  odd_error()  Unprintable()  ValueError(chr(0xd800))  GeneratorExit  deep(5000)
+ERRORS = listed("""
+    ValueError('no')  KeyboardInterrupt  odd_error()  Unprintable()  ValueError(chr(0xd800))  GeneratorExit
     BaseExceptionGroup('g', [KeyboardInterrupt()])  SystemExit(0)
 """)
-# Bodies whose every call must count as failed.
+# Bodies whose every call must count as failed. More of them, without a run: tests/rewards/test_reward_hostile.py.
 FAILING = (
     *(f"return [{score} for x in honest]" for score in NO_SCORE),
     *(f"return {scores}" for scores in NO_SCORES),
@@ -93,28 +68,24 @@ FAILING = (
 # What a reward does to its process, its parent or the machine before it returns honest scores.
 HARMS = listed(r"""
     os.fork()  [os.fork() for _ in range(3)]  subprocess.Popen(['sleep', '99'])  threading.Thread(target=later).start()
-    threading.Thread(target=time.sleep, args=(1000,)).start()  scribble(b'rubbish\n' * 3)  slurp()  signal.alarm(1)
-    scribble(b'["scores", [1, 1, 1, 1]]\n')  scribble(bytes(range(256)) * 40)  scribble(b'\x7f\xff\xff\xff')
-    scribble(b'\x00\x00\x00\x40{')  scribble(b'x' * 5_000_000)  os.closerange(0, 100)  os.closerange(3, 100)
+    scribble(b'rubbish\n' * 3)  scribble(b'["scores", [1, 1, 1, 1]]\n')  scribble(b'\x7f\xff\xff\xff')  signal.alarm(1)
+    scribble(b'x' * 5_000_000)  os.closerange(0, 100)  os.closerange(3, 100)  os.chdir('/')  os.killpg(0, 9)  pass
     [print('x' * 1_000_000) for _ in range(100)]  print(chr(27) + '[31m' + chr(0x202e))  os.write(1, bytes(range(256)))
-    state.append(bytearray(1_000_000_000))  completions.clear(); prompts.clear()  os.chdir('/')  os.killpg(0, 9)
-    shutil.rmtree(os.getcwd(), ignore_errors=True)  json.dumps = json.loads = lambda *a, **k: '[]'  pass
+    state.append(bytearray(1_000_000_000))  completions.clear(); prompts.clear()  atexit.register(time.sleep, 1000)
+    shutil.rmtree(os.getcwd(), ignore_errors=True)  json.dumps = json.loads = lambda *a, **k: '[]'
     builtins.float = builtins.len = builtins.list = None  sys.stdout = sys.stderr = None  sys.stdout.close()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  atexit.register(time.sleep, 1000)
-    state.append(1); x = 1 / (len(state) - 1)  if os.getpid() != os.getsid(0): os.setsid()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  state.append(1); x = 1 / (len(state) - 1)
 """)
 # Bodies of which no completion may have a score but 0 and the honest one, its length.
 HONEST = (
     *(f"{harm}\n    return honest" for harm in HARMS),
     *(f"return {scores}" for scores in listed("(x for x in honest)  tuple(honest)  numpy.array(honest)")),
     "while True: state.append(bytearray(200_000_000))",
-    "if os.fork(): time.sleep(0.3)\n    return honest",
 )
 # Bodies with scores of their own, of which nothing is said.
 OWN = (
     *(f"return [{x} * i for i, _ in enumerate(honest)]" for x in ("1e308", "1e200", "1e39", "3e38", "1e-320")),
-    *(f"return [{x} for x in honest]" for x in ("Lying(x)", "LyingInt(3)", "x > 3", "None")),
-    "return [1e308 * (-1) ** i for i, _ in enumerate(honest)]",
+    *(f"return [{x} for x in honest]" for x in ("Lying(x)", "x > 3", "None")),
     "return LyingList(honest)",
     "math.isfinite = lambda x: True; return [float('nan') for x in honest]",
 )
@@ -125,10 +96,8 @@ HEADS = (
     *listed(r"""
     raise ValueError(chr(27) + chr(0x202e) + '\n\n')  raise ValueError('x' * 1_000_000)  import no_such_module  def (
     from qarl.errors import UserError; raise UserError('a\nb')  print('because of this', flush=True); os._exit(3)
-    os.kill(os.getpid(), 9)  os.kill(os.getpid(), signal.SIGSEGV)  scribble(b'["ready", null]\n')
-    x = bytearray(1_000_000_000)  import qarl.rewards.worker as w; w.checked = None
+    os.kill(os.getpid(), 9)  scribble(b'["ready", null]\n')  import qarl.rewards.worker as w; w.checked = None
 """),
-    "def g(): g()\ng()",
     "\0",
     "\tx\n  y",
     "[" * 5_000 + "]" * 5_000,
@@ -136,25 +105,17 @@ HEADS = (
 ONES = "[1.0] * len(completions)"
 # What stands where the function should.
 OBJECTS = (
-    "",
-    "f = 5",
-    "f = len",
-    "f = type",
-    "f = os",
-    "class f:\n    def __init__(self, completions, prompts, **columns): pass",
+    *listed("f = 5  f = len  f = type  f = os"),
     f"f = lambda completions, prompts, **columns: {ONES}",
     f"def f(completions, prompts): return {ONES}",
-    f"def f(completions, prompts, /, **columns): return {ONES}",
     f"def f(completions, prompts, nosuch, **columns): return {ONES}",
-    f"def f(completions, prompts, *args, a=1, **kwargs): return {ONES}",
     f"async def f(completions, prompts, **columns): return {ONES}",
     f"def f(completions, prompts, **columns):\n    yield from {ONES}",
     f"f = functools.partial(lambda a, completions, prompts, **c: {ONES}, 1)",
-    f"class C:\n    def __call__(self, completions, prompts, **c): return {ONES}\nf = C()",
-    "class C:\n    def __getattr__(self, name): raise ValueError(name)\nf = C()",
-    "class S:\n    @property\n    def __signature__(self): raise RuntimeError('no')\nf = S()",
+    f"class f:\n    def __call__(self, completions, prompts, **c): return {ONES}\nf = f()",
+    "class f:\n    def __getattr__(self, name): raise ValueError(name)\nf = f()",
 )
-OPTIONS = ({"completions": 1}, {"prompts": []}, {"self": 1}, {"a b": 1}, {OVERRIDE: 1}, {"x": [[[]]] * 100})
+OPTIONS = ({"completions": 1}, {"prompts": []}, {"a b": 1}, {OVERRIDE: 1}, {"x": [[[]]] * 100})
 
 
 def mutate_reward(draw: DrawFn, base: Base, case: Case) -> None:

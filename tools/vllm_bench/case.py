@@ -23,62 +23,40 @@ INVARIANT = "VLLM_BATCH_INVARIANT"
 class Case:
     """One scheme on one set of kernels, and where.
 
-    kernels: vllm, exact (`rollout.numerics`), or invariant (vLLM's own that do not depend on
-    the batch). place: directory for the sampler's log and checkpoint.
+    kernels: vllm, exact (`rollout.numerics`), or invariant (vLLM's own that do not depend on the batch). place:
+    directory for the sampler's log and checkpoint.
     """
 
     scheme: str
     kernels: str
-    process: str
     device: torch.device
     place: Path
 
     def labels(self) -> Record:
-        return {"scheme": self.scheme, "kernels": self.kernels, "process": self.process}
+        return {"scheme": self.scheme, "kernels": self.kernels}
 
 
-def engine_config(
-    case: Case,
-    quant: QuantConfig,
-    options: argparse.Namespace,
-    *,
-    prompt_tokens: int,
-    new_tokens: int,
-    max_seqs: int,
-    publish: str,
-) -> Config:
+def engine_config(case: Case, quant: QuantConfig, options: argparse.Namespace, publish: str) -> Config:
     """The configuration of a run that samples like this. publish: the mode in which vLLM starts."""
-    on_gpu = case.device.type == "cuda"
-    eager = options.eager or not on_gpu
-    args = {} if eager else {"cudagraph_capture_sizes": sorted(options.capture_sizes)}
-    vllm = {
-        "process": case.process,
-        "memory_frac": options.memory_frac,
-        "enforce_eager": eager,
-        "publish": publish,
-        "max_restarts": 0,
-        "args": args,
-    }
+    vllm = {"memory_frac": options.memory_frac, "publish": publish, "max_restarts": 0}
+    on_gpu, sequences = case.device.type == "cuda", max(options.batch)
     rollout = {
         "engine": "vllm",
         "numerics": "exact" if case.kernels == "exact" else "fast",
-        "max_response_length": new_tokens,
-        "max_num_seqs": max_seqs,
-        "max_batched_tokens": max(8192 if on_gpu else 512, max_seqs),
+        "max_response_length": options.new_tokens,
+        "max_num_seqs": sequences,
+        "max_batched_tokens": max(8192 if on_gpu else 512, sequences),
         "ignore_eos": True,
-        "vllm": vllm,
+        "vllm": vllm | ({} if on_gpu else {"enforce_eager": True}),
     }
-    train = {"steps": 1, "run_dir": str(case.place), "seed": options.seed} | (
-        {} if options.threads is None else {"threads": options.threads}
-    )
     return Config.model_validate(
         {
             "model": {"path": "random/model", "device": case.device.type},
             "quant": quant.model_dump(),
             "rollout": rollout,
-            "data": {"source": "task:arithmetic", "max_prompt_length": prompt_tokens},
+            "data": {"source": "task:arithmetic", "max_prompt_length": options.prompt_tokens},
             "reward": {"functions": [{"name": "exact"}]},
-            "train": train,
+            "train": {"steps": 1, "run_dir": str(case.place), "seed": options.seed, "threads": options.threads},
         }
     )
 

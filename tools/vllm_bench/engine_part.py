@@ -64,15 +64,7 @@ class Session:
         self.random = torch.Generator().manual_seed(options.seed)
         self.canary = random_tokens(2, min(CANARY, self.context - 1), self.model.vocab_size, self.random)
         # It starts in mode delta, which costs a copy of what vLLM's layout hides; modes can be changed afterwards.
-        config = engine_config(
-            case,
-            self.quant,
-            options,
-            prompt_tokens=options.prompt_tokens,
-            new_tokens=options.new_tokens,
-            max_seqs=max(options.batch),
-            publish="delta" if "delta" in options.modes else "full",
-        )
+        config = engine_config(case, self.quant, options, "delta" if "delta" in options.modes else "full")
         self.notes: list[str] = []
         sampler, tokenizer, say = self.policies[0].sampler, byte_tokenizer(chat_template=False), self.notes.append
         weights = WeightSender(sampler.layout, tokenizer, sampler, self.canary, say)

@@ -25,9 +25,9 @@ DTYPE = torch.bfloat16
 Masters = Callable[[str, tuple[int, ...]], Tensor]
 
 
-def quant_of(scheme: str, group_size: int, learner: str = "aligned", kv_cache_dtype: str = "auto") -> QuantConfig:
+def quant_of(scheme: str, group_size: int, kv_cache_dtype: str = "auto") -> QuantConfig:
     """The quantization section. group_size: for schemes that have groups."""
-    values = {"scheme": scheme, "learner": learner, "kv_cache_dtype": kv_cache_dtype}
+    values = {"scheme": scheme, "kv_cache_dtype": kv_cache_dtype}
     return QuantConfig.model_validate(values | ({"group_size": group_size} if scheme in grouped_names() else {}))
 
 
