@@ -19,8 +19,8 @@ from qarl.config.source import ConfigSource, Overrides, read_source
 from qarl.distributed.place import place
 from qarl.errors import UserError
 from qarl.inputs.paths import user_path
-from qarl.threads import wait_politely
 from qarl.types import Completion, EvaluationResult, Exactness, ExportResult, TrainResult
+from qarl.utils.threads import wait_politely
 
 if TYPE_CHECKING:
     from qarl.inference.target import Target
@@ -60,8 +60,8 @@ def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
         UserError: Something that the user can fix.
         qarl.distributed.fault.OtherRankFailed: Another rank of the run failed.
     """
-    from qarl.config.weights import check_weights
-    from qarl.memory import expected_device, too_large
+    from qarl.config.weight_files import check_weights
+    from qarl.memory.estimate import expected_device, too_large
     from qarl.storage.names import checkpoint_steps, step_name
     from qarl.storage.runs import EVALUATIONS, METRICS, Evaluation, read_metrics, read_records
 
@@ -306,7 +306,7 @@ def evaluate(
     section, notes = evaluation_section(found, request)
     shaped = prompting(found, request)
     wait_politely()
-    from qarl.evaluation.command import evaluate_target  # torch: only once the request is known to be good
+    from qarl.evaluation.evaluate import evaluate_target  # torch: only once the request is known to be good
 
     where = None if out is None else user_path(out, "--out")
     results, path = evaluate_target(found, section, not data, where, device, notes, console, shaped)
@@ -432,7 +432,7 @@ def verify_exact(
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(os.fspath(target), step=step, quant=quant, model=model, verify_digests=verify_digests)
     wait_politely()
-    from qarl.exactness.command import check_exactness  # torch: only once the target is known
+    from qarl.exactness.check import check_exactness  # torch: only once the target is known
     from qarl.exactness.request import Request
 
     request = Request(tokens, longest, sequences, temperature, top_k, top_p, min_p, seed)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from qarl.text import visible
+from qarl.utils.text import visible
 
 UNEXPECTED = 70  # the exit code for a fault of the program's own (EX_SOFTWARE of sysexits.h)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl.threads import wait_politely
+from qarl.utils.threads import wait_politely
 
 wait_politely()  # before anything imports torch
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # which share the cores, as do processes that a test starts

@@ -156,7 +156,7 @@ def test_compare_offline_returns_a_member_a_scheme(tiny_model, folder):
 
 
 def test_the_record_of_a_script_names_the_script(monkeypatch):
-    from qarl.invocation import command_line
+    from qarl.utils.invocation import command_line
 
     monkeypatch.setattr(sys, "argv", ["study.py", "--fast"])
     assert command_line() == ["python", "study.py", "--fast"]

@@ -10,9 +10,9 @@ from fractions import Fraction
 
 import pytest
 
-from qarl.averages import deviation, mean
 from qarl.rewards import RewardResult
 from qarl.training.metrics import reward_metrics
+from qarl.utils.averages import deviation, mean
 
 
 @pytest.mark.parametrize("power", [0, 1, 10, 100, 150, 155, 200, 300, 307, 308])

@@ -204,7 +204,7 @@ def test_a_leftover_interrupt_exits_130(config, loop):
     assert run("train", config) == 130
 
 
-@pytest.mark.parametrize("module", ["qarl", "qarl.config", "qarl.cli", "qarl.memory"])
+@pytest.mark.parametrize("module", ["qarl", "qarl.config", "qarl.cli", "qarl.memory.estimate"])
 def test_import_is_free_of_heavy_libraries(module):
     done = python(f"import sys, {module}; print([m for m in {HEAVY} if m in sys.modules])")
     assert done.stdout.strip() == "[]", done.stderr

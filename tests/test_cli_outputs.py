@@ -15,10 +15,10 @@ from qarl.errors import UserError
 WORK = (
     "qarl.api.verify_exact",
     "qarl.report.run_report.report_sections",
-    "qarl.comparison.command.train_members",
-    "qarl.comparison.command.build",
-    "qarl.comparison.offline.command.open_masters",
-    "qarl.evaluation.command.open_policy",
+    "qarl.comparison.compare.train_members",
+    "qarl.comparison.compare.build",
+    "qarl.comparison.offline.compare_offline.open_masters",
+    "qarl.evaluation.evaluate.open_policy",
     "qarl.exporting.job.open_masters",
 )
 # Command -> its arguments, {out} standing for the output, and the files and directories that it writes in there.

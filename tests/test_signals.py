@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from qarl.distributed.fault import INTERRUPTED
-from qarl.signals import Interrupted, Signals, StoppedAtOnce, is_stop, stop_signals
 from qarl.training.interrupt import InterruptGuard
+from qarl.utils.signals import Interrupted, Signals, StoppedAtOnce, is_stop, stop_signals
 
 STOPS = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
 

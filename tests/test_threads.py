@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qarl.threads import one_thread
+from qarl.utils.threads import one_thread
 
 
 @pytest.mark.parametrize("count", [1, 3])

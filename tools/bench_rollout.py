@@ -28,7 +28,6 @@ from step_bench.shapes import random_model, shape_of
 from tiny_models import byte_tokenizer
 
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig
-from qarl.flops import forward_flops
 from qarl.policy.experts import take_apart
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import load_architecture
@@ -36,6 +35,7 @@ from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.training.allocator import keep_freed_memory
+from qarl.training.flops import forward_flops
 from qarl.training.metrics import peak_memory_gib
 from qarl.types import Prompt
 

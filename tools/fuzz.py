@@ -38,8 +38,8 @@ from fuzzing.summary import Tally, describe
 # Modules that commands import when they need them: here once, not in every case.
 WARM = """
 torch transformers matplotlib.pyplot rich.table psutil safetensors.torch compressed_tensors pyarrow.parquet
-qarl.training.loop qarl.evaluation.command qarl.exporting.job qarl.exporting.verify qarl.inference.generate
-qarl.comparison.offline.command qarl.comparison.command qarl.diagnostics.diagnose.command qarl.report.run_report
+qarl.training.loop qarl.evaluation.evaluate qarl.exporting.job qarl.exporting.verify qarl.inference.generate
+qarl.comparison.offline.compare_offline qarl.comparison.compare qarl.diagnostics.diagnose.run qarl.report.run_report
 transformers.models.llama.modeling_llama
 """
 

@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 from process_tree import abort, marked, runs, send, traced
 
-from qarl.machine import visible_gpus
+from qarl.utils.machine import visible_gpus
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl.threads import wait_politely
+from qarl.utils.threads import wait_politely
 
 wait_politely()  # before anything imports torch
 

@@ -17,19 +17,19 @@ from qarl.config import Config, check_inputs, load_config
 from qarl.config.check import check_ranks
 from qarl.config.limits import DEVICES
 from qarl.config.messages import fault_line
-from qarl.config.weights import check_weights
+from qarl.config.weight_files import check_weights
 from qarl.distributed.fault import OTHER_RANK, OtherRankFailed
 from qarl.distributed.launch import gpus_for_ranks, train_on_ranks
 from qarl.distributed.notes import leave_note, mark_done
 from qarl.distributed.place import own_arguments, place, rank_of_several
 from qarl.errors import UNEXPECTED, UserError, machine_fault, unexpected, with_traceback
 from qarl.inputs.code import describe
-from qarl.machine import gpu_bytes, machine_bytes
-from qarl.memory import Item, estimate, expected_device, peak_bytes, too_large
+from qarl.memory.estimate import Item, estimate, expected_device, peak_bytes, too_large
+from qarl.memory.out_of_memory import memory_errors
+from qarl.memory.sizes import decide_sizes, decided
 from qarl.objectives.base import RatioObjective
-from qarl.out_of_memory import memory_errors
-from qarl.sizes import decide_sizes, decided
 from qarl.terminal.streams import inert_output
+from qarl.utils.machine import gpu_bytes, machine_bytes
 
 app = typer.Typer(
     help="Train language-model policies on the low-bit tensors they are served with.",

@@ -13,12 +13,12 @@ from qarl.cli.options import Device, MovedModel
 from qarl.cli.tables import table_console
 from qarl.config.limits import STEPS
 from qarl.storage.runs import read_run_config
-from qarl.threads import wait_politely
+from qarl.utils.threads import wait_politely
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from qarl.diagnostics.diagnose.command import Diagnosed
+    from qarl.diagnostics.diagnose.run import Diagnosed
 
 INDENT = 2  # of a metric under what it is about
 BESIDE = 80  # characters beside the metrics' names: the value, the borders, and an explanation of two lines at most
@@ -49,7 +49,7 @@ def diagnose(
     """
     read_run_config(run)  # what is no run is refused before torch is imported
     wait_politely()
-    from qarl.diagnostics.diagnose.command import diagnose_run
+    from qarl.diagnostics.diagnose.run import diagnose_run
     from qarl.training.noise import quiet_libraries
 
     with quiet_libraries(typer.echo):
@@ -68,7 +68,7 @@ def diagnose(
 def _print(found: Diagnosed) -> None:
     from rich.text import Text
 
-    from qarl.diagnostics.diagnose.page import MARKS
+    from qarl.diagnostics.diagnose.diagnosis_page import MARKS
 
     console = table_console()
     console.print(numbers_table(found.diagnosis.metrics, f"Step {found.diagnosis.step}", console.width))
@@ -91,7 +91,7 @@ def numbers_table(metrics: Mapping[str, float], title: str, width: int) -> Table
     from rich.table import Table
     from rich.text import Text
 
-    from qarl.diagnostics.diagnose.page import explained, grouped
+    from qarl.diagnostics.diagnose.diagnosis_page import explained, grouped
     from qarl.report.formatting import number
 
     names = max(map(len, metrics), default=0) + INDENT

@@ -13,7 +13,7 @@ from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Ste
 from qarl.config.data import TEMPLATE_OPTION
 from qarl.config.limits import SAMPLES, TOKENS, VOCABULARY
 from qarl.inference.target import given, resolve_target
-from qarl.threads import wait_politely
+from qarl.utils.threads import wait_politely
 
 
 def generate(

@@ -104,7 +104,7 @@ def _age(elapsed: float) -> str:
 
 
 def _one_line(text: str) -> str:
-    from qarl.text import visible
+    from qarl.utils.text import visible
 
     return visible(text)
 

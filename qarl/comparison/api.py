@@ -12,8 +12,8 @@ from qarl.config.source import ConfigSource, Overrides, override_texts, read_sou
 from qarl.errors import UserError
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import user_path
-from qarl.threads import wait_politely
 from qarl.types import ComparisonResult
+from qarl.utils.threads import wait_politely
 
 AnyPath = str | os.PathLike[str]
 OFFLINE_TOKENS = 4096  # of the text that an offline comparison uses
@@ -49,7 +49,7 @@ def compare(
     Raises:
         UserError: Something that the user can fix.
     """
-    from qarl.comparison.command import compare_config, compare_runs, compare_study, default_out
+    from qarl.comparison.compare import compare_config, compare_runs, compare_study, default_out
     from qarl.comparison.plan import parse_axes, parse_seeds, split_list
     from qarl.comparison.study import is_study
 
@@ -116,7 +116,7 @@ def compare_offline(
 
     names = parse_names("--schemes", _commas(schemes) or "", scheme_names())
     wait_politely()
-    from qarl.comparison.offline.command import compare_offline as run  # torch
+    from qarl.comparison.offline.compare_offline import compare_offline as run  # torch
 
     name = os.fspath(model)
     slug = Path(name).name.replace(":", "-")[:100]

@@ -15,7 +15,7 @@ from qarl.config import Config, check_model
 from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.memory import DTYPE_BYTES
+from qarl.memory.estimate import DTYPE_BYTES
 from qarl.storage.runs import RunRecord
 
 COLUMN = "column:"  # before the head of a study's column, in the keys of comparison.json

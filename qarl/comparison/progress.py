@@ -19,7 +19,7 @@ from qarl.inputs.files import Unreadable, open_regular
 from qarl.report.formatting import number, seconds
 from qarl.storage.runs import Metrics, parse_record
 from qarl.terminal.console import Console
-from qarl.text import visible
+from qarl.utils.text import visible
 
 QUIET_SECONDS = 60.0
 _TAIL_BYTES = 2**16  # more than the last two lines of any metrics.jsonl

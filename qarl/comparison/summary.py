@@ -21,7 +21,7 @@ from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.rundir import flatten
 from qarl.storage.runs import RunRecord
 from qarl.terminal.console import Console
-from qarl.text import visible
+from qarl.utils.text import visible
 
 FORMAT_VERSION = 1
 # Of an environment, what says nothing about the numbers of a run.

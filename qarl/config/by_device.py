@@ -1,4 +1,4 @@
-"""Sizes that are the device's to say: null in a configuration, a number in whatever runs (`qarl.sizes` decides)."""
+"""Sizes that depend on the device: null in a configuration, and a number in a run (`qarl.memory.sizes` decides)."""
 
 from __future__ import annotations
 

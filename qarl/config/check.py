@@ -28,8 +28,8 @@ from qarl.config.overrides import override_keys
 from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.fused import fusion_fault
-from qarl.text import visible
+from qarl.utils.packed_linears import fusion_fault
+from qarl.utils.text import visible
 
 
 @dataclass(frozen=True)

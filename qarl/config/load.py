@@ -16,7 +16,7 @@ from qarl.config.yaml_nodes import NODES, YAML_BYTES
 from qarl.errors import UserError
 from qarl.inputs.files import NoSuchFile, Unreadable, read_text
 from qarl.inputs.paths import user_path
-from qarl.text import visible
+from qarl.utils.text import visible
 
 # A value takes no more than this in YAML: its indentation and key's punctuation, and a character as an escape.
 _NODE_BYTES, _CHARACTER_BYTES = 80, 14

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qarl.config.model_schema import ConfigJson
-from qarl.experts import EXPERT_NAMES, ExpertNames
+from qarl.utils.expert_names import EXPERT_NAMES, ExpertNames
 
 # What transformers takes where a key is missing: experts, experts a token, and features of an expert.
 _DEFAULTS = {"qwen2_moe": (60, 4, 1408), "qwen3_moe": (128, 8, 768), "mixtral": (8, 2, None), "olmoe": (64, 8, None)}

@@ -7,7 +7,7 @@ from typing import Any
 from qarl.config.messages import shown
 from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
-from qarl.text import visible
+from qarl.utils.text import visible
 
 KeyPath = tuple[str, ...]
 

@@ -14,7 +14,7 @@ import yaml
 from qarl.config.messages import capped, shown
 from qarl.config.yaml_nodes import SCALARS, YAML_BYTES, LimitedComposer, Refused, Values
 from qarl.errors import UserError
-from qarl.text import visible
+from qarl.utils.text import visible
 
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 

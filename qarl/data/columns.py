@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qarl.errors import UserError
-from qarl.text import visible
+from qarl.utils.text import visible
 
 if TYPE_CHECKING:
     from qarl.config.data import DataConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from qarl.data.rendering import LimitExceeded, Refused, limited
 from qarl.errors import UserError
-from qarl.text import visible
+from qarl.utils.text import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

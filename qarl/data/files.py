@@ -19,7 +19,7 @@ from qarl.errors import UserError
 from qarl.inputs.files import LINE_BYTES, Unreadable, read_lines, read_text
 from qarl.inputs.json import json_kind, parse_json
 from qarl.inputs.paths import path_errors
-from qarl.text import visible
+from qarl.utils.text import visible
 
 Row = dict[str, Any]
 

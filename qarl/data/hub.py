@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 
 from qarl.errors import UserError
-from qarl.text import visible
+from qarl.utils.text import visible
 
 
 def load(name: str, subset: str | None, split: str, max_rows: int | None) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ from qarl.data.columns import listed, map_columns
 from qarl.data.conversation import ChatTemplate, Message, encode, is_conversation, plain_messages
 from qarl.data.sources import Row, load_rows
 from qarl.errors import UserError
-from qarl.text import visible
 from qarl.types import Prompt
+from qarl.utils.text import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

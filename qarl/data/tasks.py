@@ -9,7 +9,7 @@ from typing import Any
 
 from qarl.data.values import plain
 from qarl.errors import UserError
-from qarl.text import visible
+from qarl.utils.text import visible
 
 Row = dict[str, Any]
 

@@ -13,9 +13,9 @@ from qarl.config import Config
 from qarl.diagnostics.mismatch import log_prob_gap
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import truncation_of
-from qarl.threads import one_thread
 from qarl.training.batch import CPU, Batch
 from qarl.training.observer import Observer
+from qarl.utils.threads import one_thread
 
 
 class Agreement(Observer):

@@ -9,7 +9,7 @@ import torch
 from qarl_formats.weight import LowBitWeight, codes_changed
 from torch import Tensor
 
-from qarl.experts import of_experts
+from qarl.utils.expert_names import of_experts
 from qarl.weight_sync.snapshot import Snapshot
 
 Crossings = dict[str, tuple[int, int]]

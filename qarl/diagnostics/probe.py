@@ -24,10 +24,10 @@ from qarl.distributed.ranks import Alone, Ranks
 from qarl.objectives.common import TokenLogProbs
 from qarl.objectives.objective import Objective
 from qarl.policy.policy import Policy
-from qarl.threads import one_thread
 from qarl.training.batch import CPU, Batch, Part, rounds
 from qarl.training.columns import Column
 from qarl.training.observer import Observer
+from qarl.utils.threads import one_thread
 
 
 @dataclass

@@ -14,8 +14,8 @@ from qarl.diagnostics.crossings import Crossings, by_layer
 from qarl.diagnostics.layout import FORMAT_VERSION
 from qarl.diagnostics.mismatch import probability_deciles
 from qarl.diagnostics.precision import clipped_tokens
-from qarl.experts import of_experts
 from qarl.objectives.segments import Segments
+from qarl.utils.expert_names import of_experts
 
 if TYPE_CHECKING:
     from qarl.objectives.base import Band

@@ -18,7 +18,7 @@ from torch import Tensor
 from qarl.distributed.exchange import Exchange
 from qarl.distributed.gathers import Gathers, own_rows
 from qarl.distributed.rows import Block, RowPlan
-from qarl.fused import shared_scales
+from qarl.utils.packed_linears import shared_scales
 from qarl.weight_sync.quantize import Quantizer, SchemeOf
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qarl.errors import UNEXPECTED, UserError, machine_fault
-from qarl.signals import Interrupted
+from qarl.utils.signals import Interrupted
 
 FAULT = "fault.json"
 OTHER_RANK = 75  # the exit code where another rank failed (EX_TEMPFAIL of sysexits.h)

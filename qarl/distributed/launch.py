@@ -18,7 +18,7 @@ from typing import Any
 
 from qarl.config import Config, check_inputs, load_config
 from qarl.config.check import check_ranks
-from qarl.config.weights import check_weights
+from qarl.config.weight_files import check_weights
 from qarl.distributed.board import Folder
 from qarl.distributed.fault import INTERRUPTED, OTHER_RANK, Fault, forget_fault, host, write_fault
 from qarl.distributed.folder import meeting_folder
@@ -27,9 +27,9 @@ from qarl.distributed.place import MEETING, log_name
 from qarl.distributed.watch import GRACE_S, NOTE, TICK_S
 from qarl.errors import UNEXPECTED, UserError
 from qarl.inputs.paths import user_path
-from qarl.machine import visible_gpus
-from qarl.memory import expected_device
-from qarl.signals import Signals
+from qarl.memory.estimate import expected_device
+from qarl.utils.machine import visible_gpus
+from qarl.utils.signals import Signals
 
 POLL_S = 0.1
 LEAVE_S = GRACE_S + 10  # for the other ranks, once one has failed
@@ -41,7 +41,7 @@ TAIL_BYTES = 16_384
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from qarl.distributed.child import main; main(int(sys.argv[2]), sys.argv[3:])"
+    "from qarl.distributed.rank_process import main; main(int(sys.argv[2]), sys.argv[3:])"
 )
 
 

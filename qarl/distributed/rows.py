@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from qarl_formats.scheme import Scheme
 
-from qarl.experts import experts_of
-from qarl.fused import fused_groups
+from qarl.utils.expert_names import experts_of
+from qarl.utils.packed_linears import fused_groups
 
 Block = tuple[str, ...]
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
-from qarl.signals import is_stop
+from qarl.utils.signals import is_stop
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def together(ranks: Ranks, work: Callable[[], T], longer_s: float = 0) -> T:
 
     Args:
         ranks: The ranks of the run.
-        work: What to run. Signals end it at once and without the other ranks; see `qarl.signals.is_stop`.
+        work: What to run. Signals end it at once and without the other ranks; see `qarl.utils.signals.is_stop`.
         longer_s: Seconds, beyond `distributed.timeout_s`, that one rank may need more than another.
 
     Returns:

@@ -16,7 +16,7 @@ from qarl.config.evaluation_presets import PRESETS, unknown_preset
 from qarl.config.messages import Loc, fault_lines, shown
 from qarl.errors import UserError
 from qarl.inference.target import Target
-from qarl.text import visible
+from qarl.utils.text import visible
 
 DEFAULT_RESPONSE_LENGTH = 1024  # of the papers' sets, where neither the command nor the run says
 DEFAULT_TRAINING_PROMPTS = 128

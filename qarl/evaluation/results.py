@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from qarl.averages import mean
 from qarl.evaluation.estimators import Estimate, task_avg, task_pass_at_k, unweighted_mean
 from qarl.inputs.schema import Record
 from qarl.storage.saved_state import Count
+from qarl.utils.averages import mean
 
 Row = dict[str, Any]
 

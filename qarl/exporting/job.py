@@ -11,15 +11,15 @@ from qarl_formats.scheme import is_ignored
 
 from qarl.config.quant import GROUPED, scheme_of
 from qarl.errors import UserError
-from qarl.experts import is_router
 from qarl.exporting.card import model_card
 from qarl.exporting.writer import ExportReport, export_checkpoint
-from qarl.fused import fusion_fault
 from qarl.inference.masters import Masters, open_masters
 from qarl.inference.target import Target
 from qarl.storage.checkpoint import CheckpointDamaged
 from qarl.storage.names import checkpoint_steps
 from qarl.storage.shards import bf16_bytes, stored_bytes
+from qarl.utils.expert_names import is_router
+from qarl.utils.packed_linears import fusion_fault
 
 
 def export_target(

@@ -23,7 +23,6 @@ from huggingface_hub.errors import StrictDataclassError
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.experts import experts_of
 from qarl.exporting.readers import (
     Reading,
     Unsupported,
@@ -34,7 +33,6 @@ from qarl.exporting.readers import (
     read_vllm,
     release_memory,
 )
-from qarl.fused import fusion_fault
 from qarl.inference.export_record import read_export_record
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
@@ -45,6 +43,8 @@ from qarl.policy.skeleton import linear_names
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.runs import read_records
 from qarl.types import Prompt
+from qarl.utils.expert_names import experts_of
+from qarl.utils.packed_linears import fusion_fault
 from qarl.weight_sync.snapshot import Snapshot
 
 MAX_TOKENS = 24

@@ -18,7 +18,6 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from qarl.config import ModelConfig, QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.fused import shared_scales
 from qarl.inference.export_record import SKIP_IN_TRAINING, ExportRecord, TensorDigest, read_export_record
 from qarl.inference.target import Target
 from qarl.inputs.open_tensors import OpenTensors
@@ -29,6 +28,7 @@ from qarl.policy.load_config import load_generation_config, load_model_config
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.saved_state import Inputs, PolicyState, saved_state
+from qarl.utils.packed_linears import shared_scales
 from qarl.weight_sync.quantize import quantize_parameter
 from qarl.weight_sync.snapshot import describe
 

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from qarl.config import RolloutConfig
 from qarl.config.quant import OF_TRAINING, scheme_of
-from qarl.config.weights import EMBEDDING, HEAD, require_weights
+from qarl.config.weight_files import EMBEDDING, HEAD, require_weights
 from qarl.errors import UserError
 from qarl.inference.export_record import ExportRecord
 from qarl.inference.masters import Masters, digest_of, open_masters, plain_config

@@ -21,7 +21,7 @@ from typing import Any
 
 from qarl.errors import UserError
 from qarl.inputs.paths import path_errors, user_path
-from qarl.signals import is_stop
+from qarl.utils.signals import is_stop
 
 REFERENCE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 

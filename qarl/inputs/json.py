@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.inputs.files import TEXT_BYTES, Unreadable, decode, read_text
-from qarl.text import visible
+from qarl.utils.text import visible
 
 DEPTH = 64  # of lists and objects in each other
 INT_DIGITS = 4000  # below Python's own limit for turning text into an integer, 4,300
@@ -31,7 +31,7 @@ def parse_json(
 
     place: what the text is (a file, a line of it), for messages. big_integers: integers of up to INT_DIGITS digits;
     otherwise they fit 64 bits. nonfinite: NaN and Infinity, which strict JSON cannot say. surrogates: lone ones too,
-    of text that goes nowhere but through `qarl.text.visible`.
+    of text that goes nowhere but through `qarl.utils.text.visible`.
     Raises Unreadable: not UTF-8, not JSON, deeper than DEPTH, a number too large, text with lone surrogates.
     """
     if isinstance(text, bytes):

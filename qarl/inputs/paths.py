@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qarl.errors import MACHINE_FIXES, UserError
-from qarl.text import visible
+from qarl.utils.text import visible
 
 NAME_BYTES = 255  # of one component, on every common file system
 PATH_BYTES = 4095  # Linux' PATH_MAX without the closing NUL

@@ -24,10 +24,10 @@ from qarl.errors import UserError
 from qarl.inputs.code import REFERENCE, check_reference, describe, file_of, find
 from qarl.inputs.paths import PATH_BYTES
 from qarl.inputs.sources import source_parts
+from qarl.memory.out_of_memory import is_out_of_memory
 from qarl.objectives.base import RatioObjective, SurrogateFunction
 from qarl.objectives.common import RATIO_STATS, Surrogate, SurrogateInputs
-from qarl.out_of_memory import is_out_of_memory
-from qarl.signals import is_stop
+from qarl.utils.signals import is_stop
 
 _STATISTIC = re.compile(r"objective/[A-Za-z0-9_]+")
 

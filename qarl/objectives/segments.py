@@ -36,7 +36,7 @@ class Segments:
         """Pack responses with these token counts in this order."""
         import torch
 
-        from qarl.transfer import upload
+        from qarl.utils.transfer import upload
 
         counts = torch.tensor(lengths, dtype=torch.int64)
         index = torch.repeat_interleave(torch.arange(len(lengths)), counts)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from qarl.errors import UserError
-from qarl.experts import EXPERT_NAMES, ExpertNames
+from qarl.utils.expert_names import EXPERT_NAMES, ExpertNames
 
 BLOCK = "mlp"  # attribute of a transformers layer that holds its experts, whatever checkpoints call it
 

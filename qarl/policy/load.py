@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from qarl.config import ModelConfig
 from qarl.config.architecture import Architecture
-from qarl.config.weights import EMBEDDING, HEAD, quantized_checkpoint, require_gguf, require_weights
+from qarl.config.weight_files import EMBEDDING, HEAD, quantized_checkpoint, require_gguf, require_weights
 from qarl.errors import UserError
 from qarl.inputs.files import read_prefix, read_text
 from qarl.inputs.json import json_kind, read_json

@@ -16,7 +16,7 @@ from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_errors
 from qarl.policy.foreign import foreign_errors, quiet_loading
 from qarl.policy.source import ModelSource, from_pretrained, kept, locate
-from qarl.text import visible
+from qarl.utils.text import visible
 
 
 def load_architecture(config: ModelConfig, what: str = "config") -> Architecture | None:

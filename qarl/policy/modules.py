@@ -13,12 +13,12 @@ from transformers import PreTrainedConfig
 from qarl.config.architecture import FAMILIES
 from qarl.config.model_fields import check_implemented, check_refused, layer_windows
 from qarl.errors import UserError
-from qarl.experts import EXPERT_NAMES, ExpertNames
-from qarl.fused import GATE_UP, QKV
 from qarl.policy.experts import Mixture, normalizes
 from qarl.policy.layer import DecoderLayer, Norm
 from qarl.policy.linear import PackedLinear
 from qarl.policy.routes import ExpertLayer
+from qarl.utils.expert_names import EXPERT_NAMES, ExpertNames
+from qarl.utils.packed_linears import GATE_UP, QKV
 
 HFModule: TypeAlias = Any  # Hugging Face modules, whose attributes no type checker knows
 

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from qarl.config import QuantConfig
 from qarl.config.architecture import unserved_heads
 from qarl.errors import UserError
-from qarl.fused import shared_scales
 from qarl.policy.attention import pack, packed
 from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.device import use_kernels
@@ -25,7 +24,8 @@ from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import check_shapes, linear_names
 from qarl.policy.weights import WeightSet, learner_weights, sampler_weights
-from qarl.transfer import upload
+from qarl.utils.packed_linears import shared_scales
+from qarl.utils.transfer import upload
 from qarl.weight_sync.quantize import quantize_parameters
 from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 

@@ -9,7 +9,7 @@ import torch
 from qarl_kernels.moe.balance import choices
 from torch import Tensor
 
-from qarl.experts import ExpertNames
+from qarl.utils.expert_names import ExpertNames
 
 UINT8_EXPERTS = 255  # experts 0 to 254; 255 marks an unknown token
 

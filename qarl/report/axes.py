@@ -13,7 +13,7 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
 
 from qarl.report.formatting import number
-from qarl.text import visible
+from qarl.utils.text import visible
 
 STYLES: tuple[Literal["-"] | tuple[float, tuple[float, float]], ...] = (
     "-",

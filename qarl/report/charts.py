@@ -17,7 +17,7 @@ from qarl.report.axes import Colours, finite
 from qarl.report.blocks import Chart, LineChart, Scatter, Section
 from qarl.report.figures import draw, has_data, log_scale, rc, thin
 from qarl.report.scatter import MAX_DOTS
-from qarl.text import visible
+from qarl.utils.text import visible
 
 # After Okabe and Ito: apart for every common kind of colour blindness; darkened to 3:1 on white, lightened on black.
 LIGHT_CURVES = ("#0072b2", "#c14f00", "#00805c", "#a3508a", "#8f6b00", "#2687bd", "#6b6b6b")
@@ -34,7 +34,7 @@ _VARIABLES = {colour: f"var(--curve-{index})" for index, colour in enumerate(_ST
     _STAND_INS.grid: "var(--grid)",
 }
 FORMS = ("svg", "png")
-drawn: dict[tuple[int, str], bytes] = {}  # (id of a chart, form): what `qarl.report.ahead` has drawn
+drawn: dict[tuple[int, str], bytes] = {}  # (id of a chart, form): what `qarl.report.parallel_render` has drawn
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 ET.register_namespace("", _SVG)

@@ -30,7 +30,7 @@ from qarl.report.axes import (
 from qarl.report.blocks import BarChart, Chart, Histogram, LineChart, Scatter, Series
 from qarl.report.formatting import number
 from qarl.report.scatter import drawable, scatter
-from qarl.text import visible
+from qarl.utils.text import visible
 
 LEGEND_ROW = 0.2  # inches
 WIDTH = 4.5  # inches of 72 units: in a card of the page a font size of 11 comes out as about 11 px

@@ -20,7 +20,7 @@ from qarl.report.charts import DARK_CURVES, LIGHT_CURVES, chart_note, svg
 from qarl.report.figures import has_data, legend_names
 from qarl.report.formatting import number
 from qarl.storage.disk import write_together
-from qarl.text import visible
+from qarl.utils.text import visible
 
 GENERATOR = '<meta name="generator" content="qarl">'  # by which we know a page that is ours to replace
 SHOWN_CHARACTERS = 20_000  # of one prompt or completion

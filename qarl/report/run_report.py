@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from qarl.errors import UserError
-from qarl.report.ahead import drawn_ahead
 from qarl.report.blocks import (
     Bar,
     BarChart,
@@ -43,6 +42,7 @@ from qarl.report.diagnostics import diagnostics_section
 from qarl.report.evaluation import evaluation_section
 from qarl.report.formatting import gib, number, percent, seconds
 from qarl.report.page import GENERATOR, bounded, write_page
+from qarl.report.parallel_render import drawn_ahead
 from qarl.report.samples import samples_section
 from qarl.storage.disk import disk_errors, require_kinds, require_output
 from qarl.storage.rundir import flatten

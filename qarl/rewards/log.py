@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from qarl.text import visible
+from qarl.utils.text import visible
 
 FILE_BYTES = 32 * 2**20  # of each of the two files
 CALL_BYTES = 2**20  # of what one call of a function, or the loading of all, prints

@@ -22,7 +22,7 @@ from qarl.rewards.frames import REPLY_BYTES, BadFrame, Frames, frame, parse_repl
 from qarl.rewards.log import Output, RewardLog
 from qarl.rewards.resident import ends, resident_bytes
 from qarl.rewards.worker import SCORE_LIMIT
-from qarl.text import visible
+from qarl.utils.text import visible
 
 START_LIMIT_S = 120.0  # interpreter, and whatever the user's modules import
 END_LIMIT_S = 30.0  # for one that runs nothing any more to be gone

@@ -13,8 +13,8 @@ from qarl_formats.compressed import quantization_config
 from qarl_formats.scheme import Scheme
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from qarl.experts import EXPERT_NAMES
 from qarl.storage.disk import atomic_write_text
+from qarl.utils.expert_names import EXPERT_NAMES
 
 RECORD_BYTES = 512  # of one tensor's lines in headers, index and manifest, at most
 DOCUMENT_BYTES = 2**16  # card and configurations

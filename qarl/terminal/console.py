@@ -11,7 +11,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from qarl.terminal.streams import InertStream
-from qarl.text import visible
+from qarl.utils.text import visible
 
 
 class Console(rich.console.Console):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from qarl.text import visible
+from qarl.utils.text import visible
 
 
 class Outlet(io.TextIOBase):

@@ -20,8 +20,8 @@ from qarl.objectives.segments import Segments
 from qarl.policy.routes import NO_ROUTES, Routes, numbers_of
 from qarl.training.columns import Column, KeptColumn
 from qarl.training.micro_batches import Response, assign, micro_batch_ends, work
-from qarl.transfer import upload
 from qarl.types import Prompt, Rollout
+from qarl.utils.transfer import upload
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from qarl_kernels.truncation import KeptSets
 from torch import Tensor
 
 from qarl.distributed.ranks import Ranks
-from qarl.transfer import upload
+from qarl.utils.transfer import upload
 
 if TYPE_CHECKING:
     from qarl.training.batch import Part

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qarl.terminal.console import Console
-from qarl.text import visible
+from qarl.utils.text import visible
 
 TABLE_METRICS = (  # the most telling first: a narrow terminal shows those
     "reward/mean",

@@ -10,14 +10,14 @@ from typing import Any
 
 from qarl.distributed.ranks import Alone, Ranks
 from qarl.rewards import RewardResult
-from qarl.signals import Interrupted, StoppedAtOnce, stop_signals
 from qarl.training.batch import Part
 from qarl.training.observer import Observer, Phase
 from qarl.types import Prompt, Rollout
+from qarl.utils.signals import Interrupted, StoppedAtOnce, stop_signals
 
 
 class InterruptGuard:
-    """Turns stop signals (`qarl.signals.stop_signals`) into exceptions while it is entered.
+    """Turns stop signals (`qarl.utils.signals.stop_signals`) into exceptions while it is entered.
 
     At first a signal raises `Interrupted` immediately, because there is nothing to save yet. After `defer` the first
     signal is only recorded: `check` raises `Interrupted` where stopping is safe, and a second SIGINT raises

@@ -20,22 +20,20 @@ from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.inputs.code import describe
-from qarl.machine import gpu_bytes
-from qarl.out_of_memory import memory_errors
+from qarl.memory.out_of_memory import memory_errors
+from qarl.memory.sizes import decide_sizes, keep_sizes
 from qarl.policy.load_config import load_architecture
 from qarl.rollout.shared import publish_together
-from qarl.signals import Interrupted, StoppedAtOnce
-from qarl.sizes import decide_sizes, keep_sizes
 from qarl.storage.disk import disk_errors
 from qarl.storage.names import checkpoint_steps
 from qarl.storage.rundir import RunDirectory, begun_configuration
 from qarl.storage.runs import METRICS, read_metrics
 from qarl.storage.shared_rundir import open_run_directory
 from qarl.training.alarms import Alarms
+from qarl.training.checkpoint_manager import CheckpointManager, refuse_vanished
 from qarl.training.console import RunConsole
 from qarl.training.display import StepDisplay
 from qarl.training.interrupt import InterruptGuard, SafePoints
-from qarl.training.keeper import Keeper, refuse_vanished
 from qarl.training.metrics import Clock, over_ranks
 from qarl.training.noise import quiet_libraries, rewards_logged
 from qarl.training.observer import Observer, Observers
@@ -44,6 +42,8 @@ from qarl.training.recorder import NoRecords, Recorder
 from qarl.training.setup import Run, build_run
 from qarl.training.step import rl_step
 from qarl.training.step_record import StepRecord
+from qarl.utils.machine import gpu_bytes
+from qarl.utils.signals import Interrupted, StoppedAtOnce
 
 # With what a run takes less memory.
 LOWER = (
@@ -174,15 +174,15 @@ class Loop:
     ) -> None:
         self.config, self.run, self.directory, self.console, self.guard = config, run, directory, console, guard
         self.ranks = run.learner.ranks
-        self.keeper = Keeper(config.checkpoint, run, directory, console)
+        self.keeper = CheckpointManager(config.checkpoint, run, directory, console)
         self.alarms = Alarms(config, run.learner.objective, console.warn)
         self.agreement = Agreement(config, run.policy, console.warn)
 
     def run_all(self) -> int:
         """Run all remaining steps.
 
-        Before any exception leaves this method, the finished steps are saved; see `Keeper.rescue`. A second Ctrl-C is
-        the exception: it stops at once.
+        Before any exception leaves this method, the finished steps are saved; see `CheckpointManager.rescue`. Only a
+        second Ctrl-C stops at once.
 
         Returns:
             The exit code of the run: 0, or 128 + the number of the signal that stopped it.

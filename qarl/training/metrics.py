@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl.averages import deviation, mean
 from qarl.diagnostics.error_tokens import error_token_metrics
 from qarl.diagnostics.mismatch import mismatch_metrics
 from qarl.distributed.ranks import Ranks
 from qarl.rewards import RewardResult
-from qarl.threads import one_thread
 from qarl.training.batch import CPU, Batch
 from qarl.training.observer import Observer, Phase
 from qarl.types import Prompt, Rollout
+from qarl.utils.averages import deviation, mean
+from qarl.utils.threads import one_thread
 
 
 class Clock(Observer):

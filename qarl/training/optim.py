@@ -25,12 +25,12 @@ from torch.nn import Parameter
 
 from qarl.config import OptimConfig
 from qarl.errors import UserError
-from qarl.experts import is_router
 from qarl.policy.device import DTYPES
 from qarl.training.host_state import Offloaded
 from qarl.training.muon import BatchedMuon
 from qarl.training.offload import OffloadedAdamW
 from qarl.training.offload_muon import OffloadedMuon
+from qarl.utils.expert_names import is_router
 
 # What torch keeps of a parameter, by the name of the part.
 _STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from qarl.inputs.files import read_lines
 from qarl.inputs.json import strict
-from qarl.signals import is_stop
 from qarl.storage.disk import atomic_write_text, disk_errors, fsync_directory
 from qarl.storage.names import remove_later, step_name
 from qarl.storage.runs import METRICS, Metrics, parse_record
 from qarl.storage.tensorfile import safetensors_chunks, write_file
 from qarl.training.trackers import Tracker, build_trackers
+from qarl.utils.signals import is_stop
 
 
 class Recorder:

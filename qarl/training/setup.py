@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qarl.activations import Device
 from qarl.config import Config
 from qarl.config.config import mixture_faults
 from qarl.config.quant import scheme_of
@@ -30,7 +29,8 @@ from qarl.errors import UserError
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
 from qarl.inference.masters import verify_base
-from qarl.memory import update_bytes
+from qarl.memory.activations import Device
+from qarl.memory.estimate import update_bytes
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import load_architecture, load_model_config, stop_token_ids
@@ -42,7 +42,6 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.shared import NoSampler
 from qarl.storage.names import checkpoint_steps, step_name
 from qarl.storage.saved_state import Inputs, started_at
-from qarl.text import visible
 from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
 from qarl.training.fingerprints import input_digests, require_same_inputs, shared_tensors_digest, tensors_digest
@@ -51,6 +50,7 @@ from qarl.training.optim import round_masters
 from qarl.training.trackers import require_trackers
 from qarl.training.updates import LocalUpdates, Updates
 from qarl.types import Prompt
+from qarl.utils.text import visible
 
 if TYPE_CHECKING:
     from qarl.rollout.vllm.process import Sampler

@@ -16,7 +16,6 @@ from qarl.diagnostics.error_tokens import decoder, error_examples
 from qarl.diagnostics.probe import Probe
 from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.rewards import RewardResult
-from qarl.threads import one_thread
 from qarl.training.batch import Batch
 from qarl.training.metrics import (
     peak_memory_gib,
@@ -30,6 +29,7 @@ from qarl.training.observer import Observer
 from qarl.training.recorder import Recorder
 from qarl.training.setup import Run
 from qarl.types import Prompt, Rollout
+from qarl.utils.threads import one_thread
 
 ERROR_EXAMPLES = 8  # stretches of error tokens that a step's diagnostics show
 

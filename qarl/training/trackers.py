@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from qarl.errors import UserError
 from qarl.inputs.files import read_text
-from qarl.signals import is_stop
 from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.utils.signals import is_stop
 
 
 class Tracker(Protocol):

@@ -1,7 +1,7 @@
 """The tensors of a layer's experts as few large ones: how they are sent to a sampler and verified there.
 
 A mixture has tens of thousands of small tensors; naming, sending, finding and comparing each takes longer than its
-bytes. So the tensors of all experts are concatenated, in the order in which vLLM holds them (`qarl.experts`):
+bytes. So the tensors of all experts are concatenated, in vLLM's order (`qarl.utils.expert_names`):
 `...experts.w13.weight_packed` has the codes of the first expert's gate, its up, the second expert's gate, .... In
 checkpoints and exports they are separate.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from qarl_formats.rows import concatenate_rows
 from torch import Tensor
 
-from qarl.experts import expert_stacks, experts_of
+from qarl.utils.expert_names import expert_stacks, experts_of
 
 Members = Mapping[str, tuple[str, ...]]  # by a stack's name, the modules it concatenates, in order
 

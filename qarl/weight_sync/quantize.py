@@ -34,7 +34,7 @@ def quantize_parameter(
         master: float32; not changed, and the result shares no memory with it.
         version: Policy version, for errors.
         kernels: Quantize with Triton, for a master on a GPU; the tensors are the same.
-        shared: Value from `qarl.fused.shared_scales`.
+        shared: Value from `qarl.utils.packed_linears.shared_scales`.
 
     Raises:
         UserError: A value is not finite, or the scheme does not fit the shape; names the tensor.
@@ -60,7 +60,7 @@ def quantize_parameters(
 
     Args:
         masters: By name, in layer order.
-        shared: By name, see `qarl.fused.shared_scales`.
+        shared: By name, see `qarl.utils.packed_linears.shared_scales`.
         groups: Names of weights that may be quantized at once if their masters are adjacent in memory, as the experts
             of a layer are. A mixture has thousands of small matrices, for each of which launches take longer than work.
 

@@ -15,7 +15,7 @@ from qarl_formats.weight import LowBitWeight, can_concatenate, concatenate
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from qarl.fused import fused_groups
+from qarl.utils.packed_linears import fused_groups
 from qarl.weight_sync.expert_tensors import join_experts
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 

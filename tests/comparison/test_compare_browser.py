@@ -9,9 +9,9 @@ import pytest
 from browsing import assert_fits, assert_silent, opened_page
 from comparisons import evaluation, record_of, settings_of, write_model
 
+from qarl.comparison.comparison_page import write_outputs
 from qarl.comparison.members import entry_of, grouped
-from qarl.comparison.offline.page import write_page_and_plots
-from qarl.comparison.page import write_outputs
+from qarl.comparison.offline.offline_page import write_page_and_plots
 from qarl.comparison.plan import Member
 from qarl.comparison.summary import build, configurations, differing, environments_of
 from qarl.config import Config

@@ -14,14 +14,14 @@ import pytest
 from tiny_runs import ROOT, settings, write_config
 
 from qarl.config import check_model
-from qarl.memory import saved_bytes
+from qarl.memory.estimate import saved_bytes
 from qarl.storage.runs import read_run
 
 pytestmark = pytest.mark.slow
 
 # A member's process as a fork of the comparison's, which costs a tenth of a new one; all else is as it is.
 FORKED = """
-import os, signal, qarl.comparison.command, qarl.comparison.launch
+import os, signal, qarl.comparison.compare, qarl.comparison.start_members
 
 class Forked:
     def __init__(self, argv, log, environment):
@@ -47,9 +47,9 @@ class Forked:
     def send_signal(self, signum):
         os.kill(self.pid, signum)
 
-qarl.comparison.launch.POLL_SECONDS = 0.02
-qarl.comparison.command.compare_config.__defaults__ = (1, Forked)
-qarl.comparison.command.compare_study.__defaults__ = (None, None, None, 1, Forked)
+qarl.comparison.start_members.POLL_SECONDS = 0.02
+qarl.comparison.compare.compare_config.__defaults__ = (1, Forked)
+qarl.comparison.compare.compare_study.__defaults__ = (None, None, None, 1, Forked)
 """
 
 # Raises after the first step of w4a16-aligned, as long as there is a file `fail`.

@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 import pytest
 from comparisons import settings_of, write_model
 
-from qarl.comparison import launch
-from qarl.comparison.launch import TrainProcess, train_members, write_configs
+from qarl.comparison import start_members as launch
 from qarl.comparison.plan import Member
 from qarl.comparison.progress import ProgressView
+from qarl.comparison.start_members import TrainProcess, train_members, write_configs
 from qarl.config import Config
 
 BESIDE = {"engine": "vllm", "vllm": {"device": 1}}

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
-from qarl.comparison.command import compare_runs
+from qarl.comparison.compare import compare_runs
 from qarl.comparison.plan import Member, find_finished
 from qarl.config import Config
 from qarl.errors import UserError

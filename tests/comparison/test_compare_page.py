@@ -11,9 +11,9 @@ import pytest
 from comparisons import evaluation, record_of, settings_of, write_model
 from rich.console import Console
 
-from qarl.comparison.command import compare_runs, unique_names
+from qarl.comparison.compare import compare_runs, unique_names
+from qarl.comparison.comparison_page import build_sections, write_outputs
 from qarl.comparison.members import entry_of, grouped
-from qarl.comparison.page import build_sections, write_outputs
 from qarl.comparison.plan import Member
 from qarl.comparison.summary import build, configurations, differing, environments_of, print_table, write_json
 from qarl.config import Config

@@ -11,7 +11,7 @@ from qarl.comparison import space
 from qarl.comparison.plan import Member
 from qarl.comparison.space import space_warning
 from qarl.config import Config, check_model
-from qarl.memory import saved_bytes
+from qarl.memory.estimate import saved_bytes
 
 
 @pytest.fixture

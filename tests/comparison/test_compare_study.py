@@ -9,7 +9,7 @@ import pytest
 import yaml
 from comparisons import settings_of, write_model
 
-from qarl.comparison.page import measured
+from qarl.comparison.comparison_page import measured
 from qarl.comparison.study import StudyColumn, is_study, load_study, plan_study
 from qarl.config import load_config
 from qarl.errors import UserError

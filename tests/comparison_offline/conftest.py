@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl.comparison.offline import command
+from qarl.comparison.offline import compare_offline as command
 from qarl.comparison.offline.speed import SpeedTest
 
 SMALL = {"max_tokens": 192, "window": 48, "speed": SpeedTest(2, 16, 3, 1), "device": "cpu"}

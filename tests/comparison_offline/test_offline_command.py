@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from qarl import cli
 from qarl.comparison.offline import members
-from qarl.comparison.offline.command import compare_offline
-from qarl.comparison.offline.page import comparison_charts
+from qarl.comparison.offline.compare_offline import compare_offline
+from qarl.comparison.offline.offline_page import comparison_charts
 from qarl.errors import UserError
 
 ALL = list(scheme_names())

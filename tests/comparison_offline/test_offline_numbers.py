@@ -13,7 +13,7 @@ from qarl_formats.weight import quantize_weight
 from qarl.comparison.intervals import mean_interval, t_quantile
 from qarl.comparison.offline.divergence import TokenNumbers, final_states, token_numbers
 from qarl.comparison.offline.speed import SpeedTest, engine_speed
-from qarl.comparison.offline.weights import checkpoint_bytes, error_of, weight_errors
+from qarl.comparison.offline.weight_errors import checkpoint_bytes, error_of, weight_errors
 from qarl.comparison.offline.windows import Windows, cut, read_text
 from qarl.config import RolloutConfig
 from qarl.config.quant import scheme_of

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from qarl import activations as counted
-from qarl import memory
 from qarl.config import Config
 from qarl.config.architecture import Architecture
+from qarl.memory import activations as counted
+from qarl.memory import estimate as memory
 
 GIB = 2**30
 MODES = ("elementwise", "mlp", "products", "layer")

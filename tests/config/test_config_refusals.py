@@ -7,7 +7,7 @@ import pytest
 from qarl.config import load_config
 from qarl.config.base import notice
 from qarl.errors import UserError
-from qarl.sizes import keep_sizes
+from qarl.memory.sizes import keep_sizes
 
 VLLM = ["rollout.engine=vllm"]
 EXACT = [*VLLM, "rollout.numerics=exact"]

@@ -10,7 +10,7 @@ import yaml
 from qarl.config import load_config
 from qarl.config.yaml_io import dump_yaml, parse_yaml
 from qarl.errors import UserError
-from qarl.sizes import decide_sizes
+from qarl.memory.sizes import decide_sizes
 
 
 @pytest.mark.parametrize(

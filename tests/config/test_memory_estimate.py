@@ -8,11 +8,11 @@ import pytest
 from estimates import TINY, config
 from qarl_formats.registry import make_scheme
 
-from qarl import memory
-from qarl.activations import plain_activation_bytes
 from qarl.config.architecture import Architecture
-from qarl.machine import machine_bytes
+from qarl.memory import estimate as memory
+from qarl.memory.activations import plain_activation_bytes
 from qarl.training.muon import BATCH_BYTES
+from qarl.utils.machine import machine_bytes
 
 MATRICES = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64)
 PARAMETERS = MATRICES + 2 * 2 * 64 + 64 + 100 * 64

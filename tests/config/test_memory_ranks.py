@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from estimates import TINY, config
 
-from qarl import memory, memory_gathers
 from qarl.config.architecture import Architecture
 from qarl.config.mixture import Mixture
 from qarl.config.quant import scheme_of
 from qarl.distributed import gathers, packed
 from qarl.distributed.rows import RowPlan, most_rows, row_unit
-from qarl.experts import EXPERT_NAMES
-from qarl.memory_gathers import codes_in_flight
-from qarl.memory_ranks import (
+from qarl.memory import estimate as memory
+from qarl.memory import gathers as memory_gathers
+from qarl.memory.gathers import codes_in_flight
+from qarl.memory.ranks import (
     VECTOR,
     received_in_rows,
     received_in_zero,
@@ -25,8 +25,9 @@ from qarl.memory_ranks import (
     rows_in_flight,
     zero_elements,
 )
-from qarl.sizes import decide_sizes
+from qarl.memory.sizes import decide_sizes
 from qarl.training.row_setup import plan_of
+from qarl.utils.expert_names import EXPERT_NAMES
 from qarl.weight_sync import quantize
 
 LAYER = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64

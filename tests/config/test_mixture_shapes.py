@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 from estimates import config
 
-from qarl import activations as counted
-from qarl import memory
 from qarl.config.architecture import Architecture, read_config_json
-from qarl.sizes import decide_sizes
+from qarl.memory import activations as counted
+from qarl.memory import estimate as memory
+from qarl.memory.sizes import decide_sizes
 
 GIB = 2**30
 # Qwen3-30B-A3B, as published.

@@ -17,7 +17,7 @@ from qarl.config.check import check_model
 from qarl.config.model_fields import IRRELEVANT, RESERVED, forward_fields, refused, refused_by_vllm
 from qarl.config.model_schema import FAMILIES, ConfigJson
 from qarl.errors import UserError
-from qarl.experts import EXPERT_NAMES
+from qarl.utils.expert_names import EXPERT_NAMES
 
 # Beside the family's own modeling_*.py: what builds its masks, rotary embeddings, caches, experts and outputs.
 SHARED = (

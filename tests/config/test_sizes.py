@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from qarl import machine, memory
 from qarl.config import Config
 from qarl.config.architecture import Architecture
-from qarl.sizes import (
+from qarl.memory import estimate as memory
+from qarl.memory.sizes import (
     ENOUGH_TOKENS,
     FEWEST_SEQUENCES,
     LOGITS_SHARE,
@@ -21,6 +21,7 @@ from qarl.sizes import (
     keep_sizes,
     sampler_sizes,
 )
+from qarl.utils import machine
 
 GIB = 2**30
 SMALL = Architecture("llama", 576, 1536, 30, 9, 3, 64, 49_152, 8192, tied_embeddings=True)

@@ -18,7 +18,7 @@ from qarl.distributed.codes import gather_codes
 from qarl.distributed.group import Group
 from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.errors import UserError
-from qarl.fused import shared_scales
+from qarl.utils.packed_linears import shared_scales
 from qarl.weight_sync.quantize import quantize_parameters
 from qarl.weight_sync.snapshot import Snapshot
 

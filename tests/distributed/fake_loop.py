@@ -28,8 +28,8 @@ def install() -> None:
 
 def train(config) -> int:
     from qarl.distributed.group import connect, rank_device
-    from qarl.signals import Interrupted
     from qarl.training.interrupt import InterruptGuard
+    from qarl.utils.signals import Interrupted
 
     say = partial(print, flush=True)
     with InterruptGuard(say) as guard, connect(config, rank_device(config.model.device)) as ranks:

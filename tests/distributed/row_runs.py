@@ -21,10 +21,10 @@ from torch import Tensor
 from qarl.config import Config
 from qarl.distributed.exchange import AloneExchange, Exchange, GroupExchange
 from qarl.distributed.ranks import Ranks
+from qarl.memory.sizes import decide_sizes
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
-from qarl.sizes import decide_sizes
 from qarl.training.optim import build_optimizer, clip_grads
 from qarl.training.row_setup import build_rows, plan_of
 from qarl.training.row_updates import RowUpdates, joint_norm

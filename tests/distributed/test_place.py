@@ -17,8 +17,8 @@ from qarl.distributed.board import Folder
 from qarl.distributed.fault import Fault, OtherRankFailed, fault_of, forget_fault, write_fault
 from qarl.distributed.place import Place, alone, own_arguments, place
 from qarl.errors import UserError
-from qarl.signals import Interrupted
 from qarl.storage.rundir import config_difference
+from qarl.utils.signals import Interrupted
 
 TORCHRUN = {
     "RANK": "3",

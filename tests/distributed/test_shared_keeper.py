@@ -19,7 +19,7 @@ from qarl.errors import UserError
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.history import read_history
 from qarl.storage.saved_state import Inputs
-from qarl.training.keeper import Keeper
+from qarl.training.checkpoint_manager import CheckpointManager
 from qarl.training.state import capture
 
 NEWEST = "; the same command goes on from step 1"
@@ -42,7 +42,7 @@ class Place:
         )
         console = SimpleNamespace(warn=self.said.append, message=self.said.append, phase=lambda name: nullcontext())
         directory = SimpleNamespace(path=folder, checkpoints=folder / "checkpoints")
-        self.keeper = Keeper(CheckpointConfig(), self.run, directory, console)
+        self.keeper = CheckpointManager(CheckpointConfig(), self.run, directory, console)
         self.recorder = SimpleNamespace(step=0, log=self.log)
         self.keeper.finish(0)
 

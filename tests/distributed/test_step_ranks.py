@@ -18,14 +18,13 @@ from qarl.config.reward import RewardConfig
 from qarl.diagnostics.probe import Probe
 from qarl.distributed.ranks import Alone, OtherRankFailed, Ranks
 from qarl.errors import UserError
+from qarl.memory.sizes import decide_sizes
 from qarl.objectives.common import TokenLogProbs
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import load_architecture
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rollout.native.engine import NativeEngine
-from qarl.signals import Interrupted
-from qarl.sizes import decide_sizes
 from qarl.training import step
 from qarl.training.batch import Batch, Part
 from qarl.training.interrupt import InterruptGuard, SafePoints
@@ -35,6 +34,7 @@ from qarl.training.profiler import StepProfiler
 from qarl.training.setup import build_policy, build_sampling
 from qarl.training.updates import LocalUpdates
 from qarl.types import Prompt, Rollout
+from qarl.utils.signals import Interrupted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

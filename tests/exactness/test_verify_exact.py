@@ -16,7 +16,7 @@ import qarl
 from qarl import cli
 from qarl.cli.verify_exact import lines
 from qarl.errors import UserError
-from qarl.exactness import command
+from qarl.exactness import check as command
 from qarl.exactness.engines import Native, tight
 from qarl.exactness.request import Request, Sizes, rounds, sizes_of
 from qarl.exactness.verify import Check

@@ -11,11 +11,11 @@ from safetensors import safe_open
 from tiny_exports import SCHEMES, save_run
 from transformers import AutoModelForCausalLM
 
-from qarl.experts import EXPERT_NAMES
 from qarl.exporting import verify
 from qarl.exporting.readers import Unsupported
 from qarl.exporting.verify import verify_export
 from qarl.inference.target import resolve_target
+from qarl.utils.expert_names import EXPERT_NAMES
 
 
 @pytest.fixture(autouse=True)

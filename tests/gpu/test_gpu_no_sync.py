@@ -12,8 +12,8 @@ from tiny_runs import settings
 
 from qarl.config import Config
 from qarl.distributed.ranks import Alone
+from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model
-from qarl.sizes import decide_sizes
 from qarl.training.batch import Batch, Part
 from qarl.training.columns import Column
 from qarl.training.learner import Learner

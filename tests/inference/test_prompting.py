@@ -14,7 +14,7 @@ import yaml
 from qarl import cli
 from qarl.config import EvaluationConfig
 from qarl.errors import UserError
-from qarl.evaluation.command import _loaded as loaded
+from qarl.evaluation.evaluate import _loaded as loaded
 from qarl.evaluation.request import Request, prompting
 from qarl.exporting.job import export_target
 from qarl.inference.generate import Look, complete, render

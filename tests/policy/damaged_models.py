@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qarl.config import ModelConfig, check_model
-from qarl.config.weights import check_weights, gguf_name
+from qarl.config.weight_files import check_weights, gguf_name
 from qarl.errors import UserError
 from qarl.exporting.job import export_target
 from qarl.inference.masters import open_masters

@@ -21,7 +21,7 @@ from qarl.config.check import check_model
 from qarl.config.model_fields import implemented, layer_windows
 from qarl.config.model_schema import FAMILIES
 from qarl.errors import UserError
-from qarl.experts import EXPERT_NAMES
+from qarl.utils.expert_names import EXPERT_NAMES
 
 EQUAL = 2e-5  # float32 through two layers with logits of some 30 nats; another window differs by more than 0.1
 WINDOWS: dict[str, list[dict[str, Any]]] = {

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from qarl.config import ModelConfig
 from qarl.config.check import check_model
-from qarl.config.weights import check_weights
+from qarl.config.weight_files import check_weights
 from qarl.errors import UserError
 from qarl.policy.foreign import DOCUMENTS, foreign_errors
 from qarl.policy.load import load_model, load_tokenizer

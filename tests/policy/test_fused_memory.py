@@ -1,4 +1,4 @@
-"""What a pass over fused layers really holds, tensor by tensor, against `qarl.activations`: on a GPU if there is one,
+"""What a pass over fused layers really holds, tensor by tensor, against `qarl.memory.activations`: on a GPU, or
 else in Triton's interpreter, where products, which take it long or would compute in float32, are stood in for."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qarl.activations import FusedPass
 from qarl.config.architecture import read_config_json
+from qarl.memory.activations import FusedPass
 from qarl.policy import linear
 from qarl.policy.attention import packed
 from qarl.policy.policy import Policy

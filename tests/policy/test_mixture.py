@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from qarl.experts import EXPERT_NAMES
 from qarl.policy.experts import take_apart
 from qarl.policy.routes import Balance, Routes, recording
 from qarl.training.routing import RoutingTotals
+from qarl.utils.expert_names import EXPERT_NAMES
 
 FAMILIES = tuple(EXPERT_NAMES)
 FP32_GRADIENT = 1e-5

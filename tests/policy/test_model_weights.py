@@ -17,7 +17,7 @@ from qarl.config import ModelConfig, QuantConfig, check_model
 from qarl.config.architecture import read_config_json
 from qarl.config.model_fields import refused
 from qarl.config.quant import scheme_of
-from qarl.config.weights import check_weights, gguf_name
+from qarl.config.weight_files import check_weights, gguf_name
 from qarl.errors import UserError
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target

@@ -11,11 +11,11 @@ from qarl_formats.registry import make_scheme
 
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
-from qarl.fused import GATE_UP, QKV, fused_groups, fusion_fault, shared_scales
 from qarl.inference.masters import open_masters
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
+from qarl.utils.packed_linears import GATE_UP, QKV, fused_groups, fusion_fault, shared_scales
 from qarl.weight_sync.snapshot import build_snapshot
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))

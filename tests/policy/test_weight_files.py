@@ -14,7 +14,7 @@ from damaged_models import refusals
 from safetensors.torch import load_file, save_file
 
 from qarl.config.architecture import read_config_json
-from qarl.config.weights import require_weights
+from qarl.config.weight_files import require_weights
 from qarl.errors import UserError
 from qarl.inputs.tensors import read_header
 

@@ -8,10 +8,11 @@ import threading
 
 import pytest
 
-from qarl.report import ahead, charts
-from qarl.report.ahead import drawn_ahead
+from qarl.report import charts
+from qarl.report import parallel_render as ahead
 from qarl.report.blocks import Chart, LineChart, Section, Series, Text
 from qarl.report.charts import chart_files, png, svg
+from qarl.report.parallel_render import drawn_ahead
 
 CHARTS: list[Chart] = [
     LineChart(f"Curve {n}", "step", "mean", [Series("a", [1, 2, 3], [0.1, 0.4, n])]) for n in range(9)

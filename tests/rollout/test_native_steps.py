@@ -17,12 +17,12 @@ from kernel_oracles import draw_reference
 from qarl_kernels.logprob import Truncation
 
 from qarl.config import RolloutConfig
-from qarl.experts import EXPERT_NAMES
 from qarl.policy.routes import ExpertLayer
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.native.graphs import Inputs, chunks_of_pages, ladder
 from qarl.types import Prompt
+from qarl.utils.expert_names import EXPERT_NAMES
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from qarl_kernels.logprob import Truncation
 from tiny_runs import settings
 
 from qarl.config import Config
+from qarl.memory.sizes import decide_sizes
 from qarl.policy.attention import packed
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
@@ -28,7 +29,6 @@ from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.launch import routing_of, sampler_settings
 from qarl.rollout.vllm.settings import Request
-from qarl.sizes import decide_sizes
 from qarl.training.setup import build_policy
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
 

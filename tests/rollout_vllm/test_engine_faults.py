@@ -16,6 +16,7 @@ from tiny_runs import settings
 from qarl.config import Config
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
+from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
@@ -23,7 +24,6 @@ from qarl.rollout.vllm.engine import MARGIN, SamplerError, VLLMEngine
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import prelaunch_sampler
 from qarl.rollout.vllm.process import SamplerProcess
-from qarl.sizes import decide_sizes
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.sender import WeightSender

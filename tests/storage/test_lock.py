@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl.comparison.launch import locked
+from qarl.comparison.start_members import locked
 from qarl.errors import UserError
 from qarl.evaluation.directory import _lock as lock_evaluation
 from qarl.exporting.staging import staged

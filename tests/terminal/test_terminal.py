@@ -30,8 +30,8 @@ from qarl.config.yaml_io import dump_yaml, parse_yaml
 from qarl.errors import UNEXPECTED, UserError
 from qarl.terminal.console import Console
 from qarl.terminal.streams import InertStream, Outlet, inert_output
-from qarl.text import visible
 from qarl.training.console import RunConsole
+from qarl.utils.text import visible
 
 ATTACKS = [
     "\x1b[2J\x1b[H",

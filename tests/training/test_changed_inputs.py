@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import Finished, Qarl, settings, write_config
 
 import qarl
-from qarl.diagnostics.diagnose.command import diagnose_run
+from qarl.diagnostics.diagnose.run import diagnose_run
 from qarl.errors import UserError
 from qarl.training.fingerprints import tensors_digest
 

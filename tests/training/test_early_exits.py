@@ -20,10 +20,10 @@ from tiny_runs import Finished, Qarl, settings, write_config
 from qarl.config.logging import LoggingConfig
 from qarl.errors import UserError
 from qarl.objectives import custom
-from qarl.signals import Interrupted, StoppedAtOnce
 from qarl.training import trackers
 from qarl.training.loop import early_ends
 from qarl.training.recorder import Recorder
+from qarl.utils.signals import Interrupted, StoppedAtOnce
 
 pytestmark = pytest.mark.slow
 

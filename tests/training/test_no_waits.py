@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qarl import transfer
 from qarl.config import CorrectionConfig
 from qarl.objectives.common import Constants, TokenLogProbs, add_stats, finish_stats
 from qarl.objectives.correction_config import RejectRule
@@ -28,6 +27,7 @@ from qarl.objectives.segments import Totals
 from qarl.training.batch import CPU, Batch, Part
 from qarl.training.columns import Column
 from qarl.training.totals import LearnerTotals
+from qarl.utils import transfer
 
 META = torch.device("meta")
 RULES = [

@@ -13,9 +13,9 @@ import pytest
 from tiny_runs import Parts, live, parts, settings, write_config
 
 from qarl.config import Config
-from qarl.flops import forward_flops
 from qarl.policy.load_config import load_architecture
 from qarl.training.batch import Batch
+from qarl.training.flops import forward_flops
 from qarl.training.profile_page import PARTS, host_shares, on_device, page
 from qarl.training.profiler import StepProfiler
 

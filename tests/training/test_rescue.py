@@ -26,7 +26,8 @@ from qarl.storage import rundir
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.environment import describe_environment
 from qarl.storage.pieces import whole_tensors
-from qarl.training import keeper, loop, step, step_record, updates
+from qarl.training import checkpoint_manager as keeper
+from qarl.training import loop, step, step_record, updates
 from qarl.training.console import RunConsole
 from qarl.training.metrics import Clock
 from qarl.training.optim import Optimizer

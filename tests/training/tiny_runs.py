@@ -16,11 +16,11 @@ from tiny_models import tiny_settings
 from qarl.config import Config
 from qarl.diagnostics.probe import Probe
 from qarl.distributed.ranks import Alone
+from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
-from qarl.sizes import decide_sizes
 from qarl.training.batch import Batch, build_batch
 from qarl.training.learner import Learner
 from qarl.training.observer import Observer

@@ -9,7 +9,7 @@ from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.fused import shared_scales
+from qarl.utils.packed_linears import shared_scales
 from qarl.weight_sync.quantize import adjacent_runs, quantize_parameter, quantize_parameters
 from qarl.weight_sync.snapshot import build_snapshot
 

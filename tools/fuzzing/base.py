@@ -139,7 +139,7 @@ def _as_gguf(model: Path) -> Path:
     from gguf import GGUFWriter
     from safetensors.numpy import load_file
 
-    from qarl.config.weights import gguf_name
+    from qarl.config.weight_files import gguf_name
 
     config = json.loads((model / "config.json").read_text())
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]

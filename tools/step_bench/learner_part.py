@@ -14,12 +14,12 @@ from torch import Tensor
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.distributed.ranks import Alone
-from qarl.flops import BACKWARD, forward_flops
-from qarl.memory import estimate, forward_peak, phase_bytes
+from qarl.memory.estimate import estimate, forward_peak, phase_bytes
 from qarl.policy.experts import take_apart
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
 from qarl.training.batch import build_batch
+from qarl.training.flops import BACKWARD, forward_flops
 from qarl.training.learner import Learner
 from qarl.training.optim import clip_grads, grad_norm
 from qarl.training.setup import build_policy, set_determinism
@@ -41,7 +41,7 @@ def learner_records(options: argparse.Namespace, shape: Shape, device: torch.dev
 
     Each has a prompt of one token and a response of `length`, whose last token is not run: `length` run, `length`
     predicted. Gradients add to sums that exist, as in all micro-batches but a step's first. On a GPU the peak has
-    beside it what `qarl.memory` expects.
+    beside it what `qarl.memory.estimate` expects.
     """
     config = learner_config(options, shape, device, max(options.length))
     chunk = config.train.logprob_chunk
@@ -65,7 +65,7 @@ def learner_records(options: argparse.Namespace, shape: Shape, device: torch.dev
 
 
 def estimated_gib(config: Config, architecture: Architecture, what: str, tokens: int, gradients: bool) -> float | None:
-    """What `qarl.memory` expects of a learner alone on a GPU; None of a forward that it does not count.
+    """What `qarl.memory.estimate` expects of a learner alone on a GPU; None of a forward that it does not count.
 
     gradients: whether those of an earlier backward are there.
     """

@@ -12,8 +12,8 @@ from qarl_formats.registry import grouped_names
 
 from qarl.config import Config
 from qarl.config.load import make_config
-from qarl.machine import gpu_bytes
-from qarl.sizes import decide_sizes
+from qarl.memory.sizes import decide_sizes
+from qarl.utils.machine import gpu_bytes
 
 
 def quant_section(scheme: str, shape: Shape) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from qarl.comparison.offline.divergence import final_states, token_numbers
 from qarl.comparison.offline.speed import SpeedTest, engine_speed
 from qarl.comparison.offline.targets import REFERENCE
-from qarl.comparison.offline.weights import checkpoint_bytes, weight_errors
+from qarl.comparison.offline.weight_errors import checkpoint_bytes, weight_errors
 from qarl.comparison.offline.windows import Windows
 from qarl.config import RolloutConfig
 from qarl.config.quant import scheme_of

@@ -13,7 +13,7 @@ from rich.text import Text
 from qarl.report.blocks import Column, Table
 from qarl.report.formatting import MISSING, bytes_, interval, number, percent
 from qarl.terminal.console import Console
-from qarl.text import visible
+from qarl.utils.text import visible
 
 LOSS_COLUMNS = [
     Column("scheme"),

@@ -17,12 +17,12 @@ from qarl.errors import UserError
 from qarl.inference.masters import require_same_model
 from qarl.inference.opening import context_of
 from qarl.inference.target import Target
+from qarl.memory.sizes import decide_sizes
 from qarl.objectives.objective import build_objective
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.policy.routes import Routes, numbers_of
-from qarl.sizes import decide_sizes
 from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state
 from qarl.training.batch import CPU, Batch

@@ -20,7 +20,7 @@ from qarl.rollout.native.pages import KVCache
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
 from qarl.rollout.native.steps import LOGIT_ROWS, Computed, Runner, StepOutput, announce, packed, rows_to_sample
-from qarl.transfer import upload
+from qarl.utils.transfer import upload
 
 
 class AsyncRunner(Runner):

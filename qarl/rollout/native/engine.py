@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import RolloutConfig
 from qarl.errors import UserError
-from qarl.machine import gpu_bytes
-from qarl.memory import kv_cache_bytes
+from qarl.memory.estimate import kv_cache_bytes
+from qarl.memory.sizes import sampler_sizes
 from qarl.policy.sampler import Sampler
 from qarl.rollout.engine import (
     Progress,
@@ -36,8 +36,8 @@ from qarl.rollout.native.sequence import Sequence as Response
 from qarl.rollout.native.sequence import uniforms
 from qarl.rollout.native.steps import RoutingRecord, Runner, StepOutput
 from qarl.rollout.stopping import Stopping
-from qarl.sizes import sampler_sizes
 from qarl.types import Prompt, Rollout
+from qarl.utils.machine import gpu_bytes
 from qarl.weight_sync.fingerprints import PublishError, verify_in_process
 from qarl.weight_sync.snapshot import Snapshot
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from qarl_kernels.attention import PAGE
 
-from qarl import memory
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.mixture import read_mixture
@@ -18,11 +17,12 @@ from qarl.config.model_schema import ConfigJson
 from qarl.config.quant import scheme_of
 from qarl.distributed.place import place
 from qarl.errors import UserError
-from qarl.experts import EXPERT_NAMES
+from qarl.memory import estimate as memory
 from qarl.policy.routes import stored_dtype
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.process import Sampler, SamplerProcess
 from qarl.rollout.vllm.settings import EXACT_MODEL, KV_FP8, SamplerSettings
+from qarl.utils.expert_names import EXPERT_NAMES
 from qarl.weight_sync.snapshot import ModelLayout
 from qarl.weight_sync.transport import learner_gpu
 

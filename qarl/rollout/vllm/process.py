@@ -22,7 +22,7 @@ from qarl.rollout.engine import Progress
 from qarl.rollout.vllm.channel import Channel, ChannelError, channel_pair
 from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings, vllm_environment
 from qarl.storage.disk import disk_errors
-from qarl.text import visible
+from qarl.utils.text import visible
 from qarl.weight_sync.fingerprints import Fingerprint, PublishError
 from qarl.weight_sync.sender import Connection, SamplerFault
 from qarl.weight_sync.transport import ReceiverPlan, open_transport

@@ -17,9 +17,9 @@ from rich.console import Console
 from tiny_runs import settings, write_config
 
 from qarl.cli.diagnose import numbers_table
-from qarl.diagnostics.diagnose import command
+from qarl.diagnostics.diagnose import run as command
+from qarl.diagnostics.diagnose.diagnosis_page import explained, grouped
 from qarl.diagnostics.diagnose.measure import Diagnosis, diagnose, weight_metrics
-from qarl.diagnostics.diagnose.page import explained, grouped
 from qarl.diagnostics.diagnose.policies import RunPolicy
 from qarl.diagnostics.diagnose.saved import read_rollouts
 from qarl.errors import UserError

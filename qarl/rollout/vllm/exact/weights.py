@@ -17,10 +17,10 @@ from qarl_formats.scheme import Scheme
 from qarl_formats.weight import UNQUANTIZED, LowBitWeight, can_concatenate, concatenate
 from torch import Tensor
 
-from qarl.experts import experts_of
 from qarl.policy.decoder import Decoder
 from qarl.policy.linear import PackedLinear
 from qarl.policy.weights import WeightSet
+from qarl.utils.expert_names import experts_of
 from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
 from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify
 from qarl.weight_sync.shards import METADATA

@@ -19,7 +19,7 @@ from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.files import Unreadable, read_text
 from qarl.inputs.paths import user_path
-from qarl.out_of_memory import memory_errors
+from qarl.memory.out_of_memory import memory_errors
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
 from qarl.training.noise import quiet_libraries

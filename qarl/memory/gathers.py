@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from qarl_formats.scheme import Scheme
 
-from qarl.activations import DTYPE_BYTES
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.distributed.rows import most_rows
-from qarl.memory_ranks import Block, blocks_of
+from qarl.memory.activations import DTYPE_BYTES
+from qarl.memory.ranks import Block, blocks_of
 
 # `MESSAGE_BYTES` and `IN_FLIGHT` of `qarl.distributed.gathers`, `RUN_BYTES` of `qarl.weight_sync.quantize`, `FILLED` of
 # `qarl.distributed.packed`, which import torch.

@@ -25,18 +25,18 @@ from qarl.comparison.plan import Member
 from qarl.comparison.progress import ProgressView, last_record
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.machine import visible_gpus
-from qarl.memory import expected_device
-from qarl.signals import Signals
+from qarl.memory.estimate import expected_device
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.lock import open_lock
 from qarl.storage.runs import METRICS
+from qarl.utils.machine import visible_gpus
+from qarl.utils.signals import Signals
 
 POLL_SECONDS = 0.2
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from qarl.comparison.child import main; main(int(sys.argv[2]), sys.argv[3:])"
+    "from qarl.comparison.member_process import main; main(int(sys.argv[2]), sys.argv[3:])"
 )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import on_first
-from qarl.signals import is_stop
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.history import History, write_history
 from qarl.storage.names import checkpoint_steps
@@ -19,6 +18,7 @@ from qarl.training.console import RunConsole
 from qarl.training.recorder import Recorder
 from qarl.training.setup import Run
 from qarl.training.state import capture, restore
+from qarl.utils.signals import is_stop
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def refuse_vanished(resume: str, directory: RunDirectory, ranks: Ranks) -> None:
         directory.history_at(0, own=False)
 
 
-class Keeper:
+class CheckpointManager:
     """The checkpoints of one run. Call `resume` first, then `finish` after every step. All ranks of a run have one, and
     call `resume`, `save` and `rescue` together.
 

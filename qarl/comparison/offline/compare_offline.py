@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from qarl.comparison.offline.members import Bench, measure
-from qarl.comparison.offline.page import write_page_and_plots
+from qarl.comparison.offline.offline_page import write_page_and_plots
 from qarl.comparison.offline.record import Record, open_out
 from qarl.comparison.offline.speed import SpeedTest
 from qarl.comparison.offline.summary import member_line, print_table
@@ -17,10 +17,10 @@ from qarl.comparison.offline.targets import reference_target, scheme_targets, we
 from qarl.comparison.offline.windows import cut, read_text
 from qarl.inference.masters import open_masters
 from qarl.inference.opening import context_of
-from qarl.invocation import command_line
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
 from qarl.storage.environment import describe_environment
+from qarl.utils.invocation import command_line
 
 
 def compare_offline(

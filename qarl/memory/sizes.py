@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from qarl.activations import logit_bytes
 from qarl.config import Config, RolloutConfig
 from qarl.config.architecture import Architecture
 from qarl.config.by_device import ON_CPU
-from qarl.memory import Device, estimate, kv_cache_bytes, kv_cache_width, phase_bytes
+from qarl.memory.activations import logit_bytes
+from qarl.memory.estimate import Device, estimate, kv_cache_bytes, kv_cache_width, phase_bytes
 
 # vLLM's own defaults for a GPU (0.24 to 0.32; it has larger ones for more than 70 GiB). The native engine runs prefills
 # beside decodes and not in one batch with them, so it gains nothing from longer ones.

@@ -12,15 +12,15 @@ from typing import Literal, get_args
 
 from qarl_formats.scheme import Scheme, is_ignored
 
-from qarl.activations import DTYPE_BYTES, Device, activations, fused_pass, logit_bytes, uses_kernels
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.deepspeed import deepspeed_keys
 from qarl.config.quant import scheme_of
-from qarl.fused import fused_groups
-from qarl.machine import machine_bytes
-from qarl.memory_gathers import codes_in_flight
-from qarl.memory_ranks import Phase, Share, row_share, rows_in_flight, zero_elements, zero_lines
+from qarl.memory.activations import DTYPE_BYTES, Device, activations, fused_pass, logit_bytes, uses_kernels
+from qarl.memory.gathers import codes_in_flight
+from qarl.memory.ranks import Phase, Share, row_share, rows_in_flight, zero_elements, zero_lines
+from qarl.utils.machine import machine_bytes
+from qarl.utils.packed_linears import fused_groups
 
 Owner = Literal["process", "learner", "optimizer", "sampler"]
 # Python, torch and transformers imported, measured as resident memory: 0.33 GiB, and as much again for the tokenizer,

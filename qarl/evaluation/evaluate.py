@@ -17,8 +17,7 @@ from qarl.evaluation.runner import Settings, evaluate
 from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
 from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
-from qarl.invocation import command_line
-from qarl.out_of_memory import memory_errors
+from qarl.memory.out_of_memory import memory_errors
 from qarl.policy.fingerprints import config_values, model_digests
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture, load_model_config
@@ -27,6 +26,7 @@ from qarl.storage.environment import describe_environment
 from qarl.storage.saved_state import started_at
 from qarl.training.console import RunConsole
 from qarl.training.noise import quiet_libraries, rewards_logged
+from qarl.utils.invocation import command_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from qarl.diagnostics.diagnose.diagnosis_page import diagnosis_sections
 from qarl.diagnostics.diagnose.measure import Diagnosis, diagnose
-from qarl.diagnostics.diagnose.page import diagnosis_sections
 from qarl.diagnostics.diagnose.policies import RunPolicy
 from qarl.diagnostics.diagnose.reading import Finding, read
 from qarl.diagnostics.diagnose.saved import pick_step, read_rollouts

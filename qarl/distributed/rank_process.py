@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from qarl.signals import signal_at_end_of
+from qarl.utils.signals import signal_at_end_of
 
 
 def main(launcher: int, argv: list[str]) -> None:

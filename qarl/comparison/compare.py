@@ -7,21 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qarl.comparison.comparison_page import write_outputs
 from qarl.comparison.inputs import input_differences, notices
-from qarl.comparison.launch import Start, TrainProcess, locked, train_members, write_configs
 from qarl.comparison.members import entry_of, grouped
-from qarl.comparison.page import write_outputs
 from qarl.comparison.plan import Axes, Member, find_finished, plan
 from qarl.comparison.progress import ProgressView
 from qarl.comparison.space import space_warning
+from qarl.comparison.start_members import Start, TrainProcess, locked, train_members, write_configs
 from qarl.comparison.study import Study, load_study, plan_study
 from qarl.comparison.summary import build, configurations, differing, environments_of, print_table, write_json
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
-from qarl.invocation import command_line
 from qarl.storage.disk import names_in_out
 from qarl.storage.runs import RunRecord, find_runs, read_run
+from qarl.utils.invocation import command_line
 
 FILES, FOLDERS = ("comparison.json", "comparison.html"), ("plots", "runs", "logs", "configs")
 REASONS = {"empty": "no step recorded yet", "running": "still running", "stopped": "not finished"}

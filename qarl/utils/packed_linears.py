@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from qarl_formats.scheme import Scheme, is_ignored
 
-from qarl.experts import EXPERT_NAMES, experts_of
+from qarl.utils.expert_names import EXPERT_NAMES, experts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
