@@ -26,7 +26,7 @@ from kernel_bench.experts import CHECKED, MODELS, ROUTINGS, Experts, make_routin
 from kernel_bench.measure import Stopwatch, Wrong
 from kernel_bench.peers import ERRORS, reason
 from kernel_bench.shapes import repetitions
-from kernel_bench.summary import geometric_mean, skipped_lines
+from kernel_bench.summary import geometric_mean, ratios, skipped_lines
 
 SCHEMES = ("bf16", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8", "nvfp4a16")
 TOKENS = (1, 8, 16, 64, 256, 1024, 4096, 16_384)
@@ -92,34 +92,16 @@ def checked(result: torch.Tensor, expected: torch.Tensor, picked: torch.Tensor) 
     return error
 
 
-def ratios(rows: Sequence[Row]) -> list[Row]:
-    """The best peer's time over qarl's, of every case that both ran. bf16 peers compete in every scheme too."""
-    times: dict[tuple, dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        if "us" in row:
-            times[row["section"], row["model"], row["routing"], row["m"]][row["who"]] = row["us"]
-    found = []
-    for (scheme, *case), by in times.items():
-        peers = {who: us for who, us in by.items() if who != "qarl"}
-        plain = times.get(("bf16", *case), {})
-        if "qarl" in by and peers:
-            best = min(peers, key=lambda who: peers[who])
-            row = {"scheme": scheme, "case": case, "peer": best, "ratio": peers[best] / by["qarl"]}
-            others = [us for who, us in plain.items() if who != "qarl"]
-            found.append(row | {"over_bf16": min(others) / by["qarl"] if others else None})
-    return found
-
-
 def table(report: Row) -> str:
     """One line per scheme, and what did not run."""
     lines = [*heads([report]), "best peer's time / qarl's"]
     by_scheme: dict[str, list[Row]] = defaultdict(list)
-    for case in ratios(report["records"]):
+    for case in ratios(report["records"], "model", "routing", "m"):
         by_scheme[case["scheme"]].append(case)
     for scheme, cases in by_scheme.items():
         worst = min(cases, key=lambda case: case["ratio"])
         mean = geometric_mean([case["ratio"] for case in cases])
-        where = f"of {len(cases):3} cases, at {worst['case']} against {worst['peer']}"
+        where = f"of {len(cases):3} cases, at {worst['routing']} m={worst['m']} against {worst['peer']}"
         lines.append(f"  {scheme:10} mean {mean:5.2f}  worst {worst['ratio']:5.2f}  {where}")
     return "\n".join([*lines, *skipped_lines(report["records"])])
 

@@ -27,10 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from model_sizes import SHAPES
-from process_tree import abort, leaving_at_once, traced
+from process_tree import SOURCES, abort, leaving_at_once, traced, with_sources
 
-ROOT = Path(__file__).parents[1]
-SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 sys.path[:0] = SOURCES
 
 PARTS = ("learn", "zero3")
@@ -113,8 +111,7 @@ def run_rank(options: argparse.Namespace, rank: int, folder: Path) -> None:
 
 def run_all(options: argparse.Namespace, folder: Path) -> list[Record]:
     """The ranks' results. Exits with code 1 if one failed, after printing its output."""
-    paths = [*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = traced(os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+    environment = traced(with_sources(os.environ))
     if options.device == "cpu":
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks, logs = [], [folder / f"log-{rank}" for rank in range(options.nproc)]

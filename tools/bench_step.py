@@ -31,10 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from model_sizes import SHAPES
-from process_tree import end_hung, end_tree, tails, traced
+from process_tree import SOURCES, end_hung, end_tree, tails, traced, with_sources
 
-ROOT = Path(__file__).parents[1]
-SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 sys.path[:0] = SOURCES
 
 PARTS = {
@@ -149,8 +147,7 @@ def collect(case: Record, options: argparse.Namespace, log: Path) -> list[Record
     with tempfile.TemporaryDirectory() as place:
         records = Path(place) / "records.jsonl"
         given = json.dumps(case | {"records": str(records)})
-        paths = [*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = traced(os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+        environment = traced(with_sources(os.environ))
         command = [sys.executable, __file__, *sys.argv[1:], "--case", given]
         with log.open("a") as output:
             print(f"--- {given}", file=output, flush=True)

@@ -18,9 +18,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 DUMP_S = 3.0  # for a process to print its stacks
 EXEC_S = 0.2  # for a process to have its environment again, which has none while it executes another program
 TAIL = 6000  # characters of an output that a failure shows
+
+
+def with_sources(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for a process that imports this checkout's packages."""
+    paths = [*SOURCES, *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def traced(environment: Mapping[str, str]) -> dict[str, str]:

@@ -27,12 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from process_tree import abort, marked, runs, send, traced
+from process_tree import ROOT, abort, marked, runs, send, traced, with_sources
 
 from qarl.utils.machine import visible_gpus
 
-ROOT = Path(__file__).parents[1]
-SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 GRACE_S = 5.0  # between asking a job to end and killing it
 MARK = "QARL_JOB"  # a variable that all processes of a job have, and no others
 
@@ -115,16 +113,15 @@ class Queue:
 
     def _start(self, job: Job) -> None:
         gpus, self.free = self.free[: job.gpus], self.free[job.gpus :]
-        path = os.pathsep.join([*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
         tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         visible = ",".join(gpus)
-        own = {"CUDA_VISIBLE_DEVICES": visible, "OUT": str(self.out), "PATH": tools, "PYTHONPATH": path}
+        own = {"CUDA_VISIBLE_DEVICES": visible, "OUT": str(self.out), "PATH": tools}
         own[MARK] = mark = f"{os.getpid()}-{job.name}"
         with (self.out / f"{job.name}.log").open("wb") as log:
             process = subprocess.Popen(
                 ["bash", "-c", job.command],
                 cwd=ROOT,
-                env=traced(os.environ | own),
+                env=traced(with_sources(os.environ) | own),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -81,7 +81,7 @@ def test_ratios_compare_with_the_best_peer() -> None:
         product_row("w8a8", "cublas_bf16", 5.0, m=128),
         product_row("fp8", "qarl", 10.0),
     ]
-    found = {case["m"]: (case["ratio"], case["peer"]) for case in ratios(rows)}
+    found = {case["m"]: (case["ratio"], case["peer"]) for case in ratios(rows, "n", "k", "m")}
     assert found == {
         16: (0.8, "int_mm"),
         128: (0.5, "cublas_bf16"),

@@ -48,8 +48,6 @@ def test_the_table_has_the_best_peer_the_worst_case_and_what_did_not_run() -> No
         {"section": "bf16", "who": "torch_grouped", "us": 16.0} | case,
         {"section": "w8a8", "who": "vllm_triton", "skipped": "no kernel", "model": "m"},
     ]
-    found = {row["scheme"]: row for row in bench_experts.ratios(rows)}
-    assert found["w4a16"]["ratio"] == 1.5 and found["w4a16"]["over_bf16"] == 1.6
-    assert found["bf16"]["ratio"] == 0.8 and found["bf16"]["peer"] == "torch_grouped"
     text = bench_experts.table({"environment": None, "records": rows})
-    assert "bf16       mean  0.80" in text and "skipped 1x w8a8 vllm_triton: no kernel" in text
+    assert "w4a16      mean  1.50" in text and "skipped 1x w8a8 vllm_triton: no kernel" in text
+    assert "bf16       mean  0.80" in text and "against torch_grouped" in text

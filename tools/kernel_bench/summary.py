@@ -21,18 +21,19 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def ratios(rows: Iterable[Row]) -> list[Row]:
-    """best peer's time / qarl's time, of every case that both ran: keys scheme, n, k, m, ratio, peer."""
+def ratios(rows: Iterable[Row], *keys: str) -> list[Row]:
+    """best peer's time / qarl's time of every case that both ran: `scheme`, the `keys` that tell cases apart, `ratio`,
+    `peer`."""
     times: dict[tuple, dict[str, float]] = defaultdict(dict)
     for row in rows:
-        if row["section"] in SCHEMES and "us" in row:
-            times[row["section"], row["n"], row["k"], row["m"]][row["who"]] = row["us"]
+        if "us" in row and all(key in row for key in keys):
+            times[row["section"], *(row[key] for key in keys)][row["who"]] = row["us"]
     found = []
     for case, by in times.items():
         peers = {who: us for who, us in by.items() if who != "qarl"}
         if "qarl" in by and peers:
             peer = min(peers, key=peers.__getitem__)
-            labels = dict(zip(("scheme", "n", "k", "m"), case, strict=True))
+            labels = dict(zip(("scheme", *keys), case, strict=True))
             found.append(labels | {"ratio": peers[peer] / by["qarl"], "peer": peer})
     return found
 
@@ -44,7 +45,7 @@ def _mean(cases: Sequence[Row]) -> str:
 def product_lines(rows: Sequence[Row]) -> list[str]:
     """One line per scheme: geometric means, the worst case, counts."""
     grouped: dict[str, list[Row]] = defaultdict(list)
-    for case in ratios(rows):
+    for case in ratios([row for row in rows if row["section"] in SCHEMES], "n", "k", "m"):
         grouped[case["scheme"]].append(case)
     if not grouped:
         return []
