@@ -10,7 +10,6 @@ update.py          what is sent (all tensors, or the changed words), and how the
 fingerprints.py    digests of tensors on their device, and their comparison
 checkpoint.py      a snapshot as a directory that a sampler starts from
 expert_tensors.py  the tensors of a layer's experts as a few large ones
-shards.py          the parts of a model on several GPUs
 
 Imports no engine and no policy: both import it.
 """

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qarl.errors import UserError
 
+METADATA = (".weight_shape",)  # suffixes of tensors that no kernel reads and that never change: int64 (2,)
 PORTION = 1 << 30  # bytes of tensors whose digests one launch computes; then they are released
 
 
@@ -136,19 +137,3 @@ def verify_in_process(
     others = fingerprints((name, tensor) for name, tensor in shown.items() if name not in found)
     wanted = fingerprints((name, published[name]) for name in others if name in published)
     verify(version, expected | wanted, found | others, where)
-
-
-Shown = Mapping[str, list[Fingerprint]]
-
-
-def verify_changes(version: int, sent: tuple[Shown, Shown], held: tuple[Shown, Shown], where: str) -> None:
-    """Raise `PublishError` unless each layer that hides its published tensors changed exactly when they did.
-
-    sent: fingerprints of the tensors sent for each layer, by its name, in the last version and in this one. held: those
-    of the layer's own tensors then and now. where: the error's word for a layer.
-    """
-    for name, before in sent[0].items():
-        moved = sent[1][name] != before
-        if moved != (held[1][name] != held[0][name]):
-            what = "did not change with its weights" if moved else "changed by itself"
-            raise PublishError(f"publish of version {version}: {where} '{name}' {what}")

@@ -151,7 +151,7 @@ class WeightSender:
 
     def _keep(self, snapshot: Snapshot, mode: Mode) -> None:
         self.holds = True
-        self._previous = (snapshot.published, snapshot.fingerprints()) if mode == "delta" else None
+        self._previous = (snapshot.published, snapshot.fingerprints) if mode == "delta" else None
 
     def _send(self, connection: Connection, snapshot: Snapshot, mode: Mode) -> None:
         assert self._bound is not None, "an update before the first load"
@@ -159,7 +159,7 @@ class WeightSender:
         self.forget()
         tensors = snapshot.published
         if mode == "delta" and previous is not None:
-            tensors = delta(tensors, snapshot.fingerprints(), *previous)
+            tensors = delta(tensors, snapshot.fingerprints, *previous)
         found = self._transfer(connection, tensors, snapshot)
         self._bound.check(snapshot.version, found)
         sent, whole = (sum(t.nbytes for t in group.values()) for group in (tensors, snapshot.published))
@@ -171,7 +171,7 @@ class WeightSender:
         transports = connection.transports
         payloads: list[Any] = [transport.pack(tensors) for transport in transports] or [list(tensors.items())]
         try:
-            connection.begin("publish", WeightUpdate(snapshot.version, payloads, snapshot.fingerprints(), self.canary))
+            connection.begin("publish", WeightUpdate(snapshot.version, payloads, snapshot.fingerprints, self.canary))
             expected = self.scorer.score(self.canary).tolist()
             seconds, scored = connection.finish(_ignore)
             self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}

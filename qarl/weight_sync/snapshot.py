@@ -86,12 +86,9 @@ class Snapshot:
         """`tensors` as they are sent to a sampler, those of a layer's experts as few: see `join_experts`."""
         return join_experts(self.tensors)
 
-    def fingerprints(self) -> Mapping[str, Fingerprint]:
-        """Fingerprints of `published` by name, computed once: what a sampler of this version must show."""
-        return self._fingerprints
-
     @cached_property
-    def _fingerprints(self) -> Mapping[str, Fingerprint]:
+    def fingerprints(self) -> Mapping[str, Fingerprint]:
+        """Fingerprints of `published` by name: what a sampler of this version must hold."""
         return fingerprints(self.published.items())
 
     def manifest(self) -> Manifest:

@@ -115,12 +115,12 @@ def test_the_top_token_is_the_one_with_the_largest_log_prob(tiny_model, shadow: 
 @pytest.mark.parametrize("learner", ["aligned", *UNALIGNED])
 def test_what_is_published_after_a_shadow_still_proves_itself(tiny_model, learner: str) -> None:
     policy = make_policy(tiny_model("qwen2"), "w4a16", torch.bfloat16, GROUP, learner=learner)
-    old = policy.current.fingerprints()
+    old = policy.current.fingerprints
     _move(policy)
     _shadow(policy)
     verify(0, old, fingerprints(policy.sampler.held()))  # until the publish, the old version whole
     policy.sampler.install(policy.current)
-    verify(1, policy.current.fingerprints(), fingerprints(policy.sampler.held()))
+    verify(1, policy.current.fingerprints, fingerprints(policy.sampler.held()))
     with torch.no_grad():
         parts_of(policy.sampler.weights)[0].weight.tensors["weight_packed"][0, 0] ^= 1
     with pytest.raises(PublishError, match=r"version 1: .*weight_values of the product is not what its codes"):
@@ -199,7 +199,7 @@ def test_the_sampler_keeps_its_bits_beside_a_learner_of_another_dtype(tiny_model
     assert not policy.aligned and policy.current.manifest() == plain.current.manifest()
     assert torch.equal(sampled(policy), sampled(plain))
     assert torch.equal(_shadow(policy), _shadow(plain))
-    verify(0, policy.current.fingerprints(), fingerprints(policy.sampler.held()))
+    verify(0, policy.current.fingerprints, fingerprints(policy.sampler.held()))
 
 
 @pytest.mark.parametrize("learner", UNALIGNED)

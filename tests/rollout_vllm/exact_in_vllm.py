@@ -108,7 +108,7 @@ def checked(
     with tempfile.TemporaryDirectory() as place:
         checkpoint = Path(place, "checkpoint")
         write_snapshot_checkpoint(checkpoint, policy.current, policy.sampler.layout, tokenizer)
-        host = Host(sampler_settings(config, policy.sampler.layout, checkpoint), policy.current.fingerprints())
+        host = Host(sampler_settings(config, policy.sampler.layout, checkpoint), policy.current.fingerprints)
     found: dict[str, Any] = {"proved_frac": host.numerics.proved_frac, "measured": measured(host)}
     found["version 0"] = different(host, policy, Asked(lengths, response, shaped))
     fewer = Asked(lengths, response, shaped[-1:])
@@ -145,7 +145,7 @@ def publish_something(host: Host, policy: Policy) -> None:
             parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(DEVICE))
     policy.refresh(policy.version + 1)
     policy.sampler.install(policy.current)
-    host.publish(policy.version, policy.current.published.items(), policy.current.fingerprints())
+    host.publish(policy.version, policy.current.published.items(), policy.current.fingerprints)
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ def test_a_small_step_changes_few_published_words(scheme: str):
     from qarl.weight_sync.update import delta
 
     before, after = (policy.current for policy in policies(scheme, 1e-6))
-    sent = delta(after.published, after.fingerprints(), before.published, before.fingerprints())
+    sent = delta(after.published, after.fingerprints, before.published, before.fingerprints)
     assert 0 < sum(t.nbytes for t in sent.values()) < 0.2 * sum(t.nbytes for t in after.published.values())
 
 
@@ -71,8 +71,8 @@ def test_a_policy_can_be_published_again_as_a_new_version():
     second = as_new_version(policy, 7)
     policy.sampler.install(second)
     assert (second.version, policy.version) == (7, 7)
-    assert second.fingerprints() is not first.fingerprints()
-    assert second.fingerprints() == first.fingerprints()
+    assert second.fingerprints is not first.fingerprints
+    assert second.fingerprints == first.fingerprints
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])

@@ -21,6 +21,7 @@ from qarl.rollout.vllm.own_kernels import loading
 from qarl.rollout.vllm.own_kernels.graph_tensors import in_place_of_lists, scale_orders
 from qarl.rollout.vllm.own_kernels.held import UNSENT, HeldModel
 from qarl.rollout.vllm.own_kernels.loading import Loader
+from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard
 from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
 from qarl.weight_sync.fingerprints import PublishError, fingerprints
 
@@ -184,7 +185,7 @@ def test_a_publish_gives_stacks_to_layers_and_calls_no_loader_of_experts(monkeyp
     expected = [fingerprints(version.items()) for version in versions]
     held = HeldModel(model, expected[0])
     assert held.opaque == (f"{EXPERTS}.routed_experts",)
-    loader = Loader(worker, held, expected[0], Path("no checkpoint"), staging=False)
+    loader = Loader(worker, held, expected[0], Path("no checkpoint"), staging=False, shard=Shard())
     loader.load(versions[1])
     held.check(1, expected[1])
     reload_by_loaders(other, versions[1])
@@ -212,6 +213,8 @@ def test_a_reload_makes_the_orders_once(monkeypatch) -> None:
     made = []
     monkeypatch.setattr(loading, "scale_orders", lambda device: made.append(device) or ())
     worker = SimpleNamespace(device=torch.device("cpu"), model_runner=SimpleNamespace(get_model=nn.Module))
-    loader = Loader(worker, SimpleNamespace(plain=frozenset(), units={}), {}, Path("no checkpoint"), staging=False)
+    loader = Loader(
+        worker, SimpleNamespace(plain=frozenset(), units={}), {}, Path("no checkpoint"), staging=False, shard=Shard()
+    )
     assert not made  # a start may have nothing that is repacked
     assert loader._orders is loader._orders and len(made) == 1

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qarl.rollout.vllm.own_kernels.held import HeldModel
 from qarl.rollout.vllm.own_kernels.loading import Loader
+from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard
 from qarl.weight_sync.expert_tensors import join_experts
 from qarl.weight_sync.fingerprints import PublishError, fingerprints
 
@@ -53,7 +54,7 @@ def loaded(model: nn.Module, version: dict[str, Tensor]) -> tuple[HeldModel, Loa
     expected = fingerprints(version.items())
     held = HeldModel(model, expected)
     worker = SimpleNamespace(device=torch.device("cuda"), model_runner=SimpleNamespace(get_model=lambda: model))
-    return held, Loader(worker, held, expected, Path("no checkpoint"), staging=False)
+    return held, Loader(worker, held, expected, Path("no checkpoint"), staging=False, shard=Shard())
 
 
 def test_stacks_are_written_whole_where_vllm_holds_them_and_proved() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from qarl.rollout.vllm.own_kernels.graph_tensors import SMALL, Attributes, KernelTensors
 from qarl.rollout.vllm.own_kernels.held import Unit
 from qarl.rollout.vllm.own_kernels.loading import Loader
+from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard
 
 
 class Held:
@@ -108,14 +109,14 @@ def test_a_loader_restores_what_its_layers_had_first():
     model["layer"].scheme = Held(kernel=Held(workspace=old))
     worker = SimpleNamespace(device=torch.device("cpu"), model_runner=SimpleNamespace(get_model=lambda: model))
     held = SimpleNamespace(plain=frozenset(), units={}, unit_of=lambda name: Unit("layer", ("layer",)))
-    loader = Loader(worker, held, {"layer.weight": None}, Path("no checkpoint"), staging=False)
+    loader = Loader(worker, held, {"layer.weight": None}, Path("no checkpoint"), staging=False, shard=Shard())
     model["layer"].scheme.kernel.workspace = words(1)  # graphs go on with the old one
-    loader.sleep()
+    loader.kernel_tensors.save()
     old.fill_(7)
-    loader.wake()
+    loader.kernel_tensors.restore()
     assert torch.equal(old, words(4)) and torch.equal(model["layer"].scheme.kernel.workspace, words(1))
     old.fill_(8)
-    loader.wake()  # after no sleep
+    loader.kernel_tensors.restore()  # after no sleep
     assert torch.equal(old, words(8))
 
 

@@ -60,13 +60,13 @@ def changed(case: Any) -> Any:
 @pytest.mark.parametrize("kernels", [False, True])
 def test_a_publish_fills_the_same_memory_and_is_verified(case: Any, kernels: bool) -> None:
     weights = made(case, kernels)
-    weights.check(0, case.policy.current.fingerprints())
+    weights.check(0, case.policy.current.fingerprints)
     held = {id(t): t.data_ptr() for group in weights._weights.values() for w in group for t in w.operands.values()}
     snapshot = changed(case)
     with pytest.raises(PublishError):
-        weights.check(1, snapshot.fingerprints())
+        weights.check(1, snapshot.fingerprints)
     weights.load(snapshot.published)
-    weights.check(1, snapshot.fingerprints())
+    weights.check(1, snapshot.fingerprints)
     again = {id(t): t.data_ptr() for group in weights._weights.values() for w in group for t in w.operands.values()}
     assert again == held
 
@@ -85,9 +85,9 @@ def test_a_delta_may_bring_one_tensor_of_a_packed_linear(case: Any, kernels: boo
         assert (before.shape, before.dtype) == (tensor.shape, tensor.dtype), name
         weights.load({name: tensor})
     with pytest.raises(PublishError):
-        weights.check(1, snapshot.fingerprints())
+        weights.check(1, snapshot.fingerprints)
     weights.load(rest)
-    weights.check(1, snapshot.fingerprints())
+    weights.check(1, snapshot.fingerprints)
 
 
 def test_an_operand_that_changed_by_itself_is_named(case: Any) -> None:
@@ -96,4 +96,4 @@ def test_an_operand_that_changed_by_itself_is_named(case: Any) -> None:
     operand = next(iter(group[0].operands.values()))
     operand.view(torch.uint8).flatten()[0] ^= 1
     with pytest.raises(PublishError, match=r"publish of version 0: .*model\.layers\.0\.self_attn"):
-        weights.check(0, case.policy.current.fingerprints())
+        weights.check(0, case.policy.current.fingerprints)

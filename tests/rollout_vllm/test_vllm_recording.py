@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,10 +16,10 @@ from torch import Tensor
 from qarl.errors import UserError
 from qarl.policy.routes import numbers_of
 from qarl.rollout.vllm import host
-from qarl.rollout.vllm.own_kernels.routers import routers_of
 from qarl.rollout.vllm.recording import Buffer, Recording, recorded
 
 LAYERS, PER_TOKEN = 3, 2
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 class Forwards:
@@ -111,7 +112,10 @@ def routed(monolithic: bool, buffers: bool) -> torch.nn.Module:
     return layers
 
 
+@needs_vllm
 def test_routers_give_the_layers_in_order_and_refuse_kernels_that_route_inside() -> None:
+    from qarl.rollout.vllm.own_kernels.numerics import routers_of
+
     assert routers_of(routed(False, True))(2).tolist() == [[[1, 3], [1, 4]], [[0, 2], [0, 3]]]
     with pytest.raises(UserError, match=r"rollout\.numerics=exact"):
         routers_of(routed(True, True))
@@ -119,10 +123,13 @@ def test_routers_give_the_layers_in_order_and_refuse_kernels_that_route_inside()
         routers_of(routed(False, False))
 
 
+@needs_vllm
 @pytest.mark.parametrize("asked", [False, True])
 def test_kernels_that_route_inside_are_refused_by_the_start_of_a_sampler_that_will_be_asked(
     tmp_path, monkeypatch, asked
 ) -> None:
+    from qarl.rollout.vllm.own_kernels.numerics import routers_of
+
     monkeypatch.setattr(host, "start_vllm", lambda *_: SimpleNamespace(collective_rpc=lambda _: [None]))
     monkeypatch.setattr(host, "vllm_environment", lambda *_: {})
     monkeypatch.setattr(host, "keep_compiled_code_private", lambda: None)

@@ -172,14 +172,14 @@ def test_a_digest_tells_tensors_of_the_same_bytes_apart_by_shape_and_dtype():
 
 def test_verify_accepts_any_order_of_arrival(policy):
     held = fingerprints(reversed(list(policy.sampler.held())))
-    verify(0, policy.current.fingerprints(), held)
+    verify(0, policy.current.fingerprints, held)
 
 
 def test_fingerprints_of_a_snapshot_are_computed_once(policy):
     snapshot = policy.current
-    assert snapshot.fingerprints() is snapshot.fingerprints()
-    assert list(snapshot.fingerprints()) == list(snapshot.tensors)
+    assert snapshot.fingerprints is snapshot.fingerprints
+    assert list(snapshot.fingerprints) == list(snapshot.tensors)
 
 
 def test_fingerprints_of_a_snapshot_are_those_of_its_tensors(policy):
-    assert policy.current.fingerprints() == fingerprints(policy.current.tensors.items())
+    assert policy.current.fingerprints == fingerprints(policy.current.tensors.items())

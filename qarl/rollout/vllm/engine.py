@@ -234,7 +234,7 @@ class VLLMEngine:
         begin = time.perf_counter()
         try:
             settings = sampler_settings(self.config, self.layout, folder)
-            expected = snapshot.fingerprints()
+            expected = snapshot.fingerprints
             self._sampler = self._prelaunched or launch_sampler(self.config, self.layout.device, self.place)
             self._prelaunched = None
             self.weights.prepare(folder, snapshot)  # while the process imports vLLM

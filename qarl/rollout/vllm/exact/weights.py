@@ -22,8 +22,7 @@ from qarl.policy.linear import PackedLinear
 from qarl.policy.weights import WeightSet
 from qarl.utils.expert_names import experts_of
 from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
-from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify
-from qarl.weight_sync.shards import METADATA
+from qarl.weight_sync.fingerprints import METADATA, Fingerprint, PublishError, fingerprints, verify
 
 
 class PublishedWeights:

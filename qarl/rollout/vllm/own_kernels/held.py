@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qarl.weight_sync.expert_tensors import stacks_of
-from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify, verify_changes
-from qarl.weight_sync.shards import METADATA
+from qarl.weight_sync.fingerprints import METADATA, Fingerprint, PublishError, fingerprints, verify
 
 EXPERTS = "routed_experts"  # vLLM's module with the experts of a layer
 # Parameters of experts that have no published tensor and that no kernel reads; their memory is uninitialized.
@@ -161,10 +160,13 @@ class HeldModel:
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the expected snapshot, as far as its layout shows."""
         direct = {name: expected[name] for name in self.direct}
-        prints = fingerprints(self.read(self.direct, expected))
-        verify(version, direct, prints, "vLLM")
+        verify(version, direct, fingerprints(self.read(self.direct, expected)), "vLLM")
         sent, held = self._sent_prints(expected), self._held_prints()
-        verify_changes(version, (self._sent, sent), (self._held, held), "vLLM's layer")
+        for layer in self.opaque:
+            moved = sent[layer] != self._sent[layer]
+            if moved != (held[layer] != self._held[layer]):
+                what = "did not change with its weights" if moved else "changed by itself"
+                raise PublishError(f"publish of version {version}: vLLM's layer '{layer}' {what}")
         self._sent, self._held = sent, held
 
     def _find(self, name: str, print_: Fingerprint, unit: Unit, expected: Mapping[str, Fingerprint]) -> _Place | None:

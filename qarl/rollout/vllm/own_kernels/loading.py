@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from qarl.rollout.vllm.own_kernels.graph_tensors import Attributes, KernelTensors, in_place_of_lists, scale_orders
 from qarl.rollout.vllm.own_kernels.held import HeldModel
+from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, shard_of
 from qarl.weight_sync.expert_tensors import part_experts
-from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.shards import METADATA, WHOLE, Shard, shard_of
+from qarl.weight_sync.fingerprints import METADATA, Fingerprint
 
 logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
 
@@ -35,7 +35,10 @@ class Loader:
     Args:
         expected: Fingerprints of the snapshot in `checkpoint`.
         staging: Keep the published tensors of repacked layers; patches need them.
-        shard: The part of each tensor that the model holds; vLLM's reload cuts tensors itself.
+        shard: The part of each tensor that the model holds; vLLM's reload splits tensors itself.
+
+    Attributes:
+        kernel_tensors: Saved and restored around a sleep.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class Loader:
         expected: Mapping[str, Fingerprint],
         checkpoint: Path,
         staging: bool,
-        shard: Shard = WHOLE,
+        shard: Shard,
     ) -> None:
         self._worker, self._held, self._shard = worker, held, shard
         self._units = {name: held.unit_of(name).name for name in expected}
@@ -56,7 +59,7 @@ class Loader:
         self._records = staging and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._members = {name: unit.members for name, unit in held.units.items() if unit.members}
-        self._kernels = KernelTensors(self._modules(set(self._units.values())))
+        self.kernel_tensors = KernelTensors(self._modules(set(self._units.values())))
         repacked = set(self._units.values()) - self._plain if device.type == "cuda" else set()
         self._attributes = Attributes(self._modules(repacked))
         if staging:
@@ -70,14 +73,6 @@ class Loader:
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
         """A published tensor of the last publish. expected: Fingerprints, for the dtypes."""
         return self._staging[name] if name in self._staging else next(self._held.read([name], expected))[1]
-
-    def sleep(self) -> None:
-        """Before a sleep; see `KernelTensors`."""
-        self._kernels.save()
-
-    def wake(self) -> None:
-        """After a sleep."""
-        self._kernels.restore()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Put new tensors in checkpoint layout, by published name, into the model's layers.

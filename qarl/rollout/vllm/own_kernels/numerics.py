@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from vllm.model_executor.models.registry import ModelRegistry
 
+from qarl.errors import UserError
 from qarl.rollout.vllm.numerics import Numerics
 from qarl.rollout.vllm.own_kernels.head import Float32Head, use_float32_head
 from qarl.rollout.vllm.own_kernels.held import HeldModel
 from qarl.rollout.vllm.own_kernels.limits import keep_scales, known_limits
 from qarl.rollout.vllm.own_kernels.loading import Loader, stored
-from qarl.rollout.vllm.own_kernels.routers import routers_of, routers_recorded
-from qarl.rollout.vllm.own_kernels.tensor_parallel import agreed, rendezvous
-from qarl.rollout.vllm.recording import Experts
+from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, agreed, rendezvous, shard_prints
+from qarl.rollout.vllm.recording import Buffer, Experts
 from qarl.rollout.vllm.sandbox import no_way_in
 from qarl.rollout.vllm.settings import SamplerSettings
-from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify
-from qarl.weight_sync.shards import METADATA, Shard, shard_prints
+from qarl.weight_sync.fingerprints import METADATA, Fingerprint, PublishError, fingerprints, verify
 
 
 class OwnKernels(Numerics):
@@ -94,10 +96,10 @@ class OwnKernels(Numerics):
         return [f"vLLM {vllm.__version__}: {note}"] if note else []
 
     def before_sleep(self) -> None:
-        self._loader.sleep()
+        self._loader.kernel_tensors.save()
 
     def after_sleep(self) -> None:
-        self._loader.wake()
+        self._loader.kernel_tensors.restore()
 
 
 def _import_model(checkpoint: Path) -> None:
@@ -108,3 +110,31 @@ def _import_model(checkpoint: Path) -> None:
     for name in json.loads((checkpoint / "config.json").read_text())["architectures"]:
         if (known := ModelRegistry.models.get(name)) is not None and hasattr(known, "module_name"):
             ModelRegistry.register_model(name, known.load_model_cls())
+
+
+def routers_of(model: nn.Module) -> Experts:
+    """What a model's routers chose last, in layer order."""
+    runners = [module for module in model.modules() if hasattr(module, "routed_experts")]
+    buffers = [getattr(runner.router, "capture_fn", None) for runner in runners]
+    if not buffers or not all(isinstance(buffer, Buffer) for buffer in buffers):
+        raise ValueError("vLLM made its routers without qarl's buffers")
+    if any(runner.routed_experts.quant_method.is_monolithic for runner in runners):
+        raise UserError("model.routing: vLLM's kernel for these experts routes inside; set rollout.numerics=exact")
+    return lambda rows: torch.stack([buffer.rows(rows) for buffer in buffers], 1).sort(-1).values
+
+
+@contextmanager
+def routers_recorded() -> Iterator[None]:
+    """Inside, routers that vLLM creates get buffers for their choices, before CUDA graphs are captured."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    make = BaseRouter.__init__
+
+    @wraps(make)
+    def making(self: BaseRouter, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        self.set_capture_fn(Buffer(get_current_vllm_config().scheduler_config.max_num_batched_tokens, self.top_k))
+
+    with patch.object(BaseRouter, "__init__", making):
+        yield

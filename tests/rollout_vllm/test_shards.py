@@ -10,8 +10,8 @@ import torch
 from qarl_formats.weight import LowBitWeight, quantize_weight
 
 from qarl.errors import UserError
+from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, shard_of, shard_prints
 from qarl.weight_sync.fingerprints import fingerprints
-from qarl.weight_sync.shards import Shard, shard_of, shard_prints
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from codes_cases import SCHEMES
