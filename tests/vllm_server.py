@@ -16,7 +16,7 @@ from qarl import cli
 from qarl.rollout.vllm.settings import ENVIRONMENT
 
 os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-sys.path.extend(str(Path(__file__).parent / folder) for folder in ("training", "rollout_vllm"))
+sys.path.extend(str(Path(__file__).parent / folder) for folder in ("training", "rollout_vllm", "../tools"))
 
 import forked_worker
 import tiny_runs  # noqa: F401 - imported for the forks, as are the next
