@@ -69,17 +69,18 @@ def is_router(name: str) -> bool:
 
 
 def expert_stacks(experts: str, count: int) -> dict[str, tuple[str, ...]]:
-    """The modules that are multiplied as one weight, in order, by vLLM's name for it.
+    """The modules that are multiplied as one weight, in order, by the name of the packed weight.
 
     Args:
         experts: Module that holds all experts of a layer (`model.layers.0.mlp.experts`).
         count: Number of experts.
 
     Returns:
-        `w13`: gate and up of the first expert, of the second, and so on. `w2`: down of each.
+        `<experts>.w13`, as vLLM names it: gate and up of the first expert, of the second, and so on. `<experts>.w2`:
+        down of each.
     """
     names, numbers = next(n for n in EXPERT_NAMES.values() if f".{n.block}." in f"{experts}."), range(count)
     return {
-        "w13": tuple(f"{experts}.{i}.{leaf}" for i in numbers for leaf in (names.gate, names.up)),
-        "w2": tuple(f"{experts}.{i}.{names.down}" for i in numbers),
+        f"{experts}.w13": tuple(f"{experts}.{i}.{leaf}" for i in numbers for leaf in (names.gate, names.up)),
+        f"{experts}.w2": tuple(f"{experts}.{i}.{names.down}" for i in numbers),
     }

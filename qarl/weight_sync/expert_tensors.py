@@ -35,7 +35,7 @@ def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     joined: dict[str, tuple[str, Tensor]] = {}  # by the name of the first member
     gone: set[str] = set()
     for experts, found in suffixes.items():
-        for stack, members in stacks_of(experts, last[experts] + 1).items():
+        for stack, members in expert_stacks(experts, last[experts] + 1).items():
             for suffix in found:
                 names = [f"{member}.{suffix}" for member in members]
                 its = [tensors[name] for name in names if name in tensors]
@@ -56,9 +56,3 @@ def part_experts(tensors: Iterable[tuple[str, Tensor]], members: Members) -> Ite
         its = members[module]
         parts = tensor.split(len(tensor) // len(its))
         yield from ((f"{member}.{suffix}", part) for member, part in zip(its, parts, strict=True))
-
-
-def stacks_of(experts: str, count: int) -> dict[str, tuple[str, ...]]:
-    """The two stacks of a layer by name, with their members. experts: the module of the layer's `count` experts
-    (`model.layers.0.mlp.experts`)."""
-    return {f"{experts}.{stem}": members for stem, members in expert_stacks(experts, count).items()}

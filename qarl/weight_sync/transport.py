@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 ALIGNED = 64  # bytes: alignment of tensors in a buffer, enough for every dtype and for vector loads
-DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Entry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return getattr(torch, self.dtype)
 
     def view(self, buffer: Tensor) -> Tensor:
         """Return the tensor at the beginning of a uint8 buffer, as a view."""

@@ -22,7 +22,8 @@ from qarl.rollout.vllm.own_kernels.graph_tensors import in_place_of_lists, scale
 from qarl.rollout.vllm.own_kernels.held import UNSENT, HeldModel
 from qarl.rollout.vllm.own_kernels.loading import Loader
 from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard
-from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
+from qarl.utils.expert_names import expert_stacks
+from qarl.weight_sync.expert_tensors import join_experts, part_experts
 from qarl.weight_sync.fingerprints import PublishError, fingerprints
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -113,7 +114,7 @@ def reload_by_loaders(layer: Any, tensors: dict[str, Tensor]) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     initialize_layerwise_reload(layer)
-    for name, tensor in part_experts(tensors.items(), stacks_of(EXPERTS, COUNT)):
+    for name, tensor in part_experts(tensors.items(), expert_stacks(EXPERTS, COUNT)):
         expert, leaf, suffix = name.removeprefix(f"{EXPERTS}.").split(".")
         parameter = f"{'w2' if leaf == 'down_proj' else 'w13'}_{suffix}"
         held = getattr(layer, parameter)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from qarl.rollout.vllm.own_kernels.graph_tensors import SMALL, Attributes, KernelTensors
+from qarl.rollout.vllm.own_kernels.graph_tensors import SMALL, KernelTensors
 from qarl.rollout.vllm.own_kernels.held import Unit
 from qarl.rollout.vllm.own_kernels.loading import Loader
 from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard
@@ -123,7 +123,7 @@ def test_a_loader_restores_what_its_layers_had_first():
 def test_what_replaces_a_plain_attribute_goes_into_the_first_one():
     module, scales = nn.Linear(2, 2), torch.ones(3)
     module.scales, module.count = scales, 3
-    attributes = Attributes([module, nn.Linear(2, 2)])
+    attributes = KernelTensors([module, nn.Linear(2, 2)])
     attributes.follow()
     assert torch.equal(scales, torch.ones(3))
     module.scales = torch.arange(3.0)
@@ -138,7 +138,7 @@ def test_what_replaces_a_plain_attribute_goes_into_the_first_one():
 def test_parameters_and_buffers_are_no_plain_attributes():
     module = nn.BatchNorm1d(2)
     weight = module.weight
-    attributes = Attributes([module])
+    attributes = KernelTensors([module])
     module.weight = nn.Parameter(torch.zeros(2))
     attributes.follow()
     assert torch.equal(weight, torch.ones(2))

@@ -23,7 +23,7 @@ real, rounds = VLLM.draw, []
 def draw(self, one):
     rounds.append(one)
     if len(rounds) == 2:
-        decoder = self._engine._sampler._host.numerics.forward._decoder
+        decoder = self._engine._sampler._host.numerics.forward.decoder
         decoder.layers[1].mlp_norm.eps = 1e-2
     return real(self, one)
 VLLM.draw = draw

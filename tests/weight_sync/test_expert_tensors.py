@@ -8,7 +8,8 @@ from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 from torch import Tensor
 
-from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
+from qarl.utils.expert_names import expert_stacks
+from qarl.weight_sync.expert_tensors import join_experts, part_experts
 
 EXPERTS = "model.layers.1.mlp.experts"
 LEAVES = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
@@ -46,7 +47,7 @@ def test_experts_travel_as_two_stacks_and_are_each_by_itself_again(scheme, group
         *(f"{EXPERTS}.{stem}.{suffix}" for stem in LEAVES for suffix in suffixes),
         "model.norm.weight",
     ]
-    again = dict(part_experts(joined.items(), stacks_of(EXPERTS, 3)))
+    again = dict(part_experts(joined.items(), expert_stacks(EXPERTS, 3)))
     assert again.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert again[name].dtype == tensor.dtype, name

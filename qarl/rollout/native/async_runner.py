@@ -19,7 +19,7 @@ from qarl.rollout.native.graphs import Graphs, Inputs, chunks_of_pages, ladder
 from qarl.rollout.native.pages import KVCache
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
-from qarl.rollout.native.steps import LOGIT_ROWS, Computed, Runner, StepOutput, announce, packed, rows_to_sample
+from qarl.rollout.native.steps import LOGIT_ROWS, Computed, Runner, StepOutput, announce, rows_to_sample
 from qarl.utils.transfer import upload
 
 
@@ -160,13 +160,9 @@ class AsyncRunner(Runner):
 
     def _prefill(self, chunks: list[Chunk], computed: Computed, first: int) -> list[Sequence]:
         """Run chunks of prompts. Returns the sequences that got a token, in the rows from `first` on."""
-        spans, ids = packed(chunks)
-        announce(self.sampler.tracer, chunks)
-        routes = recording() if self.record else NO_ROUTES
-        attention = self.sampler.paged(spans, self.cache.layers)
-        hidden = self.sampler.hidden_states(self._there(ids), attention, routes=routes)
-        if self.record:
-            self._routing.append((chunks, self._to_host(stored(routes.recorded(), self._count))))
+        hidden, experts = self.forward(chunks)
+        if experts is not None:
+            self._routing.append((chunks, self._to_host(experts)))
         sequences, rows = rows_to_sample(chunks, computed)
         if not sequences:
             return sequences

@@ -6,9 +6,8 @@ import torch
 from qarl_kernels.logprob import log_probs_of
 from torch import Tensor
 
-from qarl.policy.routes import NO_ROUTES, recording, stored
 from qarl.rollout.native.scheduler import Chunk
-from qarl.rollout.native.steps import LOGIT_ROWS, Computed, Runner, StepOutput, announce, packed, rows_to_sample
+from qarl.rollout.native.steps import LOGIT_ROWS, Computed, Runner, StepOutput, rows_to_sample
 
 # Tokens outside the truncated set keep a probability of exp(-50) = 2e-22 relative to the likeliest token. Sampling
 # starts above the sum of half a million of them; this takes less of the distribution than one step of a uniform number.
@@ -32,15 +31,8 @@ class PlainRunner(Runner):
     """Runs steps in plain torch."""
 
     def step(self, chunks: list[Chunk], computed: Computed) -> StepOutput:
-        spans, ids = packed(chunks)
-        announce(self.sampler.tracer, chunks)
-        attention = self.sampler.paged(spans, self.cache.layers)
-        routes = recording() if self.record else NO_ROUTES
-        there = torch.tensor(ids, device=self.sampler.layout.device)
-        hidden = self.sampler.hidden_states(there, attention, routes=routes)
-        routing = []
-        if self.record:
-            routing = [(chunks, stored(routes.recorded(), self.sampler.experts[0].count).cpu())]
+        hidden, experts = self.forward(chunks)
+        routing = [] if experts is None else [(chunks, experts.cpu())]
         sequences, rows = rows_to_sample(chunks, computed)
         tokens, logprobs = [torch.empty(0, dtype=torch.int64)], [torch.empty(0)]
         for start in range(0, len(sequences), LOGIT_ROWS):

@@ -12,11 +12,13 @@ from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
 from qarl.policy.attention import Span
+from qarl.policy.routes import NO_ROUTES, recording, stored
 from qarl.policy.sampler import Sampler
 from qarl.policy.trace import Context, Tracer
 from qarl.rollout.native.pages import KVCache
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
+from qarl.utils.transfer import upload
 
 Computed = Callable[[Chunk], list[Sequence]]  # see `Scheduler.computed`
 LOGIT_ROWS = 128  # rows of logits in memory at a time, unless a graph holds those of all sequences
@@ -66,17 +68,25 @@ class Runner:
         """Run chunks, call `computed` for each, and sample a token for the sequences that it returns."""
         raise NotImplementedError
 
+    def forward(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor | None]:
+        """Run chunks, packed end to end, without a CUDA graph.
+
+        Returns:
+            Hidden states (T, H), and the experts of the rows as in `Rollout.routing` if they are recorded.
+        """
+        spans, ids = [], []
+        for chunk in chunks:
+            spans.append(Span(len(ids), chunk.stop - chunk.start, chunk.start, chunk.sequence.pages))
+            ids += chunk.sequence.tokens(chunk.start, chunk.stop)
+        announce(self.sampler.tracer, chunks)
+        there = upload(torch.tensor(ids), self.sampler.layout.device)
+        attention = self.sampler.paged(spans, self.cache.layers)
+        routes = recording() if self.record else NO_ROUTES
+        hidden = self.sampler.hidden_states(there, attention, routes=routes)
+        return hidden, stored(routes.recorded(), self.sampler.experts[0].count) if self.record else None
+
     def close(self) -> None:
         """Free memory."""
-
-
-def packed(chunks: list[Chunk]) -> tuple[list[Span], list[int]]:
-    """Pack the tokens of chunks end to end. Returns where each chunk is, and the tokens."""
-    spans, ids = [], []
-    for chunk in chunks:
-        spans.append(Span(len(ids), chunk.stop - chunk.start, chunk.start, chunk.sequence.pages))
-        ids += chunk.sequence.tokens(chunk.start, chunk.stop)
-    return spans, ids
 
 
 def announce(tracer: Tracer | None, chunks: list[Chunk]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from qarl_formats.compressed import parse_quantization_config
-from qarl_formats.scheme import Scheme
 from qarl_formats.weight import UNQUANTIZED
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Distribution, Truncation, distribution
@@ -24,7 +23,6 @@ from qarl.policy.attention import Attention, Caches, Span, paged
 from qarl.policy.decoder import Decoder
 from qarl.policy.routes import NO_ROUTES, recording
 from qarl.policy.skeleton import schemes_of, skeleton
-from qarl.policy.trace import Context, Tracer
 from qarl.rollout.vllm.exact.attention import CachedLayer, pages_of
 from qarl.rollout.vllm.exact.weights import PublishedWeights
 from qarl.rollout.vllm.recording import Buffer
@@ -35,6 +33,8 @@ class ExactModel(nn.Module):
     """The policy's forward on published tensors that it holds itself.
 
     Attributes:
+        decoder: The policy's.
+        before_batch: Called with the token ids (T,) of each batch of vLLM's.
         truncation: Shapes the distribution that the next tokens are sampled from.
         routing: For a mixture, the experts of the rows of the last forward.
         weights: What the decoder reads.
@@ -45,18 +45,18 @@ class ExactModel(nn.Module):
         self._config = vllm_config.model_config
         self._device: torch.device = vllm_config.device_config.device
         self._rows = vllm_config.scheduler_config.max_num_batched_tokens
-        self._told: Callable[[Tensor], None] | None = None
+        self.before_batch: Callable[[Tensor], None] | None = None
         self._sampled_from: Distribution | None = None
         self.truncation = Truncation()
         with _plain_defaults():
-            self._build(bool(vllm_config.additional_config.get(KV_FP8)), vllm_config.load_config.load_format == "dummy")
-        layers = self._decoder.layers
+            self._build(bool(vllm_config.additional_config.get(KV_FP8)))
+        layers = self.decoder.layers
         self.layers = [CachedLayer(at, one.kv_heads, one.head_dim, self._cache_dtype) for at, one in enumerate(layers)]
         for layer in self.layers:
             name = f"model.layers.{layer.index}.self_attn.attn"
             vllm_config.compilation_config.static_forward_context[name] = layer
 
-    def _build(self, kv_fp8: bool, made_up: bool) -> None:
+    def _build(self, kv_fp8: bool) -> None:
         place, dtype = Path(self._config.model), self._config.dtype
         shape = AutoConfig.from_pretrained(place, trust_remote_code=False)
         stored = json.loads((place / "config.json").read_text()).get("quantization_config")
@@ -64,15 +64,13 @@ class ExactModel(nn.Module):
         model = skeleton(shape)
         scheme_of = schemes_of(model, scheme, ignore)
         positions = -(-self._config.max_model_len // PAGE) * PAGE
-        self._decoder = Decoder(model.base_model, positions, {dtype}, self._device)
-        for at, table in enumerate(self._decoder.rotary[dtype]):
+        self.decoder = Decoder(model.base_model, positions, {dtype}, self._device)
+        for at, table in enumerate(self.decoder.rotary[dtype]):
             self.register_buffer(f"rotary_{at}", table, persistent=False)  # a deep sleep of vLLM's spares buffers alone
         tied = bool(shape.tie_word_embeddings)
-        self.weights = PublishedWeights(self._decoder, scheme_of, dtype, self._device, tied, kv_fp8)
+        self.weights = PublishedWeights(self.decoder, scheme_of, dtype, self._device, tied, kv_fp8)
         on_gpu = self._device.type == "cuda"
         self._cache_dtype = torch.float8_e4m3fn if on_gpu and kv_fp8 else dtype
-        if made_up:
-            self.load_weights(_made_up(model, scheme_of, dtype, self._device))
 
     # --- what vLLM asks of a model -------------------------------------------------------------------------------
 
@@ -90,12 +88,12 @@ class ExactModel(nn.Module):
         assert intermediate_tensors is None and inputs_embeds is None, "the sampler is one process, fed with token ids"
         batch = get_forward_context().attn_metadata
         attention = self._measured(positions) if batch is None else next(iter(batch.values()))  # one for all layers
-        if self._told is not None:
-            self._told(input_ids)
+        if self.before_batch is not None:
+            self.before_batch(input_ids)
         if self.routing is None:
-            return self._decoder(input_ids.long(), attention, self._read)
+            return self.decoder(input_ids.long(), attention, self._read)
         routes = recording()
-        hidden = self._decoder(input_ids.long(), attention, self._read, routes=routes)
+        hidden = self.decoder(input_ids.long(), attention, self._read, routes=routes)
         self.routing(routes.recorded())
         return hidden
 
@@ -108,29 +106,19 @@ class ExactModel(nn.Module):
 
     @cached_property
     def routing(self) -> Buffer | None:
-        found = [layer.experts for layer in self._decoder.layers if layer.experts is not None]
+        found = [layer.experts for layer in self.decoder.layers if layer.experts is not None]
         return Buffer(self._rows, len(found), found[0].per_token, device=self._device) if found else None
 
     @property
     def experts(self) -> int:
         """How many experts a layer of a mixture has."""
-        return next(layer.experts.count for layer in self._decoder.layers if layer.experts is not None)
+        return next(layer.experts.count for layer in self.decoder.layers if layer.experts is not None)
 
     def take(self, logits: Tensor) -> Distribution:
         """The distribution that `compute_logits` returned these logits of; it was the last one."""
         found, self._sampled_from = self._sampled_from, None
         assert found is not None and found.logits is logits, "vLLM samples from what was computed last"
         return found
-
-    @contextmanager
-    def traced(self, tracer: Tracer, rows: Callable[[Tensor], Iterable[Context]]) -> Iterator[None]:
-        """Inside, the tracer is told of all operations. rows(ids): whose rows the current batch has."""
-        self._told = lambda ids: tracer.expect(rows(ids))
-        try:
-            with self._decoder.noting(tracer):
-                yield
-        finally:
-            self._told = None
 
     @property
     def fused(self) -> bool:
@@ -140,7 +128,7 @@ class ExactModel(nn.Module):
     def run(self, ids: Tensor, attention: Attention) -> Tensor:
         """`forward` of a batch that is not vLLM's."""
         routes = NO_ROUTES if self.routing is None else recording()
-        return self._decoder(ids, attention, self._read, routes=routes)
+        return self.decoder(ids, attention, self._read, routes=routes)
 
     def pages(self) -> Caches:
         """A KV cache of one zero page per layer, with the strides of vLLM's."""
@@ -169,18 +157,3 @@ def _plain_defaults() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-
-
-def _made_up(
-    model: nn.Module, scheme_of: Callable[[str], Scheme | None], dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """Random published tensors, for benchmarks of models without a checkpoint."""
-    for name, parameter in model.named_parameters():
-        scheme = scheme_of(name)
-        if scheme is None:
-            value = torch.randn(parameter.shape, device=device, dtype=dtype).mul_(0.02)
-            yield name, value if parameter.dim() > 1 else torch.ones_like(value)
-            continue
-        for suffix, spec in scheme.tensor_specs(*parameter.shape).items():
-            values = torch.rand(spec.shape, device=device).mul_(0.01 if "scale" in suffix else 100)
-            yield f"{name.removesuffix('weight')}{suffix}", values.to(getattr(torch, spec.dtype))

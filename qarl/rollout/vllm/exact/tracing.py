@@ -20,7 +20,8 @@ def traced(model_runner: Any, policy: ExactModel, tracer: Tracer) -> Iterator[No
     rows = Rows(model_runner)
     name = "_determine_batch_execution_and_padding"
     eager = partial(getattr(model_runner, name), force_eager=True)
-    with patch.object(model_runner, name, eager), policy.traced(tracer, rows.contexts):
+    expect = patch.object(policy, "before_batch", lambda ids: tracer.expect(rows.contexts(ids)))
+    with patch.object(model_runner, name, eager), expect, policy.decoder.noting(tracer):
         yield
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from qarl.policy.decoder import Decoder
 from qarl.policy.linear import PackedLinear
 from qarl.policy.weights import WeightSet
-from qarl.utils.expert_names import experts_of
-from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
+from qarl.utils.expert_names import expert_stacks, experts_of
+from qarl.weight_sync.expert_tensors import join_experts, part_experts
 from qarl.weight_sync.fingerprints import METADATA, Fingerprint, PublishError, fingerprints, verify
 
 
@@ -218,4 +218,4 @@ def _joined_name(experts: PackedLinear) -> str:
     """The name under which `join_experts` publishes all experts of a packed linear."""
     owner = experts_of(experts.names[0].rpartition(".")[0])
     assert owner is not None and experts.experts is not None, f"{experts.names[0]} is no expert"
-    return next(name for name, members in stacks_of(owner, experts.experts).items() if members == experts.names)
+    return next(name for name, members in expert_stacks(owner, experts.experts).items() if members == experts.names)

@@ -21,12 +21,12 @@ SMALL = 1 << 20  # bytes; a kernel's tensors beside weights are smaller
 
 
 class KernelTensors:
-    """The small tensors that vLLM's kernels have beside the parameters and buffers of modules.
+    """The tensors that vLLM's kernels have beside the parameters and buffers of modules.
 
     Examples are the lock words of Marlin, all 0 between launches, and the strides of CUTLASS's experts. They are
     attributes of the layer, or of vLLM's objects below it (method, scheme, kernel, its experts). They are kept alive,
-    so that their memory is not reused, and saved for a sleep of level 2, which frees all memory allocated during the
-    load and restores only buffers. modules: Layers that were just loaded.
+    so that their memory is not reused. Those of at most `SMALL` bytes are saved for a sleep of level 2, which frees all
+    memory allocated during the load and restores only buffers. modules: Layers that were just loaded.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -38,6 +38,16 @@ class KernelTensors:
         found = {t.data_ptr(): t for t in own if 0 < t.nbytes <= SMALL and t.data_ptr() not in known}
         self._held = list(found.values())
         self._saved: list[Tensor] = []
+        self._attributes = [
+            (module, name, value) for module in modules for name, value in vars(module).items() if type(value) is Tensor
+        ]
+
+    def follow(self) -> None:
+        """Copy attributes of the layers themselves into the first ones, if shape and dtype are the same."""
+        for module, name, first in self._attributes:
+            now = vars(module).get(name)
+            if type(now) is Tensor and now is not first and (now.shape, now.dtype) == (first.shape, first.dtype):
+                first.copy_(now)
 
     def save(self) -> None:
         self._saved = [tensor.clone() for tensor in self._held]
@@ -69,22 +79,6 @@ def _hanging(module: nn.Module) -> Iterator[Tensor]:
 
 def _of_vllm(value: object) -> bool:
     return type(value).__module__.startswith("vllm.") and not isinstance(value, nn.Module)
-
-
-class Attributes:
-    """The tensors that modules have as plain attributes: kept alive, and updated from their replacements."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._first = [
-            (module, name, value) for module in modules for name, value in vars(module).items() if type(value) is Tensor
-        ]
-
-    def follow(self) -> None:
-        """Copy the modules' current tensors into the first ones, if shape and dtype are the same."""
-        for module, name, first in self._first:
-            now = vars(module).get(name)
-            if type(now) is Tensor and now is not first and (now.shape, now.dtype) == (first.shape, first.dtype):
-                first.copy_(now)
 
 
 def scale_orders(device: torch.device) -> tuple[Tensor, ...]:

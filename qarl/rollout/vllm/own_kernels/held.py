@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from qarl.weight_sync.expert_tensors import stacks_of
+from qarl.utils.expert_names import expert_stacks
 from qarl.weight_sync.fingerprints import METADATA, Fingerprint, PublishError, fingerprints, verify
 
 EXPERTS = "routed_experts"  # vLLM's module with the experts of a layer
@@ -55,7 +55,7 @@ def load_units(model: nn.Module) -> dict[str, Unit]:
             continue
         parent, _, last = name.rpartition(".")
         if last == EXPERTS:
-            for stack, members in stacks_of(parent, module.moe_config.num_experts).items():
+            for stack, members in expert_stacks(parent, module.moe_config.num_experts).items():
                 stem = f"{stack.rpartition('.')[2]}_"
                 units |= dict.fromkeys(members, Unit(name, members, stem))
                 units[stack] = Unit(name, (stack,), stem, members)
@@ -69,18 +69,11 @@ def load_units(model: nn.Module) -> dict[str, Unit]:
 class _Place:
     """Position of a published tensor: rows [start, stop) of a layer's tensor, which may be transposed first."""
 
+    layer: str
     attribute: str
     start: int
     stop: int
     transposed: bool
-
-    def read(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        held = tensors.get(self.attribute)
-        if held is not None and held.dim() == 3 and held.is_contiguous():
-            held = held.flatten(0, 1)  # of all experts
-        if held is None or held.dim() == 0 or (self.transposed and held.dim() != 2):
-            return None
-        return (held.t() if self.transposed else held)[self.start : self.stop]
 
 
 class HeldModel:
@@ -106,7 +99,7 @@ class HeldModel:
         self._names: dict[str, list[str]] = {}  # of published tensors, by unit
         for name in expected:
             self._names.setdefault(self.unit_of(name).name, []).append(name)
-        self.direct: dict[str, tuple[str, _Place]] = {}
+        self.direct: dict[str, _Place] = {}
         self._starts: dict[tuple[tuple[str, ...], str], dict[str, int]] = {}
         hidden: dict[str, None] = {}
         for name, print_ in expected.items():
@@ -115,7 +108,7 @@ class HeldModel:
             unit = self.unit_of(name)
             place = self._find(name, print_, unit, expected)
             if place is not None:
-                self.direct[name] = (unit.name, place)
+                self.direct[name] = place
             else:
                 hidden[unit.name] = None
         sent_bytes = {name: sum(expected[n].nbytes for n in self._names[name]) for name in hidden}
@@ -137,8 +130,7 @@ class HeldModel:
     def read(self, names: Iterable[str], expected: Mapping[str, Fingerprint]) -> Iterator[tuple[str, Tensor]]:
         """Direct tensors as the model holds them now, in their published shape and dtype."""
         for name in names:
-            unit, place = self.direct[name]
-            tensor = place.read(_own_tensors(self._modules[unit]))
+            tensor = self._tensor_at(self.direct[name])
             assert tensor is not None, f"{name} is no longer where it was"
             yield name, _as_published(tensor, expected[name])
 
@@ -146,9 +138,9 @@ class HeldModel:
         """Copy published tensors of plain layers, by name, into the model."""
         small: tuple[list[Tensor], list[Tensor]] = ([], [])
         for name, tensor in tensors.items():
-            unit, place = self.direct[name]
-            held = place.read(_own_tensors(self._modules[unit]))
-            assert held is not None and unit in self.plain, f"{name} has no place of its own"
+            place = self.direct[name]
+            held = self._tensor_at(place)
+            assert held is not None and place.layer in self.plain, f"{name} has no place of its own"
             if tensor.nbytes < SMALL and held.dtype == tensor.dtype and held.is_contiguous():
                 small[0].append(held)
                 small[1].append(tensor)
@@ -169,12 +161,21 @@ class HeldModel:
                 raise PublishError(f"publish of version {version}: vLLM's layer '{layer}' {what}")
         self._sent, self._held = sent, held
 
+    def _tensor_at(self, place: _Place) -> Tensor | None:
+        """The tensor there, as a view; None if the layer has none of that kind."""
+        held = _own_tensors(self._modules[place.layer]).get(place.attribute)
+        if held is not None and held.dim() == 3 and held.is_contiguous():
+            held = held.flatten(0, 1)  # of all experts
+        if held is None or held.dim() == 0 or (place.transposed and held.dim() != 2):
+            return None
+        return (held.t() if place.transposed else held)[place.start : place.stop]
+
     def _find(self, name: str, print_: Fingerprint, unit: Unit, expected: Mapping[str, Fingerprint]) -> _Place | None:
         module_name, _, suffix = name.rpartition(".")
         start = self._rows_before(unit, suffix, expected)[module_name]
         for transposed in (False, True):
-            place = _Place(f"{unit.stem}{suffix}", start, start + print_.shape[0], transposed)
-            tensor = place.read(_own_tensors(self._modules[unit.name]))
+            place = _Place(unit.name, f"{unit.stem}{suffix}", start, start + print_.shape[0], transposed)
+            tensor = self._tensor_at(place)
             if tensor is None or tuple(tensor.shape) != tuple(print_.shape):
                 continue
             if fingerprints([(name, _as_published(tensor, print_))])[name] == print_:
@@ -192,7 +193,7 @@ class HeldModel:
     def _plain_units(self) -> frozenset[str]:
         found = set()
         for unit, names in self._names.items():
-            places = [self.direct[name][1] for name in names if name in self.direct]
+            places = [self.direct[name] for name in names if name in self.direct]
             own = {place.attribute for place in places}
             if len(places) == len(names) and own == _own_tensors(self._modules[unit]).keys():
                 found.add(unit)

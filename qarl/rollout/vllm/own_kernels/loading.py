@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.own_kernels.graph_tensors import Attributes, KernelTensors, in_place_of_lists, scale_orders
+from qarl.rollout.vllm.own_kernels.graph_tensors import KernelTensors, in_place_of_lists, scale_orders
 from qarl.rollout.vllm.own_kernels.held import HeldModel
 from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, shard_of
 from qarl.weight_sync.expert_tensors import part_experts
@@ -38,7 +38,7 @@ class Loader:
         shard: The part of each tensor that the model holds; vLLM's reload splits tensors itself.
 
     Attributes:
-        kernel_tensors: Saved and restored around a sleep.
+        kernel_tensors: Of all layers; saved and restored around a sleep.
     """
 
     def __init__(
@@ -60,8 +60,6 @@ class Loader:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._members = {name: unit.members for name, unit in held.units.items() if unit.members}
         self.kernel_tensors = KernelTensors(self._modules(set(self._units.values())))
-        repacked = set(self._units.values()) - self._plain if device.type == "cuda" else set()
-        self._attributes = Attributes(self._modules(repacked))
         if staging:
             wanted = [(name, p) for name, p in expected.items() if self._units[name] not in self._plain]
             self._staging = {name: torch.empty(p.shape, dtype=p.torch_dtype, device=device) for name, p in wanted}
@@ -131,31 +129,29 @@ class Loader:
                 model.load_weights(part_experts(tensors, self._members))
             for module in modules:
                 finalize_layerwise_reload(module, self._worker.model_config)
-        self._attributes.follow()
+        if self._worker.device.type == "cuda":  # nothing else reads the first tensors
+            self.kernel_tensors.follow()
 
     @cached_property
     def _orders(self) -> tuple[Tensor, ...]:
         """Created by the first reload, which is never recorded."""
         return scale_orders(self._worker.device)
 
-    def _stacks(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Stacks of experts by layer and by the name of vLLM's parameter, for layers that get nothing else."""
-        stacks: dict[str, dict[str, Tensor]] = {}
-        alone = set()
+    def _give_stacks(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Load stacks of experts into layers whose reload has begun, if they get nothing else.
+
+        Returns the remaining tensors.
+        """
+        stacks: dict[str, dict[str, Tensor]] = {}  # by layer and by the name of vLLM's parameter
+        mixed = set()
         for name, tensor in tensors:
             unit = self._held.unit_of(name)
             if unit.members:
                 stacks.setdefault(unit.name, {})[f"{unit.stem}{name.rpartition('.')[2]}"] = tensor
             else:
-                alone.add(unit.name)
-        return {name: found for name, found in stacks.items() if name not in alone}
-
-    def _give_stacks(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Load stacks of experts into layers whose reload has begun. Returns the remaining tensors."""
-        if not self._members:
-            return tensors
-        model, stacks = self._worker.model_runner.get_model(), self._stacks(tensors)
-        taken = {name for name, found in stacks.items() if give_stacks(model.get_submodule(name), found)}
+                mixed.add(unit.name)
+        layer_of = self._worker.model_runner.get_model().get_submodule
+        taken = {name for name in stacks.keys() - mixed if give_stacks(layer_of(name), stacks[name])}
         return [(name, tensor) for name, tensor in tensors if self._units[name] not in taken]
 
     def _modules(self, units: set[str]) -> list[nn.Module]:
