@@ -1,4 +1,4 @@
-"""Rollouts on several ranks: each samples its share of the prompts, and then all ranks have all responses.
+"""Samplers and learners of one or several ranks: shares of the prompts, responses for all ranks, and GPU memory.
 
 If there are fewer samplers than ranks, only some ranks have one.
 """
@@ -18,9 +18,11 @@ from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import together
 from qarl.policy.sampler import Sampler
 from qarl.rollout.engine import Progress, RolloutEngine, SamplingParams, first_samples, ignore_progress, require_version
-from qarl.rollout.headroom import Headroom
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot
+
+Headroom = Callable[[int | None], bool]
+"""Tells whether each GPU of a sampler has so many free bytes. None, from a sampler that does not ask, gives False."""
 
 
 def generate_share(
@@ -176,3 +178,29 @@ def _gather_routing(own: list[Rollout], headers: list[list[dict[str, Any]]], ran
         for (dtype, shape), part in zip(shapes, data.split(sizes), strict=True):
             found.append(part.clone().view(dtype).view(shape))  # own memory, aligned for its dtype
     return iter(found)
+
+
+def own_headroom(device: torch.device) -> Headroom:
+    """Headroom for a sampler on one learner's GPU."""
+    return lambda needed: needed is not None and has_headroom(device, needed)
+
+
+def ranks_headroom(device: torch.device, ranks: Ranks, size: int) -> Headroom:
+    """Headroom for samplers that span the GPUs of `size` ranks. The first of them asks; all ranks take part."""
+
+    def headroom(needed: int | None) -> bool:
+        first = ranks.rank - ranks.rank % size
+        asked = ranks.gather(needed)[first]
+        there = ranks.gather(asked is not None and has_headroom(device, asked))
+        return needed is not None and all(there[first : first + size])
+
+    return headroom
+
+
+def has_headroom(device: torch.device, needed: int) -> bool:
+    """Return whether so many bytes of a GPU are free, after emptying torch's cache if that can be enough."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if torch.cuda.mem_get_info(device)[0] + cached < needed:
+        return False
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0] >= needed

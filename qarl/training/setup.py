@@ -37,9 +37,8 @@ from qarl.policy.load_config import load_architecture, load_model_config, stop_t
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
 from qarl.rollout.engine import RolloutEngine, SamplingParams, truncation_of
-from qarl.rollout.headroom import Headroom, ranks_headroom
 from qarl.rollout.native.engine import NativeEngine
-from qarl.rollout.shared import NoSampler
+from qarl.rollout.shared import Headroom, NoSampler, ranks_headroom
 from qarl.storage.names import checkpoint_steps, step_name
 from qarl.storage.saved_state import Inputs, started_at
 from qarl.training.allocator import keep_freed_memory

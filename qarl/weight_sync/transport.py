@@ -30,17 +30,17 @@ ALIGNED = 64  # bytes: alignment of tensors in a buffer, enough for every dtype 
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """A tensor in GPU memory, as torch's CUDA IPC describes it to another process; bytes are in hexadecimal."""
+    """A tensor in GPU memory, as torch's CUDA IPC describes it to another process."""
 
     stride: tuple[int, ...]
     start: int  # of the tensor in its storage, in elements
     device: int  # the sender's index of the GPU
-    handle: str  # of the allocation
+    handle: bytes  # of the allocation
     size: int  # of the storage, in bytes
     offset: int  # of the storage in the allocation, in bytes
-    counter: str  # name of the shared-memory file in which receivers count down
+    counter: bytes  # name of the shared-memory file in which receivers count down
     slot: int  # index of the counter in that file
-    event: str  # to wait for before reading, if `synchronize`
+    event: bytes  # to wait for before reading, if `synchronize`
     synchronize: bool
 
 
@@ -48,16 +48,16 @@ class CudaHandle:
 class Entry:
     """One tensor of a payload.
 
-    dtype: as `torch` names it. place: offset in the buffer in bytes, the bytes themselves in hexadecimal, or a handle.
+    dtype: as `torch` names it. place: offset in the buffer in bytes, the bytes themselves, or a handle.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    place: int | str | CudaHandle
+    place: int | bytes | CudaHandle
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, place: int | str | CudaHandle) -> Entry:
+    def of(cls, name: str, tensor: Tensor, place: int | bytes | CudaHandle) -> Entry:
         return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), place)
 
     @property
@@ -171,7 +171,7 @@ class CudaIpcTransport:
                 entries.append(Entry.of(name, tensor, self._handle(tensor)))
             else:
                 assert tensor.nbytes <= INLINE_LIMIT, f"{name}: {tensor.nbytes} bytes on the {tensor.device}"
-                entries.append(Entry.of(name, tensor, bytes_of(tensor).numpy().tobytes().hex()))
+                entries.append(Entry.of(name, tensor, bytes_of(tensor).numpy().tobytes()))
         return Payload(tuple(entries))
 
     def _pack_small(self, small: Mapping[str, Tensor]) -> tuple[list[Entry], dict[str, int]]:
@@ -191,8 +191,7 @@ class CudaIpcTransport:
         _, (_, _, stride, start, _, _, device, handle, size, offset, _, counter, slot, event, synchronize) = (
             reduce_tensor(tensor)
         )
-        place = device, handle.hex(), size, offset, counter.hex(), slot, event.hex(), bool(synchronize)
-        made = CudaHandle(tuple(stride), start, *place)
+        made = CudaHandle(tuple(stride), start, device, handle, size, offset, counter, slot, event, synchronize)
         self._sent.append(tensor)
         self._handles.append(made)
         return made
@@ -205,8 +204,7 @@ class CudaIpcTransport:
     def close(self) -> None:
         # torch keeps a tensor until its receiver has counted down. A receiver that died never does.
         for handle in filter(self._awaited, self._handles):
-            counter = bytes.fromhex(handle.counter)
-            torch.TypedStorage._release_ipc_counter(counter, handle.slot, device=handle.device)
+            torch.TypedStorage._release_ipc_counter(handle.counter, handle.slot, device=handle.device)
         self.release()
 
     def _awaited(self, handle: CudaHandle) -> bool:
@@ -214,7 +212,7 @@ class CudaIpcTransport:
 
         Counting down twice would make the counter negative, and too low for the tensor that gets it next.
         """
-        counters = Path("/dev/shm", bytes.fromhex(handle.counter).decode().lstrip("/"))
+        counters = Path("/dev/shm", handle.counter.decode().lstrip("/"))
         if not counters.exists():
             return False
         with counters.open("rb") as file:
@@ -232,8 +230,8 @@ class CudaIpcReceiver:
     def take(self, payload: Payload) -> Iterator[tuple[str, Tensor]]:
         buffer = torch.empty(0)
         for entry in payload.entries:
-            if isinstance(entry.place, str):
-                yield entry.name, entry.view(torch.tensor(list(bytes.fromhex(entry.place)), dtype=torch.uint8))
+            if isinstance(entry.place, bytes):
+                yield entry.name, entry.view(torch.tensor(list(entry.place), dtype=torch.uint8))
             elif isinstance(entry.place, int):
                 yield entry.name, entry.view(buffer[entry.place :])
             elif entry.name == BUFFER:
@@ -251,13 +249,13 @@ class CudaIpcReceiver:
                 torch.TypedStorage,
                 entry.torch_dtype,
                 self._source.index,  # the sender's index may differ
-                bytes.fromhex(place.handle),
+                place.handle,
                 place.size,
                 place.offset,
                 False,
-                bytes.fromhex(place.counter),
+                place.counter,
                 place.slot,
-                bytes.fromhex(place.event),
+                place.event,
                 place.synchronize,
             )
             return opened.to(self._device)

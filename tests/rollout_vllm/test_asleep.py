@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from qarl.rollout.headroom import has_headroom
+from qarl.rollout.shared import has_headroom
 from qarl.rollout.vllm.engine import MEASURED_OTHERS
 from qarl.rollout.vllm.host import GREW, Host, beside_others
 

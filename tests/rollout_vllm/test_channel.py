@@ -42,8 +42,8 @@ RESPONSES = [
     Response([3], [-1.5], "stop", "π"),
 ]
 PRINTS = {"a.weight": Fingerprint((3, 4), "torch.int32", "sha256:00"), "b": Fingerprint((), "torch.half", "mix64:1")}
-HANDLE = CudaHandle((4, 1), 2, 0, "ff00", 512, 0, "2f74", 3, "00", True)
-PAYLOAD = Payload(tuple(Entry(f"a{place}", "int32", (3, 4), place) for place in (64, "00" * 48, HANDLE)), 512)
+HANDLE = CudaHandle((4, 1), 2, 0, b"\xff\0", 512, 0, b"/t", 3, b"\0", True)
+PAYLOAD = Payload(tuple(Entry(f"a{place}", "int32", (3, 4), place) for place in (64, bytes(48), HANDLE)), 512)
 MESSAGES: list[tuple[str, Any]] = [
     ("start", (SETTINGS, PRINTS, ReceiverPlan(fds=(7,), gpus=(1, 0)))),
     ("done", {"proved_frac": 0.5, "notes": ["π"], "phases": {"imports": 0.25}}),

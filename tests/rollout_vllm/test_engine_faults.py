@@ -225,7 +225,7 @@ def asleep(case, monkeypatch) -> Callable[..., VLLMEngine]:
     """An engine whose sampler sleeps, and gave 1,000 bytes back; so many bytes of the GPU are free now."""
 
     def made(*troubles: str, free: int, update_bytes: int | None = 500, **vllm: Any) -> VLLMEngine:
-        monkeypatch.setattr("qarl.rollout.headroom.has_headroom", lambda device, needed: free >= needed)
+        monkeypatch.setattr("qarl.rollout.shared.has_headroom", lambda device, needed: free >= needed)
         case.update_bytes = update_bytes
         engine = case.make("sleep frees 1000", *troubles, **vllm)
         case.publish()
@@ -288,7 +288,7 @@ def test_where_it_cannot_wake_beside_the_learner_it_wakes_for_the_publish(case, 
 def test_one_in_this_process_does_nothing_beside_the_learner(case, monkeypatch) -> None:
     case.update_bytes = 0
     engine, told = case.make(process="inline"), []
-    monkeypatch.setattr("qarl.rollout.headroom.has_headroom", lambda device, needed: True)
+    monkeypatch.setattr("qarl.rollout.shared.has_headroom", lambda device, needed: True)
     engine._sampler = sampler = InlineSampler(engine.log)
     monkeypatch.setattr(sampler, "call", lambda operation, payload, tick: told.append((operation, payload)) or 1000)
     monkeypatch.setattr(sampler, "begin", lambda operation, payload: told.append((operation, payload)))

@@ -201,7 +201,7 @@ def test_a_vllm_over_two_ranks_is_asleep_while_either_learns(fake, tmp_path, mon
 
 # A vLLM over both ranks that sleeps, and what each of them then says of the room on its GPU.
 ROOMS = """
-from qarl.rollout import headroom
+from qarl.rollout import shared
 from qarl.rollout.vllm.engine import MARGIN, VLLMEngine
 started = fake_sampler.FakeHost.__init__
 def start(self, settings, expected, phases):
@@ -213,7 +213,7 @@ def has_room(device, needed):
     with open(f"{FOLDER}/asked-{rank}", "a") as file:
         print(needed - MARGIN, file=file)
     return rank not in NONE
-headroom.has_headroom = has_room
+shared.has_headroom = has_room
 wake = VLLMEngine.wake
 def told(self):
     wake(self)

@@ -123,7 +123,7 @@ def arrived(payload: Payload) -> Payload:
 
 
 def test_every_kind_of_place_arrives_as_it_was_sent() -> None:
-    handle = CudaHandle((7, 1), 3, 1, b"\0\xff".hex(), 1 << 40, 512, b"/torch_1_2".hex(), 9, b"e".hex(), True)
+    handle = CudaHandle((7, 1), 3, 1, b"\0\xff", 1 << 40, 512, b"/torch_1_2", 9, b"e", True)
     entries = [Entry("big", "int32", (33, 7), handle), Entry("small", "float8_e4m3fn", (), 64)]
     payload = Payload((*entries, *CudaIpcTransport((0,)).pack(ragged()).entries), 1 << 33)
     assert arrived(payload) == payload
@@ -175,8 +175,8 @@ def test_torch_gets_back_what_it_gave_out_to_share_a_tensor(source: int, monkeyp
 def test_a_counter_of_a_receiver_is_read_where_torch_keeps_it() -> None:
     counters = torch.tensor([0, 1, 0, 2, 0, 0, 0, 0, 0, 5, 0])
     _, name, _ = counters.untyped_storage()._share_filename_cpu_()  # as torch shares the counters of CUDA IPC
-    blank = CudaHandle((1,), 0, 0, "", 1, 0, name.hex(), 0, "", False)
+    blank = CudaHandle((1,), 0, 0, b"", 1, 0, name, 0, b"", False)
     handles = [replace(blank, slot=slot) for slot in range(len(counters))]
     assert [CudaIpcTransport((0,))._awaited(handle) for handle in handles] == (counters > 0).tolist()
     del counters
-    assert not CudaIpcTransport((0,))._awaited(replace(blank, counter=b"/torch_no_such_file".hex(), slot=1))
+    assert not CudaIpcTransport((0,))._awaited(replace(blank, counter=b"/torch_no_such_file", slot=1))

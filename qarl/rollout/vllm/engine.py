@@ -28,7 +28,7 @@ from qarl.rollout.engine import (
     require_finite,
     require_version,
 )
-from qarl.rollout.headroom import Headroom, own_headroom
+from qarl.rollout.shared import Headroom, own_headroom
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.launch import LOG, launch_sampler, routing_of, sampler_settings
 from qarl.rollout.vllm.process import Sampler, SamplerError, not_started, see
