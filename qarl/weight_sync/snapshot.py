@@ -106,7 +106,8 @@ def build_snapshot(version: int, parameters: Iterable[tuple[str, LowBitWeight | 
     found = dict(parameters)
     groups: dict[tuple[str, ...], LowBitWeight] = {}
     for names in fused_groups(name.removesuffix(".weight") for name in found if name.endswith(".weight")):
-        weights = [_as_weight(found[f"{name}.weight"]) for name in names]
+        parameters = [found[f"{name}.weight"] for name in names]
+        weights = [LowBitWeight.of_values(p) if isinstance(p, Tensor) else p for p in parameters]
         if len(weights) > 1 and can_concatenate(weights):
             whole = groups[tuple(names)] = concatenate(weights)
             for name, part in zip(names, whole.split([weight.shape[0] for weight in weights]), strict=True):
@@ -116,10 +117,6 @@ def build_snapshot(version: int, parameters: Iterable[tuple[str, LowBitWeight | 
         tensors |= named_tensors(name, parameter)
     quantized = {name.removesuffix(".weight"): one for name, one in found.items() if isinstance(one, LowBitWeight)}
     return Snapshot(version, tensors, quantized, groups)
-
-
-def _as_weight(parameter: LowBitWeight | Tensor) -> LowBitWeight:
-    return LowBitWeight.of_values(parameter) if isinstance(parameter, Tensor) else parameter
 
 
 def named_tensors(name: str, parameter: LowBitWeight | Tensor, unpacked: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -108,11 +108,17 @@ class AttentionBuilder(AttentionMetadataBuilder[Any]):
     ) -> Attention:
         batch = common_attn_metadata
         caches = [layer.pages for layer in self._layers]
-        if not self._fused:
-            return paged(_spans(batch), self.device, caches, fused=False)
-        if batch.max_query_len == 1:
+        if self._fused and batch.max_query_len == 1:
             return self._decode(batch, caches)
-        return _mixed(batch, caches)
+        counts, lengths = batch.query_start_loc_cpu.diff(), batch.seq_lens_cpu_upper_bound  # (S,) tokens: new, and all
+        assert lengths is not None, "vLLM knows its sequences' lengths"
+        if not self._fused:
+            return paged(_spans(batch, counts, lengths), self.device, caches, fused=False)
+        from qarl.policy.fused_attention import PagedAttention  # imports Triton, which the CPU does not need
+
+        return PagedAttention.of_tables(
+            counts.numpy(), (lengths - counts).numpy(), batch.block_table_tensor, caches, batch.slot_mapping
+        )
 
     def _decode(self, batch: CommonAttentionMetadata, caches: Caches) -> Attention:
         from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
@@ -125,18 +131,7 @@ class AttentionBuilder(AttentionMetadataBuilder[Any]):
         )
 
 
-def _mixed(batch: CommonAttentionMetadata, caches: Caches) -> Attention:
-    """Prefills, their chunks and decodes in one batch."""
-    from qarl.policy.fused_attention import PagedAttention
-
-    counts, lengths = _counts_and_lengths(batch)
-    return PagedAttention.of_tables(
-        counts.numpy(), (lengths - counts).numpy(), batch.block_table_tensor, caches, batch.slot_mapping
-    )
-
-
-def _spans(batch: CommonAttentionMetadata) -> list[Span]:
-    counts, lengths = _counts_and_lengths(batch)
+def _spans(batch: CommonAttentionMetadata, counts: Tensor, lengths: Tensor) -> list[Span]:
     rows = batch.query_start_loc_cpu.tolist()
     spans = []
     for row, count, length, table in zip(
@@ -145,10 +140,3 @@ def _spans(batch: CommonAttentionMetadata) -> list[Span]:
         pages = table[: -(-length // PAGE)].tolist()
         spans.append(Span(row, count, length - count, pages))
     return spans
-
-
-def _counts_and_lengths(batch: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
-    """Tokens of each sequence in the batch, and with those before: (S,) integers on the host."""
-    lengths = batch.seq_lens_cpu_upper_bound
-    assert lengths is not None, "vLLM knows its sequences' lengths"
-    return batch.query_start_loc_cpu.diff(), lengths
