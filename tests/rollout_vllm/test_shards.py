@@ -58,7 +58,7 @@ def test_words_are_cut_as_vllm_pads_them(words, count, rows) -> None:
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(UserError, match=r"tensor_parallel: 'a.down_proj.weight', .4, 6., cannot be cut in 4"):
+    with pytest.raises(UserError, match=r"'a.down_proj.weight' of shape .4, 6. cannot be split evenly into 4 parts"):
         shard_of("a.down_proj.weight", torch.empty(4, 6), Shard(0, 4))
 
 

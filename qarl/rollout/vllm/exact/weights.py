@@ -49,15 +49,15 @@ class PublishedWeights:
         self._dtype, self._device, self._kv_fp8 = dtype, device, kv_fp8
         self._kernels = device.type == "cuda"
         self._head_name = decoder.embedding_name if tied else "lm_head.weight"
-        self._stacks = decoder.linears
-        self._joined = {one.names: _joined_name(one) for one in self._stacks if one.experts is not None}
-        self._stack_of = {module: one for one in self._stacks for module in one.names}
+        self._linears = decoder.linears
+        self._joined = {one.names: _joined_name(one) for one in self._linears if one.experts is not None}
+        self._linear_of = {module: one for one in self._linears for module in one.names}
         self._shapes = {
             module: (width, master.shape[1])
-            for one in self._stacks
+            for one in self._linears
             for module, width, master in zip(one.names, one.widths, one.masters, strict=True)
         }
-        self._stack_of |= {self._joined[one.names]: one for one in self._stacks if one.names in self._joined}
+        self._linear_of |= {self._joined[one.names]: one for one in self._linears if one.names in self._joined}
         self._weights: dict[tuple[str, ...], list[LowBitWeight]] = {}
         self._values: dict[str, Tensor] = {}
         self._biases: dict[tuple[str, ...], Tensor] = {}
@@ -72,7 +72,7 @@ class PublishedWeights:
         arrived: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             module, _, suffix = name.rpartition(".")
-            one = self._stack_of.get(module)
+            one = self._linear_of.get(module)
             if name.endswith(METADATA):
                 continue
             if one is not None and suffix != "bias":
@@ -83,7 +83,7 @@ class PublishedWeights:
                 self._values[name] = tensor.to(self._device, copy=True)
                 if name == self._head_name:  # products in plain torch read it in float32
                     self._head = self._values[name] if self._kernels else self._values[name].float()
-        for one in self._stacks:
+        for one in self._linears:
             if one.names in arrived:
                 self._fill(one, arrived[one.names])
         if not self._biases:
@@ -93,17 +93,17 @@ class PublishedWeights:
 
     def weight_set(self) -> WeightSet:
         """What the decoder reads, in the memory that later loads fill. Raises PublishError if a tensor is missing."""
-        missing = [one.names[0] for one in self._stacks if one.names not in self._weights]
+        missing = [one.names[0] for one in self._linears if one.names not in self._weights]
         missing += [self._head_name] if self._head_name not in self._values else []
         if missing:
             raise PublishError(f"publish: the checkpoint lacks '{missing[0]}', which the policy's model has")
-        linears = {one: one.parts(self._weights[one.names], self._biases.get(one.names)) for one in self._stacks}
+        linears = {one: one.parts(self._weights[one.names], self._biases.get(one.names)) for one in self._linears}
         return WeightSet(linears, self._values, self._head, self._kernels, self._kv_fp8)
 
     def base(self, name: str) -> Tensor:
         """A published tensor as the weights hold it."""
         module, _, suffix = name.rpartition(".")
-        one = self._stack_of.get(module)
+        one = self._linear_of.get(module)
         if one is None or suffix == "bias":
             return self._values[name]
         if self._read[0] != one.names:
@@ -114,7 +114,7 @@ class PublishedWeights:
         """Raise PublishError unless every operand is what the tensors with these fingerprints make, to the bit."""
         proof = Proof()
         wanted = {name: print_ for name, print_ in expected.items() if not name.endswith(METADATA)}
-        linears = chain.from_iterable(self._published(one, proof) for one in self._stacks)
+        linears = chain.from_iterable(self._published(one, proof) for one in self._linears)
         found = fingerprints(chain(self._values.items(), linears))
         if not self._kernels:
             proof.add("the output layer", self._head, self._values[self._head_name].float())
@@ -199,7 +199,7 @@ class PublishedWeights:
 
     def _concatenate_biases(self) -> None:
         """Concatenate the biases of each packed linear; the biases of its layers become views."""
-        for one in self._stacks:
+        for one in self._linears:
             names = [f"{name}.bias" for name in one.names]
             if one.biases:
                 self._biases[one.names] = torch.cat([self._values[name] for name in names])

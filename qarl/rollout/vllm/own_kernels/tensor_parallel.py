@@ -38,10 +38,11 @@ WORDS = 64  # the vocabulary is padded to a multiple of this
 
 
 class SamplerTeam(Sampler):
-    """Several processes; see `SamplerProcess`. gpus: Of each process, in the order of the model's parts.
+    """Several processes as one sampler; see `SamplerProcess`.
 
-    log: of the first; the others' have the part's number before the ending. A publish is an order with a payload for
-    each.
+    Args:
+        gpus: CUDA index of each process's GPU, in the order of the model's parts.
+        log: Of the first process. The others' logs have the part's number before the suffix.
     """
 
     def __init__(self, learner: torch.device, gpus: Sequence[int | None], log: Path, timeout_s: float) -> None:
@@ -67,8 +68,8 @@ class SamplerTeam(Sampler):
         except BaseException:
             self._end()
             raise
-        facts = self._answers(tick)
-        self.capabilities = facts[0] | {"proved_frac": min(each["proved_frac"] for each in facts)}
+        found = self._answers(tick)
+        self.capabilities = found[0] | {"proved_frac": min(each["proved_frac"] for each in found)}
 
     def begin(self, operation: str, payload: Any) -> None:
         self._operation = operation
@@ -215,7 +216,7 @@ def _part(name: str, tensor: Tensor, dim: int, shard: Shard) -> Tensor:
     each, rest = divmod(tensor.shape[dim], shard.count)
     if rest:
         raise UserError(
-            f"rollout.vllm.tensor_parallel: '{name}', {tuple(tensor.shape)}, cannot be cut in {shard.count} along its "
-            f"{tensor.shape[dim]}; use fewer GPUs, or smaller groups"
+            f"rollout.vllm.tensor_parallel: '{name}' of shape {tuple(tensor.shape)} cannot be split evenly into "
+            f"{shard.count} parts along dimension {dim}; use fewer GPUs, or smaller groups"
         )
     return tensor.narrow(dim, shard.index * each, each)
