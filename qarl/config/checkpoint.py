@@ -13,7 +13,7 @@ from qarl.inputs.paths import PATH_BYTES
 class CheckpointConfig(Section):
     """Checkpoints: when, how many, and which one to go on from."""
 
-    every: int = Field(50, ge=1, le=STEPS, description="Steps between checkpoints.")
+    every: int = Field(50, ge=1, le=STEPS, description="Training steps between checkpoints.")
     keep_last: int = Field(2, ge=0, le=FILES, description="Newest checkpoints kept; 0 keeps all.")
     resume: str = Field(
         "auto",
@@ -26,9 +26,9 @@ class CheckpointConfig(Section):
     allow_changed: list[Literal["data", "model", "reward", "objective"]] = Field(
         default_factory=list,
         max_length=4,
-        description="What may have changed since the checkpoint that a run goes on from: the data's prompts and "
+        description="What may have changed since the checkpoint that a run resumes from: the data's prompts and "
         "columns; the base model's weights, configuration, tokenizer, chat template and stop tokens; the source of the "
-        "reward functions; the source of your own objective. A change of anything that is not named is refused.",
+        "reward functions; the source of your own objective. Any other change is refused.",
     )
 
     def faults(self) -> Iterator[Fault]:

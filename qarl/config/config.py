@@ -47,7 +47,7 @@ class Config(Section):
         default_factory=CorrectionConfig, description="Importance correction of the sampler-learner mismatch."
     )
     optim: OptimConfig = Field(default_factory=OptimConfig, description="Optimizer and schedule.")
-    train: TrainConfig = Field(description="The loop.")
+    train: TrainConfig = Field(description="The training loop.")
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="A run on several GPUs.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints and resuming.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation, when and on what.")

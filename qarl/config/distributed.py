@@ -21,12 +21,12 @@ class DistributedConfig(Section):
 
     engine: Literal["rows", "deepspeed"] = Field(
         "rows",
-        description="What holds masters, gradients and optimizer state: qarl's own, each rank its rows of every "
-        "matrix, with the codes of all of them; or DeepSpeed's ZeRO.",
+        description="What shards masters, gradients and optimizer state. rows: qarl, by rows of every matrix, with all "
+        "codes on every rank; deepspeed: DeepSpeed's ZeRO.",
     )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         None,
-        description="With engine deepspeed: what is cut between the ranks. 0: nothing; 1: the optimizer state; 2: "
+        description="With engine deepspeed: what is sharded over the ranks. 0: nothing; 1: the optimizer state; 2: "
         "gradients too; 3: masters too. null: 3.",
     )
     timeout_s: float = Field(

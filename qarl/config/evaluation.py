@@ -43,10 +43,10 @@ class EvalTask(Section):
         None,
         pattern=TASK_NAME,
         max_length=TASK_NAME_LENGTH,
-        description="Under which it is reported; default the preset's.",
+        description="Name in reports and metrics; default: the preset's.",
     )
-    data: DataConfig | None = Field(None, description="Prompts of a set of your own.")
-    reward: list[RewardFunction] = Field([], max_length=ITEMS, description="Reward functions of a set of your own.")
+    data: DataConfig | None = Field(None, description="Prompts of your own set.")
+    reward: list[RewardFunction] = Field([], max_length=ITEMS, description="Reward functions of your own set.")
     chat_template_kwargs: dict[str, JsonValue] = Field(
         {},
         max_length=ITEMS,

@@ -33,9 +33,9 @@ class ModelConfig(Section):
     learner_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
         None,
         description="Compute dtype of the learner's forward alone, which then reads the masters rounded to it; null: "
-        "dtype. Another one needs quant.learner full_precision or fake_quant.",
+        "dtype. A different dtype needs quant.learner full_precision or fake_quant.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a CUDA device where there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a CUDA device if there is one.")
     verify_digests: bool = Field(
         True,
         description="Compare a model that `qarl export --dtype bf16` or `qarl quantize --scheme bf16` wrote with its "
@@ -51,7 +51,7 @@ class ModelConfig(Section):
 
     routing: Literal["own", "replay"] = Field(
         "own",
-        description="Of a mixture of experts: replay sends each token of the learner's forwards through the experts "
+        description="For mixtures of experts. replay sends each token of the learner's forwards through the experts "
         "that the sampler chose (R3), weighted by the learner's own router; own lets the learner's router choose.",
     )
 

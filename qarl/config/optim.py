@@ -33,7 +33,9 @@ class OptimConfig(Section):
     adamw_lr: float | None = Field(
         None, gt=0, le=LEARNING_RATE, description="Learning rate of muon's AdamW part (default lr); null for adamw."
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows the warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up."
+    )
     warmup_steps: int = Field(
         0, ge=0, le=STEPS, description="Training steps over which the learning rate rises linearly to its peak."
     )
@@ -50,7 +52,7 @@ class OptimConfig(Section):
         False,
         description="moments (or true): AdamW's two moments and Muon's one stay in pinned memory of the host and pass "
         "through the GPU in every step, which takes the time of the bus: 8 bytes per parameter less on the GPU, 4 of "
-        "Muon's, the same bits. all: the masters too, 4 bytes more. There is none on a CPU.",
+        "Muon's, the same bits. all: the masters too, 4 bytes more. Not available on a CPU.",
     )
     loss_scale: float | None = Field(
         None,

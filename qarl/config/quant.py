@@ -85,8 +85,7 @@ class QuantConfig(Section):
     )
     ste_input: Literal["unquantized", "dequantized"] = Field(
         "unquantized",
-        description="Which input the straight-through weight gradient uses; dequantized only where activations are "
-        "quantized.",
+        description="Which input the straight-through weight gradient uses; dequantized needs quantized activations.",
     )
     backward: Literal["bf16", "fp8"] = Field(
         "bf16",

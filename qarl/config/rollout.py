@@ -65,7 +65,7 @@ class RolloutConfig(Section):
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=VOCABULARY)]] = Field(
         [], max_length=IDS, description="Token ids that end a response, beside the model's end of sequence."
     )
-    ignore_eos: bool = Field(False, description="Go on after the model's end of sequence (for benchmarks).")
+    ignore_eos: bool = Field(False, description="Continue after the model's end of sequence (for benchmarks).")
     max_num_seqs: ByDevice = Field(
         None, ge=1, le=SEQUENCES, description="Sequences decoded together; null: as the engine and device allow."
     )

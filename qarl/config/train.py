@@ -23,7 +23,7 @@ class TrainConfig(Section):
     renamed: ClassVar = {"gradient_checkpointing": Renamed("recompute", {"True": "layer", "False": "elementwise"})}
 
     steps: int = Field(ge=1, le=STEPS, description="Training steps: rollout, update, publish.")
-    prompts_per_step: int = Field(8, ge=1, le=PROMPTS, description="Prompts of a step; each gets rollout.n responses.")
+    prompts_per_step: int = Field(8, ge=1, le=PROMPTS, description="Prompts per step; each gets rollout.n responses.")
     minibatch_size: int | None = Field(
         None,
         ge=1,
@@ -51,14 +51,14 @@ class TrainConfig(Section):
         description="Rows of logits held at once, where they are: in plain torch, and where rollout.top_k or top_p "
         "ranks tokens; null: as the device's memory allows.",
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="Of data order, sampling and everything else that is random.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of data order, sampling and everything else that is random.")
     deterministic: bool = Field(True, description="Bit-reproducible algorithms, also across a resume.")
     threads: int | None = Field(None, ge=1, le=THREADS, description="CPU threads of torch; default torch's own choice.")
     max_skipped_steps: int = Field(
         3,
         ge=0,
         le=STEPS,
-        description="Optimizer steps in a row that may be skipped for a non-finite gradient before stopping.",
+        description="Consecutive optimizer steps that may be skipped for a non-finite gradient before the run ends.",
     )
     run_dir: str | None = Field(
         None,

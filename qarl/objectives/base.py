@@ -59,7 +59,7 @@ class ObjectiveConfig(Section):
     )
     kl_estimator: Estimator | None = Field(
         None,
-        description="Of that KL, per token, with r reference over learner: k1 = -log r, k2 = (log r)^2 / 2, "
+        description="Estimator of that KL, per token, with r reference over learner: k1 = -log r, k2 = (log r)^2 / 2, "
         "k3 = r - 1 - log r (default). k1 has the gradient of k2, which is the KL's; its own is 0 in expectation.",
     )
     entropy_coef: float = Field(0.0, ge=0, le=FACTOR, description="Weight of an entropy bonus; 0 is off.")

@@ -35,7 +35,7 @@ _STATISTIC = re.compile(r"objective/[A-Za-z0-9_]+")
 class Custom(RatioObjective):
     """A user's function or class."""
 
-    name: Literal["custom"] = Field("custom", description="A function or class of your own, at `path`.")
+    name: Literal["custom"] = Field("custom", description="Your own function or class, at `path`.")
     path: str = Field(
         min_length=1,
         max_length=PATH_BYTES,
