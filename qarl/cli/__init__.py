@@ -80,7 +80,7 @@ def _main(argv: list[str] | None) -> NoReturn:
         _say(str(error), 2)
         raise SystemExit(2) from None
     except OtherRankFailed as error:
-        _say(f"{error}; this rank ends with it, and the same command goes on", OTHER_RANK)
+        _say(f"{error}; this rank ends with it; rerun the same command to resume", OTHER_RANK)
         raise SystemExit(OTHER_RANK) from None
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # not in every typer

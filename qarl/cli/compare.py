@@ -124,7 +124,7 @@ def compare(
 ) -> None:
     """Compare schemes, learners and seeds of a configuration, the variants of a study, or existing runs.
 
-    Interrupted, the same command goes on. Exit code 1: a member failed; its row says why, the others are there.
+    The same command resumes an interrupted comparison. Exit code 1: a member failed, and its row says why.
     """
     only_offline: dict[str, object] = {"--text": text, "--group-size": group_size, "--max-tokens": max_tokens}
     only_offline |= {"--kv-cache-dtype": kv_cache_dtype, "--device": device}

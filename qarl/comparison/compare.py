@@ -97,7 +97,7 @@ def _train_and_compare(
         signum = train_members(members, out, view, start, jobs)
         for member in members:
             if member.state == "waiting":
-                member.reason = "not started; the same command goes on"
+                member.reason = "not started; rerun the same command to resume"
         _conclude(title, members, out, study)
     if signum is not None:
         print(f"interrupted; to go on: {shlex.join(command_line())}", file=sys.stderr)

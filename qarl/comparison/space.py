@@ -29,7 +29,7 @@ def space_warning(members: Sequence[Member], out: Path, jobs: int) -> str | None
     return (
         f"warning: {out}: {len(waiting)} members will leave checkpoints of about {bytes_(needed)}, and "
         f"{bytes_(free)} are free; free some space, choose --out on another disk, or train fewer members. One that "
-        "finds the disk full fails alone, and the same command goes on with it."
+        "finds the disk full fails alone, and rerun the same command to resume."
     )
 
 

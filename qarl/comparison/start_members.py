@@ -139,7 +139,7 @@ class _Training:
         elif code == 0:
             member.state = "finished"
         elif interrupted:
-            member.state, member.reason = "stopped", "interrupted; the same command goes on"
+            member.state, member.reason = "stopped", "interrupted; rerun the same command to resume"
         else:
             member.state, member.reason = "failed", failure(code, self.log, self.begin)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@memory_errors("lower --max-response-length, or take a larger machine; the same command goes on")
+@memory_errors("lower --max-response-length, or take a larger machine; rerun the same command to resume")
 def evaluate_target(
     target: Target,
     section: EvaluationConfig,
@@ -114,7 +114,7 @@ def evaluate_target(
                     except KeyboardInterrupt:
                         console.message(
                             f"stopped with {len(directory.rows)} completions in {path}; the same command "
-                            "goes on from there"
+                            "resumes from there"
                         )
                         raise
                 finally:

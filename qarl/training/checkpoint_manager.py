@@ -83,7 +83,7 @@ class CheckpointManager:
         self.console.message(f"resumed from {found.path} (step {found.step})")
         return found.step
 
-    def how_to_go_on(self) -> str:
+    def how_to_resume(self) -> str:
         same = "the same command"
         return same if self.config.resume == "auto" else f"{same} with checkpoint.resume=auto"
 
@@ -137,7 +137,7 @@ class CheckpointManager:
                 raise
             reason = " ".join(str(failure).split()) or type(failure).__name__
         with suppress(Exception):
-            self._say_where_it_goes_on(reason)
+            self._say_where_it_resumes(reason)
 
     def _rescue(self, recorder: Recorder) -> str | None:
         """Save the finished step, if it can be; otherwise why it cannot, None where the weights are half-way."""
@@ -156,11 +156,11 @@ class CheckpointManager:
             self.save()
         return None
 
-    def _say_where_it_goes_on(self, reason: str) -> None:
+    def _say_where_it_resumes(self, reason: str) -> None:
         saved, finished = self.saved_step, self.finished.step
         if saved == finished:
             if saved:
-                self.console.message(f"step {saved} is saved; {self.how_to_go_on()} goes on from there")
+                self.console.message(f"step {saved} is saved; {self.how_to_resume()} resumes from there")
             return
-        goes_on = f"goes on from step {saved}" if saved else "starts again"
-        self.console.warn(f"step {finished} is not saved ({reason}); {self.how_to_go_on()} {goes_on}")
+        then = f"resumes from step {saved}" if saved else "starts over"
+        self.console.warn(f"step {finished} is not saved ({reason}); {self.how_to_resume()} {then}")

@@ -102,7 +102,9 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
                     raise
                 run.close()
         except Interrupted as stop:
-            console.message("stopped before a step of this start: nothing to save, the same command starts again")
+            console.message(
+                "stopped before a step of this start: nothing to save; rerun the same command to start over"
+            )
             if ranks.count > 1:  # which may be anywhere
                 raise
             return stop.exit_code
@@ -214,8 +216,8 @@ class Loop:
                 run.updates.finish()
             except Interrupted as stop:
                 keeper.save()
-                said = f"stopped after step {step}, saved; {keeper.how_to_go_on()} goes on from there"
-                nothing = "stopped in step 1: nothing to save, the same command starts again"
+                said = f"stopped after step {step}, saved; {keeper.how_to_resume()} resumes from there"
+                nothing = "stopped in step 1: nothing to save; rerun the same command to start over"
                 self.console.message(said if step else nothing)
                 return stop.exit_code
             except StoppedAtOnce:

@@ -22,7 +22,7 @@ from qarl.storage.saved_state import Inputs
 from qarl.training.checkpoint_manager import CheckpointManager
 from qarl.training.state import capture
 
-NEWEST = "; the same command goes on from step 1"
+NEWEST = "; the same command resumes from step 1"
 
 
 class Place:
@@ -107,7 +107,7 @@ def test_a_fault_that_all_agree_on_saves_the_finished_step(tmp_path, fault):
 
     places = of_ranks(tmp_path, work)
     assert saved(tmp_path) == [1, 2]
-    assert all(place.said == ["step 2 is saved; the same command goes on from there"] for place in places)
+    assert all(place.said == ["step 2 is saved; the same command resumes from there"] for place in places)
 
 
 def test_a_step_that_lacks_its_metrics_is_finished_first(tmp_path):
@@ -155,7 +155,7 @@ def test_metrics_that_cannot_be_written_leave_no_checkpoint(tmp_path):
 
     places = of_ranks(tmp_path, work)
     assert saved(tmp_path) == [1]  # and step 2 never was finished
-    assert all(place.said == ["step 1 is saved; the same command goes on from there"] for place in places)
+    assert all(place.said == ["step 1 is saved; the same command resumes from there"] for place in places)
 
 
 def test_a_save_that_one_disk_refuses_is_everybodys_and_not_tried_again(tmp_path, monkeypatch):

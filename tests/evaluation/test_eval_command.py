@@ -103,7 +103,7 @@ def test_out_of_memory_it_says_what_to_lower_and_goes_on_from_there(commands):
     done = commands.gsm8k(*options, before=OUT_OF_MEMORY)
     assert done.code == 2 and done.err == (
         "error: out of memory (CUDA out of memory. Tried to allocate 9 GiB.); "
-        "lower --max-response-length, or take a larger machine; the same command goes on\n"
+        "lower --max-response-length, or take a larger machine; rerun the same command to resume\n"
     )
     (folder,) = (commands.folder / "eval").iterdir()
     kept = sum(path.read_text().count("\n") for path in folder.glob("*.jsonl"))

@@ -198,7 +198,7 @@ def test_a_run_that_code_of_the_user_ended_goes_on_with_the_same_bits(place):
     assert done.code == 2 and re.fullmatch(
         r"error: objective\.path: `own\.py:Objective`: raised SystemExit: 0 \(own\.py:\d+\)\n", done.err
     )
-    assert "step 2 is saved; the same command goes on from there" in done.out
+    assert "step 2 is saved; the same command resumes from there" in done.out
     assert place.train(broken, "nowhere 0 pass", "checkpoint.every=50").code == 0
     assert recorded(broken) == recorded(whole) and len(recorded(whole)) == STEPS
     last = [run / "checkpoints" / "latest" for run in (whole, broken)]

@@ -269,7 +269,7 @@ def test_a_finished_run_is_left_as_it_is(runs):
 def test_a_signal_in_the_first_step_leaves_nothing_to_resume(runs):
     done = runs.train(before=signal_in_rollout(1, "SIGTERM"))
     assert done.code == 143 and "SIGTERM: stopping" in done.out
-    assert "stopped in step 1: nothing to save, the same command starts again" in done.out
+    assert "stopped in step 1: nothing to save; rerun the same command to start over" in done.out
     assert runs.checkpoints() == [] and runs.steps() == []
     assert runs.train("optim.lr=2e-3").code == 0
 
@@ -290,7 +290,7 @@ def test_a_signal_while_starting_stops_at_once_and_leaves_nothing(runs):
 def test_stopped_with_resume_never_the_message_says_what_goes_on(runs):
     done = runs.train("checkpoint.resume=never", before=signal_in_rollout(2, "SIGHUP"))
     assert done.code == 129 and runs.checkpoints() == ["000001", "latest"]
-    assert "the same command with checkpoint.resume=auto goes on from there" in done.out
+    assert "the same command with checkpoint.resume=auto resumes from there" in done.out
     assert runs.train("checkpoint.resume=never").code == 2
     assert runs.train("checkpoint.resume=auto").code == 0
 
@@ -391,4 +391,4 @@ def test_a_process_of_its_own_is_stopped_by_sigterm(runs):
                 break
         out, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
-    assert "saved; the same command goes on from there" in out and err == ""
+    assert "saved; the same command resumes from there" in out and err == ""

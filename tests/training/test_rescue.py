@@ -190,12 +190,12 @@ def test_a_fault_anywhere_loses_at_most_the_step_it_is_in(tiny, place, monkeypat
         tiny.train()
     said = capsys.readouterr().out.splitlines()[-1]
     if kept:
-        assert said == f"step {kept} is saved; the same command goes on from there"
+        assert said == f"step {kept} is saved; the same command resumes from there"
         assert checkpoints(tiny.run) == [f"{kept:06d}", "latest"]
     else:
         assert said == (
             f"warning: step {AT - 1} is not saved (the step that broke off had begun to change the "
-            "weights); the same command starts again"
+            "weights); the same command starts over"
         )
         assert checkpoints(tiny.run) == []
     assert [row["step"] for row in metrics(tiny.run)] == list(range(1, (kept or AT - 1) + 1))
@@ -214,7 +214,7 @@ def test_weights_that_are_half_way_leave_the_newest_checkpoint(tiny, monkeypatch
         tiny.train(steps=4, every=2)
     said = capsys.readouterr().out.splitlines()[-1]
     assert checkpoints(tiny.run) == ["000002", "latest"] and len(metrics(tiny.run)) == 3
-    assert said.startswith("warning: step 3 is not saved (") and said.endswith("; the same command goes on from step 2")
+    assert said.startswith("warning: step 3 is not saved (") and said.endswith("; the same command resumes from step 2")
     assert tiny.train(steps=4) == 0
     tiny.assert_as_reference()
     assert metrics(tiny.run) == metrics(tiny.reference)
@@ -237,8 +237,8 @@ def test_a_save_that_fails_is_not_tried_again(tiny, owner, name, error, monkeypa
     assert (
         said
         == {
-            "save": "warning: step 2 is not saved (its checkpoint could not be written); the same command starts again",
-            "write_history": "step 2 is saved; the same command goes on from there",
+            "save": "warning: step 2 is not saved (its checkpoint could not be written); the same command starts over",
+            "write_history": "step 2 is saved; the same command resumes from there",
         }[name]
     )
     assert tiny.train() == 0 and metrics(tiny.run) == metrics(tiny.reference)[:AT]
@@ -253,7 +253,7 @@ def test_the_first_fault_is_told_when_saving_fails_too(tiny, monkeypatch, capsys
         patch.setattr(CheckpointStore, "save", refuse)
         tiny.train()
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == "warning: step 1 is not saved (no space for a checkpoint); the same command starts again"
+    assert said == "warning: step 1 is not saved (no space for a checkpoint); the same command starts over"
 
 
 def test_metrics_that_cannot_be_written_leave_no_checkpoint_ahead_of_them(tiny, monkeypatch, capsys):
@@ -268,7 +268,7 @@ def test_metrics_that_cannot_be_written_leave_no_checkpoint_ahead_of_them(tiny, 
         patch.setattr(Recorder, "log", refuse)
         tiny.train(steps=4, every=2)
     assert checkpoints(tiny.run) == ["000002", "latest"] and len(metrics(tiny.run)) == 2
-    assert capsys.readouterr().out.splitlines()[-1] == "step 2 is saved; the same command goes on from there"
+    assert capsys.readouterr().out.splitlines()[-1] == "step 2 is saved; the same command resumes from there"
 
 
 @pytest.mark.parametrize(

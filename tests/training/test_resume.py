@@ -147,7 +147,7 @@ def test_stopped_by_signals(resumed):
     first = resumed.signalled(signal.SIGINT, rng.randint(5, 18), rng.uniform(0.0, 0.05))
     assert first.code == 130, first.err
     stopped = steps_recorded(resumed.run)
-    assert f"stopped after step {stopped}, saved; the same command goes on from there" in first.out
+    assert f"stopped after step {stopped}, saved; the same command resumes from there" in first.out
     assert first.err == ""
     assert (resumed.run / "checkpoints" / "latest").resolve().name == f"{stopped:06d}"
     second = resumed.signalled(signal.SIGTERM, rng.randint(5, 11), rng.uniform(0.0, 0.05))
