@@ -269,7 +269,9 @@ def evaluate(
     verify_digests: bool = True,
     console: Literal["rich", "plain", "none"] = "rich",
 ) -> EvaluationResult:
-    """Evaluate a quantized policy: avg@k and pass@k with 95 % intervals. An interrupted evaluation goes on.
+    """Evaluate a quantized policy: avg@k and pass@k with 95 % intervals.
+
+    The same call resumes an interrupted evaluation.
 
     Args:
         target: A run, one of its checkpoints, an exported checkpoint, or a model.

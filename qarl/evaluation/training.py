@@ -107,7 +107,7 @@ class TrainingEvaluation:
 
         Args:
             run_dir: The run directory.
-            step: The run goes on from here; later evaluations do not count.
+            step: The run resumes from here; later evaluations do not count.
 
         Returns:
             A line about tasks whose earlier evaluations, by an older qarl, did not record their data.
@@ -136,7 +136,7 @@ class TrainingEvaluation:
         return [line] if unknown else []
 
     def begin(self, run_dir: Path, step: int) -> None:
-        """Forget the evaluations after `step`, from which the run goes on. Raises UserError if the disk refuses."""
+        """Forget the evaluations after `step`, from which the run resumes. Raises UserError if the disk refuses."""
         self._run_dir = run_dir
         on_first(self._ranks, lambda: self._forget(run_dir, step))
 

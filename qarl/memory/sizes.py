@@ -3,7 +3,7 @@
 keeps of it. Imports no torch.
 
 They change speed and memory, and in low bits also results; so they are decided once, stand as numbers in a run's
-config.yaml, and a run that goes on keeps them, on whatever device. On a CPU they are constants. On a GPU they follow
+config.yaml, and a resumed run keeps them, on whatever device. On a CPU they are constants. On a GPU they follow
 from its whole memory, not from what is free at the moment, so that the same machine gives the same numbers.
 """
 

@@ -116,7 +116,7 @@ def _warnings(record: RunRecord) -> list[Block]:
     if record.state == "running":
         texts.append(f"The run is under way: {record.step} of {steps} steps. This page is a snapshot.")
     elif record.state == "stopped":
-        texts.append(f"The run stopped after {record.step} of {steps} steps; `qarl train` with its file goes on.")
+        texts.append(f"The run stopped after {record.step} of {steps} steps; `qarl train` with its file resumes it.")
     elif record.state == "empty":
         texts.append("The run has finished no step: there is nothing to plot yet.")
     nulls = {name: [row["step"] for row in metrics if row.get(name, 0) is None] for name in names_of(metrics)}

@@ -160,7 +160,7 @@ class CheckpointStore:
         return None
 
     def discard_after(self, step: int) -> list[int]:
-        """Remove checkpoints newer than `step`, from which the run goes on; returns their steps.
+        """Remove checkpoints newer than `step`, from which the run resumes; returns their steps.
 
         Damaged ones that were skipped, or those of a future the user went back from: left in place, a later
         `latest_valid` would join one history's weights to another's metrics. Raises UserError if the disk refuses.

@@ -3,7 +3,7 @@
     history.json    {"began_after": 0, "checkpoint": 20}
                     of a run that ever had several ranks also {"ranks": [{"after": 0, "count": 2}, ...]}
 
-Written with each checkpoint, and at the start of a run that goes on from the checkpoint of another one. Without it a
+Written with each checkpoint, and at the start of a run that resumes from the checkpoint of another one. Without it a
 directory whose checkpoints were deleted would look like one that never had any, and the same command would train from
 step 1 over the metrics and rollouts of the run before.
 """
@@ -64,7 +64,7 @@ def write_history(run_dir: Path, history: History) -> None:
 
 
 def ranks_after(before: History | None, start: int, count: int) -> list[RanksFrom]:
-    """`History.ranks` of a run that goes on from step `start` with `count` ranks. before: its history so far."""
+    """`History.ranks` of a run that resumes from step `start` with `count` ranks. before: its history so far."""
     kept = [change for change in before.ranks if change.after < start] if before else []
     same = count == (kept[-1].count if kept else 1)
     return kept if same else [*kept, RanksFrom(after=start, count=count)]

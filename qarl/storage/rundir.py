@@ -136,7 +136,7 @@ class RunDirectory:
         return cls(path, config, lock, created, ranks)
 
     def history_at(self, start: int, own: bool) -> History:
-        """What the run has behind it if it goes on from step `start`; see `qarl.storage.history.began_after`.
+        """What the run has behind it if it resumes from step `start`; see `qarl.storage.history.began_after`.
 
         Raises UserError, with nothing changed, where checkpoints or metrics up to there are gone.
         """

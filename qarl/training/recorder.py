@@ -35,7 +35,7 @@ class Recorder:
     """Writes one run's metrics, sampled rollouts and diagnostics.
 
     logging: the `logging` section. config: the resolved configuration, for trackers that show it. warn: called with
-    one line when a tracker fails after the start; the tracker is dropped and the run goes on.
+    one line when a tracker fails after the start; the tracker is dropped and the run continues.
     Call `truncate` with the step the run starts from (0 for a new one) before the first `log`.
     step: the last one whose metrics are on the disk.
     Raises UserError for a missing or unstartable tracker, and from every method if the disk refuses.
@@ -128,7 +128,7 @@ class Recorder:
             fsync_directory(path.parent)
 
     def truncate(self, step: int) -> int:
-        """Forget everything after `step`, from which the run goes on; returns how many metrics lines were dropped.
+        """Forget everything after `step`, from which the run resumes; returns how many metrics lines were dropped.
 
         A line that a kill cut short goes too. Kept lines stay byte for byte.
         """

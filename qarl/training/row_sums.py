@@ -1,4 +1,4 @@
-"""Gradients of several ranks, added up in a fixed order while the backward goes on, each rank keeping its own rows.
+"""Gradients of several ranks, added up in a fixed order while the backward continues, each rank keeping its own rows.
 
 A round is one micro-batch on every rank that has one left. As soon as a layer's gradients are complete the rows of the
 others leave for them, and while the layer before it is computed theirs arrive. The sum of a round is over ranks, in

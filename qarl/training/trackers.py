@@ -15,14 +15,14 @@ from qarl.utils.signals import is_stop
 
 
 class Tracker(Protocol):
-    """Receives the finite metrics of each step. If a tracker raises, it is dropped and the run goes on."""
+    """Receives the finite metrics of each step. If a tracker raises, it is dropped and the run continues."""
 
     name: str
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def truncate(self, step: int) -> None:
-        """The run goes on from `step`: later steps that were logged before no longer count."""
+        """The run resumes from `step`: later steps that were logged before no longer count."""
 
     def close(self) -> None: ...
 
@@ -72,7 +72,7 @@ def _start(key: str, init: Any, **arguments: Any) -> Any:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`, opened at the first step, when it is known from which step the run goes on."""
+    """Event files in `tensorboard/`, opened at the first step, when it is known from which step the run resumes."""
 
     name = "tensorboard"
 

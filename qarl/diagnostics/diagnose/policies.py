@@ -60,7 +60,7 @@ class RunPolicy:
         path = self._checkpoints / f"{step:06d}"
         if not path.exists():
             raise UserError(
-                f"{path}: the run that goes on has removed it (checkpoint.keep_last); diagnose it again, "
+                f"{path}: the resumed run has removed it (checkpoint.keep_last); diagnose it again, "
                 "or when it has ended"
             )
         try:
