@@ -156,7 +156,7 @@ class Architecture:
 
     @property
     def active_size(self) -> int:
-        """Features inside the MLP that a token goes through: of all its experts, where a layer has some."""
+        """Features inside the MLP that a token goes through, summed over its experts if a layer has some."""
         return self.intermediate_size if self.mixture is None else self.mixture.active_size
 
     @property

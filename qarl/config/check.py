@@ -34,7 +34,7 @@ from qarl.utils.text import visible
 
 @dataclass(frozen=True)
 class Inspection:
-    """architecture: of the model, where it can be read on this machine; otherwise None, and `note` says why."""
+    """architecture: of the model, if it can be read on this machine; otherwise None, and `note` says why."""
 
     architecture: Architecture | None
     note: str = ""

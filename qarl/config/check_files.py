@@ -74,7 +74,7 @@ def file_faults(config: Config) -> Iterator[Fault]:
 
 
 def task_faults(config: Config) -> Iterator[Fault]:
-    """Options of `task:` sources, and whether their rows have the columns and the number that are asked for."""
+    """Options of `task:` sources, and whether their rows have the requested columns and number."""
     faults = list(_task_faults(("data",), config.data))
     yield from faults
     if config.data.kind == "task" and not faults:

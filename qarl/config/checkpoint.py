@@ -11,7 +11,7 @@ from qarl.inputs.paths import PATH_BYTES
 
 
 class CheckpointConfig(Section):
-    """Checkpoints: when, how many, and which one to go on from."""
+    """Checkpoints: when, how many, and which one to resume from."""
 
     every: int = Field(50, ge=1, le=STEPS, description="Training steps between checkpoints.")
     keep_last: int = Field(2, ge=0, le=FILES, description="Newest checkpoints kept; 0 keeps all.")

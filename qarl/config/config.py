@@ -128,7 +128,7 @@ class Config(Section):
 
     @property
     def sequences(self) -> int:
-        """Decoded together. Where that is left to the device, those of a CPU, which are the fewest."""
+        """Sequences decoded together; if left to the device, those of a CPU, which are the fewest."""
         return min(self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"], self.responses_per_step)
 
     @property
@@ -316,7 +316,7 @@ class Config(Section):
 
 
 def mixture_faults(config: Config) -> Iterator[Fault]:
-    """What is asked of a mixture of experts, where the model turned out to be none."""
+    """Report settings for a mixture of experts if the model is none."""
     text = "the model has no experts"
     if config.model.routing == "replay":
         yield Fault(("model", "routing"), "replay", f"{text}; must be own")

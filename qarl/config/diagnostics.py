@@ -1,4 +1,4 @@
-"""What is measured beside the training itself, where it costs forwards and backwards of its own."""
+"""Measurements beside the training itself that cost additional forwards and backwards."""
 
 from __future__ import annotations
 

@@ -39,5 +39,5 @@ class LoggingConfig(Section):
         True, description="Beside such a file, one with the tokens and log-probs of all responses (qarl diagnose)."
     )
     console: Literal["rich", "plain", "none"] = Field(
-        "rich", description="Live table and progress bars, one line a step, or nothing."
+        "rich", description="Live table and progress bars, one line per step, or nothing."
     )

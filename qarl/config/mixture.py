@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from qarl.config.model_schema import ConfigJson
 from qarl.utils.expert_names import EXPERT_NAMES, ExpertNames
 
-# What transformers takes where a key is missing: experts, experts a token, and features of an expert.
+# Defaults of transformers for missing keys: experts, experts per token, and features per expert.
 _DEFAULTS = {"qwen2_moe": (60, 4, 1408), "qwen3_moe": (128, 8, 768), "mixtral": (8, 2, None), "olmoe": (64, 8, None)}
 _SHARED = {"qwen2_moe": 5632}  # features of the shared expert, of families that have one
 

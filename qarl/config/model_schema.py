@@ -14,7 +14,7 @@ from qarl.inputs.files import Unreadable
 from qarl.inputs.schema import Record, checked
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-# What transformers takes where the key is missing; null means one a head.
+# Defaults of transformers for a missing key; null means one per head.
 DEFAULT_KV_HEADS = {
     "llama": None,
     "mistral": 8,

@@ -3,7 +3,7 @@
 PyYAML composes without limits: an alias may hold itself, or stand for more values than memory holds, and brackets
 nested a thousand deep end its recursion. Its constructors make dates, sets and bytes, and raise ValueError for text
 that a tag calls a number. Here every node is counted as it is composed, an alias as all that it stands for, and there
-are only the types of JSON. Each use of an alias gives values of its own, so that an override of one leaves the others.
+are only the types of JSON. Each use of an alias gives separate values, so that an override of one leaves the others.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Pending(ABC):
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """Waits, and gives the rows, contiguous, in memory of their own; the tensor given may be reused now.
+        """Wait, and return the rows, contiguous, in their own memory; the tensor given may be reused now.
 
         On a GPU the stream that is current waits, and the host does not: it must be the stream on which the tensors
         given were made.
@@ -55,7 +55,7 @@ class Exchange(ABC):
         """Begin to add each tensor (N, ...), float32, contiguous, over all ranks, in the order of ranks: one message.
 
         cuts: for each tensor the rows that each rank gets, in order, which cover N; some may be empty. Gives this
-        rank's rows of the sums, ((first + second) + third) + ... in float32: the same bits whatever carries them. The
+        rank's rows of the sums, ((first + second) + third) + ... in float32: the same bits for every transport. The
         tensors must stay as they are until `rows` was called of all.
         """
 

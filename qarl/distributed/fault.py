@@ -41,7 +41,7 @@ class Fault:
 
 
 class OtherRankFailed(Exception):
-    """Raised where another rank has a fault of its own; the process ends with exit code 75 (EX_TEMPFAIL)."""
+    """Raised if another rank failed; the process ends with exit code 75 (EX_TEMPFAIL)."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
@@ -69,7 +69,7 @@ def described(error: BaseException) -> str:
 def exit_code(error: BaseException) -> int:
     """The exit code of a process that `error` ends; see `qarl.cli.main`.
 
-    SystemExit counts as a fault of the code that raised it, whatever its code: 0 would claim that the run is complete.
+    SystemExit counts as a fault of the code that raised it, with any exit code: 0 would claim that the run is complete.
     """
     if isinstance(error, UserError):
         return 2

@@ -20,7 +20,7 @@ IN_FLIGHT = 2  # messages under way while the rows of the next one are made
 class Gathers:
     """Rows on their way to all ranks; all ranks add the same tensors in the same order.
 
-    most: bytes of a message, see MESSAGE_BYTES; a tensor of as many has one of its own, and is not packed. A message
+    most: bytes of a message, see MESSAGE_BYTES; a tensor of that size gets its own message and is not packed. A message
     takes its bytes three times at most: packed, unpacked and in place.
     """
 

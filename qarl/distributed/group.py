@@ -136,7 +136,7 @@ class Group(Ranks):
                 rank=self.rank,
                 world_size=self.count,
                 timeout=timeout,
-                device_id=device if on_gpu else None,  # NCCL then connects now, where a failure is still a start's
+                device_id=device if on_gpu else None,  # NCCL connects now, so that a failure counts as one of the start
             )
             self.control = dist.new_group(backend="gloo", timeout=timeout)
         except UserError as error:

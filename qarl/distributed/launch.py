@@ -61,7 +61,7 @@ def train_on_ranks(config: str, overrides: list[str], count: int) -> int:
 
 
 def gpus_for_ranks(config: Config) -> int | None:
-    """GPUs of this machine, where the configuration runs on them."""
+    """GPUs of this machine, if the configuration runs on them."""
     return (len(visible_gpus()) or None) if expected_device(config) == "cuda" else None
 
 
@@ -206,7 +206,7 @@ class Launched:
         return code
 
     def _first_fault(self, rank: int | None) -> Fault:
-        """What ended the run. rank: the first to fail with a code of its own."""
+        """What ended the run. rank: the first that failed by itself."""
         board = Folder(self._meeting)
         text = board.read(NOTE)
         told = None if text is None else Fault.of(text)

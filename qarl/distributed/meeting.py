@@ -55,7 +55,7 @@ class Meeting:
         return dist.FileStore(str(self._place.meeting / "store"), self.count)
 
     def board(self, timeout_s: float) -> Board:
-        """A key-value store with a connection of its own, which is never blocked by a wait on `store`."""
+        """A key-value store with its own connection, so that a wait on `store` never blocks it."""
         if self._place.meeting is None:
             return StoreBoard(dist.PrefixStore(f"board-{self._run}", self._connected(timeout_s)))
         return Folder(self._place.meeting)

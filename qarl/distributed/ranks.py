@@ -18,12 +18,16 @@ __all__ = ["Alone", "OtherRankFailed", "Ranks", "total"]
 
 class Ranks(ABC):
     """The processes of one run. Every method but `tell`, `look` and `log_in` is a collective: all ranks call it, in the
-    same order.
+    same order, from one thread at a time.
 
-    rank: of this process, from 0. count: of all. agreed: what `agree` raised last on this rank; where that is the fault
-    at hand, every rank has raised one at the same place, and collectives may go on. One thread at a time may call. A
-    context manager, which leaves the group at its end; left with an exception, it tells the other ranks, and an
-    exception that came of another rank's end becomes `OtherRankFailed`.
+    As a context manager it leaves the group at the end. If an exception leaves the block, the other ranks are notified,
+    and an exception that was caused by another rank's end becomes `OtherRankFailed`.
+
+    Attributes:
+        rank: Of this process, from 0.
+        count: Number of ranks.
+        agreed: The last exception that `agree` raised on this rank. If it is being handled, all ranks raised at the
+            same point, and further collectives are safe.
     """
 
     rank: int
@@ -92,7 +96,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def log_in(self, directory: Path) -> None:
-        """From now on what this process prints goes to a file there, where it is not the first rank.
+        """From now on, write this process's output to a file there, unless it is the first rank.
 
         Only under `qarl train --nproc`; other launchers see to it themselves. No collective.
         """

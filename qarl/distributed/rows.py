@@ -69,7 +69,7 @@ def stacked_experts(
 ) -> Iterable[list[str]]:
     """Weights of a layer's experts that are one tensor to a plan: gate and up of all of them, and down of all.
 
-    Those of one scheme and of one number of columns, where no unit of rows is of two of them.
+    Weights of one scheme with the same number of columns, if no unit of rows belongs to two of them.
     """
     by_scheme: dict[Scheme | None, list[str]] = {}
     for name in shapes:

@@ -126,7 +126,7 @@ class Watch(threading.Thread):
         return [r for r, (sign, since) in enumerate(self._signs) if sign is not None and now - since > seconds]
 
     def _late(self) -> int | None:
-        """The rank that has begun the fewest collectives, where it is not as far as this one."""
+        """The rank that has begun the fewest collectives, if it is behind this one."""
         begun = [int(sign.split()[1]) if sign else 0 for sign, _ in self._signs]
         begun[self._rank] = self.begun()
         fewest = min(begun)

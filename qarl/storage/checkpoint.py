@@ -1,11 +1,11 @@
 """Checkpoints that survive `kill -9`, a full disk and a flipped bit. safetensors and JSON, no pickle.
 
-    checkpoints/000010/masters.safetensors      one file a group; masters-00001.safetensors, ... above 4 GiB
+    checkpoints/000010/masters.safetensors      one file per group; masters-00001.safetensors, ... above 4 GiB
                        state.json               everything that is not a tensor
                        manifest.json            bytes and SHA-256 of every file above, written last
     checkpoints/latest -> 000010
 
-Of a run on several ranks, in place of the first: one file a group and rank, `qarl.storage.pieces`.
+Of a run on several ranks, in place of the first: one file per group and rank, `qarl.storage.pieces`.
 
     checkpoints/000010/masters-r0001-of-0004.safetensors    the stretches of flattened tensors that a rank holds
 
@@ -82,7 +82,7 @@ class CheckpointStore:
         temporary = self._hidden("tmp", step)
         with disk_errors(final, needed):
             try:
-                self.directory.mkdir(exist_ok=True)  # somebody may have removed it while the run went on
+                self.directory.mkdir(exist_ok=True)  # it may have been removed while the run continued
                 temporary.mkdir()
                 write_checkpoint(temporary, step, tensors, state_json)
                 self._publish(temporary, step)

@@ -66,7 +66,7 @@ def conversions_directory() -> Path:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, read once a process as long as it stays the same file, size and time of change."""
+    """SHA-256 of a file, read once per process as long as it stays the same file, size and time of change."""
     found = os.stat(path)
     identity = _identity(found)
     if _digests.get(path, (None, ""))[0] != identity:

@@ -71,13 +71,13 @@ def ranks_after(before: History | None, start: int, count: int) -> list[RanksFro
 
 
 def began_after(run_dir: Path, start: int, own: bool, every: int) -> int:
-    """The step after which the record of this run begins, if it may go on from step `start`.
+    """The step after which the record of this run begins, if it may resume from step `start`.
 
     Lines of later steps do not matter: they are dropped, and a kill may have cut off the last one.
 
     Args:
         run_dir: The run directory.
-        start: The step of the checkpoint to go on from.
+        start: The step of the checkpoint to resume from.
         own: Whether that checkpoint is in this directory. A run that begins anew, with step 0, has none.
         every: `checkpoint.every` of the start before.
 
@@ -106,8 +106,8 @@ def began_after(run_dir: Path, start: int, own: bool, every: int) -> int:
     what = f"holds step {twice} more than once" if twice else "does not hold each step once and in order"
     what = f"lacks {missing}" if missing else what
     raise UserError(
-        f"{path}: {what}, and the checkpoint to go on from is of step {start}; restore the file, set checkpoint.resume "
-        f"to a checkpoint before that, or {START_OVER}"
+        f"{path}: {what}, and the checkpoint to resume from is of step {start}; restore the file, set "
+        f"checkpoint.resume to a checkpoint before that, or {START_OVER}"
     )
 
 
@@ -116,7 +116,7 @@ def _require_anew(run_dir: Path, history: History, start: int) -> None:
     if start == 0 and history.checkpoint:
         raise UserError(
             f"{run_dir / 'checkpoints'}: the checkpoints of this run are gone (there was one of step "
-            f"{history.checkpoint}); put them back to go on, or {START_OVER}"
+            f"{history.checkpoint}); put them back to resume, or {START_OVER}"
         )
     if start == history.began_after:
         return
@@ -127,7 +127,7 @@ def _require_anew(run_dir: Path, history: History, start: int) -> None:
         )
     raise UserError(
         f"checkpoint.resume: is a checkpoint of another run, and {run_dir} holds steps of its own; set "
-        f"checkpoint.resume: auto to go on with them, or {START_OVER}"
+        f"checkpoint.resume: auto to resume them, or {START_OVER}"
     )
 
 

@@ -142,7 +142,7 @@ def _model_files(model: ModelConfig, weights: bool) -> Iterator[tuple[str, Path 
 
 
 def _task(task: EvalTask) -> Iterator[tuple[str, str]]:
-    """The data of an evaluation task, and the sources of its own reward functions."""
+    """The data of an evaluation task, and the sources of its reward functions."""
     key = f"evaluation.tasks.{task.name}"
     yield from _data(f"{key}: data.source", task.dataset)
     own = [function for function in task.functions if function.name not in BUILTINS]
@@ -232,7 +232,7 @@ def changed_names(then: Mapping[str, Any], now: Mapping[str, Mapping[str, str]])
 
 
 def changed_while_training(path: Path, now: Mapping[str, Any]) -> list[str]:
-    """The inputs that changed between starts of a run that `checkpoint.allow_changed` let go on.
+    """The inputs that changed between starts of a run, as `checkpoint.allow_changed` permitted.
 
     Evaluation tasks are left out: a changed one is refused, unless nothing was evaluated yet.
 

@@ -18,7 +18,7 @@ def mark() -> str:
 
 
 def delete(path: Path) -> None:
-    """A directory and all in it, or whatever else stands there; a link alone, not what it leads to. What another
+    """Remove a directory and all in it, or a file; of a link the link alone, not its target. What another
     process deletes meanwhile is no fault."""
     for _ in range(_TRIES):
         try:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: whatever number of ranks wrote it, and whatever number reads it."""
+"""Reading a checkpoint, written by any number of ranks, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class RunDirectory:
         return History(began_after=after, checkpoint=start if own else 0, ranks=ranks)
 
     def _every_before(self) -> int:
-        """`checkpoint.every` of the start before; of this one, where there was none or its file is damaged."""
+        """`checkpoint.every` of the previous start; of this one if there was none or its file is damaged."""
         try:
             return read_run_config(self.path).checkpoint.every
         except UserError:

@@ -74,7 +74,7 @@ State = Literal["running", "finished", "stopped", "empty"]
 class RunRecord:
     """One run as its directory tells it.
 
-    environment: environment.json, empty if it is missing or damaged. metrics, evaluations: one dict a line, oldest
+    environment: environment.json, empty if it is missing or damaged. metrics, evaluations: one dict per line, oldest
     first. state: `running`, its lock is held; `finished`, all of `train.steps` are done; `empty`, no step is; else
     `stopped`. step: the last one in the metrics, 0 if there is none. damaged: file name -> lines that are no record.
     """

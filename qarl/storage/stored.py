@@ -15,7 +15,7 @@ from qarl.storage.tensorfile import read_tensors
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors by name. `tensors[name]` is a CPU view of the mapped file, or, where a tensor stands in several pieces, a
+    """Tensors by name. `tensors[name]` is a CPU view of the mapped file, or, for a tensor in several pieces, a
     new one joined of them, which nothing here keeps: take one at a time, and copy it into your own.
 
     shapes: of the tensors, in their order. pieces: name -> (start, stretch) of each piece, ascending, (n,) of one

@@ -25,7 +25,7 @@ class Alarms:
         A minibatch in which tokens outside the learner's truncated distribution drop more than 10 % of the responses
         (`objective.dvp_outside: response`) or 1 % of the tokens (`token`).
         A rule, a veto, a mask or all of a correction together that rejects more than half of the responses (or tokens)
-        in ten steps in a row.
+        in ten consecutive steps.
         Importance weights whose exponent was clamped to +-20, so that they are not their ratio.
     """
 

@@ -132,7 +132,7 @@ class CheckpointManager:
                 reason = "that takes all ranks, and one broke off alone"
             else:
                 reason = self._rescue(recorder) or reason
-        except BaseException as failure:  # whatever broke the run may break this too
+        except BaseException as failure:  # the fault that ended the run may break this too
             if is_stop(failure):
                 raise
             reason = " ".join(str(failure).split()) or type(failure).__name__

@@ -1,6 +1,6 @@
 """What a run shows while it works: progress of long phases, a table of metrics, samples, a summary.
 
-Modes: `rich`, a live display at a terminal; `plain`, one short line a step, for pipes and logs; `none`, nothing.
+Modes: `rich`, a live display at a terminal; `plain`, one short line per step, for pipes and logs; `none`, nothing.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RunConsole:
     def phase(self, name: str, total: int | None = None) -> Iterator[Callable[..., None]]:
         """Show progress while the body runs, from its second second on; yields `advance(n=1)`.
 
-        total: responses to work through, where that is what takes the time.
+        total: responses to work through, if that takes most of the time.
         Plain mode prints a line for a slow phase before the first step only: afterwards `time/*_s` tell.
         """
         started = time.monotonic()

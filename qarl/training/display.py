@@ -11,7 +11,7 @@ from qarl.training.observer import Observer, Phase
 from qarl.types import Prompt, Rollout
 
 SHOWN: dict[Phase, str] = {"rollout": "rollout", "reward": "rewards", "learner": "learner"}
-FAILURES = 3  # failed rewards of a step that are told one by one
+FAILURES = 3  # failed rewards of a step that are reported one by one
 
 
 class StepDisplay(Observer):

@@ -1,7 +1,7 @@
 """What an optimizer keeps in memory of the host, and how it passes through the GPU in a step (`optim.offload`).
 
 Loads follow one another through two slots of the GPU: while one is worked on, the next is on its way in and the last on
-its way out, each on a stream of its own.
+its way out, each on its own stream.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HostState:
         self._streams = [torch.cuda.Stream(self.device) for _ in range(2)] if pinned else []
 
     def of(self, parameter: Parameter) -> tuple[Tensor, ...]:
-        """All that passes of a parameter, its value last."""
+        """All tensors of a parameter that pass through, its value last."""
         value = self.values.get(parameter)
         return self.moments[parameter] if value is None else (*self.moments[parameter], value)
 
@@ -129,7 +129,7 @@ class Offloaded(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """Of a parameter that has a gradient, by torch's names; zero, where it had none yet."""
+        """State of a parameter with a gradient, by torch's names; zero if it had none yet."""
 
 
 def in_order(members: Sequence[tuple[Tensor, ...]]) -> list[Passing]:

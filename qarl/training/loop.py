@@ -155,7 +155,7 @@ def with_sizes(config: Config, device: torch.device, ranks: Ranks) -> Config:
 
 
 def own_folder(run_dir: Path, ranks: Ranks) -> Path:
-    """Where a rank keeps the logs of its reward workers and its sampler: the run directory itself, of the first one."""
+    """Directory for the logs of a rank's reward workers and sampler: the run directory itself, of the first one."""
     if ranks.first:
         return run_dir
     folder = run_dir / f"rank-{ranks.rank:03d}"
@@ -312,7 +312,7 @@ class Loop:
 
 
 def next_commands(config: Config, ranks: int = 1) -> list[tuple[str, str]]:
-    """What a user may want to do with a finished run: (what for, command). Each is a line for the shell.
+    """Suggestions for a finished run: (purpose, shell command).
 
     ranks: that it ran on.
     """

@@ -45,7 +45,7 @@ class Clock(Observer):
         self._last = now
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Of what was counted as `source`, so much belongs to `target`."""
+        """Fraction of what was counted as `source` that belongs to `target`."""
         self.laps[source] -= seconds
         self.laps[target] = self.laps.get(target, 0.0) + seconds
 
@@ -166,7 +166,7 @@ def rollout_tensors(batch: Batch, rewards: list[float]) -> dict[str, Tensor]:
 
     int32: prompt_lengths, response_lengths, groups (R), prompt_tokens, response_tokens (T), one after the other, a
     prompt once for each of its responses. float32: advantages, rewards (R); logp_sampler, logp_old and logp (T), of the
-    learner's last training forward. version: int64 (1), of the policy that sampled. Where the sampler told its experts:
+    learner's last training forward. version: int64 (1), of the sampling policy. If the sampler reported its experts:
     routing, uint8 or int16 (N, L, k), each response's prompt + response - 1 rows after the other's (`Rollout.routing`).
     """
     whole = batch.whole(CPU)

@@ -124,7 +124,7 @@ class OffloadedAdamW(Offloaded, torch.optim.AdamW):
 
 
 class HostValues(Mapping[str, Tensor]):
-    """Values by name that come to a device when they are asked for, and go when nobody holds them."""
+    """Values by name that are copied to a device when requested, and freed when nobody holds them."""
 
     def __init__(self, values: Mapping[str, Tensor], device: torch.device) -> None:
         self._values, self._device = values, device

@@ -32,7 +32,7 @@ from qarl.training.offload import OffloadedAdamW
 from qarl.training.offload_muon import OffloadedMuon
 from qarl.utils.expert_names import is_router
 
-# What torch keeps of a parameter, by the name of the part.
+# State that torch keeps per parameter, by the name of the part.
 _STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 
 
@@ -85,7 +85,7 @@ class Optimizer:
         }
 
     def settle(self) -> None:
-        """Wait until what is offloaded is on the host."""
+        """Wait until the offloaded state is on the host."""
         for part, _ in self._parts.values():
             if isinstance(part, Offloaded):
                 part.settle()
@@ -127,7 +127,7 @@ class Optimizer:
         """Restores what `state_tensors` gave, copied to where it is kept; the next step is bit-equal. Whether the state
         was offloaded does not matter.
 
-        Raises ValueError, before anything is changed, where the state is of another optimizer, is incomplete, or does
+        Raises ValueError, before anything is changed, if the state is of another optimizer, is incomplete, or does
         not fit the parameters.
         """
         shapes = self.state_shapes(meta)
@@ -249,7 +249,7 @@ def _muon(
 
 
 def _on_host(optim_cfg: OptimConfig) -> dict[str, Any]:
-    """What an optimizer is told that keeps its state there."""
+    """Settings of an optimizer that keeps its state there."""
     if not optim_cfg.offload:
         return {}
     return {"masters": optim_cfg.offload == "all", "rounded": DTYPES[optim_cfg.master_dtype]}

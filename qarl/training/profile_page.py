@@ -35,7 +35,7 @@ what was published.
 
 @dataclass
 class Share:
-    """What is summed over the calls of one phase, or of one kernel."""
+    """Sums over the calls of one phase, or of one kernel."""
 
     seconds: float = 0.0
     calls: int = 0

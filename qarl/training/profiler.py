@@ -191,7 +191,7 @@ class StepProfiler(Observer):
         return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
     def _bytes(self) -> dict[str, float]:
-        """Bytes that must move, where it is known."""
+        """Bytes that must move, if known."""
         known: dict[str, float] = {}
         if self._run.updates.kind == "adamw" and self._run.learner.ranks.count == 1:
             parameters = sum(master.numel() for _, master in self._run.policy.named_parameters())

@@ -1,6 +1,6 @@
 """What a run leaves to read: metrics.jsonl, rollouts/, diagnostics/, and the configured trackers.
 
-    metrics.jsonl                 one object a step
+    metrics.jsonl                 one object per step
     rollouts/NNNNNN.jsonl         sampled completions, one object each
     rollouts/NNNNNN.safetensors   tokens and log-probs of all responses of the same step
     diagnostics/NNNNNN.json       one object (`qarl.diagnostics.record`)
@@ -164,7 +164,7 @@ class Recorder:
         for tracker in list(self._trackers):
             try:
                 call(tracker)
-            except BaseException as error:  # foreign code and networks: whatever they raise must not cost the run
+            except BaseException as error:  # foreign code and networks: an exception from them must not cost the run
                 if is_stop(error):
                     raise
                 self._trackers.remove(tracker)

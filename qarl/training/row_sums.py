@@ -2,7 +2,7 @@
 
 A round is one micro-batch on every rank that has one left. As soon as a layer's gradients are complete the rows of the
 others leave for them, and while the layer before it is computed theirs arrive. The sum of a round is over ranks, in
-their order, and that of an optimizer step over rounds: the same bits whatever the network does.
+their order, and that of an optimizer step over rounds: the same bits however the network orders messages.
 """
 
 from __future__ import annotations

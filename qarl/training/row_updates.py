@@ -147,7 +147,7 @@ class RowUpdates(Updates):
 
 
 def joint_norm(norms: list[float]) -> float:
-    """The L2 norm, rounded to float32, of tensors with these norms in float64, whatever their order."""
+    """The L2 norm, rounded to float32, of tensors with these norms in float64, independent of their order."""
     return torch.tensor(math.sqrt(math.fsum(norm * norm for norm in norms)), dtype=torch.float32).item()
 
 

@@ -1,4 +1,4 @@
-"""Everything a run needs before its first step; what is likely to be refused comes before what takes long."""
+"""Everything a run needs before its first step. Likely refusals come before slow parts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Run:
     started: str | None  # see `PolicyState`
 
     def close(self) -> None:
-        with ExitStack() as parts:  # each of them, whatever another raises
+        with ExitStack() as parts:  # each of them, even if another raises
             for part in (self.evaluation, self.rewards, self.engine):
                 parts.callback(part.close)
 
@@ -113,9 +113,9 @@ def set_determinism(config: Config) -> None:
 def build_run(
     config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks = ALONE
 ) -> Run:
-    """Data, rewards, model, policy, engine and optimizer. Raises UserError for whatever does not fit.
+    """Build data, rewards, model, policy, engine and optimizer. Raises UserError if something does not fit.
 
-    device: the learner's; nothing below picks one of its own. rewards_log: gets what the reward functions print.
+    device: the learner's; nothing below picks another one. rewards_log: gets what the reward functions print.
     ranks: of the run; each has all of this, but the masters, of which it has its rows.
     """
     started = first_start(config, ranks)
@@ -290,7 +290,7 @@ def build_policy(config: Config, model: PreTrainedModel, device: torch.device, m
 
 
 def require_mixture(config: Config, policy: Policy) -> None:
-    """Raise UserError where experts are asked for that the model does not have."""
+    """Raise UserError if experts are requested that the model does not have."""
     for fault in () if policy.experts else mixture_faults(config):
         raise UserError(f"{'.'.join(map(str, fault.key))}: {fault.value}: {fault.text}")
 

@@ -83,7 +83,7 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
     """Run all optimizer steps on one batch, and fill its log-probs.
 
     `logp_old` is the learner at the rollout's weights. Before the first update the current weights are those, so the
-    first minibatch takes it from its training forward, and the others get a forward of their own in advance. A
+    first minibatch takes it from its training forward, and the others get a separate forward in advance. A
     minibatch whose responses all have advantage 0 makes no update if that gives exactly no gradient. On several ranks,
     micro-batches run in rounds; a rank without one in a round still takes part in the sum of gradients.
     """

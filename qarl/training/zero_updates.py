@@ -230,7 +230,7 @@ class _Rounds(Rounds):
 
 
 class _Whole(Mapping[str, Tensor]):
-    """All masters by name, each gathered when it is asked for; the same order on all ranks."""
+    """All masters by name, each gathered when requested, in the same order on all ranks."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage

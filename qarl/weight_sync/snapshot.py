@@ -106,8 +106,8 @@ def build_snapshot(version: int, parameters: Iterable[tuple[str, LowBitWeight | 
     found = dict(parameters)
     groups: dict[tuple[str, ...], LowBitWeight] = {}
     for names in fused_groups(name.removesuffix(".weight") for name in found if name.endswith(".weight")):
-        parameters = [found[f"{name}.weight"] for name in names]
-        weights = [LowBitWeight.of_values(p) if isinstance(p, Tensor) else p for p in parameters]
+        members = [found[f"{name}.weight"] for name in names]
+        weights = [LowBitWeight.of_values(p) if isinstance(p, Tensor) else p for p in members]
         if len(weights) > 1 and can_concatenate(weights):
             whole = groups[tuple(names)] = concatenate(weights)
             for name, part in zip(names, whole.split([weight.shape[0] for weight in weights]), strict=True):
