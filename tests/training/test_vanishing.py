@@ -69,8 +69,8 @@ def test_a_run_whose_checkpoints_are_gone_is_left_as_it_is(qarl, tiny_model, tmp
     before = {p: p.read_bytes() for p in (run / "metrics.jsonl", *(run / "rollouts").iterdir())}
     done = qarl.run("train", config, "train.steps=3", cwd=tmp_path)
     assert done.code == 2 and done.err == (
-        "error: run/checkpoints: the checkpoints of this run are gone (there was one of step 2); put them back to go "
-        "on, or choose another train.run_dir to start over\n"
+        "error: run/checkpoints: the checkpoints of this run are gone (there was one of step 2); put them back to "
+        "resume, or choose another train.run_dir to start over\n"
     )
     assert "quantize" not in done.out  # nothing was loaded for it
     assert before == {p: p.read_bytes() for p in (run / "metrics.jsonl", *(run / "rollouts").iterdir())}
