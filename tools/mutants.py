@@ -1,0 +1,72 @@
+"""Show what the tests catch: apply one small fault at a time, and run the tests that should fail.
+
+    python tools/mutants.py benchmarks/mutants.yaml --out mutants.json [--only kernels/]
+
+The list has one entry per fault: `file`, `old` (text that occurs exactly once in it), `new`, and `tests` (arguments for pytest).
+Run it in a clean checkout: the file is rewritten in place and restored afterwards. Exits with 1 if a mutant survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = (ROOT, ROOT / "kernels", ROOT / "quant_formats")
+TIMEOUT_S = 900
+
+
+def run_tests(arguments: list[str]) -> str:
+    """'killed' if a test failed, 'survived' if all passed; any other end of pytest is an error of the list."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES))}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *arguments]
+    try:
+        code = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, capture_output=True).returncode
+    except subprocess.TimeoutExpired:
+        return "killed"
+    # 2: a mutant that breaks an import at collection also counts as caught.
+    return {0: "survived", 1: "killed", 2: "killed"}.get(code, f"pytest ended with {code}")
+
+
+def apply(mutant: dict) -> dict:
+    """Run the tests of one mutant, and restore the file."""
+    path = ROOT / mutant["file"]
+    original = path.read_text()
+    if original.count(mutant["old"]) != 1:
+        return mutant | {"result": f"'old' occurs {original.count(mutant['old'])} times"}
+    began = time.monotonic()
+    try:
+        path.write_text(original.replace(mutant["old"], mutant["new"]))
+        result = run_tests(mutant["tests"].split())
+    finally:
+        path.write_text(original)
+    return mutant | {"result": result, "seconds": round(time.monotonic() - began, 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("list", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="prefix of the files to mutate")
+    options = parser.parse_args()
+    results = []
+    for mutant in yaml.safe_load(options.list.read_text()):
+        if mutant["file"].startswith(options.only):
+            results.append(apply(mutant))
+            print(f"{results[-1]['result']:10} {mutant['file']}: {mutant['old'].strip()[:60]!r}", flush=True)
+    killed = sum(result["result"] == "killed" for result in results)
+    print(f"{killed} of {len(results)} killed")
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    return int(killed < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
