@@ -2,7 +2,8 @@
 
     python tools/mutants.py benchmarks/mutants.yaml --out mutants.json [--only kernels/]
 
-The list has one entry per fault: `file`, `old` (text that occurs exactly once in it), `new`, and `tests` (arguments for pytest).
+The list has one entry per fault: `file`, `old` (text that occurs exactly once in it), `new`, and `tests` (arguments of
+pytest).
 Run it in a clean checkout: the file is rewritten in place and restored afterwards. Exits with 1 if a mutant survives.
 """
 

@@ -40,8 +40,8 @@ from qarl.comparison.offline.windows import cut, read_text  # noqa: E402
 from qarl.config import ModelConfig  # noqa: E402
 from qarl.errors import UserError  # noqa: E402
 from qarl.exporting.staging import require_vacant, staged  # noqa: E402
+from qarl.inputs.library_errors import quiet_loading  # noqa: E402
 from qarl.policy.device import DTYPES, pick_device  # noqa: E402
-from qarl.policy.foreign import quiet_loading  # noqa: E402
 from qarl.policy.load import load_model, load_tokenizer  # noqa: E402
 from qarl.policy.load_config import load_model_config  # noqa: E402
 from qarl.storage.disk import free_bytes  # noqa: E402

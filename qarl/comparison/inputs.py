@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from qarl.config import Config
+from qarl.inputs.json import flatten
 from qarl.storage.input_files import UNKNOWN, changed_names, present_inputs
-from qarl.storage.rundir import config_difference, flatten
+from qarl.storage.rundir import config_difference
 from qarl.storage.runs import RunRecord
 
 SHOWN = 4  # names in one line

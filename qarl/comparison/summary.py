@@ -16,9 +16,9 @@ from qarl.comparison.members import COLUMN, evaluation_avg
 from qarl.comparison.plan import Member
 from qarl.comparison.study import Study, StudyColumn
 from qarl.config.yaml_io import parse_yaml
+from qarl.inputs.json import flatten
 from qarl.report.formatting import MISSING, bytes_, gib, interval, number, seconds
 from qarl.storage.disk import atomic_write_text, disk_errors
-from qarl.storage.rundir import flatten
 from qarl.storage.runs import RunRecord
 from qarl.terminal.console import Console
 from qarl.utils.text import visible

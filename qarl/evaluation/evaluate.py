@@ -18,9 +18,9 @@ from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_r
 from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
 from qarl.memory.out_of_memory import memory_errors
-from qarl.policy.fingerprints import config_values, model_digests
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture, load_model_config
+from qarl.policy.model_identity import config_values, model_digests
 from qarl.storage.disk import require_output
 from qarl.storage.environment import describe_environment
 from qarl.storage.saved_state import started_at

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from qarl.exactness.engines import Engine
+from qarl.exactness.parting import Parting, apart, parting
 from qarl.exactness.request import Round
 from qarl.policy.attention import pack
 from qarl.policy.policy import Policy
-from qarl.policy.trace import Parting, Tracer, apart, parting
+from qarl.policy.trace import Tracer
 from qarl.types import Difference, Exactness, Rollout
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}  # of one forward of the learner

@@ -20,7 +20,7 @@ from qarl_kernels.logprob import Truncation
 from qarl.errors import UserError
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import resolve_target
-from qarl.policy.foreign import quiet_loading
+from qarl.inputs.library_errors import quiet_loading
 from qarl.types import Prompt
 
 VLLM_TIMEOUT_S = 900

@@ -20,9 +20,9 @@ from qarl.errors import UserError
 from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.files import Unreadable, read_text
+from qarl.inputs.library_errors import foreign_errors
 from qarl.inputs.paths import user_path
 from qarl.memory.out_of_memory import memory_errors
-from qarl.policy.foreign import foreign_errors
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture
 from qarl.storage.saved_state import started_at

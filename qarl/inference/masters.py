@@ -22,9 +22,9 @@ from qarl.inference.export_record import SKIP_IN_TRAINING, ExportRecord, TensorD
 from qarl.inference.target import Target
 from qarl.inputs.open_tensors import OpenTensors
 from qarl.inputs.paths import user_path
-from qarl.policy.fingerprints import changed_inputs, model_digests, model_files
 from qarl.policy.load import load_model, load_tokenizer, model_weights
 from qarl.policy.load_config import load_generation_config, load_model_config
+from qarl.policy.model_identity import changed_inputs, model_digests, model_files
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.saved_state import Inputs, PolicyState, saved_state

@@ -124,3 +124,13 @@ def _walk(value: Any, place: str, surrogates: bool) -> None:
                 for key, child in children
                 if isinstance(child, (str, dict, list))
             ]
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys, in their order; a list is one value."""
+    if not isinstance(value, dict) or (not value and prefix):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, child in value.items():
+        flat |= flatten(child, f"{prefix}.{key}" if prefix else str(key))
+    return flat

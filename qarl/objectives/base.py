@@ -193,15 +193,20 @@ class Band:
 
     def beyond(self, log_ratio: Tensor, segments: Segments) -> Tensor:
         """(T,) bool: tokens whose ratio is outside [low, high] for either sign of the advantage."""
-        ratio, _ = clamped_exp(log_ratio if self.level == "token" else segments.mean(log_ratio))
-        beyond = (ratio < self.low) | (ratio > self.high)
-        return beyond if self.level == "token" else segments.expand(beyond)
+        ratio = self._ratio(log_ratio, segments)
+        return self._by_token((ratio < self.low) | (ratio > self.high), segments)
 
     def outside(self, log_ratio: Tensor, advantages: Tensor, segments: Segments) -> Tensor:
         """(T,) bool: tokens without gradient, for log ratios (T,) and advantages (R,)."""
-        by_token = self.level == "token"
-        ratio, _ = clamped_exp(log_ratio if by_token else segments.mean(log_ratio))
-        advantage = segments.expand(advantages) if by_token else advantages
+        ratio = self._ratio(log_ratio, segments)
+        advantage = segments.expand(advantages) if self.level == "token" else advantages
         too_low, too_high = ratio < self.low, ratio > self.neg_high
         lost = ((advantage > 0) & (ratio > self.high)) | ((advantage < 0) & (too_low | too_high))
-        return lost if by_token else segments.expand(lost)
+        return self._by_token(lost, segments)
+
+    def _ratio(self, log_ratio: Tensor, segments: Segments) -> Tensor:
+        """The ratio that the bounds apply to: (T,) or, at level sequence, (R,)."""
+        return clamped_exp(log_ratio if self.level == "token" else segments.mean(log_ratio))[0]
+
+    def _by_token(self, mask: Tensor, segments: Segments) -> Tensor:
+        return mask if self.level == "token" else segments.expand(mask)

@@ -17,10 +17,10 @@ from qarl.config.weight_files import EMBEDDING, HEAD, quantized_checkpoint, requ
 from qarl.errors import UserError
 from qarl.inputs.files import read_prefix, read_text
 from qarl.inputs.json import json_kind, read_json
+from qarl.inputs.library_errors import foreign_errors, quiet_loading
 from qarl.inputs.paths import path_errors
 from qarl.inputs.tensors import StoredTensor, require_index, shown_names
 from qarl.policy.experts import take_apart
-from qarl.policy.foreign import foreign_errors, quiet_loading
 from qarl.policy.load_config import load_architecture, load_generation_config, load_model_config
 from qarl.policy.modules import check_family
 from qarl.policy.skeleton import ATTENTION, check_rotary

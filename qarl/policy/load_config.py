@@ -13,8 +13,8 @@ from qarl.config.architecture import Architecture, UnknownFamily, read_config_js
 from qarl.config.model_schema import StopTokens, valid
 from qarl.errors import UserError
 from qarl.inputs.json import read_json_object
+from qarl.inputs.library_errors import foreign_errors, quiet_loading
 from qarl.inputs.paths import path_errors
-from qarl.policy.foreign import foreign_errors, quiet_loading
 from qarl.policy.source import ModelSource, from_pretrained, kept, locate
 from qarl.utils.text import visible
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from qarl.config import ModelConfig
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan
+from qarl.inputs.library_errors import foreign_errors
 from qarl.inputs.tensors import StoredTensor
-from qarl.policy.foreign import foreign_errors
 from qarl.policy.load import load_model, model_weights
 from qarl.policy.source import locate
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qarl.errors import UserError
+from qarl.inputs.library_errors import foreign_errors
 from qarl.policy.experts import take_apart
-from qarl.policy.foreign import foreign_errors
 from qarl.policy.modules import HFModule, check_family
 
 ATTENTION = "sdpa"  # until qarl's own replaces it; a config.json may name a kernel to download and run

@@ -20,9 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from qarl.config import ModelConfig
 from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
 from qarl.errors import UserError
+from qarl.inputs.library_errors import foreign_errors, quiet_loading
 from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import INDEX, SINGLE, shard_names
-from qarl.policy.foreign import foreign_errors, quiet_loading
 from qarl.storage.conversions import converted
 from qarl.storage.tensorfile import safetensors_chunks, write_file
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.errors import UserError
+from qarl.inputs.json import flatten
 from qarl.report.blocks import (
     Bar,
     BarChart,
@@ -45,7 +46,6 @@ from qarl.report.page import GENERATOR, bounded, write_page
 from qarl.report.parallel_render import drawn_ahead
 from qarl.report.samples import samples_section
 from qarl.storage.disk import disk_errors, require_kinds, require_output
-from qarl.storage.rundir import flatten
 from qarl.storage.runs import RunRecord, read_run
 
 WARNINGS = 10  # metrics that were not finite, one line each

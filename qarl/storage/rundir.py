@@ -36,6 +36,7 @@ from qarl.config.by_device import ON_CPU
 from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
 from qarl.inputs.files import read_text
+from qarl.inputs.json import flatten
 from qarl.inputs.paths import path_errors
 from qarl.storage.disk import atomic_write_text, disk_errors, require_kinds
 from qarl.storage.environment import describe_environment, environment_changes
@@ -315,16 +316,6 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
 
 def _may_differ(key: str) -> bool:
     return any(key.startswith(allowed) if allowed.endswith(".") else key == allowed for allowed in RESUMABLE_KEYS)
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys, in their order; a list is one value."""
-    if not isinstance(value, dict) or (not value and prefix):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, child in value.items():
-        flat |= flatten(child, f"{prefix}.{key}" if prefix else str(key))
-    return flat
 
 
 def _short(values: dict[str, Any], key: str) -> str:

@@ -43,9 +43,9 @@ from qarl.storage.names import checkpoint_steps, step_name
 from qarl.storage.saved_state import Inputs, started_at
 from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
-from qarl.training.fingerprints import input_digests, require_same_inputs, shared_tensors_digest, tensors_digest
 from qarl.training.learner import Learner
 from qarl.training.optim import round_masters
+from qarl.training.run_identity import input_digests, require_same_inputs, shared_tensors_digest, tensors_digest
 from qarl.training.trackers import require_trackers
 from qarl.training.updates import LocalUpdates, Updates
 from qarl.types import Prompt

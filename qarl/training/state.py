@@ -10,7 +10,7 @@ import torch
 
 from qarl.distributed.together import together
 from qarl.errors import UserError
-from qarl.policy.fingerprints import changed_inputs
+from qarl.policy.model_identity import changed_inputs
 from qarl.storage.checkpoint import Checkpoint
 from qarl.storage.pieces import Piece
 from qarl.storage.saved_state import DataPosition, SavedState, saved_state

@@ -28,7 +28,7 @@ from qarl.errors import UserError
 from qarl.evaluation.training import load_training_tasks
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.storage.checkpoint import CheckpointStore
-from qarl.training.fingerprints import SAME_FILES, input_digests, named_inputs, shared_tensors_digest, tensors_digest
+from qarl.training.run_identity import SAME_FILES, input_digests, named_inputs, shared_tensors_digest, tensors_digest
 
 JUDGE = "import helper\ndef judge(completions, prompts, **columns):\n    return [helper.SCALE for c in completions]\n"
 TASK = {

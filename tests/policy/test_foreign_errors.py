@@ -14,7 +14,7 @@ from qarl.config import ModelConfig
 from qarl.config.check import check_model
 from qarl.config.weight_files import check_weights
 from qarl.errors import UserError
-from qarl.policy.foreign import DOCUMENTS, foreign_errors
+from qarl.inputs.library_errors import DOCUMENTS, foreign_errors
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.source import from_pretrained, locate
 

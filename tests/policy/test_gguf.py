@@ -18,7 +18,7 @@ from qarl.policy import load, load_config
 from qarl.policy.load import load_model, load_tokenizer, model_weights
 from qarl.policy.load_config import load_model_config
 from qarl.storage import conversions
-from qarl.training.fingerprints import tensors_digest
+from qarl.training.run_identity import tensors_digest
 
 pytest.importorskip("gguf")
 

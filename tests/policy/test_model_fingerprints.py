@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from qarl.config import ModelConfig
 from qarl.config.model_schema import FAMILIES
 from qarl.errors import UserError
-from qarl.policy.fingerprints import config_values, generation_values, model_digests, value_differences
 from qarl.policy.load_config import load_model_config
+from qarl.policy.model_identity import config_values, generation_values, model_digests, value_differences
 
 TOKENS = torch.arange(40).reshape(1, 40) * 5 % 250 + 3
 # More values than any one family reads: a key that a family does not have changes nothing.

@@ -8,8 +8,9 @@ from policy_models import batch, make_policy
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 
+from qarl.exactness.parting import OPERATIONS, Parting, apart, parting
 from qarl.policy.attention import Span, pack
-from qarl.policy.trace import OPERATIONS, Context, Parting, Tracer, apart, digest, parting
+from qarl.policy.trace import Context, Tracer, digest
 
 MIXTURE = [name for name in OPERATIONS if name not in ("embedding", "final_stream", "final_norm", "head")]
 LAYER = [name for name in MIXTURE if name != "router" and not name.startswith("shared")]

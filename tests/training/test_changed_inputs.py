@@ -17,7 +17,7 @@ from tiny_runs import Finished, Qarl, settings, write_config
 import qarl
 from qarl.diagnostics.diagnose.run import diagnose_run
 from qarl.errors import UserError
-from qarl.training.fingerprints import tensors_digest
+from qarl.training.run_identity import tensors_digest
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import transformers
 
 from qarl.errors import UserError
-from qarl.inputs.json import read_json_object
-from qarl.storage.rundir import flatten
+from qarl.inputs.json import flatten, read_json_object
 
 DOCUMENTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 

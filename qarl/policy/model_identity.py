@@ -1,6 +1,6 @@
 """Values and digests of a base model's small files, which a run records and compares when it resumes.
 
-`qarl.training.fingerprints` digests the weights.
+`qarl.training.run_identity` digests the weights.
 """
 
 from __future__ import annotations

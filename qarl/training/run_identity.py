@@ -19,14 +19,14 @@ from qarl.data import PromptStream
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import require_same, same_files, together
 from qarl.evaluation.tasks import LoadedTask
+from qarl.inputs.library_errors import foreign_errors
 from qarl.inputs.paths import path_errors
 from qarl.inputs.tensors import StoredTensor
 from qarl.objectives.custom import Custom
-from qarl.policy.fingerprints import digest_of, model_digests, model_files
-from qarl.policy.foreign import foreign_errors
 from qarl.policy.load import load_model
 from qarl.policy.load_config import load_generation_config, load_model_config
 from qarl.policy.load_rows import in_turn, row_files
+from qarl.policy.model_identity import digest_of, model_digests, model_files
 from qarl.policy.source import locate
 from qarl.rewards.fingerprint import reward_fingerprint
 from qarl.storage.input_files import input_name
