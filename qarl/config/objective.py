@@ -104,7 +104,7 @@ def objective_faults(config: Config) -> Iterator[Fault]:
 
 
 def resolved_objective(config: Config) -> ObjectiveConfig:
-    """Return the section with the values that other sections decide: the ratio, and dvp_outside under truncation.
+    """Return the section with the values that other sections decide: ratio, aggregation, dvp_outside under truncation.
 
     With top-p or top-k beside `dvp_rho` a token outside the learner's set may be outside because the learner's ranking
     moved, which says nothing about the response. Then the default of `dvp_outside` is `token`, as without `dvp_rho`.
@@ -113,6 +113,9 @@ def resolved_objective(config: Config) -> ObjectiveConfig:
     found: dict[str, Any] = {}
     if isinstance(objective, RatioObjective) and objective.ratio is None:
         found["ratio"] = config.correction.expansion.ratio or "train"
+    aggregation = config.correction.expansion.aggregation
+    if aggregation is not None and "aggregation" not in objective.model_fields_set:
+        found["aggregation"] = aggregation
     if config.truncated and objective.dvp_outside is None:
         level = config.correction.level
         found["dvp_outside"] = "token" if config.ranked else objective.default_pruning(level)

@@ -28,7 +28,7 @@ INFINITE = 1e12
 """Stands for an infinite log ratio. A mean over fewer than 10^10 tokens still exceeds MAX_EXPONENT, no fp32 sum
 overflows, and two of opposite sign in one response cancel instead of making NaN."""
 
-WEIGHT_MEAN = "correction/weight_mean"
+WEIGHT_MEAN, ESS = "correction/weight_mean", "correction/ess"
 _WEIGHT_SQ_MEAN = "correction/weight_sq_mean"  # intermediate of the effective sample size
 RATIO_STATS = ("policy/ratio_mean", "policy/clip_frac", "policy/ratio_clamped_frac")
 
@@ -189,5 +189,5 @@ def finish_stats(total: Stats) -> dict[str, float]:
     metrics = {name: s / n if n else 0.0 for name, (s, n) in zip(total, rows, strict=True)}
     if _WEIGHT_SQ_MEAN in metrics:
         square = metrics.pop(_WEIGHT_SQ_MEAN)
-        metrics["correction/ess"] = metrics[WEIGHT_MEAN] ** 2 / square if square else 0.0
+        metrics[ESS] = metrics[WEIGHT_MEAN] ** 2 / square if square else 0.0
     return metrics

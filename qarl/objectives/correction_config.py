@@ -21,6 +21,7 @@ class Preset(NamedTuple):
     reject: tuple[dict[str, Any], ...] = ()  # rules
     ratio: Literal["train", "rollout"] | None = None  # objective.ratio; None: the preset leaves it open
     policy_gradient: bool = False  # the preset is for objectives without a ratio
+    aggregation: str | None = None  # default of objective.aggregation; None: the objective's own
 
 
 def _rule(estimator: str, aggregate: str, upper: float, lower: float | None = None, signal: str = "corr") -> dict:
@@ -30,6 +31,7 @@ def _rule(estimator: str, aggregate: str, upper: float, lower: float | None = No
 _WEIGHT_DEFAULTS: dict[str, Any] = dict(mode="truncate", lower=None, upper=2.0, signal="corr", normalize=False)
 _TOKEN_TIS, _SEQ_TIS = {"level": "token"}, {"level": "sequence"}
 _GEO_RS, _K3_RS = (_rule("ratio", "mean", 1.001, 0.999),), (_rule("k3", "mean", 0.01),)
+_SUM = "seq-mean-token-sum"
 _BYPASS_GEO_RS = (_rule("ratio", "mean", 1.001, 0.999, "rollout"),)
 
 PRESETS: dict[str, Preset] = {
@@ -54,10 +56,11 @@ PRESETS: dict[str, Preset] = {
     "bypass_pg_is": Preset(_SEQ_TIS | {"signal": "rollout"}, policy_gradient=True),
     "bypass_pg_geo_rs": Preset(reject=_BYPASS_GEO_RS, policy_gradient=True),
     "bypass_pg_geo_rs_token_tis": Preset(_TOKEN_TIS | {"signal": "rollout"}, _BYPASS_GEO_RS, policy_gradient=True),
-    "srs-k3-corr": Preset(reject=(_rule("k3", "sum", 1e-3),), ratio="rollout"),
-    "srs-k3-ppo": Preset(reject=(_rule("k3", "sum", 1e-3, signal="rollout"),), ratio="rollout"),
-    "tis-srs-k1-corr": Preset(_TOKEN_TIS, (_rule("k1", "sum", 1e-3),), "train"),
-    "tis-srs-k3-corr": Preset(_TOKEN_TIS, (_rule("k3", "sum", 1e-3),), "train"),
+    # VeXact's equations 8 to 11 sum the loss over a response's tokens.
+    "srs-k3-corr": Preset(reject=(_rule("k3", "sum", 1e-3),), ratio="rollout", aggregation=_SUM),
+    "srs-k3-ppo": Preset(reject=(_rule("k3", "sum", 1e-3, signal="rollout"),), ratio="rollout", aggregation=_SUM),
+    "tis-srs-k1-corr": Preset(_TOKEN_TIS, (_rule("k1", "sum", 1e-3),), "train", aggregation=_SUM),
+    "tis-srs-k3-corr": Preset(_TOKEN_TIS, (_rule("k3", "sum", 1e-3),), "train", aggregation=_SUM),
 }
 
 if TYPE_CHECKING:

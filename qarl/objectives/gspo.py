@@ -4,8 +4,12 @@
 
 A geometric mean stays far closer to 1 than a token's ratio, so its bounds are about a thousand times narrower.
 
-mis_gspo (an ablation of QaRL, figure 8) also drops responses whose geometric mean of r_corr, the learner at the
-rollout's weights over the sampler, is outside [mis_ratio_low, mis_ratio_high]: a rejection rule of the correction.
+mis_gspo adds masked importance sampling of whole responses (QaRL, section 2.3 and figure 8). With o the learner at the
+rollout's weights and b the sampler:
+
+    w = exp(sum_t (o_t - b_t)) if mis_ratio_low <= w <= mis_ratio_high, else 0       J_mis = w J
+
+w is the sequence-level weight of the correction, without gradient. The default bound 2 is verl's for sequence MIS.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ from qarl.config.base import Fault, Field
 from qarl.config.limits import FACTOR
 from qarl.objectives.base import Band, RatioObjective
 from qarl.objectives.common import Surrogate, SurrogateInputs, clamped_exp, ratio_stats, score
-from qarl.objectives.correction_config import RejectRule
 
 if TYPE_CHECKING:
     from qarl.config.config import Config
@@ -59,22 +62,31 @@ class GSPO(RatioObjective):
 
 
 class MisGSPO(GSPO):
-    """GSPO with masked importance sampling of responses."""
+    """GSPO with masked importance sampling: each response has a weight, which is 0 outside two bounds."""
 
     name: Literal["mis_gspo"] = Field(
-        "mis_gspo", description="gspo without responses whose mean mismatch ratio is outside two bounds."
+        "mis_gspo", description="gspo times the sequence-level mismatch ratio, without responses outside its bounds."
     )
     mis_ratio_low: float = Field(
-        0.5, gt=0, le=FACTOR, description="Responses whose mean mismatch ratio is below this are dropped (default 0.5)."
+        0.0,
+        ge=0,
+        le=FACTOR,
+        description="Responses whose mismatch ratio, the product over their tokens, is below this get weight 0 "
+        "(default 0: no lower bound).",
     )
     mis_ratio_high: float = Field(
-        2.0, gt=0, le=FACTOR, description="Responses whose mean mismatch ratio is above this are dropped (default 2)."
+        2.0,
+        gt=0,
+        le=FACTOR,
+        description="Responses whose mismatch ratio, the product over their tokens, is above this get weight 0 "
+        "(default 2).",
     )
 
     def corrected(self, correction: CorrectionConfig) -> CorrectionConfig:
-        low, high = self.mis_ratio_low, self.mis_ratio_high
-        rule = RejectRule(estimator="ratio", signal="corr", aggregate="mean", lower=low, upper=high)
-        return correction.model_copy(update={"reject": [rule, *(correction.reject or ())]})
+        """Add the weight w."""
+        low, high = self.mis_ratio_low or None, self.mis_ratio_high
+        weight = {"level": "sequence", "mode": "mask", "signal": "corr", "lower": low, "upper": high}
+        return correction.model_copy(update=weight)
 
     def faults(self) -> Iterator[Fault]:
         yield from super().faults()
@@ -83,8 +95,13 @@ class MisGSPO(GSPO):
             yield Fault(("mis_ratio_low",), self.mis_ratio_low, text)
 
     def faults_in(self, config: Config) -> Iterator[Fault]:
-        correction = config.correction
-        if any(rule.identity == ("corr", "ratio", "mean") for rule in correction.reject or ()):
-            key = "reject" if "reject" in correction.model_fields_set else "preset"
-            text = "mis_gspo rejects by the mean ratio itself; set objective.mis_ratio_low and mis_ratio_high"
-            yield Fault(("correction", key), correction.preset if key == "preset" else "mean ratio of corr", text)
+        if config.correction.level != "none":
+            key, value = config.correction.weight_key
+            text = "mis_gspo has its own weight (objective.mis_ratio_high); correction.level must be none"
+            yield Fault(("correction", key), value, text)
+        if self.ratio in ("rollout", "shadow"):
+            text = "contains the mismatch already, and mis_gspo weights by it; use train or one"
+            yield Fault(("objective", "ratio"), self.ratio, text)
+        elif config.correction.expansion.ratio == "rollout":
+            text = "trains with objective.ratio rollout, and mis_gspo weights by the mismatch itself; use train or one"
+            yield Fault(("correction", "preset"), config.correction.preset, text)

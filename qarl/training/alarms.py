@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from qarl.config import Config
+from qarl.objectives.common import ESS, WEIGHT_MEAN
 from qarl.objectives.correction import REJECTED, per_token
 from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, Objective
 
@@ -88,8 +90,29 @@ def watched(config: Config, objective: Objective) -> dict[str, str]:
     if correction.veto is not None:
         found["correction/veto_frac"] = f"the veto (a token below {correction.veto:g}) rejects responses:"
     also = " or a token outside the learner's set" if config.truncated else ""
-    found[REJECTED] = f"the correction ({config.correction}){also} rejects {_unit(per_token(correction))}:"
+    found[REJECTED] = f"the correction ({correction}){also} rejects {_unit(per_token(correction))}:"
     return found
+
+
+def idle_correction(config: Config, objective: Objective, history: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say that a correction rejected nothing, or changed nothing at all, in any step of a run.
+
+    Args:
+        history: Metrics of all steps.
+
+    Returns:
+        One line; None if it did something, or if it is only the weight of an objective that rejects nothing (`tbpo`).
+    """
+    correction = objective.correction
+    if correction is None or not history or not (config.correction.active or correction.mode == "mask"):
+        return None
+    if any(step.get(REJECTED, 0.0) != 0.0 for step in history):
+        return None
+    plain = all(step.get(WEIGHT_MEAN, 1.0) == 1.0 and step.get(ESS, 1.0) == 1.0 for step in history)
+    if plain:
+        return f"the correction ({correction}) changed nothing in {len(history)} steps: every weight was 1"
+    rejects = correction.reject or correction.veto is not None or correction.mode == "mask"
+    return f"the correction ({correction}) rejected nothing in {len(history)} steps" if rejects else None
 
 
 def loosen(config: Config) -> str:

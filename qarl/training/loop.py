@@ -29,7 +29,7 @@ from qarl.storage.names import checkpoint_steps
 from qarl.storage.rundir import RunDirectory, begun_configuration
 from qarl.storage.runs import METRICS, read_metrics
 from qarl.storage.shared_rundir import open_run_directory
-from qarl.training.alarms import Alarms
+from qarl.training.alarms import Alarms, idle_correction
 from qarl.training.checkpoint_manager import CheckpointManager, refuse_vanished
 from qarl.training.console import RunConsole
 from qarl.training.display import StepDisplay
@@ -94,6 +94,7 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
                 rewards_log = own_folder(directory.path, ranks) / "rewards.log"
                 run = build_run(config, device, console, rewards_log, ranks)
                 try:
+                    objective = run.learner.objective
                     with rewards_logged(rewards_log):
                         code = Loop(config, run, directory, console, guard).run_all()
                 except BaseException:
@@ -116,6 +117,8 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
                 f"{config.run_dir / METRICS}: ends with step {last}, not with train.steps = {config.train.steps}: the "
                 "file was changed during the run; run the same command again"
             )
+        if idle := idle_correction(config, objective, history):
+            console.warn(idle)
         console.summary(config.run_dir, history, next_commands(config, ranks.count))
     return code
 

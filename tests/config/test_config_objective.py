@@ -54,7 +54,7 @@ OWN_KEYS = {  # TBPO: QaRL appendix, GSPO, SAPO and DAPO: their papers, the rest
     "dapo": PPO | {"clip_ratio_high": 0.28},
     "dual_clip_grpo": PPO | {"clip_ratio_c": 3.0},
     "gspo": GSPO,
-    "mis_gspo": GSPO | {"mis_ratio_low": 0.5, "mis_ratio_high": 2.0},
+    "mis_gspo": GSPO | {"mis_ratio_low": 0.0, "mis_ratio_high": 2.0},
     "sapo": {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05, "ratio": None},
     "positive_only": PPO,
     "on_policy": {},
@@ -163,6 +163,15 @@ def test_a_preset_expands_and_its_yaml_loads_back_to_an_equal_config(load, tmp_p
     copy = tmp_path / "config.yaml"
     copy.write_text(config.to_yaml())
     assert load_config(copy) == config
+
+
+def test_presets_of_vexact_sum_the_loss_over_tokens_unless_the_aggregation_is_given(load):
+    vexact = [name for name in PRESETS if "srs-" in name]
+    found = {load("objective.name=dapo", f"correction.preset={name}").objective.aggregation for name in vexact}
+    assert len(vexact) == 4 and found == {"seq-mean-token-sum"}
+    given = load("objective={name: grpo, aggregation: token-mean}", "correction.preset=srs-k3-corr")
+    assert given.objective.aggregation == "token-mean"
+    assert load("objective.name=dapo", "correction.preset=tis").objective.aggregation == "token-mean"
 
 
 def test_keys_given_beside_a_preset_replace_its_own():

@@ -242,7 +242,9 @@ REFUSALS = [
         'objective.ratio = "shadow"',
         "recompute is with ratio train",
     ),
-    (["objective.name=mis_gspo", "correction.preset=geo_rs"], 'correction.preset = "geo_rs"', "mis_ratio_low"),
+    (["objective.name=mis_gspo", "correction.preset=seq_tis"], 'correction.preset = "seq_tis"', "mis_ratio_high"),
+    (["objective={name: mis_gspo, ratio: shadow}"], 'objective.ratio = "shadow"', "use train or one"),
+    (["objective.name=mis_gspo", "correction.preset=bypass"], 'correction.preset = "bypass"', "use train or one"),
     # optim
     (["optim.momentum=0.9"], "optim.momentum = 0.9", "set optim.name: muon"),
     (["optim.adamw_lr=1e-5"], "optim.adamw_lr = 1e-05", "set optim.name: muon"),

@@ -37,17 +37,13 @@ def objectives() -> list[dict]:
         {"name": "tbpo", **TBPO, "kl_coef": 0.3, "kl_estimator": "k1"},
         {"name": "rloo", "kl_coef": 0.3, "kl_estimator": "k2", "entropy_coef": 0.1},
     ]
+    for ratio in ("train", "one"):
+        for low in (0.0, 0.6):
+            mis = {"mis_ratio_low": low, "mis_ratio_high": 1.6, "ratio": ratio}
+            named.append({"name": "mis_gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.05, **mis})
     for ratio in RATIOS:
         named += [
             {"name": "gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.05, "ratio": ratio},
-            {
-                "name": "mis_gspo",
-                "clip_ratio_low": 0.03,
-                "clip_ratio_high": 0.05,
-                "mis_ratio_low": 0.8,
-                "mis_ratio_high": 1.1,
-                "ratio": ratio,
-            },
             {"name": "sapo", "sapo_tau_pos": 0.7, "sapo_tau_neg": 1.9, "ratio": ratio},
         ]
         for name in ["grpo", "dapo", "dual_clip_grpo", "positive_only"]:

@@ -82,7 +82,7 @@ def test_loss_and_gradient_are_those_of_the_formula_wherever_tokens_are_outside(
     options = objectives()[number]
     draw = random.Random(f"{number}-{level}")
     possible = CORRECTIONS + (POLICY_GRADIENT if options["name"] in ("reinforce", "rloo", "on_policy") else [])
-    corrections = [{}] if options["name"] == "tbpo" else [{}, *draw.sample(possible, 3)]
+    corrections = [{}] if options["name"] in ("tbpo", "mis_gspo") else [{}, *draw.sample(possible, 3)]
     for correction in corrections:
         objective_cfg = objective_config(**options, dvp_outside=level)
         correction_cfg = correction_config(correction) if correction else NONE
@@ -228,7 +228,7 @@ def test_sampled_tokens_outside_drop_themselves_and_with_dvp_their_response(name
     options = {"name": name} | ({"path": CISPO} if name == "custom" else {})
     if issubclass(BY_NAME[name], RatioObjective):
         options["ratio"] = draw.choice(["train", "rollout", "shadow", "one"])
-    pool = [{}] if name == "tbpo" else [{}, *CORRECTIONS]
+    pool = [{}] if name in ("tbpo", "mis_gspo") else [{}, *CORRECTIONS]
     chosen = draw.choice(pool)
     correction = correction_config(chosen) if chosen else NONE
     section = objective_config(**options, **({"dvp_rho": 0.02} if dvp else {}))

@@ -216,6 +216,13 @@ def correction(objective: Any, cfg: Any, responses: list[Response], pruning: str
             else []
             for r, out in zip(responses, outs, strict=True)
         ]
+    if objective.name == "mis_gspo":
+        low, high = objective.mis_ratio_low, objective.mis_ratio_high
+        products = [exp(math.fsum(inside(differences(r.o, r.b), out))) for r, out in zip(responses, outs, strict=True)]
+        rows = [
+            [0.0 if (pruning == "response" and any(out)) or not low <= w <= high else w] * len(r.o)
+            for r, out, w in zip(responses, outs, products, strict=True)
+        ]
     if cfg.normalize:
         per_unit = [x for row in rows for x in row] if cfg.level == "token" else [row[0] for row in rows if row]
         rows = [[x / (mean(per_unit) or 1.0) for x in row] for row in rows]
@@ -223,8 +230,6 @@ def correction(objective: Any, cfg: Any, responses: list[Response], pruning: str
     for r, row, out in zip(responses, rows, outs, strict=True):
         keep = all(passes(rule, r, out) for rule in cfg.reject or [])
         keep &= cfg.veto is None or all(exp(d) >= cfg.veto for d in inside(differences(r.o, r.b), out))
-        if objective.name == "mis_gspo" and r.o:
-            keep &= objective.mis_ratio_low <= exp(mean_inside(differences(r.o, r.b), out)) <= objective.mis_ratio_high
         keep &= pruning == "token" or not any(out)
         learner = {"corr": r.o, "rollout": r.l}
         single = [rule for rule in cfg.reject or [] if rule.aggregate == "token"]

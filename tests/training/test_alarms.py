@@ -8,23 +8,23 @@ import pytest
 
 from qarl.config import Config
 from qarl.objectives.objective import build_objective
-from qarl.training.alarms import Alarms
+from qarl.training.alarms import Alarms, idle_correction
 
 K3 = "correction/reject_corr_k3_sum_frac"
 REJECTED = "correction/rejected_frac"
 
 
+BASE = {
+    "model": {"path": "m"},
+    "data": {"source": "task:arithmetic"},
+    "train": {"steps": 50},
+    "reward": {"functions": [{"name": "exact"}]},
+    "objective": {"name": "grpo"},
+}
+
+
 def alarms(**sections) -> tuple[Alarms, list[str]]:
-    config = Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"source": "task:arithmetic"},
-            "train": {"steps": 50},
-            "reward": {"functions": [{"name": "exact"}]},
-            "objective": {"name": "grpo"},
-            **sections,
-        }
-    )
+    config = Config.model_validate({**BASE, **sections})
     said: list[str] = []
     return Alarms(config, build_objective(config.objective, config.correction), said.append), said
 
@@ -65,8 +65,8 @@ def test_it_speaks_at_the_tenth_step_in_a_row_and_no_sooner(seed):
         ({"correction": {"veto": 1e-4}}, {"correction/veto_frac": 0.6, REJECTED: 0.6}, "veto (a token below 0.0001)"),
         (
             {"objective": {"name": "mis_gspo"}},
-            {"correction/reject_corr_ratio_mean_frac": 0.7, REJECTED: 0.7},
-            "the rule 'mean ratio of corr outside [0.5, 2]'",
+            {REJECTED: 0.7},
+            "the correction (sequence mask [none, 2]) rejects responses",
         ),
         (
             {"correction": {"reject": [{"estimator": "ratio", "aggregate": "token", "upper": 1.1}]}},
@@ -145,3 +145,33 @@ def test_a_clamped_exponent_of_a_weight_is_said_at_once_and_once():
     for step in (1, 2, 3):
         watch.step(step, {"correction/clamped_frac": 0.25 if step > 1 else 0.0, REJECTED: 0.0})
     assert len(said) == 1 and said[0].startswith("step 2: 25.00% of the importance weights had an exponent beyond +-20")
+
+
+@pytest.mark.parametrize(
+    ("sections", "changed", "words"),
+    [
+        (
+            {"correction": {"preset": "tis"}},
+            {},
+            "(token truncate [none, 2]) changed nothing in 3 steps: every weight was",
+        ),
+        ({"objective": {"name": "mis_gspo"}}, {}, "(sequence mask [none, 2]) changed nothing in 3 steps"),
+        (
+            {"objective": {"name": "mis_gspo"}},
+            {"correction/ess": 0.99},
+            "(sequence mask [none, 2]) rejected nothing in",
+        ),
+        (SRS, {}, "changed nothing in 3 steps"),
+        (SRS, {REJECTED: 0.01}, None),
+        ({"correction": {"preset": "tis"}}, {"correction/weight_mean": 0.999}, None),
+        ({"objective": {"name": "tbpo"}}, {}, None),  # its own weight, which rejects nothing
+        ({}, {}, None),
+    ],
+)
+def test_at_the_end_of_a_run_a_correction_that_did_nothing_is_named(sections, changed, words):
+    config = Config.model_validate({**BASE, **sections})
+    objective = build_objective(config.objective, config.correction)
+    quiet = {REJECTED: 0.0, "correction/weight_mean": 1.0, "correction/ess": 1.0}
+    found = idle_correction(config, objective, [quiet, quiet | changed, quiet])
+    assert found is None if words is None else words in found
+    assert idle_correction(config, objective, []) is None
