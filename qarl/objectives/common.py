@@ -30,6 +30,7 @@ overflows, and two of opposite sign in one response cancel instead of making NaN
 
 WEIGHT_MEAN, ESS = "correction/weight_mean", "correction/ess"
 _WEIGHT_SQ_MEAN = "correction/weight_sq_mean"  # intermediate of the effective sample size
+_BOUNDED_MEAN, _BOUNDED_SQ = "correction/bounded_mean", "correction/bounded_sq_mean"  # of correction/variance
 RATIO_STATS = ("policy/ratio_mean", "policy/clip_frac", "policy/ratio_clamped_frac")
 
 
@@ -102,6 +103,7 @@ class Constants(NamedTuple):
 
     center: float = 0.0  # mean over the minibatch's tokens that loss detach_center subtracts
     weight_mean: float = 1.0  # mean correction weight, the divisor of correction.normalize
+    cap: float | None = None  # upper bound of the correction weight with correction.cap: auto
 
 
 def log_ratio(logp: Tensor, logp_reference: Tensor) -> Tensor:
@@ -165,6 +167,15 @@ def ratio_stats(ratio: Tensor, clipped: Tensor, clamped: Tensor, mask: Tensor | 
     return {name: stat(x, mask) for name, x in zip(RATIO_STATS, (ratio, clipped, clamped), strict=True)}
 
 
+def bound_stats(bounded: Tensor, ratio: Tensor, mask: Tensor | None) -> Stats:
+    """Bias and variance that bounding the ratios to weights brings, per token or response (survey, section on TIS).
+
+    `correction/bias` = mean(w - r), `correction/variance` = mean(w^2) - mean(w)^2, before rules and veto.
+    """
+    square = stat(bounded.double().square(), mask)
+    return {"correction/bias": stat(bounded - ratio, mask), _BOUNDED_MEAN: stat(bounded, mask), _BOUNDED_SQ: square}
+
+
 def weight_stats(weights: Tensor, mask: Tensor | None = None) -> Stats:
     """Mean and effective sample size of importance weights, one per token or response."""
     return {WEIGHT_MEAN: stat(weights, mask), _WEIGHT_SQ_MEAN: stat(weights.double().square(), mask)}
@@ -187,6 +198,8 @@ def finish_stats(total: Stats) -> dict[str, float]:
         return {}
     rows = torch.stack(list(total.values())).cpu().tolist()
     metrics = {name: s / n if n else 0.0 for name, (s, n) in zip(total, rows, strict=True)}
+    if _BOUNDED_SQ in metrics:
+        metrics["correction/variance"] = max(metrics.pop(_BOUNDED_SQ) - metrics.pop(_BOUNDED_MEAN) ** 2, 0.0)
     if _WEIGHT_SQ_MEAN in metrics:
         square = metrics.pop(_WEIGHT_SQ_MEAN)
         metrics[ESS] = metrics[WEIGHT_MEAN] ** 2 / square if square else 0.0

@@ -18,6 +18,7 @@ from qarl.objectives.common import (
     Pruned,
     Stats,
     TokenLogProbs,
+    bound_stats,
     clamped_exp,
     k_estimate,
     log_ratio,
@@ -47,6 +48,8 @@ def correct(
         correction/weight_mean, correction/ess  of the final weights
         correction/rejected_frac    weight 0 for any reason; a response counts if all its tokens have weight 0
         correction/raw_ratio_mean   weights before bounding
+        correction/bias, correction/variance  see `bound_stats`
+        correction/cap              upper bound of the weights, if `correction.cap` is auto
         correction/clamped_frac     exponents of weights clamped to +-20
 
     Per non-empty response: `correction/veto_frac`, the share that each rule rejects (rules of aggregate token: per
@@ -73,9 +76,12 @@ def correct(
 
     weights = logps.logp_old.new_ones(present.shape)
     if config.level != "none":
-        weights, ratio, beyond = importance_weights(config, logps, segments, pruned)
-        weights = weights / weight_mean
+        bounded, ratio, beyond = importance_weights(config, logps, segments, pruned)
+        weights = bounded / weight_mean
         unit = None if config.level == "token" else present
+        stats |= bound_stats(bounded, ratio, unit)
+        if config.cap == "auto" and config.upper is not None:
+            stats["correction/cap"] = stat(weights.new_tensor([config.upper]))
         stats["correction/raw_ratio_mean"] = stat(ratio, unit)
         stats["correction/clamped_frac"] = stat(beyond, unit)
     if per_token(config):
@@ -111,16 +117,34 @@ def importance_weights(
         assert config.level == "geometric", f"unknown correction level {config.level!r}"
         exponent = segments.mean(x)
     ratio, clamped = clamped_exp(exponent)
+    low = -math.inf if config.lower is None else config.lower
+    high = math.inf if config.upper is None else config.upper
     if config.mode == "truncate":
-        weights = ratio.clamp(config.lower, config.upper)
+        weights = ratio.clamp(low, high)
     elif config.mode == "mask":
-        low = -math.inf if config.lower is None else config.lower
-        high = math.inf if config.upper is None else config.upper
         weights = ratio.masked_fill((ratio > high) | (ratio < low), 0.0)
     else:
         assert config.mode == "raw", f"unknown correction mode {config.mode!r}"
         weights = ratio
     return weights.masked_fill(gone, 0.0), ratio.masked_fill(gone, 0.0), clamped & ~gone
+
+
+@torch.no_grad()
+def optimal_cap(config: CorrectionConfig, logps: TokenLogProbs, segments: Segments, pruned: Pruned) -> float | None:
+    """C* = sqrt(2 (1 + chi2)), the cap that minimises the bound of a truncated weight's mean squared error.
+
+    1 + chi2 is the mean square of the ratio learner over sampler, per token or per response as `config.level` says,
+    over what is not pruned (survey, section on sequence-level truncation).
+
+    Returns:
+        The cap; None unless `correction.cap` is auto, or if nothing is left to average.
+    """
+    if config.cap != "auto":
+        return None
+    ratio = importance_weights(config, logps, segments, pruned)[1].double()
+    counted = ~pruned.tokens if config.level == "token" else segments.present & ~pruned.responses
+    square = ratio[counted].square()
+    return math.sqrt(2.0 * float(square.mean())) if square.numel() else None
 
 
 @torch.no_grad()

@@ -153,6 +153,11 @@ class CorrectionConfig(Section):
     )
     lower: float | None = Field(None, gt=0, le=FACTOR, description="Lower bound of the ratio; null: none.")
     upper: float | None = Field(None, gt=0, le=FACTOR, description="Upper bound of the ratio (default 2).")
+    cap: Literal["auto"] | None = Field(
+        None,
+        description="auto: the upper bound is sqrt(2 (1 + chi2)) of each minibatch, which minimises the bound of the "
+        "weight's mean squared error; null: `upper`.",
+    )
     normalize: bool = Field(False, description="Divide the weights by their mean over the minibatch.")
     reject: list[RejectRule] | None = Field(
         None,
@@ -177,6 +182,15 @@ class CorrectionConfig(Section):
         return self.level != "none" or bool(self.reject) or self.veto is not None
 
     @property
+    def needs_minibatch(self) -> bool:
+        """The weights depend on the whole minibatch."""
+        return self.normalize or self.cap == "auto"
+
+    def capped(self, cap: float | None) -> CorrectionConfig:
+        """Return the correction with `upper` replaced by `cap`, unless it is None."""
+        return self if cap is None else self.model_copy(update={"upper": cap})
+
+    @property
     def weight_key(self) -> tuple[str, str | None]:
         """The user's key that chose the weight, and its value: `level`, or the `preset` that sets it."""
         return ("level", self.level) if "level" in self.model_fields_set else ("preset", self.preset)
@@ -186,7 +200,8 @@ class CorrectionConfig(Section):
         parts = []
         if self.level != "none":
             normalized = ", normalized" if self.normalize else ""
-            bounds = "" if self.mode == "raw" else f" {_interval(self.lower, self.upper)}"
+            upper = "auto" if self.cap == "auto" else self.upper
+            bounds = "" if self.mode == "raw" else f" {_interval(self.lower, upper)}"
             of = " of rollout" if self.signal == "rollout" else ""
             parts.append(f"{self.level} {self.mode}{of}{bounds}{normalized}")
         parts += [f"reject {rule}" for rule in self.reject or ()]
@@ -205,8 +220,16 @@ class CorrectionConfig(Section):
             for key in ("lower", "upper"):
                 if getattr(self, key) is not None:
                     yield Fault((key,), getattr(self, key), "has no effect with mode raw; use truncate or mask")
-        elif values["lower"] is not None and values["lower"] >= values["upper"]:
+        elif self.cap is None and values["lower"] is not None and values["lower"] >= values["upper"]:
             yield Fault(("lower",), values["lower"], f"must be below correction.upper ({values['upper']:g})")
+        if self.cap == "auto":
+            if values.get("level", self.level) == "none":
+                yield Fault(("cap",), "auto", "has no effect with level none; set level token, sequence or geometric")
+            elif self.mode == "raw":
+                yield Fault(("cap",), "auto", "has no effect with mode raw; use truncate or mask")
+            for key in ("lower", "upper"):
+                if getattr(self, key) is not None:
+                    yield Fault((key,), getattr(self, key), "is chosen by correction.cap: auto; leave null")
         seen: set[tuple[str, str, str]] = set()
         for index, rule in enumerate(self.reject or ()):
             if rule.identity in seen:
@@ -224,11 +247,11 @@ class CorrectionConfig(Section):
             "level": level,
             "reject": [RejectRule(**rule) for rule in preset.reject],
         }
-        if self.mode == "raw":
+        if self.mode == "raw" or self.cap == "auto":
             values["lower"] = values["upper"] = None
         return {key: value for key, value in values.items() if getattr(self, key) is None and value is not None}
 
 
-def _interval(lower: float | None, upper: float | None) -> str:
-    bounds = ("none" if bound is None else f"{bound:g}" for bound in (lower, upper))
+def _interval(lower: float | None, upper: float | str | None) -> str:
+    bounds = ("none" if bound is None else bound if bound == "auto" else f"{bound:g}" for bound in (lower, upper))
     return f"[{', '.join(bounds)}]"

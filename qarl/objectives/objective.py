@@ -23,7 +23,7 @@ from qarl.objectives.common import (
     score,
     stat,
 )
-from qarl.objectives.correction import correct, mean_weight
+from qarl.objectives.correction import correct, mean_weight, optimal_cap
 from qarl.objectives.correction_config import CorrectionConfig
 from qarl.objectives.segments import Segments, Totals, aggregate
 
@@ -78,7 +78,8 @@ class Objective:
         surrogate = self.surrogate(inputs)
         value, stats = surrogate.value, surrogate.stats | _token_stats(logps, inputs)
         if self.correction:
-            weights, correction_stats = correct(self.correction, logps, segments, pruned, constants.weight_mean)
+            correction = self.correction.capped(constants.cap)
+            weights, correction_stats = correct(correction, logps, segments, pruned, constants.weight_mean)
             value, stats = value * weights, stats | correction_stats
         else:
             weights = (~pruned.tokens).to(value.dtype)
@@ -107,7 +108,7 @@ class Objective:
             shadow=self.ratio == "shadow",
             reference=self.config.kl_coef > 0.0,
             entropy=self.config.entropy_coef > 0.0,
-            minibatch=self.config.centers or bool(self.correction and self.correction.normalize),
+            minibatch=self.config.centers or bool(self.correction and self.correction.needs_minibatch),
         )
 
     @property
@@ -129,20 +130,27 @@ class Objective:
         return self._ratio(logps)
 
     def weights(self, logps: TokenLogProbs, segments: Segments) -> Tensor | None:
-        """Return the correction weights (T,) before `correction.normalize`; None without correction."""
+        """Return the correction weights (T,) before `correction.normalize`; None without correction.
+
+        With `correction.cap: auto` the cap is that of the given tokens.
+        """
         if not self.correction:
             return None
-        return correct(self.correction, logps, segments, self.pruned(logps, segments))[0]
+        pruned = self.pruned(logps, segments)
+        correction = self.correction.capped(optimal_cap(self.correction, logps, segments, pruned))
+        return correct(correction, logps, segments, pruned)[0]
 
     @torch.no_grad()
     def constants(self, logps: TokenLogProbs, advantages: Tensor, segments: Segments) -> Constants:
         """Compute the constants of a whole minibatch from all its responses, without gradient."""
-        inputs, center, weight_mean = self._inputs(logps, advantages, segments), 0.0, 1.0
+        inputs, center, weight_mean, cap = self._inputs(logps, advantages, segments), 0.0, 1.0, None
         if self.config.centers and logps.logp.numel():
             center = self.config.center(inputs)
-        if self.correction and self.correction.normalize:
-            weight_mean = mean_weight(self.correction, logps, segments, inputs.pruned)
-        return Constants(center, weight_mean)
+        if self.correction:
+            cap = optimal_cap(self.correction, logps, segments, inputs.pruned)
+            if self.correction.normalize:
+                weight_mean = mean_weight(self.correction.capped(cap), logps, segments, inputs.pruned)
+        return Constants(center, weight_mean, cap)
 
     @torch.no_grad()
     def pruned(self, logps: TokenLogProbs, segments: Segments) -> Pruned:
@@ -234,16 +242,20 @@ def kl_to_reference(logp: Tensor, logp_ref: Tensor, estimator: Estimator) -> Ten
 def _token_stats(logps: TokenLogProbs, inputs: SurrogateInputs) -> Stats:
     """Compute the statistics that every objective has.
 
-    `policy/kl_k3`: mean(r - 1 - log r) over tokens inside, with r learner now over learner at the rollout's weights, an
-    estimate of KL(old || now). `policy/kl_clamped_frac`: tokens whose log r was clamped to +-20, here or in a
-    contribution. `policy/outside_frac`, `policy/outside_responses_frac`: tokens outside (see `Objective.pruned`), and
-    responses with such a token.
+    `policy/kl_k1`, `policy/kl_k3`: mean(-log r) and mean(r - 1 - log r) over tokens inside, with r learner now over
+    learner at the rollout's weights, estimates of KL(old || now). `policy/rollout_k1`, `policy/rollout_k3`: the same
+    with r learner now over the sampler (VeXact, figure 4). `policy/kl_clamped_frac`: tokens whose log r was clamped to
+    +-20, here or in a contribution. `policy/outside_frac`, `policy/outside_responses_frac`: tokens outside (see
+    `Objective.pruned`), and responses with such a token.
     """
     outside, segments = inputs.pruned.outside, inputs.segments
     moved = log_ratio(logps.logp, logps.logp_old)
     apart = log_ratio(logps.logp, logps.logp_sampler)
     return {
+        "policy/kl_k1": stat(k_estimate(moved, "k1"), ~outside),
         "policy/kl_k3": stat(k_estimate(moved, "k3"), ~outside),
+        "policy/rollout_k1": stat(k_estimate(apart, "k1"), ~outside),
+        "policy/rollout_k3": stat(k_estimate(apart, "k3"), ~outside),
         "policy/kl_clamped_frac": stat((moved.abs() > MAX_EXPONENT) | (apart.abs() > MAX_EXPONENT)),
         OUTSIDE: stat(outside),
         OUTSIDE_RESPONSES: stat(segments.any(outside), segments.present),

@@ -158,7 +158,16 @@ POLICY = (
             ("policy/tbpo_dropped_neg_high_frac", "negative, ratio too high: dropped"),
         ),
     ),
-    Curves("KL from the rollout's policy", "k3, nats a token", (("policy/kl_k3", "k3"),)),
+    Curves(
+        "KL from the rollout's policy: K3",
+        "nats per token",
+        (("policy/kl_k3", "learner at the rollout's weights"), ("policy/rollout_k3", "sampler")),
+    ),
+    Curves(
+        "KL from the rollout's policy: K1",
+        "nats per token",
+        (("policy/kl_k1", "learner at the rollout's weights"), ("policy/rollout_k1", "sampler")),
+    ),
     Curves("KL from the reference policy", "nats a token", (("policy/kl_ref", "KL"),)),
     Curves(
         "Contribution against the rollout's learner",
@@ -189,6 +198,11 @@ CORRECTION = (
         (("correction/weight_mean", "weight"), ("correction/raw_ratio_mean", "ratio before truncation")),
     ),
     Curves("Effective sample size", "fraction", (("correction/ess", "ess"),)),
+    Curves(
+        "Bias and variance of the bounded weight",
+        "before rules and veto",
+        (("correction/bias", "bias"), ("correction/variance", "variance")),
+    ),
     Curves(
         "Rejected or clamped",
         "fraction",

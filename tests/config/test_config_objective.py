@@ -165,6 +165,13 @@ def test_a_preset_expands_and_its_yaml_loads_back_to_an_equal_config(load, tmp_p
     assert load_config(copy) == config
 
 
+def test_an_automatic_cap_replaces_the_bounds_of_a_preset_and_its_yaml_loads_back(load):
+    config = load("objective.name=grpo", "correction={preset: icepop, cap: auto}")
+    assert str(config.correction) == "token mask [none, auto]"
+    assert (config.correction.lower, config.correction.upper) == (None, None)
+    assert Config.model_validate(yaml.safe_load(config.to_yaml())) == config
+
+
 def test_presets_of_vexact_sum_the_loss_over_tokens_unless_the_aggregation_is_given(load):
     vexact = [name for name in PRESETS if "srs-" in name]
     found = {load("objective.name=dapo", f"correction.preset={name}").objective.aggregation for name in vexact}

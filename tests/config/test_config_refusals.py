@@ -245,6 +245,9 @@ REFUSALS = [
     (["objective.name=mis_gspo", "correction.preset=seq_tis"], 'correction.preset = "seq_tis"', "mis_ratio_high"),
     (["objective={name: mis_gspo, ratio: shadow}"], 'objective.ratio = "shadow"', "use train or one"),
     (["objective.name=mis_gspo", "correction.preset=bypass"], 'correction.preset = "bypass"', "use train or one"),
+    (["objective.name=grpo", "correction.cap=auto"], 'correction.cap = "auto"', "set level token, sequence or geom"),
+    (["objective.name=grpo", "correction={level: token, cap: auto, upper: 3.0}"], "correction.upper = 3", "leave null"),
+    (["objective.name=grpo", "correction={level: token, cap: auto, mode: raw}"], 'correction.cap = "auto"', "mode raw"),
     # optim
     (["optim.momentum=0.9"], "optim.momentum = 0.9", "set optim.name: muon"),
     (["optim.adamw_lr=1e-5"], "optim.adamw_lr = 1e-05", "set optim.name: muon"),

@@ -348,10 +348,15 @@ def test_contributions_are_means_by_the_sign_of_the_advantage():
         assert metrics[f"policy/contribution_{name}"] == pytest.approx(sum(sums[name]) / len(sums[name]), rel=1e-11)
 
 
-def test_kl_k3_is_of_the_learner_now_and_at_the_snapshot_for_every_ratio():
+def test_kl_estimates_are_of_both_ratios_whichever_the_objective_clips():
     batch = random_batch(LENGTHS, ADVANTAGES, 0.2)
-    x = [u - v for l, o, _, _ in batch.responses() for u, v in zip(l, o, strict=True)]  # noqa: E741
-    expected = sum(math.exp(d) - 1 - d for d in x) / len(x)
+    rows = [row for l, o, b, _ in batch.responses() for row in zip(l, o, b, strict=True)]  # noqa: E741
+    moved, apart = [u - v for u, v, _ in rows], [u - w for u, _, w in rows]
     for options in ({"name": "grpo", "ratio": "rollout"}, {"name": "rloo"}, {"name": "gspo"}):
         _, _, metrics = evaluate(build_objective(objective_config(**options), NONE), batch)
-        assert metrics["policy/kl_k3"] == pytest.approx(expected, rel=1e-12)
+        for names, x in (
+            (("policy/kl_k1", "policy/kl_k3"), moved),
+            (("policy/rollout_k1", "policy/rollout_k3"), apart),
+        ):
+            assert metrics[names[0]] == pytest.approx(-sum(x) / len(x), rel=1e-12)
+            assert metrics[names[1]] == pytest.approx(sum(math.exp(d) - 1 - d for d in x) / len(x), rel=1e-12)

@@ -10,7 +10,7 @@ from ragged import nothing_pruned
 
 from qarl.config import CorrectionConfig
 from qarl.objectives.common import TokenLogProbs, add_stats, finish_stats
-from qarl.objectives.correction import correct, mean_weight
+from qarl.objectives.correction import correct, mean_weight, optimal_cap
 from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.segments import Segments
 
@@ -57,6 +57,33 @@ def test_weights_rules_and_veto_multiply():
     assert metrics["correction/rejected_frac"] == 3 / 5  # tokens, as the weight is per token
     assert metrics["correction/raw_ratio_mean"] == pytest.approx(sum(RATIOS) / 5)
     assert metrics["correction/weight_mean"] == pytest.approx(2.5 / 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "ratios", "bounded"),
+    [
+        (TOKEN_TIS, RATIOS, [2.0, 0.5, 1.2, 1.0, 0.05]),
+        (SEQ_TIS | {"mode": "mask", "upper": 1.3}, [1.5, 1.2, 0.05], [0.0, 1.2, 0.05]),
+    ],
+)
+def test_bias_and_variance_of_the_bounded_weight_ignore_rules_and_veto(options, ratios, bounded):
+    _, metrics = run(**options, reject=[ROLLOUT], veto=VETO)
+    mean = sum(bounded) / len(bounded)
+    assert metrics["correction/bias"] == pytest.approx(mean - sum(ratios) / len(ratios))
+    assert metrics["correction/variance"] == pytest.approx(sum((w - mean) ** 2 for w in bounded) / len(bounded))
+
+
+@pytest.mark.parametrize(("level", "ratios"), [("token", RATIOS), ("sequence", [1.5, 1.2, 0.05])])
+def test_the_automatic_cap_is_that_of_the_survey_and_is_logged(level, ratios):
+    config = CorrectionConfig(level=level, cap="auto")
+    cap = optimal_cap(config, logps(), SEGMENTS, nothing_pruned(SEGMENTS))
+    assert cap == pytest.approx(math.sqrt(2 * sum(r * r for r in ratios) / len(ratios)))
+    weights, stats = corrected(config.capped(cap), logps())
+    assert finish_stats(stats)["correction/cap"] == pytest.approx(cap)
+    assert weights.max() == pytest.approx(min(cap, max(ratios)))
+    empty = Segments.from_lengths([0])
+    none = torch.zeros(0, dtype=torch.float64)
+    assert optimal_cap(config, TokenLogProbs(none, none, none), empty, nothing_pruned(empty)) is None
 
 
 def test_a_response_has_to_pass_every_rule_and_each_is_counted_alone():

@@ -58,6 +58,9 @@ CORRECTIONS = [
     {"level": "token", "mode": "mask", "lower": 0.7, "upper": 1.4, "normalize": True},
     {"level": "sequence", "mode": "mask", "upper": 1.5, "normalize": True},
     {"level": "geometric", "lower": 0.9, "upper": 1.05, "veto": 0.6},
+    {"level": "token", "cap": "auto"},
+    {"level": "sequence", "mode": "mask", "cap": "auto", "normalize": True},
+    {"level": "geometric", "cap": "auto", "veto": 0.6},
     {"veto": 0.7},
     {"reject": [{"estimator": "k3", "aggregate": "mean", "upper": 0.05}]},
     {

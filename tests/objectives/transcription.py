@@ -199,9 +199,26 @@ def bounded(cfg: Any, exponents: Row) -> Row:
     return [exp(x) if low <= exp(x) <= cfg.upper else 0.0 for x in exponents]
 
 
+def optimal_cap(cfg: Any, responses: list[Response], outs: list[list[bool]], pruning: str) -> float:
+    """sqrt(2 E[rho^2]) over what is not pruned."""
+    squares = []
+    for r, out in zip(responses, outs, strict=True):
+        if pruning == "response" and any(out):
+            continue
+        learner = r.l if cfg.signal == "rollout" else r.o
+        delta = inside(differences(learner, r.b), out)
+        if cfg.level == "token":
+            squares += [exp(d) ** 2 for d, gone in zip(delta, out, strict=True) if not gone]
+        elif delta:
+            squares.append(exp(math.fsum(delta) if cfg.level == "sequence" else mean(delta)) ** 2)
+    return math.sqrt(2 * mean(squares)) if squares else math.inf
+
+
 def correction(objective: Any, cfg: Any, responses: list[Response], pruning: str = "token") -> list[Row]:
     """The final weight of each token of each response; `responses` at the point of differentiation."""
     outs = [outside(objective, r, r.l) for r in responses]
+    if cfg.cap == "auto":
+        cfg = cfg.model_copy(update={"upper": optimal_cap(cfg, responses, outs, pruning)})
     rows = [importance(cfg, r, out, pruning) for r, out in zip(responses, outs, strict=True)]
     if objective.name == "tbpo":
         cap = objective.seq_tis_imp_ratio_cap
