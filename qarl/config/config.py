@@ -20,7 +20,7 @@ from qarl.config.limits import KV_PAGE, POOL_TOKENS, RESPONSES, STEP_TOKENS, VLL
 from qarl.config.logging import LoggingConfig
 from qarl.config.model import ModelConfig
 from qarl.config.objective import GROUP_ADVANTAGES, AnyObjective, objective_faults, resolved_objective
-from qarl.config.optim import FLOAT16_LOSS_SCALE, OptimConfig
+from qarl.config.optim import DYNAMIC_LOSS_SCALE, OptimConfig
 from qarl.config.quant import QuantConfig, scheme_of
 from qarl.config.reward import RewardConfig, shadowed_column_faults
 from qarl.config.rollout import RolloutConfig
@@ -100,9 +100,20 @@ class Config(Section):
         return self.model.learner_dtype or self.model.dtype
 
     @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        chosen = self.optim.dynamic_loss_scale
+        return self.learner_dtype == "float16" and self.optim.loss_scale is None if chosen is None else chosen
+
+    @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by, so that a float16 learner's gradients do not fade to 0."""
-        return self.optim.loss_scale or (FLOAT16_LOSS_SCALE if self.learner_dtype == "float16" else 1.0)
+        """The first loss scale of a run, which keeps a float16 learner's gradients from underflowing."""
+        return self.optim.loss_scale or (DYNAMIC_LOSS_SCALE if self.dynamic_loss_scale else 1.0)
+
+    @property
+    def diagnostic_loss_scale(self) -> float:
+        """The loss scale of backwards beside the training; it cancels there, so a moderate one serves float16."""
+        return 1024.0 if self.dynamic_loss_scale else self.loss_scale
 
     def experts_unserved(self, device: str) -> str:
         """Why vLLM's own kernels do not serve a mixture's experts on a device ("cpu", "cuda", "auto"); "": they do."""

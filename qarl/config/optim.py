@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 from qarl.config.base import Fault, Field, Section
 from qarl.config.limits import FACTOR, LEARNING_RATE, LOSS_SCALE, SMALLEST, STEPS
 
-FLOAT16_LOSS_SCALE = 1024.0
+DYNAMIC_LOSS_SCALE = 65536.0  # where a dynamic one starts, as in torch.amp.GradScaler
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -59,7 +59,12 @@ class OptimConfig(Section):
         ge=SMALLEST,
         le=LOSS_SCALE,
         description="The loss is multiplied by it and the gradients are divided, before clipping (default 1, and "
-        f"{FLOAT16_LOSS_SCALE:g} for a float16 learner). Steps that overflow are skipped.",
+        f"{DYNAMIC_LOSS_SCALE:g} at the start of a dynamic one). Steps that overflow are skipped.",
+    )
+    dynamic_loss_scale: bool | None = Field(
+        None,
+        description="Halve the loss scale after an overflow and double it after 2,000 steps without one, as "
+        "torch.amp.GradScaler does. null: true for a float16 learner if loss_scale is null.",
     )
 
     def faults(self) -> Iterator[Fault]:

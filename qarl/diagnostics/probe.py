@@ -120,7 +120,7 @@ class Probe(Observer):
             minibatch.tokens,
             self.truncation,
             train.logprob_chunk,
-            self.config.loss_scale,
+            self.config.diagnostic_loss_scale,
             self.objective.band,
         )
         if "gradients" in self.due:

@@ -17,11 +17,9 @@ class GradientAccumulator:
 
     Args:
         masters: Float32 leaves.
-        loss_scale: Factor of every loss; `deliver` divides it out.
     """
 
-    def __init__(self, masters: Iterable[nn.Parameter], loss_scale: float = 1.0) -> None:
-        self.loss_scale = loss_scale
+    def __init__(self, masters: Iterable[nn.Parameter]) -> None:
         self._masters = list(masters)
         self._sums: dict[nn.Parameter, Tensor] = {}  # a tensor hashes by identity
 
@@ -39,7 +37,7 @@ class GradientAccumulator:
                 master.grad = before
 
     def peek(self) -> list[Tensor | None]:
-        """The sums in the order of the masters, times `loss_scale`; None for a master without a gradient."""
+        """The sums in the order of the masters, times the loss scale; None for a master without a gradient."""
         return [self._sums.get(master) for master in self._masters]
 
     def take(self) -> list[Tensor | None]:
@@ -49,11 +47,11 @@ class GradientAccumulator:
         return sums
 
     @torch.no_grad()
-    def deliver(self) -> None:
-        """Move the sums, divided by the loss scale, to `.grad` of the masters."""
+    def deliver(self, loss_scale: float = 1.0) -> None:
+        """Move the sums, divided by the factor of every loss, to `.grad` of the masters."""
         totals = self.take()
-        if self.loss_scale != 1.0 and (scaled := [total for total in totals if total is not None]):
-            torch._foreach_div_(scaled, self.loss_scale)
+        if loss_scale != 1.0 and (scaled := [total for total in totals if total is not None]):
+            torch._foreach_div_(scaled, loss_scale)
         for master, total in zip(self._masters, totals, strict=True):
             master.grad = total
 

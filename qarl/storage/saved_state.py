@@ -49,12 +49,22 @@ class PolicyState(Record):
     model_files: ModelFiles = Field({})
 
 
+class LossScaleState(Record):
+    """As `LossScale.state` gives it."""
+
+    value: Annotated[float, Field(gt=0)]
+    dynamic: bool
+    good: Count
+    settled: bool
+
+
 class SavedState(PolicyState):
-    """What a run resumes from."""
+    """What a run resumes from. loss_scale: None in checkpoints of versions that did not record it."""
 
     data: DataPosition
     optimizer: OptimizerMeta
     skipped_in_a_row: Count
+    loss_scale: LossScaleState | None = None
 
 
 def started_at(checkpoint: Path | None) -> datetime | None:

@@ -25,13 +25,14 @@ from qarl.utils.signals import is_stop
 class Finished:
     """After a step: what a checkpoint of it holds beside masters and optimizer, while these are still its own.
 
-    position: of the data. skipped: `Learner.skipped_in_a_row`. begun: `Updates.begun`.
+    position: of the data. skipped: `Learner.skipped_in_a_row`. begun: `Updates.begun`. loss_scale: `LossScale.state`.
     """
 
     step: int
     position: dict[str, Any]
     skipped: int
     begun: int
+    loss_scale: dict[str, Any]
 
 
 def refuse_vanished(resume: str, directory: RunDirectory, ranks: Ranks) -> None:
@@ -95,7 +96,9 @@ class CheckpointManager:
         """The run is now exactly after `step`, and its metrics are on the disk."""
         run = self.run
         self.unrecorded = None
-        self.finished = Finished(step, run.stream.state(), run.learner.skipped_in_a_row, run.updates.begun)
+        learner, updates = run.learner, run.updates
+        state = run.stream.state(), learner.skipped_in_a_row, updates.begun, updates.scale.state()
+        self.finished = Finished(step, *state)
 
     def save(self) -> None:
         """A checkpoint of the finished step, unless there is one. Raises UserError if the disk refuses."""
@@ -104,6 +107,7 @@ class CheckpointManager:
             return
         assert self.run.updates.begun == finished.begun, "the masters are those of a later step"
         self.run.learner.skipped_in_a_row = finished.skipped
+        self.run.updates.scale.load(finished.loss_scale)
         self._refused_step = finished.step
         with self.console.phase("checkpoint"):
             self.store.save_pieces(finished.step, *capture(self.run, finished.position))

@@ -106,6 +106,7 @@ class Learner:
             "policy/zero_advantage_frac": float((batch.advantages == 0).float().mean()),
             "policy/version": float(self.policy.version),
             "optim/lr": self._lr_factor * self.config.optim.lr,
+            **({"optim/loss_scale": self.updates.scale.value} if self.updates.scale.dynamic else {}),
         }
 
     # --- micro-batches -----------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class Learner:
         The gradient of router losses is added by the backward of this forward.
         """
         needs = self.objective.needs
-        routes = training_routes(self.config, self.policy, part, plan.rows, plan.slots)
+        routes = training_routes(self.config, self.policy, part, plan.rows, plan.slots, self.updates.scale.value)
         logp, entropy = self.logprobs(part, routes)
         if routes.loads:
             self.totals.routing.add_loads(routes.measured(), part.counted_rows)
@@ -283,9 +284,12 @@ class Learner:
             The norm of the whole gradient before clipping, the same on all ranks.
 
         Raises:
-            UserError: More than `train.max_skipped_steps` optimizer steps in a row were skipped.
+            UserError: More than `train.max_skipped_steps` optimizer steps in a row were skipped. Skips that search
+                for the first dynamic loss scale do not count.
         """
-        norm = self.updates.norm()
+        norm, scale = self.updates.norm(), self.updates.scale
+        used, searching = scale.value, scale.searching
+        scale.update(math.isfinite(norm))
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
             self.totals.grad_norms.append(norm)
@@ -293,10 +297,11 @@ class Learner:
             return norm
         self.updates.clear()
         self.totals.skipped += 1
-        self.skipped_in_a_row += 1
+        self.skipped_in_a_row += not searching
         if self.skipped_in_a_row > self.config.train.max_skipped_steps:
+            lower = f" or optim.loss_scale ({used:g}{' by now' if scale.dynamic else ''})" if used != 1.0 else ""
             raise UserError(
                 f"learner: the gradient was not finite in {self.skipped_in_a_row} optimizer steps in a row "
-                "(train.max_skipped_steps); lower optim.lr, or look at the last rollouts and rewards"
+                f"(train.max_skipped_steps); lower optim.lr{lower}, or look at the last rollouts and rewards"
             )
         return norm

@@ -16,7 +16,9 @@ from qarl.policy.routes import Balance, Routes
 from qarl.training.batch import Part
 
 
-def training_routes(config: Config, policy: Policy, part: Part, rows: int, slots: Tensor | None) -> Routes:
+def training_routes(
+    config: Config, policy: Policy, part: Part, rows: int, slots: Tensor | None, loss_scale: float
+) -> Routes:
     """Return the routing of a training forward, with router losses if it has a backward, and measured loads.
 
     Args:
@@ -26,12 +28,13 @@ def training_routes(config: Config, policy: Policy, part: Part, rows: int, slots
         rows: Number of rows counted by all micro-batches of the minibatch that have a backward. Router losses are
             means over them, so a micro-batch's own losses are weighted by its share of the rows.
         slots: Mean slots per expert in the minibatch (`SlotCounts.mean`); None: the forward counts them itself.
+        loss_scale: Factor of the losses.
     """
     if not policy.experts:
         return part.routes
     balance, section = None, config.objective
     if torch.is_grad_enabled() and part.counted_rows and (section.router_aux_coef or section.router_z_coef):
-        scale = config.loss_scale * part.counted_rows / rows
+        scale = loss_scale * part.counted_rows / rows
         aux, z = section.router_aux_coef * scale, section.router_z_coef * scale
         balance = Balance(aux, z, part.counted, len(policy.experts), slots)
     loads: dict[int, Tensor] | None = {} if part.counted_rows else None

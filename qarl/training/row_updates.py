@@ -22,6 +22,7 @@ from qarl.distributed.rows import RowPlan
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import drop_values
 from qarl.storage.pieces import Piece
+from qarl.training.loss_scale import LossScale
 from qarl.training.offload import HostValues
 from qarl.training.offload_muon import OffloadedRowMuon
 from qarl.training.optim import build_optimizer, clip_grads, is_hidden_matrix
@@ -47,6 +48,7 @@ class RowUpdates(Updates):
         config: Config,
     ) -> None:
         self.policy, self.plan, self.exchange, self.ranks, self.config = policy, plan, exchange, ranks, config
+        self.scale = LossScale.of(config)
         named = dict(policy.named_parameters())
         self.shards = {name: nn.Parameter(rows[name].detach()) for name in named}
         drop_values(named.values(), policy.device)
@@ -68,14 +70,14 @@ class RowUpdates(Updates):
         self._forget()
 
     def backward(self, loss: Tensor | None) -> None:
-        scale = self.config.loss_scale
+        scale = self.scale.value
         self._sums.round(loss if loss is None or scale == 1.0 else loss * scale)
 
     @torch.no_grad()
     def norm(self) -> float:
         sums = self._sums.take()
-        if self.config.loss_scale != 1.0 and sums:
-            torch._foreach_div_(list(sums.values()), self.config.loss_scale)
+        if self.scale.value != 1.0 and sums:
+            torch._foreach_div_(list(sums.values()), self.scale.value)
         for name, shard in self.shards.items():
             shard.grad = sums.get(name)
         gradients = [shard.grad for shard in self._held.values() if shard.grad is not None]

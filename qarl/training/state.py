@@ -48,6 +48,7 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]
         "data": data,
         "optimizer": optimizer_meta,
         "skipped_in_a_row": run.learner.skipped_in_a_row,
+        "loss_scale": run.updates.scale.state(),
         "snapshot_sha256": digest,
         "inputs": run.inputs.digests,
         "model_files": run.inputs.files,
@@ -78,6 +79,7 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
     except ValueError as error:
         raise UserError(f"{place}: {error}") from error
     run.learner.skipped_in_a_row = state.skipped_in_a_row
+    run.updates.scale.load(None if state.loss_scale is None else state.loss_scale.model_dump())
 
     def require_codes() -> None:
         if run.policy.current.manifest().digest() != state.snapshot_sha256:

@@ -13,6 +13,7 @@ from qarl.config import Config
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
 from qarl.storage.pieces import Piece
+from qarl.training.loss_scale import LossScale
 from qarl.training.offload import HostValues
 from qarl.training.optim import build_optimizer, clip_grads, grad_norm
 
@@ -24,6 +25,7 @@ class Updates(ABC):
     """
 
     kind: str  # `optim.name`
+    scale: LossScale
 
     @property
     @abstractmethod
@@ -80,7 +82,7 @@ class LocalUpdates(Updates):
         self.optimizer = build_optimizer(policy.named_parameters(), config.optim)
         self.kind = self.optimizer.kind
         self._masters = [parameter for _, parameter in policy.named_parameters()]
-        self.gradients = GradientAccumulator(self._masters, config.loss_scale)
+        self.gradients, self.scale = GradientAccumulator(self._masters), LossScale.of(config)
 
     @property
     def begun(self) -> int:
@@ -92,11 +94,11 @@ class LocalUpdates(Updates):
 
     def backward(self, loss: Tensor | None) -> None:
         assert loss is not None, "a single process has a part in every round"
-        scale = self.config.loss_scale
+        scale = self.scale.value
         self.gradients.backward(loss if scale == 1.0 else loss * scale)
 
     def norm(self) -> float:
-        self.gradients.deliver()
+        self.gradients.deliver(self.scale.value)
         return grad_norm(self._masters)
 
     def set_lr(self, factor: float) -> None:

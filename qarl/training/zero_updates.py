@@ -26,6 +26,7 @@ from qarl.policy.load_rows import in_turn, load_rows
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import drop_values
 from qarl.storage.pieces import Piece
+from qarl.training.loss_scale import LossScale
 from qarl.training.optim import round_masters
 from qarl.training.row_setup import bare_model, plan_of, policy_of_rows
 from qarl.training.row_sums import Rounds
@@ -63,7 +64,7 @@ class ZeroUpdates(Updates):
     kind = "adamw"
 
     def __init__(self, policy: Policy, masters: dict[str, Tensor], ranks: Ranks, config: Config) -> None:
-        self.policy, self.ranks, self.config = policy, ranks, config
+        self.policy, self.ranks, self.config, self.scale = policy, ranks, config, LossScale.of(config)
         named = dict(policy.named_parameters())
         shapes = {name: tuple(master.shape) for name, master in named.items()}
         drop_values(named.values(), policy.device)
@@ -90,7 +91,7 @@ class ZeroUpdates(Updates):
 
     def backward(self, loss: Tensor | None) -> None:
         self._any = True
-        scale = self.config.loss_scale
+        scale = self.scale.value
         loss = loss if loss is None or scale == 1.0 else loss * scale
         if self._rounds is not None:
             self._rounds.round(loss)
@@ -108,8 +109,8 @@ class ZeroUpdates(Updates):
                 self.stage.add(name, whole)
             self.stage.end()
         self._gradients = gradients = self.stage.gradients()
-        if self.config.loss_scale != 1.0:
-            torch._foreach_div_(gradients, self.config.loss_scale)
+        if self.scale.value != 1.0:
+            torch._foreach_div_(gradients, self.scale.value)
         norms = self.ranks.gather(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).tolist())
         return joint_norm(norms[0] if self.stage.replicated else [norm for own in norms for norm in own])
 

@@ -90,4 +90,4 @@ def test_the_resolved_file_holds_the_new_keys_and_loads_to_the_same(load, tmp_pa
     path = tmp_path / "resolved.yaml"
     path.write_text(config.to_yaml())
     again = load_config(path)
-    assert isinstance(again, Config) and again == config and again.loss_scale == 1024.0
+    assert isinstance(again, Config) and again == config and again.loss_scale == 65536.0 and again.dynamic_loss_scale

@@ -84,9 +84,11 @@ def test_delivered_gradients_replace_older_ones_and_leave_nothing_behind(linear,
 
 def test_the_loss_scale_is_divided_out_where_gradients_are_delivered(linear) -> None:
     expected = _alone(linear, 1)
-    scaled = GradientAccumulator([linear.weight, linear.bias], loss_scale=64.0)
+    scaled = GradientAccumulator(
+        [linear.weight, linear.bias],
+    )
     scaled.backward(_loss(linear, 1) * 64.0)
-    scaled.deliver()
+    scaled.deliver(64.0)
     assert torch.equal(linear.weight.grad, expected[0]) and torch.equal(linear.bias.grad, expected[1])
 
 

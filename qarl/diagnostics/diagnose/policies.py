@@ -145,7 +145,7 @@ class RunPolicy:
             minibatch.tokens,
             self.truncation,
             config.train.logprob_chunk,
-            config.loss_scale,
+            config.diagnostic_loss_scale,
             build_objective(config.objective, config.correction).band,
         )
 
