@@ -178,6 +178,9 @@ class Config(Section):
                 f"advantage {self.objective.advantage} compares responses of one prompt; must be 2 or more, "
                 "or use objective.advantage: reinforce",
             )
+        if self.rollout.dynamic_sampling is not None and self.objective.advantage not in GROUP_ADVANTAGES:
+            text = f"objective.advantage {self.objective.advantage} trains on groups of equal rewards too; must be null"
+            yield Fault(("rollout", "dynamic_sampling"), "...", text)
         if self.responses_per_step % self.minibatch_size:
             yield Fault(
                 ("train", "minibatch_size"),

@@ -95,6 +95,12 @@ class DataConfig(Section):
         512, ge=1, le=TOKENS, description="Tokens; rows with longer prompts are dropped and counted."
     )
     max_rows: int | None = Field(None, ge=1, le=ROWS, description="Use only the first rows of the source.")
+    pass_rate: tuple[float, float] | None = Field(
+        None,
+        strict=False,
+        description="Difficulty filter: from its second use on, a prompt is skipped if the mean reward of its last "
+        "responses is outside [low, high], e.g. [0.1, 0.9]; null: off.",
+    )
     shuffle: bool = Field(True, description="New order every epoch, from train.seed; false: in the source's order.")
 
     @property
@@ -109,6 +115,8 @@ class DataConfig(Section):
 
     def faults(self) -> Iterator[Fault]:
         yield from path_faults("source", self.source)
+        if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:
+            yield Fault(("pass_rate",), list(self.pass_rate), "must be [low, high] with low <= high")
         generated = self.kind in ("task", "reasoning_gym")
         if self.kind == "task" and self.source.removeprefix("task:") not in TASKS:
             yield Fault(("source",), self.source, f"unknown task; use {' or '.join('task:' + name for name in TASKS)}")

@@ -22,6 +22,20 @@ from qarl.config.limits import (
 from qarl.config.vllm import EXACT_ARGS, VLLMConfig
 
 
+class DynamicSampling(Section):
+    """Drop groups whose rewards are all equal, and sample more prompts until the step is full (DAPO)."""
+
+    max_rounds: int = Field(
+        4,
+        ge=1,
+        le=1000,
+        description="Rounds of sampling per step. If the step is short after them, groups of equal rewards fill it.",
+    )
+    oversample: float = Field(
+        1.0, ge=1, le=16, description="A round samples this times the prompts that the step still lacks, rounded up."
+    )
+
+
 class RolloutConfig(Section):
     """The rollout engine and its sampling parameters."""
 
@@ -82,6 +96,9 @@ class RolloutConfig(Section):
         le=POOL_TOKENS,
         description="KV pool size in tokens; default holds max_num_seqs full-length sequences. Sequences are "
         "preempted when it is full.",
+    )
+    dynamic_sampling: DynamicSampling | None = Field(
+        None, description="Train on groups whose rewards differ only, and sample until the step has enough; null: off."
     )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="Settings of engine vllm.")
 

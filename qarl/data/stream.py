@@ -17,10 +17,17 @@ class PromptStream:
     """Deals the prompts epoch after epoch, each epoch in its own order.
 
     The order of an epoch depends on (seed, epoch) alone, so the position is two integers and resuming is exact.
+
+    Args:
+        pass_rate: Prompts are skipped if the mean reward of their last responses is outside these bounds, which are
+            included; None: no prompt is.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, shuffle: bool, pass_rate: tuple[float, float] | None = None
+    ) -> None:
         assert prompts, "a stream needs at least one prompt"
+        self._bounds, self._rates = pass_rate, dict[int, float]()
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -34,24 +41,46 @@ class PromptStream:
         return len(self._prompts)
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts. Across an epoch's end a prompt may appear twice; for n > len(prompts) some do."""
-        dealt = []
-        for _ in range(n):
+        """The next n prompts. Across an epoch's end a prompt may appear twice; for n > len(prompts) some do.
+
+        If a whole epoch's worth of prompts in a row would be skipped, they are not.
+        """
+        dealt: list[Prompt] = []
+        skipped = 0
+        while len(dealt) < n:
             if self._position == len(self._order):
                 self._epoch += 1
                 self._position = 0
                 self._order = self._epoch_order()
-            dealt.append(self._prompts[self._order[self._position]])
+            prompt = self._prompts[self._order[self._position]]
             self._position += 1
+            if self._skips(prompt) and skipped < len(self._prompts):
+                skipped += 1
+                continue
+            dealt.append(prompt)
+            skipped = 0
         return dealt
 
+    def tell(self, prompts: Sequence[Prompt], rewards: Sequence[float]) -> None:
+        """Record the rewards of responses, the same number per prompt, in the order of the prompts."""
+        if self._bounds is None:
+            return
+        n = len(rewards) // len(prompts)
+        for i, prompt in enumerate(prompts):
+            self._rates[prompt.id] = sum(rewards[i * n : (i + 1) * n]) / n
+
+    def _skips(self, prompt: Prompt) -> bool:
+        rate = self._rates.get(prompt.id)
+        return self._bounds is not None and rate is not None and not self._bounds[0] <= rate <= self._bounds[1]
+
     def state(self) -> dict[str, Any]:
-        """JSON-able position: {epoch, position, fingerprint, columns_fingerprint}."""
+        """JSON-able position; pass_rates: [prompt id, mean reward] of the prompts sampled so far, if any is skipped."""
         return {
             "epoch": self._epoch,
             "position": self._position,
             "fingerprint": self.fingerprint,
             "columns_fingerprint": self.columns_fingerprint,
+            "pass_rates": [[id_, rate] for id_, rate in sorted(self._rates.items())],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -73,6 +102,7 @@ class PromptStream:
                 "or start a new run directory"
             )
         self._epoch, self._position = state["epoch"], state["position"]
+        self._rates = {id_: rate for id_, rate in state.get("pass_rates") or ()}
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> list[int]:

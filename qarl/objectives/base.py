@@ -54,6 +54,11 @@ class ObjectiveConfig(Section):
     name: str
     advantage: AdvantageKey = "grpo"
     aggregation: AggregationKey = "seq-mean-token-mean"
+    mask_truncated: bool = Field(
+        False,
+        description="Responses that hit rollout.max_response_length get advantage 0, after the advantages of their "
+        "group are computed (DAPO's overlong filtering). They stay in the denominators of the aggregation.",
+    )
     kl_coef: float = Field(
         0.0, ge=0, le=FACTOR, description="Weight of the KL to the policy the run started from; 0 is off."
     )

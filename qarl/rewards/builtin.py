@@ -18,6 +18,7 @@ BUILTINS = {
     "exact": "qarl.rewards.builtin:exact",
     "format": "qarl.rewards.builtin:format",
     "length": "qarl.rewards.builtin:length",
+    "overlong": "qarl.rewards.builtin:overlong",
     "math": "qarl.rewards.mathematics:math",
     "reasoning_gym": "qarl.rewards.reasoning:reasoning_gym",
     "regex": "qarl.rewards.builtin:regex",
@@ -167,6 +168,29 @@ def length(
     if max is not None:
         return [-min(size, max) / max for size in sizes]
     return [-float(size) for size in sizes]
+
+
+def overlong(completions: list[str], prompts: list[str], *, max: int, buffer: int, **columns: list) -> list[float]:
+    """Soft penalty for long completions (DAPO, Yu et al. 2025, equation 13).
+
+    With n tokens: 0 up to max - buffer, then (max - buffer - n) / buffer, and -1 from max on. Use it with
+    `rollout.max_response_length: max`; DAPO has a maximum of 20,480 and a buffer of 4,096.
+
+    Args:
+        max: Tokens from which on the penalty is full.
+        buffer: Tokens before `max` over which the penalty grows.
+    """
+    for name, value in (("max", max), ("buffer", buffer)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{name} must be a positive number of tokens, got {value!r}")
+    if buffer > max:
+        raise UserError(f"buffer ({buffer}) must be at most max ({max})")
+    sizes = [len(ids) for ids in column_values(columns, "completion_ids")]
+    return [-_between(0.0, (size - (max - buffer)) / buffer, 1.0) for size in sizes]
+
+
+def _between(low: float, value: float, high: float) -> float:
+    return low if value <= low else high if value >= high else value
 
 
 def format(

@@ -39,8 +39,8 @@ class RewardPool:
         for function in config.functions:
             check_reference(function.name)
         self.labels = labels([function.name for function in config.functions])
-        # A built-in's columns are known, and token ids are many; `length` reads them for its unit `tokens`.
-        self._reads_tokens = [f.name not in BUILTINS or f.name == "length" for f in config.functions]
+        # A built-in's columns are known, and token ids are many; `length` and `overlong` read them.
+        self._reads_tokens = [f.name not in BUILTINS or f.name in ("length", "overlong") for f in config.functions]
         self._closed = False
         self._load_s = 0.0
         self._workers: list[Worker] = []

@@ -19,12 +19,13 @@ ModelFiles = dict[str, dict[str, Any]]  # config.json, generation_config.json ->
 
 
 class DataPosition(Record):
-    """`PromptStream.state()`. columns_fingerprint: None of a checkpoint from before there was one."""
+    """`PromptStream.state()`. columns_fingerprint: None in checkpoints of versions that did not record it."""
 
     epoch: Count
     position: Count
     fingerprint: Sha256
     columns_fingerprint: Sha256 | None = None
+    pass_rates: list[Annotated[tuple[int, float], Field(strict=False)]] = Field([])
 
 
 class OptimizerMeta(Record):

@@ -236,6 +236,7 @@ def build_batch(
     version: int,
     device: torch.device = CPU,
     replays: bool = False,
+    mask_truncated: bool = False,
 ) -> Batch:
     """Build the batch of a step, with advantages over each prompt's group.
 
@@ -247,6 +248,7 @@ def build_batch(
         version: Version of the policy. All rollouts must have it; this is the only place that checks it.
         device: The learner's.
         replays: See `Batch`.
+        mask_truncated: Whether responses that hit the length limit get advantage 0.
 
     Raises:
         UserError: Routing is to be replayed, but the sampler did not record it.
@@ -263,13 +265,16 @@ def build_batch(
             f"model.routing: the sampler recorded the experts of {len(routing)} of {len(rollouts)} responses; "
             "use model.routing: own, or another rollout.engine"
         )
+    advantages = compute_advantages(torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), advantage)
+    if mask_truncated:  # after the group's mean, in which truncated responses count
+        advantages[[i for i, rollout in enumerate(rollouts) if rollout.finish_reason == "length"]] = 0.0
     return Batch(
         version=version,
         device=device,
         prompts=[p.token_ids for p in by_group],
         responses=[r.token_ids for r in rollouts],
         groups=groups,
-        advantages=compute_advantages(torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), advantage),
+        advantages=advantages,
         logp_sampler=Column([torch.tensor(r.logprobs, dtype=torch.float32) for r in rollouts]),
         routing=routing or None,
         replays=replays,

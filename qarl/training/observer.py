@@ -30,6 +30,9 @@ class Observer:
     def progress(self, responses: int) -> None:
         """Called when more responses of the phase are done; 0 is a sign of life."""
 
+    def sampled(self, metrics: dict[str, float]) -> None:
+        """Called before `scored` with the metrics of dynamic sampling, if it is on."""
+
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
         """Called after sampling and scoring. rollouts: n per prompt, in order."""
 
@@ -68,6 +71,9 @@ class Observers(Observer):
 
     def progress(self, responses: int) -> None:
         self._call(lambda observer: observer.progress(responses))
+
+    def sampled(self, metrics: dict[str, float]) -> None:
+        self._call(lambda observer: observer.sampled(metrics))
 
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
         self._call(lambda observer: observer.scored(prompts, rollouts, scores))

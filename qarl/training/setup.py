@@ -216,7 +216,7 @@ def _asked_and_scored(
             "prompts of the data; lower it or give more data"
         )
     inputs = input_digests(config, tokenizer)
-    stream = PromptStream(prompts, config.train.seed, config.data.shuffle)
+    stream = PromptStream(prompts, config.train.seed, config.data.shuffle, config.data.pass_rate)
     with console.phase("reward workers"), ExitStack() as opened:
         rewards = opened.enter_context(RewardPool(config.reward, prompts[0].columns.keys(), rewards_log))
         task_rewards = TaskRewards(tasks, config.reward, rewards_log, ranks)

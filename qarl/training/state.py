@@ -176,5 +176,6 @@ def _load_position(run: Run, data: DataPosition) -> None:
             "position": min(data.position, len(run.stream)),
             "fingerprint": run.stream.fingerprint,
             "columns_fingerprint": run.stream.columns_fingerprint,
+            "pass_rates": data.pass_rates if data.fingerprint == run.stream.fingerprint else [],
         }
     )

@@ -19,6 +19,7 @@ from qarl.rewards import RewardResult
 from qarl.rewards.shared import gather_results, score_share
 from qarl.rollout.shared import asleep, gather_rollouts, generate_share, publish_together
 from qarl.training.batch import Batch, build_batch
+from qarl.training.dynamic_sampling import Sampled, round_seed, sample_until_full
 from qarl.training.learner import Learner
 from qarl.training.observer import Observer, Observers
 from qarl.training.setup import Run
@@ -32,13 +33,12 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
     or the publish fail.
     """
     policy, learner = run.policy, run.learner
-    prompts = run.stream.next(config.train.prompts_per_step)
-    rollouts, scores = sample_and_score(config, run, prompts, step, watch)
+    prompts, rollouts, scores = sample(config, run, step, watch)
     watch.scored(prompts, rollouts, scores)
 
-    advantage = config.objective.advantage
-    replays = config.model.routing == "replay"
-    batch = build_batch(prompts, rollouts, scores.total, advantage, policy.version, policy.device, replays)
+    objective, replays = config.objective, config.model.routing == "replay"
+    how = objective.advantage, policy.version, policy.device, replays, objective.mask_truncated
+    batch = build_batch(prompts, rollouts, scores.total, *how)
 
     with (
         watch.phase("learner", learner.forwards(len(batch))),
@@ -51,14 +51,35 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
         publish_together(run.engine, policy.current, learner.ranks, config.rollout)
 
 
+def sample(config: Config, run: Run, step: int, watch: Observers) -> Sampled:
+    """Sample and score the step's prompts: once, or until enough groups have rewards that differ."""
+
+    def once(prompts: int, number: int = 0) -> Sampled:
+        asked = run.stream.next(prompts)
+        found = Sampled(asked, *sample_and_score(config, run, asked, step, watch, number))
+        run.stream.tell(asked, found.scores.total)
+        return found
+
+    dynamic, wanted = config.rollout.dynamic_sampling, config.train.prompts_per_step
+    if dynamic is None:
+        return once(wanted)
+    sampled, metrics = sample_until_full(dynamic, wanted, once)
+    watch.sampled(metrics)
+    return sampled
+
+
 def sample_and_score(
-    config: Config, run: Run, prompts: list[Prompt], step: int, watch: Observers
+    config: Config, run: Run, prompts: list[Prompt], step: int, watch: Observers, number: int = 0
 ) -> tuple[list[Rollout], RewardResult]:
-    """Sample n responses per prompt from the published policy and score them; each rank does its share."""
+    """Sample n responses per prompt from the published policy and score them; each rank does its share.
+
+    number: of the round of dynamic sampling.
+    """
     ranks = run.learner.ranks
     samplers = config.rollout.samplers(ranks.count)
     record = config.records_routing_at(step + 1)
-    sampling = replace(run.sampling, seed=run.sampling.seed + step, record_routing=record)
+    seed = round_seed(run.sampling.seed + step, number)
+    sampling = replace(run.sampling, seed=seed, record_routing=record)
     before = 0
 
     def progress(finished: int, tokens: int) -> None:

@@ -76,10 +76,14 @@ class StepRecord(Observer):
         self.trace: Trace | None = None
         self.rollout_tokens = 0
 
+    def sampled(self, metrics: dict[str, float]) -> None:
+        self.metrics |= metrics
+
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
         self._scored = prompts, rollouts, scores
         self.metrics |= reward_metrics(scores) | response_metrics(rollouts)
-        self.rollout_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+        trained = sum(len(rollout.token_ids) for rollout in rollouts)
+        self.rollout_tokens = int(self.metrics.get("sampling/tokens", trained))
 
     def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
         run = self._run

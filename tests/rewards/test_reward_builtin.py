@@ -8,7 +8,7 @@ import pytest
 from qarl.config.reward import BUILTIN_REWARDS
 from qarl.data.tasks import generate
 from qarl.errors import UserError
-from qarl.rewards.builtin import BUILTINS, exact, final_answer, format, length, regex
+from qarl.rewards.builtin import BUILTINS, exact, final_answer, format, length, overlong, regex
 from qarl.rewards.mathematics import math
 
 GSM8K = (
@@ -265,3 +265,16 @@ def test_reasoning_gym_names_what_an_entry_lacks(entry):
 
     with pytest.raises(UserError, match=r"column 'entry': a value has no `metadata.source_dataset`.*; use entries"):
         reasoning_gym(["1"], ["p"], entry=[entry])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(0, 0.0), (6, 0.0), (7, -0.25), (9, -0.75), (10, -1.0), (11, -1.0), (500, -1.0)]
+)
+def test_overlong_is_the_soft_penalty_of_dapo(tokens, expected):
+    assert overlong(["text"], ["p"], max=10, buffer=4, completion_ids=[[1] * tokens]) == [expected]
+
+
+@pytest.mark.parametrize("options", [{"max": 0, "buffer": 1}, {"max": 8, "buffer": 9}, {"max": 8, "buffer": True}])
+def test_overlong_refuses_sizes_that_make_no_sense(options):
+    with pytest.raises(UserError, match=r"^(max|buffer) "):
+        overlong([], [], completion_ids=[], **options)

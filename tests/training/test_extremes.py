@@ -35,7 +35,7 @@ OF_EXPERTS = ("router_aux_coef", "router_z_coef", "routing_every")  # refused wi
 SECTIONS: dict[str, dict[str, Any]] = {
     "tbpo": {},
     "dual_clip_grpo": {"correction": {"level": "token"}, "optim": {"name": "muon", "schedule": "linear"}},
-    "mis_gspo": {"correction": {"level": "sequence", "mode": "mask"}, "optim": {"schedule": "cosine"}},
+    "mis_gspo": {"optim": {"schedule": "cosine"}},
     "sapo": {"correction": {"level": "geometric", "normalize": True}, "quant": {"learner": "full_precision"}},
 }
 
