@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import JsonValue, ValidationError
 
 from qarl.config.base import Fault, Field, Section, path_faults
-from qarl.config.limits import ITEMS, NAME, ROWS, TEXT, TOKENS
+from qarl.config.limits import ITEMS, NAME, ROWS, SCORE, TEXT, TOKENS
 from qarl.config.messages import fault_lines
 from qarl.errors import UserError
 from qarl.inputs.paths import PATH_BYTES
@@ -59,6 +59,9 @@ def template_arguments(arguments: Mapping[str, Any], option: str) -> dict[str, A
         raise UserError("\n".join(fault_lines(error, DataConfig, values, lambda loc: option))) from None
 
 
+Rate = Annotated[float, Field(ge=-SCORE, le=SCORE)]
+
+
 class DataConfig(Section):
     """The prompts, their columns and their template."""
 
@@ -95,7 +98,7 @@ class DataConfig(Section):
         512, ge=1, le=TOKENS, description="Tokens; rows with longer prompts are dropped and counted."
     )
     max_rows: int | None = Field(None, ge=1, le=ROWS, description="Use only the first rows of the source.")
-    pass_rate: tuple[float, float] | None = Field(
+    pass_rate: tuple[Rate, Rate] | None = Field(
         None,
         strict=False,
         description="Difficulty filter: from its second use on, a prompt is skipped if the mean reward of its last "
