@@ -198,6 +198,24 @@ def _jobs(case: str, capabilities: Iterable[tuple[int, int]]) -> Iterator[_Job]:
             assert not launches, f"{case}: launches after the last yield have no label"
 
 
+def spread(jobs: Sequence[_Job], most: Sequence[int | None]) -> list[_Job]:
+    """At most so many specialisations per kernel and capability, evenly spread over its launches, ends included.
+
+    most: one number per capability, in the order of the jobs; None: all.
+    """
+    by_kernel: dict[tuple[tuple[int, int], str], list[_Job]] = {}
+    for job in jobs:
+        by_kernel.setdefault((job.capability, job.kernel), []).append(job)
+    limits = dict(zip(dict.fromkeys(job.capability for job in jobs), most, strict=True))
+    found = []
+    for (capability, _), own in by_kernel.items():
+        limit = limits[capability]
+        count = len(own) if limit is None else min(limit, len(own))
+        last = max(count - 1, 1)
+        found += [own[round(i * (len(own) - 1) / last)] for i in range(count)]
+    return found
+
+
 _pending: list[_Job] = []  # reached by forked workers: a kernel cannot be pickled
 
 
@@ -222,9 +240,12 @@ def main() -> None:
     compile_case(arguments.case, capabilities, arguments.processes)
 
 
-def compile_case(case: str, capabilities: Sequence[Sequence[int]], processes: int) -> None:
-    """Print a JSON line per kernel."""
-    _pending.extend(_jobs(case, [(major, minor) for major, minor in capabilities]))
+def compile_case(
+    case: str, capabilities: Sequence[Sequence[int]], processes: int, most: Sequence[int | None] | None = None
+) -> None:
+    """Print a JSON line per kernel. most: see `spread`; None: all."""
+    jobs = list(_jobs(case, [(major, minor) for major, minor in capabilities]))
+    _pending.extend(jobs if most is None else spread(jobs, most))
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, context) as pool:  # notices a compiler that crashes, unlike a Pool
         for compiled in pool.map(_run, range(len(_pending))):
@@ -256,14 +277,22 @@ class Compiler:
         self._made: dict[tuple[str, tuple[tuple[int, int], ...]], list[Compiled]] = {}
 
     def compile(
-        self, case: str, cache: Path, capabilities: Sequence[tuple[int, int]] = CAPABILITIES, processes: int = 2
+        self,
+        case: str,
+        cache: Path,
+        capabilities: Sequence[tuple[int, int]] = CAPABILITIES,
+        processes: int = 2,
+        most: Sequence[int | None] | None = None,
     ) -> list[Compiled]:
-        """Compile what the generator `case` ("module:function") launches, once. cache: directory for Triton's files."""
+        """Compile what the generator `case` ("module:function") launches, once.
+
+        cache: directory for Triton's files. most: see `spread`.
+        """
         if (known := self._made.get((case, tuple(capabilities)))) is not None:
             return known
         out, err = cache / "output.out", cache / "output.err"
         code = self._server.run(
-            out, err, case=case, capabilities=list(capabilities), processes=processes, cache=str(cache)
+            out, err, case=case, capabilities=list(capabilities), processes=processes, most=most, cache=str(cache)
         )
         assert code == 0, f"{case}: exit code {code}: {err.read_text(errors='replace')[-4000:]}"
         lines = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
