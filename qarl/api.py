@@ -100,7 +100,10 @@ def export(
     unpacked: bool = False,
     for_vllm: bool = True,
     verify: bool = False,
+    push_to_hub: str | None = None,
+    private: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> ExportResult:
     """Write a run's checkpoint, with its exact codes, in the compressed-tensors format for vLLM and transformers.
 
@@ -114,11 +117,16 @@ def export(
         unpacked: Store int4 codes one per byte.
         for_vllm: Refuse what vLLM cannot load. If False, only transformers and qarl have to read the result.
         verify: Load the export with every installed reader and compare it with the run; see `verified` of the result.
+        push_to_hub: A model repository on the Hugging Face hub (`user/name`) that gets the export and its card. It is
+            created before anything is written, and gets nothing if `verify` finds a difference.
+        private: Whether a new repository is private.
         progress: Called with (bytes written, bytes of all tensors).
+        say: Called with a line for each reader of `verify`.
 
     Raises:
-        UserError: There is no such run or checkpoint, the checkpoint is damaged, or the disk refuses.
+        UserError: There is no such run or checkpoint, the checkpoint is damaged, or the disk or the hub refuses.
     """
+    from qarl.exporting.hub import HubRepository
     from qarl.inference.target import resolve_target
 
     name = os.fspath(run)
@@ -128,10 +136,13 @@ def export(
         what = kinds[target.kind] if Path(name).expanduser().exists() else "is no run directory"
         raise UserError(f"RUN: {name} {what}; give a run directory, or use qarl quantize for a model")
     directory = target.run_dir / "export" if out is None else user_path(out, "OUT")
+    repository = None if push_to_hub is None else HubRepository(push_to_hub, private)
     written = _write(target, directory, max_shard_size, unpacked, dtype is not None, for_vllm, progress)
-    if not verify:
-        return written
-    return replace(written, verification=_verified(target, directory, lambda line: None))
+    if verify:
+        written = replace(written, verification=_verified(target, directory, say))
+    if repository is not None and (written.verified or not verify):
+        written = replace(written, pushed=repository.push(written.path, f"Step {target.step} of {target.name}"))
+    return written
 
 
 def quantize(

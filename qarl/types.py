@@ -104,6 +104,7 @@ class ExportResult:
         digest: SHA-256 over the manifest of the published tensors.
         same_as_run: Whether the run recorded the same digest.
         verification: Contents of verification.json; None if verification was not requested.
+        pushed: Address of the commit on the hub; None if it was not pushed.
     """
 
     path: Path
@@ -113,6 +114,7 @@ class ExportResult:
     digest: str
     same_as_run: bool
     verification: dict[str, Any] | None = field(default=None, repr=False)
+    pushed: str | None = None
 
     @property
     def verified(self) -> bool:

@@ -30,6 +30,15 @@ NoVllm = Annotated[
     bool,
     typer.Option("--no-vllm", help="Allow what vLLM cannot load; only transformers and qarl have to read the result."),
 ]
+PushToHub = Annotated[
+    str | None,
+    typer.Option(
+        "--push-to-hub",
+        parser=text_of("--push-to-hub"),
+        metavar="NAME",
+        help="Upload the export and its card to this model repository of the Hugging Face hub.",
+    ),
+]
 
 
 def export(
@@ -48,10 +57,13 @@ def export(
     unpacked: Unpacked = False,
     no_vllm: NoVllm = False,
     verify: Annotated[bool, typer.Option("--verify", help="Load it again and compare it with the run.")] = False,
+    push_to_hub: PushToHub = None,
+    private: Annotated[bool, typer.Option("--private", help="A new repository of --push-to-hub is private.")] = False,
 ) -> None:
     """Write a run's checkpoint as a compressed-tensors checkpoint for vLLM and transformers; its codes bit for bit.
 
-    With --verify the exit code is 1 if a reader disagrees with the run; the checkpoint stays, with verification.json.
+    With --verify the exit code is 1 if a reader disagrees with the run. The checkpoint stays, with verification.json,
+    and is not pushed.
     """
     with bar(str(out or "export")) as progress:
         written = api.export(
@@ -63,10 +75,16 @@ def export(
             max_shard_size=max_shard_size,
             unpacked=unpacked,
             for_vllm=not no_vllm,
+            verify=verify,
+            push_to_hub=push_to_hub,
+            private=private,
             progress=progress,
+            say=typer.echo,
         )
     show(written)
-    if verify and not api.verify_export(run, written.path, step=step, model=model, say=typer.echo)["ok"]:
+    if written.pushed is not None:
+        typer.echo(f"pushed to {written.pushed}")
+    if verify and not written.verified:
         raise typer.Exit(1)
 
 

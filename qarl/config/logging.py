@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from qarl.config.base import Field, Section
-from qarl.config.limits import FILES, NAME, STEPS
+from qarl.config.limits import FILES, NAME, STEPS, TEXT
 
 
 class WandbConfig(Section):
@@ -27,12 +27,36 @@ class TrackioConfig(Section):
     )
 
 
+class MlflowConfig(Section):
+    """MLflow."""
+
+    project: str = Field(min_length=1, max_length=NAME, description="Experiment name.")
+    name: str | None = Field(
+        None, min_length=1, max_length=NAME, description="Run name; default the run directory's name."
+    )
+    tracking_uri: str | None = Field(
+        None, min_length=1, max_length=TEXT, description="Tracking server or directory; default MLFLOW_TRACKING_URI."
+    )
+
+
+class SwanlabConfig(Section):
+    """SwanLab."""
+
+    project: str = Field(min_length=1, max_length=NAME, description="Project name.")
+    name: str | None = Field(
+        None, min_length=1, max_length=NAME, description="Experiment name; default the run directory's name."
+    )
+    mode: Literal["cloud", "local", "offline", "disabled"] = Field("cloud", description="As in swanlab.init.")
+
+
 class LoggingConfig(Section):
     """Recorders and console."""
 
     tensorboard: bool = Field(True, description="Write TensorBoard events to the run directory.")
     wandb: WandbConfig | None = Field(None, description="Log to Weights & Biases; null: off.")
     trackio: TrackioConfig | None = Field(None, description="Log to Trackio; null: off.")
+    mlflow: MlflowConfig | None = Field(None, description="Log to MLflow; null: off.")
+    swanlab: SwanlabConfig | None = Field(None, description="Log to SwanLab; null: off.")
     rollouts_every: int = Field(10, ge=1, le=STEPS, description="Steps between files of sampled completions.")
     samples: int = Field(8, ge=0, le=FILES, description="Completions in such a file; 0: all.")
     rollout_tensors: bool = Field(

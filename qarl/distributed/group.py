@@ -36,7 +36,8 @@ from qarl.policy.device import pick_device
 from qarl.storage.environment import package_versions
 
 LEAST_FILES = 64  # sockets of gloo, the store and reward workers; two ranks on a CPU were seen to need 24
-_ON_FIRST_RANK = ("tensorboard", "wandb", "trackio")  # the other ranks may do without them
+# The other ranks may do without them.
+_ON_FIRST_RANK = ("tensorboard", "wandb", "trackio", "mlflow", "mlflow-skinny", "swanlab")
 
 
 def connect(config: Config, device: torch.device) -> Ranks:

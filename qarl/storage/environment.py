@@ -35,6 +35,9 @@ PACKAGES = (
     "tensorboard",
     "wandb",
     "trackio",
+    "mlflow",
+    "mlflow-skinny",
+    "swanlab",
 )
 
 

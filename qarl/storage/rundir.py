@@ -82,12 +82,13 @@ os.register_at_fork(after_in_child=_drop_locks_in_child)
 
 
 # What a start leaves that was killed before `begin`.
-_LEFT_BY_A_START = ("environment.json", "rewards.log", "sampler.log", "sampler", "wandb", "tensorboard")
+_LEFT_BY_A_START = ("environment.json", "rewards.log", "sampler.log", "sampler", "wandb", "swanlog", "tensorboard")
 # What ranks other than the first keep there.
 _OF_A_RANK = re.compile(r"rank-[0-9]{3,9}(\.log)?")
 # What a run writes or reads back: never into a pipe, and not into what somebody else put there.
 _LOGS = ("rewards.log", "sampler.log")
-_FILES = (".wandb_id", "config.yaml", "environment.json", "fault.json", *_LOGS, HISTORY, METRICS, EVALUATIONS)
+_IDS = (".wandb_id", ".mlflow_run_id", ".swanlab_id")  # of the run in a tracker
+_FILES = (*_IDS, "config.yaml", "environment.json", "fault.json", *_LOGS, HISTORY, METRICS, EVALUATIONS)
 _FOLDERS = ("checkpoints", "rollouts", "diagnostics", "evaluations", "tensorboard", "profile")
 # What a refused start leaves, since its error refers to it.
 _KEPT = ("sampler.log", "rewards.log")

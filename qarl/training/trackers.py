@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -12,6 +14,8 @@ from qarl.errors import UserError
 from qarl.inputs.files import read_text
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.utils.signals import is_stop
+
+TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")  # keys of `logging`, and names of the packages
 
 
 class Tracker(Protocol):
@@ -28,24 +32,26 @@ class Tracker(Protocol):
 
 
 def build_trackers(run_dir: Path, logging: Any, config: dict[str, Any] | None) -> list[Tracker]:
-    """The trackers that the `logging` section asks for, started.
+    """Start the trackers that the `logging` section asks for.
 
-    config: the resolved configuration, shown by wandb and trackio. Raises UserError for a missing package or a
-    tracker that does not start.
+    Args:
+        run_dir: The run directory.
+        logging: The section.
+        config: The resolved configuration, which the trackers show.
+
+    Raises:
+        UserError: A package is missing, or a tracker does not start.
     """
-    trackers: list[Tracker] = []
-    if logging.tensorboard:
-        trackers.append(TensorBoard(run_dir))
-    if logging.wandb is not None:
-        trackers.append(Wandb(run_dir, logging.wandb, config))
-    if logging.trackio is not None:
-        trackers.append(Trackio(run_dir, logging.trackio, config))
+    trackers: list[Tracker] = [TensorBoard(run_dir)] if logging.tensorboard else []
+    for kind in (Wandb, Trackio, Mlflow, Swanlab):
+        if (options := getattr(logging, kind.name)) is not None:
+            trackers.append(kind(run_dir, options, config))
     return trackers
 
 
 def require_trackers(logging: Any) -> None:
-    """Raise UserError if the `logging` section asks for a package that is not there. Starts none of them."""
-    for name in ("tensorboard", "wandb", "trackio"):
+    """Raise UserError if the `logging` section asks for a package that is not installed. Starts none of them."""
+    for name in ("tensorboard", *TRACKERS):
         if getattr(logging, name):
             _import(name, name)
 
@@ -69,6 +75,14 @@ def _start(key: str, init: Any, **arguments: Any) -> Any:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"logging.{key}: does not start: {reason}; fix that, or set logging.{key}: null") from error
+
+
+def _kept(file: Path, make: Callable[[], str]) -> str:
+    """The id of a run in the tracker, which its first start writes to a file of the run directory."""
+    with disk_errors(file):
+        if not file.exists():
+            atomic_write_text(file, make())
+        return read_text(file, limit=1000).strip()
 
 
 class TensorBoard:
@@ -110,11 +124,6 @@ class Wandb:
 
     def __init__(self, run_dir: Path, options: Any, config: dict[str, Any] | None) -> None:
         wandb = _import("wandb", "wandb")
-        id_file = run_dir / ".wandb_id"
-        with disk_errors(id_file):
-            if not id_file.exists():
-                atomic_write_text(id_file, uuid.uuid4().hex[:12])
-            run_id = read_text(id_file, limit=1000).strip()
         self._run = _start(
             "wandb",
             wandb.init,
@@ -122,7 +131,7 @@ class Wandb:
             name=options.name or run_dir.name,
             mode=options.mode,
             dir=str(run_dir),
-            id=run_id,
+            id=_kept(run_dir / ".wandb_id", lambda: uuid.uuid4().hex[:12]),
             resume="allow",
             config=config,
         )
@@ -161,3 +170,70 @@ class Trackio:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Mlflow:
+    """One MLflow run for the life of the run directory; its id is kept in `.mlflow_run_id`."""
+
+    name = "mlflow"
+
+    def __init__(self, run_dir: Path, options: Any, config: dict[str, Any] | None) -> None:
+        mlflow = _import("mlflow", "mlflow")
+
+        def begin() -> Any:
+            if options.tracking_uri is not None:
+                mlflow.set_tracking_uri(options.tracking_uri)
+            client = mlflow.MlflowClient()
+            found = client.get_experiment_by_name(options.project)
+            experiment = client.create_experiment(options.project) if found is None else found.experiment_id
+            name = options.name or run_dir.name
+            id_file = run_dir / ".mlflow_run_id"
+            first = not id_file.exists()
+            run = _kept(id_file, lambda: client.create_run(experiment, run_name=name).info.run_id)
+            if first:
+                client.log_dict(run, config or {}, "config.json")  # parameters hold 6,000 characters at most
+            client.update_run(run, status="RUNNING")
+            return client, run
+
+        self._module = mlflow
+        self._client, self._run = _start("mlflow", begin)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metric = self._module.entities.Metric
+        self._client.log_batch(self._run, [metric(name, value, now, step) for name, value in metrics.items()])
+
+    def truncate(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+class Swanlab:
+    """One SwanLab experiment for the life of the run directory; its id is kept in `.swanlab_id`."""
+
+    name = "swanlab"
+
+    def __init__(self, run_dir: Path, options: Any, config: dict[str, Any] | None) -> None:
+        self._module = _import("swanlab", "swanlab")
+        _start(
+            "swanlab",
+            self._module.init,
+            project=options.project,
+            experiment_name=options.name or run_dir.name,
+            mode=options.mode,
+            logdir=str(run_dir / "swanlog"),
+            id=_kept(run_dir / ".swanlab_id", lambda: uuid.uuid4().hex[:21]),  # of 21 characters
+            resume="allow",
+            config=config,
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._module.log(metrics, step=step)
+
+    def truncate(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._module.finish()

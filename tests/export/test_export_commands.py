@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +117,50 @@ def test_export_verify_ends_as_the_verification_does(ok, code, run, tmp_path, mo
     with pytest.raises(SystemExit) as caught:
         cli.main(["export", str(run.path), str(tmp_path / "out"), "--verify"])
     assert (caught.value.code or 0) == code and seen == [(4, tmp_path / "out", True)]
+
+
+class FakeHub:
+    """The calls of huggingface_hub's HfApi that an export makes. refuses: names of those that fail."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses, self.calls = refuses, []
+
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool):
+        self._do("create_repo", name, private, exist_ok)
+        return SimpleNamespace(repo_id=f"me/{name}")
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str):
+        self._do("upload_folder", repo_id, sorted(os.listdir(folder_path)), commit_message)
+        return SimpleNamespace(commit_url=f"hub/{repo_id}/1")
+
+    def _do(self, name: str, *what) -> None:
+        if name == self.refuses:
+            raise RuntimeError("401 Client Error.\n\nInvalid token")
+        self.calls.append((name, *what))
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_an_export_is_pushed_with_its_card_unless_it_failed_its_verification(ok, run, tmp_path, monkeypatch, capsys):
+    hub = FakeHub()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    monkeypatch.setattr("qarl.exporting.verify.verify_export", lambda *given, **options: {"ok": ok})
+    with pytest.raises(SystemExit):
+        cli.main(["export", str(run.path), str(tmp_path / "out"), "--verify", "--push-to-hub", "mine", "--private"])
+    assert hub.calls[0] == ("create_repo", "mine", True, True)
+    assert [call[:2] for call in hub.calls[1:]] == ([("upload_folder", "me/mine")] if ok else [])
+    if ok:
+        assert {"README.md", "model.safetensors", "qarl_export.json"} <= set(hub.calls[1][2])
+        assert "Step 4" in hub.calls[1][3]
+    assert ("pushed to hub/me/mine/1" in capsys.readouterr().out) == ok
+
+
+@pytest.mark.parametrize("call", ["create_repo", "upload_folder"])
+def test_a_hub_that_refuses_is_one_line_and_no_export_is_lost(call, run, tmp_path, monkeypatch, refusal):
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(call))
+    line = refusal("export", run.path, tmp_path / "out", "--push-to-hub", "mine")
+    assert "--push-to-hub: " in line and "401 Client Error. Invalid token; run `hf auth login`" in line
+    assert (tmp_path / "out").exists() == (call == "upload_folder")  # refused before anything was written, or kept
+    assert (str(tmp_path / "out") in line) == (call == "upload_folder")
 
 
 def test_export_of_a_run_without_a_checkpoint_is_refused(run, refusal):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -18,6 +19,7 @@ from qarl.errors import UserError
 from qarl.storage.runs import read_metrics
 from qarl.training import recorder as module
 from qarl.training.recorder import Recorder
+from qarl.training.trackers import TRACKERS
 
 
 def settings(**values) -> LoggingConfig:
@@ -189,7 +191,7 @@ def test_tensorboard_hides_the_steps_that_were_taken_back(tmp_path):
     assert "bad" not in events.Tags()["scalars"]
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize("name", TRACKERS)
 def test_a_missing_tracker_is_a_user_error_naming_the_package(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"logging.{name}: .*pip install {name}"):
@@ -242,12 +244,64 @@ def test_a_tracker_that_fails_later_is_dropped_with_one_warning(tmp_path, tracke
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
 
 
-@pytest.mark.parametrize("tracker", ["wandb"], indirect=True)
-def test_a_resumed_run_joins_the_same_wandb_run(tmp_path, tracker):
+@pytest.mark.parametrize("tracker", ["wandb", "swanlab"], indirect=True)
+def test_a_resumed_run_joins_the_same_run_of_the_tracker(tmp_path, tracker):
     for _ in range(2):
-        Recorder(tmp_path, settings(wandb={"project": "p"})).close()
+        Recorder(tmp_path, settings(**{tracker.name: {"project": "p"}})).close()
     first, second = tracker.starts
     assert first["id"] == second["id"] and second["resume"] == "allow"
+    assert tracker.name == "wandb" or re.fullmatch("[0-9a-f]{21}", first["id"])
+
+
+class FakeMlflow:
+    """The calls of mlflow's client that a run makes, over experiments and runs in memory."""
+
+    def __init__(self) -> None:
+        self.experiments: dict[str, str] = {}
+        self.runs: dict[str, dict] = {}
+
+    def get_experiment_by_name(self, name: str):
+        found = self.experiments.get(name)
+        return None if found is None else SimpleNamespace(experiment_id=found)
+
+    def create_experiment(self, name: str) -> str:
+        return self.experiments.setdefault(name, str(len(self.experiments)))
+
+    def create_run(self, experiment: str, run_name: str):
+        run = f"run{len(self.runs)}"
+        self.runs[run] = {"name": run_name, "experiment": experiment, "metrics": [], "status": None, "config": None}
+        return SimpleNamespace(info=SimpleNamespace(run_id=run))
+
+    def log_dict(self, run: str, values: dict, file: str) -> None:
+        self.runs[run]["config"] = values
+
+    def update_run(self, run: str, status: str) -> None:
+        self.runs[run]["status"] = status
+
+    def log_batch(self, run: str, metrics: list) -> None:
+        self.runs[run]["metrics"] += [(m.step, m.key, m.value) for m in metrics]
+
+    def set_terminated(self, run: str) -> None:
+        self.runs[run]["status"] = "FINISHED"
+
+
+def test_mlflow_has_one_run_for_all_starts_of_a_run_directory(tmp_path, monkeypatch):
+    client, module, uris = FakeMlflow(), ModuleType("mlflow"), []
+    module.MlflowClient = lambda: client
+    module.set_tracking_uri = uris.append
+    module.entities = SimpleNamespace(
+        Metric=lambda key, value, now, step: SimpleNamespace(key=key, value=value, step=step)
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    for step in (1, 2):
+        own = settings(mlflow={"project": "p", "tracking_uri": "file:///tmp/runs"})
+        with Recorder(tmp_path / "demo", own, config={"seed": 3}) as recorder:
+            recorder.log(step, {"x": float(step), "y": float("nan")})
+            assert client.runs["run0"]["status"] == "RUNNING"
+    assert client.experiments == {"p": "0"} and set(uris) == {"file:///tmp/runs"}
+    (run,) = client.runs.values()
+    assert run["metrics"] == [(1, "x", 1.0), (2, "x", 2.0)]
+    assert (run["name"], run["status"], run["config"]) == ("demo", "FINISHED", {"seed": 3})
 
 
 @pytest.mark.parametrize("tracker", ["wandb"], indirect=True)

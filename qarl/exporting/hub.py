@@ -1,0 +1,56 @@
+"""Push an export to the Hugging Face hub, with its model card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qarl.errors import UserError
+
+
+class HubRepository:
+    """A model repository on the hub, created if it does not exist.
+
+    Creating it before the export finds a wrong name or a missing token before anything is written.
+
+    Args:
+        name: `user/name`, or `name` of one's own.
+        private: Whether a new repository is private.
+
+    Raises:
+        UserError: The hub refuses the repository, or cannot be reached.
+    """
+
+    def __init__(self, name: str, private: bool = False) -> None:
+        from huggingface_hub import HfApi
+
+        self._api = HfApi()
+        created = _asked(name, lambda: self._api.create_repo(name, private=private, exist_ok=True))
+        self.name = str(created.repo_id)
+
+    def push(self, folder: Path, message: str) -> str:
+        """Upload the files of an export as one commit.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            UserError: The hub refuses, or cannot be reached; the export stays where it is.
+        """
+        upload = _asked(
+            self.name,
+            lambda: self._api.upload_folder(repo_id=self.name, folder_path=str(folder), commit_message=message),
+            f"; the export stays in {folder}",
+        )
+        return str(upload.commit_url)
+
+
+def _asked(name: str, action: Callable[[], Any], kept: str = "") -> Any:
+    """Turn errors of the hub's library into one line. It raises its own, httpx's, OSError and ValueError."""
+    try:
+        return action()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        fix = "run `hf auth login`, or check the name of the repository and the connection"
+        raise UserError(f"--push-to-hub: {name}: {reason}; {fix}{kept}") from error
