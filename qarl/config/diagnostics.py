@@ -34,7 +34,8 @@ class DiagnosticsConfig(Section):
         ge=0,
         le=STEPS,
         description="gradients/*: four backwards over the step's first minibatch, with the ratio and the score of "
-        "learner and shadow, and up to two with what either ratio clips; up to five more gradients in host memory.",
+        "learner and shadow, up to two with what either ratio clips, and two that compare the gradient that trains "
+        "with REINFORCE; up to five more gradients in host memory.",
     )
     backward_every: int = Field(
         0,

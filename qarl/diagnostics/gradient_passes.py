@@ -13,6 +13,8 @@ E - F is the study's d_clip. A pass that would repeat another is not run: where 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,7 +22,9 @@ from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
 from qarl.objectives.base import Band
-from qarl.objectives.common import clamped_exp, log_ratio
+from qarl.objectives.common import Constants, TokenLogProbs, clamped_exp, log_ratio
+from qarl.objectives.objective import Objective
+from qarl.objectives.segments import Totals, aggregate
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
 from qarl.training.batch import Part
@@ -142,6 +146,69 @@ class Passes:
                 weight = ratio * part.segments.expand(part.advantages) * (-self.loss_scale / self.tokens)
                 self.sums.backward(logp, weight)
         return self.sums.take()
+
+
+def trained_gram(passes: Passes, objective: Objective, parts: list[Part], totals: Totals) -> Tensor:
+    """Inner products of the gradient that trains and the clean one: (2, 2) float64 (TRL study, section 8.4).
+
+    The first is that of the configured objective with its ratio, clip and correction, without KL, entropy and router
+    losses. The clean one is the learner's score weighted with A, with ratio one and nothing clipped: REINFORCE, under
+    the objective's aggregation. Both are at the rollout's weights, where the learner's log-probs are `logp_old`.
+
+    Args:
+        passes: Its policy and sums; its log-probs are not used.
+        objective: The configured objective.
+        parts: All responses of the first minibatch, as micro-batches.
+        totals: Divisors of the minibatch's loss.
+    """
+    policy, sums, scale = passes.policy, passes.sums, passes.loss_scale
+    config = objective.config.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0})
+    objective = replace(objective, config=config)
+
+    @torch.enable_grad()
+    def backward(part: Part, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
+        how = part.truncation(passes.truncation), passes.chunk
+        logp, _ = policy.logprobs(part.prompts, part.responses, *how, routes=part.routes)
+        sums.backward(loss_of(logp) * scale)
+        return logp.detach()
+
+    seen: list[TokenLogProbs] = []
+    for part in parts:
+
+        def clean(logp: Tensor, part: Part = part) -> Tensor:
+            value = part.segments.expand(part.advantages) * logp.masked_fill(logp.isinf(), 0.0)
+            return -aggregate(value, part.segments, config.aggregation, totals)
+
+        old, shadow = backward(part, clean), None
+        if objective.needs.shadow:
+            how = part.truncation(passes.truncation), passes.chunk, part.routes
+            shadow = policy.frozen_logprobs(policy.shadow, part.prompts, part.responses, *how)
+        seen.append(TokenLogProbs(old, old, part.logp_sampler, shadow))
+    reference = [None if g is None else g.cpu() for g in sums.take()]
+    constants = _constants(objective, parts, seen) if objective.needs.minibatch else Constants()
+    for part, known in zip(parts, seen, strict=True):
+
+        def configured(logp: Tensor, part: Part = part, known: TokenLogProbs = known) -> Tensor:
+            logps = replace(known, logp=logp)
+            return objective(logps, part.advantages, part.segments, totals, constants)[0]
+
+        backward(part, configured)
+    trained = sums.take()
+    own, both, base = _inner(trained, trained), _inner(reference, trained), _inner(reference, reference)
+    return torch.tensor([[own, both], [both, base]], dtype=torch.float64) / scale**2
+
+
+def _constants(objective: Objective, parts: list[Part], seen: list[TokenLogProbs]) -> Constants:
+    """The objective's constants of a whole minibatch."""
+    shadows = [logps.logp_shadow for logps in seen if logps.logp_shadow is not None]
+    logps = TokenLogProbs(
+        torch.cat([logps.logp for logps in seen]),
+        torch.cat([logps.logp_old for logps in seen]),
+        torch.cat([logps.logp_sampler for logps in seen]),
+        torch.cat(shadows) if shadows else None,
+    )
+    whole = parts[0].batch.part([i for part in parts for i in part.indices], parts[0].device)
+    return objective.constants(logps, whole.advantages, whole.segments)
 
 
 def _inner(first: list[Tensor | None], second: list[Tensor | None]) -> float:

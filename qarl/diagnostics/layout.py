@@ -46,6 +46,13 @@ class _Decile(Record):
     delta_abs_mean: Number | None
 
 
+class _Row(Record):
+    low: Number
+    high: Number | None
+    count: Count
+    delta_abs_mean: Number | None
+
+
 class _Backward(Record):
     worst: str
     layers: dict[str, Annotated[list[Number | None], Field(min_length=2, max_length=2)]]
@@ -77,6 +84,9 @@ class DiagnosticsRecord(Record):
     tokens: _Tokens
     token_count: Count
     deciles: list[_Decile]
+    positions: list[_Row] = Field([])
+    lengths: list[_Row] = Field([])
+    tail: list[_Row] = Field([])
     layers: dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]] | None
     backward: _Backward | None = None
     routing: _Routing | None = None

@@ -129,6 +129,49 @@ def probability_deciles(logp_old: Tensor, logp_sampler: Tensor) -> list[dict[str
     ]
 
 
+def gap_tables(logp_old: Tensor, logp_sampler: Tensor, segments: Segments) -> dict[str, list[dict[str, Any]]]:
+    """|delta| by where a token stands (VeXact, section 3) and by its probability in the tail (DVP, section 4).
+
+    Args:
+        logp_old: (T,) learner at the rollout's weights.
+        logp_sampler: (T,) as the sampler reported.
+        segments: The response of each token.
+
+    Returns:
+        Tables of rows low, high, count, delta_abs_mean (nats), without empty rows; `high` is excluded, None if open:
+
+            positions  of the token in its response, from 0, in powers of two
+            lengths    of the token's response, in tokens, in powers of two
+            tail       probability that the sampler gave the token, in powers of ten, the first row below 1e-6
+    """
+    delta, _ = log_prob_gap(logp_old.double(), logp_sampler.double())
+    starts = segments.lengths.cumsum(0) - segments.lengths
+    positions = torch.arange(len(delta), device=delta.device) - segments.expand(starts)
+    longest = int(segments.lengths.max()) if len(segments.lengths) else 0
+    powers = [0.0, *(2.0**k for k in range(longest.bit_length() + 1))]
+    tens = [0.0, *(10.0**-k for k in range(6, -1, -1))]
+    by = {
+        "positions": (positions, powers),
+        "lengths": (segments.expand(segments.lengths), powers),
+        "tail": (logp_sampler.double().exp(), tens),
+    }
+    return {name: _table(where.double(), edges, delta.abs()) for name, (where, edges) in by.items()}
+
+
+def _table(where: Tensor, edges: list[float], gap: Tensor) -> list[dict[str, Any]]:
+    """Mean gap by the row of `edges` that `where` is in: [low, high), the last row open."""
+    row = torch.bucketize(where, torch.tensor(edges, dtype=torch.float64, device=where.device), right=True) - 1
+    empty = gap.new_zeros(len(edges))
+    counts = empty.index_add(0, row.clamp(min=0), torch.ones_like(gap)).tolist()
+    sums = empty.index_add(0, row.clamp(min=0), gap).tolist()
+    highs = [*edges[1:], None]
+    return [
+        {"low": low, "high": high, "count": int(count), "delta_abs_mean": total / count}
+        for low, high, count, total in zip(edges, highs, counts, sums, strict=True)
+        if count
+    ]
+
+
 def log_prob_gap(logp: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """logp - other with an infinite difference as +-20 and equal infinities as 0, and which were infinite: [T], [T]."""
     difference = (logp - other).masked_fill(logp == other, 0.0)

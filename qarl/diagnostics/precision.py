@@ -10,6 +10,7 @@ at the learner's current weights, the shadow; with l_t the learner's and b_t the
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from qarl.objectives.segments import Segments
 if TYPE_CHECKING:
     from qarl.objectives.base import Band
 
-PARTS = ("eos_", "rest_")
+PARTS = ("eos_", "rest_", "beta_abs_logp_")  # left out if they are of no token
+LOG_PROBS = (math.inf, 20.0, 10.0, 5.0, 2.0, 0.5, 0.0)  # minus the bounds of the ranges, in nats
 
 
 @torch.no_grad()
@@ -49,7 +51,10 @@ def precision_metrics(
                             phantom_lost_frac: those of them that have no gradient. All four are left out without a band
         outside_frac        one of the three log-probs is infinite: outside its truncated distribution
         eos_frac            tokens that end a response; of them and of the rest (section 8.3): eos_ and rest_ before
-                            alpha_abs_mean, beta_abs_mean, beta_mean, phantom_frac. Left out where there are none
+                            alpha_abs_mean, beta_abs_mean, beta_mean, beta_std, phantom_frac. Left out where there
+                            are none
+        beta_abs_logp_LOW_HIGH  mean |beta| of tokens whose learner's log-prob is in [-LOW, -HIGH), the last one up to
+                            0 (section 8.2: rare tokens have the largest). Left out without such tokens
 
     A token outside has no alpha and no beta, and is in the counts of clipping and outside_frac alone; those are over
     all tokens. In a band per response it is clipped if its response is.
@@ -75,6 +80,7 @@ def precision_metrics(
         "beta_advantage_corr": (centered * a_centered).sum() / (centered.norm() * a_centered.norm()),
         "varies": ((beta != beta[:1]).any() & (advantage != advantage[:1]).any()).double(),
     }
+    values |= _by_log_prob(learner[~infinite], beta)
     phantom = None
     if band is not None:
         counts = clipped_tokens(log_ratio, logp_shadow, logp_sampler, advantages, segments, band)
@@ -91,6 +97,15 @@ def precision_metrics(
         found["snr"] = found["alpha_abs_mean"] / found["beta_abs_mean"]
     # a mean over no tokens is 0 / 0
     return {f"precision/{name}": v for name, v in found.items() if not (name.startswith(PARTS) and math.isnan(v))}
+
+
+def _by_log_prob(logp: Tensor, beta: Tensor) -> dict[str, Tensor]:
+    """Mean |beta| by the token's log-prob, (N,) each; NaN for a range without tokens."""
+    found = {}
+    for low, high in pairwise(LOG_PROBS):
+        inside = (logp >= -low if math.isfinite(low) else logp < -high) & ((logp < -high) | (high == 0.0))
+        found[f"beta_abs_logp_{low:g}_{high:g}"] = beta.abs().masked_fill(~inside, 0.0).sum() / inside.sum()
+    return found
 
 
 class Clipped(NamedTuple):
@@ -122,10 +137,12 @@ def _part(
 ) -> dict[str, Tensor]:
     """Means over the tokens of `part` (T,); alpha, beta: of the tokens that are not infinite. NaN without tokens."""
     finite = part[~infinite].double()
+    mean = (beta * finite).sum() / finite.sum()
     found = {
         f"{name}_alpha_abs_mean": (alpha.abs() * finite).sum() / finite.sum(),
         f"{name}_beta_abs_mean": (beta.abs() * finite).sum() / finite.sum(),
-        f"{name}_beta_mean": (beta * finite).sum() / finite.sum(),
+        f"{name}_beta_mean": mean,
+        f"{name}_beta_std": ((beta - mean).square() * finite).sum().div(finite.sum()).sqrt(),
     }
     if phantom is not None:
         found[f"{name}_phantom_frac"] = (phantom & part).double().sum() / part.double().sum()

@@ -16,13 +16,14 @@ from torch import Tensor
 from qarl.config import Config
 from qarl.config.diagnostics import Costly
 from qarl.diagnostics.backward import Modules, backward_error
-from qarl.diagnostics.gradient_passes import Passes
-from qarl.diagnostics.gradients import gradient_metrics
+from qarl.diagnostics.gradient_passes import Passes, trained_gram
+from qarl.diagnostics.gradients import gradient_metrics, trained_metrics
 from qarl.diagnostics.precision import deployed_metrics, precision_metrics
 from qarl.diagnostics.record import StepTokens
 from qarl.distributed.ranks import Alone, Ranks
 from qarl.objectives.common import TokenLogProbs
 from qarl.objectives.objective import Objective
+from qarl.objectives.segments import Totals
 from qarl.policy.policy import Policy
 from qarl.training.batch import CPU, Batch, Part, rounds
 from qarl.training.columns import Column
@@ -125,6 +126,9 @@ class Probe(Observer):
         )
         if "gradients" in self.due:
             self.metrics |= gradient_metrics(passes.gram())
+            totals = Totals(len(minibatch), minibatch.tokens, self.config.rollout.max_response_length)
+            parts = minibatch.micro_batches(train.micro_batch_tokens)
+            self.metrics |= trained_metrics(trained_gram(passes, self.objective, parts, totals))
         if "backward" in self.due:
             found = backward_error(passes)
             self.metrics |= found.metrics

@@ -12,7 +12,7 @@ from torch import Tensor
 from qarl.diagnostics.backward import Modules, worst_module
 from qarl.diagnostics.crossings import Crossings, by_layer
 from qarl.diagnostics.layout import FORMAT_VERSION
-from qarl.diagnostics.mismatch import probability_deciles
+from qarl.diagnostics.mismatch import gap_tables, probability_deciles
 from qarl.diagnostics.precision import clipped_tokens
 from qarl.objectives.segments import Segments
 from qarl.utils.expert_names import of_experts
@@ -104,6 +104,10 @@ def diagnostics_record(
             {name: None if value is None else _finite(value) for name, value in row.items()}
             for row in probability_deciles(tokens.logp_old, tokens.logp_sampler)
         ],
+        **{
+            name: [{key: None if value is None else _finite(value) for key, value in row.items()} for row in table]
+            for name, table in gap_tables(tokens.logp_old, tokens.logp_sampler, segments).items()
+        },
         "layers": None if layers is None else {name: list(pair) for name, pair in by_layer(layers).items()},
         "backward": _backward(backward) if backward else None,
         "routing": routing,

@@ -167,6 +167,23 @@ def ratio_stats(ratio: Tensor, clipped: Tensor, clamped: Tensor, mask: Tensor | 
     return {name: stat(x, mask) for name, x in zip(RATIO_STATS, (ratio, clipped, clamped), strict=True)}
 
 
+def weight_balance(w: Tensor, counted: Tensor) -> Stats:
+    """The balance of W, the weight of a token's score (TRL precision study, section 10.2).
+
+    `policy/mu_w`: its mean. `policy/w_negative_frac`: the share below 0. `policy/w_imbalance`: the sum of positive ones
+    over the absolute sum of negative ones, 0.0 without any of the latter.
+    """
+    import torch
+
+    value = w.detach().double().masked_fill(~counted, 0.0)
+    imbalance = torch.stack([value.clamp(min=0.0).sum(), -value.clamp(max=0.0).sum()])
+    return {
+        "policy/mu_w": stat(w, counted),
+        "policy/w_negative_frac": stat(w < 0, counted),
+        "policy/w_imbalance": imbalance,
+    }
+
+
 def bound_stats(bounded: Tensor, ratio: Tensor, mask: Tensor | None) -> Stats:
     """Bias and variance that bounding the ratios to weights brings, per token or response (survey, section on TIS).
 

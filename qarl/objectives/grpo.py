@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 from qarl.config.base import Fault, Field
 from qarl.config.limits import FACTOR
 from qarl.objectives.base import AggregationKey, Band, RatioObjective
-from qarl.objectives.common import Stats, Surrogate, SurrogateInputs, clamped_exp, ratio_stats, stat
+from qarl.objectives.common import Stats, Surrogate, SurrogateInputs, clamped_exp, ratio_stats, weight_balance
 
 NO_CLIP_EPS = 10.0
 """Both bounds of loss no_clip (TRL precision study, section 10.1). The lower one is below 0, so it is 0."""
@@ -72,8 +72,7 @@ class TokenClip(RatioObjective):
         value = advantage * edge.where(clipped, ratio)
 
         counted = inputs.counted_tokens
-        # policy/mu_w: mean of W, the weight of a token's score (TRL precision study, section 10.2)
-        return value, ratio_stats(ratio, clipped, clamped, counted) | {"policy/mu_w": stat(value, counted)}
+        return value, ratio_stats(ratio, clipped, clamped, counted) | weight_balance(value, counted)
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
         """J per token, (T,). With loss detach, a token with an infinite log-prob has value 0."""

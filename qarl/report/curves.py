@@ -180,6 +180,26 @@ POLICY = (
         (("policy/contribution_rollout_pos", "A > 0"), ("policy/contribution_rollout_neg", "A < 0")),
     ),
     Curves("Mean ratio", "policy now over policy of the rollout", (("policy/ratio_mean", "ratio"),)),
+    Curves(
+        "Weights of the scores",
+        "W = min(r A, clip(r) A)",
+        (
+            ("policy/mu_w", "mean"),
+            ("policy/w_negative_frac", "negative"),
+            ("policy/w_imbalance", "positive over negative"),
+        ),
+    ),
+    Curves(
+        "Bound of the bias of truncation",
+        "reward",
+        (("policy/truncation_bias_bound", "bound"),),
+        note="DVP, proposition 5.5: 2 max |R| T (1 - least retained mass), T the longest response.",
+    ),
+    Curves(
+        "Groups sampled for a step",
+        "fraction of the groups sampled",
+        (("sampling/equal_frac", "equal rewards"), ("sampling/surplus_frac", "surplus")),
+    ),
     Curves("Responses without advantage", "fraction", (("policy/zero_advantage_frac", "advantage 0"),)),
     Curves(
         "Losses of the routers",
@@ -266,6 +286,17 @@ PRECISION = (
         "fraction of them",
         (("precision/eos_phantom_frac", "end of sequence"), ("precision/rest_phantom_frac", "other tokens")),
     ),
+    Curves(
+        "Spread of the precision gap at ends and at other tokens",
+        "standard deviation of beta (nats)",
+        (("precision/eos_beta_std", "end of sequence"), ("precision/rest_beta_std", "other tokens")),
+    ),
+    Curves(
+        "Precision gap by log-prob",
+        "mean |beta| of a token (nats)",
+        ((r"precision/beta_abs_logp_(.+)_(.+)", r"log-prob from -\1 to -\2"),),
+        log_y=True,
+    ),
     Curves("Tokens that end a response", "fraction of tokens", (("precision/eos_frac", "ends"),)),
     Curves("Advantage that precision adds", "mean of beta A", (("precision/beta_advantage_mean", "beta A"),)),
     Curves(
@@ -303,6 +334,7 @@ PRECISION = (
             ("gradients/total_rel", "whole"),
             ("gradients/clip_rel", "through what is clipped"),
             ("gradients/clipped_rel", "whole, with clipping"),
+            ("gradients/trained_rel", "as trained, against REINFORCE"),
         ),
     ),
     Curves(
@@ -311,6 +343,7 @@ PRECISION = (
         (
             ("gradients/cos_total", "gradient and clean gradient"),
             ("gradients/cos_clipped", "clipped gradient and clean gradient"),
+            ("gradients/cos_trained", "trained gradient and REINFORCE"),
             ("gradients/cos_ratio_clean", "ratio error and clean"),
             ("gradients/cos_score_clean", "score error and clean"),
             ("gradients/cos_ratio_score", "ratio error and score error"),

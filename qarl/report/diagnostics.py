@@ -83,6 +83,7 @@ def record_blocks(record: Mapping[str, Any]) -> list[Block]:
     gaps = [None if a is None or b is None else abs(a - b) for a, b in zip(old, sampler, strict=True)]
     if any(gap for gap in gaps if gap is not None):
         blocks.append(_gap_by_probability(sampler, gaps, record["deciles"]))
+        blocks += _gap_tables(record)
     else:
         blocks.append(Text("Sampler and learner gave each of these tokens the same log-prob, bit for bit.", "note"))
     if record["band"] or any(tokens["log_ratio"]):
@@ -120,6 +121,23 @@ def _gap_by_probability(sampler: Column, gaps: Column, deciles: list[dict[str, A
         line=line,
         log_y=True,
     )
+
+
+def _gap_tables(record: Mapping[str, Any]) -> list[Block]:
+    """The gap by position, by length of the response, and by probability in the tail."""
+    axes = {
+        "positions": ("by position", "position in the response (log2)", lambda row: math.log2(row["low"] + 1)),
+        "lengths": ("by length of the response", "tokens of the response (log2)", lambda row: math.log2(row["low"])),
+        "tail": ("in the tail", "probability, sampler (log10)", lambda row: math.log10(max(row["low"], 1e-7))),
+    }
+    charts: list[Block] = []
+    for name, (title, label, place) in axes.items():
+        rows = record.get(name) or []
+        if len(rows) > 1:
+            gaps = [row["delta_abs_mean"] for row in rows]
+            series = [Series("all tokens", [place(row) for row in rows], gaps)]
+            charts.append(LineChart(f"Log-prob difference {title}", label, "mean |delta| (nats)", series, log_y=True))
+    return charts
 
 
 def _ratios(tokens: Mapping[str, Any], band: Mapping[str, Any] | None) -> Scatter:

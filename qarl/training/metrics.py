@@ -85,6 +85,21 @@ def response_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     }
 
 
+def truncation_bias_bound(rollouts: list[Rollout], scores: RewardResult, retained: float) -> float:
+    """Bound of what truncating the distribution does to the expected reward (DVP, proposition 5.5).
+
+    2 max |R| T (1 - alpha): the total variation of two trajectory distributions of T steps is at most T times that of a
+    step, which is the mass outside the kept set.
+
+    Args:
+        rollouts: T is the longest of them.
+        scores: R, the total rewards.
+        retained: alpha, the least probability of a kept set.
+    """
+    longest = max(len(rollout.token_ids) for rollout in rollouts)
+    return 2.0 * max(map(abs, scores.total)) * longest * (1.0 - retained)
+
+
 def token_metrics(batch: Batch) -> dict[str, float]:
     """What the sampled tokens show: `mismatch/*`, the learner at the rollout's snapshot against what the sampler
     reported, and `error_tokens/*`."""

@@ -24,6 +24,7 @@ from qarl.training.metrics import (
     rollout_rows,
     rollout_tensors,
     token_metrics,
+    truncation_bias_bound,
 )
 from qarl.training.observer import Observer
 from qarl.training.recorder import Recorder
@@ -93,6 +94,9 @@ class StepRecord(Observer):
             self.metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)
             self.trace = Trace()
             return
+        if (least := metrics.get("policy/retained_mass_min")) is not None:
+            _, rollouts, scores = self._scored
+            self.metrics["policy/truncation_bias_bound"] = truncation_bias_bound(rollouts, scores, least)
         crossed = crossings(self._before, run.policy.current)
         self.metrics |= token_metrics(batch) | crossing_metrics(crossed) | self._probe.metrics
         self.metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)

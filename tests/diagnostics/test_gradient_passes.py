@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_runs import Parts, parts
 from watched import QUANTIZED_ROLLOUT, mostly_live, packed, shadow
 
-from qarl.diagnostics.gradient_passes import gradient_gram
+from qarl.diagnostics.gradient_passes import Passes, gradient_gram, trained_gram
+from qarl.diagnostics.gradients import trained_metrics
 from qarl.objectives.base import Band
+from qarl.objectives.common import TokenLogProbs
+from qarl.objectives.segments import Totals, aggregate
 from qarl.training.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,3 +133,55 @@ def test_an_aligned_learner_has_one_gradient(llama):
     run = parts(llama)
     gram = gram_of(run, mostly_live(run))
     assert float(gram[0, 0]) > 0.0 and torch.equal(gram, gram[0, 0].expand(4, 4))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"objective": {"name": "grpo", "ratio": "rollout", "clip_ratio_low": 0.01, "clip_ratio_high": 0.01}},
+        {"objective": {"name": "dapo", "loss": "detach_center", "ratio": "shadow", "entropy_coef": 0.1}},
+        {"objective": {"name": "grpo"}, "correction": {"level": "token", "normalize": True, "upper": 1.0}},
+        {"objective": {"name": "reinforce"}},
+    ],
+    ids=["clipped rollout ratio", "centred shadow ratio", "weighted", "reinforce"],
+)
+def test_the_trained_gradient_is_that_of_the_configured_loss_and_the_clean_one_is_reinforce(llama, sections):
+    exact = {"learner_dtype": "float32", "dtype": "float32"}
+    run = parts(llama, **QUANTIZED_ROLLOUT, model=exact, **sections)
+    batch, objective = mostly_live(run), run.learner.objective
+    whole, masters = batch.whole(), [p for _, p in run.policy.named_parameters()]
+    totals = Totals(len(whole), whole.tokens, run.config.rollout.max_response_length)
+    passes = Passes(run.policy, [], whole.tokens, run.sampling.truncation, 64, 8.0)
+    gram = trained_gram(passes, objective, whole.micro_batches(40), totals)
+
+    logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
+    old = logp.detach()
+    logps = TokenLogProbs(logp, old, packed(batch.logp_sampler), shadow(run, batch))
+    plain = replace(objective, config=objective.config.model_copy(update={"entropy_coef": 0.0}))
+    rest = whole.advantages, whole.segments
+    loss, _ = plain(logps, *rest, totals, plain.constants(replace(logps, logp=old), *rest))
+    value = whole.segments.expand(whole.advantages) * logp
+    clean = -aggregate(value, whole.segments, objective.config.aggregation, totals)
+    rows = torch.stack(
+        [
+            torch.cat([g.flatten() for g in torch.autograd.grad(one, masters, retain_graph=True)]).double()
+            for one in (loss, clean)
+        ]
+    )
+    torch.testing.assert_close(gram, rows @ rows.t(), rtol=1e-4, atol=0)
+    found = trained_metrics(gram)
+    assert found["gradients/cos_trained"] == pytest.approx(
+        float(torch.cosine_similarity(rows[0], rows[1], dim=0)), abs=1e-5
+    )
+    expected = float((rows[0] - rows[1]).norm() / rows[1].norm())
+    assert found["gradients/trained_rel"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    if sections["objective"]["name"] == "reinforce":
+        assert expected < 1e-5
+    else:
+        assert expected > 1e-3
+    assert all(master.grad is None for master in masters)
+
+
+def test_the_trained_gradient_has_no_metrics_without_a_clean_one():
+    assert trained_metrics(torch.zeros(2, 2)) == {}
+    assert trained_metrics(torch.tensor([[0.0, 0.0], [0.0, 4.0]])) == {"gradients/trained_rel": 1.0}

@@ -4,7 +4,7 @@ import statistics
 import pytest
 import torch
 
-from qarl.diagnostics.mismatch import mismatch_metrics, probability_deciles
+from qarl.diagnostics.mismatch import gap_tables, mismatch_metrics, probability_deciles
 from qarl.objectives.segments import Segments
 
 LENGTHS = [3, 0, 1, 5]
@@ -214,3 +214,32 @@ def test_what_a_noisy_sampler_draws_it_overrates_in_the_tail():
     error = 0.6 / math.sqrt(tokens)  # of a mean of deltas that spread by about the noise
     assert metrics["mismatch/tail_delta_mean"] < -5 * error
     assert metrics["mismatch/tail_delta_mean"] < metrics["mismatch/head_delta_mean"]
+
+
+def test_gap_tables_are_means_over_positions_lengths_and_tail_probabilities():
+    lengths = [1, 3, 0, 9]
+    segments = Segments.from_lengths(lengths)
+    generator = torch.Generator().manual_seed(3)
+    sampler = -torch.rand(13, generator=generator, dtype=torch.float64) * 20
+    old = sampler + torch.randn(13, generator=generator, dtype=torch.float64)
+    tables = gap_tables(old, sampler, segments)
+    tokens = [(position, length) for length in lengths for position in range(length)]
+    places = {
+        "positions": [position for position, _ in tokens],
+        "lengths": [length for _, length in tokens],
+        "tail": sampler.exp().tolist(),
+    }
+    gaps = (old - sampler).abs().tolist()
+    for name, where in places.items():
+        assert sum(row["count"] for row in tables[name]) == 13
+        for row in tables[name]:
+            high = math.inf if row["high"] is None else row["high"]
+            inside = [gap for gap, place in zip(gaps, where, strict=True) if row["low"] <= place < high]
+            assert row["count"] == len(inside) and row["delta_abs_mean"] == pytest.approx(sum(inside) / len(inside))
+    assert [row["low"] for row in tables["positions"]] == [0.0, 1.0, 2.0, 4.0, 8.0]
+    assert [row["low"] for row in tables["lengths"]] == [1.0, 2.0, 8.0]
+
+
+def test_gap_tables_of_no_tokens_are_empty():
+    none = torch.zeros(0)
+    assert gap_tables(none, none, Segments.from_lengths([0])) == {"positions": [], "lengths": [], "tail": []}

@@ -54,8 +54,14 @@ def test_matches_the_formulas():
             f"precision/{name}_alpha_abs_mean": statistics.fmean(abs(x) for x, _, _ in rows),
             f"precision/{name}_beta_abs_mean": statistics.fmean(abs(y) for _, y, _ in rows),
             f"precision/{name}_beta_mean": statistics.fmean(y for _, y, _ in rows),
+            f"precision/{name}_beta_std": statistics.pstdev(y for _, y, _ in rows),
             f"precision/{name}_phantom_frac": statistics.fmean(p for _, _, p in rows),
         }
+    for low, high in ((math.inf, 20), (20, 10), (10, 5), (5, 2), (2, 0.5), (0.5, 0)):
+        found = [abs(y) for x, y in zip(l, beta, strict=True) if -low <= x < -high or (high == 0 and -low <= x)]
+        if found:
+            parts[f"precision/beta_abs_logp_{low:g}_{high:g}"] = statistics.fmean(found)
+    assert sum("beta_abs_logp" in name for name in parts) > 2
     assert got == pytest.approx(
         {
             "precision/alpha_abs_mean": math.fsum(map(abs, alpha)) / n,

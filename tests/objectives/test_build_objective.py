@@ -360,3 +360,17 @@ def test_kl_estimates_are_of_both_ratios_whichever_the_objective_clips():
         ):
             assert metrics[names[0]] == pytest.approx(-sum(x) / len(x), rel=1e-12)
             assert metrics[names[1]] == pytest.approx(sum(math.exp(d) - 1 - d for d in x) / len(x), rel=1e-12)
+
+
+def test_the_balance_of_w_is_that_of_the_clipped_surrogate():
+    batch = random_batch(LENGTHS, ADVANTAGES, 0.3)
+    _, _, metrics = evaluate(build_objective(objective_config(name="grpo"), NONE), batch)
+    weights = []
+    for (logp, old, _, _), advantage in zip(batch.responses(), batch.advantages.tolist(), strict=True):
+        for x, y in zip(logp, old, strict=True):
+            ratio = math.exp(x - y)
+            weights.append(min(ratio * advantage, max(0.8, min(1.2, ratio)) * advantage))
+    positive, negative = sum(w for w in weights if w > 0), -sum(w for w in weights if w < 0)
+    assert metrics["policy/mu_w"] == pytest.approx(sum(weights) / len(weights), rel=1e-11)
+    assert metrics["policy/w_negative_frac"] == pytest.approx(sum(w < 0 for w in weights) / len(weights))
+    assert metrics["policy/w_imbalance"] == pytest.approx(positive / negative, rel=1e-11)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from tiny_runs import parts
 
 from qarl.distributed.ranks import Alone
 from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RESPONSES
+from qarl.rewards import RewardResult
 from qarl.training.alarms import Alarms
+from qarl.training.metrics import truncation_bias_bound
 from qarl.training.observer import Observer
 from qarl.training.totals import PER_MINIBATCH, LearnerTotals
 
@@ -138,3 +141,9 @@ def test_the_share_of_a_minibatch_is_that_of_all_ranks():
     assert {totals.metrics(2)[f"{name}_max"] for name in PER_MINIBATCH} == {0.9}
     totals.minibatch_stats[0] = pair(19, 20)
     assert {totals.metrics(2)[f"{name}_max"] for name in PER_MINIBATCH} == {0.95}
+
+
+def test_the_bias_of_truncation_is_bounded_by_rewards_length_and_lost_mass():
+    rollouts = [SimpleNamespace(token_ids=[1] * n) for n in (3, 10)]
+    scores = RewardResult([0.5, -2.0], {}, {}, [])
+    assert truncation_bias_bound(rollouts, scores, 0.99) == pytest.approx(2 * 2.0 * 10 * 0.01)
