@@ -243,18 +243,12 @@ def test_min_p_is_that_of_vocabulary_pruning_or_the_rollout_s(load, overrides, m
         (["objective={name: grpo, dvp_rho: 0.01}"], "token"),
         (["objective={name: tbpo, dvp_rho: 0.01}"], "response"),
         # top-p, top-k and plain min-p are no DVP, alone or beside it
-        *(
-            ([f"objective={{name: {name}{rho}}}", *cut], "token")
-            for name in ("tbpo", "gspo", "mis_gspo", "rloo", "reinforce", "grpo")
-            for cut, rho in [
-                (["rollout.top_p=0.9"], ""),
-                (["rollout.top_k=20"], ""),
-                (["rollout.min_p=0.01"], ""),
-                (["rollout.top_p=0.9"], ", dvp_rho: 0.01"),
-                (["rollout.top_k=20"], ", dvp_rho: 0.01"),
-                (["rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.01"], ", dvp_rho: 0.01"),
-            ]
-        ),
+        (["objective.name=tbpo", "rollout.top_p=0.9"], "token"),
+        (["objective.name=gspo", "rollout.top_k=20"], "token"),
+        (["objective.name=rloo", "rollout.min_p=0.01"], "token"),
+        (["objective={name: mis_gspo, dvp_rho: 0.01}", "rollout.top_p=0.9"], "token"),
+        (["objective={name: reinforce, dvp_rho: 0.01}", "rollout.top_k=20"], "token"),
+        (["objective={name: grpo, dvp_rho: 0.01}", "rollout={top_p: 0.9, top_k: 20, min_p: 0.01}"], "token"),
         (["objective.name=grpo", "rollout.top_p=0.9", "correction.preset=seq_tis"], "token"),
         (["objective={name: gspo, dvp_outside: response}", "rollout.top_p=0.9"], "response"),
         (["objective={name: grpo, dvp_rho: 0.01, dvp_outside: response}"], "response"),

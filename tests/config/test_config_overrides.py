@@ -96,31 +96,10 @@ def test_a_hostile_override_is_one_line(load, override, message):
 
 def test_random_overrides_are_applied_or_one_line_each(load):
     rng = random.Random(9)
-    keys = [
-        "train",
-        "steps",
-        "reward",
-        "functions",
-        "0",
-        "00",
-        "-1",
-        "weight",
-        "data",
-        "task",
-        "a",
-        "",
-        " ",
-        "²",
-        "options",
-        "logging",
-        "wandb",
-        "project",
-        "k" * 300,
-        "\u202e",
-        "\0",
-    ]
+    keys = ["train", "steps", "reward", "functions", "weight", "data", "task", "options", "logging", "wandb", "project"]
+    keys += ["a", "", " ", "0", "00", "-1", "²", "k" * 300, "\u202e", "\0"]
     values = ["1", "[", "{}", "null", "[1]", "{a: 1}", "x", "", "=", "&a [*a]", "1e999", "9" * 30, "- 1", "!!int x"]
-    for _ in range(1500):
+    for _ in range(700):
         overrides = [
             ".".join(rng.choices(keys, k=rng.randint(1, 5))) + rng.choice(["=", "=", "=", ""]) + rng.choice(values)
             for _ in range(rng.randint(1, 3))

@@ -57,11 +57,6 @@ def test_strings_that_look_like_something_else_are_quoted_for_both_yaml_versions
     assert yaml.safe_load(text) == {"key": value}
 
 
-def test_learning_rate_in_a_file_may_be_written_1e_6(minimal):
-    minimal.write_text(minimal.read_text() + "optim: {lr: 1e-6}\n")
-    assert load_config(minimal).optim.lr == 1e-6
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -79,10 +74,6 @@ def test_broken_yaml_is_refused_with_its_place(text, message):
         parse_yaml(text, "t")
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_merge_keys_and_anchors_work():
-    assert parse_yaml("a: &x {b: 1, c: 2}\nd: {<<: *x, c: 3}", "t")["d"] == {"b": 1, "c": 3}
 
 
 @pytest.mark.parametrize(

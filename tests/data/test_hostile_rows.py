@@ -143,40 +143,12 @@ def test_random_templates_fill_or_are_refused(tmp_path, tokenizer):
     row = {"prompt": "p" * 1000, "n": -3, "f": 0.1, "l": [1], "d": {"a": 1}, "z": None}
     path.write_text(json.dumps(row))
     pieces = [
-        "{",
-        "}",
-        "{{",
-        "}}",
-        "prompt",
-        "n",
-        "f",
-        "l",
-        "d",
-        "z",
-        ":",
-        "!r",
-        "!s",
-        "!x",
-        ">9",
-        "999999999999",
-        ".3",
-        "d",
-        "s",
-        "%",
-        ",",
-        "x",
-        "{prompt}",
-        "{n}",
-        "{f:.2f}",
-        "{z!r:>4}",
-        ".a",
-        "[0]",
-        "\ud800",
-        "\0",
-        " ",
+        *"{}nfldz:ds%,x\0 ",
+        *["{{", "}}", "prompt", "!r", "!s", "!x", ">9", "999999999999", ".3", ".a", "[0]", "�"],
     ]
+    pieces += ["{prompt}", "{n}", "{f:.2f}", "{z!r:>4}"]
     filled = 0
-    for _ in range(1500):
+    for _ in range(1000):
         template = "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 7)))
         fields = {"prompt_template": template, "chat_template": False, "max_prompt_length": 10**4}
         try:

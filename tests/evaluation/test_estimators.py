@@ -60,6 +60,11 @@ def test_task_values_are_means_over_prompts():
     assert task_pass_at_k(counts, 4, 2).mean == pytest.approx(sum(by_hand) / 5)
 
 
+def test_samples_of_a_prompt_count_once_in_each_group_of_k():
+    """Four samples make two disjoint pairs per prompt, so two prompts make four draws."""
+    assert task_pass_at_k([2, 2], 4, 2) == wilson(1 - 1 / 6, 4)
+
+
 def test_one_sample_a_prompt_gives_wilsons_interval():
     """81 of 263, from Newcombe (1998), Statistics in Medicine 17, table I: 0.2553 to 0.3662."""
     estimate = task_avg([1] * 81 + [0] * 182, 1)

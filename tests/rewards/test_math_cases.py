@@ -50,12 +50,6 @@ def test_each_ground_truth_is_its_own_answer():
     assert [gold for gold in sorted(plain) if score(gold, rf"\boxed{{{gold}}}") != 1.0] == []
 
 
-def test_a_quarter_of_the_table_has_the_score_0():
-    """The reward must not be right by being generous."""
-    rights = [right for table in (BOXED, RESPONSES) for cases in table.values() for _, _, right in cases]
-    assert len(rights) >= 400 and rights.count(0) > len(rights) / 4
-
-
 def notations(mantissa: Decimal, exponent: int) -> list[str]:
     shifted = mantissa.scaleb(1)
     return [

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-import random
 from decimal import Decimal
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from qarl.config.reward import BUILTIN_REWARDS
 from qarl.data.tasks import generate
@@ -211,13 +212,17 @@ def test_options_and_columns_are_checked_on_an_empty_batch(function, options, me
         function([], [], answer=[], other=[], **options)
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_format_default_accepts_one_think_and_one_answer_block_only(seed):
-    rng = random.Random(seed)
-    parts = ["<think>a</think>", "<answer>b</answer>", "\n", " ", "c", "<think>", "</think>", "<answer>", "</answer>"]
-    text = "".join(rng.choices(parts, [5, 5, 2, 2, 1, 1, 1, 1, 1], k=rng.randrange(2, 6)))
-    right = text.split() == ["<think>a</think><answer>b</answer>"] or text.split() == parts[:2]
-    assert score(format, [text, parts[0] + parts[1], parts[0] + parts[1] * 2]) == [float(right), 1.0, 0.0]
+PARTS = ["<think>a</think>", "<answer>b</answer>", "\n", " ", "c", "<think>", "</think>", "<answer>", "</answer>"]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from([*PARTS[:2] * 4, *PARTS]), min_size=2, max_size=5))
+@example(PARTS[:2])
+@example([PARTS[0], "\n", PARTS[1], " "])
+def test_format_default_accepts_one_think_and_one_answer_block_only(parts):
+    text, both = "".join(parts), PARTS[0] + PARTS[1]
+    right = text.split() == [both] or text.split() == PARTS[:2]
+    assert score(format, [text, both, both + PARTS[1]]) == [float(right), 1.0, 0.0]
 
 
 THINKING = [
