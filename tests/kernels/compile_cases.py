@@ -48,7 +48,7 @@ from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
 INT4 = {"divisor": 7.5, "lowest": -8, "highest": 7, "scale_dtype": BF16}
-MATRICES = ((4096, 12_288), (1000, 1000), (8192, 28_672))
+MATRICES = ((4096, 12_288), (1000, 1000))
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -59,9 +59,8 @@ Shape = TypeVar("Shape")
 
 
 def for_this_gpu(shapes: Sequence[Shape]) -> Sequence[Shape]:
-    """Shapes of kernels without products: all for Hopper, the last before it, whose code is the same but for selection
-    of instructions."""
-    return shapes if on_hopper() else shapes[-1:]
+    """Shapes of kernels without products: the first for Hopper, the last before it."""
+    return shapes[:1] if on_hopper() else shapes[-1:]
 
 
 def on_hopper() -> bool:
@@ -70,17 +69,15 @@ def on_hopper() -> bool:
 
 def integer_weights() -> Iterator[str]:
     """Quantize, dequantize and tile: int4 and int8."""
-    for n, k in for_this_gpu(MATRICES):
-        groups = (32, 64, 128, None) if (n, k) == MATRICES[0] else (128,) if not on_hopper() else (None,)
-        for group in groups:
-            for symmetric in (True, False) if group in (32, None) or not on_hopper() else (True,):
-                packed, scale, zero_point, _ = quantize.quantize_int4(
-                    empty(n, k, dtype=FP32), group, symmetric=symmetric, **INT4
-                )
-                dequantize.dequantize_int4(packed, scale, zero_point, k, BF16)
-                tile.meta_w4a16(scale, zero_point, n, k, group, BF16)
-                yield f"int4 {n}x{k} group {group} {'symmetric' if symmetric else 'asymmetric'}"
-            tile.meta_w4a8(scale, n, k, group)
+    for (n, k), group in for_this_gpu(tuple(zip(MATRICES, (32, None), strict=True))):
+        for symmetric in (True, False):
+            packed, scale, zero_point, _ = quantize.quantize_int4(
+                empty(n, k, dtype=FP32), group, symmetric=symmetric, **INT4
+            )
+            dequantize.dequantize_int4(packed, scale, zero_point, k, BF16)
+            tile.meta_w4a16(scale, zero_point, n, k, group, BF16)
+            yield f"int4 {n}x{k} group {group} {'symmetric' if symmetric else 'asymmetric'}"
+        tile.meta_w4a8(scale, n, k, group)
         tile.untile_int4(tile.tile_int4(packed, k), n, k)
         codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.int8)
         dequantize.dequantize_bytes(codes, scale, BF16)
@@ -118,7 +115,7 @@ def draws() -> Iterator[str]:
         yield f"draw of {vocabulary}"
 
 
-ACTIVATIONS = ((BF16, 1000), (BF16, 4096), (torch.float16, 4096), (FP32, 4096), (BF16, 28_672))
+ACTIVATIONS = ((BF16, 28_672), (FP32, 1000))
 
 
 def int8_activations() -> Iterator[str]:
@@ -136,7 +133,7 @@ def fp8_activations() -> Iterator[str]:
 
 def norms() -> Iterator[str]:
     """Norm, its backward, column sums; no quantization."""
-    for dtype, h in for_this_gpu(((BF16, 1000), (torch.float16, 2048), (BF16, 8192))):
+    for dtype, h in for_this_gpu(((BF16, 8192), (torch.float16, 1000))):
         x, weight, inverse = empty(4096, h, dtype=dtype), empty(h, dtype=dtype), empty(4096, dtype=FP32)
         fused_norm.add_rms_norm(x, x, weight, 1e-6)
         fused_norm.add_rms_norm(x, None, weight, 1e-6)
@@ -178,18 +175,18 @@ def fp8_kv_cache() -> Iterator[str]:
     pages = [[0], list(range(1, 127)), list(range(127, 260))]
     last = 2000 if on_hopper() else 1000
     layout, _ = flash_paged.paged_layout([0, 5, 6], [5, 1, last], [0, 2000, 0], pages, torch.device("cpu"))
-    for dim, sequences in ((64, 8), (96, 8), (128, 8), (128, 512), (256, 8)) if on_hopper() else ((128, 8),):
+    for dim in (128, 96, 256) if on_hopper() else (128,):
         cache = empty(300, 8, 64, dim, dtype=torch.float8_e4m3fn)
-        if sequences == 8 and dim != 96:  # whose features are not in pairs
+        if dim != 96:  # whose features are not in pairs
             flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5)
-        table, lengths = empty(sequences, 128, dtype=torch.int32), empty(sequences, dtype=torch.int32)
-        flash_paged.decode_attention(empty(sequences, 16, dim), cache, cache, table, lengths, dim**-0.5, None, 8192)
-        yield f"attention over FP8 {dim} {sequences}"
+        table, lengths = empty(8, 128, dtype=torch.int32), empty(8, dtype=torch.int32)
+        flash_paged.decode_attention(empty(8, 16, dim), cache, cache, table, lengths, dim**-0.5, None, 8192)
+        yield f"attention over FP8 {dim}"
 
 
 def gates() -> Iterator[str]:
     """SiLU gate and its backward, embedding gradient; no quantization."""
-    for i in for_this_gpu((1000, 6144, 12_288)):
+    for i in for_this_gpu((12_288, 1000)):
         gate_up = empty(4096, 2 * i)
         product = swiglu.swiglu(gate_up).product
         swiglu.swiglu_backward(product, gate_up, True, gate_up)

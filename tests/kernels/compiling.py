@@ -198,21 +198,21 @@ def _jobs(case: str, capabilities: Iterable[tuple[int, int]]) -> Iterator[_Job]:
             assert not launches, f"{case}: launches after the last yield have no label"
 
 
-def spread(jobs: Sequence[_Job], most: Sequence[int | None]) -> list[_Job]:
+def spread(jobs: Sequence[_Job], most: int) -> list[_Job]:
     """At most so many specialisations per kernel and capability, evenly spread over its launches, ends included.
 
-    most: one number per capability, in the order of the jobs; None: all.
+    Of a single one the first on sm_90, else the last, so that both ends of the launches are compiled.
     """
     by_kernel: dict[tuple[tuple[int, int], str], list[_Job]] = {}
     for job in jobs:
         by_kernel.setdefault((job.capability, job.kernel), []).append(job)
-    limits = dict(zip(dict.fromkeys(job.capability for job in jobs), most, strict=True))
     found = []
     for (capability, _), own in by_kernel.items():
-        limit = limits[capability]
-        count = len(own) if limit is None else min(limit, len(own))
-        last = max(count - 1, 1)
-        found += [own[round(i * (len(own) - 1) / last)] for i in range(count)]
+        count, last = min(most, len(own)), len(own) - 1
+        if count == 1:
+            found.append(own[0 if capability == (9, 0) else last])
+        else:
+            found += [own[round(i * last / (count - 1))] for i in range(count)]
     return found
 
 
@@ -240,9 +240,7 @@ def main() -> None:
     compile_case(arguments.case, capabilities, arguments.processes)
 
 
-def compile_case(
-    case: str, capabilities: Sequence[Sequence[int]], processes: int, most: Sequence[int | None] | None = None
-) -> None:
+def compile_case(case: str, capabilities: Sequence[Sequence[int]], processes: int, most: int | None = None) -> None:
     """Print a JSON line per kernel. most: see `spread`; None: all."""
     jobs = list(_jobs(case, [(major, minor) for major, minor in capabilities]))
     _pending.extend(jobs if most is None else spread(jobs, most))
@@ -282,7 +280,7 @@ class Compiler:
         cache: Path,
         capabilities: Sequence[tuple[int, int]] = CAPABILITIES,
         processes: int = 2,
-        most: Sequence[int | None] | None = None,
+        most: int | None = None,
     ) -> list[Compiled]:
         """Compile what the generator `case` ("module:function") launches, once.
 

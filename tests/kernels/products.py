@@ -19,6 +19,11 @@ def integers(low: int, high: int, *shape: int, seed: int, device: torch.device) 
     return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int8).to(device)
 
 
+def of_both_dtypes(shapes: list[tuple[int, int]]) -> list[tuple[int, int, torch.dtype]]:
+    """Shapes in bf16, and every other one in fp16 as well: kernels differ in the conversions alone."""
+    return [(*shape, torch.bfloat16) for shape in shapes] + [(*shape, torch.float16) for shape in shapes[::2]]
+
+
 def relative_error(result: Tensor, expected: Tensor) -> float:
     """Frobenius norm of the difference over that of the expected; NaN where the result has one."""
     return ((result.double() - expected.double()).norm() / expected.double().norm()).item()

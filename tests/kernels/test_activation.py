@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from qarl_kernels.activation import FP8_MIN_SCALE, quantize_activation_fp8, quantize_activation_int8
+from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -59,25 +59,6 @@ def test_fp8_equals_vllms_rule(dtype):
     expected = [_vllm_fp8(row) for row in x.float().numpy()]
     assert torch.equal(codes.view(torch.uint8), torch.stack([row for row, _ in expected]))
     assert torch.equal(scale[:, 0], torch.tensor(np.array([value for _, value in expected])))
-
-
-def test_int8_multiplies_by_127_over_absmax_and_does_not_divide_by_the_scale():
-    # bf16 values in ratios of small integers to their absmax land on rounding ties, where the two rules part.
-    x = torch.randn(4096, 96, generator=torch.Generator().manual_seed(1)).bfloat16().float()
-    codes, scale = quantize_activation_int8(x)
-    assert not torch.equal(codes, (x / scale).round().to(torch.int8))
-
-
-@pytest.mark.parametrize("quantize", [quantize_activation_int8, quantize_activation_fp8])
-def test_zero_rows_have_zero_codes_and_finite_scales(quantize):
-    codes, scale = quantize(torch.zeros(3, 16, dtype=torch.bfloat16))
-    assert not codes.float().any()
-    assert scale.isfinite().all()
-
-
-def test_fp8_scale_has_vllms_floor():
-    _, scale = quantize_activation_fp8(torch.full((1, 16), 1e-9))
-    assert scale.item() == np.float32(FP8_MIN_SCALE)
 
 
 def test_int8_multiplier_stays_finite_below_the_range_of_its_reciprocal():

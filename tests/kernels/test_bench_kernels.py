@@ -29,24 +29,6 @@ def product_row(section: str, who: str, us: float, m: int = 16, n: int = 64) -> 
     return {"section": section, "who": who, "n": n, "k": 32, "m": m, "us": us}
 
 
-def test_every_shape_is_measured_once() -> None:
-    from kernel_bench.shapes import MODELS, layers
-
-    found = list(layers(MODELS))
-    assert len({(layer.n, layer.k) for layer in found}) == len(found) == 14
-    assert [str(layer) for layer in layers(["qwen3-30b-a3b"])] == [
-        "qwen3-30b-a3b qkv 5120x2048",
-        "qwen3-30b-a3b o 2048x4096",
-    ]
-
-
-def test_long_calls_are_repeated_less() -> None:
-    from kernel_bench.shapes import repetitions
-
-    assert [repetitions(15, m) for m in (1, 1024, 4096)] == [15, 15, 7]
-    assert repetitions(3, 16384) == 3
-
-
 def test_the_command_line_has_defaults_and_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     import bench_kernels
     from kernel_bench.shapes import MODELS, ROWS, SECTIONS
@@ -58,15 +40,6 @@ def test_the_command_line_has_defaults_and_refuses_what_it_does_not_know(capsys:
         with pytest.raises(SystemExit):
             bench_kernels.parse(wrong)
     capsys.readouterr()
-
-
-def test_geometric_mean() -> None:
-    from kernel_bench.summary import geometric_mean
-
-    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
-    for wrong in ([], [1.0, 0.0]):
-        with pytest.raises(ValueError, match="positive"):
-            geometric_mean(wrong)
 
 
 def test_ratios_compare_with_the_best_peer() -> None:

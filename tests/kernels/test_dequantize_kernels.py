@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from exact import assert_same, poisoned_outputs
+from pairwise import pairwise
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import LowBitWeight
 from qarl_kernels.dequantize import dequantize_bytes, dequantize_int4
@@ -35,20 +36,12 @@ def _words(n: int, columns: int, seed: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, (n, columns), generator=generator).to(torch.int32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-@pytest.mark.parametrize(
-    ("n", "k", "group", "scale_dtype"),
-    [
-        (37, 96, 32, torch.bfloat16),
-        (5, 192, 64, torch.float16),
-        (3, 2176, 128, torch.float32),
-        (9, 100, -1, torch.bfloat16),
-        (5, 4104, -1, torch.float16),
-        (2, 1, -1, torch.float32),
-    ],
-)
-def test_int4_equals_the_reference(n, k, group, scale_dtype, symmetric, dtype, device):
+INT4 = [(37, 96, 32), (5, 192, 64), (3, 2176, 128), (9, 100, -1), (5, 4104, -1), (2, 1, -1)]
+
+
+@pytest.mark.parametrize(("shape", "scale_dtype", "symmetric", "dtype"), pairwise(INT4, DTYPES, [True, False], DTYPES))
+def test_int4_equals_the_reference(shape, scale_dtype, symmetric, dtype, device):
+    n, k, group = shape
     scheme = make_scheme("w4a16", group, symmetric, scale_dtype=str(scale_dtype)[6:])
     groups = scheme.num_groups(k)
     tensors = {"weight_packed": _words(n, -(-k // 8), 0), "weight_scale": _scales(n, groups, scale_dtype)}
@@ -72,11 +65,12 @@ def _all_codes(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     return codes.repeat(n * k // len(codes) + 1)[: n * k].view(n, k).view(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale_dtype", DTYPES)
-@pytest.mark.parametrize("codes_dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("n", "k"), [(37, 100), (3, 2064)])
-def test_channel_is_code_times_scale_rounded_once(n, k, codes_dtype, scale_dtype, dtype, device):
+@pytest.mark.parametrize(
+    ("shape", "codes_dtype", "scale_dtype", "dtype"),
+    pairwise([(37, 100), (3, 2064)], [torch.int8, torch.float8_e4m3fn], DTYPES, DTYPES),
+)
+def test_channel_is_code_times_scale_rounded_once(shape, codes_dtype, scale_dtype, dtype, device):
+    n, k = shape
     codes, scale = _all_codes(n, k, codes_dtype), _scales(n, 1, scale_dtype)
     with poisoned_outputs():
         weight = dequantize_bytes(codes.to(device), scale.to(device), dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairwise import pairwise
 from products import random
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.token_sums import embedding_grad
@@ -15,12 +16,14 @@ pytestmark = pytest.mark.skipif(
 VOCABULARY = 23
 
 
-@pytest.mark.parametrize("padding_id", [-1, 0, 7])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 40), (50, 33), (61, 96), (9, 1100)])
+@pytest.mark.parametrize(
+    ("shape", "padding_id", "dtype"),
+    pairwise([(1, 40), (50, 33), (61, 96), (9, 1100)], [-1, 0, 7], [torch.bfloat16, torch.float16]),
+)
 def test_every_token_gets_the_sum_of_its_rows(
-    rows: int, columns: int, dtype: torch.dtype, padding_id: int, device: torch.device
+    shape: tuple[int, int], padding_id: int, dtype: torch.dtype, device: torch.device
 ) -> None:
+    rows, columns = shape
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (rows,), generator=generator)
     ids[rows // 2 :] = torch.where(torch.rand(rows - rows // 2, generator=generator) < 0.6, 7, ids[rows // 2 :])

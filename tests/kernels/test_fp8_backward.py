@@ -19,7 +19,7 @@ pytestmark = [
 
 # (tokens, output features, input features): whole tiles, ragged everywhere, one token, fewer features than a tile
 SHAPES = [(128, 128, 64), (133, 72, 40), (1, 40, 24), (37, 17, 100)]
-E4M3 = torch.float8_e4m3fn
+E4M3, DTYPES = torch.float8_e4m3fn, [torch.bfloat16, torch.float16]
 # e4m3 halves a step of 2^-3 of each value's binade: 2.6 % root mean square for one operand, 3.7 % for two
 ONE_OPERAND, BOTH = 0.028, 0.040
 
@@ -79,8 +79,7 @@ def _assert_same(found: Codes, expected: Codes) -> None:
     assert torch.equal(found.codes.contiguous().view(torch.uint8), expected.codes.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k", "dtype"), [(*s, d) for s, d in zip(SHAPES, DTYPES * 2, strict=True)])
 def test_codes_of_rows_and_columns_are_those_of_plain_torch(device, dtype, m, n, k) -> None:
     x = random(m, n, seed=1, device=device).to(dtype)
     x[0] = 0.0
@@ -94,8 +93,7 @@ def test_codes_of_rows_and_columns_are_those_of_plain_torch(device, dtype, m, n,
             _assert_same(found_columns, _rows_twin(x.t()))
 
 
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k", "dtype"), [(*s, d) for s, d in zip(SHAPES, DTYPES * 2, strict=True)])
 def test_products_err_by_the_rounding_of_their_operands(device, dtype, m, n, k) -> None:
     dy, x, weight = _case(m, n, k, device, dtype)
     dx = input_grad(dy, weight)
@@ -138,7 +136,7 @@ def test_without_the_tensor_memory_accelerator_it_is_the_same(device, monkeypatc
 @pytest.mark.parametrize("outliers", ["tokens", "features", "values"])
 def test_heavy_tails_keep_the_direction(device, outliers) -> None:
     """Log-normal magnitudes of tokens and features, and outliers a thousand times larger."""
-    dy, x, weight = (value.float() for value in _case(256, 192, 160, device))
+    dy, x, weight = (value.float() for value in _case(192, 128, 96, device))
     for seed, value in enumerate((dy, x, weight)):
         value.mul_(random(len(value), 1, seed=10 + seed, device=device).exp() ** 2)
         value.mul_(random(1, value.shape[1], seed=20 + seed, device=device).exp())
@@ -150,21 +148,13 @@ def test_heavy_tails_keep_the_direction(device, outliers) -> None:
         else:
             value[3, 11] += 1e3 * value.abs().max()
     dy, x, weight = dy.bfloat16(), x.bfloat16(), weight.bfloat16()
-    into = torch.zeros(192, 160, device=device)
+    into = torch.zeros(128, 96, device=device)
     add_weight_grad(dy, x, into)
     # a sum of a few large products errs by the rounding of these few, by 6 % each at most
     assert _cosine(into, dy.double().t() @ x.double()) > 0.998
     dx = input_grad(dy, weight)
     each = torch.nn.functional.cosine_similarity(dx.double(), dy.double() @ weight.double(), dim=-1)
     assert each.min() > 0.996 and each.mean() > 0.999
-
-
-def test_normal_operands_keep_the_direction_to_a_thousandth(device) -> None:
-    dy, x, weight = _case(256, 256, 128, device)
-    into = torch.zeros(256, 128, device=device)
-    add_weight_grad(dy, x, into)
-    assert _cosine(into, dy.double().t() @ x.double()) > 0.999
-    assert _cosine(input_grad(dy, weight), dy.double() @ weight.double()) > 0.999
 
 
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)

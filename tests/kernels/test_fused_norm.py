@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from exact import assert_same
-from products import random
+from products import of_both_dtypes, random
 from qarl_kernels import fused_norm, pointwise, quantize
 from qarl_kernels.fused_norm import Normed, add_rms_norm, add_rms_norm_backward, rms_norm_again
 from qarl_kernels.launch import INTERPRETED
@@ -36,7 +36,7 @@ def _inputs(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
     return x, residual, random(columns, seed=2, device=device, dtype=dtype)
 
 
-@pytest.mark.parametrize("columns", [1, 8, 40, 576, 1000, 2048, 4096, 8960, 12_288, 16_384, 18_944, MAX_ROW])
+@pytest.mark.parametrize("columns", [1, 40, 1000, 8960, MAX_ROW])
 def test_tiles_hold_the_row_in_vectors_of_whole_warps(columns: int) -> None:
     for tile in (row_tile(columns), backward_tile(columns), *row_tiles(columns)):
         assert tile.lanes >= columns and (tile.chunks - 1) * tile.vectors * VECTOR < columns
@@ -45,8 +45,7 @@ def test_tiles_hold_the_row_in_vectors_of_whole_warps(columns: int) -> None:
         assert row_tile(columns).lanes <= 1.15 * columns
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes(SHAPES))
 @pytest.mark.usefixtures("poisoned")
 def test_norm_is_its_formula_and_its_twin(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     x, residual, weight = _inputs(rows, columns, dtype, device)
@@ -69,7 +68,7 @@ def test_norm_is_its_formula_and_its_twin(rows: int, columns: int, dtype: torch.
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("rows", "columns"), [(19, 33), (7, 576), (2, 2304)])
 @pytest.mark.usefixtures("poisoned")
 def test_codes_are_those_of_the_normed_row(rows: int, columns: int, activation: str, device: torch.device) -> None:
     x, residual, weight = _inputs(rows, columns, torch.bfloat16, device)
@@ -105,7 +104,7 @@ def _alike(a: Normed, b: Normed, rows: Tensor | slice) -> bool:
     return all(torch.equal(left, right[rows]) for left, right in pairs)
 
 
-@pytest.mark.parametrize("columns", [40, 576, 2048])
+@pytest.mark.parametrize("columns", [40, 576])
 def test_a_row_has_the_same_bits_in_every_batch(columns: int, device: torch.device) -> None:
     x, residual, weight = _inputs(37, columns, torch.bfloat16, device)
     whole = add_rms_norm(x, residual, weight, EPS, "int8")
@@ -136,8 +135,7 @@ def test_compiled_variants_give_the_same_bits(columns: int, device: torch.device
         assert_same(bare.scale, scale.cpu())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (0, 64), (300, 40)])
+@pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes([*SHAPES, (0, 64), (300, 40)]))
 @pytest.mark.usefixtures("poisoned")
 def test_norm_again_is_the_norm_bit_for_bit(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     x, residual, weight = _inputs(rows, columns, dtype, device)
@@ -160,8 +158,7 @@ def test_rows_may_be_apart(device: torch.device) -> None:
     assert torch.equal(*grads) and torch.equal(*sums)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (45, 96)])
+@pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes([*SHAPES, (45, 96)]))
 @pytest.mark.usefixtures("poisoned")
 def test_gradients_are_those_of_float64(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     x, residual, weight = _inputs(rows, columns, dtype, device)

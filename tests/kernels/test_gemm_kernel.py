@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairwise import pairwise
 from products import integers, random, relative_error
 from qarl_kernels import gemm, reference
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
@@ -32,10 +33,9 @@ def _run(x: Tensor, w: Tensor, tile: Tile, dtype: torch.dtype, scales=(None, Non
     return out
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.way + "_persistent" * tile.persistent)
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dense_is_the_float64_product_rounded_once(device, dtype, m, n, k, tile) -> None:
+@pytest.mark.parametrize(("shape", "tile", "dtype"), pairwise(SHAPES, TILES, [torch.bfloat16, torch.float16]))
+def test_dense_is_the_float64_product_rounded_once(device, shape, tile, dtype) -> None:
+    m, n, k = shape
     x, w = random(m, k, seed=1, device=device, dtype=dtype), random(n, k, seed=2, device=device, dtype=dtype)
     bias = random(n, seed=3, device=device, dtype=dtype)
     expected = x.double() @ w.double().t() + bias.double()

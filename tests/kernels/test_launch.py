@@ -114,16 +114,6 @@ def test_recordings_nest(device: torch.device) -> None:
     assert [recorded.grid for recorded in inner] == [(1,)] and [recorded.grid for recorded in outer] == [(2,)]
 
 
-def test_recording_overrides_the_capability(device: torch.device) -> None:
-    x = torch.empty(16, 16, device=device)
-    outside = capability_of(x)
-    with recording((8, 0)):
-        assert capability_of(x) == (8, 0) and not supports_tma(x)
-    with recording((9, 0)):
-        assert capability_of(x) == (9, 0) and supports_tma(x)
-    assert capability_of(x) == outside
-
-
 def test_the_interpreter_counts_as_hopper() -> None:
     assert capability_of(torch.empty(1)) == (9, 0)
 
@@ -140,9 +130,3 @@ def test_supports_tma_wants_aligned_rows(device: torch.device) -> None:
         assert not supports_tma(wide[:0])
         assert not supports_tma(torch.empty(8, 8, dtype=torch.int8, device=device))  # rows 8 bytes apart
         assert supports_tma(torch.empty(8, 16, dtype=torch.int8, device=device))
-
-
-def test_descriptor_describes_the_tensor(device: torch.device) -> None:
-    x = torch.empty(8, 64, dtype=torch.bfloat16, device=device)[:, :40]
-    made = tma_descriptor(x, (4, 32))
-    assert made.base is x and made.shape == [8, 40] and made.strides == [64, 1] and made.block_shape == [4, 32]

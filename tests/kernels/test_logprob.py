@@ -51,93 +51,39 @@ def _logprobs64(hidden: Tensor, weight: Tensor, targets: Tensor, t: Truncation) 
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), kept
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-def test_logprob_and_entropy_are_those_of_the_truncated_distribution(truncation: Truncation) -> None:
+def test_logprob_and_entropy_are_those_of_the_truncated_distribution(truncation: Truncation, dtype) -> None:
     hidden, weight, targets = _case()
+    hidden = hidden.to(dtype)
     logp, entropy = token_logprobs(hidden, None, weight, targets, truncation, 7)
     expected, expected_entropy, kept = _logprobs64(hidden.double(), weight.double(), targets, truncation)
     drawn = kept.gather(-1, targets[:, None])[:, 0]
+    assert logp.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logp[drawn].double(), expected[drawn], rtol=1e-5, atol=1e-5)
     assert torch.isneginf(logp[~drawn]).all() and truncation.active == bool((~drawn).any())
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=["logp", "entropy", "both"])
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-def test_gradients_are_those_of_float64_and_zero_for_a_cut_target(truncation: Truncation) -> None:
+def test_gradients_are_those_of_float64_and_zero_for_a_cut_target(truncation: Truncation, used: tuple[int]) -> None:
     hidden, weight, targets = _case()
-    grad = torch.randn(R, generator=torch.Generator().manual_seed(9))
+    grads = torch.randn(2, R, generator=torch.Generator().manual_seed(9))
     master, ours = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
-    token_logprobs(ours, master, weight, targets, truncation, 7)[0].backward(grad)
+    outputs = token_logprobs(ours, master, weight, targets, truncation, 7)
+    torch.autograd.backward([outputs[i] for i in used], [grads[i] for i in used])
 
     hidden64, weight64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    logp, _, kept = _logprobs64(hidden64, weight64, targets, truncation)
+    logp, entropy, kept = _logprobs64(hidden64, weight64, targets, truncation)
     drawn = kept.gather(-1, targets[:, None])[:, 0]
-    (logp * grad.double() * drawn).sum().backward()
+    exact = logp * drawn, entropy
+    sum((exact[i] * grads[i].double()).sum() for i in used).backward()
     torch.testing.assert_close(ours.grad.double(), hidden64.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(master.grad.double(), weight64.grad, rtol=1e-4, atol=1e-5)
     assert truncation.active == bool((~drawn).any()), "the case has cut targets where there is truncation"
-    assert torch.equal(ours.grad[~drawn], torch.zeros_like(ours.grad[~drawn]))
-
-
-def test_gradient_is_that_of_finite_differences() -> None:
-    hidden, weight, targets = _case()
-    ours = hidden.clone().requires_grad_()
-    token_logprobs(ours, None, weight, targets, Truncation(temperature=0.7, top_k=30), 7)[0].sum().backward()
-    step = 1e-6
-    for row, column in [(0, 0), (3, 5), (20, 15)]:
-        moved = hidden.double().clone()
-        values = []
-        for sign in (1, -1):
-            moved[row, column] = hidden[row, column].double() + sign * step
-            logp, _, kept = _logprobs64(moved, weight.double(), targets, Truncation(temperature=0.7, top_k=30))
-            values.append((logp * kept.gather(-1, targets[:, None])[:, 0]).sum())
-        slope = float(values[0] - values[1]) / (2 * step)
-        assert ours.grad[row, column].item() == pytest.approx(slope, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-def test_the_entropys_gradient_is_that_of_float64_over_the_kept_tokens(truncation: Truncation) -> None:
-    hidden, weight, targets = _case()
-    grad = torch.randn(R, generator=torch.Generator().manual_seed(9))
-    master, ours = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
-    token_logprobs(ours, master, weight, targets, truncation, 7)[1].backward(grad)
-
-    hidden64, weight64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    _, entropy, _ = _logprobs64(hidden64, weight64, targets, truncation)
-    (entropy * grad.double()).sum().backward()
-    torch.testing.assert_close(ours.grad.double(), hidden64.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(master.grad.double(), weight64.grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("truncation", [Truncation(temperature=0.7), Truncation(temperature=0.7, top_k=30)], ids=str)
-def test_the_entropys_gradient_is_that_of_finite_differences(truncation: Truncation) -> None:
-    hidden, weight, targets = _case()
-    ours = hidden.clone().requires_grad_()
-    token_logprobs(ours, None, weight, targets, truncation, 7)[1].sum().backward()
-    step = 1e-6
-    for row, column in [(0, 0), (3, 5), (20, 15)]:
-        moved = hidden.double().clone()
-        values = []
-        for sign in (1, -1):
-            moved[row, column] = hidden[row, column].double() + sign * step
-            values.append(_logprobs64(moved, weight.double(), targets, truncation)[1].sum())
-        slope = float(values[0] - values[1]) / (2 * step)
-        assert ours.grad[row, column].item() == pytest.approx(slope, rel=1e-3, abs=1e-4)
-
-
-def test_gradients_of_log_prob_and_entropy_add_up() -> None:
-    hidden, weight, targets = _case()
-    grads = []
-    for use_logp, use_entropy in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
-        master, ours = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
-        logp, entropy = token_logprobs(ours, master, weight, targets, Truncation(temperature=0.7), 7)
-        torch.autograd.backward(
-            [x for x, used in ((logp, use_logp), (entropy, use_entropy)) if used],
-            [torch.linspace(-1, 1, R)] * int(use_logp + use_entropy),
-        )
-        grads.append((ours.grad, master.grad))
-    for first, second, both in zip(*grads, strict=True):
-        torch.testing.assert_close(first + second, both, rtol=1e-5, atol=1e-6)
+    if used == (0,):
+        assert torch.equal(ours.grad[~drawn], torch.zeros_like(ours.grad[~drawn]))
 
 
 def test_a_cut_target_hides_no_nan_of_the_others() -> None:
@@ -174,15 +120,6 @@ def test_the_samplers_log_probs_have_the_learners_bits(vocabulary: int) -> None:
         assert torch.isneginf(learner[37 : 37 + batch][~drawn]).all()
 
 
-def test_half_precision_hidden_states_keep_float32_logits() -> None:
-    hidden, weight, targets = _case()
-    low = hidden.bfloat16()
-    logp, _ = token_logprobs(low, None, weight, targets, Truncation(), 7)
-    expected, _, _ = _logprobs64(low.double(), weight.double(), targets, Truncation())
-    assert logp.dtype == torch.float32
-    torch.testing.assert_close(logp.double(), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_no_rows_give_no_log_probs_and_a_zero_gradient() -> None:
     _, weight, _ = _case()
     master = weight.clone().requires_grad_()
@@ -192,25 +129,17 @@ def test_no_rows_give_no_log_probs_and_a_zero_gradient() -> None:
     assert logp.shape == (0,) and not master.grad.any()
 
 
-def test_truncation_always_keeps_the_likeliest_token() -> None:
-    logits = torch.tensor([[0.0, 5.0, 1.0]])
-    cut = truncate_(logits, Truncation(top_k=1, top_p=1e-6, min_p=0.999))
-    assert cut.tolist() == [[True, False, True]]
-
-
-def test_top_p_keeps_the_token_that_reaches_the_bound() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    assert truncate_(logits, Truncation(top_p=0.75)).tolist() == [[False, False, True, True]]
-
-
-def test_top_k_keeps_ties_with_the_last_one() -> None:
-    logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
-    assert truncate_(logits, Truncation(top_k=2)).tolist() == [[False, False, False, True]]
-
-
-def test_min_p_is_relative_to_the_likeliest_token() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    assert truncate_(logits, Truncation(min_p=0.25)).tolist() == [[False, False, False, True]]
+@pytest.mark.parametrize(
+    ("probabilities", "truncation", "cut"),
+    [
+        ([0.1, 0.8, 0.1], Truncation(top_k=1, top_p=1e-6, min_p=0.999), [True, False, True]),  # the likeliest stays
+        ([0.5, 0.3, 0.15, 0.05], Truncation(top_p=0.75), [False, False, True, True]),  # and what reaches the bound
+        ([0.6, 0.15, 0.15, 0.1], Truncation(top_k=2), [False, False, False, True]),  # and ties with the last one
+        ([0.5, 0.3, 0.15, 0.05], Truncation(min_p=0.25), [False, False, False, True]),  # relative to the likeliest
+    ],
+)
+def test_edges_of_truncation(probabilities: list[float], truncation: Truncation, cut: list[bool]) -> None:
+    assert truncate_(torch.tensor([probabilities]).log(), truncation).tolist() == [cut]
 
 
 def test_a_cut_token_keeps_a_finite_log_prob() -> None:

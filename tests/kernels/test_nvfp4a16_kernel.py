@@ -6,6 +6,7 @@ import ptx
 import pytest
 import torch
 from nvfp4_products import Nvfp4
+from pairwise import pairwise
 from products import random, relative_error
 from qarl_kernels import nvfp4, nvfp4a16, planes, tuning
 from qarl_kernels.launch import INTERPRETED
@@ -19,7 +20,7 @@ pytestmark = [
 NARROW, WIDE = Tile("narrow", 16, 32, warps=2), Tile("wide", 16, 64)
 TILES = [NARROW, WIDE, Tile("wide", 64, 128, warps=8, tma=True), Tile("wide", 16, 64, tma=True, split=True)]
 # (M, N, K): whole, ragged N, K of one and a half tiles, K of less than one, a word of scales with two of them
-CASES = [(16, 64, 256), (5, 37, 192), (18, 70, 160), (3, 41, 16), (1, 72, 336)]
+CASES = [(16, 64, 256), (18, 70, 160), (3, 41, 16), (1, 37, 336)]
 ONE_ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -32,11 +33,9 @@ def _exact(weight: Nvfp4, x, bias=None):
     return y if bias is None else y + bias.double()
 
 
-@pytest.mark.parametrize(
-    ("tile", "dtype"), [*((tile, torch.bfloat16) for tile in TILES), (NARROW, torch.float16), (WIDE, torch.float16)]
-)
-@pytest.mark.parametrize(("m", "n", "k"), CASES)
-def test_fused_product_is_the_float64_product(device, dtype, m, n, k, tile) -> None:
+@pytest.mark.parametrize(("case", "tile", "dtype"), pairwise(CASES, TILES, ONE_ROUNDING))
+def test_fused_product_is_the_float64_product(device, case, tile, dtype) -> None:
+    m, n, k = case
     weight = Nvfp4.random(n, k, device=device)
     x, bias = random(m, k, seed=5, device=device, dtype=dtype), random(n, seed=6, device=device, dtype=dtype)
     expected = _exact(weight, x, bias)
@@ -52,8 +51,7 @@ def test_every_code_and_scale_in_the_fused_kernel_is_exact(device, dtype, tile) 
     assert torch.equal(_fused(weight, x, tile), weight.scaled_codes().t())
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("bias", "dtype"), [(False, torch.bfloat16), (True, torch.float16)])
 def test_the_dequantized_way_is_the_float64_product(device, dtype, bias) -> None:
     weight = Nvfp4.random(72, 192, device=device)
     x = random(9, 192, seed=5, device=device, dtype=dtype)
@@ -65,9 +63,9 @@ def test_the_dequantized_way_is_the_float64_product(device, dtype, bias) -> None
 
 def test_where_sums_are_exact_every_way_and_the_reference_have_the_same_bits(device) -> None:
     """Small integers for x: float32 holds every partial sum, whatever the order."""
-    weight = Nvfp4.random(72, 384, device=device, scales=torch.tensor([0.5, 1.0, 2.0, 8.0]))
-    x = torch.randint(-4, 5, (21, 384), generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
-    bias = random(72, seed=6, device=device, dtype=torch.bfloat16)
+    weight = Nvfp4.random(37, 208, device=device, scales=torch.tensor([0.5, 1.0, 2.0, 8.0]))
+    x = torch.randint(-4, 5, (17, 208), generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
+    bias = random(37, seed=6, device=device, dtype=torch.bfloat16)
     expected = nvfp4.nvfp4a16(x, weight.scaled_codes(), weight.global_scale, bias)
     for tile in (*TILES, Tile("dequantized")):
         assert torch.equal(_fused(weight, x, tile, bias, torch.bfloat16), expected), tile
@@ -88,7 +86,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_place(device, tile) -> None:
     weight = Nvfp4.random(21, 208, device=device)
     x = random(35, 208, seed=7, device=device, dtype=torch.bfloat16)
     whole = _fused(weight, x, tile, out=torch.bfloat16)
-    for start, stop in ((3, 4), (1, 18), (5, 35)):
+    for start, stop in ((3, 4), (1, 18)):
         assert torch.equal(_fused(weight, x[start:stop], tile, out=torch.bfloat16), whole[start:stop])
     order = torch.randperm(35, generator=torch.Generator().manual_seed(1)).to(device)
     assert torch.equal(_fused(weight, x[order], tile, out=torch.bfloat16), whole[order])
@@ -103,13 +101,6 @@ def test_a_row_of_the_reference_has_the_same_bits_in_every_batch() -> None:
         assert torch.equal(nvfp4.nvfp4a16(x[start:stop], codes, weight.global_scale), whole[start:stop])
 
 
-@pytest.mark.parametrize("tile", [NARROW, WIDE], ids=["narrow", "wide"])
-def test_fused_product_without_a_bias(device, tile) -> None:
-    weight = Nvfp4.random(37, 80, device=device)
-    x = random(4, 80, seed=5, device=device, dtype=torch.bfloat16)
-    assert relative_error(_fused(weight, x, tile), _exact(weight, x)) < 2**-20
-
-
 @pytest.mark.parametrize("m", [0, 1, 9])
 def test_any_number_of_rows_and_any_row_stride(device, m) -> None:
     weight = Nvfp4.random(40, 128, device=device)
@@ -117,12 +108,6 @@ def test_any_number_of_rows_and_any_row_stride(device, m) -> None:
     y = nvfp4a16.nvfp4a16(wide[:, :128], *weight.stored(), *weight.tiled())
     assert y.shape == (m, 40)
     assert torch.equal(y, nvfp4a16.nvfp4a16(wide[:, :128].t().contiguous().t(), *weight.stored(), *weight.tiled()))
-
-
-def test_the_way_is_chosen_by_the_number_of_rows(device) -> None:
-    x = torch.empty(1, device=device)
-    ways = [tuning.lookup("nvfp4a16", 576, 1536, m, x).way for m in (1, 16, 17, 256, 257, 9999)]
-    assert ways == ["narrow", "narrow", "wide", "wide", "dequantized", "dequantized"]
 
 
 def test_packed_codes_come_back_from_the_tiles_where_they_were_left_out(device) -> None:

@@ -1,13 +1,11 @@
-"""Kernels that quantize weights against the plain-torch functions and the compressed-tensors library, bit for bit."""
+"""Kernels that quantize weights against the plain-torch functions, bit for bit; those have the library as oracle."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
 from exact import assert_same, poisoned_outputs
+from pairwise import pairwise
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 from qarl_kernels.launch import INTERPRETED, recording
@@ -21,7 +19,8 @@ pytestmark = [
 ]
 
 SCALE_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-FP8_MAX = 448.0
+DTYPE_NAMES = ["bfloat16", "float16", "float32"]
+BYTES = {"w8a8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def _adversarial(k: int) -> torch.Tensor:
@@ -85,9 +84,7 @@ def _assert_int4_is_the_reference(weight, scheme, device):
     assert bad.shape == () and bad.dtype == torch.int32 and bad.item() == 0
 
 
-@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize(("group", "symmetric", "scale_dtype"), pairwise([32, 64, 128, -1], [True, False], DTYPE_NAMES))
 def test_int4_equals_the_reference(group, symmetric, scale_dtype, device):
     scheme = make_scheme("w4a16", group, symmetric, scale_dtype=scale_dtype)
     _assert_int4_is_the_reference(_adversarial(100 if group == -1 else 256), scheme, device)
@@ -115,101 +112,42 @@ def test_int4_of_rows_that_are_apart(device):
     _assert_int4_is_the_reference(storage[:, :96], make_scheme("w4a16", 32, False), device)
 
 
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-@pytest.mark.parametrize(("name", "dtype"), [("w8a8", torch.int8), ("fp8", torch.float8_e4m3fn)])
-@pytest.mark.parametrize("k", [100, 128])
-def test_channel_equals_the_reference(name, dtype, k, scale_dtype, device):
+@pytest.mark.parametrize(("name", "k", "scale_dtype"), pairwise(BYTES, [100, 128], SCALE_DTYPES))
+def test_channel_equals_the_reference(name, k, scale_dtype, device):
     weight = _adversarial(k)
     expected = quantize_weight(weight, make_scheme(name, scale_dtype=str(scale_dtype)[6:]), "w").tensors
     with poisoned_outputs():
-        codes, scale, bad = quantize_bytes(weight.to(device), scale_dtype, dtype)
+        codes, scale, bad = quantize_bytes(weight.to(device), scale_dtype, BYTES[name])
     assert_same(codes, expected["weight"])
     assert_same(scale, expected["weight_scale"])
     assert bad.item() == 0
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("w8a8", torch.int8), ("fp8", torch.float8_e4m3fn)])
+@pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 13), (2, 5000)])
-def test_channel_of_ragged_shapes(name, dtype, n, k, device):
+def test_channel_of_ragged_shapes(name, n, k, device):
     storage = torch.randn(n, k + 3, generator=torch.Generator().manual_seed(k))
     weight = storage.to(device)[:, :k]
     expected = quantize_weight(storage[:, :k], make_scheme(name), "w").tensors
     with poisoned_outputs():
-        codes, scale, _ = quantize_bytes(weight, torch.bfloat16, dtype)
+        codes, scale, _ = quantize_bytes(weight, torch.bfloat16, BYTES[name])
     assert_same(codes, expected["weight"])
     assert_same(scale, expected["weight_scale"])
-
-
-def _reference_fp8_block(weight, scale_dtype):
-    n, k = weight.shape
-    codes = torch.zeros(n, k, dtype=torch.float8_e4m3fn)
-    scale = torch.zeros(-(-n // 128), -(-k // 128), dtype=scale_dtype)
-    limits = torch.finfo(scale_dtype)
-    for i in range(scale.shape[0]):
-        for j in range(scale.shape[1]):
-            block = weight[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
-            stored = (block.abs().max() / torch.tensor(FP8_MAX)).clamp(max=limits.max).to(scale_dtype)
-            scale[i, j] = stored if stored != 0 else limits.eps
-            scaled = (block / scale[i, j].float() + 0.0).clamp(-FP8_MAX, FP8_MAX)
-            codes[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] = scaled.to(torch.float8_e4m3fn)
-    return codes, scale
 
 
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(22, 100), (256, 128), (130, 300)])
-def test_fp8_block_is_the_channel_rule_in_blocks(n, k, scale_dtype, device):
+def test_fp8_block_equals_the_reference(n, k, scale_dtype, device):
     weight = _adversarial(k).repeat(n // 22 + 1, 1)[:n]
     weight[:128] *= 1e-3
     if n == 256:
         weight[128:] = -0.0
-    expected_codes, expected_scale = _reference_fp8_block(weight, scale_dtype)
+    expected = quantize_weight(weight, make_scheme("fp8_block", scale_dtype=str(scale_dtype)[6:]), "w").tensors
     with poisoned_outputs():
         codes, scale, bad = quantize_bytes(weight.to(device), scale_dtype, torch.float8_e4m3fn, True)
-    assert_same(codes, expected_codes)
-    assert_same(scale, expected_scale)
-    assert bad.item() == 0
-
-
-def _library_tensors(weight, scheme, layout):
-    """What compressed-tensors stores: `calculate_qparams`, the scale cast to its stored dtype, the compressor."""
-    dtype = getattr(torch, scheme.scale_dtype)
-    arguments = QuantizationArgs(
-        num_bits=scheme.weight_bits,
-        type=scheme.weight_type,
-        symmetric=scheme.symmetric,
-        strategy="channel" if scheme.group_size is None else "group",
-        group_size=scheme.group_size,
-        scale_dtype=dtype,
-    )
-    groups = weight.unflatten(-1, (scheme.num_groups(weight.shape[1]), -1))
-    scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
-    state = {"weight": weight, "weight_scale": scale.to(dtype), "weight_zero_point": zero_point}
-    compressor = BaseCompressor.get_value_from_registry(layout)
-    return compressor.compress(state, QuantizationScheme(targets=["Linear"], weights=arguments))
-
-
-@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-@pytest.mark.parametrize("group", [32, -1])
-def test_int4_equals_the_library(group, symmetric, device):
-    scheme, weight = make_scheme("w4a16", group, symmetric), _adversarial(96)
-    expected = _library_tensors(weight, scheme, "pack-quantized")
-    packed, scale, zero_point, _ = _int4(weight.to(device), scheme)
-    assert_same(packed, expected["weight_packed"])
-    assert_same(scale, expected["weight_scale"])
-    if not symmetric:
-        assert_same(zero_point, expected["weight_zero_point"])
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "dtype"),
-    [("w8a8", "int-quantized", torch.int8), ("fp8", "float-quantized", torch.float8_e4m3fn)],
-)
-def test_channel_equals_the_library(name, layout, dtype, device):
-    weight = _adversarial(96)
-    expected = _library_tensors(weight, make_scheme(name), layout)
-    codes, scale, _ = quantize_bytes(weight.to(device), torch.bfloat16, dtype)
     assert_same(codes, expected["weight"])
     assert_same(scale, expected["weight_scale"])
+    assert bad.item() == 0
 
 
 QUANTIZERS = {

@@ -48,8 +48,7 @@ class Case:
         dtype: torch.dtype = torch.bfloat16,
     ) -> Case:
         qkv = random(rows, (heads + 2 * kv_heads) * head_dim, seed=0, device=device, dtype=dtype) * 2
-        angles = random(50, head_dim // 2, seed=1, device=device) * 3
-        angles = torch.cat([angles, angles], -1)
+        angles = random(50, head_dim, seed=1, device=device) * 3  # of the two halves of a head different ones
         positions = torch.randint(0, 50, (rows,), generator=torch.Generator().manual_seed(2)).to(device)
         weights = [random(head_dim, seed=seed, device=device, dtype=dtype) if norms else None for seed in (3, 4)]
         return cls(
@@ -84,8 +83,7 @@ class Case:
         rotary_backward(dq, dk, self.qkv, self.rotation, into, *grads, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, DTYPES * 3, strict=True)])
 @pytest.mark.usefixtures("poisoned")
 def test_rotary_is_hugging_face_bit_for_bit(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     case = Case.random(*shape, device, False, dtype)
@@ -96,8 +94,7 @@ def test_rotary_is_hugging_face_bit_for_bit(shape: tuple[int, ...], dtype: torch
         assert ours.is_contiguous() and torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, DTYPES * 3, strict=True)])
 @pytest.mark.usefixtures("poisoned")
 def test_norm_before_it_is_the_twin(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     case = Case.random(*shape, device, True, dtype)
@@ -127,8 +124,7 @@ def test_a_token_has_the_same_bits_in_every_batch(norms: bool, device: torch.dev
 
 
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, DTYPES * 3, strict=True)])
 @pytest.mark.usefixtures("poisoned")
 def test_gradients_are_those_of_float64(
     shape: tuple[int, ...], dtype: torch.dtype, norms: bool, device: torch.device

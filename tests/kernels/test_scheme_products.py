@@ -20,11 +20,9 @@ NAMES = [*scheme_names(), "w4a16 asymmetric"]
 SHAPES = {"small": (40, 96), "ragged": (136, 160)}  # N, K; of fp8_block two blocks each way, the last not whole
 INPUTS = [  # dtype of the activations, how many rows, and whether there is a bias
     (torch.bfloat16, 0, False),
-    (torch.bfloat16, 1, True),
-    (torch.bfloat16, 33, False),
+    (torch.bfloat16, 17, False),
     (torch.float16, 5, True),
     (torch.float32, 5, True),
-    (torch.float32, 33, False),
 ]
 RUNNABLE = INTERPRETED or torch.cuda.is_available()
 BY = [pytest.param(True, marks=pytest.mark.skipif(not RUNNABLE, reason="needs TRITON_INTERPRET=1 or a GPU")), False]
@@ -100,13 +98,13 @@ def test_product_is_its_formula_in_float64(device, name: str, kernels: bool, dty
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_keep_their_bits_in_every_batch_and_layout(device, name: str, kernels: bool) -> None:
     case = _case(name, torch.bfloat16, kernels, device, "ragged")
-    x, weight = _x(70, case), case.weight
+    x, weight = _x(35, case), case.weight
     whole = weight.matmul(x)
-    for start, rows in [(0, 1), (37, 2), (5, 33)]:
+    for start, rows in [(0, 1), (5, 18)]:
         assert torch.equal(weight.matmul(x[start : start + rows]), whole[start : start + rows])
-    few = x[60:]
+    few = x[30:]
     columns, wide = few.t().contiguous().t(), torch.cat([few, few], 1)[:, : x.shape[1]]
-    assert torch.equal(weight.matmul(columns), whole[60:]) and torch.equal(weight.matmul(wide), whole[60:])
+    assert torch.equal(weight.matmul(columns), whole[30:]) and torch.equal(weight.matmul(wide), whole[30:])
 
 
 @pytest.mark.parametrize("kernels", BY)

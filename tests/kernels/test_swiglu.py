@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from exact import assert_same
-from products import random
+from products import of_both_dtypes, random
 from qarl_kernels import pointwise, quantize
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.swiglu import swiglu, swiglu_backward
@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
 ]
 
-DTYPES = [torch.bfloat16, torch.float16]
 ACTIVATIONS = ["int8", "fp8", "fp8_group"]
 SHAPES = [(5, 40), (1, 96), (19, 33), (3, 1536), (2, 2304)]
 
@@ -34,8 +33,7 @@ def _twin(gate_up: Tensor) -> Tensor:
     return pointwise.silu(gate.contiguous()) * up
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes(SHAPES))
 @pytest.mark.usefixtures("poisoned")
 def test_product_is_its_formula_and_its_twin(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     gate_up = _gate_up(rows, columns, dtype, device)
@@ -54,7 +52,7 @@ def test_product_is_its_formula_and_its_twin(rows: int, columns: int, dtype: tor
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("rows", "columns"), [(5, 40), (19, 33), (2, 2304)])
 @pytest.mark.usefixtures("poisoned")
 def test_codes_are_those_of_the_product(rows: int, columns: int, activation: str, device: torch.device) -> None:
     gate_up = _gate_up(rows, columns, torch.bfloat16, device)
@@ -97,8 +95,7 @@ def test_a_row_has_the_same_bits_in_every_batch(activation: str | None, device: 
             assert (ours is None and expected is None) or torch.equal(ours.float(), expected[rows].float())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (300, 40)])
+@pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes([*SHAPES, (300, 40)]))
 @pytest.mark.usefixtures("poisoned")
 def test_gradients_are_those_of_float64(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     gate_up = _gate_up(rows, columns, dtype, device)

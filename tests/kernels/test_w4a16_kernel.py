@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairwise import pairwise
 from products import Int4, random, relative_error
 from qarl_kernels import w4a16
 from qarl_kernels.launch import INTERPRETED
@@ -21,7 +22,7 @@ TILES = [
     Tile("wide", 16, 64, tma=True, split=True),
 ]
 # (M, N, K, group): whole, ragged N, K of one and a half tiles, K that only its channel divides
-CASES = [(16, 64, 256, 128), (5, 37, 192, 64), (18, 70, 160, 32), (3, 40, 100, None), (1, 72, 320, 64)]
+CASES = [(16, 64, 256, 128), (1, 37, 192, 64), (18, 70, 160, 32), (3, 40, 100, None)]
 ONE_ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -35,14 +36,12 @@ def _fused(weight: Int4, x, tile, bias=None, out=torch.float32):
 
 
 @pytest.mark.parametrize(
-    ("tile", "dtype", "asymmetric"),
-    [*((tile, torch.bfloat16, True) for tile in TILES), *((tile, torch.float16, False) for tile in TILES[:2])],
-    ids=lambda given: (
-        f"{given.way}_{given.block_n}{'_tma' * given.tma}{'_split' * given.split}" if isinstance(given, Tile) else None
-    ),
+    ("case", "tile", "dtype", "asymmetric"),
+    pairwise(CASES, TILES, ONE_ROUNDING, [True, False]),
+    ids=lambda it: name(it) if isinstance(it, Tile) else str(it),
 )
-@pytest.mark.parametrize(("m", "n", "k", "group"), CASES)
-def test_fused_product_is_the_float64_product(device, dtype, asymmetric, m, n, k, group, tile) -> None:
+def test_fused_product_is_the_float64_product(device, case, tile, dtype, asymmetric) -> None:
+    m, n, k, group = case
     weight = Int4.random(n, k, group, asymmetric=asymmetric, dtype=dtype, device=device)
     x = random(m, k, seed=5, device=device, dtype=dtype)
     bias = random(n, seed=6, device=device, dtype=dtype)
@@ -71,7 +70,7 @@ def test_without_a_tiled_form_the_product_goes_over_the_dequantized_weight(devic
     assert relative_error(_fused(weight, x, tile, out=torch.bfloat16), y) < ONE_ROUNDING[torch.bfloat16]
 
 
-@pytest.mark.parametrize("m", [0, 1, 9])
+@pytest.mark.parametrize("m", [0, 9])
 def test_any_number_of_rows_and_any_row_stride(device, m) -> None:
     weight = Int4.random(40, 128, 32, device=device)
     wide = random(m, 200, seed=5, device=device, dtype=torch.bfloat16)
@@ -87,21 +86,17 @@ def test_a_weight_of_another_width_is_refused(device) -> None:
         w4a16.w4a16(x, weight.packed(), weight.scale, None, None, None)
 
 
-@pytest.mark.parametrize(
-    "tile", TILES[1:], ids=lambda tile: f"{tile.block_n}{'_tma' * tile.tma}{'_split' * tile.split}"
-)
+@pytest.mark.parametrize("tile", TILES[1:], ids=name)
 def test_how_x_comes_and_whether_a_block_is_split_changes_no_bit_where_sums_are_exact(device, tile) -> None:
     """Small integers for x and powers of two for scales: float32 holds every partial sum, whatever the order."""
-    weight = Int4.random(72, 384, 64, asymmetric=True, device=device)
+    weight = Int4.random(37, 192, 64, asymmetric=True, device=device)
     weight.scale = torch.full_like(weight.scale, 0.25)
-    x = torch.randint(-4, 5, (21, 384), generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
+    x = torch.randint(-4, 5, (17, 192), generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
     assert torch.equal(_fused(weight, x, tile, out=torch.bfloat16), _fused(weight, x, TILES[0], out=torch.bfloat16))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter sums a tile's features in another order")
-@pytest.mark.parametrize(
-    "tile", TILES[1:], ids=lambda tile: f"{tile.block_n}{'_tma' * tile.tma}{'_split' * tile.split}"
-)
+@pytest.mark.parametrize("tile", TILES[1:], ids=name)
 def test_how_x_comes_and_whether_a_block_is_split_changes_no_bit(device, tile) -> None:
     """Many times over, because a product that reads a register too late goes wrong only now and then."""
     weight = Int4.random(640, 2048, 128, asymmetric=True, device=device)

@@ -15,44 +15,21 @@ def _codes(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_packed_words_equal_the_library(shape):
-    assert torch.equal(pack_int4(_codes(shape)), pack_to_int32(_codes(shape), 4))
+def test_words_are_the_librarys_and_come_back(shape):
+    codes = _codes(shape)
+    packed = pack_int4(codes)
+    assert torch.equal(packed, pack_to_int32(_codes(shape), 4)) and torch.equal(codes, _codes(shape))
+    assert torch.equal(unpack_int4(packed, shape[1]), codes)
+    assert torch.equal(unpack_from_int32(packed, 4, torch.Size(shape)), codes), "unpacking left the words as they were"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_unpacking_the_librarys_words_gives_the_codes(shape):
-    assert torch.equal(unpack_int4(pack_to_int32(_codes(shape), 4), shape[1]), _codes(shape))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_library_unpacks_our_words(shape):
-    assert torch.equal(unpack_from_int32(pack_int4(_codes(shape)), 4, torch.Size(shape)), _codes(shape))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_packed_zero_points_equal_the_library(shape):
+def test_zero_points_are_the_librarys_and_come_back(shape):
     packed = pack_zero_points(_codes(shape))
-    assert torch.equal(packed, pack_to_int32(_codes(shape), 4, packed_dim=0))
-    assert packed.is_contiguous()
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_zero_points_come_back(shape):
-    assert torch.equal(unpack_zero_points(pack_zero_points(_codes(shape)), shape[0]), _codes(shape))
+    assert torch.equal(packed, pack_to_int32(_codes(shape), 4, packed_dim=0)) and packed.is_contiguous()
+    assert torch.equal(unpack_zero_points(packed, shape[0]), _codes(shape))
 
 
 def test_first_code_is_in_the_lowest_bits():
     codes = torch.tensor([[-7, -8, -8, -8, -8, -8, -8, 7]], dtype=torch.int8)
     assert pack_int4(codes).tolist() == [[0xF0000001 - 2**32]]
-
-
-def test_packing_leaves_the_codes_as_they_were():
-    codes = _codes((3, 64))
-    pack_int4(codes)
-    assert torch.equal(codes, _codes((3, 64)))
-
-
-def test_unpacking_leaves_the_words_as_they_were():
-    packed = pack_int4(_codes((3, 64)))
-    unpack_int4(packed, 64)
-    assert torch.equal(packed, pack_int4(_codes((3, 64))))

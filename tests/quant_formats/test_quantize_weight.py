@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from compressed_tensors.quantization.lifecycle.forward import quantize
@@ -18,13 +20,14 @@ def _scheme_id(scheme):
     return f"{scheme.name}-{group}-{'sym' if scheme.symmetric else 'asym'}-{scheme.scale_dtype}"
 
 
-SCHEMES = [
-    *(make_scheme("w4a16", g, scale_dtype=d) for g in (32, 64, 128, -1) for d in ("bfloat16", "float16", "float32")),
-    *(make_scheme("w4a16", g, False, scale_dtype=d) for g in (32, 128, -1) for d in ("bfloat16", "float16", "float32")),
-    *(make_scheme(name, scale_dtype=d) for name in ("w8a8", "fp8", "fp8_block") for d in SCALE_DTYPES),
-    make_scheme("w4a8", 32),
-    make_scheme("w4a8", -1),
+KINDS = [  # each with every dtype of scales
+    *([make_scheme("w4a16", g, scale_dtype=d) for d in SCALE_DTYPES] for g in (32, 64, 128, -1)),
+    *([make_scheme("w4a16", g, False, scale_dtype=d) for d in SCALE_DTYPES] for g in (32, 128, -1)),
+    *([make_scheme(name, scale_dtype=d) for d in SCALE_DTYPES] for name in ("w8a8", "fp8", "fp8_block")),
+    [make_scheme("w4a8", 32)],
+    [make_scheme("w4a8", -1)],
 ]
+SCHEMES = [kind[i % len(kind)] for i, kind in enumerate(KINDS)]
 
 
 def _normal(seed: int) -> torch.Tensor:
@@ -69,12 +72,16 @@ def _adversarial() -> dict[str, torch.Tensor]:
 ADVERSARIAL = _adversarial()
 
 
-@pytest.mark.parametrize("case", ADVERSARIAL)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
-def test_stored_tensors_equal_the_library(scheme, case):
+# Every kind of scheme and every dtype of scales meet every case; a kind and a case meet with one dtype.
+MET = [(kind[(i + j) % len(kind)], case) for i, kind in enumerate(KINDS) for j, case in enumerate(ADVERSARIAL)]
+
+
+@pytest.mark.parametrize(("scheme", "case"), MET, ids=lambda it: it if isinstance(it, str) else _scheme_id(it))
+def test_stored_and_dequantized_tensors_equal_the_library(scheme, case):
     weight = ADVERSARIAL[case]
     expected = library_tensors(weight, scheme)
-    tensors = quantize_weight(weight, scheme, "w").tensors
+    quantized = quantize_weight(weight, scheme, "w")
+    tensors = quantized.tensors
     assert tensors.keys() == expected.keys()
     for suffix, tensor in tensors.items():
         want = expected[suffix]
@@ -82,18 +89,14 @@ def test_stored_tensors_equal_the_library(scheme, case):
         if tensor.dtype == torch.float8_e4m3fn:  # as bytes, so that +0 and -0 differ
             tensor, want = tensor.view(torch.uint8), want.view(torch.uint8)
         assert torch.equal(tensor, want), suffix
-
-
-@pytest.mark.parametrize("case", ADVERSARIAL)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
-def test_dequantized_equals_the_library_in_the_scale_dtype(scheme, case):
-    quantized = quantize_weight(ADVERSARIAL[case], scheme, "w")
     dtype = getattr(torch, scheme.scale_dtype)
-    assert torch.equal(quantized.dequantize(dtype), library_dequantized(quantized.tensors, scheme))
+    assert torch.equal(quantized.dequantize(dtype), library_dequantized(tensors, scheme))
 
 
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (128, 128), (129, 257), (200, 300), (384, 96)])
+@pytest.mark.parametrize(
+    ("shape", "scale_dtype"),
+    [*zip([(1, 1), (7, 130), (128, 128), (129, 257), (200, 300), (384, 96)], [*SCALE_DTYPES] * 2, strict=True)],
+)
 def test_blocks_that_128_does_not_divide_equal_the_library(shape, scale_dtype):
     scheme = make_scheme("fp8_block", scale_dtype=scale_dtype)
     weight = torch.randn(*shape, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 1, shape[1])
@@ -107,8 +110,7 @@ def test_blocks_that_128_does_not_divide_equal_the_library(shape, scale_dtype):
     assert torch.equal(found, (codes * wide).float().to(found.dtype))
 
 
-@pytest.mark.parametrize("scheme_name", ["w4a16", "w4a8"])
-@pytest.mark.parametrize("case", ADVERSARIAL)
+@pytest.mark.parametrize(("scheme_name", "case"), [*zip(itertools.cycle(["w4a16", "w4a8"]), ADVERSARIAL, strict=False)])
 def test_symmetric7_is_absmax_over_7_on_plus_minus_7(scheme_name, case):
     scheme = make_scheme(scheme_name, 32, grid="symmetric7")
     weight = ADVERSARIAL[case]
@@ -128,8 +130,9 @@ def test_symmetric7_never_stores_minus_8_when_the_scale_saturates():
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
 def test_codes_are_computed_from_the_stored_scale(scheme):
-    weight = ADVERSARIAL["normal"]
+    weight = ADVERSARIAL["normal"].clone()
     quantized = quantize_weight(weight, scheme, "w")
+    assert torch.equal(weight, ADVERSARIAL["normal"]), "the master is left as it was"
     scale = quantized.tensors["weight_scale"].double()
     error = (quantized.dequantize(torch.float32).double() - weight).unflatten(-1, (scale.shape[1], -1)).abs()
     # Half a step for integers inside the grid; the clamped ends (7.5 -> 7, and a rounded zero point) add at most one.
@@ -160,8 +163,9 @@ def test_dequantized_bf16_is_the_float64_product_rounded_once(symmetric):
     assert torch.equal(quantized.dequantize(torch.bfloat16), (codes * step).to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("value", "symmetric"), [(float("nan"), True), (float("nan"), False), (float("inf"), True), (float("-inf"), False)]
+)
 def test_nonfinite_master_is_an_error_that_names_the_tensor(value, symmetric):
     weight = _normal(0)
     weight[3, 17] = value
@@ -172,13 +176,6 @@ def test_nonfinite_master_is_an_error_that_names_the_tensor(value, symmetric):
 def test_group_size_that_does_not_divide_is_an_error_that_names_the_tensor():
     with pytest.raises(ValueError, match=r"^q_proj: group_size 64 does not divide its 96 input features"):
         quantize_weight(torch.zeros(8, 96), make_scheme("w4a16", 64), "q_proj")
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
-def test_master_is_left_as_it_was(scheme):
-    weight = ADVERSARIAL["normal"].clone()
-    quantize_weight(weight, scheme, "w")
-    assert torch.equal(weight, ADVERSARIAL["normal"])
 
 
 def test_noncontiguous_master_gives_the_same_tensors():
