@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import estimates
 import pytest
+from estimates import TINY
 
 from qarl.config import Config
 from qarl.config.architecture import Architecture
@@ -13,20 +15,11 @@ from qarl.memory import estimate as memory
 
 GIB = 2**30
 MODES = ("elementwise", "mlp", "products", "layer")
-TINY = Architecture("llama", 64, 128, 2, 4, 2, 16, 100, 1024, tied_embeddings=True)
 MEASURED = Architecture("qwen3", 2048, 6144, 28, 16, 8, 128, 49_152, 40_960, tied_embeddings=True)
 
 
-def config(**sections) -> Config:
-    base = {
-        "model": {"path": "x"},
-        "data": {"source": "task:arithmetic", "max_prompt_length": 24},
-        "rollout": {"max_response_length": 8, "max_num_seqs": 2},
-        "reward": {"functions": [{"name": "exact"}]},
-        "train": {"steps": 1, "micro_batch_tokens": 10, "logprob_chunk": 5, "recompute": "elementwise"},
-        "quant": {"scheme": "bf16"},
-    }
-    return Config.model_validate({key: {**base.get(key, {}), **sections.get(key, {})} for key in {**base, **sections}})
+def config(quant: dict | None = None, **sections) -> Config:
+    return estimates.config(quant={"group_size": None, "scheme": "bf16", **(quant or {})}, **sections)
 
 
 def fused(tokens: int, architecture: Architecture = TINY, **sections) -> counted.FusedPass:

@@ -23,23 +23,10 @@ from qarl.storage.rundir import config_difference
 EXACT = [{"name": "exact"}]
 JUNK = [
     *["/", "//", "///", "/.", "/..", ".", "..", "../", "./x", "a//b", "-x", "--", "a/b/c/d", "~", "~/", "~nobody-here"],
-    *[
-        "\0",
-        "a\0b",
-        "x" * 300,
-        "x" * 5000,
-        "a/" + "x" * 300,
-        " ",
-        "with space",
-        "\t",
-        "\n",
-        "a\nb",
-        "trailing/",
-        "a/b/",
-    ],
+    *["\0", "a\0b", "x" * 300, "x" * 5000, "a/" + "x" * 300, " ", "with space", "\t", "\n", "a\nb", "trailing/"],
     *["https://huggingface.co/a/b", "s3://b/k", "hf://datasets/a/b", "file:///tmp", "a..b", "a--b", "a/-b", ".a/b"],
     *["a/.b", "a.git", "ünï/cödé", "\u202e", "a:b", "a/b@main", "*", "[a]", "%2f", "C:\\x", "null", "\ud800"],
-    *["x.gguf", "a.json"],
+    *["a/b/", "x.gguf", "a.json"],
     *["package:", "package:x", "package:/", "task:", "task:x", "task:arithmetic", "reasoning-gym:", "reasoning-gym:/"],
     *["/dev/null", "/dev/zero", "/proc/self/mem", "/etc/passwd", "/none/x", "x.py:", "x.py:f", "a.jsonl/", "/.json"],
 ]

@@ -144,7 +144,7 @@ def test_random_templates_fill_or_are_refused(tmp_path, tokenizer):
     path.write_text(json.dumps(row))
     pieces = [
         *"{}nfldz:ds%,x\0 ",
-        *["{{", "}}", "prompt", "!r", "!s", "!x", ">9", "999999999999", ".3", ".a", "[0]", "�"],
+        *["{{", "}}", "prompt", "!r", "!s", "!x", ">9", "999999999999", ".3", ".a", "[0]", "\ud800"],
     ]
     pieces += ["{prompt}", "{n}", "{f:.2f}", "{z!r:>4}"]
     filled = 0

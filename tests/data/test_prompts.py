@@ -155,50 +155,47 @@ def test_nothing_left_says_why_and_the_lengths(tokenizer, source):
         build(tokenizer, source=rows, chat_template=False, max_prompt_length=8, max_context=12)
 
 
-def test_missing_prompt_column_lists_the_columns(tokenizer, source):
-    with fails(r"no column `prompt`; it has: question, answer"):
-        build(tokenizer, source=source({"question": "q", "answer": "a"}))
+USER = {"role": "user", "content": "u"}
 
 
-def test_missing_mapped_column_lists_the_columns(tokenizer, source):
-    with fails(r"data.columns.answer: .* has no column `solution`; it has: prompt, result"):
-        build(tokenizer, source=source({"prompt": "q", "result": "a"}), columns={"answer": "solution"})
-
-
-def test_template_of_a_missing_column_lists_the_columns(tokenizer, source):
-    with fails(r"data.prompt_template: there is no column 'question'; there are: prompt"):
-        build(tokenizer, source=source({"prompt": "q"}), prompt_template="{question} =")
-
-
-def test_template_format_fault_names_the_row(tokenizer, source):
-    with fails(r"data.prompt_template: row 1: "):
-        build(tokenizer, source=source({"prompt": 3}, {"prompt": "q"}), prompt_template="{prompt:d}")
+@pytest.mark.parametrize(
+    ("rows", "fields", "message"),
+    [
+        ([{"question": "q", "answer": "a"}], {}, r"no column `prompt`; it has: question, answer"),
+        (
+            [{"prompt": "q", "result": "a"}],
+            {"columns": {"answer": "solution"}},
+            r"data.columns.answer: .* has no column `solution`; it has: prompt, result",
+        ),
+        (
+            [{"prompt": "q"}],
+            {"prompt_template": "{question} ="},
+            r"data.prompt_template: there is no column 'question'; there are: prompt",
+        ),
+        ([{"prompt": 3}, {"prompt": "q"}], {"prompt_template": "{prompt:d}"}, r"data.prompt_template: row 1: "),
+        ([{"prompt": "q"}, {"prompt": 5}], {}, r"row 1: `prompt` is int \(5\), expected text or a list"),
+        ([{"prompt": [USER]}], {"chat_template": False}, r"row 0: .* list of messages, which needs data.chat_template"),
+        (
+            [{"prompt": [USER | {"role": "system"}]}],
+            {"system_prompt": "s"},
+            r"data.system_prompt: row 0 brings its own system message",
+        ),
+        (
+            [{"prompt": [USER | {"role": "tool"}]}],
+            {},
+            r"row 0: the model's chat template refuses .*: unknown role tool",
+        ),
+    ],
+)
+def test_rows_that_make_no_prompt_are_refused_by_place(tokenizer, source, rows, fields, message):
+    with fails(message):
+        build(tokenizer, source=source(*rows), **fields)
 
 
 def test_tokenizer_without_chat_template_names_the_fix(source):
     tokens = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     with fails(r"no chat template; set data.chat_template: false"):
         build(PreTrainedTokenizerFast(tokenizer_object=tokens), source=source({"prompt": "q"}))
-
-
-def test_prompt_of_another_type_names_the_row(tokenizer, source):
-    with fails(r"row 1: `prompt` is int \(5\), expected text or a list"):
-        build(tokenizer, source=source({"prompt": "q"}, {"prompt": 5}))
-
-
-def test_messages_need_the_chat_template(tokenizer, source):
-    with fails(r"row 0: `prompt` is a list of messages, which needs data.chat_template: true"):
-        build(tokenizer, source=source({"prompt": [{"role": "user", "content": "u"}]}), chat_template=False)
-
-
-def test_two_system_messages_are_refused(tokenizer, source):
-    with fails(r"data.system_prompt: row 0 brings its own system message"):
-        build(tokenizer, source=source({"prompt": [{"role": "system", "content": "u"}]}), system_prompt="s")
-
-
-def test_conversation_the_template_refuses_names_the_row(tokenizer, source):
-    with fails(r"row 0: the model's chat template refuses the prompt: unknown role tool"):
-        build(tokenizer, source=source({"prompt": [{"role": "tool", "content": "u"}]}))
 
 
 def test_a_token_that_the_model_lacks_is_refused_by_row(tiny_model, tmp_path):

@@ -122,13 +122,6 @@ def test_bad_file_is_one_line_with_its_place(tmp_path, name, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_file_that_is_not_utf8_is_refused(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"prompt": "\xff"}\n')
-    with pytest.raises(UserError, match="not UTF-8"):
-        load(path)
-
-
 @pytest.mark.parametrize("source", ["missing.jsonl", "./missing", "/missing/dir", "data/of/mine"])
 def test_missing_path_is_refused_without_asking_the_hub(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

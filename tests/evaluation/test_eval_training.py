@@ -272,12 +272,6 @@ def test_a_reward_that_breaks_down_in_an_evaluation_loses_no_finished_step(evalu
     "override, message",
     [
         ("evaluation.max_response_length=600", "the context of 512 tokens; lower it"),
-        (
-            "evaluation.tasks=[{preset: gsm8k, path: nowhere.jsonl}]",
-            'evaluation.tasks.0.path = "nowhere.jsonl": no such',
-        ),
-        ("evaluation.tasks.0.reward=[{name: 'no.py:f'}]", 'evaluation.tasks.0.reward.0.name = "no.py:f": no such file'),
-        ("evaluation.tasks.1.data.prompt_template='{question}'", "task:arithmetic has no column question"),
         ("rollout.kv_cache_tokens=100", "evaluation task short: 3 of 3 prompts"),
     ],
 )

@@ -84,10 +84,6 @@ def test_math_refuses_an_unparsable_ground_truth():
         score(math, ["5"], "#### ")
 
 
-def test_math_gives_up_on_a_monster_within_its_limit():
-    assert score(math, ["$9^{9^{9^{9^9}}}$"], "1", timeout_s=1) == [0.0]
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

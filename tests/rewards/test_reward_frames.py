@@ -7,57 +7,47 @@ import random
 import struct
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from qarl.rewards.frames import HEADER, REPLY_BYTES, BadFrame, Frames, frame, pack, parse_reply, unpack
 
-
-def random_value(rng: random.Random, depth: int = 0):
-    kinds = ["none", "bool", "int", "float", "str"] + ["list", "tuple", "dict", "odd dict"] * (depth < 4)
-    match rng.choice(kinds):
-        case "none":
-            return None
-        case "bool":
-            return rng.random() < 0.5
-        case "int":
-            return rng.choice([0, -1, 2**63, 10**30, rng.randrange(-99, 99)])
-        case "float":
-            return rng.choice([0.1, -0.0, 1e308, 5e-324, rng.random()])
-        case "str":
-            return rng.choice(["", "%", "tuple", "\ud800", "\0", "ö", "'\"\\", "x" * 50])
-        case "list":
-            return [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
-        case "tuple":
-            return tuple(random_value(rng, depth + 1) for _ in range(rng.randrange(4)))
-        case "dict":
-            return {rng.choice(["a", "b", "%", "items"]): random_value(rng, depth + 1) for _ in range(rng.randrange(4))}
-        case _:
-            keys = [1, 2.5, None, (1, "a"), "%", "x"]
-            return {rng.choice(keys): random_value(rng, depth + 1) for _ in range(rng.randrange(4))}
+NUMBERS = st.integers() | st.sampled_from([2**63, 10**30, -0.0, 1e308, 5e-324]) | st.floats(allow_nan=False)
+SCALARS = st.none() | st.booleans() | NUMBERS | st.sampled_from(["", "%", "tuple", "\ud800", "\0", "ö", "x" * 50])
+KEYS = st.sampled_from(["a", "%", "items", 1, 2.5, None, (1, "a")])
+VALUES = st.deferred(
+    lambda: (
+        SCALARS
+        | st.lists(VALUES, max_size=3)
+        | st.lists(VALUES, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from(["a", "%", "items"]), VALUES, max_size=3)
+        | st.dictionaries(KEYS, VALUES, max_size=3)
+    )
+)
+many = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-def test_values_of_rows_cross_as_they_are():
-    rng = random.Random(0)
-    for _ in range(3000):
-        value = random_value(rng)
-        frames = Frames()
-        frames.feed(frame({"v": pack(value)}))
-        there = unpack(frames.next())["v"]
-        assert repr(there) == repr(value)  # types, order and the sign of zero too
+@many
+@given(VALUES)
+@example([(1, [()]), {"%": {1: (2,)}}, {"a": -0.0}])
+def test_values_of_rows_cross_as_they_are(value):
+    frames = Frames()
+    frames.feed(frame({"v": pack(value)}))
+    assert repr(unpack(frames.next())["v"]) == repr(value)  # types, order and the sign of zero too
 
 
-def test_frames_come_whole_however_the_bytes_are_cut():
-    rng = random.Random(1)
-    for _ in range(300):
-        values = [random_value(rng) for _ in range(rng.randrange(1, 5))]
-        data = b"".join(frame(pack(value)) for value in values)
-        frames, texts = Frames(REPLY_BYTES), []
-        while data:
-            cut = rng.randrange(1, len(data) + 1)
-            frames.feed(data[:cut])
-            data = data[cut:]
-            while (text := frames.next()) is not None:
-                texts.append(text)
-        assert [repr(unpack(text)) for text in texts] == [repr(value) for value in values]
+@many
+@given(st.lists(VALUES, min_size=1, max_size=4), st.data())
+def test_frames_come_whole_however_the_bytes_are_cut(values, draw):
+    data = b"".join(frame(pack(value)) for value in values)
+    frames, texts = Frames(REPLY_BYTES), []
+    while data:
+        cut = draw.draw(st.integers(1, len(data)))
+        frames.feed(data[:cut])
+        data = data[cut:]
+        while (text := frames.next()) is not None:
+            texts.append(text)
+    assert [repr(unpack(text)) for text in texts] == [repr(value) for value in values]
 
 
 def test_mutated_replies_are_replies_or_bad_frames():

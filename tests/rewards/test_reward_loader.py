@@ -71,8 +71,6 @@ def test_column_named_like_a_builtins_option_is_not_taken_for_it():
         ("mine.py:f", "import nowhere_to_be_found\n", r"does not import: ModuleNotFoundError: .*\(mine.py:1\)"),
         ("mine.py:f", "x = 1\ny = x / 0\n", r"does not import: ZeroDivisionError: division by zero \(mine.py:2\)"),
         ("mine.py:f", "def f(:\n", r"does not import: SyntaxError: invalid syntax \(mine.py, line 1\)$"),
-        ("mine.py:f", "import sys\nsys.exit(3)\n", r"does not import: SystemExit: 3 \(mine.py:2\)"),
-        ("mine.py:f", "import os\nos._exit(3)\n", r"`f`: while it was loaded, its worker process exited with code 3"),
         ("mine.py:f", "def f(completions, prompts): pass\n", r"must be f\(completions, prompts, \*\*columns\)"),
         ("mine.py:f", "def f(texts, /, **columns): pass\n", r"cannot be called: missing a required"),
         ("mine.py:f", "def f(completions, solution, **columns): pass\n", r"'solution'.*data columns: answer"),
@@ -107,20 +105,10 @@ class _Function:
     [
         ("regex", {}, None, r"`regex`: needs the option `pattern`"),
         ("regex", {"patern": "a"}, None, r"`regex`: unknown option `patern`; it takes pattern, group, column"),
-        ("regex", {"pattern": "("}, None, r"`regex`: pattern '\(' is not a regular expression"),
         ("regex", {"pattern": 5}, None, r"`regex`: an option has the wrong type"),
         ("exact", {}, ["question"], r"`exact`: no data column `answer`; there are: question"),
-        ("math", {"column": "gold"}, ["answer"], r"`math`: no data column `gold`"),
-        ("length", {"max": -1}, None, r"`length`: max must be positive"),
     ],
 )
 def test_builtin_is_checked_when_the_pool_starts(name, options, columns, message):
     with pytest.raises(UserError, match=message):
         pool(name, columns, **options)
-
-
-def test_module_that_never_finishes_importing_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("qarl.rewards.process.START_LIMIT_S", 0.5)
-    write(tmp_path / "mine.py", "while True: pass\n")
-    with pytest.raises(UserError, match=r"`f`: while it was loaded, no answer within 0.5 s"):
-        pool("mine.py:f")
