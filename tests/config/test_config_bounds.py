@@ -60,6 +60,20 @@ def test_numbers_have_both_bounds_and_they_fit():
         assert max(map(abs, low + high)) <= (INT64 if kind is int else FLOAT32), path
 
 
+BOTTOMS = {  # written down apart from the models: 0 where it turns something off, 1 for a count of what must be there
+    ("ge", 0): "train.seed rollout.top_k objective.tbpo.kl_coef rollout.vllm.max_restarts reward.max_failed_frac"
+    " diagnostics.shadow_every diagnostics.backward_every",
+    ("ge", 1): "train.steps rollout.n rollout.max_batched_tokens rollout.vllm.data_parallel diagnostics.tokens",
+    ("gt", 0): "rollout.top_p rollout.vllm.timeout_s correction.upper",
+}
+
+
+@pytest.mark.parametrize(("bound", "keys"), BOTTOMS.items(), ids=str)
+def test_the_bottom_is_what_the_meaning_of_the_number_allows(bound, keys):
+    bounds = {path: found for path, _, found in NUMBERS}
+    assert {key: bounds[key].get(bound[0]) for key in keys.split()} == dict.fromkeys(keys.split(), bound[1])
+
+
 def test_a_text_or_list_has_a_length():
     literals = [leaf for leaf in LEAVES if leaf[1] in (str, list, dict)]
     without = [path for path, _, bounds in literals if "max_length" not in bounds and path not in FREE]

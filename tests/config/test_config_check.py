@@ -129,18 +129,17 @@ def test_an_ignore_entry_that_names_no_layer_is_refused(inspect):
     assert "model.layers.0.self_attn.q_proj" in message
 
 
-def test_lengths_beyond_the_context_are_refused_with_what_fits(inspect, minimal):
-    message = refused(inspect, "rollout.max_response_length=600")
-    assert "rollout.max_response_length = 600" in message
-    assert "must be 512 or less" in message
-
-
-def test_prompts_as_long_as_the_context_are_refused(inspect):
-    assert "data.max_prompt_length = 1024" in refused(inspect, "data.max_prompt_length=1024")
-
-
-def test_max_length_above_the_models_context_is_refused(inspect):
-    assert "the model's context is 1024 tokens" in refused(inspect, "model.max_length=2048")
+@pytest.mark.parametrize(
+    ("override", "messages"),
+    [
+        ("rollout.max_response_length=600", ["rollout.max_response_length = 600", "must be 512 or less"]),
+        ("data.max_prompt_length=1024", ["data.max_prompt_length = 1024"]),
+        ("model.max_length=2048", ["the model's context is 1024 tokens"]),
+    ],
+)
+def test_lengths_beyond_the_context_are_refused_with_what_fits(inspect, override, messages):
+    said = refused(inspect, override)
+    assert all(message in said for message in messages), said
 
 
 @pytest.mark.parametrize(
