@@ -29,6 +29,8 @@ many = settings(max_examples=300, deadline=None, derandomize=True, suppress_heal
 
 @many
 @given(VALUES)
+@example({"%": "tuple"})
+@example({"%": "dict", "items": [[1, 2]]})
 @example([(1, [()]), {"%": {1: (2,)}}, {"a": -0.0}])
 def test_values_of_rows_cross_as_they_are(value):
     frames = Frames()
