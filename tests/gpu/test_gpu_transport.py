@@ -70,27 +70,9 @@ def neighbour() -> Iterator[Sampler]:
     assert made.close() == 0
 
 
-def test_tensors_arrive_on_the_same_gpu_publish_after_publish(neighbour: Sampler) -> None:
-    transport = CudaIpcTransport((0,))
-    for seed in range(3):
-        tensors = snapshot(seed)
-        found = neighbour.sent(transport, tensors)
-        assert found == fingerprints(tensors.items()) and list(found) == list(tensors)
-    transport.close()
-
-
 def test_tensors_of_one_version_can_be_sent_twice(neighbour: Sampler) -> None:
     transport, tensors = CudaIpcTransport((0,)), snapshot()
     assert neighbour.sent(transport, tensors) == neighbour.sent(transport, tensors) == fingerprints(tensors.items())
-
-
-def test_a_write_still_queued_when_packed_is_seen(neighbour: Sampler) -> None:
-    transport = CudaIpcTransport((0,))
-    tensor = torch.zeros(BIG // 4, dtype=torch.int32, device=FIRST)
-    torch.cuda._sleep(500_000_000)
-    tensor.fill_(7)
-    found = neighbour.sent(transport, {"late": tensor})
-    assert found == fingerprints([("late", torch.full_like(tensor, 7))])
 
 
 def _allocated() -> int:
@@ -107,31 +89,17 @@ def test_memory_comes_back_after_a_publish(neighbour: Sampler) -> None:
     assert _allocated() == before
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_memory_comes_back_after_a_receiver_that_died(taken: bool) -> None:
-    before = _allocated()
-    sampler, transport, tensors = Sampler(ReceiverPlan(gpus=(0,))), CudaIpcTransport((0,)), snapshot()
-    payload = transport.pack(tensors)
-    if taken:
-        sampler.send(payload)
-        sampler.answer()
-    sampler.process.kill()
-    sampler.process.wait()
-    transport.close()
-    del tensors
-    assert _allocated() == before
-
-
-# --- a sampler on a GPU of its own
+# --- a sampler on the learner's GPU, or on one of its own
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+WHERE = pytest.mark.parametrize("own", [None, pytest.param(1, marks=two_gpus)])  # the sampler's own GPU
 
 
-@two_gpus
-def test_tensors_arrive_on_another_gpu_publish_after_publish() -> None:
-    transport = open_transport(FIRST, 1)
-    assert transport.plan.gpus == (1, 0)
+@WHERE
+def test_tensors_arrive_publish_after_publish(own: int | None) -> None:
+    transport = open_transport(FIRST, own)
+    assert transport.plan.gpus == ((0,) if own is None else (1, 0))
     sampler = Sampler(transport.plan)
     for seed in range(3):
         tensors = snapshot(seed)
@@ -155,9 +123,9 @@ def test_the_learner_can_be_on_the_second_gpu() -> None:
     assert sampler.close() == 0
 
 
-@two_gpus
-def test_a_write_still_queued_when_packed_is_seen_on_another_gpu() -> None:
-    transport = open_transport(FIRST, 1)
+@WHERE
+def test_a_write_still_queued_when_packed_is_seen(own: int | None) -> None:
+    transport = open_transport(FIRST, own)
     sampler = Sampler(transport.plan)
     tensor = torch.zeros(BIG // 4, dtype=torch.int32, device=FIRST)
     sampler.sent(transport, {"early": tensor})
@@ -169,11 +137,11 @@ def test_a_write_still_queued_when_packed_is_seen_on_another_gpu() -> None:
     assert sampler.close() == 0
 
 
-@two_gpus
+@WHERE
 @pytest.mark.parametrize("taken", [False, True])
-def test_memory_comes_back_after_a_receiver_on_another_gpu_died(taken: bool) -> None:
+def test_memory_comes_back_after_a_receiver_that_died(taken: bool, own: int | None) -> None:
     before = _allocated()
-    transport = open_transport(FIRST, 1)
+    transport = open_transport(FIRST, own)
     sampler, tensors = Sampler(transport.plan), snapshot()
     sampler.send(transport.pack(tensors))
     if taken:
@@ -186,7 +154,7 @@ def test_memory_comes_back_after_a_receiver_on_another_gpu_died(taken: bool) -> 
     assert int(torch.ones(3, device=FIRST).sum()) == 3
 
 
-@pytest.mark.parametrize("own", [None, pytest.param(1, marks=two_gpus)])
+@WHERE
 def test_nothing_of_ours_listens_while_tensors_travel(own: int | None) -> None:
     """CUDA's driver keeps an abstract socket of its own in every process that uses a GPU; there is nothing else."""
     transport = open_transport(FIRST, own)

@@ -29,7 +29,8 @@ from shipped_tables import entries
 EXPERTS = ((128, 8, 1536, 2048, True), (128, 8, 2048, 768, False), (8, 2, 28_672, 4096, True))
 
 
-def _product(family: str, given: Groups, n: int, k: int, gathered: bool, tile_: Tile) -> None:
+def product(family: str, given: Groups, n: int, k: int, gathered: bool, tile_: Tile | None) -> None:
+    """Launch what a scheme launches for experts' weights (n, k). tile_: None: what the tables say."""
     rows, width, blocks = given.rows // given.slots if gathered else given.rows, given.experts * n, -(-k // 128)
     x, dy = empty(rows, k), empty(given.rows, n)
     tiled, meta = empty(width // 16, blocks, 16, 16, dtype=torch.int32), empty(blocks, width, dtype=FP32)
@@ -74,7 +75,7 @@ class _Tiles:
         if tile_.way != "dequantized" and key not in self.done:
             self.done.add(key)
             experts, slots, n, k, gathered = shape
-            _product(family, groups_of(experts, slots, tokens), n, k, gathered, tile_)
+            product(family, groups_of(experts, slots, tokens), n, k, gathered, tile_)
             yield _label(family, experts, n, k, tile_)
 
     def defaults(self, family: str) -> Iterator[str]:
@@ -118,7 +119,7 @@ def dense() -> Iterator[str]:
             for family, each in (("dense", 4), ("input_grad", 1000), ("weight_grad", 1000)):
                 given = groups_of(experts, slots, each * experts // slots)
                 tile_ = default_tile(family, given.rows, False, experts=experts)
-                _product(family, given, n, k, gathered, tile_)
+                product(family, given, n, k, gathered, tile_)
                 yield _label(family, experts, n, k, tile_)
 
 

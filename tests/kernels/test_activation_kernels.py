@@ -6,15 +6,10 @@ import pytest
 import torch
 from exact import assert_same, poisoned_outputs
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.quantize import activation_codes
+from running import NEEDS_TRITON, QUIET
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
-]
+pytestmark = [NEEDS_TRITON, QUIET]
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

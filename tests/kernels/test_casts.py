@@ -7,12 +7,11 @@ import torch
 import triton
 import triton.language as tl
 from qarl_kernels.casts import odd_fp16, round_pairs, widen_pairs
-from qarl_kernels.launch import INTERPRETED, launch
+from qarl_kernels.launch import launch
+from running import NEEDS_TRITON
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"
-)
+pytestmark = NEEDS_TRITON
 
 
 @triton.jit

@@ -9,16 +9,12 @@ from pairwise import pairwise
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import LowBitWeight
 from qarl_kernels.dequantize import dequantize_bytes, dequantize_int4
-from qarl_kernels.launch import INTERPRETED, recording
+from qarl_kernels.launch import recording
 from qarl_kernels.quantize import activation_codes
 from qarl_kernels.tile import meta_w4a8, tile_int4, untile_int4
+from running import NEEDS_TRITON, QUIET
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
-]
+pytestmark = [NEEDS_TRITON, QUIET]
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -7,15 +7,10 @@ import torch
 from exact import poisoned_outputs
 from qarl_kernels import digest as module
 from qarl_kernels.digest import digest, digest_sums, finish_digests
-from qarl_kernels.launch import INTERPRETED
+from running import NEEDS_TRITON, QUIET
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names products that wrap
-]
+pytestmark = [NEEDS_TRITON, QUIET]
 
 CPU = torch.device("cpu")
 PROGRAM = 4 * module.TILE * module.STEPS  # bytes

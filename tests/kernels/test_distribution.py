@@ -21,6 +21,7 @@ from qarl_kernels.logprob import (
 )
 from qarl_kernels.truncation import normalized
 from qarl_kernels.tuning import Tile
+from running import NEEDS_TRITON, QUIET
 from torch import Tensor
 
 UNRANKED = [Truncation(), Truncation(0.7), Truncation(0.0), Truncation(min_p=0.05), Truncation(1.3, min_p=0.02)]
@@ -29,13 +30,7 @@ RANKED = [Truncation(top_k=5), Truncation(0.8, top_p=0.9), Truncation(top_k=20, 
 # can read
 SHAPES = [(37, 301, 48), (1, 61, 16), (64, 256, 32), (5, 259, 20)]
 
-needs_triton = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"
-)
-pytestmark = [
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every NaN
-]
+pytestmark = [pytest.mark.usefixtures("poisoned"), QUIET]
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +66,7 @@ def _check(found: Distribution, of_token, truncation: Truncation, logits: Tensor
         assert torch.equal(every.gather(-1, tokens[:, None])[:, 0], expected)
 
 
-@needs_triton
+@NEEDS_TRITON
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "features", "truncation"),
     [(*SHAPES[0], truncation) for truncation in UNRANKED] + [(*shape, UNRANKED[-1]) for shape in SHAPES[1:]],
@@ -91,7 +86,7 @@ def test_tiles_of_the_vocabulary(device, rows, vocabulary, features, truncation)
     )
 
 
-@needs_triton
+@NEEDS_TRITON
 @pytest.mark.parametrize("truncation", [Truncation(0.7), Truncation(min_p=0.05)], ids=str)
 def test_a_rows_bits_are_its_own(device, monkeypatch, truncation) -> None:
     hidden, weight = _case(150, 301, 16, device)
@@ -124,7 +119,7 @@ def test_whatever_serves_agrees_with_the_learners_function(device, kernels, trun
     )
 
 
-@needs_triton
+@NEEDS_TRITON
 def test_a_min_p_that_cuts_next_to_nothing(device) -> None:
     hidden, weight = _case(5, 301, 48, device)
     found = fused_distribution(hidden, weight * 40, Truncation(min_p=1e-40))
@@ -135,7 +130,7 @@ def test_a_min_p_that_cuts_next_to_nothing(device) -> None:
     assert torch.equal(found.logprobs(tokens), expected)
 
 
-@needs_triton
+@NEEDS_TRITON
 def test_a_row_that_is_not_finite_spoils_only_itself(device) -> None:
     hidden, weight = _case(37, 301, 48, device)
     expected = fused_distribution(hidden, weight, Truncation(min_p=0.05)).all_logprobs()

@@ -6,12 +6,10 @@ import pytest
 import torch
 from pairwise import pairwise
 from products import random
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.token_sums import embedding_grad
+from running import NEEDS_TRITON
 
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
-)
+pytestmark = NEEDS_TRITON
 
 VOCABULARY = 23
 

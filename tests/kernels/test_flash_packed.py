@@ -10,14 +10,11 @@ from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.backward import attention_backward
 from qarl_kernels.flash.forward import Tile, attention_forward, run
 from qarl_kernels.flash.layout import packed_layout
-from qarl_kernels.launch import INTERPRETED
+from running import NEEDS_TRITON
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned", "small"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned", "small")]
 
 # Empty continuations, prompts and continuations of one token, none at all, and ends around a block and a chunk.
 GROUPS: Groups = [(70, [65, 0, 1]), (1, [3, 128]), (0, [2]), (64, []), (127, [2])]

@@ -13,13 +13,10 @@ from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
 from qarl_kernels.flash.paged import decode_attention, paged_attention, paged_layout
 from qarl_kernels.flash.pairs import from_cache, paired
-from qarl_kernels.launch import INTERPRETED
+from running import NEEDS_TRITON
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned", "small"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned", "small")]
 
 LENGTHS = [200, 1, 65]
 

@@ -8,13 +8,14 @@ from products import random, relative_error
 from qarl_kernels import fp8_backward
 from qarl_kernels.fp8_backward import Codes, Transposed, add_weight_grad_of, input_grad_of, quantize, transpose
 from qarl_kernels.launch import INTERPRETED
+from running import QUIET
 from torch import Tensor
 
 CAPABLE = INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
 pytestmark = [
     pytest.mark.skipif(not CAPABLE, reason="needs TRITON_INTERPRET=1 or a GPU with FP8"),
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every NaN
+    QUIET,
 ]
 
 # (tokens, output features, input features): whole tiles, ragged everywhere, one token, fewer features than a tile

@@ -8,17 +8,12 @@ from exact import assert_same
 from products import of_both_dtypes, random
 from qarl_kernels import fused_norm, pointwise, quantize
 from qarl_kernels.fused_norm import Normed, add_rms_norm, add_rms_norm_backward, rms_norm_again
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.rows import MAX_ROW, VECTOR, backward_tile, row_tile, row_tiles
 from qarl_kernels.token_sums import column_sum
+from running import NEEDS_TRITON, QUIET
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
-]
+pytestmark = [NEEDS_TRITON, QUIET]
 
 EPS = 1e-5
 DTYPES = [torch.bfloat16, torch.float16]

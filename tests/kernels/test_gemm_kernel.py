@@ -8,14 +8,11 @@ from pairwise import pairwise
 from products import integers, random, relative_error
 from qarl_kernels import gemm, reference
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.tuning import Tile
+from running import NEEDS_TRITON
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 # (M, N, K): whole tiles, ragged everywhere, one row, K too ragged for the tensor memory accelerator, K under a block
 SHAPES = [(64, 64, 128), (37, 136, 160), (1, 72, 576), (5, 30, 100), (3, 17, 24)]

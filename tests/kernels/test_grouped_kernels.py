@@ -12,15 +12,12 @@ from nvfp4_products import Nvfp4
 from products import Int4, integers, random, relative_error
 from qarl_kernels import fp8_block, gemm, nvfp4a16, w4a8, w4a16
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import Tile
+from running import NEEDS_TRITON
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 EXPERTS, TOKENS = 3, 9
 BF16 = torch.bfloat16

@@ -13,13 +13,10 @@ from qarl_kernels.head import FusedTokenLogProbs, Logits
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import CUT_LOGIT_GAP, Truncation, token_logprobs
 from qarl_kernels.tuning import Tile
+from running import NEEDS_TRITON, QUIET
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every NaN
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned"), QUIET]
 
 # (rows, vocabulary, features): one tile and a bit, one row, whole tiles, features that only pointers can read
 SHAPES = [(37, 300, 48), (1, 61, 16), (128, 256, 32), (5, 259, 20)]

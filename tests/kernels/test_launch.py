@@ -6,11 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from qarl_kernels.launch import INTERPRETED, capability_of, launch, recording, supports_tma, tma_descriptor
+from qarl_kernels.launch import capability_of, launch, recording, supports_tma, tma_descriptor
+from running import NEEDS_TRITON
 
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1"
-)
+pytestmark = NEEDS_TRITON
 
 
 @triton.jit
@@ -51,10 +50,10 @@ def test_descriptors_are_launched_like_tensors(device: torch.device) -> None:
 
 def test_launches_of_every_kind_follow_one_another(device: torch.device) -> None:
     """Addresses and counts that Triton compiles apart, again and again: none runs what was compiled for another."""
-    for _ in range(3):
-        for dtype in (torch.float32, torch.int32, torch.float16):
-            for offset in (0, 1, 4, 8):
-                for count in (1, 2, 16, 37, 64):
+    for _ in range(2):
+        for dtype in (torch.float32, torch.float16):
+            for offset in (0, 1, 8):
+                for count in (1, 16, 37):
                     for block in (16, 32):
                         x = torch.arange(offset + 64, device=device).to(dtype)[offset:]
                         out = torch.full_like(x, 7)

@@ -6,16 +6,13 @@ import pytest
 import torch
 from mixtures import all_to, grouped, input_grad, weight_grad
 from products import random, relative_error
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe import backward
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import Tile
+from running import NEEDS_TRITON
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 BF16 = torch.bfloat16
 SHAPES = [(40, 2, 3, 64, 64), (23, 3, 4, 72, 48), (9, 2, 4, 30, 100), (1, 4, 6, 40, 72)]  # T, k, E, N, K

@@ -6,15 +6,12 @@ import pytest
 import torch
 from mixtures import all_to, grouped
 from products import random
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe import combine, reference, shared
 from qarl_kernels.moe.groups import Groups, Shared
+from running import NEEDS_TRITON
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 BF16 = torch.bfloat16
 SHAPES = [(13, 3, 6, 100), (7, 8, 20, 1100), (5, 1, 3, 33), (1, 2, 4, 64), (0, 2, 4, 64)]  # T, k, E, H

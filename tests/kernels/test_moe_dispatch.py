@@ -8,16 +8,14 @@ import triton
 import triton.language as tl
 from mixtures import chosen
 from qarl_kernels.blocks import expert_rows, source_rows
-from qarl_kernels.launch import INTERPRETED, launch
+from qarl_kernels.launch import launch
 from qarl_kernels.moe.dispatch import COLUMNS, SORTS, groups_of, rows_in_order
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.shapes import kernel_arguments, row_tiles
+from running import NEEDS_TRITON
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 
 CASES = [

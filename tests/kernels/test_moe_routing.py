@@ -5,20 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from products import random
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe import routing
 from qarl_kernels.moe.balance import balance_grad, choices
 from qarl_kernels.moe.groups import Routed
 from qarl_kernels.moe.routing import route, route_backward
+from running import NEEDS_TRITON
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 BF16 = torch.bfloat16
 SHAPES = [(37, 100, 10, 3), (5, 64, 128, 8), (1, 72, 8, 2), (70, 40, 2, 1), (3, 40, 300, 16)]  # T, H, E, k
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "triton"])
+def kernels(request: pytest.FixtureRequest) -> bool:
+    return request.param
 
 
 def float64(x: Tensor, weight: Tensor, k: int, normalize: bool, chosen: Tensor | None = None) -> Routed:
@@ -36,7 +38,6 @@ def close(result: Routed, expected: Routed) -> None:
     torch.testing.assert_close(result.weights.double(), expected.weights, rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize(("tokens", "columns", "experts", "k"), SHAPES)
 def test_the_most_probable_experts_and_their_probabilities(device, tokens, columns, experts, k, kernels) -> None:
     dtype = torch.float16 if tokens == 1 else BF16
@@ -47,7 +48,6 @@ def test_the_most_probable_experts_and_their_probabilities(device, tokens, colum
         close(route(x, weight, k, normalize, chosen, kernels=kernels), float64(x, weight, k, normalize, chosen))
 
 
-@pytest.mark.parametrize("kernels", [False, True])
 def test_a_token_has_the_same_bits_in_every_batch(device, kernels, monkeypatch) -> None:
     monkeypatch.setattr(routing, "FEW_TOKENS", 40)  # the larger tile for the whole
     x, weight = (random(n, 200, seed=n, device=device, dtype=BF16) for n in (100, 24))
@@ -58,7 +58,6 @@ def test_a_token_has_the_same_bits_in_every_batch(device, kernels, monkeypatch) 
             assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), name
 
 
-@pytest.mark.parametrize("kernels", [False, True])
 def test_of_equal_logits_the_lower_expert_is_chosen(device, kernels) -> None:
     x = torch.ones(2, 16, device=device, dtype=BF16)
     weight = torch.zeros(9, 16, device=device, dtype=BF16)
@@ -71,7 +70,6 @@ def test_of_equal_logits_the_lower_expert_is_chosen(device, kernels) -> None:
     assert torch.equal(routed.weights, torch.full((2, 2), 0.5, device=device))
 
 
-@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_experts_are_in_range_and_differ_whatever_x_holds(device, kernels) -> None:
     x = random(6, 32, seed=1, device=device, dtype=BF16)
@@ -86,7 +84,6 @@ def test_experts_are_in_range_and_differ_whatever_x_holds(device, kernels) -> No
     assert torch.equal(routed.weights[4:], alone.weights) and torch.equal(routed.experts[4:], alone.experts)
 
 
-@pytest.mark.parametrize("kernels", [False, True])
 def test_replayed_experts_out_of_range_or_twice_harm_nothing(device, kernels) -> None:
     x, weight = (random(n, 32, seed=n, device=device, dtype=BF16) for n in (2, 6))
     chosen = torch.tensor([[9, -1, 2], [4, 1, 4]], device=device)
@@ -103,7 +100,6 @@ def test_float32_is_for_plain_torch(device) -> None:
         route(x, weight, 4, True, kernels=True)
 
 
-@pytest.mark.parametrize("kernels", [False, True])
 def test_no_tokens(device, kernels) -> None:
     weight = random(12, 40, seed=1, device=device, dtype=BF16)
     routed = route(weight[:0], weight, 4, True, kernels=kernels)
@@ -111,7 +107,6 @@ def test_no_tokens(device, kernels) -> None:
     assert route_backward(routed.weights, routed, True, kernels=kernels).shape == (0, 12)
 
 
-@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_gradient_is_that_of_the_weights(device, normalize, kernels) -> None:
     x, weight = (random(n, 40, seed=n, device=device, dtype=BF16) for n in (19, 20))

@@ -8,15 +8,10 @@ from exact import assert_same, poisoned_outputs
 from nvfp4_products import Nvfp4
 from qarl_formats import nvfp4 as formats
 from qarl_kernels import nvfp4
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.nvfp4_weights import dequantize_nvfp4, quantize_nvfp4
+from running import NEEDS_TRITON, QUIET
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
-]
+pytestmark = [NEEDS_TRITON, QUIET]
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -9,13 +9,10 @@ from nvfp4_products import Nvfp4
 from pairwise import pairwise
 from products import random, relative_error
 from qarl_kernels import nvfp4, nvfp4a16, planes, tuning
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.tuning import Tile
+from running import NEEDS_TRITON
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 NARROW, WIDE = Tile("narrow", 16, 32, warps=2), Tile("wide", 16, 64)
 TILES = [NARROW, WIDE, Tile("wide", 64, 128, warps=8, tma=True), Tile("wide", 16, 64, tma=True, split=True)]

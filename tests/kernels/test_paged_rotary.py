@@ -7,14 +7,11 @@ import torch
 from products import random
 from qarl_kernels import rotary
 from qarl_kernels.flash.pairs import from_cache
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.rotary import Rotation, rotary_forward, rotary_into_pages
+from running import NEEDS_TRITON
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 # (rows, heads, kv_heads, head size)
 SHAPES = [(7, 4, 2, 64), (9, 5, 1, 80), (5, 3, 3, 96), (19, 2, 1, 128), (3, 2, 1, 8)]
@@ -115,8 +112,8 @@ def test_heads_of_a_cache_may_be_far_apart(device) -> None:
     """The third is 2^31 values behind the first: in 32 bits that is as many before it, where memory is here too."""
     qkv, rotation = _case((3, 3, 3, 96), device, False)
     rounding, slots = rotation._replace(kv_fp8=True), torch.arange(3, device=device)
-    memory = torch.empty_strided((2**32 + 2 * 16 * 96,), (1,), dtype=torch.uint8, device=device)  # most is not touched
-    whole = memory.view(torch.float8_e4m3fn)
+    memory = torch.UntypedStorage(2**32 + 2 * 16 * 96, device=device)  # not poisoned: most of it is not touched
+    whole = torch.tensor([], dtype=torch.float8_e4m3fn, device=device).set_(memory)
     far = [whole.as_strided((1, 3, 16, 96), (1, 2**30, 96, 1), 2**31 + at * 16 * 96) for at in range(2)]
     near = [_cache(1, 3, 16, 96, device, False, torch.float8_e4m3fn) for _ in "kv"]
     for cache in far:

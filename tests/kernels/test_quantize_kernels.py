@@ -8,15 +8,11 @@ from exact import assert_same, poisoned_outputs
 from pairwise import pairwise
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
-from qarl_kernels.launch import INTERPRETED, recording
+from qarl_kernels.launch import recording
 from qarl_kernels.quantize import quantize_bytes, quantize_int4
+from running import NEEDS_TRITON, QUIET
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
-]
+pytestmark = [NEEDS_TRITON, QUIET]
 
 SCALE_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 DTYPE_NAMES = ["bfloat16", "float16", "float32"]

@@ -8,15 +8,13 @@ import pytest
 import torch
 from products import random
 from qarl_kernels import pointwise
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.rotary import Rotation, rotary_forward
 from qarl_kernels.rotary_backward import rotary_backward
+from running import NEEDS_TRITON
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
-)
+pytestmark = NEEDS_TRITON
 
 EPS = 1e-6
 DTYPES = [torch.bfloat16, torch.float16]

@@ -7,16 +7,11 @@ import torch
 from exact import assert_same
 from products import of_both_dtypes, random
 from qarl_kernels import pointwise, quantize
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.swiglu import swiglu, swiglu_backward
+from running import NEEDS_TRITON, QUIET
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
-]
+pytestmark = [NEEDS_TRITON, QUIET]
 
 ACTIVATIONS = ["int8", "fp8", "fp8_group"]
 SHAPES = [(5, 40), (1, 96), (19, 33), (3, 1536), (2, 2304)]

@@ -6,12 +6,10 @@ import pytest
 import torch
 from exact import assert_same, poisoned_outputs
 from qarl_formats.packing import pack_int4, pack_zero_points
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.tile import meta_w4a8, meta_w4a16, tile_int4, untile_int4
+from running import NEEDS_TRITON
 
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
-)
+pytestmark = NEEDS_TRITON
 
 SHAPES = [(16, 128), (5, 96), (37, 1152), (17, 100), (1, 1), (40, 36)]
 

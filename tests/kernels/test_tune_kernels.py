@@ -13,8 +13,8 @@ import torch
 from mixtures import weight_grad
 from products import relative_error
 from qarl_kernels import tuning
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.tuning import BACKWARD, FAMILIES, Entry, Tile
+from running import NEEDS_TRITON
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -154,7 +154,7 @@ def test_every_grouped_candidate_is_recorded_for_compilation_before() -> None:
     assert any("dequantize" in launch.kernel.__name__ for launch in fused)
 
 
-@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU")
+@NEEDS_TRITON
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_the_ways_of_w4a16_multiply_with_the_same_random_weight(which: str) -> None:
     problem = GroupedProblem("w4a16", SIZES, which, CPU)
@@ -164,7 +164,7 @@ def test_the_ways_of_w4a16_multiply_with_the_same_random_weight(which: str) -> N
     assert relative_error(fused, problem.product(Tile("dequantized")).double()) < 2**-8
 
 
-@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU")
+@NEEDS_TRITON
 def test_a_weights_gradient_is_timed_where_it_adds_and_compared_from_zero() -> None:
     problem = GroupedProblem("weight_grad", SIZES, "gate_up", CPU)
     problem.rows(6)

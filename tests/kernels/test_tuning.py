@@ -9,29 +9,19 @@ from pathlib import Path
 import pytest
 import shipped_tables
 import torch
-from qarl_kernels import fp8_block, gemm, nvfp4a16, tuning, w4a8, w4a16
+from compile_cases import groups_of as groups
+from compile_grouped import product
+from qarl_kernels import tuning
 from qarl_kernels.launch import recording
-from qarl_kernels.moe import backward
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Shape, Tile, default_tile, lookup
 from shipped_tables import entries
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from kernel_bench.tables import dump_tile, format_table
 
 X = torch.empty(1, 8, device="meta")
 SHIPPED = sorted(path.stem for path in TABLES.glob("*.json"))
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def groups(experts: int, slots: int, tokens: int) -> Groups:
-    order = empty(tokens * slots, dtype=torch.int32)
-    return Groups(experts, slots, order, order, empty(experts + 1, dtype=torch.int32))
 
 
 @pytest.fixture
@@ -192,38 +182,6 @@ def test_defaults_put_64_rows_of_the_weight_first_where_experts_have_few() -> No
 
 E, N, K, ROWS = 4, 128, 256, 16
 GIVEN = groups(E, 2, ROWS // 2)
-TILED = empty(E * N // 16, K // 128, 16, 16, dtype=torch.int32)
-
-
-def _launch(family: str, gathered: bool) -> None:
-    """The function that a scheme calls."""
-    rows = ROWS // 2 if gathered else ROWS
-    x = empty(rows, K)
-    grouped = {"groups": GIVEN, "gathered": gathered}
-    int8, e4m3 = x.to(torch.int8), x.to(torch.float8_e4m3fn)
-    scale, width = empty(rows, 1, dtype=FP32), E * N
-    if family == "dense":
-        gemm.dense(x, empty(width, K), **grouped)
-    elif family == "w4a16":
-        meta = empty(K // 128, width, dtype=torch.int32)
-        w4a16.w4a16(x, None, empty(width, K // 128), None, TILED, meta, **grouped)
-    elif family == "w4a8":
-        w4a8.w4a8(int8, scale, TILED, empty(K // 128, width, dtype=FP32), K, N, None, BF16, **grouped)
-    elif family == "nvfp4a16":
-        scales = empty(width, K // 16).to(torch.float8_e4m3fn), empty(1, dtype=FP32)
-        tiled = TILED, empty(2 * (K // 128), width, dtype=torch.int32)
-        nvfp4a16.nvfp4a16(x, None, *scales, *tiled, **grouped)
-    elif family == "w8a8":
-        gemm.scaled(int8, scale, empty(width, K, dtype=torch.int8), empty(width, 1), None, BF16, **grouped)
-    elif family == "fp8":
-        gemm.scaled(e4m3, scale, empty(width, K, dtype=e4m3.dtype), empty(width, 1), None, BF16, **grouped)
-    elif family == "fp8_block":
-        scales = empty(rows, K // 128, dtype=FP32), empty(width // 128, K // 128)
-        fp8_block.fp8_block(e4m3, scales[0], empty(width, K, dtype=e4m3.dtype), scales[1], None, BF16, **grouped)
-    elif family == "input_grad":
-        backward.grouped_input_grad(empty(ROWS, N), empty(width, K), GIVEN)
-    else:
-        backward.grouped_weight_grad(empty(ROWS, N), x, GIVEN, gathered, empty(width, K, dtype=FP32))
 
 
 @pytest.mark.parametrize("gathered", [True, False])
@@ -235,7 +193,7 @@ def test_launchers_ask_the_table(family: str, gathered: bool, tables) -> None:
     tile = Tile(way, 32, 64, 128, warps=4, stages=2)
     tables["h200"] = {family: {Shape(N, K, E, gathered): Entry(((ROWS, tile),))}}
     with recording() as launches:
-        _launch(family, gathered)
+        product(family, GIVEN, N, K, gathered, None)
     (launched,) = launches
     sizes = ("BLOCK_N", "BLOCK_K") if family == "weight_grad" else ("BLOCK_M", "BLOCK_N")
     assert [launched.arguments[name] for name in sizes] == [32, 64]
@@ -248,6 +206,6 @@ def test_rows_of_tokens_are_put_in_order_for_the_accelerator(tables) -> None:
         tables["h200"] = {"w4a16": {Shape(N, K, E, gathered): Entry(((ROWS, tile),))}}
         tuning._entries.cache_clear()
         with recording() as launches:
-            _launch("w4a16", gathered)
+            product("w4a16", GIVEN, N, K, gathered, None)
         assert [launch.kernel.__name__ for launch in launches] == ["_copy_kernel"] * gathered + ["wide_kernel"]
         assert launches[-1].arguments["TMA"] and launches[-1].arguments["order"] is None

@@ -7,13 +7,10 @@ import torch
 from pairwise import pairwise
 from products import Int4, random, relative_error
 from qarl_kernels import w4a16
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.tuning import Tile
+from running import NEEDS_TRITON
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 TILES = [
     Tile("narrow", 16, 32, warps=2),

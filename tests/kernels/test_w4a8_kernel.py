@@ -7,13 +7,10 @@ import torch
 from products import Int4, random, relative_error
 from qarl_kernels import fp8_block, reference, w4a8
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.tuning import Tile
+from running import NEEDS_TRITON
 
-pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 TILES = [Tile("wide", 16, 32, warps=2), Tile("wide", 64, 64), Tile("wide", 16, 128, warps=8)]
 CASES = [(16, 64, 256, 128), (1, 37, 192, 64), (18, 70, 160, 32), (3, 40, 100, None)]
