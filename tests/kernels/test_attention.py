@@ -107,22 +107,14 @@ def test_a_sequence_has_the_same_bits_in_every_batch(size: int) -> None:
         assert torch.equal(case.attend(spans, size), torch.cat(alone[12 - batch :]))
 
 
-def test_tiles_of_one_group_have_the_bits_of_tiles_on_their_own() -> None:
+def test_tiles_of_one_group_and_parts_of_it_have_the_bits_of_tiles_on_their_own(monkeypatch) -> None:
     case = Sequences([64] * 5, 4, 2, 16)
     rows = torch.arange(5 * 64).view(20, TILE)
     together = QueryTiles(rows, rows % 64, torch.tensor(case.pages).repeat_interleave(4, dim=0))
-    q = torch.cat(case.q)
     expected = case.attend([(s, 0, 64) for s in range(5)])
-    assert torch.equal(paged_attention(q, *case.cache, [together], 0.3), expected)
-
-
-def test_splitting_a_group_to_save_memory_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Sequences([64] * 5, 4, 2, 16)
-    rows = torch.arange(5 * 64).view(20, TILE)
-    tiles = [QueryTiles(rows, rows % 64, torch.tensor(case.pages).repeat_interleave(4, dim=0))]
-    whole = paged_attention(torch.cat(case.q), *case.cache, tiles, 0.3)
-    monkeypatch.setattr(attention, "MAX_ELEMENTS", 1)
-    assert torch.equal(paged_attention(torch.cat(case.q), *case.cache, tiles, 0.3), whole)
+    for most in (attention.MAX_ELEMENTS, 1):  # 1: a group is split to save memory
+        monkeypatch.setattr(attention, "MAX_ELEMENTS", most)
+        assert torch.equal(paged_attention(torch.cat(case.q), *case.cache, [together], 0.3), expected)
 
 
 def test_extra_pages_add_exact_zeros() -> None:
@@ -130,20 +122,12 @@ def test_extra_pages_add_exact_zeros() -> None:
     assert torch.equal(case.attend([(0, 0, 100)], width=4), case.attend([(0, 0, 100)]))
 
 
-def test_pages_that_are_not_listed_are_never_read() -> None:
+def test_what_pages_not_listed_and_hidden_slots_hold_does_not_matter() -> None:
     case = Sequences([100], 4, 2, 16, spare=3)
     expected = case.attend([(0, 0, 100)])
-    for cache in case.cache:
+    for cache, filled in zip(case.cache, (torch.nan, 1e30), strict=True):
         cache[case.spare] = torch.nan
-    assert torch.equal(case.attend([(0, 0, 100)]), expected)
-
-
-def test_what_a_hidden_slot_holds_does_not_matter() -> None:
-    case = Sequences([100], 4, 2, 16)
-    expected = case.attend([(0, 0, 100)])
-    keys, values = case.cache
-    keys[case.pages[0][1], :, 100 - PAGE :] = torch.nan
-    values[case.pages[0][1], :, 100 - PAGE :] = 1e30
+        cache[case.pages[0][1], :, 100 - PAGE :] = filled
     assert torch.equal(case.attend([(0, 0, 100)]), expected)
 
 
