@@ -59,6 +59,28 @@ def template_arguments(arguments: Mapping[str, Any], option: str) -> dict[str, A
         raise UserError("\n".join(fault_lines(error, DataConfig, values, lambda loc: option))) from None
 
 
+class ChoicesConfig(Section):
+    """Multiple-choice rows: adds the columns `choices`, lettered options, and `answer`, the letter of the right one."""
+
+    options: list[Annotated[str, Field(min_length=1, max_length=NAME)]] = Field(
+        min_length=1,
+        max_length=26,
+        description="One column with the list of options (choices.text), or one column for each option.",
+    )
+    right: str | None = Field(
+        None,
+        min_length=1,
+        max_length=NAME,
+        description="Column that says which option is right: its label, letter, index from 0 or text. null: the first.",
+    )
+    labels: str | None = Field(
+        None, min_length=1, max_length=NAME, description="Column with the list of labels; null: A, B, C and so on."
+    )
+    shuffle_seed: int | None = Field(
+        None, ge=0, lt=2**31, description="Options are shuffled by this seed and the row; null: in the order given."
+    )
+
+
 Rate = Annotated[float, Field(ge=-SCORE, le=SCORE)]
 
 
@@ -79,6 +101,9 @@ class DataConfig(Section):
         max_length=ITEMS,
         description="Our name -> dataset column, or a field inside one, e.g. {prompt: question, answer: "
         "reward_model.ground_truth}. A `prompt` must exist afterwards.",
+    )
+    choices: ChoicesConfig | None = Field(
+        None, description="Options of multiple-choice rows, for prompt_template's {choices}; null: none."
     )
     prompt_template: str | None = Field(
         None,

@@ -12,7 +12,7 @@ from qarl.config.limits import FACTOR, ITEMS, SECONDS, WORKERS
 from qarl.inputs.code import REFERENCE, file_of
 from qarl.inputs.paths import PATH_BYTES
 
-BUILTIN_REWARDS = ("math", "exact", "regex", "length", "overlong", "format", "reasoning_gym")
+BUILTIN_REWARDS = ("math", "choice", "code", "exact", "regex", "length", "overlong", "format", "reasoning_gym")
 
 
 class RewardFunction(Section):

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from qarl.config.data import RESERVED_COLUMNS
+from qarl.data.choices import letter_choices
 from qarl.data.columns import listed, map_columns
 from qarl.data.conversation import ChatTemplate, Message, encode, is_conversation, plain_messages
 from qarl.data.sources import Row, load_rows
@@ -80,8 +81,9 @@ def build_prompts(
 ) -> tuple[list[Prompt], DropReport]:
     """Load `config.source` and turn its rows into prompts, in the order of the source.
 
-    The columns of a row are those of the source plus the mapped ones (`columns: {prompt: question}` adds `prompt`; see
-    `map_columns`). The prompt is the column `prompt`, or `prompt_template` filled with the row's columns. With
+    The columns of a row are those of the source, the mapped ones (`columns: {prompt: question}` adds `prompt`; see
+    `map_columns`), and those of `letter_choices`. The prompt is the column `prompt`, or `prompt_template` filled with
+    the row's columns. With
     `chat_template` it becomes a conversation, which `ChatTemplate` renders: text is one user message, a list of
     {role, content} is a conversation already (see `plain_messages`), and `system_prompt` goes first. `encode` says
     which special tokens a prompt has.
@@ -114,6 +116,8 @@ def build_prompts(
     if config.chat_template_kwargs and not config.chat_template:
         raise UserError("data.chat_template_kwargs: needs data.chat_template: true; leave them out")
     rows = map_columns(load_rows(config), config)
+    if config.choices is not None:
+        rows = letter_choices(rows, config)
     places = [f"data: row {index}" for index in range(len(rows))]
     texts = _texts(rows, places, config, tokenizer, now)
 

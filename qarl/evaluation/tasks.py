@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qarl.config import EvalTask, RewardConfig, RewardFunction
+from qarl.config.evaluation_presets import PRESETS
 from qarl.data import build_prompts
 from qarl.distributed.ranks import Alone, Ranks
 from qarl.distributed.together import together
@@ -59,8 +60,8 @@ def load_tasks(
 ) -> list[LoadedTask]:
     """Read the rows of each task and tokenize them.
 
-    All rows of a preset are kept, however long. Of its columns only `answer` is kept, which is all that its reward
-    reads, so presets share their reward workers.
+    All rows of a preset are kept, however long. Of its columns only those are kept that its reward reads, so presets
+    share their reward workers.
 
     Args:
         tasks: The tasks.
@@ -84,7 +85,8 @@ def load_tasks(
             if report.empty:
                 raise UserError(f"{report.empty} of {report.rows} prompts have no text")
             if task.preset is not None:
-                prompts = [replace(prompt, columns={"answer": prompt.columns["answer"]}) for prompt in prompts]
+                kept = PRESETS[task.preset].reads
+                prompts = [replace(p, columns={name: p.columns[name] for name in kept}) for p in prompts]
         except UserError as error:
             raise UserError(f"evaluation task {task.name}: {error}") from error
         loaded.append(LoadedTask(str(task.name), prompts, task.functions, report.dropped))

@@ -15,6 +15,8 @@ from qarl.errors import UserError
 from qarl.rewards.responses import THINK_TAGS, after_thinking, check_tags
 
 BUILTINS = {
+    "choice": "qarl.rewards.builtin:choice",
+    "code": "qarl.rewards.programs:code",
     "exact": "qarl.rewards.builtin:exact",
     "format": "qarl.rewards.builtin:format",
     "length": "qarl.rewards.builtin:length",
@@ -131,6 +133,54 @@ def regex(
         match = None if said is None else compiled.search(said)
         scores.append(float(match is not None and (match[group] or "").strip() == final_answer(answer)))
     return scores
+
+
+def choice(
+    completions: list[str],
+    prompts: list[str],
+    *,
+    column: str = "answer",
+    think_tags: Sequence[str] | None = THINK_TAGS,
+    **columns: list,
+) -> list[float]:
+    """1 if the response chooses the letter in the column, else 0; see `chosen_letter`.
+
+    Args:
+        completions: Responses.
+        prompts: Their prompts.
+        column: Data column of the letters, as `data.choices` makes it.
+        think_tags: Only what follows a think block of these tags counts; None: the whole response.
+        columns: The data's columns.
+
+    Returns:
+        One score per response.
+    """
+    check_tags(think_tags)
+    letters = ground_truths(columns, column)
+    scores = []
+    for completion, prompt, letter in zip(completions, prompts, letters, strict=True):
+        said = after_thinking(completion, prompt, think_tags)
+        scores.append(float(said is not None and chosen_letter(said) == str(letter).strip().upper()))
+    return scores
+
+
+_ANSWER_IS = re.compile(r"(?i:answer\s*(?:is|:))[\s:*$]*(?:\\boxed\{)?\(?([A-Z])\b")
+_IN_BRACKETS = re.compile(r"(?:\(|\\boxed\{(?:\\text\{)?\(?)([A-Z])[)}]")
+_ALONE = re.compile(r"^\W*([A-Z])\W*$", re.MULTILINE)
+
+
+def chosen_letter(text: str) -> str | None:
+    """The option that a response chooses, as lm-evaluation-harness reads it; None if it chooses none.
+
+    The first "answer is (X)", as its filter for MMLU-Pro; otherwise the last letter in brackets or in a box, as its
+    flexible filter for GPQA; otherwise the last line that holds a letter alone.
+    """
+    if first := _ANSWER_IS.search(text):
+        return first[1]
+    for pattern in (_IN_BRACKETS, _ALONE):
+        if found := pattern.findall(text):
+            return str(found[-1])
+    return None
 
 
 def tags_for(pattern: str | None, think_tags: Sequence[str] | None) -> Sequence[str] | None:

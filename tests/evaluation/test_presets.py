@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
+import zlib
 
 import datasets
 import pytest
@@ -15,11 +18,57 @@ from qarl.policy.load import load_tokenizer
 from qarl.types import Rollout
 
 ANSWERS = {"gsm8k": "3 times 4 is <<3*4=12>>12.\n#### 12", "olympiadbench": ["$12$"]}
+ASKED = "What is $3 \\times 4$?"
+MATH = [name for name, preset in PRESETS.items() if preset.reward == [{"name": "math"}]]
+# One row of each of the other sets, in the schema that its page on the hub shows.
+ROWS = {
+    "arc_challenge": {
+        "id": "Mercury_7175875",
+        "question": ASKED,
+        "choices": {"text": ["11", "12", "13", "14"], "label": ["A", "B", "C", "D"]},
+        "answerKey": "B",
+    },
+    "gpqa_diamond": {
+        "Record ID": "rec0",
+        "Question": ASKED,
+        "Correct Answer": "12",
+        "Incorrect Answer 1": "11",
+        "Incorrect Answer 2": "13",
+        "Incorrect Answer 3": "14",
+        "Subdomain": "Arithmetic",
+    },
+    "mmlu_pro": {
+        "question_id": 70,
+        "question": ASKED,
+        "options": [str(n) for n in range(8, 18)],
+        "answer": "E",
+        "answer_index": 4,
+        "cot_content": "",
+        "category": "math",
+        "src": "ori_mmlu-elementary_mathematics",
+    },
+    "livecodebench": {
+        "question_title": "A. Product",
+        "question_content": ASKED,
+        "platform": "codeforces",
+        "question_id": "1873_A",
+        "contest_date": "2023-08-21T00:00:00",
+        "starter_code": "",
+        "difficulty": "easy",
+        "public_test_cases": json.dumps([{"input": "3 4\n", "output": "12\n", "testtype": "stdin"}]),
+        "private_test_cases": base64.b64encode(
+            zlib.compress(pickle.dumps(json.dumps([{"input": "5 6\n", "output": "30\n", "testtype": "stdin"}])))
+        ).decode(),
+        "metadata": "{}",
+    },
+}
 
 
 def row(name: str) -> dict:
     preset = PRESETS[name]
-    return {preset.prompt: "What is $3 \\times 4$?", preset.answer: ANSWERS.get(name, "12"), "other": None}
+    if name in ROWS:
+        return ROWS[name]
+    return {preset.prompt: ASKED, str(preset.answer): ANSWERS.get(name, "12"), "other": None}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +95,14 @@ def test_a_preset_asks_the_hub_for_its_subset_and_split(name, tokenizer, monkeyp
     preset = PRESETS[name]
     assert asked == [(preset.source, preset.subset, preset.split)]
     assert task.name == name and len(task.prompts) == 2
-    assert "What is $3 \\times 4$?\n\nPlease reason" in task.prompts[0].text and "\\boxed{}" in task.prompts[0].text
+    text = task.prompts[0].text
+    if name in MATH:
+        assert f"{ASKED}\n\nPlease reason" in text and "\\boxed{}" in text
+    elif name == "livecodebench":
+        assert f"{ASKED}\n\n\n\nWrite a Python program" in text
+    else:
+        right = task.prompts[0].columns["answer"]
+        assert f"{ASKED}\n\nA. " in text and f"\n{right}. 12\n" in f"\n{text}" and "'The answer is (X)'" in text
 
 
 def test_a_local_file_gives_the_same_task_as_the_hub(tokenizer, tmp_path, monkeypatch):
@@ -59,6 +115,16 @@ def test_a_local_file_gives_the_same_task_as_the_hub(tokenizer, tmp_path, monkey
         assert hub.fingerprint == local.fingerprint, name
 
 
+def right_and_wrong(task) -> tuple[str, str]:
+    if task.name == "livecodebench":
+        program = "```python\na, b = map(int, input().split())\nprint({})\n```"
+        return program.format("a * b"), program.format("12")
+    if task.name in MATH:
+        return "It is \\boxed{12}.", "It is \\boxed{13}."
+    right = task.prompts[0].columns["answer"]
+    return f"The answer is ({right}).", f"The answer is ({'A' if right != 'A' else 'B'})."
+
+
 def test_every_preset_rewards_its_own_kind_of_answer(tokenizer, tmp_path):
     tasks = []
     for name in PRESETS:
@@ -69,7 +135,7 @@ def test_every_preset_rewards_its_own_kind_of_answer(tokenizer, tmp_path):
     rewards = TaskRewards(loaded, None, None)
     try:
         for task in loaded:
-            both = [response("It is \\boxed{12}."), response("It is \\boxed{13}.")]
+            both = [response(text) for text in right_and_wrong(task)]
             assert rewards.score(task, task.prompts, both).total == [1.0, 0.0], task.name
     finally:
         rewards.close()
@@ -108,7 +174,11 @@ def test_a_task_whose_reward_misses_its_column_is_refused_by_name(tokenizer):
     "name, said",
     [
         ("MATH-50", "no such evaluation set; did you mean math500?"),
-        ("zebra", "no such evaluation set; there are math500, aime24, aime25, amc, gsm8k, minerva, olympiadbench"),
+        (
+            "zebra",
+            "no such evaluation set; there are math500, aime24, aime25, amc, gsm8k, minerva, olympiadbench, "
+            "arc_challenge, gpqa_diamond, mmlu_pro, livecodebench",
+        ),
     ],
 )
 def test_an_unknown_preset_names_the_nearest_or_all(name, said):

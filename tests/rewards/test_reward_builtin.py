@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from qarl.config.reward import BUILTIN_REWARDS
 from qarl.data.tasks import generate
 from qarl.errors import UserError
-from qarl.rewards.builtin import BUILTINS, exact, final_answer, format, length, overlong, regex
+from qarl.rewards.builtin import BUILTINS, choice, chosen_letter, exact, final_answer, format, length, overlong, regex
 from qarl.rewards.mathematics import math
 
 GSM8K = (
@@ -279,3 +279,23 @@ def test_overlong_is_the_soft_penalty_of_dapo(tokens, expected):
 def test_overlong_refuses_sizes_that_make_no_sense(options):
     with pytest.raises(UserError, match=r"^(max|buffer) "):
         overlong([], [], completion_ids=[], **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Because of this the answer is (C).", "C"),
+        ("The answer is B", "B"),
+        ("**Answer: D**", "D"),
+        ("The answer is $\\boxed{E}$", "E"),
+        ("the answer is (A). Wait, the answer is (B).", "A"),  # as MMLU-Pro's filter takes the first
+        ("(A) is wrong and (B) is right: (B)", "B"),
+        ("so \\boxed{\\text{C}}", "C"),
+        ("Reasoning.\n\nC", "C"),
+        ("The answer is a prime number.", None),
+        ("I do not know.", None),
+    ],
+)
+def test_a_choice_is_read_as_lm_evaluation_harness_does(text, letter):
+    assert chosen_letter(text) == letter
+    assert choice([text, f"<think>{text}"], ["p"] * 2, answer=["C", "C"]) == [float(letter == "C"), 0.0]

@@ -1,0 +1,60 @@
+"""Multiple-choice rows: lettered options in an order drawn from a seed, and the letter of the right one."""
+
+from __future__ import annotations
+
+import random
+import string
+from typing import TYPE_CHECKING, Any
+
+from qarl.data.columns import NoField, Row, field_of
+from qarl.errors import UserError
+
+if TYPE_CHECKING:
+    from qarl.config.data import DataConfig
+
+LETTERS = string.ascii_uppercase
+
+
+def letter_choices(rows: list[Row], config: DataConfig) -> list[Row]:
+    """Add the columns `choices` ("A. first\\nB. second") and `answer` (the letter of the right option) to each row.
+
+    Raises:
+        UserError: A row lacks a column, has fewer than two or more than 26 options, or no right one.
+    """
+    assert config.choices is not None, "there are no choices"
+    return [row | _lettered(row, index, config) for index, row in enumerate(rows)]
+
+
+def _lettered(row: Row, index: int, config: DataConfig) -> Row:
+    section = config.choices
+    assert section is not None, "there are no choices"
+    place = f"data.choices: row {index} of `{config.source}`"
+    try:
+        found = [field_of(row, column) for column in section.options]
+        right = None if section.right is None else field_of(row, section.right)
+        labels = None if section.labels is None else field_of(row, section.labels)
+    except NoField as error:
+        raise UserError(f"{place}{error}") from None
+    options = [str(option) for option in (found[0] if len(found) == 1 else found)]
+    if not 2 <= len(options) <= len(LETTERS):
+        raise UserError(f"{place}: has {len(options)} options; 2 to {len(LETTERS)} are possible")
+    correct = 0 if section.right is None else _place_of(right, options, labels, place)
+    order = list(range(len(options)))
+    if section.shuffle_seed is not None:
+        random.Random(f"choices-{section.shuffle_seed}-{index}").shuffle(order)
+    lines = [f"{LETTERS[place]}. {options[option].strip()}" for place, option in enumerate(order)]
+    return {"choices": "\n".join(lines), "answer": LETTERS[order.index(correct)]}
+
+
+def _place_of(right: Any, options: list[str], labels: Any, place: str) -> int:
+    """The index of the right option: given as a label, a letter, an index, or the text of the option."""
+    names = [str(label) for label in labels] if isinstance(labels, list) else list(LETTERS[: len(options)])
+    if len(names) != len(options):
+        raise UserError(f"{place}: has {len(options)} options and {len(names)} labels")
+    if isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(options):
+        return right
+    if str(right) in names:
+        return names.index(str(right))
+    if str(right) in options:
+        return options.index(str(right))
+    raise UserError(f"{place}: the right option {right!r} is none of its options")

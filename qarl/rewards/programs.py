@@ -1,0 +1,222 @@
+"""The built-in reward `code`: runs the program of a response against tests, in a sandbox."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from qarl.errors import UserError
+from qarl.rewards.builtin import ground_truths
+from qarl.rewards.code_sandbox import Isolation, Limits, require_sandbox, run_program
+from qarl.rewards.responses import THINK_TAGS, after_thinking, check_tags
+
+_BLOCK = re.compile(r"```[ \t]*([\w+#-]*)[^\n]*\n(.*?)```", re.DOTALL)
+_PYTHON = {"", "py", "python", "python3"}
+_MARK = "qarl-result:"
+# Appended to a program with a function to call; its arguments are on standard input, one JSON value per line.
+_CALL = f"""
+
+def _qarl_call():
+    import json, sys
+    arguments = [json.loads(line) for line in sys.stdin.read().splitlines() if line.strip()]
+    name = {{name!r}}
+    target = getattr(Solution(), name) if "Solution" in globals() else globals()[name]
+    print("\\n{_MARK}" + json.dumps(target(*arguments)))
+
+_qarl_call()
+"""
+
+
+@dataclass(frozen=True)
+class Test:
+    """One test. function: the name of the function to call with the JSON lines of `given`; None: a whole program."""
+
+    given: str
+    expected: str
+    function: str | None = None
+
+
+def code(
+    completions: list[str],
+    prompts: list[str],
+    *,
+    column: str | list[str] = "tests",
+    metadata_column: str | None = None,
+    partial: bool = False,
+    max_tests: int | None = None,
+    timeout_s: float = 6.0,
+    memory_mib: int = 1024,
+    parallel: int = 4,
+    isolation: Isolation = "namespace",
+    think_tags: Sequence[str] | None = THINK_TAGS,
+    **columns: list,
+) -> list[float]:
+    """1 if the program in the response passes all tests, else 0. The program is its last Python block.
+
+    Args:
+        completions: Responses.
+        prompts: Their prompts.
+        column: Data column of the tests, see `read_tests`, or several whose tests are joined.
+        metadata_column: Data column with LiveCodeBench's metadata, which names the function to call.
+        partial: Score the fraction of tests passed instead.
+        max_tests: Only the first tests of each row; None: all.
+        timeout_s: Wall-clock and CPU seconds of each test.
+        memory_mib: Address space of each process.
+        parallel: Programs that run at the same time.
+        isolation: `namespace`, or `process` if this machine has no user namespaces: then a program has the same limits,
+            but also the network and the files of the user.
+        think_tags: Only what follows a think block of these tags counts; None: the whole response.
+        columns: The data's columns.
+
+    Returns:
+        One score per response. A response without a program scores 0.
+    """
+    check_tags(think_tags)
+    _check(timeout_s, memory_mib, parallel, max_tests, isolation)
+    names = [column] if isinstance(column, str) else list(column)
+    rows = list(zip(*(ground_truths(columns, name) for name in names), strict=True))
+    details = [None] * len(rows) if metadata_column is None else ground_truths(columns, metadata_column)
+    require_sandbox(isolation)
+    limits = Limits(wall_s=timeout_s, cpu_s=max(1, round(timeout_s)), memory_bytes=memory_mib << 20)
+    jobs = []
+    for completion, prompt, row, detail in zip(completions, prompts, rows, details, strict=True):
+        said = after_thinking(completion, prompt, think_tags)
+        program = None if said is None else last_program(said)
+        tests = [test for part in row for test in read_tests(part, detail)]
+        jobs.append((program, tests[:max_tests]))
+
+    def score(job: tuple[str | None, list[Test]]) -> float:
+        program, tests = job
+        if program is None:
+            return 0.0
+        passed = 0
+        for test in tests:
+            good = passes(program, test, limits, isolation)
+            if not good and not partial:
+                return 0.0
+            passed += good
+        return passed / len(tests)
+
+    with ThreadPoolExecutor(parallel) as pool:
+        return list(pool.map(score, jobs))
+
+
+def last_program(text: str) -> str | None:
+    """The last fenced block of a text that is in Python or in no named language; None if there is none."""
+    blocks = [body for language, body in _BLOCK.findall(text) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else None
+
+
+def read_tests(row: Any, metadata: Any = None) -> list[Test]:
+    """The tests of a row: a mapping or list, or their JSON text.
+
+    Mapping (APPS, TACO, PRIME): {"inputs": [...], "outputs": [...], "fn_name": name or missing}. With fn_name an input
+    is a list of arguments, and an output the result, also in a list of one.
+    List (LiveCodeBench): [{"input": text, "output": text, "testtype": "stdin" or "functional"}]. A functional input has
+    one JSON argument per line, and `metadata` has {"func_name": name}. Its private tests, a compressed text, are read
+    too.
+
+    Raises:
+        ValueError: The row has no tests, or they are of another form.
+    """
+    tests = _opened(row)
+    if isinstance(tests, dict):
+        inputs, outputs, name = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise ValueError("tests must have `inputs` and `outputs`, two lists of one length")
+        found = [_of_pair(given, wanted, name) for given, wanted in zip(inputs, outputs, strict=True)]
+    elif isinstance(tests, list):
+        details = _opened(metadata) if metadata is not None else {}
+        name = details.get("func_name") if isinstance(details, dict) else None
+        found = [_of_livecodebench(test, name) for test in tests]
+    else:
+        raise ValueError(f"tests must be a mapping or a list, not {type(tests).__name__}")
+    if not found:
+        raise ValueError("the row has no tests")
+    return found
+
+
+def passes(program: str, test: Test, limits: Limits, isolation: Isolation) -> bool:
+    """Run one test. What is expected never enters the sandbox."""
+    if test.function is None:
+        ran = run_program(program, test.given, limits, isolation)
+        return ran.ok and ran.output is not None and same_output(ran.output, test.expected)
+    ran = run_program(program + _CALL.format(name=test.function), test.given, limits, isolation)
+    if not ran.ok or ran.output is None:
+        return False
+    _, mark, result = ran.output.rpartition(_MARK)
+    try:
+        return bool(mark) and json.loads(result) == json.loads(test.expected)
+    except ValueError:
+        return False
+
+
+def same_output(said: str, wanted: str) -> bool:
+    """Whether two outputs agree: equal lines without white space at their ends, or equal numbers in them."""
+    mine, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (said, wanted))
+    return len(mine) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _same_numbers(said: str, wanted: str) -> bool:
+    try:
+        return [Decimal(word) for word in said.split()] == [Decimal(word) for word in wanted.split()]
+    except InvalidOperation:
+        return False
+
+
+def _check(timeout_s: Any, memory_mib: Any, parallel: Any, max_tests: Any, isolation: Any) -> None:
+    for name, value in (("timeout_s", timeout_s), ("memory_mib", memory_mib), ("parallel", parallel)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
+            raise UserError(f"{name} must be a positive number, got {value!r}")
+    if max_tests is not None and (isinstance(max_tests, bool) or not isinstance(max_tests, int) or max_tests < 1):
+        raise UserError(f"max_tests must be a positive integer or null, got {max_tests!r}")
+    if isolation not in ("namespace", "process"):
+        raise UserError(f"isolation must be namespace or process, got {isolation!r}")
+
+
+def _of_pair(given: Any, wanted: Any, name: str | None) -> Test:
+    if name is None:
+        texts = ["\n".join(map(str, x)) if isinstance(x, list) else str(x) for x in (given, wanted)]
+        return Test(texts[0], texts[1])
+    arguments = given if isinstance(given, list) else [given]
+    result = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted
+    return Test("\n".join(map(json.dumps, arguments)), json.dumps(result), name)
+
+
+def _of_livecodebench(test: Any, name: str | None) -> Test:
+    if not isinstance(test, dict) or not {"input", "output"} <= test.keys():
+        raise ValueError("a test must have `input` and `output`")
+    functional = test.get("testtype") == "functional"
+    if functional and not name:
+        raise ValueError("a functional test needs the name of its function: set the option metadata_column: metadata")
+    return Test(str(test["input"]), str(test["output"]), name if functional else None)
+
+
+class _TextOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"tests hold an object of {module}.{name}; only text is read")
+
+
+def _opened(value: Any) -> Any:
+    """A value, or that of its JSON text. LiveCodeBench packs private tests: JSON, pickled as text, zlib, base64."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        pass
+    try:
+        packed = zlib.decompress(base64.b64decode(value, validate=True))
+        return json.loads(_TextOnly(io.BytesIO(packed)).load())
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, TypeError) as error:
+        raise ValueError("tests must be JSON") from error
