@@ -332,8 +332,8 @@ class Config(Section):
 def mixture_faults(config: Config) -> Iterator[Fault]:
     """Report settings for a mixture of experts if the model is none."""
     text = "the model has no experts"
-    if config.model.routing == "replay":
-        yield Fault(("model", "routing"), "replay", f"{text}; must be own")
+    if config.model.routing != "own":
+        yield Fault(("model", "routing"), config.model.routing, f"{text}; must be own")
     for key in ("router_aux_coef", "router_z_coef"):
         if coefficient := getattr(config.objective, key):
             yield Fault(("objective", key), coefficient, f"{text}; must be 0")

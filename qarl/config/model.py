@@ -49,10 +49,11 @@ class ModelConfig(Section):
         description="Context in tokens, prompt and response; default the model's max_position_embeddings.",
     )
 
-    routing: Literal["own", "replay"] = Field(
+    routing: Literal["own", "replay", "replay_learner"] = Field(
         "own",
         description="For mixtures of experts. replay sends each token of the learner's forwards through the experts "
-        "that the sampler chose (R3), weighted by the learner's own router; own lets the learner's router choose.",
+        "that the sampler chose (R3), weighted by the learner's own router; replay_learner through those that the "
+        "learner chose at the rollout's weights (GSPO's routing replay); own lets the learner's router choose.",
     )
 
     def faults(self) -> Iterator[Fault]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from qarl_kernels.truncation import Replay, Truncation
@@ -18,7 +19,7 @@ from qarl.objectives.advantages import compute_advantages
 from qarl.objectives.base import AdvantageKind
 from qarl.objectives.segments import Segments
 from qarl.policy.routes import NO_ROUTES, Routes, numbers_of
-from qarl.training.columns import Column, KeptColumn
+from qarl.training.columns import Column, KeptColumn, RoutingColumn
 from qarl.training.micro_batches import Response, assign, micro_batch_ends, work
 from qarl.types import Prompt, Rollout
 from qarl.utils.transfer import upload
@@ -42,6 +43,7 @@ class Batch:
     logp_ref: Column = field(init=False)  # reference policy, if the objective needs it
     routing: list[Tensor] | None = None  # `Rollout.routing` of each response, if the sampler recorded it
     replays: bool = False  # forwards use the experts in `routing`
+    chosen: RoutingColumn | None = None  # learner's experts at `version`, for model.routing replay_learner
     kept: KeptColumn | None = None  # learner's truncated sets at `version`, for objective.truncation_set replay
 
     def __post_init__(self) -> None:
@@ -59,8 +61,9 @@ class Batch:
     def share_old(self, ranks: Ranks) -> None:
         """Give every rank the log-probs and kept sets of forwards at the rollout's weights; a collective."""
         self.logp_old.share(ranks)
-        if self.kept is not None:
-            self.kept.share(ranks)
+        for column in (self.kept, self.chosen):
+            if column is not None:
+                column.share(ranks)
 
     def part(self, indices: Sequence[int], device: torch.device | None = None) -> Part:
         return Part(self, tuple(indices), self.device if device is None else device)
@@ -82,6 +85,13 @@ class Batch:
             random.Random(f"minibatch-{seed}-{step}-{epoch}").shuffle(units)
         order = [index for unit_ in units for index in unit_]
         return [self.part(order[start : start + size]) for start in range(0, count, size)]
+
+
+class OwnRows(NamedTuple):
+    """Rows of a forward: of the prompt, then of the response without its last token."""
+
+    prompt: int
+    response: int
 
 
 @dataclass(frozen=True)
@@ -147,8 +157,20 @@ class Part:
 
     @property
     def routes(self) -> Routes:
-        """Routing of a forward over the part: the recorded experts if they are replayed."""
+        """Routing of a forward over the part: the recorded experts if they are replayed, and known."""
+        if self.batch.chosen is not None:
+            chosen = self.batch.chosen.read(self)
+            return NO_ROUTES if chosen is None else Routes(replay=chosen, rows=self.rows)
         return Routes(replay=self.routing, rows=self.rows) if self.batch.replays else NO_ROUTES
+
+    @property
+    def own_rows(self) -> list[OwnRows]:
+        """Rows of one forward that belong to each response; a prompt shared with the previous response has none."""
+        new = set(self._new_prompts)
+        return [
+            OwnRows(len(prompt) if place in new else 0, len(response) - 1)
+            for place, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True))
+        ]
 
     @property
     def _new_prompts(self) -> list[int]:

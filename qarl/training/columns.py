@@ -128,3 +128,49 @@ class KeptColumn:
         for there, *tensors in zip(*every, strict=True):
             for index, values in zip(there[:, 0].tolist(), KeptSets(*tensors).split(there[:, 1].tolist()), strict=True):
                 self._values[index] = values
+
+
+class RoutingColumn:
+    """The experts that the learner chose at the rollout's weights, for the rows of each response; on the CPU.
+
+    The first forward over each response fills it; later forwards of the step replay it, so that a token goes through
+    the same experts in both policies of a ratio (GSPO's routing replay).
+    """
+
+    def __init__(self, responses: int) -> None:
+        self._values: list[Tensor | None] = [None] * responses  # (prompt + response - 1, L, k) int16 each
+        self._new: set[int] = set()  # responses filled in on this rank since the last `share`
+
+    def fill(self, part: Part, chosen: Tensor) -> None:
+        """Store the experts (rows, L, k) of one forward over a part. A shared prompt is stored with each response."""
+        rows, prompt, at = chosen.to(torch.int16).cpu(), chosen.new_empty(0).cpu(), 0
+        for index, own in zip(part.indices, part.own_rows, strict=True):
+            if own.prompt:
+                prompt = rows[at : at + own.prompt]
+            start = at + own.prompt
+            at = start + own.response
+            self._values[index] = torch.cat((prompt, rows[start:at]))
+        self._new.update(part.indices)
+
+    def read(self, part: Part) -> Tensor | None:
+        """Return the experts of one forward over a part, (rows, L, k) int16 on its device; None if any is unknown."""
+        found = []
+        for index, own in zip(part.indices, part.own_rows, strict=True):
+            if (values := self._values[index]) is None:
+                return None
+            found.append(values[len(values) - own.prompt - own.response :])
+        return upload(torch.cat(found), part.device)
+
+    def share(self, ranks: Ranks) -> None:
+        """Give every rank what any of them has filled in since the last time; a collective."""
+        if ranks.count == 1:
+            return
+        own = [(index, values) for index in sorted(self._new) if (values := self._values[index]) is not None]
+        self._new.clear()
+        places = torch.tensor([(index, *values.shape) for index, values in own], dtype=torch.int64).reshape(-1, 4)
+        packed = torch.cat([values.reshape(-1) for _, values in own]) if own else torch.empty(0, dtype=torch.int16)
+        for there, data in zip(ranks.gather_tensors(places), ranks.gather_tensors(packed), strict=True):
+            shapes = [tuple(row) for row in there[:, 1:].tolist()]
+            parts = data.split([rows * layers * k for rows, layers, k in shapes])
+            for index, shape, values in zip(there[:, 0].tolist(), shapes, parts, strict=True):
+                self._values[index] = values.view(shape)

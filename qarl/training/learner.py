@@ -26,7 +26,7 @@ from qarl.policy.policy import Policy
 from qarl.policy.routes import Routes
 from qarl.policy.weights import WeightSet
 from qarl.training.batch import Batch, Part, rounds
-from qarl.training.columns import Column, KeptColumn
+from qarl.training.columns import Column, KeptColumn, RoutingColumn
 from qarl.training.observer import Observer
 from qarl.training.optim import lr_at
 from qarl.training.routing import SlotCounts, training_routes
@@ -83,6 +83,8 @@ class Learner:
         """Begin training step `step`, counted from 0."""
         if self.config.objective.truncation_set == "replay":
             batch.kept = KeptColumn(len(batch))
+        if self.config.model.routing == "replay_learner":
+            batch.chosen = RoutingColumn(len(batch))
         self.totals = LearnerTotals()
         self._minibatches = self._left = self.config.train.epochs * math.ceil(len(batch) / self.config.minibatch_size)
         # The first optimizer step allocates the optimizer's state; "deployed" has a forward after the last one.
@@ -161,7 +163,7 @@ class Learner:
         first, chunk = not batch.logp_old.known(part), self.config.train.logprob_chunk
         retained = totals.retained if first else None
         routes = routes or part.routes
-        if first and batch.routing is not None:
+        if first and (batch.routing is not None or batch.chosen is not None):
             routes = replace(routes, own={}, rows=part.rows)
         recording = Recording.of(self.truncation) if first and batch.kept is not None else None
         truncation = recording or part.truncation(self.truncation)
@@ -172,6 +174,8 @@ class Learner:
             assert self.at_snapshot(batch), "logp_old after an update"
             batch.logp_old.fill(part, logp)
             totals.add_snapshot(entropy)
+            if batch.chosen is not None:
+                batch.chosen.fill(part, routes.recorded())
             if part.routing is not None:
                 totals.routing.add_choices(part.routing[part.counted], routes.recorded()[part.counted])
         return logp, entropy

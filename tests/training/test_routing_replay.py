@@ -19,7 +19,7 @@ from qarl.policy.attention import pack
 from qarl.policy.routes import Routes, numbers_of, recording, stored, unknown
 from qarl.rollout.shared import gather_rollouts
 from qarl.training.batch import Batch, build_batch
-from qarl.training.columns import Column
+from qarl.training.columns import Column, RoutingColumn
 from qarl.training.metrics import rollout_tensors
 from qarl.training.routing import RoutingTotals
 from qarl.types import Prompt, Rollout
@@ -46,6 +46,64 @@ def test_replay_changes_no_bit_where_sampler_and_learner_agree(mixtral) -> None:
         assert [m["mismatch/routing_tokens"] for m in metrics] == [0.0, 0.0]
         found.append((metrics, run.policy.current.manifest().digest()))
     assert found[0] == found[1]
+
+
+def test_the_learner_s_own_experts_are_replayed_in_every_later_forward_of_a_step(mixtral) -> None:
+    """They are those of the rollout's weights, in any order and cut of the batch; a single update has the same bits."""
+    once = {}
+    for routing in ("own", "replay_learner"):
+        run = parts(mixtral, model={"routing": routing}, train=SMALL)
+        once[routing] = run.learn(live(run)), run.policy.current.manifest().digest()
+    assert once["own"] == once["replay_learner"]
+
+    train = {**SMALL, "minibatch_size": 2, "epochs": 2}
+    run = parts(mixtral, model={"routing": "replay_learner"}, train=train, optim={"lr": 1e-2})
+    batch, used = live(run), []
+    logprobs = run.policy.logprobs
+
+    def spy(prompts, responses, *more):
+        used.append((prompts, responses, more[-1].replay))
+        return logprobs(prompts, responses, *more)
+
+    run.policy.logprobs = spy
+    run.learn(batch)
+    first = dict.fromkeys(map(tuple, batch.responses))
+    fresh = parts(mixtral, train=train)
+    routes = recording()
+    whole = batch.whole()
+    fresh.policy.logprobs(whole.prompts, whole.responses, Truncation(), 64, routes=routes)
+    rows = iter(routes.recorded().split([n for own in whole.own_rows for n in (own.prompt, own.response)]))
+    prompt = torch.empty(0)
+    for response, own in zip(batch.responses, whole.own_rows, strict=True):
+        given = next(rows)
+        prompt = given if own.prompt else prompt
+        first[tuple(response)] = prompt, next(rows)
+    replayed = [entry for entry in used if entry[2] is not None]
+    assert len(replayed) == len(used) - sum(replay is None for *_, replay in used) and len(replayed) >= 7
+    for prompts, responses, replay in replayed:
+        expected = []
+        for i, (text, response) in enumerate(zip(prompts, responses, strict=True)):
+            whole_prompt, rest = first[tuple(response)]
+            expected += [*([whole_prompt] if i == 0 or text != prompts[i - 1] else []), rest]
+        assert torch.equal(replay.long(), torch.cat(expected).long())
+
+
+def test_ranks_share_the_experts_that_they_recorded(mixtral) -> None:
+    run = parts(mixtral, model={"routing": "own"}, train=SMALL)
+    batch = live(run)
+    rows = [len(p) + len(r) - 1 for p, r in zip(batch.prompts, batch.responses, strict=True)]
+    chosen = [torch.randint(0, 300, (n, 2, 2), dtype=torch.int16) for n in rows]
+
+    def work(ranks):
+        column = RoutingColumn(len(batch))
+        for index in range(ranks.rank, len(batch), ranks.count):
+            column.fill(batch.part([index]), chosen[index])
+        assert ranks.count == 1 or column.read(batch.part([0, 1])) is None
+        column.share(ranks)
+        return [column.read(batch.part([index])) for index in range(len(batch))]
+
+    for found in (*as_threads(3, work), *as_threads(1, work)):
+        assert all(map(torch.equal, found, chosen))
 
 
 def test_each_micro_batch_replays_the_rows_of_its_own_responses(mixtral) -> None:
