@@ -20,6 +20,7 @@ from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.history import read_history
 from qarl.storage.saved_state import Inputs
 from qarl.training.checkpoint_manager import CheckpointManager
+from qarl.training.loss_scale import LossScale
 from qarl.training.state import capture
 
 NEWEST = "; the same command resumes from step 1"
@@ -30,7 +31,7 @@ class Place:
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self.ranks, self.said, self.step, self.digest, self.logged = ranks, [], 0, "ab" * 32, []
-        updates = SimpleNamespace(begun=0, pieces=self.pieces)
+        updates = SimpleNamespace(begun=0, pieces=self.pieces, scale=LossScale(1.0))
         snapshot = SimpleNamespace(manifest=lambda: SimpleNamespace(digest=lambda: self.digest))
         self.run = SimpleNamespace(
             learner=SimpleNamespace(ranks=ranks, skipped_in_a_row=0),

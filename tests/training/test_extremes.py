@@ -29,6 +29,8 @@ SIZES = {
     "reward.timeout_s",
     "reward.max_failed_frac",
     "reward.memory_gib",
+    "rollout.dynamic_sampling.max_rounds",  # a tiny model's rewards are all equal, so all rounds are run
+    "rollout.dynamic_sampling.oversample",
 }
 ON_A_GPU = {"diagnostics.backward_every"}  # refused elsewhere
 OF_EXPERTS = ("router_aux_coef", "router_z_coef", "routing_every")  # refused without
