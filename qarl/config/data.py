@@ -143,6 +143,9 @@ class DataConfig(Section):
 
     def faults(self) -> Iterator[Fault]:
         yield from path_faults("source", self.source)
+        if self.choices is not None and "{choices" not in (self.prompt_template or ""):
+            text = "the options are not shown; use {choices} in data.prompt_template"
+            yield Fault(("prompt_template",), self.prompt_template, text)
         if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:
             yield Fault(("pass_rate",), list(self.pass_rate), "must be [low, high] with low <= high")
         generated = self.kind in ("task", "reasoning_gym")

@@ -89,7 +89,7 @@ def _at(root: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 BASE = {
     "model": {"path": "a/b"},
-    "data": {"source": "task:arithmetic", "choices": {"options": ["a", "b"]}},
+    "data": {"source": "task:arithmetic", "choices": {"options": ["a", "b"]}, "prompt_template": "{choices}"},
     "reward": {"functions": [{"name": "exact"}]},
     "train": {"steps": 3},
 }

@@ -68,3 +68,9 @@ def test_rows_without_a_usable_question_are_refused_by_place(row, choices, said)
     with pytest.raises(UserError, match=r"^data\.choices: row 0 of `rows\.jsonl`") as caught:
         lettered(row, **choices)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("template", [None, "{prompt}"])
+def test_options_that_no_prompt_shows_are_refused(template):
+    with pytest.raises(ValueError, match="the options are not shown"):
+        DataConfig(source="rows.jsonl", prompt_template=template, choices={"options": ["a", "b"]})
