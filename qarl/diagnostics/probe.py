@@ -172,8 +172,12 @@ class Probe(Observer):
         whole, before = batch.whole(CPU), self._before
         if before is None:  # an aligned learner's own log-probs at the snapshot
             before = whole.logp_old
-        after = before if self.policy.at(batch.version) else self._shadow_of_all(batch)
-        return deployed_metrics(before, after, whole.advantages, whole.segments)
+        updates = self.policy.version - batch.version
+        after = self._shadow_of_all(batch) if updates else before
+        metrics = deployed_metrics(before, after, whole.advantages, whole.segments)
+        if updates:  # the study takes one optimizer step per batch
+            metrics["deployed/improvement_per_update"] = metrics["deployed/improvement"] / updates
+        return metrics
 
     def _shadow_at(self, part: Part, logps: TokenLogProbs) -> Tensor:
         if logps.logp_shadow is not None:

@@ -320,7 +320,9 @@ PRECISION = (
         ),
     ),
     Curves(
-        "Improvement of what is served", "nats a token, along the sign of A", (("deployed/improvement", "improvement"),)
+        "Improvement of what is served",
+        "nats per token, along the sign of A",
+        (("deployed/improvement", "per training step"), ("deployed/improvement_per_update", "per optimizer step")),
     ),
     Curves("Movement of what is served", "nats a token, absolute", (("deployed/delta_abs_mean", "mean"),)),
     Curves("Efficiency of a step", "improvement over movement", (("deployed/efficiency", "efficiency"),)),

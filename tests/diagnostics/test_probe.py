@@ -102,6 +102,8 @@ def test_deployed_improvement_is_that_of_the_shadow_before_and_after(llama):
             ]
         )
         assert probe.metrics["deployed/improvement"] == pytest.approx(float((signs * moved).mean()), rel=1e-9)
+        per_update = float((signs * moved).mean()) / run.policy.version
+        assert probe.metrics["deployed/improvement_per_update"] == pytest.approx(per_update, rel=1e-9)
         assert probe.metrics["deployed/delta_abs_mean"] == pytest.approx(float(moved.abs().mean()), rel=1e-9)
 
 
