@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +67,9 @@ class Watching(Observer):
 
     def progress(self, responses: int) -> None:
         self.progressed += responses
+
+    def sampled(self, metrics: dict[str, float]) -> None:
+        self.sampled_metrics = metrics
 
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
         self.rollouts, self.scores = rollouts, scores
@@ -170,7 +174,28 @@ def test_a_step_is_the_same_on_any_number_of_ranks(llama, count, tokens, more):
     assert len(rounds) == 1
 
 
-@pytest.mark.parametrize("routing", ["own", "replay"])
+class Rare(Rewards):
+    """1 for a few responses, so that the rewards of most groups are equal."""
+
+    def score(self, *arguments: Any, **options: Any) -> RewardResult:
+        found = super().score(*arguments, **options)
+        total = [float(score >= 2.0) for score in found.total]
+        return RewardResult(total, {"own": total}, {"own": 0}, [])
+
+
+def test_dynamic_sampling_draws_the_same_rounds_on_any_number_of_ranks(llama, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "Rewards", Rare)
+    sampling = {"rollout": {"dynamic_sampling": {"max_rounds": 3, "oversample": 1.5}}}
+    sections = {"model": {"dtype": "float32"}, "objective": {"name": "grpo", "mask_truncated": True}, **sampling}
+    _, alone = take(llama, Alone(), **sections)
+    assert alone.sampled_metrics["sampling/rounds"] > 1 and 0 < alone.sampled_metrics["sampling/equal_frac"] < 1
+    for _, watching in run_threads(2, lambda ranks: take(llama, ranks, **sections)):
+        assert watching.sampled_metrics == alone.sampled_metrics
+        assert watching.rollouts == alone.rollouts and watching.scores == alone.scores
+        assert_same_batch(watching.batch, alone.batch)
+
+
+@pytest.mark.parametrize("routing", ["own", "replay", "replay_learner"])
 def test_the_load_balancing_loss_is_that_of_the_minibatch_on_any_number_of_ranks(tiny_model, routing) -> None:
     sections = {
         "model": {"dtype": "float32", "routing": routing},
