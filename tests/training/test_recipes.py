@@ -12,7 +12,7 @@ import qarl
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yaml"))
 FAMILIES = {"qwen2.5": "qwen2", "qwen3-8b": "qwen3", "qwen3-30b": "qwen3_moe"}
-# OpenR1-Math-46k as its page on the hub shows it: verl's columns.
+# OpenR1-Math-46k as its page on the hub shows it; DAPO-Math-17k has the same of verl's columns.
 ROW = {
     "data_source": "openr1",
     "prompt": [
