@@ -44,6 +44,9 @@ def train(config) -> int:
         fault, _, rank = os.environ.get("FAULT", "").partition(" ")
         for turn in range(ROUNDS):
             if signum := ranks.signal(guard.signum):
+                if fault == "long":  # the step in progress takes long, then a checkpoint is written
+                    time.sleep(float(os.environ["SAVE_S"]))
+                    (config.run_dir / f"saved-{ranks.rank}").touch()
                 return Interrupted(signum).exit_code
             if turn == 3 and fault == "end":
                 return 0
@@ -51,7 +54,7 @@ def train(config) -> int:
                 from qarl.errors import UserError
 
                 ranks.agree(UserError("all know of it") if turn == 3 and int(rank) == ranks.rank else None)
-            elif turn == 3 and rank and int(rank) == ranks.rank:
+            elif turn == 3 and rank and int(rank) == ranks.rank and fault != "long":
                 FAULTS[fault](ranks)
             if fault in ("tensors", "late"):
                 import torch
