@@ -337,6 +337,8 @@ def mixture_faults(config: Config) -> Iterator[Fault]:
     for key in ("router_aux_coef", "router_z_coef"):
         if coefficient := getattr(config.objective, key):
             yield Fault(("objective", key), coefficient, f"{text}; must be 0")
+    if (floor := config.objective.router_floor) is not None:
+        yield Fault(("objective", "router_shift_floor"), floor, f"{text}; must be null")
     if config.diagnostics.routing_every:
         yield Fault(("diagnostics", "routing_every"), config.diagnostics.routing_every, f"{text}; must be 0")
 

@@ -124,6 +124,11 @@ class ObjectiveConfig(Section):
         return self.own_ratio
 
     @property
+    def router_floor(self) -> float | None:
+        """Least router-shift ratio that multiplies the ratio; None: it is not used."""
+        return None
+
+    @property
     def band(self) -> Band | None:
         """Where the ratio still gives gradient; None if no token loses its gradient at a bound."""
         return None
@@ -175,9 +180,28 @@ class RatioObjective(ObjectiveConfig):
         "correction.preset, or train.",
     )
 
+    router_shift_floor: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Router-shift ratio of a mixture of experts (RSPO, arXiv 2510.23027): the ratio of a token is "
+        "multiplied by exp(-d), at least by this, with d the mean over layers and over the experts at the rollout's "
+        "weights of how far their router log-probs have moved. It has no gradient. null: off.",
+    )
+
     @property
     def ratio_kind(self) -> RatioKind:
         return self.ratio or "train"
+
+    @property
+    def router_floor(self) -> float | None:
+        return self.router_shift_floor
+
+    def faults(self) -> Iterator[Fault]:
+        yield from super().faults()
+        if self.router_shift_floor is not None and self.ratio == "one":
+            text = "multiplies the ratio, which objective.ratio one fixes at 1; leave null, or use another ratio"
+            yield Fault(("router_shift_floor",), self.router_shift_floor, text)
 
 
 @dataclass(frozen=True)

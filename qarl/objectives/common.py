@@ -44,6 +44,7 @@ class TokenLogProbs:
     logp_shadow: Tensor | None = None  # the sampler's arithmetic at the current weights
     logp_ref: Tensor | None = None  # reference policy
     entropy: Tensor | None = None  # of the learner's distribution at the token
+    router_shift: Tensor | None = None  # log of the router-shift ratio, at most 0, without gradient
 
 
 class Pruned(NamedTuple):
@@ -95,6 +96,7 @@ class Needs(NamedTuple):
     shadow: bool = False  # logp_shadow (objective.ratio shadow)
     reference: bool = False  # logp_ref (objective.kl_coef > 0)
     entropy: bool = False  # entropy with gradient (objective.entropy_coef > 0)
+    router_shift: bool = False  # router_shift (objective.router_shift_floor)
     minibatch: bool = False  # `Constants` of the whole minibatch before its first backward
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,6 +78,10 @@ class Objective:
         pruned = inputs.pruned
         surrogate = self.surrogate(inputs)
         value, stats = surrogate.value, surrogate.stats | _token_stats(logps, inputs)
+        if logps.router_shift is not None and config.router_floor is not None:
+            gamma, counted = logps.router_shift.exp(), inputs.counted_tokens
+            stats["router/shift_mean"] = stat(gamma, counted)
+            stats["router/shift_floored_frac"] = stat(gamma < config.router_floor, counted)
         if self.correction:
             correction = self.correction.capped(constants.cap)
             weights, correction_stats = correct(correction, logps, segments, pruned, constants.weight_mean)
@@ -108,6 +113,7 @@ class Objective:
             shadow=self.ratio == "shadow",
             reference=self.config.kl_coef > 0.0,
             entropy=self.config.entropy_coef > 0.0,
+            router_shift=self.config.router_floor is not None,
             minibatch=self.config.centers or bool(self.correction and self.correction.needs_minibatch),
         )
 
@@ -190,7 +196,16 @@ class Objective:
         rollout  l - b, learner now over what the sampler reported (bypass mode, two policies)
         shadow   value q - b, the sampler's arithmetic at the current weights; gradient of l
         one      value 0; gradient of l
+
+        With `objective.router_shift_floor` the ratio is multiplied by the router-shift ratio, a constant in [floor, 1]
+        (RSPO, arXiv 2510.23027).
         """
+        ratio, floor = self._plain_ratio(logps), self.config.router_floor
+        if floor is None or logps.router_shift is None:  # diagnostics at the rollout's weights, where nothing shifted
+            return ratio
+        return ratio + logps.router_shift.clamp(min=math.log(floor))
+
+    def _plain_ratio(self, logps: TokenLogProbs) -> Tensor:
         if self.ratio == "train":
             return log_ratio(logps.logp, logps.logp_old)
         if self.ratio == "rollout":
@@ -206,13 +221,14 @@ def without(logps: TokenLogProbs, pruned: Pruned) -> TokenLogProbs:
 
     They count as unmoved in sums and means over their response. The caller masks their values afterwards.
     """
-    shadow = logps.logp_shadow
+    shadow, shift = logps.logp_shadow, logps.router_shift
     return replace(
         logps,
         logp=logps.logp.masked_fill(pruned.tokens, 0.0),
         logp_old=logps.logp_old.masked_fill(pruned.tokens, 0.0),
         logp_sampler=logps.logp_sampler.masked_fill(pruned.tokens, 0.0),
         logp_shadow=None if shadow is None else shadow.masked_fill(pruned.tokens, 0.0),
+        router_shift=None if shift is None else shift.masked_fill(pruned.tokens, 0.0),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qarl.objectives.base import ObjectiveConfig
 from qarl.objectives.custom import Custom
+from qarl.objectives.gmpo import GMPO, RSPO
 from qarl.objectives.grpo import DAPO, GRPO, DualClipGRPO, PositiveOnly
 from qarl.objectives.gspo import GSPO, MisGSPO
 from qarl.objectives.on_policy import OnPolicy
@@ -11,6 +12,8 @@ from qarl.objectives.reinforce import RLOO, Reinforce
 from qarl.objectives.sapo import SAPO
 from qarl.objectives.tbpo import TBPO
 
-OBJECTIVES: tuple[type[ObjectiveConfig], ...]
-OBJECTIVES = (TBPO, GRPO, DAPO, DualClipGRPO, GSPO, MisGSPO, SAPO, PositiveOnly, Reinforce, RLOO, OnPolicy, Custom)
+OBJECTIVES: tuple[type[ObjectiveConfig], ...] = (
+    *(TBPO, GRPO, DAPO, DualClipGRPO, GSPO, MisGSPO, GMPO, RSPO, SAPO, PositiveOnly),
+    *(Reinforce, RLOO, OnPolicy, Custom),
+)
 BY_NAME = {str(objective.model_fields["name"].default): objective for objective in OBJECTIVES}

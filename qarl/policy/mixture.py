@@ -185,6 +185,8 @@ def route_tokens(x: Tensor, value: Tensor, experts: ExpertLayer, routes: Routes,
         chosen = torch.where(given[:, :1] < 0, found.experts, given.to(torch.int32)).contiguous()
         found = route(*how, chosen=chosen, kernels=kernels)
     routes.measure(experts.number, found.logits, found.experts)
+    if routes.scores is not None:
+        routes.scores.add(experts.number, found.logits, found.experts)
     if routes.balance is not None:
         routes.balance.count(experts.number, found.experts, experts.count)
     return found

@@ -266,6 +266,8 @@ class Policy:
             ids += [0] * missing
         attention = packed(groups, self.device, weights.fused)
         rows = upload(torch.tensor(batch.rows), self.device)
+        if routes.scores is not None:
+            routes.scores.rows = rows
         routes = routes.filled_up(count, len(ids))
         return self.decoder(upload(torch.tensor(ids), self.device), attention, weights, rows, routes)
 

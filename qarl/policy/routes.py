@@ -83,6 +83,43 @@ class Balance:
 
 
 @dataclass
+class RouterScores:
+    """The routers' log-probs of k experts per layer, at the rows that predict the T response tokens of a forward.
+
+    Attributes:
+        experts: (T, L, k) integer, the experts to look at; None: those that each row goes through.
+        rows: (T,) int64, row of the forward that predicts each token; set by `Policy`.
+        found: (T, k) experts and their float32 log-probs per layer number; filled by the forward.
+    """
+
+    experts: Tensor | None = None
+    rows: Tensor | None = None
+    found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def add(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
+        """Record a layer's scores, from its logits (rows, E) and the experts (rows, k) that the rows go through."""
+        assert self.rows is not None, "the rows that predict tokens are not known"
+        experts = (chosen[self.rows] if self.experts is None else self.experts[:, layer]).long()
+        self.found[layer] = experts, logits[self.rows].float().log_softmax(-1).gather(-1, experts)
+
+    def packed(self) -> Tensor:
+        """(T, 2 L k) float32: the experts of all layers, then their log-probs. Expert numbers are exact in float32."""
+        layers = [self.found[layer] for layer in sorted(self.found)]
+        return torch.cat([torch.stack(values, 1).flatten(1).float() for values in zip(*layers, strict=True)], 1)
+
+    def shift(self, old: Tensor) -> Tensor:
+        """Log of the router-shift ratio, (T,): minus the mean over layers and experts of |log p - log p_old|.
+
+        Args:
+            old: (T, 2 L k), `packed` of a forward at the rollout's weights, whose experts are those looked at here.
+        """
+        new = self.packed()
+        half = new.shape[1] // 2
+        return -(new[:, half:] - old[:, half:]).abs().mean(1)
+
+
+@dataclass
 class Routes:
     """The experts of one forward over T rows, with L layers that have experts.
 
@@ -94,6 +131,7 @@ class Routes:
         rows: How many rows, from the first, are tokens of the batch; None: all.
         loads: See `measure`; filled by the forward unless None.
         repeated: How many rows, from the first, are not measured, since another forward has them too.
+        scores: Log-probs of experts at the rows that predict tokens; filled by the forward unless None.
     """
 
     replay: Tensor | None = None
@@ -102,6 +140,7 @@ class Routes:
     rows: int | None = None
     loads: dict[int, Tensor] | None = None
     repeated: int = 0
+    scores: RouterScores | None = None
 
     def of_layer(self, layer: int) -> Tensor | None:
         """The replayed experts (T, k) of a layer, by its number; None: nothing is replayed."""

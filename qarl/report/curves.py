@@ -208,6 +208,8 @@ POLICY = (
     ),
     Curves("Largest load of an expert", "over an equal share", (("router/load_max", "largest"),)),
     Curves("Entropy of the routers", "nats a token", (("router/entropy", "entropy"),)),
+    Curves("Router-shift ratio", "mean before the floor", (("router/shift_mean", "ratio"),)),
+    Curves("Router-shift ratios below the floor", "fraction of tokens", (("router/shift_floored_frac", "below"),)),
     Curves("Optimizer steps skipped", "gradient not finite, a step", (("policy/skipped_steps", "skipped"),)),
     Curves("Learning rate", "no unit", (("optim/lr", "lr"),)),
 )

@@ -45,9 +45,11 @@ class Batch:
     replays: bool = False  # forwards use the experts in `routing`
     chosen: RoutingColumn | None = None  # learner's experts at `version`, for model.routing replay_learner
     kept: KeptColumn | None = None  # learner's truncated sets at `version`, for objective.truncation_set replay
+    router: Column | None = None  # experts and their log-probs at `version`, for objective.router_shift_floor
+    router_shift: Column = field(init=False)  # log of the router-shift ratio at the last forward, with `router`
 
     def __post_init__(self) -> None:
-        self.logp_old, self.logp, self.logp_ref = (Column.empty(len(self)) for _ in range(3))
+        self.logp_old, self.logp, self.logp_ref, self.router_shift = (Column.empty(len(self)) for _ in range(4))
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -61,7 +63,7 @@ class Batch:
     def share_old(self, ranks: Ranks) -> None:
         """Give every rank the log-probs and kept sets of forwards at the rollout's weights; a collective."""
         self.logp_old.share(ranks)
-        for column in (self.kept, self.chosen):
+        for column in (self.kept, self.chosen, self.router):
             if column is not None:
                 column.share(ranks)
 

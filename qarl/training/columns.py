@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Column:
-    """One float32 value per response token of a batch, without gradient, as one tensor (T_r,) per response.
+    """Float32 values per response token of a batch, without gradient: one tensor (T_r,) or (T_r, W) per response.
 
     Values stay on the device that filled them. The first read on the CPU copies all of them at once; only this read
     synchronizes with the device.
@@ -32,7 +32,7 @@ class Column:
         return cls([None] * responses)
 
     def fill(self, part: Part, packed: Tensor) -> None:
-        """Store the values of a part's responses, packed: (T,), on any device."""
+        """Store the values of a part's responses, packed: (T,) or (T, W), on any device."""
         lengths = [len(response) for response in part.responses]
         for index, values in zip(part.indices, packed.detach().split(lengths), strict=True):
             self._values[index] = values
@@ -52,15 +52,15 @@ class Column:
         self._fetch()
         own = [(index, self._filled(index)) for index in sorted(self._new)]
         self._new.clear()
-        places = torch.tensor([(index, len(values)) for index, values in own], dtype=torch.int64).reshape(-1, 2)
-        packed = torch.cat([values for _, values in own]) if own else torch.empty(0)
-        every = zip(ranks.gather_tensors(places), ranks.gather_tensors(packed), strict=True)
-        for indices, values in ((there[:, 0].tolist(), found.split(there[:, 1].tolist())) for there, found in every):
-            for index, value in zip(indices, values, strict=True):
-                self._values[index] = value
+        found = [(index, values.numel(), values.numel() // len(values)) for index, values in own]
+        places = torch.tensor(found, dtype=torch.int64).reshape(-1, 3)
+        packed = torch.cat([values.reshape(-1) for _, values in own]) if own else torch.empty(0)
+        for there, values in zip(ranks.gather_tensors(places), ranks.gather_tensors(packed), strict=True):
+            for (index, _, width), value in zip(there.tolist(), values.split(there[:, 1].tolist()), strict=True):
+                self._values[index] = value if width == 1 else value.view(-1, width)
 
     def read(self, part: Part) -> Tensor:
-        """Return the values of the part's responses, packed: (T,), on the part's device."""
+        """Return the values of the part's responses, packed: (T,) or (T, W), on the part's device."""
         if {self._filled(index).device.type for index in part.indices} not in ({"cpu"}, {part.device.type}):
             self._fetch()
         return upload(torch.cat([self._filled(index) for index in part.indices]), part.device)

@@ -23,7 +23,7 @@ from qarl.objectives.common import Constants, TokenLogProbs
 from qarl.objectives.objective import build_objective
 from qarl.objectives.segments import Totals
 from qarl.policy.policy import Policy
-from qarl.policy.routes import Routes
+from qarl.policy.routes import RouterScores, Routes
 from qarl.policy.weights import WeightSet
 from qarl.training.batch import Batch, Part, rounds
 from qarl.training.columns import Column, KeptColumn, RoutingColumn
@@ -85,6 +85,8 @@ class Learner:
             batch.kept = KeptColumn(len(batch))
         if self.config.model.routing == "replay_learner":
             batch.chosen = RoutingColumn(len(batch))
+        if self.objective.needs.router_shift:
+            batch.router = Column.empty(len(batch))
         self.totals = LearnerTotals()
         self._minibatches = self._left = self.config.train.epochs * math.ceil(len(batch) / self.config.minibatch_size)
         # The first optimizer step allocates the optimizer's state; "deployed" has a forward after the last one.
@@ -151,8 +153,8 @@ class Learner:
     def logprobs(self, part: Part, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropy, (T,) each.
 
-        The first forward over a response is at the rollout's weights. It fills `logp_old`, and `Batch.kept`, the sets
-        that later forwards replay, if there is one.
+        The first forward over a response is at the rollout's weights. It fills `logp_old`, and those of `Batch.kept`,
+        `Batch.chosen` and `Batch.router` that the run uses; later forwards read them.
 
         Args:
             part: Responses.
@@ -165,11 +167,20 @@ class Learner:
         routes = routes or part.routes
         if first and (batch.routing is not None or batch.chosen is not None):
             routes = replace(routes, own={}, rows=part.rows)
+        scores = None
+        if batch.router is not None:
+            old = None if first else batch.router.read(part)
+            scores = RouterScores(None if old is None else self._experts_of(old))
+            routes = replace(routes, scores=scores)
         recording = Recording.of(self.truncation) if first and batch.kept is not None else None
         truncation = recording or part.truncation(self.truncation)
         logp, entropy = self.policy.logprobs(part.prompts, part.responses, truncation, chunk, retained, routes)
         if recording is not None and batch.kept is not None:
             batch.kept.fill(part, recording.into)
+        if scores is not None and batch.router is not None:
+            if old is None:
+                batch.router.fill(part, old := scores.packed())
+            batch.router_shift.fill(part, scores.shift(old))
         if first:
             assert self.at_snapshot(batch), "logp_old after an update"
             batch.logp_old.fill(part, logp)
@@ -179,6 +190,11 @@ class Learner:
             if part.routing is not None:
                 totals.routing.add_choices(part.routing[part.counted], routes.recorded()[part.counted])
         return logp, entropy
+
+    def _experts_of(self, scores: Tensor) -> Tensor:
+        """The experts (T, L, k) of `RouterScores.packed`."""
+        layers = self.policy.experts
+        return scores[:, : scores.shape[1] // 2].unflatten(1, (len(layers), layers[0].per_token)).long()
 
     def at_snapshot(self, batch: Batch) -> bool:
         """Return whether the weights are still those that the batch was sampled with."""
@@ -222,6 +238,7 @@ class Learner:
             self.shadow(part, logp) if needs.shadow else None,
             self.reference(part) if needs.reference else None,
             entropy if needs.entropy else None,
+            part.batch.router_shift.read(part) if needs.router_shift else None,
         )
 
     @torch.no_grad()
@@ -260,11 +277,16 @@ class Learner:
         for column in (logp, shadow):
             column.share(self.ranks)
         batch.share_old(self.ranks)
+        shift = None
+        if needs.router_shift:
+            batch.router_shift.share(self.ranks)
+            shift = torch.zeros_like(minibatch.logp_old) if known else batch.router_shift.read(minibatch)
         logps = TokenLogProbs(
             logp.read(minibatch),
             minibatch.logp_old,
             minibatch.logp_sampler,
             shadow.read(minibatch) if needs.shadow else None,
+            router_shift=shift,
         )
         return self.objective.constants(logps, minibatch.advantages, minibatch.segments), means
 

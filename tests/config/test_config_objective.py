@@ -25,6 +25,8 @@ from qarl.objectives.registry import BY_NAME
         ("dual_clip_grpo", "grpo", "seq-mean-token-mean"),
         ("gspo", "grpo", "seq-mean-token-mean"),
         ("mis_gspo", "grpo", "seq-mean-token-mean"),
+        ("gmpo", "grpo", "seq-mean-token-mean"),
+        ("rspo", "grpo", "seq-mean-token-mean"),
         ("sapo", "grpo", "seq-mean-token-mean"),
         ("positive_only", "grpo", "seq-mean-token-mean"),
         ("on_policy", "grpo", "seq-mean-token-mean"),
@@ -40,8 +42,10 @@ def test_advantage_and_aggregation_are_those_of_the_objective_unless_given(name,
         assert objective_config(name=name, advantage="grpo_no_std").advantage == "grpo_no_std"
 
 
-PPO = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "loss": "clip", "ratio": None}
-GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "ratio": None}
+RATIO = {"ratio": None, "router_shift_floor": None}
+PPO = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "loss": "clip", **RATIO}
+GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, **RATIO}
+GMPO = {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4, **RATIO}
 OWN_KEYS = {  # TBPO: QaRL appendix, GSPO, SAPO and DAPO: their papers, the rest: PPO's 0.2 and dual clip's 3
     "tbpo": {
         "seq_clip_ratio_high": 4e-4,
@@ -55,7 +59,9 @@ OWN_KEYS = {  # TBPO: QaRL appendix, GSPO, SAPO and DAPO: their papers, the rest
     "dual_clip_grpo": PPO | {"clip_ratio_c": 3.0},
     "gspo": GSPO,
     "mis_gspo": GSPO | {"mis_ratio_low": 0.0, "mis_ratio_high": 2.0},
-    "sapo": {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05, "ratio": None},
+    "gmpo": GMPO,
+    "rspo": GMPO | {"router_shift_floor": 0.8},
+    "sapo": {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05, **RATIO},
     "positive_only": PPO,
     "on_policy": {},
     "reinforce": {},

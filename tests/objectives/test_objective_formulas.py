@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ragged import random_batch
 from transcription import Response, correction, loss
 
 from qarl.config import CorrectionConfig
+from qarl.objectives.common import finish_stats
 from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.objective import build_objective
 from qarl.objectives.segments import Totals
@@ -45,6 +47,7 @@ def objectives() -> list[dict]:
         named += [
             {"name": "gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.05, "ratio": ratio},
             {"name": "sapo", "sapo_tau_pos": 0.7, "sapo_tau_neg": 1.9, "ratio": ratio},
+            {"name": "gmpo", "clip_ratio_low": 0.2, "clip_ratio_high": 0.15, "ratio": ratio},
         ]
         for name in ["grpo", "dapo", "dual_clip_grpo", "positive_only"]:
             c = {"clip_ratio_c": 1.2} if name == "dual_clip_grpo" else {}
@@ -245,3 +248,22 @@ def test_a_sapo_ratio_of_one_has_the_gradient_of_the_unclipped_ratio():
     computed(objective_config(name="sapo", aggregation="token-mean"), CorrectionConfig(), batch).backward()
     expected = -batch.segments.expand(batch.advantages) / sum(LENGTHS)
     torch.testing.assert_close(batch.logp.grad, expected, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "gmpo", "sapo"])
+def test_the_router_shift_ratio_multiplies_the_ratio_and_has_no_gradient(name):
+    """The same loss and gradient as without it, and with log-probs at the rollout's weights that are moved by it."""
+    batch = random_batch([4, 3, 5], [1.0, -0.5, 0.7], SPREAD, seed=3)
+    shift = torch.linspace(-0.3, 0.0, 12, dtype=torch.float64)
+    found = []
+    for moved in (None, shift):
+        own = batch.logp.detach().clone().requires_grad_()
+        old = batch.logp_old - shift.clamp(min=math.log(0.8)) if moved is None else batch.logp_old
+        objective = build_objective(objective_config(name=name, router_shift_floor=0.8), CorrectionConfig())
+        logps = replace(batch.logps, logp=own, logp_old=old, router_shift=moved)
+        loss, stats = objective(logps, batch.advantages, batch.segments, Totals(3, 12, MAX_TOKENS))
+        loss.backward()
+        found.append((loss.detach(), own.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-14)
+    assert finish_stats(stats)["router/shift_mean"] == pytest.approx(float(shift.exp().mean()), rel=1e-12)
+    assert finish_stats(stats)["router/shift_floored_frac"] == pytest.approx(float((shift.exp() < 0.8).double().mean()))

@@ -227,7 +227,7 @@ def test_sampled_tokens_outside_drop_themselves_and_with_dvp_their_response(name
     draw = random.Random(seed)
     options = {"name": name} | ({"path": CISPO} if name == "custom" else {})
     if issubclass(BY_NAME[name], RatioObjective):
-        options["ratio"] = draw.choice(["train", "rollout", "shadow", "one"])
+        options["ratio"] = draw.choice(["train", "rollout", "shadow"] + ["one"] * (name != "rspo"))
     pool = [{}] if name in ("tbpo", "mis_gspo") else [{}, *CORRECTIONS]
     chosen = draw.choice(pool)
     correction = correction_config(chosen) if chosen else NONE

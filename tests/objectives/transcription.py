@@ -105,6 +105,15 @@ def unpruned_values(cfg: Any, r: Response, frozen: Row, center: float) -> Row:
         value, constant = sequence_value(s, r.a, cfg.name, cfg)
         return [value if constant else r.a * s * math.exp(x) for x in differences(r.l, frozen)]
 
+    if cfg.name in ("gmpo", "rspo"):
+        at = Response(frozen, r.o, r.b, r.q, r.ref, r.h, r.a)
+        out, moved = outside(cfg, r, frozen), [math.log(x) for x in token_ratios(cfg.ratio_kind, at, frozen)]
+        bound = cfg.clip_ratio_high if r.a > 0 else -cfg.clip_ratio_low
+        clipped = [r.a != 0 and x * r.a > bound * r.a for x in moved]
+        s = exp(mean_inside([bound if cut else x for x, cut in zip(moved, clipped, strict=True)], out)) if out else 1.0
+        own = differences(r.l, frozen)
+        return [r.a * s * (1.0 if cut else math.exp(x)) for x, cut in zip(own, clipped, strict=True)]
+
     ratios = token_ratios(cfg.ratio_kind, r, frozen)
     if cfg.name == "sapo":
         tau = cfg.sapo_tau_pos if r.a > 0 else cfg.sapo_tau_neg

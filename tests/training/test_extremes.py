@@ -33,7 +33,7 @@ SIZES = {
     "rollout.dynamic_sampling.oversample",
 }
 ON_A_GPU = {"diagnostics.backward_every"}  # refused elsewhere
-OF_EXPERTS = ("router_aux_coef", "router_z_coef", "routing_every")  # refused without
+OF_EXPERTS = ("router_aux_coef", "router_z_coef", "router_shift_floor", "routing_every")  # refused without
 SECTIONS: dict[str, dict[str, Any]] = {
     "tbpo": {},
     "dual_clip_grpo": {"correction": {"level": "token"}, "optim": {"name": "muon", "schedule": "linear"}},

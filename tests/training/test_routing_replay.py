@@ -16,7 +16,7 @@ from qarl.config import Config
 from qarl.diagnostics.diagnose.saved import read_rollouts
 from qarl.errors import UserError
 from qarl.policy.attention import pack
-from qarl.policy.routes import Routes, numbers_of, recording, stored, unknown
+from qarl.policy.routes import RouterScores, Routes, numbers_of, recording, stored, unknown
 from qarl.rollout.shared import gather_rollouts
 from qarl.training.batch import Batch, build_batch
 from qarl.training.columns import Column, RoutingColumn
@@ -104,6 +104,34 @@ def test_ranks_share_the_experts_that_they_recorded(mixtral) -> None:
 
     for found in (*as_threads(3, work), *as_threads(1, work)):
         assert all(map(torch.equal, found, chosen))
+
+
+def test_the_router_shift_ratio_is_that_of_the_router_s_own_log_probs(mixtral) -> None:
+    """Oracle: log-softmax in float64 of the traced logits, before and after an update, at the experts chosen before."""
+    section = {"name": "gmpo", "router_shift_floor": 0.93}
+    train = {**SMALL, "minibatch_size": 2, "epochs": 2}
+    run = parts(mixtral, objective=section, train=train, optim={"lr": 1e-3})
+    batch = live(run)
+    whole = batch.whole()
+
+    def log_probs(policy):
+        scores = RouterScores()
+        logits: list[torch.Tensor] = []
+        add = scores.add
+        scores.add = lambda layer, x, chosen: (logits.append(x[scores.rows].double()), add(layer, x, chosen))
+        policy.logprobs(whole.prompts, whole.responses, Truncation(), 64, routes=Routes(scores=scores))
+        experts = [scores.found[layer][0] for layer in sorted(scores.found)]
+        return torch.stack([x.log_softmax(-1) for x in logits], 1), torch.stack(experts, 1)  # (T, L, E), (T, L, k)
+
+    old, experts = log_probs(parts(mixtral, train=train).policy)
+    metrics = run.learn(batch)
+    assert 0 < metrics["router/shift_mean"] < 1 and 0 < metrics["router/shift_floored_frac"] < 1
+    with torch.no_grad():
+        run.learner.logprobs(whole)
+    new, _ = log_probs(run.policy)
+    expected = -(new - old).gather(-1, experts).abs().mean((1, 2))
+    torch.testing.assert_close(batch.router_shift.read(whole).double(), expected, rtol=1e-4, atol=1e-6)
+    assert expected.max() < 0
 
 
 def test_each_micro_batch_replays_the_rows_of_its_own_responses(mixtral) -> None:
