@@ -17,7 +17,7 @@ quickstart: $(VENV)/.run $(call IF_VLLM,$(VENV)/.vllm)
 	$(BIN)/qarl train configs/quickstart.yaml rollout.engine=$(ENGINE) $(call IF_VLLM,$(WITH_VLLM)) $(OVERRIDES)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 # Two test files of one name hide each other when all are collected, though each runs alone.
 lint: $(VENV)/.dev

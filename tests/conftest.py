@@ -16,6 +16,7 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # which share the co
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: its kernels then run on the CPU
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM's CPU build compiles one small function for four seconds
 
 # For tiny_runs, policy_models, ranks, tiny_exports, which others read too.
 for folder in ("training", "policy", "distributed", "export"):

@@ -26,10 +26,6 @@ def fuzz(seed: str, *arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_bad_in_a_fixed_series() -> None:
-    fuzz("ci", "--count", "40")
-
-
-@pytest.mark.slow
-def test_what_check_accepts_trains() -> None:
-    fuzz("ci", "--accepted-train", "5")
+@pytest.mark.parametrize("what", ["--count 40", "--accepted-train 5"])
+def test_nothing_is_bad_in_a_fixed_series(what: str) -> None:
+    fuzz("ci", *what.split())

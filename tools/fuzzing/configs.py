@@ -175,6 +175,7 @@ SMALL: dict[str, tuple[Any, ...]] = {
     "rollout.max_num_seqs": (None, 1, 2, 7, 64),
     "rollout.max_batched_tokens": (None, 1, 16, 100, 4096),
     "rollout.kv_cache_tokens": (None, 16, 102, 110, 1000),
+    "rollout.dynamic_sampling.max_rounds": (1, 2, 5),
     "rollout.stop": ([], ["a"], ["\n", "ab"], ["x" * 50]),
     "rollout.stop_token_ids": ([], [5], [0, 258], [100_000]),
     "train.prompts_per_step": (1, 2, 3, 4),
