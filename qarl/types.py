@@ -45,6 +45,8 @@ class Rollout:
         text: The response without special tokens and without the stop string.
         routing: Experts per token, (prompt + response - 1, L, k), as `qarl.policy.routes.stored` encodes them; None if
             `SamplingParams` did not request them. The last token predicts nothing and has no entry.
+        written: Whether the policy wrote each token; None: all. Others, such as the output of a tool, are context: they
+            have no log-prob (`logprobs` may hold any number), and count in no loss and in no statistic of tokens.
     """
 
     prompt_id: int
@@ -56,6 +58,7 @@ class Rollout:
     seed: int
     text: str
     routing: Tensor | None = field(default=None, compare=False)
+    written: list[bool] | None = None
 
 
 @dataclass(frozen=True)

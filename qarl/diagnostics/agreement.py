@@ -38,7 +38,7 @@ class Agreement(Observer):
         if not len(differing):
             return
         self._watching = False
-        lengths = torch.tensor([len(response) for response in batch.responses])
+        lengths = torch.tensor([len(tokens) for tokens in batch.own_tokens])
         ends = lengths.cumsum(0)
         first = int(differing[0])
         response = int(torch.searchsorted(ends, first, right=True))

@@ -137,7 +137,7 @@ class Passes:
             weights = self.policy.shadow if one.score else self.policy.weights
             with torch.enable_grad():
                 arguments = part.prompts, part.responses, part.truncation(self.truncation), self.chunk
-                logp, _ = self.policy.logprobs(*arguments, routes=part.routes, weights=weights)
+                logp, _ = self.policy.logprobs(*arguments, routes=part.routes, weights=weights, written=part.written)
                 if len(self.logp[one.score]) == number:
                     self.logp[one.score].append(logp.detach())
                 ratio, _ = clamped_exp(self._ratio(number, one.ratio))
@@ -168,7 +168,7 @@ def trained_gram(passes: Passes, objective: Objective, parts: list[Part], totals
     @torch.enable_grad()
     def backward(part: Part, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         how = part.truncation(passes.truncation), passes.chunk
-        logp, _ = policy.logprobs(part.prompts, part.responses, *how, routes=part.routes)
+        logp, _ = policy.logprobs(part.prompts, part.responses, *how, routes=part.routes, written=part.written)
         sums.backward(loss_of(logp) * scale)
         return logp.detach()
 
@@ -181,7 +181,7 @@ def trained_gram(passes: Passes, objective: Objective, parts: list[Part], totals
 
         old, shadow = backward(part, clean), None
         if objective.needs.shadow:
-            how = part.truncation(passes.truncation), passes.chunk, part.routes
+            how = part.truncation(passes.truncation), passes.chunk, part.routes, part.written
             shadow = policy.frozen_logprobs(policy.shadow, part.prompts, part.responses, *how)
         seen.append(TokenLogProbs(old, old, part.logp_sampler, shadow))
     reference = [None if g is None else g.cpu() for g in sums.take()]

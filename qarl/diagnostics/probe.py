@@ -196,5 +196,5 @@ class Probe(Observer):
         return found.read(batch.whole(CPU))
 
     def _shadow(self, part: Part) -> Tensor:
-        how = part.truncation(self.truncation), self.config.train.logprob_chunk, part.routes
+        how = part.truncation(self.truncation), self.config.train.logprob_chunk, part.routes, part.written
         return self.policy.frozen_logprobs(self.policy.shadow, part.prompts, part.responses, *how)

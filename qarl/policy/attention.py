@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -52,19 +53,26 @@ class Packing:
         return list(found.values())
 
 
-def pack(prompts: list[list[int]], responses: list[list[int]]) -> Packing:
-    """Neighbours with the same prompt share it. The last token of a response predicts nothing, so it is left out."""
+def pack(prompts: list[list[int]], responses: list[list[int]], written: list[list[bool]] | None = None) -> Packing:
+    """Neighbours with the same prompt share it. The last token of a response predicts nothing, so it is left out.
+
+    Args:
+        prompts: Token ids.
+        responses: Token ids, one response per prompt.
+        written: Whether each response token is predicted; None: all are.
+    """
     found = Packing()
     before: list[int] | None = None
     start = 0
-    for prompt, response in zip(prompts, responses, strict=True):
+    for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if prompt != before:
             start = len(found.ids)
             found.groups.append((len(prompt), []))
             found.ids += prompt
             before, last_of_prompt = prompt, len(found.ids) - 1
         found.groups[-1][1].append(len(response) - 1)
-        found.rows += [last_of_prompt, *range(len(found.ids), len(found.ids) + len(response) - 1)]
+        rows = [last_of_prompt, *range(len(found.ids), len(found.ids) + len(response) - 1)]
+        found.rows += rows if written is None else compress(rows, written[index])
         found.starts.append((start, len(found.ids)))
         found.ids += response[:-1]
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain, compress
 
 import torch
 from qarl_formats.scheme import Scheme, is_ignored
@@ -212,6 +213,7 @@ class Policy:
         retained: list[Tensor] | None = None,
         routes: Routes = NO_ROUTES,
         weights: WeightSet | None = None,
+        written: list[list[bool]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of response tokens, of one forward over all sequences.
 
@@ -224,13 +226,17 @@ class Policy:
             retained: See `token_logprobs`.
             routes: Of the rows as `qarl.policy.attention.pack` lays them out.
             weights: The version that runs; None: the learner's.
+            written: Which response tokens have a log-prob; None: all.
 
         Returns:
             logp (T,) and entropy (T,), float32, in nats, with gradient to the masters.
         """
         weights = weights or self.weights
-        hidden = self._predicting(prompts, responses, routes, weights)
-        targets = upload(torch.tensor([t for r in responses for t in r]), self.device)
+        hidden = self._predicting(prompts, responses, routes, weights, written)
+        tokens = [token for response in responses for token in response]
+        if written is not None:
+            tokens = list(compress(tokens, chain.from_iterable(written)))
+        targets = upload(torch.tensor(tokens, dtype=torch.int64), self.device)
         how = truncation, chunk, self.kernels, retained, sum_of if weights.fused else None
         return token_logprobs(hidden, self.head_master, weights.head, targets, *how)
 
@@ -242,10 +248,11 @@ class Policy:
         chunk: int,
         routes: Routes = NO_ROUTES,
         weights: WeightSet | None = None,
+        written: list[list[bool]] | None = None,
     ) -> Tensor:
         """The likeliest token at the place of each response token, under the forward of `logprobs`: (T,) int64."""
         weights = weights or self.weights
-        hidden = self._predicting(prompts, responses, routes, weights)
+        hidden = self._predicting(prompts, responses, routes, weights, written)
         parts = [
             logits_of(hidden[start : start + chunk], weights.head, self.kernels).argmax(-1)
             for start in range(0, hidden.shape[0], chunk)
@@ -253,10 +260,15 @@ class Policy:
         return torch.cat(parts)
 
     def _predicting(
-        self, prompts: list[list[int]], responses: list[list[int]], routes: Routes, weights: WeightSet
+        self,
+        prompts: list[list[int]],
+        responses: list[list[int]],
+        routes: Routes,
+        weights: WeightSet,
+        written: list[list[bool]] | None,
     ) -> Tensor:
         """The final hidden state that each response token is predicted from: (T, H), as `logprobs` packs them."""
-        batch = pack(prompts, responses)
+        batch = pack(prompts, responses, written)
         groups, ids, count = batch.groups, batch.ids, len(batch.ids)
         assert routes.replay is None or len(routes.replay) == count, f"{count} rows and a replay of other ones"
         if weights.fused and len(ids) > FEW_ROWS and (missing := -len(ids) % ROWS):
@@ -280,9 +292,11 @@ class Policy:
         truncation: Truncation,
         chunk: int,
         routes: Routes = NO_ROUTES,
+        written: list[list[bool]] | None = None,
     ) -> Tensor:
         """`logprobs` of a weight set, such as `shadow` or `reference`: (T,), without gradient."""
-        return self.logprobs(prompts, responses, truncation, chunk, routes=routes, weights=weights)[0]
+        how = truncation, chunk, None, routes, weights, written
+        return self.logprobs(prompts, responses, *how)[0]
 
     def set_recompute(self, recompute: Recompute) -> None:
         """What the backward recomputes instead of keeping it, see `Decoder`."""

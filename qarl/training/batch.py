@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ class Batch:
     logp_old: Column = field(init=False)  # learner at `version`, from its first forward over each response
     logp: Column = field(init=False)  # learner, from its last training forward
     logp_ref: Column = field(init=False)  # reference policy, if the objective needs it
+    written: list[list[bool]] | None = None  # whether the policy wrote each token; None: all
     routing: list[Tensor] | None = None  # `Rollout.routing` of each response, if the sampler recorded it
     replays: bool = False  # forwards use the experts in `routing`
     chosen: RoutingColumn | None = None  # learner's experts at `version`, for model.routing replay_learner
@@ -53,6 +54,13 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.responses)
+
+    @property
+    def own_tokens(self) -> list[list[int]]:
+        """Token ids of each response that the policy wrote, which are those with a log-prob."""
+        if self.written is None:
+            return self.responses
+        return [list(compress(*pair)) for pair in zip(self.responses, self.written, strict=True)]
 
     def share(self, ranks: Ranks) -> None:
         """Give every rank the log-probs that any rank has computed; a collective."""
@@ -117,8 +125,23 @@ class Part:
         return [self.batch.responses[i] for i in self.indices]
 
     @property
+    def written(self) -> list[list[bool]] | None:
+        """Whether the policy wrote each token of the responses; None: all."""
+        return None if self.batch.written is None else [self.batch.written[i] for i in self.indices]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each response that the policy wrote."""
+        written = self.written
+        return [len(response) for response in self.responses] if written is None else list(map(sum, written))
+
+    @property
     def tokens(self) -> int:
-        """Response tokens."""
+        """Response tokens that the policy wrote, which the loss is over."""
+        return sum(self.lengths)
+
+    @property
+    def _response_tokens(self) -> int:
         return sum(map(len, self.responses))
 
     @property
@@ -126,12 +149,12 @@ class Part:
         """Tokens of one forward: each response, and its prompt unless the previous response has the same."""
         groups = [self.batch.groups[i] for i in self.indices]
         shared = [False, *(a == b for a, b in pairwise(groups))]
-        return self.tokens + sum(len(p) for p, known in zip(self.prompts, shared, strict=False) if not known)
+        return self._response_tokens + sum(len(p) for p, known in zip(self.prompts, shared, strict=False) if not known)
 
     @cached_property
     def rows(self) -> int:
         """Rows of one forward (`qarl.policy.attention.pack`). The last token of a response is not one of them."""
-        return self.tokens - len(self) + sum(len(self.prompts[place]) for place in self._new_prompts)
+        return self._response_tokens - len(self) + sum(len(self.prompts[place]) for place in self._new_prompts)
 
     @property
     def counted(self) -> slice:
@@ -187,7 +210,7 @@ class Part:
 
     @cached_property
     def segments(self) -> Segments:
-        return Segments.from_lengths([len(response) for response in self.responses], self.device)
+        return Segments.from_lengths(self.lengths, self.device)
 
     @property
     def advantages(self) -> Tensor:
@@ -209,7 +232,8 @@ class Part:
 
     def ends(self, stop_token_ids: Set[int]) -> Tensor:
         """(T,) bool: tokens that end a response."""
-        ends = [token in stop_token_ids for response in self.responses for token in response]
+        own = self.batch.own_tokens
+        ends = [token in stop_token_ids for index in self.indices for token in own[index]]
         return torch.tensor(ends, dtype=torch.bool, device=self.device)
 
     def where(self, keep: Callable[[float], bool]) -> Part:
@@ -292,6 +316,10 @@ def build_batch(
     advantages = compute_advantages(torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), advantage)
     if mask_truncated:  # after the group's mean, in which truncated responses count
         advantages[[i for i, rollout in enumerate(rollouts) if rollout.finish_reason == "length"]] = 0.0
+    written = None
+    if any(r.written is not None for r in rollouts):
+        written = [[True] * len(r.token_ids) if r.written is None else r.written for r in rollouts]
+    kept = [r.logprobs if r.written is None else list(compress(r.logprobs, r.written)) for r in rollouts]
     return Batch(
         version=version,
         device=device,
@@ -299,7 +327,8 @@ def build_batch(
         responses=[r.token_ids for r in rollouts],
         groups=groups,
         advantages=advantages,
-        logp_sampler=Column([torch.tensor(r.logprobs, dtype=torch.float32) for r in rollouts]),
+        logp_sampler=Column([torch.tensor(values, dtype=torch.float32) for values in kept]),
+        written=written,
         routing=routing or None,
         replays=replays,
     )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Column:
     """Float32 values per response token of a batch, without gradient: one tensor (T_r,) or (T_r, W) per response.
 
+    T_r counts the tokens that the policy wrote (`Rollout.written`).
+
     Values stay on the device that filled them. The first read on the CPU copies all of them at once; only this read
     synchronizes with the device.
     """
@@ -33,8 +35,7 @@ class Column:
 
     def fill(self, part: Part, packed: Tensor) -> None:
         """Store the values of a part's responses, packed: (T,) or (T, W), on any device."""
-        lengths = [len(response) for response in part.responses]
-        for index, values in zip(part.indices, packed.detach().split(lengths), strict=True):
+        for index, values in zip(part.indices, packed.detach().split(part.lengths), strict=True):
             self._values[index] = values
         self._new.update(part.indices)
 
@@ -52,7 +53,7 @@ class Column:
         self._fetch()
         own = [(index, self._filled(index)) for index in sorted(self._new)]
         self._new.clear()
-        found = [(index, values.numel(), values.numel() // len(values)) for index, values in own]
+        found = [(index, values.numel(), values[0].numel() if len(values) else 1) for index, values in own]
         places = torch.tensor(found, dtype=torch.int64).reshape(-1, 3)
         packed = torch.cat([values.reshape(-1) for _, values in own]) if own else torch.empty(0)
         for there, values in zip(ranks.gather_tensors(places), ranks.gather_tensors(packed), strict=True):
@@ -105,8 +106,7 @@ class KeptColumn:
 
     def fill(self, part: Part, chunks: Sequence[KeptSets]) -> None:
         """Store the sets of a part's response tokens, packed, in chunks of any number of rows."""
-        lengths = [len(response) for response in part.responses]
-        for index, values in zip(part.indices, KeptSets.cat(chunks).split(lengths), strict=True):
+        for index, values in zip(part.indices, KeptSets.cat(chunks).split(part.lengths), strict=True):
             self._values[index] = values
         self._new.update(part.indices)
 

@@ -174,7 +174,8 @@ class Learner:
             routes = replace(routes, scores=scores)
         recording = Recording.of(self.truncation) if first and batch.kept is not None else None
         truncation = recording or part.truncation(self.truncation)
-        logp, entropy = self.policy.logprobs(part.prompts, part.responses, truncation, chunk, retained, routes)
+        how = truncation, chunk, retained, routes
+        logp, entropy = self.policy.logprobs(part.prompts, part.responses, *how, written=part.written)
         if recording is not None and batch.kept is not None:
             batch.kept.fill(part, recording.into)
         if scores is not None and batch.router is not None:
@@ -217,7 +218,7 @@ class Learner:
         return column.read(part)
 
     def _frozen(self, weights: WeightSet, part: Part) -> Tensor:
-        how = part.truncation(self.truncation), self.config.train.logprob_chunk, part.routes
+        how = part.truncation(self.truncation), self.config.train.logprob_chunk, part.routes, part.written
         return self.policy.frozen_logprobs(weights, part.prompts, part.responses, *how)
 
     def token_logprobs(self, part: Part, plan: Plan) -> TokenLogProbs:

@@ -105,7 +105,7 @@ def token_metrics(batch: Batch) -> dict[str, float]:
     reported, and `error_tokens/*`."""
     with one_thread():
         whole = batch.whole(CPU)
-        ids = torch.tensor([token for response in batch.responses for token in response])
+        ids = torch.tensor([token for response in batch.own_tokens for token in response])
         sampler, segments = whole.logp_sampler, whole.segments
         mismatch = mismatch_metrics(whole.logp_old, sampler, segments)
         return mismatch | error_token_metrics(ids, sampler, batch.advantages, segments)
@@ -181,7 +181,8 @@ def rollout_tensors(batch: Batch, rewards: list[float]) -> dict[str, Tensor]:
 
     int32: prompt_lengths, response_lengths, groups (R), prompt_tokens, response_tokens (T), one after the other, a
     prompt once for each of its responses. float32: advantages, rewards (R); logp_sampler, logp_old and logp (T), of the
-    learner's last training forward. version: int64 (1), of the sampling policy. If the sampler reported its experts:
+    learner's last training forward. If the policy did not write all tokens: written (T), uint8; the log-probs are then
+    of the tokens that it wrote. version: int64 (1), of the sampling policy. If the sampler reported its experts:
     routing, uint8 or int16 (N, L, k), each response's prompt + response - 1 rows after the other's (`Rollout.routing`).
     """
     whole = batch.whole(CPU)
@@ -189,9 +190,11 @@ def rollout_tensors(batch: Batch, rewards: list[float]) -> dict[str, Tensor]:
     def integers(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32)
 
-    routing = {} if batch.routing is None else {"routing": torch.cat(batch.routing)}
+    extra = {} if batch.routing is None else {"routing": torch.cat(batch.routing)}
+    if batch.written is not None:
+        extra["written"] = torch.tensor([flag for response in batch.written for flag in response], dtype=torch.uint8)
     return {
-        **routing,
+        **extra,
         "prompt_lengths": integers(len(prompt) for prompt in batch.prompts),
         "response_lengths": integers(len(response) for response in batch.responses),
         "prompt_tokens": integers(token for prompt in batch.prompts for token in prompt),

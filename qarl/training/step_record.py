@@ -125,5 +125,5 @@ def trace_of(
         trace.layers = crossed if "crossings" in probe.due else None
         trace.backward = probe.backward
         logp_sampler, decode = list(batch.logp_sampler), decoder(tokenizer)
-        trace.examples = error_examples(batch.responses, logp_sampler, batch.advantages, decode, ERROR_EXAMPLES)
+        trace.examples = error_examples(batch.own_tokens, logp_sampler, batch.advantages, decode, ERROR_EXAMPLES)
     return trace

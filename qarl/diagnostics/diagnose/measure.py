@@ -65,7 +65,7 @@ def diagnose(
     log_ratio = objective.log_ratio(logps, segments)
     weights = objective.weights(logps, segments)
     advantages = saved.advantages
-    ids = torch.tensor([token for response in saved.responses for token in response])
+    ids = torch.tensor([token for response in saved.own_tokens for token in response])
 
     metrics = mismatch_metrics(saved.logp_old, saved.logp_sampler, segments)
     metrics |= _inside(saved.logp_old, saved.logp_sampler) | _growth(history)
@@ -82,9 +82,8 @@ def diagnose(
     changes, layers, no_changes = _changes(policy, saved, previous, after, shadow, say)  # last: it changes the weights
     metrics |= changes | split
 
-    lengths = [len(response) for response in saved.responses]
     examples = error_examples(
-        saved.responses, saved.logp_sampler.split(lengths), advantages, decoder(policy.tokenizer), EXAMPLES
+        saved.own_tokens, saved.logp_sampler.split(saved.lengths), advantages, decoder(policy.tokenizer), EXAMPLES
     )
     tokens = StepTokens(
         saved.logp_sampler, saved.logp_old, logp, shadow, log_ratio, weights, advantages, segments, objective.band

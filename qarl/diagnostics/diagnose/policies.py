@@ -127,10 +127,16 @@ class RunPolicy:
         """bool (T,): places where learner and sampler's arithmetic hold another token for the likeliest."""
 
         def flips(
-            prompts: list[list[int]], responses: list[list[int]], _: Truncation, chunk: int, routes: Routes
+            prompts: list[list[int]],
+            responses: list[list[int]],
+            _: Truncation,
+            chunk: int,
+            routes: Routes,
+            written: list[list[bool]] | None,
         ) -> Tensor:
-            learner = self.policy.top_tokens(prompts, responses, chunk, routes)
-            return learner != self.policy.top_tokens(prompts, responses, chunk, routes, self.policy.shadow)
+            how = prompts, responses, chunk, routes
+            learner = self.policy.top_tokens(*how, written=written)
+            return learner != self.policy.top_tokens(*how, self.policy.shadow, written)
 
         return self._packed(saved, flips)
 
@@ -153,7 +159,8 @@ class RunPolicy:
         batch, chunk = self._batch(saved), self.config.train.logprob_chunk
         found = Column.empty(len(batch))
         for part in batch.whole().micro_batches(self.config.train.micro_batch_tokens):
-            found.fill(part, forward(part.prompts, part.responses, self.truncation, chunk, routes=part.routes))
+            how = part.prompts, part.responses, self.truncation, chunk
+            found.fill(part, forward(*how, routes=part.routes, written=part.written))
         return found.read(batch.whole(CPU))
 
     def _batch(self, saved: SavedStep) -> Batch:
@@ -165,7 +172,8 @@ class RunPolicy:
             responses=saved.responses,
             groups=saved.groups,
             advantages=saved.advantages,
-            logp_sampler=Column(saved.logp_sampler.split([len(response) for response in saved.responses])),
+            logp_sampler=Column(saved.logp_sampler.split(saved.lengths)),
+            written=saved.written,
             routing=saved.routing,
             replays=self._replays,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ class SavedStep:
     """All responses of a training step, on the CPU.
 
     prompts, responses: token ids of each response's prompt and of the response. groups: of each response, the position
-    of its prompt in the step. version: of the policy that sampled. logp_sampler, logp_old, logp: (T,) float32, packed;
+    of its prompt in the step. version: of the policy that sampled. written: whether the policy wrote each response
+    token; None: all. T counts the tokens that it wrote. logp_sampler, logp_old, logp: (T,) float32, packed;
     logp is the learner's last training forward over the token. advantages, rewards: (R,) float32. routing: of each
     response as `Rollout.routing`, where the sampler told its experts.
     """
@@ -40,10 +42,23 @@ class SavedStep:
     advantages: Tensor
     rewards: Tensor
     routing: list[Tensor] | None = None
+    written: list[list[bool]] | None = None
+
+    @property
+    def own_tokens(self) -> list[list[int]]:
+        """Token ids of each response that the policy wrote."""
+        if self.written is None:
+            return self.responses
+        return [list(compress(*pair)) for pair in zip(self.responses, self.written, strict=True)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each response that the policy wrote."""
+        return [len(tokens) for tokens in self.own_tokens]
 
     @property
     def segments(self) -> Segments:
-        return Segments.from_lengths([len(response) for response in self.responses])
+        return Segments.from_lengths(self.lengths)
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -115,14 +130,16 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     if not all(lengths.values()) or min(map(min, lengths.values())) < 1:
         raise UserError(f"{path}: holds an empty prompt or response, or none at all; give another --step")
     tokens, responses = sum(lengths["response_lengths"]), len(lengths["response_lengths"])
+    written = _written(path, tensors.get("written"), lengths["response_lengths"])
+    own = tokens if written is None else sum(map(sum, written))
     expected = {
         "prompt_lengths": responses,
         "prompt_tokens": sum(lengths["prompt_lengths"]),
         "groups": responses,
         "response_tokens": tokens,
-        "logp_sampler": tokens,
-        "logp_old": tokens,
-        "logp": tokens,
+        "logp_sampler": own,
+        "logp_old": own,
+        "logp": own,
         "advantages": responses,
         "rewards": responses,
     }
@@ -147,7 +164,19 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     columns = {name: tensors[name] for name in _FLOATS}
     routing = _routing(path, tensors.get("routing"), [p + r - 1 for p, r in zip(*lengths.values(), strict=True)])
     version = int(tensors["version"])
-    return SavedStep(step, version, parts["prompt"], parts["response"], groups, **columns, routing=routing)
+    return SavedStep(
+        step, version, parts["prompt"], parts["response"], groups, **columns, routing=routing, written=written
+    )
+
+
+def _written(path: Path, found: Tensor | None, lengths: list[int]) -> list[list[bool]] | None:
+    """Per response. Raises UserError for what a run does not write."""
+    if found is None:
+        return None
+    if found.dtype != torch.uint8 or found.shape != (sum(lengths),):
+        what = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+        raise UserError(f"{path}: written is {what}, which is not how a run writes it; give another --step")
+    return [part.bool().tolist() for part in found.split(lengths)]
 
 
 def _routing(path: Path, found: Tensor | None, rows: list[int]) -> list[Tensor] | None:
