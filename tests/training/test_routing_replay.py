@@ -61,9 +61,9 @@ def test_the_learner_s_own_experts_are_replayed_in_every_later_forward_of_a_step
     batch, used = live(run), []
     logprobs = run.policy.logprobs
 
-    def spy(prompts, responses, *more):
+    def spy(prompts, responses, *more, **named):
         used.append((prompts, responses, more[-1].replay))
-        return logprobs(prompts, responses, *more)
+        return logprobs(prompts, responses, *more, **named)
 
     run.policy.logprobs = spy
     run.learn(batch)
