@@ -3,7 +3,8 @@ publishes the same value, so the sampler does not see that it moved (TRL study, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from qarl_formats.weight import LowBitWeight, codes_changed
@@ -41,6 +42,67 @@ def crossing_metrics(crossed: Crossings) -> dict[str, float]:
         return {}
     changed = sum(count for count, _ in crossed.values())
     return {"quant/codes_changed_frac": changed / total, "quant/codes_changed_count": float(changed)}
+
+
+@torch.no_grad()
+def predicted_steps(snapshot: Snapshot, lr: float) -> dict[str, float]:
+    """Predict how long a weight keeps its published value (TRL study, section 2.3).
+
+    quant/crossing_steps: half the distance to the next published value, over the learning rate, as a mean over the
+    values that are not 0. Adam moves a master by about the learning rate per step. For bf16 this is about
+    |W| / (256 lr). Left out for codes with a zero point, and without a learning rate.
+    """
+    total, count = 0.0, 0
+    for name in _linears(snapshot) if lr > 0 else ():
+        weight = snapshot.weight(name)
+        if not weight.scheme.symmetric:
+            return {}
+        values = weight.dequantize(torch.float32)
+        codes = weight.codes() if weight.quantized else weight.tensors["weight"]
+        there = (codes.float() != 0) & (values != 0)
+        scale = values[there] / codes.float()[there]
+        total += float((scale * _spacing(codes[there], weight.scheme.weight_bits)).double().sum())
+        count += int(there.sum())
+    return {"quant/crossing_steps": total / count / (2.0 * lr)} if count else {}
+
+
+def _spacing(codes: Tensor, bits: int | None) -> Tensor:
+    """Distance from each code to the next larger magnitude: 1 for integers, a unit in the last place for floats."""
+    if not codes.dtype.is_floating_point:
+        return torch.ones_like(codes, dtype=torch.float32)
+    info = torch.finfo(codes.dtype)
+    digits, least = round(-math.log2(info.eps)), info.smallest_normal
+    if bits == 4:  # e2m1, in a wider dtype
+        digits, least = 1, 1.0
+    exponent = codes.float().abs().clamp(min=least).log2().floor()
+    return torch.exp2(exponent - digits)
+
+
+@torch.no_grad()
+def sign_agreement(before: Snapshot, after: Snapshot, signs: Mapping[str, Tensor]) -> dict[str, float]:
+    """Tell how often a changed code moved down the clean gradient (TRL study, A.4, which found it not predictive).
+
+    Args:
+        before: The version that the step began with.
+        after: The version that it ended with.
+        signs: By name of the master, the sign of the clean gradient of the loss, int8 in the master's shape.
+
+    Returns:
+        quant/sign_agreement: the share of the changed values whose change has the sign of minus that gradient. Left out
+        if none changed.
+    """
+    agree = changed = 0
+    for name in _linears(after):
+        if (sign := signs.get(f"{name}.weight")) is None:
+            continue
+        old, new = before.weight(name), after.weight(name)
+        moved = new.dequantize(torch.float32) - old.dequantize(torch.float32)
+        if new.quantized:  # a scale that changed moves a whole group
+            moved = moved.masked_fill(new.codes().float() == old.codes().float(), 0.0)
+        sign = sign.to(moved.device)
+        agree += int(((moved != 0) & (moved.sign() == -sign)).sum())
+        changed += int((moved != 0).sum())
+    return {"quant/sign_agreement": agree / changed} if changed else {}
 
 
 def by_layer(crossed: Crossings) -> Crossings:

@@ -148,7 +148,9 @@ class Passes:
         return self.sums.take()
 
 
-def trained_gram(passes: Passes, objective: Objective, parts: list[Part], totals: Totals) -> Tensor:
+def trained_gram(
+    passes: Passes, objective: Objective, parts: list[Part], totals: Totals
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Inner products of the gradient that trains and the clean one: (2, 2) float64 (TRL study, section 8.4).
 
     The first is that of the configured objective with its ratio, clip and correction, without KL, entropy and router
@@ -160,6 +162,9 @@ def trained_gram(passes: Passes, objective: Objective, parts: list[Part], totals
         objective: The configured objective.
         parts: All responses of the first minibatch, as micro-batches.
         totals: Divisors of the minibatch's loss.
+
+    Returns:
+        The products, and the signs of the clean gradient by name of the master, int8 on the CPU.
     """
     policy, sums, scale = passes.policy, passes.sums, passes.loss_scale
     config = objective.config.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0})
@@ -185,6 +190,8 @@ def trained_gram(passes: Passes, objective: Objective, parts: list[Part], totals
             shadow = policy.frozen_logprobs(policy.shadow, part.prompts, part.responses, *how)
         seen.append(TokenLogProbs(old, old, part.logp_sampler, shadow))
     reference = [None if g is None else g.cpu() for g in sums.take()]
+    names = [name for name, _ in policy.named_parameters()]
+    signs = {name: g.sign().to(torch.int8) for name, g in zip(names, reference, strict=True) if g is not None}
     constants = _constants(objective, parts, seen) if objective.needs.minibatch else Constants()
     for part, known in zip(parts, seen, strict=True):
 
@@ -195,7 +202,7 @@ def trained_gram(passes: Passes, objective: Objective, parts: list[Part], totals
         backward(part, configured)
     trained = sums.take()
     own, both, base = _inner(trained, trained), _inner(reference, trained), _inner(reference, reference)
-    return torch.tensor([[own, both], [both, base]], dtype=torch.float64) / scale**2
+    return torch.tensor([[own, both], [both, base]], dtype=torch.float64) / scale**2, signs
 
 
 def _constants(objective: Objective, parts: list[Part], seen: list[TokenLogProbs]) -> Constants:

@@ -69,6 +69,7 @@ class Probe(Observer):
         self.ranks = ranks or Alone()
         self.metrics: dict[str, float] = {}
         self.backward: Modules | None = None
+        self.gradient_signs: dict[str, Tensor] = {}  # of the clean gradient, by name of the master
         self._seen: list[_Seen] = []  # of each optimizer step
         self._weighted = False
         self._before: Tensor | None = None
@@ -128,7 +129,8 @@ class Probe(Observer):
             self.metrics |= gradient_metrics(passes.gram())
             totals = Totals(len(minibatch), minibatch.tokens, self.config.rollout.max_response_length)
             parts = minibatch.micro_batches(train.micro_batch_tokens)
-            self.metrics |= trained_metrics(trained_gram(passes, self.objective, parts, totals))
+            gram, self.gradient_signs = trained_gram(passes, self.objective, parts, totals)
+            self.metrics |= trained_metrics(gram)
         if "backward" in self.due:
             found = backward_error(passes)
             self.metrics |= found.metrics

@@ -242,6 +242,16 @@ CORRECTION = (
 )
 QUANTIZATION = (
     Curves("Published values that a step changed", "fraction", (("quant/codes_changed_frac", "changed"),)),
+    Curves(
+        "Predicted steps until a published value changes",
+        "optimizer steps",
+        (("quant/crossing_steps", "half a step over the learning rate"),),
+    ),
+    Curves(
+        "Changed values that moved down the clean gradient",
+        "fraction of the changed values",
+        (("quant/sign_agreement", "agree"),),
+    ),
     Curves("How many published values a step changed", "values", (("quant/codes_changed_count", "changed"),)),
 )
 PRECISION = (

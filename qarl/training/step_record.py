@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.diagnostics.backward import Modules
-from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings
+from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings, predicted_steps, sign_agreement
 from qarl.diagnostics.error_tokens import decoder, error_examples
 from qarl.diagnostics.probe import Probe
 from qarl.diagnostics.record import StepTokens, diagnostics_record
@@ -98,6 +98,10 @@ class StepRecord(Observer):
             _, rollouts, scores = self._scored
             self.metrics["policy/truncation_bias_bound"] = truncation_bias_bound(rollouts, scores, least)
         crossed = crossings(self._before, run.policy.current)
+        if "crossings" in self._probe.due:
+            self.metrics |= predicted_steps(run.policy.current, metrics["optim/lr"])
+        if self._probe.gradient_signs:
+            self.metrics |= sign_agreement(self._before, run.policy.current, self._probe.gradient_signs)
         self.metrics |= token_metrics(batch) | crossing_metrics(crossed) | self._probe.metrics
         self.metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)
         self.trace = trace_of(batch, *self._scored, self._rollouts_due, self._probe, crossed, run.tokenizer)

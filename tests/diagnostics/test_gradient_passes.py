@@ -152,7 +152,7 @@ def test_the_trained_gradient_is_that_of_the_configured_loss_and_the_clean_one_i
     whole, masters = batch.whole(), [p for _, p in run.policy.named_parameters()]
     totals = Totals(len(whole), whole.tokens, run.config.rollout.max_response_length)
     passes = Passes(run.policy, [], whole.tokens, run.sampling.truncation, 64, 8.0)
-    gram = trained_gram(passes, objective, whole.micro_batches(40), totals)
+    gram, signs = trained_gram(passes, objective, whole.micro_batches(40), totals)
 
     logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
     old = logp.detach()
@@ -169,6 +169,8 @@ def test_the_trained_gradient_is_that_of_the_configured_loss_and_the_clean_one_i
         ]
     )
     torch.testing.assert_close(gram, rows @ rows.t(), rtol=1e-4, atol=0)
+    own = torch.cat([signs[name].flatten() for name, _ in run.policy.named_parameters()])
+    assert float((own == rows[1].sign()).double().mean()) > 0.999
     found = trained_metrics(gram)
     assert found["gradients/cos_trained"] == pytest.approx(
         float(torch.cosine_similarity(rows[0], rows[1], dim=0)), abs=1e-5
