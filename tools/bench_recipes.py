@@ -31,6 +31,7 @@ RECIPES = {
     "qwen2.5-math-1.5b": "qwen2.5-1.5b",
     "qwen2.5-math-1.5b-dapo": "qwen2.5-1.5b",
     "qwen2.5-math-7b": "qwen2.5-7b",
+    "qwen3-1.7b-sanity": "qwen3-1.7b",
     "qwen3-8b-base": "qwen3-8b",
     "qwen3-30b-a3b-base": "qwen3-30b-a3b",
 }

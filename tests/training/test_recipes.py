@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 import qarl
+from qarl.rewards.mathematics import math
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yaml"))
-FAMILIES = {"qwen2.5": "qwen2", "qwen3-8b": "qwen3", "qwen3-30b": "qwen3_moe"}
-# OpenR1-Math-46k as its page on the hub shows it; DAPO-Math-17k has the same of verl's columns.
+FAMILIES = {"qwen2.5": "qwen2", "qwen3-8b": "qwen3", "qwen3-1.7b": "qwen3", "qwen3-30b": "qwen3_moe"}
+# OpenR1-Math-46k as its page on the hub shows it; DAPO-Math-17k and the sanity test have the same of verl's columns.
 ROW = {
     "data_source": "openr1",
     "prompt": [
@@ -23,10 +24,15 @@ ROW = {
     "reward_model": {"ground_truth": "12", "style": "rule"},
     "extra_info": {"index": -1, "split": "default"},
 }
+MATH_ROW = {  # MATH as its page on the hub shows it
+    "problem": "What is $3 \\cdot 4$?",
+    "level": "Level 1",
+    "solution": "We multiply: $3 \\cdot 4 = \\boxed{12}$.",
+    "type": "Prealgebra",
+}
 SMALL = {
     "model.device": "cpu",
     "model.dtype": "float32",
-    "quant.group_size": 32,
     "quant.scale_dtype": "float32",
     "rollout.n": 2,
     "rollout.max_response_length": 4,
@@ -47,11 +53,18 @@ SMALL = {
 def test_a_recipe_trains(recipe, tiny_model, tmp_path):
     family = next(family for start, family in FAMILIES.items() if recipe.stem.startswith(start))
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(ROW) + "\n" for _ in range(4)))
-    own = {"model.path": str(tiny_model(family)), "data.source": str(data), "train.run_dir": str(tmp_path / "run")}
+    row = MATH_ROW if recipe.stem.endswith("-math") else ROW
+    data.write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
+    groups = {} if "bf16" in recipe.read_text() else {"quant.group_size": 32}
+    own = groups | {
+        "model.path": str(tiny_model(family)),
+        "data.source": str(data),
+        "train.run_dir": str(tmp_path / "run"),
+    }
     result = qarl.train(str(recipe), SMALL | own)
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert result.exit_code == 0 and [m["step"] for m in metrics] == [1, 2]
     assert all(m["mismatch/delta_abs_max"] == 0.0 for m in metrics)
-    rows = (tmp_path / "run" / "config.yaml").read_text()
-    assert yaml.safe_load(rows)["data"]["columns"] == {"answer": "reward_model.ground_truth"}
+    columns = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["columns"]
+    truth = {"solution": MATH_ROW["solution"], "reward_model.ground_truth": "12"}[columns["answer"]]
+    assert math([r"So it is $\boxed{12}$.", r"$\boxed{13}$"], ["", ""], answer=[truth] * 2) == [1.0, 0.0]
