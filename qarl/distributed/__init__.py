@@ -1,1 +1,1 @@
-"""One run on several GPUs: ranks and what they say to one another, rows of the masters, and the codes of all rows."""
+"""Multi-GPU runs: ranks and their control messages, row sharding of master weights, and the all-gather of codes."""

@@ -1,4 +1,4 @@
-"""Where ranks leave notes for each other that nobody waits for: signs of life, and the fault that ends the run."""
+"""Non-blocking key-value store shared by the ranks, for heartbeats and for the fault that ends the run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 
 class Board(ABC):
-    """Texts under names, seen by all ranks. Every method returns at once, or raises OSError or RuntimeError."""
+    """Key-value store of strings, visible to all ranks. No method blocks; each may raise OSError or RuntimeError."""
 
     @abstractmethod
     def post(self, name: str, text: str) -> None:
-        """Put a text there, in place of what stood under that name."""
+        """Set a key, replacing any previous value."""
 
     @abstractmethod
     def read(self, name: str) -> str | None:
-        """What stands there."""
+        """Return the value of a key, or None."""
 
     @abstractmethod
     def claim(self, name: str, text: str) -> str:
-        """Put a text there where nothing stands yet; returns what stands there then."""
+        """Set a key if it is unset. Returns the value of the key afterwards."""
 
 
 class Folder(Board):
-    """A directory of one machine, which only its user can open."""
+    """Store in a directory of one machine that only its user can access."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class Folder(Board):
     def claim(self, name: str, text: str) -> str:
         written = self._written(name, text)
         try:
-            os.link(written, self._path / name)  # the one way to create a file whole, and once
+            os.link(written, self._path / name)  # atomic: creates a complete file exactly once
         except FileExistsError:
             return (self._path / name).read_text()
         finally:
@@ -57,7 +57,7 @@ class Folder(Board):
 
 
 class StoreBoard(Board):
-    """A `torch.distributed.Store` of several machines, which no other thread uses."""
+    """Store over `torch.distributed.Store`, for several machines. No other thread may use its connection."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

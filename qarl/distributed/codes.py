@@ -1,8 +1,8 @@
 """Quantize on several ranks: each rank quantizes the rows it holds, and the stored tensors are gathered on all.
 
-Rows are quantized independently, with two exceptions: a scheme may store a value for several rows, which a plan never
-separates, and share a value over a whole tensor, which the ranks agree on first. So the stored tensors equal, bit for
-bit, those of one process that quantizes the whole masters.
+Rows are quantized independently, with two exceptions. A scheme may store one value for several rows, which a plan never
+separates. It may also share a value over a whole tensor, which the ranks compute together first. So the stored tensors
+equal, bit for bit, those of one process that quantizes the whole masters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def gather_codes(
     version: int,
     kernels: bool = False,
 ) -> Snapshot:
-    """The whole snapshot on every rank, equal to that of `quantize_parameters` for the whole masters. A collective.
+    """Return the whole snapshot on every rank, equal to `quantize_parameters` of the whole masters. A collective.
 
     Args:
         shards: This rank's rows of each master by name, float32; read block by block in the plan's order, and twice
@@ -41,7 +41,7 @@ def gather_codes(
         scheme_of, dtype, version, kernels: As in `quantize_parameters`.
 
     Raises:
-        UserError: As `quantize_parameters`, the same on every rank.
+        UserError: As for `quantize_parameters`, the same on every rank.
     """
     shared = shared_over_ranks(shards, plan, exchange, scheme_of)
     gather = _CodeGather(shards, plan, exchange, scheme_of, Quantizer(dtype, version, kernels), shared)
@@ -53,16 +53,16 @@ def gather_codes(
 def shared_over_ranks(
     shards: Mapping[str, Tensor], plan: RowPlan, exchange: Exchange, scheme_of: SchemeOf
 ) -> dict[str, Tensor]:
-    """The value that the weights of each block, and those they are fused with, share, by the block's first name.
+    """Return the value shared by the weights of each block and those fused with them, by the block's first name.
 
-    Leaves out weights of schemes that share nothing over a tensor. A collective that sends only largest magnitudes.
+    Leaves out weights of schemes without per-tensor values. A collective that sends only maximum magnitudes.
     """
     schemes = {block: scheme for block in plan.blocks if (scheme := scheme_of(block[0])) is not None}
     schemes = {block: scheme for block, scheme in schemes.items() if scheme.shared([torch.zeros(1, 1)]) is not None}
     if not schemes:
         return {}
     own = torch.stack([_largest(block, plan, exchange.rank, shards) for block in schemes])
-    # A shared value depends only on the largest magnitude of the weights, which therefore stands for them.
+    # A shared value depends only on the maximum magnitude of the weights, so that is all the ranks exchange.
     names = [block[0] for block in schemes]
     largest = dict(zip(names, exchange.largest(own.nan_to_num(torch.inf, torch.inf)).split(1), strict=True))
     found: dict[str, Tensor] = {}
@@ -77,7 +77,7 @@ def shared_over_ranks(
 
 
 def _largest(block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor]) -> Tensor:
-    """The largest magnitude of this rank's rows, float32 []; 0 without rows."""
+    """Return the maximum magnitude of this rank's rows, float32 []; 0 without rows."""
     found = [
         torch.linalg.vector_norm(rows.detach(), torch.inf) if rows.numel() else rows.new_zeros(())
         for _, rows in own_rows(block, plan, rank, shards)
@@ -121,7 +121,7 @@ class _CodeGather:
                 self._gathers.add(made[suffix].contiguous() if made else out[:0], cut, out)
 
     def _empty(self, block: Block, scheme: Scheme | None, device: torch.device) -> dict[str, Tensor]:
-        """Memory for the stored tensors of all rows."""
+        """Allocate the stored tensors of all rows."""
         shape = self._plan.block_shape(block)
         if scheme is None:
             return {"": torch.empty(shape, dtype=self._quantizer.dtype, device=device)}
@@ -133,7 +133,7 @@ class _CodeGather:
         }
 
     def _made(self, block: Block, rows: Tensor, scheme: Scheme | None) -> Mapping[str, Tensor]:
-        """The stored tensors of some rows by suffix; none if a quantized weight has no rows here."""
+        """Return the stored tensors of some rows by suffix; empty if a quantized weight has no rows on this rank."""
         if scheme is not None and not len(rows):
             self._quantizer.nothing(block[0], rows.device)
             return {}
@@ -141,7 +141,7 @@ class _CodeGather:
         return {"": form} if isinstance(form, Tensor) else form.tensors
 
     def snapshot(self) -> Snapshot:
-        """The snapshot of all masters of the plan. A collective, which waits for the device once.
+        """Return the snapshot of all masters of the plan. A collective; synchronizes with the device once.
 
         Raises UserError for the first master in the plan's order that is not finite, the same on every rank.
         """
@@ -161,7 +161,7 @@ class _CodeGather:
         return build_snapshot(self._quantizer.version, ((name, forms.pop(name)) for name in self._plan.shapes))
 
     def _whole(self, block: Block) -> LowBitWeight | Tensor:
-        """The weights of a block as one."""
+        """Return the weights of a block as one weight."""
         scheme, stored = self._scheme_of(block[0]), self._stored.pop(block)
         if scheme is None:
             return stored[""]

@@ -1,4 +1,4 @@
-"""Collectives on the model's tensors: sums in the order of ranks, and the rows of all ranks in one tensor."""
+"""Collectives on model tensors: sums in rank order (reduce-scatter) and all-gathers of rows."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from torch import Tensor
 
 from qarl.distributed.packed import Layout
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # name up to torch 2.12
 
 
 class Pending(ABC):
-    """Rows that are under way. What they are made of stays in memory until `rows` was called, once."""
+    """An asynchronous transfer of rows. Its inputs stay in memory until the single call of `rows`."""
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """Wait, and return the rows, contiguous, in their own memory; the tensor given may be reused now.
+        """Wait and return the rows, contiguous and in their own memory. The input tensor may be reused afterwards.
 
-        On a GPU the stream that is current waits, and the host does not: it must be the stream on which the tensors
-        given were made.
+        On a GPU the current stream waits, not the host. It must be the stream that produced the input tensors.
         """
 
 
 class Exchange(ABC):
     """Collectives of one run on its device. All ranks call the same ones in the same order.
 
-    rank: of this process. count: of all. sent, received: bytes that went to and came from other ranks since the start,
-    by kind: "gradients", "codes", or what a caller names. parts: pieces of memory that left, for one rank, or in a
-    gather for all.
+    Attributes:
+        rank: Rank of this process.
+        count: Number of ranks.
+        sent, received: Bytes sent to and received from other ranks since the start, by kind: "gradients", "codes", or
+            a name chosen by the caller.
+        parts: Number of buffers sent, per destination rank or, in an all-gather, to all ranks.
     """
 
     rank: int
@@ -52,24 +54,32 @@ class Exchange(ABC):
     def begin_sums(
         self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]], kind: str = "gradients"
     ) -> list[Pending]:
-        """Begin to add each tensor (N, ...), float32, contiguous, over all ranks, in the order of ranks: one message.
+        """Start a reduce-scatter of several tensors in one message. The sum is in rank order.
 
-        cuts: for each tensor the rows that each rank gets, in order, which cover N; some may be empty. Gives this
-        rank's rows of the sums, ((first + second) + third) + ... in float32: the same bits for every transport. The
-        tensors must stay as they are until `rows` was called of all.
+        Computes ((first + second) + third) + ... in float32, so every transport gives the same bits. The tensors must
+        not change until `rows` was called on all results.
+
+        Args:
+            tensors: Float32, contiguous, (N, ...) each.
+            cuts: For each tensor the rows that each rank gets, in order. They cover N; some may be empty.
+
+        Returns:
+            This rank's rows of each sum.
         """
 
     def gather_rows(self, own: Tensor, cut: Sequence[range], out: Tensor | None = None) -> Tensor:
-        """What `begin_gather` gives."""
+        """Blocking `begin_gather`."""
         return self.begin_gather(own, cut, out).rows()
 
     def begin_gather(
         self, own: Tensor, cut: Sequence[range], out: Tensor | None = None, kind: str = "codes"
     ) -> Pending:
-        """Begin to concatenate the rows of all ranks: (N, ...) of own's dtype, any.
+        """Start an all-gather of rows into one tensor (N, ...), of any dtype.
 
-        own: this rank's rows (len(cut[rank]), ...), contiguous; it must stay as it is until `rows` was called. out:
-        where they go, contiguous; None makes a new tensor.
+        Args:
+            own: This rank's rows (len(cut[rank]), ...), contiguous. Must not change until `rows` was called.
+            cut: Rows of each rank.
+            out: Contiguous destination; None allocates a tensor.
         """
         out = own.new_empty(cut[-1].stop, *own.shape[1:]) if out is None else out
         return self.begin_gathers([own], [cut], [out], kind)[0]
@@ -78,30 +88,34 @@ class Exchange(ABC):
     def begin_gathers(
         self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor], kind: str = "codes"
     ) -> list[Pending]:
-        """Begin to put the rows of all ranks where they belong in several tensors, of any dtypes: one message.
+        """Start an all-gather of the rows of several tensors, of any dtypes, in one message.
 
-        own: of each tensor what is of this rank, (len(cut[rank]), ...), contiguous; it must stay as it is until `rows`
-        was called of all. cuts: for each tensor the rows of `out` that each rank fills, in order; some may be empty,
-        and rows that are no rank's stay as they are. outs: contiguous, (N, ...), given back by `rows`.
+        Args:
+            own: This rank's rows of each tensor, (len(cut[rank]), ...), contiguous. Must not change until `rows` was
+                called on all results.
+            cuts: For each tensor the rows of `out` that each rank fills, in order. Some may be empty; rows that belong
+                to no rank are left unchanged.
+            outs: Contiguous destinations (N, ...), returned by `rows`.
         """
 
     @abstractmethod
     def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str) -> None:
-        """Send tensors to ranks, and receive from ranks into tensors: contiguous, and what is for this rank left out.
+        """Send tensors to ranks and receive tensors from ranks, all contiguous, excluding this rank itself.
 
-        Each sends another what that one receives of it, in one order. Waits as `Pending.rows` does. kind: of the bytes.
+        The sends of one rank to another must match that rank's receives, in the same order. Waits like `Pending.rows`.
+        kind: key of the byte counters.
         """
 
     @abstractmethod
     def largest(self, tensor: Tensor) -> Tensor:
-        """The elementwise maximum over all ranks, on every rank, of a float32 tensor: a new one.
+        """Return the elementwise maximum of a float32 tensor over all ranks, as a new tensor on every rank.
 
-        It must be without NaN, which one backend keeps and the next one drops; infinity is as any number.
+        The tensor must not contain NaN, which backends treat differently. Infinity is allowed.
         """
 
 
 class _Rows(Pending):
-    """Rows that are here already."""
+    """Rows that are already available."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
@@ -111,7 +125,7 @@ class _Rows(Pending):
 
 
 class AloneExchange(Exchange):
-    """That of one process: its rows are all there are."""
+    """Exchange of a single process, which holds all rows."""
 
     rank, count = 0, 1
 
@@ -135,14 +149,18 @@ class AloneExchange(Exchange):
 
 
 class GroupExchange(Exchange):
-    """That of a process group.
+    """Exchange over a torch process group.
 
-    Sums carry rows as they lie in memory, and so does a gather of one tensor: nothing is packed, copied or padded. Rows
-    of several tensors are packed for one message, and unpacked (`qarl.distributed.packed`).
+    Sums and all-gathers of a single tensor send rows directly from memory, without packing, copying or padding. Rows of
+    several tensors are packed into one message and unpacked (`qarl.distributed.packed`).
 
-    process_group: NCCL for a GPU, gloo for the CPU. rank, count: in it. device: of the tensors.
-    Sums are made here of rows that were sent, not by the backend, whose order depends on its algorithm; a rank
-    receives as many bytes as by a reduce-scatter.
+    The sums are computed here from received rows. A backend's reduce-scatter would send the same number of bytes, but
+    its order of summation depends on its algorithm.
+
+    Args:
+        process_group: NCCL for a GPU, gloo for the CPU.
+        rank, count: Rank in the group and its size.
+        device: Device of the tensors.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int, count: int, device: torch.device) -> None:
@@ -161,7 +179,7 @@ class GroupExchange(Exchange):
             assert tensor.dtype == torch.float32, f"need float32 to sum, got {tensor.dtype}"
             rows = self._parts(tensor, cut)
             own = rows[self.rank]
-            # A buffer for each rank rather than one for all: the sum, which is made in one of them, outlives the rest.
+            # One buffer per rank instead of one for all: the sum is made in one of them and outlives the rest.
             parts.append([own if other == self.rank else torch.empty_like(own) for other in range(self.count)])
             sends += [(other, rows[other]) for other in self._others]
             receives += [(other, parts[-1][other]) for other in self._others]
@@ -204,7 +222,7 @@ class GroupExchange(Exchange):
         return [_Unpacked(unpacking, out) for out in outs]
 
     def _begin_in_place(self, own: Tensor, cut: Sequence[range], out: Tensor, kind: str) -> _Messages | None:
-        """Begin to gather one tensor as it lies in memory; None where its rows come into place only afterwards."""
+        """Start to gather one tensor in place; None if its rows must be moved afterwards."""
         if any(len(rows) != len(cut[0]) for rows in cut):
             places = [_bytes(out[rows.start : rows.stop]) for rows in cut]
             sends = [(other, _bytes(own)) for other in self._others]
@@ -237,7 +255,7 @@ class GroupExchange(Exchange):
         return found
 
     def _parts(self, tensor: Tensor, cut: Sequence[range]) -> list[Tensor]:
-        """Each rank's rows of a tensor, which share its memory."""
+        """Return each rank's rows of a tensor, as views."""
         assert tensor.is_contiguous() and len(cut) == self.count and cut[-1].stop == len(tensor), (
             f"{cut} does not cut a contiguous tensor {tuple(tensor.shape)} for {self.count} ranks"
         )
@@ -246,9 +264,9 @@ class GroupExchange(Exchange):
     def _begin(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str
     ) -> _Messages:
-        """Begin to send and receive tensors, each with the other rank; all of them are one launch on a GPU.
+        """Start sends and receives of (tensor, other rank), batched into one launch on a GPU.
 
-        Between two ranks they arrive in the order in which they are sent.
+        Between two ranks tensors arrive in the order in which they are sent.
         """
         operations = [
             dist.P2POp(operation, tensor, group=self._group, group_peer=other)
@@ -261,7 +279,7 @@ class GroupExchange(Exchange):
 
 
 class _Messages:
-    """Messages under way."""
+    """Messages in flight."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         self._works = works
@@ -281,7 +299,7 @@ class _Sum(Pending):
         parts, self._parts = self._parts, []
         if len(parts) == 1:
             return parts[0].clone()
-        total = parts[1 if self._rank == 0 else 0]  # a received one: the own rows are the caller's
+        total = parts[1 if self._rank == 0 else 0]  # received; the own rows are the caller's
         torch.add(parts[0], parts[1], out=total)
         for part in parts[2:]:
             total.add_(part)
@@ -295,12 +313,12 @@ class _Gathered(Pending):
     def rows(self) -> Tensor:
         self._messages.wait()
         out = self._out
-        del self._own, self._out  # held until now, because messages read and wrote them
+        del self._own, self._out  # kept alive until now for the messages that read and wrote them
         return out
 
 
 class _Unpacking:
-    """A message of several tensors' rows, which are put into place once."""
+    """A message with rows of several tensors, unpacked once."""
 
     def __init__(
         self,
@@ -331,5 +349,5 @@ class _Unpacked(Pending):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: backends do not know every dtype."""
+    """Return the bytes of a contiguous tensor, because backends do not support every dtype."""
     return tensor.reshape(-1).view(torch.uint8)

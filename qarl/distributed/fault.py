@@ -1,4 +1,4 @@
-"""What ended a run on several ranks: who, how, and where it is written. Imports no torch."""
+"""The fault that ended a run on several ranks, and its file fault.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qarl.errors import UNEXPECTED, UserError, machine_fault
 from qarl.utils.signals import Interrupted
 
 FAULT = "fault.json"
-OTHER_RANK = 75  # the exit code where another rank failed (EX_TEMPFAIL of sysexits.h)
+OTHER_RANK = 75  # exit code if another rank failed (EX_TEMPFAIL of sysexits.h)
 INTERRUPTED = tuple(128 + s for s in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))  # exit codes after a stop signal
 
 _LONGEST = 2000  # characters of a line
@@ -22,7 +22,13 @@ _LONGEST = 2000  # characters of a line
 
 @dataclass(frozen=True)
 class Fault:
-    """rank, host: who. code: its exit code as a shell sees it, None where it has none. line: what happened to it."""
+    """The failure of one rank.
+
+    Attributes:
+        rank, host: The rank that failed, and its host.
+        code: Its exit code as a shell reports it; None if it has none.
+        line: One line that describes the failure.
+    """
 
     rank: int
     host: str
@@ -49,17 +55,17 @@ class OtherRankFailed(Exception):
 
 
 def fault_of(rank: int, error: BaseException) -> Fault:
-    """The fault of this process, which ends with `error`."""
+    """Return the fault of this process, which ends with `error`."""
     return Fault(rank, host(), exit_code(error), described(error))
 
 
 def fault_behind(rank: int, error: BaseException) -> Fault:
-    """What `error` came of: another rank's fault, or `fault_of` this process."""
+    """Return the cause of `error`: another rank's fault, or `fault_of` this process."""
     return error.fault if isinstance(error, OtherRankFailed) else fault_of(rank, error)
 
 
 def described(error: BaseException) -> str:
-    """What `error` says; a fault of the program's own with its type."""
+    """Return the message of `error`, with its type if it is an internal error."""
     text = str(error).strip()
     if not isinstance(error, (UserError, OtherRankFailed)):
         text = f"{type(error).__name__}: {text}".rstrip(": ")
@@ -67,9 +73,9 @@ def described(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of a process that `error` ends; see `qarl.cli.main`.
+    """Return the exit code of a process that ends with `error`; see `qarl.cli.main`.
 
-    SystemExit counts as a fault of the code that raised it, with any exit code: 0 would claim that the run is complete.
+    SystemExit counts as a fault of the code that raised it, whatever its code: 0 would claim that the run is complete.
     """
     if isinstance(error, UserError):
         return 2
@@ -87,9 +93,9 @@ def host() -> str:
 
 
 def write_fault(run_dir: Path, fault: Fault) -> None:
-    """Leave `fault` in a run directory that has begun, unless one stands there: the first one is what ended the run.
+    """Write `fault` to a run directory that has begun. Keeps an existing fault, because the first one ended the run.
 
-    A courtesy, which a full disk may deny.
+    Best effort: a full disk is ignored.
     """
     if not (run_dir / "config.yaml").exists():
         return
@@ -100,6 +106,6 @@ def write_fault(run_dir: Path, fault: Fault) -> None:
 
 
 def forget_fault(run_dir: Path) -> None:
-    """Remove what an earlier start left."""
+    """Remove the fault of an earlier start."""
     with suppress(OSError):
         (run_dir / FAULT).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The private directory that the ranks of `qarl train --nproc` meet in. Imports no torch.
+"""The private rendezvous directory of `qarl train --nproc`. Imports no torch.
 
-A launcher removes its own at its end, and those of launchers that were killed: the lock in such a directory is held by
-nobody, since the launcher and its ranks, who inherit it, are gone.
+A launcher removes its own directory at the end, and those of killed launchers. The launcher and its ranks, which
+inherit its descriptor, hold a lock in it. So if nobody holds the lock, all of them are gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qarl.storage.disk import disk_errors
 
 PREFIX = "qarl-ranks-"
 LOCK = "lock"
-ROOM = 2**17  # bytes for notes of the ranks and for what they print before the run directory is open
+ROOM = 2**17  # bytes for exit records and for output before the run directory is open
 
 
 @contextmanager
@@ -27,10 +27,10 @@ def meeting_folder() -> Iterator[tuple[Path, tuple[int, ...]]]:
     """Create the directory, and remove it at the end.
 
     Yields:
-        The directory, and the file descriptors that the ranks inherit: that of its lock, if there can be one.
+        The directory, and the file descriptors that the ranks inherit (the lock, if the file system supports locks).
 
     Raises:
-        UserError: The file system of TMPDIR has no room for it.
+        UserError: The file system of TMPDIR has not enough free space.
     """
     with suppress(OSError):
         _remove_abandoned(Path(tempfile.gettempdir()))
@@ -47,7 +47,7 @@ def meeting_folder() -> Iterator[tuple[Path, tuple[int, ...]]]:
 
 
 def _locked(folder: Path) -> int | None:
-    """The lock, which has its name only once it is held; None where the disk knows no locks."""
+    """Create the lock; it gets its name only once it is held. None if the file system does not support locks."""
     fd = None
     try:
         fd = os.open(folder / f".{LOCK}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -61,7 +61,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Remove this user's directories there whose lock nobody holds; one without a lock is left alone."""
+    """Remove this user's directories in `place` whose lock nobody holds. Directories without a lock are kept."""
     for folder in place.glob(f"{PREFIX}*"):
         with suppress(OSError):
             found = folder.lstat()

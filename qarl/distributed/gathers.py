@@ -1,4 +1,4 @@
-"""Many tensors of which all ranks shall have all rows, gathered in few messages."""
+"""Bucketed all-gather of row-sharded tensors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from qarl.distributed.exchange import Exchange, Pending
 from qarl.distributed.rows import Block, RowPlan
 from qarl.weight_sync.quantize import RUN_BYTES
 
-MESSAGE_BYTES = 2**26  # of all ranks' rows, after which a message leaves
-IN_FLIGHT = 2  # messages under way while the rows of the next one are made
+MESSAGE_BYTES = 2**26  # bucket size: bytes of all ranks' rows that trigger a message
+IN_FLIGHT = 2  # messages in flight while the rows of the next one are computed
 
 
 class Gathers:
-    """Rows on their way to all ranks; all ranks add the same tensors in the same order.
+    """Bucketed all-gather. All ranks add the same tensors in the same order.
 
-    most: bytes of a message, see MESSAGE_BYTES; a tensor of that size gets its own message and is not packed. A message
-    takes its bytes three times at most: packed, unpacked and in place.
+    A message needs at most three times its bytes: packed, unpacked and at the destination.
+
+    Args:
+        exchange: Collectives of the run.
+        most: Bytes per message, see MESSAGE_BYTES. A tensor of at least that size gets its own message, unpacked.
     """
 
     def __init__(self, exchange: Exchange, most: int = MESSAGE_BYTES) -> None:
@@ -31,10 +34,7 @@ class Gathers:
         self._under_way: deque[list[Pending]] = deque()
 
     def add(self, own: Tensor, cut: Sequence[range], out: Tensor) -> None:
-        """This rank's rows, the rows of `out` that each rank fills, and `out`, as `Exchange.begin_gathers` takes them.
-
-        `out` is complete after `finish`.
-        """
+        """Add one tensor; arguments as for `Exchange.begin_gathers`. `out` is complete after `finish`."""
         size = out.nbytes * sum(map(len, cut)) // max(len(out), 1)
         if size >= self._most:
             self._send()
@@ -44,7 +44,7 @@ class Gathers:
             self._send()
 
     def finish(self) -> None:
-        """Send what is left, and wait for all."""
+        """Send the last message and wait for all."""
         self._send()
         while self._under_way:
             self._land()
@@ -66,10 +66,15 @@ class Gathers:
 def own_rows(
     block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor], most: int = RUN_BYTES
 ) -> Iterator[tuple[list[range], Tensor]]:
-    """A rank's rows of a block, as many at a time as all ranks take at once: (the block's rows that each rank has of
-    them, this rank's concatenated, contiguous). Those of a stack come `most` bytes at a time, a lone master whole.
+    """Yield a rank's rows of a block in chunks that are aligned over all ranks.
 
-    shards: the rank's rows of each master by name, asked for when they are needed; adjacent ones are not copied.
+    A stack is split into chunks of `most` bytes; a single master is one chunk.
+
+    Args:
+        shards: The rank's rows of each master by name, fetched lazily. Adjacent ones are not copied.
+
+    Yields:
+        The block's rows that each rank contributes to the chunk, and this rank's rows, concatenated and contiguous.
     """
     cut = plan.block_cut(block)
     longest, step = max(map(len, cut)), len(cut[0])

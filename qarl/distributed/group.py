@@ -1,4 +1,4 @@
-"""Ranks over torch.distributed: JSON and CPU tensors on gloo, tensors of the model on NCCL where they are on a GPU."""
+"""Ranks over torch.distributed: gloo for JSON and CPU tensors, NCCL for model tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from qarl.errors import UserError
 from qarl.policy.device import pick_device
 from qarl.storage.environment import package_versions
 
-LEAST_FILES = 64  # sockets of gloo, the store and reward workers; two ranks on a CPU were seen to need 24
+LEAST_FILES = 64  # sockets of gloo, the store and reward workers; measured: two ranks on a CPU need 24
 # The other ranks may do without them.
 _ON_FIRST_RANK = ("tensorboard", "wandb", "trackio", "mlflow", "mlflow-skinny", "swanlab")
 
@@ -76,16 +76,16 @@ def _require_files() -> None:
 
 
 def rank_device(name: str) -> torch.device:
-    """The device of `model.device` for this process: its launcher's LOCAL_RANK where there are several.
+    """Return this process's device for `model.device`: the GPU with index LOCAL_RANK if there are several ranks.
 
-    Raises UserError where there is no such GPU.
+    Raises UserError if there is no such GPU.
     """
     own = place()
     device = pick_device(name, own.local if own is not None else 0)
     if own is None or device.type == "cpu":
         return device
     gpus = torch.cuda.device_count()
-    if gpus == 1:  # a launcher that shows each rank its own
+    if gpus == 1:  # the launcher sets CUDA_VISIBLE_DEVICES per rank
         return torch.device("cuda", 0)
     if own.local >= gpus:
         raise UserError(f"LOCAL_RANK: {own.local}, but this machine shows {gpus} GPUs; start at most one rank for each")
@@ -100,14 +100,14 @@ class Group(Ranks):
         tensors: Process group for tensors on `device`: NCCL on CUDA, gloo on the CPU; torch's default group.
 
     Args:
-        meeting: The rendezvous. The wait for all ranks begins here, when this rank has imported everything.
+        meeting: The rendezvous. Create it after all imports, because the wait for the other ranks starts then.
         device: The device of this rank.
         timeout_s: Limit for the start (see `Meeting.start_s`), for each collective, and for a rank without a sign of
             life, in seconds.
         run_dir: Directory that gets fault.json; None for none.
 
     Raises:
-        UserError: A rank did not come in time, or the rendezvous cannot be used; names the rank or the address.
+        UserError: A rank did not start in time, or the rendezvous cannot be used. Names the rank or the address.
         OtherRankFailed: Another rank failed while it started.
     """
 
@@ -153,7 +153,7 @@ class Group(Ranks):
         if on_gpu:
             nccl = world._get_backend(device)
             self._watch.stuck = lambda: nccl.get_error().name != "SUCCESS"
-            self._watch.stuck()  # a torch without it is to fail here, and not in the thread that watches
+            self._watch.stuck()  # fail here, not in the watch thread, if this torch lacks it
 
     def gather(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode("ascii"))]
@@ -182,7 +182,7 @@ class Group(Ranks):
                 time.sleep(0.01)
 
     def tell(self, fault: BaseException) -> None:
-        with suppress(OSError, RuntimeError):  # who watches will see that this is gone
+        with suppress(OSError, RuntimeError):  # the other ranks' watch threads will notice that this rank is gone
             self._notes.claim(f"broken-{self._calls}", fault_behind(self.rank, fault).text())
 
     def look(self) -> None:
@@ -209,9 +209,9 @@ class Group(Ranks):
             self._let_go()
 
     def _let_go(self) -> None:
-        """End the process groups' threads, which is done with the last reference to a group.
+        """Drop the last references to the process groups, which ends their threads.
 
-        One that is still letting go of the last collective's tensors would meet an interpreter that ends, and abort.
+        A thread that still releases tensors of the last collective while the interpreter exits would abort.
         """
         self._watch.begun, self._watch.stuck = _nothing_begun, _not_stuck
         dist.destroy_process_group()
@@ -235,7 +235,9 @@ class Group(Ranks):
         return error
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
-        """Each rank's bytes. They go behind their length, and the number of the call, which must be one everywhere."""
+        """Gather bytes of each rank, behind a header of length and call number. The call number must match on all
+        ranks.
+        """
         self._calls += 1
         heads = self._all_gather(torch.tensor([self._calls, len(data)]))
         calls, lengths = zip(*(head.tolist() for head in heads), strict=True)
@@ -244,7 +246,7 @@ class Group(Ranks):
         return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Tensors of one shape on all ranks, on the CPU."""
+        """All-gather CPU tensors of equal shape."""
         parts = [torch.empty_like(tensor) for _ in range(self.count)]
         if tensor.numel():
             try:
@@ -254,7 +256,7 @@ class Group(Ranks):
         return parts
 
     def _last(self, fault: Fault) -> None:
-        """What a rank leaves of a fault before it ends."""
+        """Record a fault before this rank ends."""
         if self._run_dir is not None and fault.code not in INTERRUPTED:
             write_fault(self._run_dir, fault)
 
@@ -264,7 +266,7 @@ class Group(Ranks):
         Args:
             store: torch's store.
             seconds: The limit, for the message.
-            end: When it is reached, in `time.monotonic` seconds.
+            end: Deadline in `time.monotonic` seconds.
         """
         store.set(f"here-{self.rank}", "")
         for rank in range(self.count):
@@ -299,12 +301,12 @@ def _not_stuck() -> bool:
 
 
 def _is_lost_rank(error: BaseException) -> bool:
-    """Whether an exception comes of another rank's end, which failed a collective on tensors."""
+    """Whether an exception was caused by another rank's end, which made a tensor collective fail."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error))
 
 
 def _require_same(group: Group, config: Config) -> None:
-    """Raise UserError on all ranks unless they were started alike. A collective.
+    """Raise UserError on all ranks unless all were started with the same configuration. A collective.
 
     Inputs (model, data, rewards) are compared later, once they are read: see `qarl.training.setup.build_run`.
     """
@@ -319,5 +321,5 @@ def _require_same(group: Group, config: Config) -> None:
 
 
 def _padded(data: Tensor, length: int) -> Tensor:
-    """`data` (n,) uint8 with zeros behind it, (length,)."""
+    """Zero-pad `data` (n,) uint8 to (length,)."""
     return data if len(data) == length else torch.cat([data, data.new_zeros(length - len(data))])

@@ -1,7 +1,7 @@
-"""`qarl train --nproc`: a process for every rank of one machine, and what is to be said and returned of their end.
+"""`qarl train --nproc`: starts one process per rank on this machine and reports how they ended.
 
-Imports no torch. The ranks meet in a private directory, and all that they listen on is the loopback interface. Each
-leads a session, so that a terminal's Ctrl-C comes here alone and is passed on.
+Imports no torch. The ranks use a private directory for rendezvous and listen only on the loopback interface. Each rank
+leads its own session, so a terminal's Ctrl-C reaches only the launcher, which forwards it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from qarl.utils.machine import visible_gpus
 from qarl.utils.signals import Signals
 
 POLL_S = 0.1
-LEAVE_S = GRACE_S + 10  # for the other ranks, once one has failed
-TELL_S = 2 * TICK_S  # for the rank that hung to print where it was
+LEAVE_S = GRACE_S + 10  # seconds for the other ranks to end, once one has failed
+TELL_S = 2 * TICK_S  # for a hung rank to print its stack
 STOP_S = 5.0  # after a second Ctrl-C
 EARLY = 1  # exit code for a rank that ended with 0 before the end of the run
 TAIL_LINES = 12
@@ -66,10 +66,17 @@ def gpus_for_ranks(config: Config) -> int | None:
 
 
 def launch(argv: list[str], count: int, run_dir: Path) -> int:
-    """Run the `qarl` command line `argv` in `count` ranks; returns the exit code.
+    """Run the `qarl` command line `argv` in `count` ranks.
 
-    It is the first rank's to fail that is not 75 (another rank failed), or 0. One message on stderr says which rank
-    failed; what it printed last stands above it. run_dir: of the run.
+    Prints one message on stderr that says which rank failed, after the last lines of its output.
+
+    Args:
+        argv: Arguments of `qarl`.
+        count: Number of ranks.
+        run_dir: Run directory.
+
+    Returns:
+        The exit code of the first rank to fail with a code other than 75 (another rank failed), or 0.
     """
     with meeting_folder() as (meeting, inherited), Signals() as signals:
         launched = Launched(argv, count, meeting, run_dir, inherited)
@@ -83,9 +90,11 @@ def launch(argv: list[str], count: int, run_dir: Path) -> int:
 class Launched:
     """The ranks' processes.
 
-    codes: exit codes as a shell has them, by rank, in the order in which the ranks ended. Of those that `kill` ended
-    there are none. faults: of those that ended with a fault of their own. inherited: descriptors that the ranks keep
-    open.
+    Attributes:
+        codes: Rank to exit code as a shell reports it, in the order in which the ranks ended. Ranks ended by `kill` are
+            left out.
+        faults: Faults of the ranks that failed by themselves.
+        inherited: File descriptors that the ranks keep open.
     """
 
     def __init__(
@@ -117,9 +126,9 @@ class Launched:
             return subprocess.Popen(command, stdout=log, stderr=log, **how)
 
     def wait(self, signals: Signals) -> None:
-        """Until all have ended, or do not in time after one has failed. Passes signals on.
+        """Wait until all ranks have ended, or until the grace period after a failure is over. Forwards signals.
 
-        The first signal asks for a safe stop. A later Ctrl-C stops at once what does not end by itself soon.
+        The first signal asks for a safe stop. A later Ctrl-C kills ranks that do not end within STOP_S seconds.
         """
         passed, end, failed_at = 0, float("inf"), float("inf")
         while self._running and time.monotonic() < end:
@@ -142,7 +151,7 @@ class Launched:
                 time.sleep(POLL_S)
 
     def kill(self) -> None:
-        """End those that still run, with what they started."""
+        """Kill the ranks that still run, with their child processes."""
         for rank in list(self._running):
             self._kill(rank)
 
@@ -153,7 +162,7 @@ class Launched:
         process.wait()
 
     def _kill_hung(self) -> None:
-        """End the rank that the others have waited for in vain."""
+        """Kill the rank that the others have timed out waiting for."""
         with suppress(OSError):
             text = Folder(self._meeting).read(NOTE)
             if text is not None and (fault := Fault.of(text)).code is None and fault.rank in self._running:
@@ -184,7 +193,7 @@ class Launched:
         return Fault(rank, host(), 128 - code, f"was ended by {signal.Signals(-code).name}{hint}")
 
     def conclude(self) -> int:
-        """Print what is to be said; returns the exit code of them all."""
+        """Print the final message; returns the exit code of the launcher."""
         failed = {rank: code for rank, code in self.codes.items() if code not in (0, OTHER_RANK)}
         if self._stopped:
             return 128 + signal.SIGINT
@@ -206,23 +215,23 @@ class Launched:
         return code
 
     def _first_fault(self, rank: int | None) -> Fault:
-        """What ended the run. rank: the first that failed by itself."""
+        """Return the fault that ended the run. rank: the first rank that failed by itself."""
         board = Folder(self._meeting)
         text = board.read(NOTE)
         told = None if text is None else Fault.of(text)
         if rank is None or (told is not None and told.rank != rank):
             return told or Fault(0, host(), OTHER_RANK, "ended, and no rank says why")
-        if rank in self.faults and (told is None or told.code is None):  # they missed it before its end was seen here
+        if rank in self.faults and (told is None or told.code is None):  # the others noticed before the launcher did
             return self.faults[rank]
         return self._fault(rank, self.codes[rank]) if told is None else self._in_full(told)
 
     def _in_full(self, told: Fault) -> Fault:
-        """The fault as the command line words it, with where the traceback is."""
+        """Return the fault with the message of the command line, including the path of the traceback."""
         note = read_note(self._meeting, told.rank)
         return note if note is not None and note.code in (2, UNEXPECTED) else told
 
     def _show_tail(self, rank: int) -> None:
-        """The last lines that a rank printed, and where the others are."""
+        """Print the last lines of a rank's output and the path of its log."""
         kept = self._run_dir / log_name(rank)
         for log in (kept, self._meeting / log_name(rank)):
             with suppress(OSError), log.open("rb") as file:

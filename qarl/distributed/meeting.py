@@ -20,9 +20,9 @@ from qarl.distributed.board import Board, Folder, StoreBoard
 from qarl.distributed.place import Place, log_name
 from qarl.errors import UserError
 
-START_S = 120.0  # least time for the ranks of `--nproc` to start, which share the cores of one machine
+START_S = 120.0  # minimum time for the ranks of `--nproc` to start, because they share the cores of one machine
 RETRY_S = 0.1
-QUIET_S = 0.1  # for a listener that is no store to close a new connection, or to speak
+QUIET_S = 0.1  # time in which a listener that is not a store closes a new connection or sends something
 
 _runs = itertools.count()  # a process may train several runs, and their keys in the launcher's store must differ
 
@@ -61,10 +61,10 @@ class Meeting:
         return Folder(self._place.meeting)
 
     def log_in(self, directory: Path) -> None:
-        """Have what this process prints go to a file of `directory`; the first rank's goes on to the terminal."""
+        """Redirect this process's output to a file in `directory`. The first rank keeps the terminal."""
         if self._place.meeting is None or self.rank == 0:
             return
-        with suppress(OSError):  # the log that the launcher opened does as well
+        with suppress(OSError):  # then keep the log that the launcher opened
             log = os.open(
                 directory / log_name(self.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644
             )
@@ -91,11 +91,11 @@ class Meeting:
 
 
 class _Connecting(threading.Thread):
-    """Connects to torch's store, in a thread: torch waits without a limit for a listener that accepts and stays mute.
+    """Connects to torch's store in a thread, because torch waits forever for a listener that accepts and stays silent.
 
     Attributes:
         store: The store, once it is connected.
-        fault: What is wrong as long as it is not: the end of a sentence that begins with the address.
+        fault: The error until it is connected: the end of a sentence that begins with the address.
     """
 
     def __init__(self, rank: int, count: int, address: tuple[str, int], timeout_s: float) -> None:
@@ -129,9 +129,9 @@ class _Connecting(threading.Thread):
         )
 
     def _await_listener(self) -> bool:
-        """Wait until something listens that may be a store, which neither closes a connection nor speaks first.
+        """Wait for a listener that may be a store: one that neither closes a connection nor sends data first.
 
-        Python looks and retries, because torch prints a stack trace to stderr per failed attempt.
+        Polls in Python, because torch prints a stack trace to stderr per failed attempt.
         """
         while (left := self._end - time.monotonic()) > 0:
             try:
@@ -149,7 +149,7 @@ class _Connecting(threading.Thread):
         return False
 
     def _listening(self) -> Any:
-        """The store's server, and a client of it. `Group` waits for the other ranks and can say which are missing."""
+        """Start the store's server and return a client. `Group` waits for the other ranks, to name missing ones."""
         host, port = self._address
         timeout = timedelta(seconds=self._timeout_s)
         return dist.TCPStore(

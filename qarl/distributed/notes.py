@@ -1,4 +1,4 @@
-"""What the ranks of `qarl train --nproc` leave for their launcher to print. Imports no torch."""
+"""Exit records that the ranks of `qarl train --nproc` write for their launcher. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qarl.errors import UserError
 
 
 def leave_note(text: str, code: int) -> bool:
-    """Tell the launcher how this rank ends.
+    """Write this rank's exit record for the launcher.
 
     Args:
         text: The error, or "" if there is none.
@@ -35,7 +35,7 @@ def leave_note(text: str, code: int) -> bool:
 
 
 def mark_done() -> None:
-    """Tell the launcher that this rank ran its command to the end.
+    """Mark that this rank completed its command.
 
     The launcher takes exit code 0 without this mark for an early end, such as `os._exit(0)` in an objective. The mark
     is an empty file because a full disk still takes one.
@@ -55,6 +55,6 @@ def is_done(meeting: Path, rank: int) -> bool:
 
 
 def read_note(meeting: Path, rank: int) -> Fault | None:
-    """What a rank left."""
+    """Return a rank's exit record."""
     text = Folder(meeting).read(f"end-{rank}")
     return None if text is None else Fault.of(text)

@@ -1,4 +1,4 @@
-"""Rows of several tensors in one message of each rank: how they stand in it, and how they come into their places."""
+"""Packing rows of several tensors into one message per rank, and unpacking them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FILLED = 1.25  # times the bytes of their rows that messages may have together to be of one length
-_ALIGNED = 16  # bytes: where a tensor's rows begin in a message
-_WORD = 8  # bytes that are copied as one element, where everything is a multiple of them
+FILLED = 1.25  # maximum padding: total bytes of equal-length messages relative to the bytes of their rows
+_ALIGNED = 16  # bytes: alignment of a tensor's rows in a message
+_WORD = 8  # bytes that are copied as one element, if all sizes are multiples of it
 
 
 class _Runs(NamedTuple):
@@ -27,7 +27,7 @@ class _Runs(NamedTuple):
         return all(size % _WORD == 0 for size in sizes)
 
     def of(self, memory: Tensor, words: bool) -> Tensor:
-        """(number, elements of a run). memory: flat uint8, of which words are taken as int64."""
+        """View the runs as (number, elements per run). memory: flat uint8, viewed as int64 if `words`."""
         size = _WORD if words else 1
         if words:
             memory = memory[: len(memory) // size * size].view(torch.int64)
@@ -36,10 +36,17 @@ class _Runs(NamedTuple):
 
 
 class Layout:
-    """cuts: for each tensor the rows of it that each rank has. widths: bytes of a row of each tensor.
+    """Layout of the ranks' messages.
 
-    sizes: bytes of each rank's message. largest: of them. even: whether all are made as long as that, so that a backend
-    can gather them; not where much would be filled up.
+    Args:
+        cuts: For each tensor the rows that each rank has.
+        widths: Bytes per row of each tensor.
+
+    Attributes:
+        sizes: Bytes of each rank's message.
+        largest: The maximum of `sizes`.
+        even: Whether all messages are padded to `largest`, so that a backend's all-gather works. False if the padding
+            would be too large.
     """
 
     def __init__(self, cuts: Sequence[Sequence[range]], widths: Sequence[int]) -> None:
@@ -51,7 +58,7 @@ class Layout:
         self.even = self.largest * len(self.sizes) <= FILLED * sum(self.sizes)
 
     def pack(self, own: Sequence[Tensor], rank: int) -> Tensor:
-        """The message of a rank, flat uint8; maybe memory of `own`, which is its rows of each tensor, contiguous."""
+        """Return a rank's message, flat uint8. It may alias `own`, the rank's contiguous rows of each tensor."""
         size = self.largest if self.even else self.sizes[rank]
         rows = [tensor.reshape(-1).view(torch.uint8) for tensor in own]
         if len(rows) == 1 and len(rows[0]) == size:
@@ -65,7 +72,7 @@ class Layout:
         return message
 
     def unpack(self, messages: Tensor, outs: Sequence[Tensor]) -> None:
-        """Put all ranks' rows into the tensors, contiguous. messages: of all ranks, one after the other."""
+        """Copy all ranks' rows into the contiguous tensors. messages: messages of all ranks, concatenated."""
         memories = [out.reshape(-1).view(torch.uint8) for out in outs]
         into, found = [], []
         for which, place, source in self._copies():
@@ -76,10 +83,10 @@ class Layout:
             torch._foreach_copy_(into, found)
 
     def _copies(self) -> Iterator[tuple[int, _Runs, _Runs]]:
-        """(which tensor, where rows of some ranks go in it, where they are in the messages)."""
+        """Yield (tensor index, destination runs, source runs in the messages) for groups of ranks."""
         ranks = range(len(self.sizes))
         starts = [rank * self.largest for rank in ranks] if self.even else list(accumulate(self.sizes, initial=0))
-        for rows, group in groupby(ranks, self._rows.__getitem__):  # ranks whose messages are alike
+        for rows, group in groupby(ranks, self._rows.__getitem__):  # ranks with the same layout
             some = list(group)
             between = starts[some[-1]] - starts[some[-2]] if len(some) > 1 else 0
             for which, (count, width, at) in enumerate(zip(rows, self._widths, self._places[rows], strict=False)):
@@ -96,5 +103,5 @@ class Layout:
 
 
 def _size(rows: int, width: int) -> int:
-    """Bytes that rows of a tensor take in a message."""
+    """Return the bytes that rows of a tensor take in a message."""
     return -(-rows * width // _ALIGNED) * _ALIGNED

@@ -20,7 +20,7 @@ MOST_RANKS = 65_536  # above this WORLD_SIZE is a mistake, and lists with one en
 
 _FIX = "start the ranks with qarl train --nproc, torchrun or deepspeed"
 
-# What launchers tell a rank, and a process that it starts must not take for its own.
+# Variables that launchers set for a rank. Its child processes must not inherit them.
 _OF_RANKS = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
@@ -99,7 +99,7 @@ def _address(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def alone(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` for a process that a rank starts and that is none itself."""
+    """Return `environment` for a child process that is not a rank."""
     return {
         name: text for name, text in environment.items() if name not in _OF_RANKS and not name.startswith(_PREFIXES)
     }
@@ -114,14 +114,14 @@ def rank_of_several() -> bool:
 
 
 def own_arguments(argv: list[str] | None) -> list[str]:
-    """The command line without the `--local_rank=0` that the deepspeed launcher puts in front of it."""
+    """Return the command line without the `--local_rank=0` that the deepspeed launcher prepends."""
     own = sys.argv[1:] if argv is None else argv
     launched = "RANK" in os.environ and own and own[0].startswith(("--local_rank=", "--local-rank="))
     return own[1:] if launched else own
 
 
 def log_name(rank: int) -> str:
-    """The file for what a rank prints that is not the first."""
+    """Return the log file name of a rank other than the first."""
     return f"rank-{rank:03d}.log"
 
 

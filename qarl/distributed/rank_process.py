@@ -1,4 +1,4 @@
-"""One rank of `qarl train --nproc`: the command line, which asks for a safe stop when its launcher is gone."""
+"""One rank of `qarl train --nproc`: runs the command line, and stops safely if the launcher is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a run, and what they tell one another beside tensors of the model."""
+"""The ranks of a run and their control messages; for model tensors see `qarl.distributed.exchange`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ __all__ = ["Alone", "OtherRankFailed", "Ranks", "total"]
 
 
 class Ranks(ABC):
-    """The processes of one run. Every method but `tell`, `look` and `log_in` is a collective: all ranks call it, in the
-    same order, from one thread at a time.
+    """The processes of one run.
+
+    Every method except `tell`, `look` and `log_in` is a collective: all ranks call it, in the same order and from one
+    thread at a time.
 
     As a context manager it leaves the group at the end. If an exception leaves the block, the other ranks are notified,
     and an exception that was caused by another rank's end becomes `OtherRankFailed`.
@@ -41,20 +43,16 @@ class Ranks(ABC):
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
-        """Each rank's `value`, in the order of ranks, on every rank. value: what JSON can say, floats with all bits."""
+        """All-gather a JSON value, in rank order. Floats keep all bits."""
 
     @abstractmethod
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
-        """Each rank's tensor, in the order of ranks, on every rank.
-
-        tensor: on the CPU, of any shape, which may differ between ranks, and of one dtype on all of them.
-        """
+        """All-gather a CPU tensor, in rank order. Shapes may differ between ranks; dtypes may not."""
 
     def agree(self, fault: BaseException | None = None) -> None:
-        """Go on together or not at all: returns where no rank has a fault.
+        """Return if no rank has a fault; otherwise raise on all ranks.
 
-        The rank with a fault raises its own. The others raise `OtherRankFailed`, which names the first rank that has
-        one and its line.
+        A rank with a fault raises its own. The others raise `OtherRankFailed` with the fault of the lowest such rank.
         """
         own = None if fault is None else fault_behind(self.rank, fault).text()
         try:
@@ -72,41 +70,41 @@ class Ranks(ABC):
                 raise self.agreed
 
     def tell(self, fault: BaseException) -> None:
-        """Let those that `look` know of a fault, before `agree` raises it everywhere. No collective."""
+        """Broadcast a fault to ranks that call `look`, before `agree` raises it everywhere. Not a collective."""
         return
 
     def look(self) -> None:
-        """Raise `OtherRankFailed` where another rank has told of a fault since the last collective, or is gone.
+        """Raise `OtherRankFailed` if another rank has called `tell` since the last collective, or is gone.
 
-        For work that takes long, after which all ranks agree. It costs nothing. No collective.
+        Call it during long work that ends with `agree`. It costs nothing. Not a collective.
         """
         return
 
     def signal(self, signum: int | None) -> int | None:
-        """The signal that any rank has received, the lowest rank's where there are several; None where none has."""
+        """Return the signal that a rank has received, the lowest rank's if several have; None if none has."""
         return next((other for other in self.gather(signum) if other is not None), None)
 
     def barrier(self) -> None:
-        """Returns once all ranks are here."""
+        """Wait for all ranks."""
         self.gather(None)
 
     def meet(self, longer_s: float) -> None:
-        """Returns once all ranks are here, which may take `longer_s` more than collectives are given."""
+        """Wait for all ranks, with `longer_s` seconds added to the timeout of collectives."""
         self.barrier()
 
     @abstractmethod
     def log_in(self, directory: Path) -> None:
-        """From now on, write this process's output to a file there, unless it is the first rank.
+        """Redirect this process's output to a file in `directory`, unless it is the first rank.
 
-        Only under `qarl train --nproc`; other launchers see to it themselves. No collective.
+        Only under `qarl train --nproc`, because other launchers handle output themselves. Not a collective.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group, once all ranks are here. May be called twice."""
+        """Wait for all ranks and leave the group. May be called twice."""
 
     def fail(self, error: BaseException) -> BaseException:
-        """Leave the group for `error`, and let the other ranks know. Returns the exception to end with."""
+        """Leave the group because of `error` and notify the other ranks. Returns the exception to end with."""
         return error
 
     def __enter__(self) -> Ranks:
@@ -121,9 +119,9 @@ class Ranks(ABC):
             raise last from error
 
     def share(self, count: int, among: range | None = None) -> range:
-        """This rank's of `count` things in a row, the first ranks having one more where they do not divide.
+        """Return this rank's contiguous share of `count` items. The first ranks get one more if it does not divide.
 
-        among: only these ranks get any; None: all.
+        among: only these ranks get items; None: all.
         """
         among = range(self.count) if among is None else among
         if self.rank not in among:
@@ -134,7 +132,7 @@ class Ranks(ABC):
 
 
 class Alone(Ranks):
-    """A run of one process: every collective is over before it begins."""
+    """A run of a single process: collectives return immediately."""
 
     rank, count = 0, 1
 
@@ -156,6 +154,6 @@ class Alone(Ranks):
 
 
 def total(ranks: Ranks, values: Sequence[float]) -> list[float]:
-    """The sums of `values` over all ranks, added in the order of ranks in float64: the same bits on every rank."""
+    """Sum `values` over all ranks in float64, in rank order, so every rank gets the same bits."""
     columns = ranks.gather([float(value) for value in values])
     return torch.tensor(columns, dtype=torch.float64).cumsum(0)[-1].tolist() if columns[0] else []

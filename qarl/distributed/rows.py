@@ -1,4 +1,4 @@
-"""Which rows of each master a rank holds."""
+"""Row sharding: which rows of each master weight a rank holds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ Block = tuple[str, ...]
 
 
 class RowPlan:
-    """The cut of every master into runs of whole rows, one a rank.
+    """Splits every master into contiguous ranges of rows, one per rank.
 
-    shapes: of the masters by name. unit_of: rows of a master that may not be separated (a scheme's block of rows, or of
-    packed zero points). count: of ranks. stacks: names of masters that are cut as one tensor, their rows under one
-    another, as `stacked_experts` gives them. Rank r holds rows [r * c, (r + 1) * c) of N
-    rows, where c = ceil(ceil(N / unit) / count) * unit; the last ranks may hold none.
+    Rank r holds rows [r * c, (r + 1) * c) of N rows, with c = ceil(ceil(N / unit) / count) * unit. The last ranks may
+    hold none.
 
-    blocks: the stacks, and all other masters by themselves, in the order of `shapes`.
+    Args:
+        shapes: Shapes of the masters by name.
+        unit_of: Rows of a master that must stay together (a scheme's block of rows, or rows of packed zero points).
+        count: Number of ranks.
+        stacks: Names of masters that are split as one tensor, concatenated along dimension 0; see `stacked_experts`.
+
+    Attributes:
+        blocks: The stacks, and every other master by itself, in the order of `shapes`.
     """
 
     def __init__(
@@ -48,28 +53,28 @@ class RowPlan:
                 first += rows
 
     def cut(self, name: str) -> list[range]:
-        """The rows of each rank."""
+        """Return the rows of each rank."""
         return self._cuts[name]
 
     def block_cut(self, block: Block) -> list[range]:
-        """The rows of each rank, of a block's masters concatenated along dimension 0."""
+        """Return the rows of each rank in a block's masters, concatenated along dimension 0."""
         return self._of_blocks[block]
 
     def unit(self, block: Block) -> int:
-        """Rows of a block that are not separated."""
+        """Return the number of rows of a block that stay together."""
         return self._units[block]
 
     def block_shape(self, block: Block) -> tuple[int, ...]:
-        """Shape of a block's masters concatenated along dimension 0."""
+        """Return the shape of a block's masters, concatenated along dimension 0."""
         return sum(self.shapes[name][0] for name in block), *self.shapes[block[0]][1:]
 
 
 def stacked_experts(
     shapes: Mapping[str, Sequence[int]], scheme_of: Callable[[str], Scheme | None]
 ) -> Iterable[list[str]]:
-    """Weights of a layer's experts that are one tensor to a plan: gate and up of all of them, and down of all.
+    """Return the expert weights of each layer that a plan splits as one tensor: all gate and up, and all down.
 
-    Weights of one scheme with the same number of columns, if no unit of rows belongs to two of them.
+    They have one scheme and the same number of columns, and no unit of rows spans two of them.
     """
     by_scheme: dict[Scheme | None, list[str]] = {}
     for name in shapes:
@@ -85,19 +90,19 @@ def stacked_experts(
 
 
 def most_rows(rows: int, unit: int, count: int) -> int:
-    """Of the first rank, which has no fewer than any other."""
+    """Return the rows of the first rank, which has the most."""
     return min(rows, math.ceil(math.ceil(rows / unit) / count) * unit)
 
 
 def cut(rows: int, unit: int, count: int) -> list[range]:
-    """[0, rows) in `count` ranges of whole units, all but the last ones of one length."""
+    """Split [0, rows) into `count` ranges of whole units, equally long except for the last ones."""
     each = math.ceil(math.ceil(rows / unit) / count) * unit
     return [range(min(r * each, rows), min((r + 1) * each, rows)) for r in range(count)]
 
 
 def row_unit(scheme: Scheme | None) -> int:
-    """Rows of a weight that are stored together in `scheme`, None: unquantized.
+    """Return the number of rows of a weight that `scheme` stores together. None: unquantized.
 
-    They share a scale, or a word of zero points, of which one holds eight.
+    They share a scale, or a 32-bit word with eight zero points.
     """
     return 1 if scheme is None else scheme.row_unit

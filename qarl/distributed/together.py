@@ -1,4 +1,4 @@
-"""Work that counts only where it succeeds on every rank."""
+"""Collectives that propagate errors: work succeeds on all ranks or fails on all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def together(ranks: Ranks, work: Callable[[], T], longer_s: float = 0) -> T:
 
 
 def on_first(ranks: Ranks, work: Callable[[], T]) -> T | None:
-    """`together`, of work that the first rank alone does; None on the others."""
+    """Run `work` on the first rank only, with the error handling of `together`. Returns None on the others."""
     return together(ranks, lambda: work() if ranks.first else None)
 
 
@@ -56,7 +56,7 @@ def require_same(ranks: Ranks, values: Mapping[str, Any], fix: str) -> None:
 
     Args:
         ranks: All ranks of the run.
-        values: What this rank has by the name that an error shows, most likely causes first. Values are JSON.
+        values: This rank's JSON values by display name, most likely causes first.
         fix: What the user should do about a difference.
     """
     fault = rank_difference(ranks.gather(dict(values)), fix)
@@ -64,11 +64,11 @@ def require_same(ranks: Ranks, values: Mapping[str, Any], fix: str) -> None:
 
 
 def same_files(ranks: Ranks, paths: Callable[[], Iterable[Path]]) -> list[int]:
-    """Which ranks see the very same files, so that they can divide the work of reading them. A collective.
+    """Find the ranks that see the same files, so that they can share the work of reading them. A collective.
 
-    Files are the same if host, boot, device, inode, size and time are. A bind mount of another file at the same path
-    has another inode; a network's disk has another device number on every machine, so that each machine checks what it
-    sees.
+    Files are the same if host, boot id, device, inode, size and time match. A bind mount of another file at the same
+    path has another inode. A network disk has another device number on every machine, so each machine reads its own
+    view.
 
     Args:
         ranks: All ranks of the run.
@@ -89,9 +89,9 @@ def _place(paths: Iterable[Path]) -> list[Any]:
 
 
 def rank_difference(values: Sequence[Mapping[str, Any]], fix: str) -> str | None:
-    """One line that names the first value that differs, and which ranks have what; None if all are the same.
+    """Return one line that names the first differing value and its ranks; None if all values are equal.
 
-    values: of each rank, in the order of ranks. A name that a rank does not have counts as null.
+    values: one mapping per rank, in rank order. A missing name counts as null.
     """
     names = dict.fromkeys(name for own in values for name in own)
     different = [name for name in names if any(own.get(name) != values[0].get(name) for own in values)]
@@ -107,7 +107,7 @@ def rank_difference(values: Sequence[Mapping[str, Any]], fix: str) -> str | None
 
 
 def _shown(value: Any) -> str:
-    """A value for a message: a digest by its first 12 digits, a long value by both of its ends."""
+    """Format a value for a message: the first 12 digits of a digest, both ends of a long value."""
     if value is None:
         return "none"
     text = value if isinstance(value, str) else json.dumps(value)

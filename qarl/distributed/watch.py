@@ -1,7 +1,7 @@
-"""A rank's watching thread: it shows that this rank lives, sees that the others do, and ends the process with them.
+"""Watch thread of a rank: sends heartbeats, monitors the other ranks, and ends the process if one of them fails.
 
-A collective that waits for a rank which is gone cannot be interrupted from Python, on a GPU not at all. So every rank
-posts a sign of life about once a second, and reads those of the others and the fault that ends the run.
+A collective that waits for a dead rank cannot be interrupted from Python, and on a GPU not at all. So each rank posts a
+heartbeat about once per second and reads the heartbeats of the others and the fault that ends the run.
 """
 
 from __future__ import annotations
@@ -18,18 +18,26 @@ from contextlib import suppress
 from qarl.distributed.board import Board
 from qarl.distributed.fault import OTHER_RANK, Fault, host
 
-TICK_S = 1.0  # between two signs of life
-GRACE_S = 10.0  # for the main thread to end by itself once another rank has failed
-SILENT = 5  # ticks without a sign of life after which a rank is the one that broke a connection
+TICK_S = 1.0  # seconds between heartbeats
+GRACE_S = 10.0  # seconds for the main thread to end by itself once another rank has failed
+SILENT = 5  # ticks without a heartbeat after which a rank is blamed for a broken connection
 NOTE = "fault"
 
 
 class Watch(threading.Thread):
-    """Of rank `rank` of `count`. timeout_s: a rank without a sign of life for so long ends the run.
+    """Watch thread of one rank.
 
-    last: called with the fault before the process is ended from here. stuck: says whether a collective of the GPUs has
-    failed or has waited for timeout_s; it returns at once. begun: how many collectives this rank has begun; it goes
-    with the signs of life, and tells who did not come to one. fault: what ended the run, once it is known here.
+    Args:
+        board: Key-value store shared by the ranks.
+        rank, count: This rank and the number of ranks.
+        timeout_s: Seconds without a heartbeat after which a rank's silence ends the run.
+        last: Called with the fault before this thread ends the process.
+
+    Attributes:
+        stuck: Returns at once whether a GPU collective has failed or has waited for timeout_s.
+        begun: Returns the number of collectives that this rank has begun. It is sent with heartbeats, and shows which
+            rank did not reach a collective.
+        fault: The fault that ended the run, once known here.
     """
 
     def __init__(self, board: Board, rank: int, count: int, timeout_s: float, last: Callable[[Fault], None]) -> None:
@@ -57,7 +65,7 @@ class Watch(threading.Thread):
                 self.fault = self.fault or self._of(0, f"what the ranks meet in is gone ({type(error).__name__})")
             if self.fault is not None and leave_at is None:
                 own = self.fault.rank == self._rank
-                leaving = own and self.fault.code is not None  # it has told the others itself
+                leaving = own and self.fault.code is not None  # it has notified the others itself
                 leave_at = time.monotonic() + (self._timeout_s if leaving else min(GRACE_S, self._timeout_s))
                 if own and not leaving:
                     _say_where(self.fault)
@@ -67,20 +75,20 @@ class Watch(threading.Thread):
                 os._exit(OTHER_RANK)
 
     def stop(self) -> None:
-        """No further sign of life, and nothing is ended from here."""
+        """Stop sending heartbeats, and never end the process from this thread."""
         self._ended.set()
         if threading.current_thread() is not self:
             self.join(self._timeout_s)
 
     def claim(self, fault: Fault) -> Fault:
-        """Let all ranks know of a fault; returns the one that was first."""
+        """Report a fault to all ranks; returns the first fault that was reported."""
         with self._turn, suppress(OSError, RuntimeError):
             fault = Fault.of(self._board.claim(NOTE, fault.text()))
         self.fault = fault
         return fault
 
     def find(self, error: BaseException) -> Fault:
-        """Who ended the run: called where a collective failed with `error`. Waits for a rank's note, or its silence."""
+        """Find the fault behind a failed collective. Waits for a report or for a missing heartbeat."""
         end = time.monotonic() + (SILENT + 3) * self._tick_s
         while self.fault is None and time.monotonic() < end:
             if silent := self._silent(SILENT * self._tick_s):
@@ -94,10 +102,10 @@ class Watch(threading.Thread):
         return self.claim(self._of(self._rank, f"lost its connection to another rank: {said}"))
 
     def _look(self, beat: int) -> None:
-        """Post a sign of life, and read the others' and the fault."""
+        """Post a heartbeat, and read the others' heartbeats and the fault."""
         try:
             self._board.post(f"sign-{self._rank}", f"{beat} {self.begun()}")
-        except OSError as error:  # a full disk may have room again before the others miss the sign
+        except OSError as error:  # a full disk may have space again before the others miss the heartbeat
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
         if self.fault is None and (note := self._board.read(NOTE)) is not None:
@@ -121,12 +129,12 @@ class Watch(threading.Thread):
         self.fault = Fault.of(self._board.claim(NOTE, fault.text()))
 
     def _silent(self, seconds: float) -> list[int]:
-        """Ranks without a sign of life for so long. One that has never given any has not come yet."""
+        """Return the ranks without a heartbeat for `seconds`. A rank that never sent one has not started yet."""
         now = time.monotonic()
         return [r for r, (sign, since) in enumerate(self._signs) if sign is not None and now - since > seconds]
 
     def _late(self) -> int | None:
-        """The rank that has begun the fewest collectives, if it is behind this one."""
+        """Return the rank that has begun the fewest collectives, if it is behind this one."""
         begun = [int(sign.split()[1]) if sign else 0 for sign, _ in self._signs]
         begun[self._rank] = self.begun()
         fewest = min(begun)
@@ -137,7 +145,7 @@ class Watch(threading.Thread):
         return self._of(rank, f"gave no sign of life for {seconds:.0f} s")
 
     def absent(self, rank: int, longer_s: float = 0) -> Fault:
-        """The fault of a rank that the others have waited for in vain, `longer_s` more than timeout_s."""
+        """Return the fault of a rank that the others waited for in vain, for `timeout_s + longer_s` seconds."""
         and_more = f" and {longer_s:g} more" if longer_s else ""
         waited = f"{self._timeout_s:g} s (distributed.timeout_s){and_more}"
         return self._of(rank, f"did not come to where the others waited for {waited}")
@@ -147,7 +155,7 @@ class Watch(threading.Thread):
 
 
 def _say_where(fault: Fault) -> None:
-    """Print where the main thread of the rank that hangs is, its innermost call last, as the log's last lines."""
+    """Print the main thread's stack of a hung rank as the last lines of its log, innermost call last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
     print(f"{stack}rank {fault.rank} {fault.line}, and was there", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""What is on disk: run directories, checkpoints, tensor files, and writing that a crash cannot leave half-done."""
+"""Files on disk: run directories, checkpoints, tensor files and crash-safe writes."""

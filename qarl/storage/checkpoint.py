@@ -5,13 +5,14 @@
                        manifest.json            bytes and SHA-256 of every file above, written last
     checkpoints/latest -> 000010
 
-Of a run on several ranks, in place of the first: one file per group and rank, `qarl.storage.pieces`.
+A run on several ranks writes one file per group and rank instead (see `qarl.storage.pieces`):
 
-    checkpoints/000010/masters-r0001-of-0004.safetensors    the stretches of flattened tensors that a rank holds
+    checkpoints/000010/masters-r0001-of-0004.safetensors    slices of flattened tensors that a rank holds
 
 A save goes into `.tmp-000010-<pid>-<host>`, every file and then the directory is fsynced, and one rename makes it
-visible. So a directory named by digits is complete, and the digests tell whether it still is. Several ranks write into
-the same one; the first makes it, and renames it once every rank has said that its files are on the disk.
+visible. So a directory with a numeric name was complete when it was written, and the digests show whether it still is.
+With several ranks, the first creates the temporary directory, all write into it, and the first renames it once every
+rank has reported that its files are on disk.
 """
 
 from __future__ import annotations
@@ -43,10 +44,16 @@ _LEFTOVER_NAME = re.compile(r"\.(tmp|old)-([0-9]{6,10})-([0-9]{1,9})-(.+)")
 class CheckpointStore:
     """The `checkpoints/` directory of one run, written by its process or its ranks (`RunDirectory` holds the lock).
 
-    keep_last: how many of the newest checkpoints to keep, 0 for all. ranks: of the run, None for one process; with
-    several, opening a store and all methods but `steps` and `path` are collectives, and a fault of one rank is
-    everybody's, see `Ranks.agree`. Opening a store removes what killed saves of this host left behind. Raises UserError
-    if the directory cannot be created.
+    Opening a store removes what killed saves of this host left behind. With several ranks, opening a store and all
+    methods except `steps` and `path` are collectives, and an error on one rank is raised on all (see `Ranks.agree`).
+
+    Args:
+        directory: The directory; created if missing.
+        keep_last: Number of newest checkpoints to keep; 0 keeps all.
+        ranks: Ranks of the run; None for a single process.
+
+    Raises:
+        UserError: The directory cannot be created.
     """
 
     def __init__(self, directory: Path, keep_last: int, ranks: Ranks | None = None) -> None:
@@ -69,11 +76,15 @@ class CheckpointStore:
         return self.directory / step_name(step)
 
     def save(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
-        """Write one checkpoint durably, point `latest` at it, then prune. An existing one of this step is replaced.
+        """Write one checkpoint durably, point `latest` at it, then prune. Replaces an existing checkpoint of this step.
 
-        tensors: group name -> tensor name -> tensor of any shape, layout, device and dtype in `DTYPE_NAMES`.
-        state: JSON values (keys are strings, tuples come back as lists; NaN and infinities survive).
-        Raises UserError if the disk refuses: nothing of this checkpoint stays, earlier ones are untouched.
+        Args:
+            step: Training step.
+            tensors: Group name to tensor name to tensor, of any shape, layout, device and dtype in `DTYPE_NAMES`.
+            state: JSON values. Keys are strings, tuples come back as lists, NaN and infinities survive.
+
+        Raises:
+            UserError: The disk refuses. Nothing of this checkpoint stays, and earlier ones are untouched.
         """
         state_json = json.dumps(state, indent=1).encode()
         needed = needed_bytes([tensor for group in tensors.values() for tensor in group.values()]) + len(state_json)
@@ -92,11 +103,17 @@ class CheckpointStore:
         return final
 
     def save_pieces(self, step: int, pieces: Sequence[Piece], state: dict[str, Any]) -> Path:
-        """`save` of tensors of which each rank holds pieces, which cover each of them once.
+        """Save tensors that are split over the ranks; all ranks write in parallel.
 
-        pieces: of this rank. state: the first rank's counts. Of one rank, whose pieces are whole, it is `save`'s
-        checkpoint; several write in parallel. The rank whose disk refuses raises a UserError, and what the others raise
-        names it, its host and the path.
+        With one rank, which holds whole tensors, the result is the same as that of `save`.
+
+        Args:
+            step: Training step.
+            pieces: Pieces held by this rank. The pieces of all ranks cover each tensor exactly once.
+            state: As for `save`; the first rank's is written.
+
+        Raises:
+            UserError: The disk of a rank refuses. The other ranks' error names that rank, its host and the path.
         """
         ranks = self.ranks
         if ranks.count == 1:
@@ -135,14 +152,19 @@ class CheckpointStore:
     def load(path: Path, groups: Collection[str] | None = None, ranks: Ranks | None = None) -> Checkpoint:
         """Read and verify one checkpoint directory (or a link to one, such as `checkpoints/latest`).
 
-        groups: the tensor groups to read and verify; None for all. ranks: those that read it, all of them; each
-        verifies a share of the files. Any number of ranks may have written it.
-        Raises UserError if there is none, CheckpointDamaged if a file is missing, cut short or changed.
+        Args:
+            path: The checkpoint; any number of ranks may have written it.
+            groups: Tensor groups to read and verify; None for all.
+            ranks: All ranks that read it; each verifies a share of the files.
+
+        Raises:
+            UserError: There is no such checkpoint.
+            CheckpointDamaged: A file is missing, truncated or changed.
         """
         return load_checkpoint(Path(path), groups, ranks or Alone())
 
     def latest_valid(self, on_skip: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that verifies; None if there are none at all.
+        """Return the newest checkpoint that passes verification; None if there are no checkpoints.
 
         on_skip: called with one line for each damaged checkpoint passed over. Raises UserError if all are damaged.
         """
@@ -162,8 +184,9 @@ class CheckpointStore:
     def discard_after(self, step: int) -> list[int]:
         """Remove checkpoints newer than `step`, from which the run resumes; returns their steps.
 
-        Damaged ones that were skipped, or those of a future the user went back from: left in place, a later
-        `latest_valid` would join one history's weights to another's metrics. Raises UserError if the disk refuses.
+        These are damaged ones that were skipped, or later ones if the user went back to an earlier step. If they
+        stayed, a later `latest_valid` could combine the weights of one history with the metrics of another. Raises
+        UserError if the disk refuses.
         """
         newer = [other for other in self.ranks.gather(self.steps())[0] if other > step]
 
@@ -218,7 +241,7 @@ class CheckpointStore:
                     self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Renamed first, so that a kill half-way through does not leave half a checkpoint under a good name."""
+        """Rename, then delete, so that a kill cannot leave a partial checkpoint under a valid name."""
         hidden = self._hidden("tmp", step)
         delete(hidden)
         os.rename(self.path(step), hidden)

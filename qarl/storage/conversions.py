@@ -1,12 +1,12 @@
-"""Models converted once and kept: files that qarl made of a model's own, under the digest of what they were made from.
+"""Cache of converted models: files derived from a model file, keyed by the digest of their source.
 
     $QARL_CACHE, or $XDG_CACHE_HOME/qarl, or ~/.cache/qarl
-        models/<sha256 of the source, the part and the versions of what converts>/    the converted files
+        models/<sha256 of the source, the part and the converter's versions>/    the converted files
                                                     manifest.json                     bytes and SHA-256 of each
 
-Nothing is used because it is there: an entry counts only if its directory and files are this user's (or root's) and
-writable by nobody else, and if it holds exactly the files of its manifest, with their digests. Whatever else stands
-under its name is replaced. An entry appears by one rename, so two processes may make the same one.
+An entry is used only if its directory and files belong to this user (or root), nobody else can write them, and their
+digests match the manifest exactly. Anything else under its name is replaced. An entry is published by one rename, so
+two processes may create the same one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from qarl.storage.disk import free_bytes, fsync_directory
 from qarl.storage.leftovers import delete, is_abandoned, mark
 
 FORMAT_VERSION = 1
-SPARE_BYTES = 256 * 2**20  # of the disk, that a conversion leaves free
+SPARE_BYTES = 256 * 2**20  # free disk space to leave after a conversion
 
 _MANIFEST = "manifest.json"
 _LEFTOVER = re.compile(r"\.tmp-[0-9a-f]{64}-([0-9]{1,9})-(.+)")
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _logger = logging.getLogger("qarl.conversions")
-_told: set[str] = set()  # each reason once a process
-_verified: dict[Path, list[tuple[int, ...]]] = {}  # entries proved by this process -> their files' identities
+_told: set[str] = set()  # reasons already logged: each is logged once per process
+_verified: dict[Path, list[tuple[int, ...]]] = {}  # entries that this process verified -> identities of their files
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class _Unusable(Exception):
 
 
 def conversions_directory() -> Path:
-    """Where converted models are kept. It need not be there."""
+    """Return the directory of converted models, which may not exist."""
     base = os.environ.get("QARL_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "qarl")
     if fault := path_fault(base):
         raise UserError(f"QARL_CACHE: {base[:80]!r}: {fault}")
@@ -66,7 +66,7 @@ def conversions_directory() -> Path:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, read once per process as long as it stays the same file, size and time of change."""
+    """Return the SHA-256 of a file. Cached per process until inode, size or modification time change."""
     found = os.stat(path)
     identity = _identity(found)
     if _digests.get(path, (None, ""))[0] != identity:
@@ -86,12 +86,19 @@ def converted(
     write: Callable[[T, Path], None],
     size: int,
 ) -> Path | None:
-    """The directory with `part` of what `source`, one file, converts to; made now unless it is there and intact.
+    """Return the directory of a converted model, converting it unless an intact copy is cached.
 
-    versions: of all that has a say in the result. read: converts in memory, and its exceptions are the caller's.
-    write(value, directory): puts plain files there. size: bytes that they will take, about.
-    None where the result cannot be kept (an unwritable or full disk, a directory that is not this user's), which is
-    logged once; the caller then converts in memory.
+    Args:
+        source: The file to convert.
+        part: Which part of the conversion.
+        versions: Versions of everything that influences the result.
+        read: Converts in memory. Its exceptions are passed to the caller.
+        write: `write(value, directory)` writes plain files into the directory.
+        size: Approximate size of these files, in bytes.
+
+    Returns:
+        None if the result cannot be stored (an unwritable or full disk, or another user's directory). This is logged
+        once; the caller then converts in memory.
     """
     try:
         return _entry(source, part, versions, read, write, size)
@@ -99,7 +106,7 @@ def converted(
         reason = str(error)
         if reason not in _told:
             _told.add(reason)
-            fix = "set QARL_CACHE to a directory of yours with room in it"
+            fix = "set QARL_CACHE to a directory that you own, on a disk with enough free space"
             _logger.warning(
                 "warning: converted models cannot be kept (%s), so each start converts again; %s", reason, fix
             )
@@ -146,7 +153,7 @@ def _entry(
 
 @contextmanager
 def _reasons(place: Path) -> Iterator[None]:
-    """Whatever is raised, as a reason not to keep anything: a library has its own way to say that the disk is full."""
+    """Turn any exception into _Unusable, because libraries report a full disk in different ways."""
     try:
         yield
     except _Unusable:
@@ -165,7 +172,7 @@ def _key(source: str, part: str, versions: dict[str, str]) -> str:
 
 
 def _root() -> Path:
-    """The directory of the entries, made if it is not there. Raises OSError, _Unusable."""
+    """Return the directory of the entries, created if missing. Raises OSError, _Unusable."""
     named = conversions_directory()
     named.parent.mkdir(parents=True, exist_ok=True)
     parent = named.parent.resolve()
@@ -181,7 +188,7 @@ def _root() -> Path:
 
 
 def _require_private(path: Path, found: os.stat_result, is_kind: Callable[[int], bool]) -> None:
-    """Raise _Unusable for what somebody else may have made, or may change."""
+    """Raise _Unusable for a path that another user may have created or can change."""
     if not is_kind(found.st_mode):
         raise _Unusable(f"{path}: is no {'directory' if is_kind is stat.S_ISDIR else 'file'}")
     if found.st_uid not in (os.geteuid(), 0):
@@ -195,7 +202,7 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _verify(entry: Path) -> None:
-    """Raise _Unusable unless the entry is exactly what its manifest says. Read in full once a process."""
+    """Raise _Unusable unless the entry matches its manifest exactly. Reads the files once per process."""
     try:
         _require_private(entry, os.lstat(entry), stat.S_ISDIR)
         names = sorted(os.listdir(entry))
@@ -248,7 +255,7 @@ def _sync(path: Path) -> None:
 
 
 def _publish(temporary: Path, entry: Path) -> None:
-    """Give a sealed directory its name. Another process's intact one stays; what is damaged goes. Raises OSError."""
+    """Rename a sealed directory to its final name. Keeps an intact entry of another process. Raises OSError."""
     _verified.pop(entry, None)
     for _ in range(2):
         try:
@@ -269,7 +276,7 @@ def _publish(temporary: Path, entry: Path) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Of killed conversions of this host. Raises OSError."""
+    """Remove what killed conversions of this host left behind. Raises OSError."""
     for path in root.iterdir():
         match = _LEFTOVER.fullmatch(path.name)
         if match is not None and is_abandoned(path, int(match[1]), match[2]):

@@ -1,4 +1,4 @@
-"""Writing files that a full disk or a crash cannot leave half-done."""
+"""Crash-safe writes: a full disk or a crash never leaves a partial file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ def free_bytes(path: Path) -> int:
 
 @contextmanager
 def disk_errors(path: Path, needed: int | None = None, place: str = "train.run_dir") -> Iterator[None]:
-    """Turn an OSError of the body into a one-line UserError: path, reason, bytes needed and free, fix.
+    """Turn an OSError of the body into a one-line UserError with path, reason, bytes needed and free, and fix.
 
-    place: what the user gave that says where to write.
+    Args:
+        path: The file or directory that is written.
+        needed: Bytes that will be written, if known.
+        place: The option or key with which the user chose the path.
     """
     try:
         yield
@@ -33,13 +36,13 @@ def disk_errors(path: Path, needed: int | None = None, place: str = "train.run_d
 
 
 def _refusal(path: Path, needed: int | None, place: str, error: OSError) -> UserError:
-    """What `disk_errors` says of an OSError."""
+    """Build the UserError of `disk_errors`."""
     reason = error.strerror or str(error)
     need = "" if needed is None else f"{needed:,} bytes needed, "
     if error.errno == errno.ENOSPC:
         reason += f" ({need}{free_bytes(path):,} free)"
         fix = f"free some space, or choose another {place}, on another disk"
-    elif error.errno == errno.EDQUOT:  # what is free is not what the quota leaves
+    elif error.errno == errno.EDQUOT:  # free_bytes() does not know the quota
         reason += f" ({need}the disk itself has {free_bytes(path):,} free)"
         fix = f"remove files that count against your quota, or choose another {place}, on another disk"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -50,15 +53,15 @@ def _refusal(path: Path, needed: int | None, place: str, error: OSError) -> User
 
 
 def require_output(path: Path, place: str, folder: bool = False) -> None:
-    """Check that an output can be written, before the work whose result it gets. Creates nothing.
+    """Check that an output can be written, before computing it. Creates nothing.
 
     Args:
         path: A file or directory, which may exist and is then replaced or filled.
-        place: What the user gave the path with, for the message.
+        place: The option or key with which the user chose the path, for the message.
         folder: Whether a directory is written.
 
     Raises:
-        UserError: Something else stands there, or the directories above it cannot be made or written to.
+        UserError: The path is of another kind, or its parent directories cannot be created or written to.
     """
     try:
         mode = path.stat().st_mode
@@ -89,10 +92,10 @@ def require_kinds(folder: Path, files: Collection[str], folders: Collection[str]
     Args:
         folder: The directory; it may be missing.
         files, folders: Names in it that are files and directories.
-        place: What the user can choose another directory with.
+        place: The option or key with which the user can choose another directory.
 
     Raises:
-        UserError: A directory stands in the place of a file, or the other way round, or a link leads to nothing.
+        UserError: A directory is in the place of a file or the other way round, or a link is dangling.
     """
     for names, is_kind, what in ((files, stat.S_ISREG, "file"), (folders, stat.S_ISDIR, "directory")):
         for name in names:
@@ -110,15 +113,15 @@ def require_kinds(folder: Path, files: Collection[str], folders: Collection[str]
 
 
 def names_in_out(out: Path, files: Collection[str], folders: Collection[str], what: str) -> set[str]:
-    """What stands in the directory of `--out`, hidden files aside; empty if there is none yet.
+    """Return the names in the `--out` directory without hidden files; empty if it does not exist yet.
 
     Args:
         out: The directory.
-        files, folders: What `what` writes there.
-        what: For the message.
+        files, folders: Names that `what` writes there.
+        what: Command that writes there, for the message.
 
     Raises:
-        UserError: It is no directory and cannot become one, holds something else, or something of another kind.
+        UserError: It is not a directory, contains foreign files, or an entry is of the wrong kind.
     """
     require_output(out, "--out", folder=True)
     if not out.exists():
@@ -140,9 +143,9 @@ def fsync_directory(path: Path) -> None:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` (UTF-8), durably: a reader or a crash sees the old file or the new one, never a part.
+    """Replace `path` by `text` (UTF-8) durably and atomically: readers see the old file or the new one, never a part.
 
-    One writer at a time (the run lock sees to it). Raises OSError, the old file untouched.
+    Supports one writer at a time, which the run lock guarantees. On OSError the old file is untouched.
     """
     with ExitStack() as undo:
         os.replace(_written(path, text.encode(), undo), path)
@@ -151,11 +154,16 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 
 def write_together(files: Mapping[Path, bytes], place: str) -> None:
-    """Replace all of `files` by their contents, durably: none of them before the disk has taken them all.
+    """Replace several files durably. No file is replaced before all new contents are on disk.
 
-    Missing directories are made, and removed again if the disk refuses. One writer at a time.
-    place: what the user gave that says where to write. Raises UserError naming the file that was refused, and the bytes
-    of all of them.
+    Creates missing directories, and removes them again if the disk refuses. Supports one writer at a time.
+
+    Args:
+        files: Path to new contents.
+        place: The option or key with which the user chose where to write.
+
+    Raises:
+        UserError: A file was refused. The message names it and the total number of bytes.
     """
     path = Path()
     try:
@@ -181,9 +189,9 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def _written(path: Path, data: bytes, undo: ExitStack) -> Path:
-    """A temporary beside `path` that holds `data`, on the disk; `undo` removes it."""
+    """Write `data` durably to a temporary file next to `path`; `undo` removes it."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # of a write that was cut off; never through a link, or into a pipe
+    temporary.unlink(missing_ok=True)  # left by an interrupted write; also avoids writing through a link or into a pipe
     with open(temporary, "xb") as file:
         undo.callback(temporary.unlink, missing_ok=True)
         file.write(data)

@@ -1,4 +1,4 @@
-"""What a run ran on: environment.json, and how it differs from the start before."""
+"""The environment of a run (environment.json), and how it differs from the previous start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PACKAGES = (
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of qarl and of those of `PACKAGES` that are installed."""
+    """Return the versions of qarl and of the installed packages among `PACKAGES`."""
     import qarl
 
     versions = {"qarl": qarl.__version__}
@@ -55,9 +55,11 @@ def package_versions() -> dict[str, str]:
 
 
 def describe_environment(seed: int, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What environment.json holds. Call after thread counts are set: it records what torch will use.
+    """Return the content of environment.json. Call after thread counts are set, because it records them.
 
-    inputs: digests of what the run is made from.
+    Args:
+        seed: Seed of the run.
+        inputs: Digests of the run's inputs.
     """
     import torch
 
@@ -107,7 +109,7 @@ def _git_revision(source: Path) -> str | None:
 def environment_changes(path: Path, now: dict[str, Any]) -> list[str]:
     """One line for each package, device or thread count that differs from the environment.json at `path`.
 
-    Each can cost bit-identical resumption. Empty where there is no such file, or one that somebody edited.
+    Each difference can prevent bit-identical resumption. Empty if the file is missing or damaged.
     """
     try:
         before = read_json_object(path)

@@ -1,11 +1,11 @@
-"""What a run has behind it: whether its metrics and its checkpoints tell of the same steps. Imports no torch.
+"""The history of a run: checks that its metrics and its checkpoints cover the same steps. Imports no torch.
 
     history.json    {"began_after": 0, "checkpoint": 20}
-                    of a run that ever had several ranks also {"ranks": [{"after": 0, "count": 2}, ...]}
+                    a run that ever had several ranks also has {"ranks": [{"after": 0, "count": 2}, ...]}
 
-Written with each checkpoint, and at the start of a run that resumes from the checkpoint of another one. Without it a
+Written with each checkpoint, and at the start of a run that resumes from the checkpoint of another one. Without it, a
 directory whose checkpoints were deleted would look like one that never had any, and the same command would train from
-step 1 over the metrics and rollouts of the run before.
+step 1 and overwrite the metrics and rollouts of the earlier run.
 """
 
 from __future__ import annotations
@@ -30,15 +30,20 @@ START_OVER = "choose another train.run_dir to start over"
 
 
 class RanksFrom(Record):
-    """The steps after `after` are of `count` ranks, and add their sums in that order."""
+    """The steps after `after` ran on `count` ranks, which determines the summation order."""
 
     after: Step
     count: Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class History(Record):
-    """began_after: the step of another run's checkpoint that this run began from, 0 without. checkpoint: the newest
-    step that was saved here, 0 for none yet. ranks: where their number changed, ascending; one before the first."""
+    """Content of history.json.
+
+    Attributes:
+        began_after: Step of another run's checkpoint that this run started from; 0 if it started from scratch.
+        checkpoint: Newest step that was saved here; 0 if none.
+        ranks: Where the number of ranks changed, ascending. A single process before the first entry.
+    """
 
     began_after: Step = 0
     checkpoint: Step = 0
@@ -46,7 +51,7 @@ class History(Record):
 
 
 def read_history(run_dir: Path) -> History | None:
-    """None where nothing was written yet. Raises UserError for a damaged file."""
+    """Return the history, or None if there is no file yet. Raises UserError if the file is damaged."""
     path = run_dir / HISTORY
     try:
         return checked(History, read_json(path), str(path))
@@ -57,42 +62,43 @@ def read_history(run_dir: Path) -> History | None:
 
 
 def write_history(run_dir: Path, history: History) -> None:
-    """Durably. Raises UserError if the disk refuses."""
+    """Write history.json durably. Raises UserError if the disk refuses."""
     path = run_dir / HISTORY
     with disk_errors(path):
         atomic_write_text(path, json.dumps(history.model_dump(exclude=None if history.ranks else {"ranks"})) + "\n")
 
 
 def ranks_after(before: History | None, start: int, count: int) -> list[RanksFrom]:
-    """`History.ranks` of a run that resumes from step `start` with `count` ranks. before: its history so far."""
+    """Return `History.ranks` of a run that resumes from step `start` with `count` ranks. before: history so far."""
     kept = [change for change in before.ranks if change.after < start] if before else []
     same = count == (kept[-1].count if kept else 1)
     return kept if same else [*kept, RanksFrom(after=start, count=count)]
 
 
 def began_after(run_dir: Path, start: int, own: bool, every: int) -> int:
-    """The step after which the record of this run begins, if it may resume from step `start`.
+    """Return the step after which this run's own metrics begin, after checking that it may resume from `start`.
 
     Lines of later steps do not matter: they are dropped, and a kill may have cut off the last one.
 
     Args:
         run_dir: The run directory.
         start: The step of the checkpoint to resume from.
-        own: Whether that checkpoint is in this directory. A run that begins anew, with step 0, has none.
-        every: `checkpoint.every` of the start before.
+        own: Whether that checkpoint is in this directory. False if the run starts from scratch (`start` 0).
+        every: `checkpoint.every` of the previous start.
 
     Raises:
-        UserError: Checkpoints are gone, or lines of metrics.jsonl up to `start` are gone, twice or out of order.
+        UserError: Checkpoints are missing, or lines of metrics.jsonl up to `start` are missing, duplicated or out of
+            order.
     """
     path = run_dir / METRICS
     steps = record_steps(path)
     known = [step for step in steps if step is not None]
     history = read_history(run_dir)
     if not own and not steps and not step_files(run_dir / "rollouts", ".jsonl"):
-        return start  # there is nothing that could be lost
-    if history is None:  # nothing was saved here yet, or by an earlier qarl, whose runs are taken as they are
+        return start  # nothing could be lost
+    if history is None:  # nothing was saved here yet, or an older qarl wrote the run, which is not checked
         first = known[0] - 1 if own and known else 0
-        # A save comes after its step's metrics: one step later it was done.
+        # A save follows the metrics of its step, so it was complete one step later.
         history = History(began_after=first, checkpoint=every if max(known, default=0) > every else 0)
     if not own:
         _require_anew(run_dir, history, start)
@@ -112,7 +118,7 @@ def began_after(run_dir: Path, start: int, own: bool, every: int) -> int:
 
 
 def _require_anew(run_dir: Path, history: History, start: int) -> None:
-    """Refuse to begin after `start`, with a checkpoint of another run or none, over what this run has behind it."""
+    """Refuse to start from another run's checkpoint or from scratch if this directory already has steps."""
     if start == 0 and history.checkpoint:
         raise UserError(
             f"{run_dir / 'checkpoints'}: the checkpoints of this run are gone (there was one of step "
@@ -132,7 +138,7 @@ def _require_anew(run_dir: Path, history: History, start: int) -> None:
 
 
 def _missing(known: list[int], after: int, last: int) -> str:
-    """The first stretch of steps after `after`, up to `last`, that is not among `known`, for people."""
+    """Describe the first range of steps in (`after`, `last`] that is missing from `known`, for a message."""
     present = sorted({step for step in known if after < step <= last})
     low = after + 1
     for step in [*present, last + 1]:

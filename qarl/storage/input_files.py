@@ -1,4 +1,4 @@
-"""Which bytes a configuration names: one digest per file, computed without torch.
+"""Digests of the files that a configuration names, computed without torch.
 
 A run records these digests at its start (`inputs.files` in environment.json). `qarl compare` computes them again before
 it reuses a finished run, because equal configurations may name files that were edited in between.
@@ -51,11 +51,11 @@ _GENERATED_ROWS = 100  # enough to notice another version of a task generator
 def present_inputs(
     config: Config, kinds: Sequence[str] = ("reward", "objective", "files")
 ) -> dict[str, dict[str, str]]:
-    """The inputs that can be identified without torch, as `inputs` in environment.json has them.
+    """Return the inputs that can be identified without torch, in the layout of `inputs` in environment.json.
 
     Args:
         config: A checked configuration.
-        kinds: Which to compute. `files` reads the model's weights, at about 1 GB/s per core.
+        kinds: Kinds to compute. `files` reads the model's weights, at about 1 GB/s per core.
 
     Returns:
         `reward`: see `reward_fingerprint`. `objective`: the source of a user's own objective, if there is one.
@@ -98,22 +98,22 @@ def input_files(config: Config) -> dict[str, str]:
 
 
 def model_files(model: ModelConfig, weights: bool = True) -> dict[str, str]:
-    """The part of `input_files` about the model.
+    """Return the model's part of `input_files`.
 
     Args:
         model: The model section.
-        weights: False leaves out safetensors files, as for a run, whose checkpoint has its own weights.
+        weights: Whether to include safetensors files. A run omits them because its checkpoint has its own weights.
 
     Raises:
         UserError: A file cannot be read.
     """
     files = dict(_model_files(model, weights))
-    with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter's lock
+    with ThreadPoolExecutor(8) as pool:  # hashing releases the GIL
         return dict(zip(files, pool.map(_identity, files.values()), strict=True))
 
 
 def _model_files(model: ModelConfig, weights: bool) -> Iterator[tuple[str, Path | str]]:
-    """(name, file or identity) for what the loaders of weights and tokenizer read."""
+    """Yield (name, file or identity) for the files that the loaders of weights and tokenizer read."""
     place = "model.path"
     if model.path.startswith(PREFIX):
         try:
@@ -136,7 +136,7 @@ def _model_files(model: ModelConfig, weights: bool) -> Iterator[tuple[str, Path 
             names.append(SINGLE)
         elif weights and (directory / INDEX).exists():
             names.append(INDEX)
-            with suppress(Unreadable):  # loading it says what is wrong with it
+            with suppress(Unreadable):  # loading it later reports the error
                 names += [name for name in shard_names(directory / INDEX) if (directory / name).exists()]
     yield from ((f"{place}: {name}", directory / name) for name in names)
 
@@ -170,14 +170,14 @@ def _data(key: str, data: DataConfig) -> Iterator[tuple[str, str]]:
 
 
 def hub_commit(kind: str, name: str, revision: str | None) -> str:
-    """The commit of a hub repository in the local cache, `unknown` if it is not there. Never asks the hub.
+    """Return the commit of a hub repository in the local cache, or `unknown`. Makes no network request.
 
     Args:
         kind: `models` or `datasets`.
-        name: Of the repository.
+        name: Repository name.
         revision: Branch, tag or commit; None is the branch main.
     """
-    from huggingface_hub import constants  # a fifth of a second, which local files need not pay
+    from huggingface_hub import constants  # takes 0.2 s to import; not needed for local files
 
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
@@ -197,7 +197,7 @@ def _version(package: str) -> str:
 
 
 def _identity(file: Path | str) -> str:
-    """The SHA-256 of a file; a text is an identity already."""
+    """Return the SHA-256 of a file; a string is already an identity."""
     if isinstance(file, str):
         return file
     with path_errors(str(file)):
@@ -213,11 +213,11 @@ def _sha256_once(file: Path, size: int, modified: int, inode: int) -> str:
 
 
 def changed_names(then: Mapping[str, Any], now: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """The inputs that are not as they were, named as a user knows them.
+    """Return the user-facing names of inputs that changed.
 
     Args:
         then: `inputs` of an environment.json.
-        now: Of `present_inputs`. A kind that only one of the two has is not compared, nor is an `unknown` identity.
+        now: Result of `present_inputs`. Kinds that only one of the two has and `unknown` identities are skipped.
     """
     names = []
     for kind, here in now.items():
@@ -232,12 +232,12 @@ def changed_names(then: Mapping[str, Any], now: Mapping[str, Mapping[str, str]])
 
 
 def changed_while_training(path: Path, now: Mapping[str, Any]) -> list[str]:
-    """The inputs that changed between starts of a run, as `checkpoint.allow_changed` permitted.
+    """Return the inputs that changed between starts of a run with the permission of `checkpoint.allow_changed`.
 
-    Evaluation tasks are left out: a changed one is refused, unless nothing was evaluated yet.
+    Leaves out evaluation tasks, because a changed task is refused unless nothing was evaluated yet.
 
     Args:
-        path: The environment.json of the run's previous start. If it is missing or damaged, nothing is known.
+        path: The environment.json of the run's previous start. If it is missing or damaged, the result is empty.
         now: `inputs` of this start.
     """
     try:

@@ -1,4 +1,4 @@
-"""What a killed process left half-written under a hidden name, and removing it."""
+"""Detecting and removing hidden files that killed processes left incomplete."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import socket
 import time
 from pathlib import Path
 
-_TRIES = 100  # after which whoever else deletes it may go on alone
-_REST_SECONDS = 3600  # no live writer leaves its directory alone for so long
+_TRIES = 100  # then another process that deletes it concurrently finishes alone
+_REST_SECONDS = 3600  # a live writer modifies its directory more often
 
 
 def mark() -> str:
-    """`<pid>-<host>`: the end of a hidden name, by which `is_abandoned` knows whose it is."""
+    """Return `<pid>-<host>`, the suffix of a hidden name by which `is_abandoned` identifies its owner."""
     return f"{os.getpid()}-{socket.gethostname()}"
 
 
 def delete(path: Path) -> None:
-    """Remove a directory and all in it, or a file; of a link the link alone, not its target. What another
-    process deletes meanwhile is no fault."""
+    """Remove a file or a directory tree. Links are removed, not followed. Concurrent deletion is not an error."""
     for _ in range(_TRIES):
         try:
             if path.is_dir() and not path.is_symlink():
@@ -27,14 +26,14 @@ def delete(path: Path) -> None:
             else:
                 path.unlink(missing_ok=True)
             return
-        except FileNotFoundError:  # of something in it, which another process has deleted
+        except FileNotFoundError:  # another process has deleted an entry
             continue
 
 
 def is_abandoned(path: Path, pid: int, host: str) -> bool:
-    """Whether the process `pid` of `host`, which made `path`, is gone and has left it."""
+    """Whether process `pid` of `host`, which created `path`, has ended and left it behind."""
     if host == socket.gethostname():
-        if pid == os.getpid():  # containers hand out the same small pids: this is an earlier namesake's
+        if pid == os.getpid():  # containers reuse small pids: an earlier process with our pid made it
             return True
         try:
             os.kill(pid, 0)
@@ -42,9 +41,9 @@ def is_abandoned(path: Path, pid: int, host: str) -> bool:
             return True
         except PermissionError:
             pass
-    # Another host's (a restarted container has a new name), or a pid in use again.
+    # Made on another host (a restarted container has a new name), or the pid is in use again.
     try:
         entries = (path, *path.iterdir()) if path.is_dir() else (path,)
         return time.time() - max(entry.lstat().st_mtime for entry in entries) > _REST_SECONDS
-    except FileNotFoundError:  # its writer, which lives, has just given it its name or removed it
+    except FileNotFoundError:  # its live writer has just renamed or removed it
         return False

@@ -1,4 +1,4 @@
-"""Reading a checkpoint, written by any number of ranks, on any number of ranks."""
+"""Reading checkpoints. The number of ranks that wrote one may differ from the number that reads it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ T = TypeVar("T")
 
 
 class CheckpointDamaged(UserError):
-    """A checkpoint that is not what was saved. The message names the file and why."""
+    """A checkpoint differs from what was saved. The message names the file and the reason."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was saved. Tensors are CPU views of the mapped files, or joined of several: see `StoredTensors`.
+    """An opened checkpoint.
 
-    ranks: that wrote it.
+    Tensors are CPU views of the memory-mapped files, or concatenations of pieces; see `StoredTensors`. ranks: number
+    of ranks that wrote it.
     """
 
     step: int
@@ -40,7 +41,7 @@ class Checkpoint:
     ranks: int = 1
 
     def read(self, group: str, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a flattened tensor: (stop - start,)."""
+        """Return elements [start, stop) of a flattened tensor: (stop - start,)."""
         return self.tensors[group].read(name, start, stop)
 
 
@@ -57,7 +58,7 @@ def load_checkpoint(path: Path, groups: Collection[str] | None, ranks: Ranks) ->
 
 
 def _found(path: Path) -> Path:
-    """The directory of a checkpoint. Raises UserError where there is none."""
+    """Return the directory of a checkpoint. Raises UserError if there is none."""
     with path_errors(str(path), "give a checkpoint that can be read"):
         if not path.is_dir():
             raise UserError(f"{path}: no such checkpoint; give a directory such as runs/NAME/checkpoints/000010")
@@ -65,7 +66,7 @@ def _found(path: Path) -> Path:
 
 
 def _undamaged(ranks: Ranks, work: Callable[[], T]) -> T:
-    """`together`, but that damage which any rank finds is damage to all of them, in one line."""
+    """Like `together`, but damage found by any rank is raised on all ranks in one line."""
     damage: str | None = None
 
     def guarded() -> T | None:
@@ -86,7 +87,7 @@ def _undamaged(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def _verified(path: Path, groups: Collection[str] | None, index: int, count: int) -> Manifest:
-    """The manifest, after verifying the share of the files that one of `count` ranks has which see the same files.
+    """Return the manifest after verifying this rank's share of the files. All `count` ranks see the same files.
 
     Raises NoSuchFile, Unreadable.
     """
@@ -99,7 +100,7 @@ def _verified(path: Path, groups: Collection[str] | None, index: int, count: int
 
 
 def _opened(path: Path, manifest: Manifest, groups: Collection[str] | None) -> Checkpoint:
-    """A checkpoint of files that are verified. Raises NoSuchFile, Unreadable."""
+    """Open a checkpoint whose files are verified. Raises NoSuchFile, Unreadable."""
     tensors = {group: open_group(path, manifest, group) for group in _wanted(manifest, groups)}
     state = read_json_object(path / "state.json", big_integers=True, nonfinite=True, surrogates=True)
     return Checkpoint(manifest.step, tensors, state, path, manifest.ranks)

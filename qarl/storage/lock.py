@@ -1,7 +1,7 @@
-"""The lock of a directory, `.lock`: how it is opened, by the process that writes there and by those who only ask.
+"""The lock file `.lock` of a directory, opened by the process that writes there and by readers that query its state.
 
-Whoever may write in the directory decides what lies there under that name. It is opened without following a link,
-without waiting for the other end of a FIFO, and is written to only where it holds what this module writes.
+Anyone who can write to the directory could put something else under that name. So it is opened without following
+links and without blocking on a FIFO, and it is written only if its content has the format of this module.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from pathlib import Path
 
 from qarl.errors import UserError
 
-_LONGEST = 512  # bytes of a holder: a host's name has 255 at most
+_LONGEST = 512  # bytes of a holder record: a host name has at most 255
 _HOLDER = re.compile(rb"process \d{1,20} on [^\n\0]*\n")
 _ANYHOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of the lock file `path`, which is made if it is not there; only its owner can open it.
+    """Return a descriptor of the lock file `path`, created if missing; only its owner can open it.
 
-    Raises UserError for what is no lock of this user's: a link, a directory, a FIFO, a file of another user, none of
-    which is changed; OSError where the directory cannot be written.
+    Raises:
+        UserError: The path is not a lock of this user: a link, a directory, a FIFO or another user's file. It is left
+            unchanged.
+        OSError: The directory is not writable.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | _ANYHOW, 0o600)
@@ -49,7 +51,7 @@ def open_lock(path: Path) -> int:
 
 
 def open_lock_to_ask(path: Path) -> int | None:
-    """A descriptor of an existing, readable lock file, whoever owns it; None if there is none."""
+    """Return a descriptor of an existing, readable lock file of any owner; None if there is none."""
     try:
         fd = os.open(path, os.O_RDONLY | _ANYHOW)
     except OSError:
@@ -61,15 +63,15 @@ def open_lock_to_ask(path: Path) -> int | None:
 
 
 def holder(fd: int) -> str:
-    """Who wrote itself into the lock last."""
+    """Return the last recorded holder of the lock."""
     held = os.pread(fd, _LONGEST, 0)
     return held.decode(errors="replace").strip() if _HOLDER.fullmatch(held) else "another process"
 
 
 def write_holder(fd: int) -> None:
-    """Name this process in the lock it holds: a courtesy to whoever is refused, which a full disk may deny.
+    """Record this process in the lock that it holds, for the error message of others. Best effort on a full disk.
 
-    Other contents than such a name stay: the file may be known under a second one, as a hard link is.
+    Content of another format is kept, because the file may be a hard link to something else.
     """
     with suppress(OSError):
         held = os.pread(fd, _LONGEST, 0)
@@ -80,4 +82,4 @@ def write_holder(fd: int) -> None:
 
 
 def _no_lock(path: Path, kind: str) -> UserError:
-    return UserError(f"{path}: is {kind}, no lock of yours; remove it, or choose another directory")
+    return UserError(f"{path}: is {kind}, not a lock file of yours; remove it, or choose another directory")

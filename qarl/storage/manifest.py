@@ -1,13 +1,13 @@
-"""manifest.json of a checkpoint: which files there are, what is in them, and their digests. Imports no torch.
+"""manifest.json of a checkpoint: its files, their contents and digests. Imports no torch.
 
-Format 1, of one process: a file holds whole tensors, and its header says which.
+Format 1, written by a single process: a file holds whole tensors, which its header lists.
 
     {"format_version": 1, "step": 10, "groups": {"masters": ["masters.safetensors"], ...},
      "files": {"masters.safetensors": {"bytes": ..., "sha256": ...}, ..., "state.json": ...},
      "sha256": of all this}
 
-Format 2, of several: a file holds stretches of flattened tensors, of one rank. They cover each tensor once, whatever
-the number of ranks was and however it was cut.
+Format 2, written by several ranks: a file holds one rank's slices of flattened tensors. Together the slices cover each
+tensor exactly once, for any number of ranks and any split.
 
     {"format_version": 2, "ranks": 4, "groups": {"masters": ["masters-r0001-of-0004.safetensors", ...], ...},
      "shapes": {"masters": {NAME: [4096, 1024]}, ...},
@@ -35,7 +35,7 @@ from qarl.inputs.schema import Bytes, FileName, Record, Sha256, Step, checked
 from qarl.storage.names import step_of
 
 MANIFEST = "manifest.json"
-MANIFEST_BYTES = 2**30  # hundreds of ranks with thousands of tensors take a tenth of it
+MANIFEST_BYTES = 2**30  # hundreds of ranks with thousands of tensors need a tenth of this
 WHOLE, PIECES = 1, 2  # format versions
 GROUP_NAME = r"[a-z][a-z0-9_]*"
 
@@ -49,7 +49,7 @@ class File(Record):
 
 
 class Manifest(Record):
-    """ranks: that wrote it."""
+    """Content of manifest.json. ranks: number of ranks that wrote the checkpoint."""
 
     step: Step
     groups: dict[_Group, list[FileName]]
@@ -61,7 +61,12 @@ class Manifest(Record):
 
 
 class PiecesManifest(Manifest):
-    """shapes: of the whole tensors of each group. pieces: [start, stop) of the tensors of each file."""
+    """Manifest of format 2.
+
+    Attributes:
+        shapes: Group to tensor name to shape of the whole tensor.
+        pieces: File to tensor name to [start, stop) in the flattened tensor.
+    """
 
     written_by: Annotated[int, Field(ge=1, lt=2**31, alias="ranks")]
     shapes: dict[_Group, dict[str, Annotated[list[Bytes], Field(max_length=64)]]]
@@ -73,9 +78,11 @@ class PiecesManifest(Manifest):
 
 
 def coverage_fault(shapes: Mapping[str, list[int]], spans: Mapping[str, list[tuple[int, int]]]) -> str | None:
-    """What is wrong with [start, stop) of the pieces of tensors, by name: a gap, an overlap, an end outside; or None.
+    """Describe the first error in the pieces of tensors: a gap, an overlap or an end out of range. None if correct.
 
-    shapes: of the whole tensors. One line, of the first tensor that is at fault.
+    Args:
+        shapes: Shapes of the whole tensors by name.
+        spans: [start, stop) of each piece by tensor name.
     """
     if odd := sorted(spans.keys() - shapes.keys()):
         return f"'{odd[0]}' has pieces and no shape"
@@ -96,15 +103,18 @@ def coverage_fault(shapes: Mapping[str, list[int]], spans: Mapping[str, list[tup
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """The file of a manifest with these keys, its own digest added; of many ranks' pieces on one line."""
+    """Serialize a manifest and add its own digest. Format 2 is written on one line because it is large."""
     indent = 1 if body["format_version"] == WHOLE else None
     return json.dumps({**body, "sha256": _digest(body)}, indent=indent).encode()
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest at `path`; of format 2 its pieces cover every tensor once.
+    """Read and validate the manifest at `path`. In format 2, the pieces must cover every tensor exactly once.
 
-    Raises NoSuchFile, Unreadable for one that is damaged, UserError for one of another qarl.
+    Raises:
+        NoSuchFile: There is none.
+        Unreadable: It is damaged.
+        UserError: Another version of qarl wrote it.
     """
     found = read_json_object(path, limit=MANIFEST_BYTES)
     if found.get("sha256") != _digest(found):
@@ -130,7 +140,7 @@ def pieces_fault(
     shapes: Mapping[str, Mapping[str, list[int]]],
     pieces: Mapping[str, Mapping[str, list[int]]],
 ) -> str | None:
-    """What is wrong with these entries of a manifest of format 2, in one line, or None."""
+    """Describe the first error in these entries of a format 2 manifest in one line; None if correct."""
     listed = [file for files in groups.values() for file in files]
     if len(set(listed)) != len(listed):
         return f"lists {next(file for file in listed if listed.count(file) > 1)} twice"
@@ -149,7 +159,7 @@ def pieces_fault(
 
 
 def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise NoSuchFile or Unreadable unless these files of the directory have the bytes that the manifest says."""
+    """Raise NoSuchFile or Unreadable unless these files of the directory match the manifest."""
     for name in names:
         if name not in manifest.files:
             raise Unreadable(str(directory / MANIFEST), f"does not list {name} among its files")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from qarl.storage.disk import atomic_write_text
 from qarl.utils.expert_names import EXPERT_NAMES
 
-RECORD_BYTES = 512  # of one tensor's lines in headers, index and manifest, at most
+RECORD_BYTES = 512  # upper bound for one tensor's entries in headers, index and manifest
 DOCUMENT_BYTES = 2**16  # card and configurations
 TOKENIZER_CLASS_5, TOKENIZER_CLASS_4 = "TokenizersBackend", "PreTrainedTokenizerFast"  # one class, two names
 

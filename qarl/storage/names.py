@@ -1,4 +1,4 @@
-"""Names that hold a training step, `000010`, `000010.jsonl`: what qarl writes, and nothing that only looks like it."""
+"""File names that contain a training step (`000010`, `000010.jsonl`), matched strictly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qarl.inputs.paths import path_errors
 from qarl.inputs.schema import STEP_LIMIT
 from qarl.storage.disk import fsync_directory
 
-_DIGITS = re.compile(r"[0-9]{6,10}")  # ASCII alone: Python's isdigit() and \d know many more
+_DIGITS = re.compile(r"[0-9]{6,10}")  # ASCII only: Python's isdigit() and \d also match other Unicode digits
 
 
 def step_name(step: int) -> str:
@@ -17,7 +17,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step that `step_name` made `name` of; None for every other name."""
+    """Inverse of `step_name`; None for any other name."""
     if not _DIGITS.fullmatch(name):
         return None
     step = int(name)
@@ -25,9 +25,9 @@ def step_of(name: str) -> int | None:
 
 
 def step_files(folder: Path, suffix: str) -> dict[int, Path]:
-    """Step -> the entry of `folder` named by it and `suffix`, ascending; empty where there is no such folder.
+    """Return the entries of `folder` named by a step and `suffix`, by ascending step; empty if there is no such folder.
 
-    Raises UserError if the folder cannot be looked into.
+    Raises UserError if the folder cannot be read.
     """
     with path_errors(str(folder), "make it readable"):
         try:
@@ -39,7 +39,7 @@ def step_files(folder: Path, suffix: str) -> dict[int, Path]:
 
 
 def remove_later(folder: Path, suffix: str, step: int) -> None:
-    """Remove what `step_files` finds of steps after `step`. Raises OSError, UserError."""
+    """Remove the entries found by `step_files` with later steps than `step`. Raises OSError, UserError."""
     later = [path for other, path in step_files(folder, suffix).items() if other > step]
     for path in later:
         path.unlink()
@@ -48,5 +48,5 @@ def remove_later(folder: Path, suffix: str, step: int) -> None:
 
 
 def checkpoint_steps(checkpoints: Path) -> list[int]:
-    """Steps of which the directory has a checkpoint, ascending; whether they are intact, reading them tells."""
+    """Return the steps that have a checkpoint, ascending, without checking whether they are intact."""
     return [step for step, path in step_files(checkpoints, "").items() if path.is_dir()]

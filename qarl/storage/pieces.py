@@ -1,4 +1,4 @@
-"""Parts of tensors, as several processes hold and write them."""
+"""Slices of tensors that several processes hold and write."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ GROUPS = ("masters", "optimizer")
 class Piece:
     """Elements [start, start + len(values)) of a flattened tensor.
 
-    group: `masters` or `optimizer`. name: of the whole tensor, shape its shape. values: (n,), contiguous; live memory
-    of the run, not a copy.
+    Attributes:
+        group: `masters` or `optimizer`.
+        name, shape: Name and shape of the whole tensor.
+        values: (n,), contiguous. Live memory of the run, not a copy.
     """
 
     group: str
@@ -31,7 +33,7 @@ class Piece:
 
 
 def whole_tensors(pieces: Iterable[Piece]) -> dict[str, dict[str, Tensor]]:
-    """Group -> name -> tensor, of pieces that are whole tensors."""
+    """Return group to name to tensor for pieces that are whole tensors."""
     tensors: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
     for piece in pieces:
         assert piece.start == 0 and piece.name not in tensors[piece.group], f"{piece.name}: a part of one process"
@@ -40,10 +42,10 @@ def whole_tensors(pieces: Iterable[Piece]) -> dict[str, dict[str, Tensor]]:
 
 
 def plan_files(pieces: Sequence[Piece], rank: int, count: int, most: int) -> dict[str, dict[str, Piece]]:
-    """The files of one of `count` ranks: name -> tensor name -> piece; empty pieces are in none.
+    """Assign one rank's pieces to files: file name to tensor name to piece. Empty pieces are left out.
 
-    `masters-r0001-of-0004.safetensors` is the first rank's; what goes above `most` bytes, or is a second piece of a
-    tensor, goes into `masters-r0001-of-0004-00002.safetensors`, and so on.
+    The first file of the first of four ranks is `masters-r0001-of-0004.safetensors`. Pieces beyond `most` bytes, or
+    further pieces of the same tensor, go into `masters-r0001-of-0004-00002.safetensors`, and so on.
     """
     files: dict[str, dict[str, Piece]] = {}
     for group in GROUPS:
@@ -62,7 +64,7 @@ def plan_files(pieces: Sequence[Piece], rank: int, count: int, most: int) -> dic
 
 
 def described(pieces: Sequence[Piece], files: Mapping[str, Mapping[str, Piece]]) -> dict[str, Any]:
-    """What a manifest of format 2 says of a rank's pieces, which are in `files`: its shapes, pieces and groups."""
+    """Return the entries of a format 2 manifest (shapes, pieces, groups) for one rank's pieces in `files`."""
     shapes: dict[str, dict[str, list[int]]] = {group: {} for group in GROUPS}
     for piece in pieces:
         shapes[piece.group][piece.name] = list(piece.shape)
@@ -75,7 +77,7 @@ def described(pieces: Sequence[Piece], files: Mapping[str, Mapping[str, Piece]])
 
 
 def write_pieces(directory: Path, files: Mapping[str, Mapping[str, Piece]]) -> dict[str, dict[str, Any]]:
-    """Write the files of `plan_files`, durably: {bytes, sha256} of each. Raises OSError."""
+    """Write the files of `plan_files` durably. Returns {bytes, sha256} per file. Raises OSError."""
     written = {}
     for file, members in files.items():
         written[file] = write_file(

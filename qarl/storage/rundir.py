@@ -1,20 +1,20 @@
-"""The run directory `runs/NAME`: who may write it, and what it was started with.
+"""The run directory `runs/NAME`: its lock and the configuration it was started with.
 
-    .lock                 flock of the one process that writes here
+    .lock                 flock held by the only process that writes here
     config.yaml           resolved configuration, with every default
     environment.json      package versions, devices, threads, git revision, seed of the latest start; digests of
                           the model, the rewards, the objective and all files that the configuration names
-    history.json          the newest checkpoint that was saved, with the first of them
-    fault.json            which of several ranks ended the latest start, and how
-    rank-001.log ...      what other ranks than the first print under `qarl train --nproc`; rank-001/ has the logs of
+    history.json          the newest saved checkpoint; written with the first one
+    fault.json            which rank's error ended the latest start (several ranks)
+    rank-001.log ...      output of the ranks other than the first under `qarl train --nproc`; rank-001/ has the logs of
                           their rewards and samplers
-    rewards.log           what the reward functions print, and each of their failures
+    rewards.log           output and failures of the reward functions
     metrics.jsonl, rollouts/, diagnostics/, tensorboard/    written by the recorder
     checkpoints/                                            written by the checkpoint store
     evaluations.jsonl, evaluations/                         written by the evaluations during training
     profile/                                                written by the profiler
 
-Users' scripts read these: names and places are an interface.
+Users' scripts read these files, so their names are a public interface.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ RESUMABLE_KEYS = (
     "rollout.vllm.max_restarts",
 )
 
-# A forked child shares its parent's lock, and a reward worker may outlive a killed run: children close it at once.
+# A forked child inherits the lock, and a reward worker may outlive a killed run. So children close it at once.
 _locks_held: set[int] = set()
 
 
@@ -81,25 +81,28 @@ def _drop_locks_in_child() -> None:
 os.register_at_fork(after_in_child=_drop_locks_in_child)
 
 
-# What a start leaves that was killed before `begin`.
+# Files of a start that was killed before `begin`.
 _LEFT_BY_A_START = ("environment.json", "rewards.log", "sampler.log", "sampler", "wandb", "swanlog", "tensorboard")
-# What ranks other than the first keep there.
+# Directories of ranks other than the first.
 _OF_A_RANK = re.compile(r"rank-[0-9]{3,9}(\.log)?")
-# What a run writes or reads back: never into a pipe, and not into what somebody else put there.
+# Files that a run writes or reads back. They must be regular files, not pipes or foreign entries.
 _LOGS = ("rewards.log", "sampler.log")
-_IDS = (".wandb_id", ".mlflow_run_id", ".swanlab_id")  # of the run in a tracker
+_IDS = (".wandb_id", ".mlflow_run_id", ".swanlab_id")  # run ids in experiment trackers
 _FILES = (*_IDS, "config.yaml", "environment.json", "fault.json", *_LOGS, HISTORY, METRICS, EVALUATIONS)
 _FOLDERS = ("checkpoints", "rollouts", "diagnostics", "evaluations", "tensorboard", "profile")
-# What a refused start leaves, since its error refers to it.
+# Kept after a refused start, because its error refers to them.
 _KEPT = ("sampler.log", "rewards.log")
 
 
 class RunDirectory:
     """One run's directory, locked for this process until `close` (also a context manager).
 
-    path: the directory. ranks: how many the run has; see `qarl.storage.shared_rundir` for more than one. A directory
-    that `open` created and in which the run did not `begin` is removed by `close`: a start that is refused leaves
-    nothing behind, but the logs of the sampler and the rewards where they hold anything.
+    `close` removes a directory that `open` created if the run did not `begin`. So a refused start leaves nothing behind
+    except non-empty logs of the sampler and the rewards.
+
+    Attributes:
+        path: The directory.
+        ranks: Number of ranks of the run; see `qarl.storage.shared_rundir` for several.
     """
 
     def __init__(self, path: Path, config: Config, lock: int | None, created: list[Path], ranks: int = 1) -> None:
@@ -107,16 +110,20 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._config = config
         self._lock: int | None = lock
-        self._created = created  # directories that were not there before, innermost first
+        self._created = created  # directories that `open` created, innermost first
 
     @classmethod
     def open(cls, config: Config, resume: str, ranks: int = 1) -> RunDirectory:
-        """Create or reuse `config.run_dir` and lock it. Apart from the lock nothing is written before `begin`.
+        """Create or reuse `config.run_dir` and lock it. Writes nothing except the lock before `begin`.
 
-        resume: `checkpoint.resume`: `auto` and a checkpoint path reuse a directory that holds results of the same
-        configuration (`RESUMABLE_KEYS` may differ); `never` refuses one that holds metrics or checkpoints.
-        Raises UserError for a directory of another configuration, of another program, in use by another process, or
-        not writable.
+        Args:
+            config: Configuration of the run.
+            resume: `checkpoint.resume`. `auto` and a checkpoint path reuse a directory with results of the same
+                configuration (`RESUMABLE_KEYS` may differ). `never` refuses one with metrics or checkpoints.
+            ranks: Number of ranks.
+
+        Raises:
+            UserError: The directory belongs to another configuration or program, is in use, or is not writable.
         """
         path = Path(config.run_dir)
         with path_errors(f"train.run_dir: {path}", "choose another"):
@@ -128,7 +135,7 @@ class RunDirectory:
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 lock = _lock(path)
-                # Again, now that nobody else can write: another process may have started here in between.
+                # Check again under the lock: another process may have started here in between.
                 _check_usable(path, config, resume)
             except BaseException:
                 if lock is not None:
@@ -138,9 +145,9 @@ class RunDirectory:
         return cls(path, config, lock, created, ranks)
 
     def history_at(self, start: int, own: bool) -> History:
-        """What the run has behind it if it resumes from step `start`; see `qarl.storage.history.began_after`.
+        """Return the run's history if it resumes from step `start`; see `qarl.storage.history.began_after`.
 
-        Raises UserError, with nothing changed, where checkpoints or metrics up to there are gone.
+        Raises UserError, and changes nothing, if checkpoints or metrics up to that step are missing.
         """
         after = began_after(self.path, start, own, self._every_before())
         before = read_history(self.path) if own else None
@@ -155,16 +162,16 @@ class RunDirectory:
             return self._config.checkpoint.every
 
     def begin(self, inputs: Mapping[str, Any] | None = None, history: History | None = None) -> list[str]:
-        """Write config.yaml and environment.json: from now on the directory stays, and belongs to this configuration.
+        """Write config.yaml and environment.json. From now on the directory is kept and bound to this configuration.
 
         Call once thread counts are set.
 
         Args:
-            inputs: Digests of what the run is made from; the digests of `input_files` are added.
-            history: Of `history_at`.
+            inputs: Digests of the run's inputs; the digests of `input_files` are added.
+            history: Result of `history_at`.
 
         Returns:
-            One line for each package, device or thread count that differs from the previous start. Each can cost
+            One line for each package, device or thread count that differs from the previous start. Each can prevent
             bit-identical resumption.
 
         Raises:
@@ -188,7 +195,7 @@ class RunDirectory:
     def close(self) -> None:
         if self._lock is not None:
             if self._created:
-                with suppress(OSError):  # somebody else removed it first
+                with suppress(OSError):  # another process removed it first
                     self._clear()
             _unlock(self._lock)
             self._lock = None
@@ -209,7 +216,7 @@ class RunDirectory:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a refused start left, except for non-empty logs and the folders of ranks that have some."""
+    """Remove the files of a refused start, except non-empty logs and the rank directories that contain them."""
     for entry in folder.iterdir():
         if entry.is_dir():
             if not _OF_A_RANK.fullmatch(entry.name):
@@ -219,8 +226,9 @@ def _clear(folder: Path) -> None:
 
 
 def begun_configuration(path: Path) -> Config | None:
-    """The configuration that the results in a run directory are of; None where there are none, or it is damaged, which
-    `RunDirectory.open` says."""
+    """Return the configuration of the results in a run directory. None if there are no results, or if it is damaged,
+    which `RunDirectory.open` reports.
+    """
     try:
         return read_run_config(path) if path.is_dir() and _results(path) else None
     except (UserError, OSError):
@@ -228,21 +236,21 @@ def begun_configuration(path: Path) -> Config | None:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Innermost first, up to the first that is missing or in use."""
+    """Remove empty directories, innermost first, up to the first that is missing or in use."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
 
 
 def _check_usable(path: Path, config: Config, resume: str) -> None:
-    """Raise UserError if `path` holds something else than this run."""
+    """Raise UserError if `path` does not belong to this run."""
     if not path.is_dir():
         raise UserError(f"{path}: not a directory; choose another train.run_dir")
     require_kinds(path, _FILES, _FOLDERS, "train.run_dir")
     results = _results(path)
     stored = path / "config.yaml"
     if not stored.exists():
-        # A start killed before `begin` leaves our lock and empty folders, nothing visible else.
+        # A start killed before `begin` leaves only our lock and empty directories.
         foreign = sorted(
             entry.name
             for entry in path.iterdir()
@@ -257,9 +265,9 @@ def _check_usable(path: Path, config: Config, resume: str) -> None:
                 "choose another train.run_dir"
             )
         return
-    if not results:  # stopped before its first step: nothing that another configuration could contradict
+    if not results:  # stopped before its first step: any configuration may start here
         return
-    # Both through YAML, so that values are compared as they are written.
+    # Convert both to YAML, so that values are compared in their written form.
     try:
         theirs = _with_defaults(parse_yaml(read_text(stored), str(stored)))
     except UserError as error:
@@ -279,7 +287,7 @@ def _check_usable(path: Path, config: Config, resume: str) -> None:
 
 
 def _results(path: Path) -> list[str]:
-    """Which of a run's results are there and not empty."""
+    """Return the names of a run's existing, non-empty results."""
     entries = [path / name for name in ("checkpoints", "metrics.jsonl", "rollouts")]
     return [
         entry.name
@@ -289,7 +297,7 @@ def _results(path: Path) -> list[str]:
 
 
 def _with_defaults(stored: Any) -> Any:
-    """A run's configuration with the keys that came after it: they mean their defaults. As it is where it is none."""
+    """Add the defaults of keys that newer versions introduced to a stored configuration. Invalid ones are unchanged."""
     try:
         return parse_yaml(Config.model_validate(stored).to_yaml(), "configuration")
     except ValidationError:
@@ -297,9 +305,9 @@ def _with_defaults(stored: Any) -> Any:
 
 
 def config_difference(theirs: Any, ours: Any) -> list[str]:
-    """`key is X there, Y here` for each dotted key that differs and must not.
+    """Return `key is X there, Y here` for each dotted key that must not differ but does.
 
-    `RESUMABLE_KEYS` may; and a size that is left to the device here is the one there. Lists are compared by element.
+    `RESUMABLE_KEYS` may differ. A size that is automatic here takes the stored value. Lists are compared by element.
     """
     return list(_differences(flatten(theirs), flatten(ours)))
 

@@ -1,4 +1,4 @@
-"""Reading run directories, without torch: one that is running, stopped, finished or damaged."""
+"""Reading run directories, whether running, stopped, finished or damaged. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qarl.inputs.paths import path_errors
 from qarl.inputs.schema import Record, Step
 from qarl.storage.lock import open_lock_to_ask
 
-NUMBER_LIMIT = 1e100  # no value of a run comes near it, and squares and sums of such values are finite
+NUMBER_LIMIT = 1e100  # far above any real value; squares and sums of such values stay finite
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
 
@@ -32,9 +32,9 @@ class Row(Record):
 
 
 class Metrics(Row):
-    """A line of metrics.jsonl: beside the step finite numbers and null.
+    """A line of metrics.jsonl: the step, and metrics that are finite numbers or null.
 
-    What is read of it has null for a number beyond NUMBER_LIMIT, and no text, which nothing draws.
+    On reading, numbers beyond NUMBER_LIMIT become null, and strings are dropped because nothing plots them.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -72,11 +72,15 @@ State = Literal["running", "finished", "stopped", "empty"]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run as its directory tells it.
+    """One run, read from its directory.
 
-    environment: environment.json, empty if it is missing or damaged. metrics, evaluations: one dict per line, oldest
-    first. state: `running`, its lock is held; `finished`, all of `train.steps` are done; `empty`, no step is; else
-    `stopped`. step: the last one in the metrics, 0 if there is none. damaged: file name -> lines that are no record.
+    Attributes:
+        environment: Content of environment.json; empty if it is missing or damaged.
+        metrics, evaluations: One dict per line, oldest first.
+        state: `running` if its lock is held, `finished` if all `train.steps` are done, `empty` if no step is done,
+            otherwise `stopped`.
+        step: Last step in the metrics; 0 if there is none.
+        damaged: File name to number of lines that are not valid records.
     """
 
     path: Path
@@ -121,9 +125,9 @@ def read_run(path: Path) -> RunRecord:
 
 
 def find_runs(root: Path) -> tuple[list[RunRecord], list[str]]:
-    """The runs at and below `root` by path, and one line for each directory that looks like a run and cannot be read.
+    """Return the runs at and below `root` by path, and one line for each run directory that cannot be read.
 
-    Hidden directories and links are not followed. Raises UserError if `root` is no directory.
+    Hidden directories and links are not followed. Raises UserError if `root` is not a directory.
     """
     with path_errors(str(root)):
         if not root.is_dir():
@@ -142,7 +146,7 @@ def find_runs(root: Path) -> tuple[list[RunRecord], list[str]]:
 
 
 def read_run_config(run_dir: Path) -> Config:
-    """The resolved configuration of a run directory. Raises UserError if it cannot be read or is no configuration."""
+    """Return the resolved configuration of a run directory. Raises UserError if it cannot be read or is invalid."""
     file = run_dir / "config.yaml"
     try:
         data = parse_yaml(read_text(file), str(file))
@@ -157,14 +161,14 @@ def read_run_config(run_dir: Path) -> Config:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, oldest first; a line that a kill cut short is left out. Missing file: empty."""
+    """Return the records of a metrics.jsonl, oldest first, without truncated lines. Empty if there is no file."""
     return read_records(path, Metrics)[0]
 
 
 def read_records(path: Path, model: type[BaseModel] = Row) -> tuple[list[dict[str, Any]], int]:
-    """The lines of `path` that are JSON objects as `model` wants them, and how many others there are.
+    """Return the lines of `path` that are valid records of `model`, and the number of other lines.
 
-    Missing file: none. Raises UserError if it cannot be read.
+    A missing file has no lines. Raises UserError if it cannot be read.
     """
     rows = map_lines(path, lambda line: parse_record(line, model))
     records = [row for row in rows if row is not None]
@@ -172,12 +176,12 @@ def read_records(path: Path, model: type[BaseModel] = Row) -> tuple[list[dict[st
 
 
 def record_steps(path: Path) -> list[int | None]:
-    """The step of each line of a metrics.jsonl, None of one that is no record; otherwise as `read_records`."""
+    """Return the step of each line of a metrics.jsonl, None for an invalid line; otherwise like `read_records`."""
     return map_lines(path, lambda line: None if (row := parse_record(line, Metrics)) is None else row["step"])
 
 
 def parse_record(line: bytes, model: type[BaseModel] = Row) -> dict[str, Any] | None:
-    """The record of one line, None if the line is cut short or is no such record."""
+    """Parse one line; None if it is truncated or not a valid record."""
     try:
         record = parse_json(line, "", surrogates=True)
         model.model_validate(record)
@@ -192,7 +196,7 @@ def _numbers(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def map_lines(path: Path, parse: Callable[[bytes], Any]) -> list[Any]:
-    """`parse` of each line; nothing where there is no such file."""
+    """Apply `parse` to each line; returns an empty list if there is no such file."""
     try:
         return [parse(line) for _, line in read_lines(path)]
     except NoSuchFile:
@@ -207,7 +211,7 @@ def _environment(path: Path) -> dict[str, Any]:
 
 
 def _locked(path: Path) -> bool:
-    """Whether a process holds the run. Asking takes the lock for an instant, shared, and never waits."""
+    """Whether a process holds the run's lock. Briefly takes the lock in shared mode, without waiting."""
     fd = open_lock_to_ask(path)
     if fd is None:
         return False

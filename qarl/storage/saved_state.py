@@ -1,4 +1,4 @@
-"""state.json of a run's checkpoint: what is no tensor, with its types. Imports no torch."""
+"""Schema of state.json, the part of a checkpoint that is not tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qarl.inputs.json import read_json_object
 from qarl.inputs.schema import Record, Sha256, checked
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Digests = dict[str, dict[str, Sha256]]  # what a run is made from: model, reward, objective -> part -> SHA-256
+Digests = dict[str, dict[str, Sha256]]  # inputs of a run: model, reward, objective -> part -> SHA-256
 ModelFiles = dict[str, dict[str, Any]]  # config.json, generation_config.json -> dotted field -> resolved value
 
 
@@ -36,7 +36,7 @@ class OptimizerMeta(Record):
 
 
 class PolicyState(Record):
-    """What a checkpoint says about its policy and the base model.
+    """Policy and base model of a checkpoint.
 
     version: optimizer steps taken. snapshot_sha256: digest of the tensors that the masters quantize to. started: see
     `started_at`; None if the chat template does not use the time. inputs, model_files: see `Inputs`; empty in
@@ -60,7 +60,7 @@ class LossScaleState(Record):
 
 
 class SavedState(PolicyState):
-    """What a run resumes from. loss_scale: None in checkpoints of versions that did not record it."""
+    """State that a run resumes from. loss_scale: None in checkpoints of versions that did not record it."""
 
     data: DataPosition
     optimizer: OptimizerMeta
@@ -69,9 +69,9 @@ class SavedState(PolicyState):
 
 
 def started_at(checkpoint: Path | None) -> datetime | None:
-    """When the run of a checkpoint was started first: the local time that its chat template sees ever since.
+    """Return the local time of the run's first start, which its chat template sees on every later start too.
 
-    A template that writes the date would otherwise give other prompts after midnight.
+    Otherwise a template that inserts the date would render different prompts after midnight.
 
     Args:
         checkpoint: Its directory.
@@ -89,7 +89,7 @@ def started_at(checkpoint: Path | None) -> datetime | None:
 
 
 class Inputs(NamedTuple):
-    """What a run is made from, except its prompts.
+    """Inputs of a run, except its prompts.
 
     digests: SHA-256 by kind and part. files: the values in the base model's configuration files that count, so that an
     error can name the field that changed.
@@ -111,7 +111,7 @@ S = TypeVar("S", bound=PolicyState)
 
 
 def saved_state(model: type[S], state: dict[str, Any], place: str) -> S:
-    """The state of a checkpoint that is a run's, or what `model` has of it. place: the checkpoint, for the message.
+    """Validate the state of a run's checkpoint, or the fields of it in `model`. place: the checkpoint, for the message.
 
     Raises UserError.
     """

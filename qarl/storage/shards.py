@@ -1,4 +1,4 @@
-"""Which file each tensor of a checkpoint goes into. Imports no torch."""
+"""Assignment of tensors to the safetensors files of a model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file. specs: its tensors by name. parameters: whose they are, in the model's order."""
+    """One safetensors file. specs: its tensors by name. parameters: the parameters they belong to, in the model's
+    order.
+    """
 
     file: str
     parameters: list[str]
@@ -47,26 +49,26 @@ def plan_shards(specs: Mapping[str, Mapping[str, TensorSpec]], max_bytes: int) -
 
 
 def shard_index(shards: list[Shard]) -> dict[str, Any]:
-    """model.safetensors.index.json."""
+    """Return the content of model.safetensors.index.json."""
     total = sum(spec.nbytes for shard in shards for spec in shard.specs.values())
     weight_map = {name: shard.file for shard in shards for name in shard.specs}
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
 def stored_bytes(specs: Mapping[str, Mapping[str, TensorSpec]]) -> int:
-    """Bytes of all tensors of all parameters."""
+    """Return the total bytes of all tensors."""
     return sum(spec.nbytes for tensors in specs.values() for spec in tensors.values())
 
 
 def bf16_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Bytes of a model with these parameters in bfloat16."""
+    """Return the bytes of a model with these parameters in bfloat16."""
     return 2 * sum(prod(shape) for shape in shapes.values())
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB, 500MB or 2GiB. Raises UserError."""
+    """Parse a size in bytes such as 5GB, 500MB or 2GiB. Raises UserError."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMGT]i?B|)", text.strip(), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
     if size < 1:
-        raise UserError(f"--max-shard-size: {text!r} is no size; give one such as 5GB, 500MB or 2GiB")
+        raise UserError(f"--max-shard-size: {text!r} is not a size; give one such as 5GB, 500MB or 2GiB")
     return size

@@ -1,4 +1,4 @@
-"""The run directory of several ranks: the first one holds the lock and writes, and all of them must see it."""
+"""The run directory of several ranks. The first rank holds the lock and writes; all ranks must see the directory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from qarl.storage.disk import disk_errors
 from qarl.storage.history import History
 from qarl.storage.rundir import RunDirectory
 
-WAIT_SECONDS = 10.0  # for a file to be seen on the other nodes of a network's disk
+WAIT_SECONDS = 10.0  # for a file to become visible to other nodes on a network file system
 
 
 class SharedRunDirectory(RunDirectory):
-    """`RunDirectory` of a rank among several: methods but `close` are collectives. own: the first rank's, else None."""
+    """`RunDirectory` for several ranks. All methods except `close` are collectives. own: None on all but the first
+    rank.
+    """
 
     def __init__(self, config: Config, ranks: Ranks, own: RunDirectory | None) -> None:
         super().__init__(Path(config.run_dir), config, None, [], ranks.count)
@@ -43,7 +45,7 @@ class SharedRunDirectory(RunDirectory):
 def open_run_directory(config: Config, resume: str, ranks: Ranks) -> RunDirectory:
     """`RunDirectory.open` for all ranks of a run; a collective.
 
-    Raises UserError also on a rank that does not see the directory which the first one writes to.
+    Also raises UserError on a rank that does not see the directory that the first rank writes to.
     """
     if ranks.count == 1:
         return RunDirectory.open(config, resume)
@@ -63,7 +65,7 @@ def _of(own: RunDirectory | None) -> RunDirectory:
 
 
 def _require_shared(path: Path, ranks: Ranks) -> None:
-    """Raise UserError on a rank that does not see what the first one writes."""
+    """Raise UserError on a rank that does not see the first rank's files."""
     token = path / ranks.gather(f".seen-{secrets.token_hex(8)}")[0]
     here, first = socket.gethostname(), ranks.gather(socket.gethostname())[0]
 

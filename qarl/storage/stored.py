@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint where they stand: views of mapped files, whole or in pieces that are joined when read."""
+"""Lazily read checkpoint tensors: views of memory-mapped files, or pieces that are concatenated on access."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from qarl.storage.tensorfile import read_tensors
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors by name. `tensors[name]` is a CPU view of the mapped file, or, for a tensor in several pieces, a
-    new one joined of them, which nothing here keeps: take one at a time, and copy it into your own.
+    """Tensors by name.
 
-    shapes: of the tensors, in their order. pieces: name -> (start, stretch) of each piece, ascending, (n,) of one
-    dtype, which cover the flattened tensor.
+    `tensors[name]` is a CPU view of the mapped file. A tensor in several pieces is concatenated into a new tensor that
+    is not cached, so take one at a time and copy it.
+
+    Args:
+        shapes: Shapes of the tensors, in their order.
+        pieces: Name to (start, values) of each piece, ascending. The values are (n,), of one dtype, and cover the
+            flattened tensor.
     """
 
     def __init__(
@@ -29,7 +33,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> StoredTensors:
-        """Of whole tensors, contiguous ones."""
+        """Build from whole, contiguous tensors."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return cls(shapes, {name: [(0, tensor.view(-1))] for name, tensor in tensors.items()})
 
@@ -37,12 +41,12 @@ class StoredTensors(Mapping[str, Tensor]):
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """float32 of a tensor without elements that stands in no file."""
+        """Return the dtype; float32 for an empty tensor, which is in no file."""
         pieces = self._pieces.get(name)
         return pieces[0][1].dtype if pieces else torch.float32
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor: (stop - start,)."""
+        """Return elements [start, stop) of the flattened tensor: (stop - start,)."""
         assert 0 <= start <= stop <= prod(self._shapes[name]), f"{name}: [{start}, {stop}) of {self._shapes[name]}"
         parts = [
             values[max(0, start - first) : stop - first]
@@ -65,7 +69,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def open_group(directory: Path, manifest: Manifest, group: str) -> StoredTensors:
-    """The tensors of a checkpoint's group. Raises NoSuchFile, Unreadable."""
+    """Open the tensors of a checkpoint's group. Raises NoSuchFile, Unreadable."""
     if not isinstance(manifest, PiecesManifest):
         tensors: dict[str, Tensor] = {}
         for file in manifest.groups[group]:

@@ -1,8 +1,9 @@
-"""Tensors as safetensors bytes, and files that are hashed as they are written.
+"""Streaming safetensors writer that hashes files while writing them.
 
-The layout (https://github.com/huggingface/safetensors#format) is written here rather than by
-`safetensors.torch.save_file`: bytes are hashed as they go out, tensors that are not contiguous or live on a device are
-copied one at a time instead of all at once, and a full disk arrives as an OSError with its errno.
+Writes the layout (https://github.com/huggingface/safetensors#format) itself instead of calling
+`safetensors.torch.save_file`, for three reasons. Bytes are hashed while they are written. Tensors that are not
+contiguous or live on a device are copied one at a time instead of all at once. A full disk raises an OSError with its
+errno.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ DTYPE_NAMES = {
 
 
 def safetensors_chunks(tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:
-    """A safetensors file of tensors of any shape, layout and device, of a dtype in `DTYPE_NAMES`, in pieces."""
+    """Yield the bytes of a safetensors file. Tensors have any shape, layout and device; for dtypes see
+    `DTYPE_NAMES`.
+    """
     header, starts = _header({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
     yield header
     for name in starts:
@@ -51,9 +54,14 @@ def safetensors_chunks(tensors: dict[str, Tensor]) -> Iterator[memoryview | byte
 class TensorFile:
     """A new safetensors file whose tensors arrive one at a time, in any order.
 
-    specs: name -> (dtype, shape) of each tensor. metadata: strings that the header carries. As a context manager it is
-    closed at the end, and, unless the block raised, durable; or not, where the file is of use to this start of the
-    machine alone. Raises OSError.
+    As a context manager, it is closed at the end and made durable unless the block raised or `durable` is False.
+
+    Args:
+        specs: Name to (dtype, shape) of each tensor.
+        metadata: Strings for the header.
+
+    Raises:
+        OSError: The disk refuses.
     """
 
     def __init__(
@@ -69,7 +77,7 @@ class TensorFile:
         self._file.write(header)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put one tensor, of any layout and device, into its place."""
+        """Write one tensor of any layout and device at its offset."""
         expected = self._specs.pop(name)
         assert (tensor.dtype, tuple(tensor.shape)) == expected, f"{name}: {tensor.dtype} {tensor.shape}, not {expected}"
         self._file.seek(self._starts[name])
@@ -93,7 +101,7 @@ class TensorFile:
 def _header(
     specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
-    """The bytes before the first tensor, and where each tensor starts in the file, in the order of the file."""
+    """Return the bytes before the first tensor, and the offset of each tensor in file order."""
     # Widest dtype first, as the library orders them: every tensor then starts at a multiple of its item size.
     names = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
@@ -116,17 +124,17 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, CPU views of the mapped file. Raises NoSuchFile, Unreadable."""
+    """Return the tensors of a safetensors file as CPU views of the mapped file. Raises NoSuchFile, Unreadable."""
     open_regular(path).close()
     try:
         return load_file(path)
-    # KeyError: a dtype that torch does not have. The others: what the file gave way to while it was mapped.
+    # KeyError: a dtype that torch does not have. The others: the file changed while it was mapped.
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
         raise Unreadable(str(path), f"not a readable safetensors file ({' '.join(str(error).split())})") from error
 
 
 def write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> dict[str, Any]:
-    """Write and fsync a new file; returns {bytes, sha256}. Raises OSError."""
+    """Write and fsync a new file. Returns {bytes, sha256}. Raises OSError."""
     digest = hashlib.sha256()
     with open(path, "xb") as file:
         for chunk in chunks:

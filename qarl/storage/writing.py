@@ -1,4 +1,4 @@
-"""The files of a checkpoint, as they are written: tensors, then state.json, then the manifest. All raise OSError."""
+"""Writing the files of a checkpoint: tensors, then state.json, then the manifest. All functions may raise OSError."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ SHARD_BYTES = 4 * 2**30
 
 
 def needed_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of a save of these without state.json: headers, manifest and blocks on top of their own."""
+    """Return the bytes of a checkpoint of these tensors without state.json, including headers, manifest and block
+    padding.
+    """
     return sum(tensor.nbytes for tensor in tensors) + 256 * len(tensors) + 16384
 
 
@@ -37,9 +39,13 @@ def write_checkpoint(directory: Path, step: int, tensors: dict[str, dict[str, Te
 
 
 def write_pieces_manifest(directory: Path, step: int, state_json: bytes, shares: list[dict[str, Any]]) -> None:
-    """Say what ranks have written. shares: of each, what `described` says, and `files`, what `write_pieces` gave.
+    """Write the manifest of files that several ranks have written.
 
-    Raises UserError where this process does not see their files.
+    Args:
+        shares: Per rank, the result of `described`, and under `files` the result of `write_pieces`.
+
+    Raises:
+        UserError: This process does not see the files of a rank.
     """
     shapes: dict[str, dict[str, list[int]]] = {group: {} for group in GROUPS}
     groups: dict[str, list[str]] = {group: [] for group in GROUPS}
@@ -64,7 +70,7 @@ def write_pieces_manifest(directory: Path, step: int, state_json: bytes, shares:
 
 
 def _write_manifest(directory: Path, state_json: bytes, files: dict[str, dict[str, Any]], **body: Any) -> None:
-    """The files that come last. files: those already written. body: of the manifest, without them."""
+    """Write state.json and the manifest. files: already written. body: other entries of the manifest."""
     files["state.json"] = write_file(directory / "state.json", [state_json])
     write_file(directory / MANIFEST, [encode({**body, "files": files})])
     fsync_directory(directory)

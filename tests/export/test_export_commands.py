@@ -269,7 +269,7 @@ REFUSED = {
     "unknown grid": (["--scheme", "w4a16", "--grid", "x"], 'grid = "x": must be'),
     "unpacked fp8": (["--scheme", "fp8", "--unpacked"], "--unpacked: is for symmetric w4a16 and w4a8"),
     "nothing to ignore": (["--scheme", "fp8", "--ignore", "mlp"], "--ignore: 'mlp' matches no Linear layer"),
-    "size": (["--scheme", "fp8", "--max-shard-size", "big"], "--max-shard-size: 'big' is no size"),
+    "size": (["--scheme", "fp8", "--max-shard-size", "big"], "--max-shard-size: 'big' is not a size"),
 }
 
 

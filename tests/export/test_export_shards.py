@@ -45,5 +45,5 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "GB", "0", "5 apples", "-1GB", "7B", "1e9"])
 def test_no_sizes(text):
-    with pytest.raises(UserError, match=r"--max-shard-size: .* is no size"):
+    with pytest.raises(UserError, match=r"--max-shard-size: .* is not a size"):
         parse_size(text)

@@ -99,7 +99,7 @@ def test_what_is_no_lock_is_refused_in_one_line_and_left_as_it_is(tmp_path: Path
     before, descriptors = contents(tmp_path), len(os.listdir("/proc/self/fd"))
     with pytest.raises(UserError) as refused:
         locker(tmp_path)
-    message = f"{tmp_path}/.lock: is {kind}, no lock of yours; remove it, or choose another directory"
+    message = f"{tmp_path}/.lock: is {kind}, not a lock file of yours; remove it, or choose another directory"
     assert str(refused.value) == message
     assert contents(tmp_path) == before
     assert len(os.listdir("/proc/self/fd")) == descriptors
