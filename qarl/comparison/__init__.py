@@ -1,1 +1,1 @@
-"""Comparing schemes, learners and seeds: whole runs, or one model without RL."""
+"""Comparisons of schemes, learners and seeds: whole runs with RL, or one model without RL."""

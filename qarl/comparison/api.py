@@ -16,8 +16,8 @@ from qarl.types import ComparisonResult
 from qarl.utils.threads import wait_politely
 
 AnyPath = str | os.PathLike[str]
-OFFLINE_TOKENS = 4096  # of the text that an offline comparison uses
-Names = Sequence[str] | str  # a list of names, or as the command line has it, with commas between
+OFFLINE_TOKENS = 4096  # tokens of text for an offline comparison
+Names = Sequence[str] | str  # a list, or comma-separated as on the command line
 
 
 def compare(
@@ -39,11 +39,11 @@ def compare(
 
     Args:
         target: A configuration as for `train`, a study file (configs/reproductions), or a list of run directories.
-        overrides: Values that replace some of each member's configuration.
+        overrides: Configuration overrides for every member.
         schemes, learners, seeds: Each combination becomes a member; None: the configuration's own.
         out: Directory for the result. Default: runs/compare-NAME.
         reuse: Directories that are searched for finished runs of the same configuration.
-        profile, only: For a study: one of its sizes, and some of its variants.
+        profile, only: For a study: one of its profiles, and a subset of its variants.
         jobs: Number of members that train at once, each in its own process. Default: 1.
 
     Raises:
@@ -100,8 +100,8 @@ def compare_offline(
         model: A run, one of its checkpoints, or a model.
         schemes: Names of schemes.
         text: A UTF-8 file. Default: a text that comes with qarl.
-        group_size: For w4a16 and w4a8.
-        kv_cache_dtype: For every scheme; None: as the run was trained. The bf16 baseline keeps its own dtype.
+        group_size: Group size of w4a16 and w4a8.
+        kv_cache_dtype: KV cache dtype of every scheme; None: as in the run. The bf16 baseline keeps its own dtype.
         max_tokens: Number of tokens from the beginning of the text that are used.
         out: Directory for the result. Default: runs/offline-NAME.
         device: auto, cpu or cuda.
@@ -137,7 +137,7 @@ def compare_offline(
 
 
 def refuse(options: dict[str, Any], why: str) -> None:
-    """Raise UserError for the first of `options` (name -> value) that is given, that is, not None."""
+    """Raise UserError for the first of `options` (name -> value) that is not None."""
     for name, value in options.items():
         if value is not None:
             raise UserError(f"{name}: {why}")

@@ -1,4 +1,4 @@
-"""`qarl compare CONFIG --schemes ...` and `qarl compare RUN RUN ...`. Imports no torch: the members do."""
+"""`qarl compare CONFIG --schemes ...` and `qarl compare RUN RUN ...`. Imports no torch; the members do."""
 
 from __future__ import annotations
 
@@ -38,14 +38,23 @@ def compare_config(
     *,
     data: Any = None,
 ) -> int:
-    """Train what is missing of the members, then write and print the comparison.
+    """Train the missing members, then write and print the comparison.
 
-    out: default as `default_out` has it. data: what the configuration holds where `file` is no file but a name for
-    messages. reuse: directories to search for finished runs of the same configuration.
-    jobs: members trained at once. start: starts a member's process. Finished members are not trained again, stopped
-    ones go on from their checkpoint.
-    Returns 0, 1 where a member failed or was refused, 128 + the signal where one interrupted.
-    Raises UserError before anything is written: nothing to compare, all members refused, directories of other runs.
+    Finished members are not trained again; stopped ones resume from their checkpoint.
+
+    Args:
+        out: Output directory; default: `default_out`.
+        data: Parsed configuration, if `file` is only a name for messages.
+        reuse: Directories that are searched for finished runs of the same configuration.
+        jobs: Number of members trained at once.
+        start: Starts the process of a member.
+
+    Returns:
+        0; 1 if a member failed or was rejected; 128 + the signal number if interrupted.
+
+    Raises:
+        UserError: There is nothing to compare, all members are rejected, or directories hold other runs. Nothing is
+            written then.
     """
     out = out or default_out([Path(file)])
     members = plan(file, overrides, axes, out, data)
@@ -63,7 +72,9 @@ def compare_study(
     jobs: int = 1,
     start: Start = TrainProcess,
 ) -> int:
-    """As `compare_config`, for the variants of a study file. profile: which of its sizes; only: which variants."""
+    """Like `compare_config`, for the variants of a study file. profile: one of its profiles. only: names of
+    variants.
+    """
     study = load_study(file)
     out = out or default_out([Path(file)])
     members = plan_study(study, file, overrides, out, profile, only, seeds)
@@ -80,7 +91,7 @@ def _train_and_compare(
     study: Study | None = None,
 ) -> int:
     _check_out(out, own_runs=True)
-    own = out / "runs"  # of members that had other names, such as those before a second seed was asked for
+    own = out / "runs"  # runs of members that had other names, such as before a second seed was added
     roots = [*reuse, own] if own.is_dir() else reuse
     records = [record for root in roots for record in _below(root)]
     not_reused = find_finished(members, records)
@@ -100,15 +111,15 @@ def _train_and_compare(
                 member.reason = "not started; rerun the same command to resume"
         _conclude(title, members, out, study)
     if signum is not None:
-        print(f"interrupted; to go on: {shlex.join(command_line())}", file=sys.stderr)
+        print(f"interrupted; to resume: {shlex.join(command_line())}", file=sys.stderr)
         return 128 + signum
     return 1 if any(member.state in ("failed", "refused") for member in members) else 0
 
 
 def compare_runs(run_dirs: list[Path], out: Path | None) -> int:
-    """Compare existing runs of any kind. out: default as in `default_out`. Returns 0.
+    """Compare existing runs of any kind. out: default: `default_out`. Returns 0.
 
-    Raises UserError: fewer than two, the same one twice, no run directory, an `out` of something else.
+    Raises UserError for fewer than two runs, a duplicate, a path that is not a run directory, or an unsuitable `out`.
     """
     if len(run_dirs) < 2:
         raise UserError(f"compare: {run_dirs[0]} alone has nothing to be compared with; give two runs or more")
@@ -131,14 +142,14 @@ def compare_runs(run_dirs: list[Path], out: Path | None) -> int:
 
 
 def default_out(targets: list[Path]) -> Path:
-    """runs/compare-STEM of one file, runs/compare-NAME-NAME of run directories."""
+    """Return runs/compare-STEM for one file, runs/compare-NAME-NAME for run directories."""
     if len(targets) == 1:
         return Path("runs") / f"compare-{targets[0].stem[:100]}"
     return Path("runs") / f"compare-{'-'.join(name.replace('/', '-') for name in unique_names(targets))[:80]}"
 
 
 def unique_names(paths: list[Path]) -> list[str]:
-    """The last parts of each path, as many as tell them all apart."""
+    """Return the shortest path suffixes that are all different."""
     parts = [path.resolve().parts for path in paths]
     depth = 1
     while len({part[-depth:] for part in parts}) < len(set(parts)):
@@ -192,9 +203,9 @@ def _below(root: Path) -> list[RunRecord]:
 
 
 def _check_out(out: Path, own_runs: bool) -> None:
-    """Raise UserError if `out` holds something else than a comparison of this kind, whose files may be replaced.
+    """Raise UserError if `out` holds anything but a comparison of this kind, whose files may be replaced.
 
-    own_runs: of members that are trained in it; those have out/configs from the start.
+    own_runs: Whether members are trained in it; such comparisons have out/configs from the start.
     """
     names = names_in_out(out, FILES, FOLDERS, "a comparison")
     if names and (own_runs != ("configs" in names) or _kind(out / "comparison.json") not in (None, "runs")):

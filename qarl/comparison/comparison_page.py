@@ -18,13 +18,13 @@ from qarl.storage.disk import disk_errors
 from qarl.storage.runs import RunRecord
 
 _MIB = 2**20
-MAX_CURVES = 6  # in one chart; more are told apart by learner
+MAX_CURVES = 6  # per chart; more curves are split by learner
 
 
 def write_outputs(out: Path, comparison: dict[str, Any], records: dict[str, RunRecord]) -> None:
     """Write out/comparison.html and a PNG of each of its charts to out/plots, removing those of an earlier page.
 
-    comparison: as in comparison.json. records: member -> its run. Raises UserError if the disk refuses.
+    comparison: Content of comparison.json. records: Member name to run. Raises UserError if the disk refuses.
     """
     sections = bounded(build_sections(comparison, records))
     charts = chart_files(out / "plots", sections)
@@ -36,7 +36,7 @@ def write_outputs(out: Path, comparison: dict[str, Any], records: dict[str, RunR
 
 
 def build_sections(comparison: dict[str, Any], records: dict[str, RunRecord]) -> list[Section]:
-    """The page: results, curves, evaluation, cost, what differs, environment; sections without content are left out."""
+    """Build the page: results, curves, evaluation, cost, differences, environment. Empty sections are left out."""
     members, groups = comparison["members"], comparison["groups"]
     shown = groups or members
     sections = [
@@ -63,7 +63,7 @@ def _results(comparison: dict[str, Any], members: list[dict[str, Any]], groups: 
     if groups:
         heads = [Column("group"), Column("seeds", "right"), Column("interval")]
         rows = [[g["name"], str(len(g["seeds"])), g["interval"]] for g in groups]
-        note = "Means over the seeds, with a 95 % t-interval (t95), or of fewer than three the extremes (min-max)."
+        note = "Means over the seeds, with a 95 % t-interval (t95), or the range for fewer than three (min-max)."
         blocks.append(_table(heads, rows, groups, used(groups, comparison), "Seeds together", note))
     heads = [Column("run"), Column("state"), Column("steps", "right")]
     rows = [[m["name"], m["state"], number(m.get("steps"))] for m in members]
@@ -98,14 +98,14 @@ def _curves(members: list[dict[str, Any]], groups: list[dict[str, Any]], records
     if len(lines) <= MAX_CURVES or len(by_learner) == 1:
         return _reward_and_mismatch("", lines, note)
     pairs = [_reward_and_mismatch(f", {learner}", of, note) for learner, of in by_learner.items()]
-    # Charts that follow each other share a row: what is said in words comes last.
+    # Consecutive charts share a row, so text comes last.
     return sorted((block for pair in pairs for block in pair), key=lambda block: isinstance(block, Text))
 
 
 def _lines(
     members: list[dict[str, Any]], groups: list[dict[str, Any]], records: dict[str, RunRecord]
 ) -> tuple[dict[str, list[RunRecord]], str]:
-    """Curve name -> the runs it is drawn from, and what to say of curves over several seeds."""
+    """Return curve name to its runs, and the note for curves over several seeds."""
     grouped = {g["name"] for g in groups}
     lines: dict[str, list[RunRecord]] = {}
     for member in members:
@@ -122,7 +122,7 @@ def _study_curves(
     groups: list[dict[str, Any]],
     records: dict[str, RunRecord],
 ) -> list[Block]:
-    """The charts that the study asks for, of the members that have the metric in some steps."""
+    """Build the study's charts for the members that have the metric in some steps."""
     lines, note = _lines(members, groups, records)
     charts: list[Block] = []
     for curve in comparison["curves"]:
@@ -135,7 +135,7 @@ def _study_curves(
 
 
 def measured(series: Series) -> Series:
-    """The series without the steps that have no value, so that a number measured every few steps is a curve."""
+    """Drop the steps without a value, so that a metric measured every few steps is a connected curve."""
     kept = [i for i, y in enumerate(series.y) if y is not None]
 
     def pick(values: Sequence[float | None] | None) -> list[float | None] | None:
@@ -146,7 +146,7 @@ def measured(series: Series) -> Series:
 
 
 def _reward_and_mismatch(which: str, lines: dict[str, list[RunRecord]], note: str) -> list[Block]:
-    """which: what the titles add. A mismatch of 0, which a log axis cannot show, is said in words."""
+    """which: suffix of the titles. A mismatch of 0 becomes a sentence, because a log axis cannot show it."""
     rewards = [_series(name, of, "reward/mean") for name, of in lines.items()]
     reward = LineChart(f"Reward{which}", "step", "mean reward", rewards, note=note)
     every = [_series(name, of, "mismatch/delta_abs_mean") for name, of in lines.items()]
@@ -160,7 +160,7 @@ def _reward_and_mismatch(which: str, lines: dict[str, list[RunRecord]], note: st
 
 
 def _series(name: str, records: list[RunRecord], metric: str) -> Series:
-    """The metric over the steps that all of `records` have: of several its mean, with the extremes as a band."""
+    """Return the metric over the steps that all `records` have. Several runs give the mean, with a min-max band."""
     runs = [{r["step"]: r.get(metric) for r in record.metrics} for record in records]
     steps = sorted(set.intersection(*(set(run) for run in runs)))
     if len(runs) == 1:
@@ -233,7 +233,7 @@ def _differences(comparison: dict[str, Any], members: list[dict[str, Any]]) -> l
 
 
 def _difference_table(caption: str, keys: dict[str, dict[str, Any]]) -> Table:
-    """The longer of keys and runs goes down the page."""
+    """Use the longer of keys and runs as rows."""
     names = list(dict.fromkeys(name for by in keys.values() for name in by))
     if len(keys) >= len(names):
         columns = [Column("key"), *map(Column, names)]
@@ -254,5 +254,5 @@ def _environment(comparison: dict[str, Any]) -> list[Block]:
     facts = [(key, _value(value)) for key, value in environment.items() if key not in ("packages", "inputs")]
     blocks: list[Block] = [Facts([*facts, ("packages", packages), ("comparison", " ".join(comparison["command"]))])]
     if comparison["environment_differences"]:
-        blocks.append(Text("The first run's; what differs in others stands above."))
+        blocks.append(Text("Environment of the first run. Differences of other runs are listed above."))
     return blocks

@@ -1,4 +1,4 @@
-"""Whether runs were made from the same inputs: files, rewards and evaluation settings behind equal configurations."""
+"""Checks whether runs used the same inputs: files, rewards and evaluation settings behind equal configurations."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from qarl.storage.input_files import UNKNOWN, changed_names, present_inputs
 from qarl.storage.rundir import config_difference
 from qarl.storage.runs import RunRecord
 
-SHOWN = 4  # names in one line
-_SCHEDULE = ("every", "before_training", "at_end")  # keys of `evaluation` that change no value
+SHOWN = 4  # maximum number of names per line
+_SCHEDULE = ("every", "before_training", "at_end")  # keys of `evaluation` that do not affect values
 
 
 class Fault(NamedTuple):
-    """Why a finished run does not count as a member, and what a user can do."""
+    """Why a finished run cannot serve as a member, and the fix."""
 
     reason: str
     fix: str
 
 
 def input_fault(record: RunRecord, config: Config) -> Fault | None:
-    """Compare a run with the inputs of today.
+    """Compare a run's inputs with the current ones.
 
     Args:
         record: A run of the same configuration.
-        config: The configuration; its files are read.
+        config: The configuration, whose files are read.
 
     Returns:
-        None if nothing that the run recorded is different.
+        None if all recorded inputs are unchanged.
 
     Raises:
         UserError: A file cannot be read.
@@ -48,7 +48,7 @@ def input_fault(record: RunRecord, config: Config) -> Fault | None:
 
 
 def unknown_inputs(record: RunRecord) -> str | None:
-    """One line about inputs that a run did not record, so they cannot be compared; None if there are none."""
+    """Return one line about inputs that a run did not record and that cannot be compared; None if there are none."""
     recorded = recorded_inputs(record)
     if not recorded:
         return "an older qarl recorded no inputs, so it is unknown whether they are the same"
@@ -60,7 +60,7 @@ def unknown_inputs(record: RunRecord) -> str | None:
 
 
 def recorded_inputs(record: RunRecord) -> dict[str, Any]:
-    """`inputs` of a run's environment.json; empty if it has none."""
+    """Return `inputs` of a run's environment.json; empty if it has none."""
     inputs = record.environment.get("inputs")
     return inputs if isinstance(inputs, dict) else {}
 
@@ -72,8 +72,8 @@ def input_differences(records: Mapping[str, RunRecord]) -> dict[str, dict[str, A
         records: Member -> its run.
 
     Returns:
-        Input -> member -> value or digest, for the members that recorded one. What transformers resolved of the model
-        counts; its files do so only if a run recorded nothing else.
+        Input to member to value or digest, for the members that recorded one. The model is compared by the values that
+        transformers resolved, and by its files only if a run recorded nothing else.
     """
     flat = {name: _comparable(recorded_inputs(record)) for name, record in records.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values)
@@ -89,7 +89,7 @@ def input_differences(records: Mapping[str, RunRecord]) -> dict[str, dict[str, A
 
 
 def notices(records: Mapping[str, RunRecord], differences: Mapping[str, Any]) -> list[str]:
-    """Lines about inputs that the table and the page show above the numbers."""
+    """Return warnings about inputs, shown above the numbers."""
     lines = []
     if differences:
         lines.append(
@@ -104,7 +104,7 @@ def notices(records: Mapping[str, RunRecord], differences: Mapping[str, Any]) ->
 
 
 def listed(names: list[Any]) -> str:
-    """The first names and the number of the others."""
+    """Format the first names and the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(map(str, names[:SHOWN])) + more
 

@@ -9,7 +9,7 @@ LEVEL = 0.95
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """(mean, low, high) of independent values; low and high are None for a single value, which has no spread."""
+    """Return (mean, low, high) of independent values. low and high are None for a single value."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
@@ -20,7 +20,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None, float |
 
 
 def t_quantile(freedom: int) -> float:
-    """The t with P(|T| < t) = 0.95 for an integer number of degrees of freedom >= 1."""
+    """Return t with P(|T| < t) = 0.95 for an integer number of degrees of freedom >= 1."""
     low, high = 0.0, 16.0  # 12.7 for one degree of freedom, the widest
     for _ in range(60):
         middle = (low + high) / 2

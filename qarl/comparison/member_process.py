@@ -1,4 +1,4 @@
-"""The process of one member: `qarl train`, which ends, saving first, when the comparison that started it is gone."""
+"""The process of one member: `qarl train`, which saves and stops if its comparison is gone."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def main(lifeline_fd: int, argv: list[str]) -> None:
 
 
 def stop_with_parent(lifeline_fd: int) -> None:
-    """Have the kernel send SIGTERM when the parent is gone, however it ended: a run then saves and stops.
+    """Have the kernel send SIGTERM when the parent ends for any reason, so that the run saves and stops.
 
-    As `qarl.rewards.worker.die_with_parent`, but with a signal that a run can answer with a checkpoint.
+    Like `qarl.rewards.worker.die_with_parent`, but with a signal after which a run can write a checkpoint.
     """
     os.set_inheritable(lifeline_fd, False)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGTERM)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline_fd], [], [], 0)[0]:  # it was gone before we asked to be told
+    if select.select([lifeline_fd], [], [], 0)[0]:  # it ended before the call
         os._exit(1)

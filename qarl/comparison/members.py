@@ -1,4 +1,4 @@
-"""The numbers of one run, and of the seeds of one scheme and learner together. Imports no torch."""
+"""Metrics of one run, and aggregated over the seeds of one scheme and learner. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from qarl.errors import UserError
 from qarl.memory.estimate import DTYPE_BYTES
 from qarl.storage.runs import RunRecord
 
-COLUMN = "column:"  # before the head of a study's column, in the keys of comparison.json
-INTERVAL_SEEDS = 3  # with fewer, a group's low and high are those of its runs
+COLUMN = "column:"  # prefix of a study's columns in the keys of comparison.json
+INTERVAL_SEEDS = 3  # with fewer, a group's low and high are the minimum and maximum
 
 
 def numbers_of(record: RunRecord) -> dict[str, Any]:
-    """What comparison.json says of a run, None where it has no such number.
+    """Return the entries of comparison.json for a run; None for missing numbers.
 
-    steps: recorded. reward_*: means of `reward/mean` over the first and the last quarter of the steps. mismatch_*:
-    mean of the steps' means, maximum of their maxima. *_s (seconds) and *_tokens_per_s: medians over the steps after
-    the first, which pays for warm-up. checkpoint_bytes: of the low-bit export, computed. evaluation: the last one.
+    Returns:
+        `steps`: number of recorded steps. `reward_*`: means of `reward/mean` over the first and the last quarter of the
+        steps. `mismatch_*`: mean of the steps' means, maximum of their maxima. `*_s` (seconds) and `*_tokens_per_s`:
+        medians over all steps after the first, which includes warm-up. `checkpoint_bytes`: size of the low-bit export,
+        computed. `evaluation`: the last one.
     """
     records = record.metrics
     quarter = max(1, len(records) // 4)
@@ -49,7 +51,7 @@ def numbers_of(record: RunRecord) -> dict[str, Any]:
 
 
 def architecture_of(config: Config) -> Architecture | None:
-    """The model's shape; None where it is not known, or the model moved: a run's own numbers are there all the same."""
+    """Return the model's shape; None if it is unknown or the model moved. The run's own metrics do not need it."""
     try:
         return check_model(config.model).architecture
     except UserError:
@@ -57,9 +59,9 @@ def architecture_of(config: Config) -> Architecture | None:
 
 
 def checkpoint_bytes(config: Config) -> int | None:
-    """Bytes of the tensors that `qarl export` writes for a run of `config`; None where the model's shape is not known.
+    """Return the bytes of the tensors that `qarl export` writes for a run; None if the model's shape is unknown.
 
-    Quantized Linear layers as compressed-tensors stores them, everything else in `model.dtype`, tied weights once.
+    Quantized Linear layers count as compressed-tensors stores them, the rest in `model.dtype`, tied weights once.
     """
     architecture = architecture_of(config)
     if architecture is None:
@@ -77,7 +79,7 @@ def checkpoint_bytes(config: Config) -> int | None:
 
 
 def evaluation_avg(entry: dict[str, Any]) -> dict[str, float] | None:
-    """mean, low and high of the overall avg@k of a comparison's member; None without an evaluation."""
+    """Return mean, low and high of a member's overall avg@k; None without an evaluation."""
     evaluation = entry.get("evaluation") or {}
     return (evaluation.get("overall") or {}).get("avg")
 
@@ -98,11 +100,14 @@ GROUPED = (
 
 
 def grouped(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Members that differ in their seed alone, as one: for each number its mean, low and high over the seeds.
+    """Aggregate members that differ only in their seed: mean, low and high of each number over the seeds.
 
-    entries: members as in comparison.json; those that have not finished are left out. The bounds are a 95 % t-interval
-    from three seeds on (`interval`: t95), before that the smallest and the largest (`min-max`). Empty where no group
-    has a second seed.
+    Args:
+        entries: Members as in comparison.json. Unfinished ones are left out.
+
+    Returns:
+        One entry per group; empty if no group has a second seed. The bounds are a 95 % t-interval for at least three
+        seeds (`interval`: t95), otherwise minimum and maximum (`min-max`).
     """
     groups: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
@@ -129,7 +134,7 @@ def _group(name: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _bounds(values: list[float], seeds: int) -> dict[str, float | None] | None:
-    """None where a seed lacks the number: a mean over the others would not be that of the group."""
+    """None if a seed lacks the number, because a mean over the others would not represent the group."""
     if len(values) < seeds:
         return None
     if seeds < INTERVAL_SEEDS:
@@ -139,7 +144,7 @@ def _bounds(values: list[float], seeds: int) -> dict[str, float | None] | None:
 
 
 def entry_of(member: Member, record: RunRecord | None, columns: Sequence[StudyColumn] = ()) -> dict[str, Any]:
-    """The member's object in comparison.json. record: None where there is no run directory. columns: of a study."""
+    """Return the member's object in comparison.json. record: None if there is no run directory. columns: of a study."""
     objective = member.config.objective.name if member.config else None
     return {
         "name": member.name,
@@ -158,14 +163,14 @@ def entry_of(member: Member, record: RunRecord | None, columns: Sequence[StudyCo
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """None where a step lacks the value or had one that is not finite: the mean of the others would hide it."""
+    """None if a step has no finite value, because the mean of the others would hide that."""
     every = list(values)
     known = [value for value in every if value is not None]
     return statistics.fmean(known) if known and len(known) == len(every) else None
 
 
 def _max(records: list[dict[str, Any]], name: str) -> float | None:
-    """None as `_mean` is."""
+    """None under the same conditions as `_mean`."""
     values = [record.get(name) for record in records]
     known = [value for value in values if value is not None]
     return max(known) if known and len(known) == len(values) else None

@@ -1,8 +1,8 @@
-"""Which runs a comparison has: schemes x learners x seeds on top of one configuration. Imports no torch.
+"""The runs of a comparison: schemes x learners x seeds on top of one configuration. Imports no torch.
 
-A combination that has no meaning (bf16 with fake_quant: nothing to quantize) is skipped, and its row says so. Any
-other combination whose configuration is refused is a row that says why, and the others go on; where every one is
-refused there is nothing to compare, and the command ends before it writes anything.
+A meaningless combination (bf16 with fake_quant: nothing to quantize) is skipped, and its row says so. If another
+combination has an invalid configuration, its row gives the reason and the others continue. If all are invalid, the
+command ends before it writes anything.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ from qarl.errors import UserError
 from qarl.storage.rundir import config_difference
 from qarl.storage.runs import RunRecord, read_run
 
-MEMBERS = 1000  # of a comparison
+MEMBERS = 1000  # maximum per comparison
 UNQUANTIZED = "bf16"
 LEARNERS: tuple[str, ...] = get_args(QuantConfig.model_fields["learner"].annotation)
 
-# waiting: not started. finished, stopped, running, empty: a run's own states. failed: its training ended with an
+# waiting: not started. finished, stopped, running, empty: states of a run. failed: training ended with an
 # error. refused: its configuration is. skipped: the combination has no meaning.
 State = Literal["waiting", "running", "finished", "stopped", "empty", "failed", "refused", "skipped"]
 
 
 @dataclass
 class Member:
-    """One run of a comparison, and what became of it.
+    """One run of a comparison, and its state.
 
-    config: resolved; None where it was refused. reason: one line, of a state that needs one. reused: it was finished
-    before this comparison asked for it. group: what members that differ in their seed alone share.
+    Attributes:
+        config: Resolved configuration; None if it was invalid.
+        reason: One line that explains the state, if needed.
+        reused: Whether it was finished before this comparison.
+        group: Common name of members that differ only in their seed.
     """
 
     name: str
@@ -62,7 +65,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Axes:
-    """What varies; None: as the configuration has it."""
+    """The axes of a comparison; None: the configuration's value."""
 
     schemes: list[str] | None = None
     learners: list[str] | None = None
@@ -70,7 +73,9 @@ class Axes:
 
 
 def parse_axes(schemes: str | None, learners: str | None, seeds: str | None) -> Axes:
-    """The comma-separated values of --schemes, --learners and --seeds. Raises UserError: unknown, twice, or none."""
+    """Parse --schemes, --learners and --seeds. Raises UserError for unknown or duplicate values, or if all are
+    missing.
+    """
     if schemes is None and learners is None and seeds is None:
         raise UserError("compare: nothing varies; give --schemes, --learners or --seeds (or several run directories)")
     return Axes(
@@ -81,7 +86,7 @@ def parse_axes(schemes: str | None, learners: str | None, seeds: str | None) -> 
 
 
 def parse_names(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """The names of a comma-separated list, each of `known` and at most once. Raises UserError."""
+    """Parse a comma-separated list of names from `known`, each at most once. Raises UserError."""
     names = split_list(option, text, known[0])
     for name in names:
         if name not in known:
@@ -90,12 +95,19 @@ def parse_names(option: str, text: str, known: Sequence[str]) -> list[str]:
 
 
 def plan(file: str, overrides: list[str], axes: Axes, out: Path, data: Any = None) -> list[Member]:
-    """The members of a comparison, in the order schemes, learners, seeds; nothing is written.
+    """Return the members of a comparison, in the order schemes, learners, seeds. Writes nothing.
 
-    file, overrides: as for `qarl train`. out: the comparison's directory; members run in out/runs/NAME.
-    data: what the configuration holds where `file` is no file but a name for messages.
-    Every configuration is validated as `qarl train` validates it. Raises UserError: an override of what an option
-    varies, or of train.run_dir; all members refused (each distinct line of theirs).
+    Every configuration is validated as by `qarl train`.
+
+    Args:
+        file, overrides: As for `qarl train`.
+        axes: What varies.
+        out: The comparison's directory; members run in out/runs/NAME.
+        data: Parsed configuration, if `file` is only a name for messages.
+
+    Raises:
+        UserError: An override sets train.run_dir or a key that an option varies, or all members are invalid (lists
+            each distinct reason).
     """
     check_overrides(overrides, _taken(axes))
     data = read_yaml(file) if data is None else data
@@ -142,11 +154,12 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path, data: Any = Non
 
 
 def find_finished(members: list[Member], records: list[RunRecord]) -> list[str]:
-    """Mark the members that need no training, in place: a finished run of the same configuration and the same inputs is
-    among `records` or in the member's own directory, which comes first.
+    """Mark the members that need no training, in place.
+
+    These have a finished run of the same configuration and inputs in their own directory, or else among `records`.
 
     Args:
-        members: Of the comparison.
+        members: Members of the comparison.
         records: Runs to reuse (`--reuse`).
 
     Returns:
@@ -154,7 +167,7 @@ def find_finished(members: list[Member], records: list[RunRecord]) -> list[str]:
 
     Raises:
         UserError: The directory of a member holds a run of another configuration, of other inputs, or with more steps
-            than asked for.
+            than configured.
     """
     lines: list[str] = []
     for member in members:
@@ -170,7 +183,7 @@ def find_finished(members: list[Member], records: list[RunRecord]) -> list[str]:
 
 
 def _own_run(member: Member) -> RunRecord | None:
-    """The finished run in the member's own directory, if there is one."""
+    """Return the finished run in the member's own directory, if there is one."""
     assert member.config is not None
     if not (member.run_dir / "config.yaml").exists():
         return None
@@ -182,7 +195,7 @@ def _own_run(member: Member) -> RunRecord | None:
 
 
 def _with_same_inputs(member: Member, candidates: list[RunRecord], lines: list[str]) -> RunRecord | None:
-    """The first candidate that was made from the member's inputs. lines: gets the reasons against the others."""
+    """Return the first candidate with the member's inputs. Appends the reasons against others to `lines`."""
     assert member.config is not None
     for record in candidates:
         fault = input_fault(record, member.config)
@@ -197,7 +210,7 @@ def _same(record: RunRecord, config: Config) -> bool:
 
 
 def _difference(record: RunRecord, config: Config) -> list[str]:
-    """The keys that differ and must not, as the run directory compares configurations."""
+    """Return the keys that must not differ but do, by the rule of run directories."""
     return config_difference(record.config.model_dump(mode="json"), config.model_dump(mode="json"))
 
 
@@ -220,7 +233,7 @@ def _check_same(own: RunRecord, member: Member) -> None:
 
 
 def _taken(axes: Axes) -> dict[str, str]:
-    """The keys that options set, and which option does."""
+    """Return key to option for the keys that options set."""
     taken = {"train.run_dir": "--out"}
     taken |= {"quant.scheme": "--schemes"} if axes.schemes else {}
     taken |= {"quant.learner": "--learners"} if axes.learners else {}
@@ -236,7 +249,7 @@ def check_overrides(overrides: list[str], taken: dict[str, str]) -> None:
 
 
 def _dropped(quant: dict[str, Any], scheme: str, learner: str) -> list[str]:
-    """Overrides that take back what the configuration says for schemes of another kind than `scheme`."""
+    """Return overrides that reset keys of the configuration which do not apply to `scheme`."""
     kind = scheme_class(scheme)
     changes = []
     if quant.get("group_size") is not None and not kind.group_sizes:
@@ -258,7 +271,7 @@ def _section(data: Any, name: str) -> dict[str, Any]:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """The numbers of --seeds, each at most once. Raises UserError."""
+    """Parse --seeds; each seed at most once. Raises UserError."""
     seeds = split_list("--seeds", text, "0,1,2")
     for seed in seeds:
         if not (seed.isascii() and seed.isdecimal() and len(seed) <= 10 and int(seed) < 2**31):
@@ -270,7 +283,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def split_list(option: str, text: str, example: str) -> list[str]:
-    """The entries of a comma-separated list, each at most once. Raises UserError; `example` stands in its line."""
+    """Split a comma-separated list; each entry at most once. Raises UserError, with `example` in the message."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise UserError(f"{option}: '{shown(text)}' has an empty entry; give a list such as {example}")

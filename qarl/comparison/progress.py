@@ -1,6 +1,6 @@
-"""What a comparison shows while its members train: each member, its step and its reward, from its metrics.jsonl.
+"""Progress of a comparison: step and reward of each training member, from its metrics.jsonl.
 
-At a terminal one line that renews itself; in a pipe a line when a member starts and ends, and one in between at most
+A terminal gets one line that is updated. A pipe gets a line when a member starts and ends, and progress lines at most
 every `QUIET_SECONDS`.
 """
 
@@ -26,13 +26,13 @@ _TAIL_BYTES = 2**16  # more than the last two lines of any metrics.jsonl
 
 
 class ProgressView:
-    """Of `members`, one or several at once; use it as a context manager, so that the terminal is restored."""
+    """Shows the progress of members. Use it as a context manager, so that the terminal is restored."""
 
     def __init__(self, members: list[Member], stream: TextIO | None = None) -> None:
         self._waiting = [member.name for member in members if member.state == "waiting"]
         self._console = Console(stream, soft_wrap=True)
         self._status: Status | None = None
-        self._began: dict[str, float] = {}  # by name, of the members that train
+        self._began: dict[str, float] = {}  # start time by name of training members
         self._said = time.monotonic()
 
     def __enter__(self) -> ProgressView:
@@ -42,7 +42,7 @@ class ProgressView:
         self._clear()
 
     def say(self, text: str) -> None:
-        """One line, control characters escaped, as it is."""
+        """Print one line, with control characters escaped."""
         self._console.print(Text(visible(text)))
 
     def started(self, member: Member) -> None:
@@ -85,12 +85,15 @@ class ProgressView:
 
 
 def last_record(path: Path) -> dict | None:
-    """The last whole record of a metrics.jsonl that may be growing, None where there is none yet."""
+    """Return the last complete record of a metrics.jsonl that may be growing; None if there is none yet."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = file.read(_TAIL_BYTES).splitlines()
-    except (Unreadable, OSError):  # none yet, or a member's directory that somebody else touched: it says so itself
+    except (
+        Unreadable,
+        OSError,
+    ):  # none yet, or the directory was changed from outside, which the member reports itself
         return None
-    # The last one may still be being written, the first is cut at the front.
+    # The last line may be incomplete, and the first one truncated at its front.
     return next((record for line in reversed(lines) if (record := parse_record(line, Metrics)) is not None), None)

@@ -1,4 +1,4 @@
-"""What the members of a comparison leave on the disk, said before the first of them trains. Imports no torch."""
+"""Disk space that a comparison will need, checked before training. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from qarl.storage.disk import free_bytes
 
 
 def space_warning(members: Sequence[Member], out: Path, jobs: int) -> str | None:
-    """A line if the checkpoints of the members that wait will not fit on the disk of `out`, None where they do.
+    """Return a warning if the checkpoints of waiting members will not fit on the disk of `out`, else None.
 
-    jobs: members trained at once, each of which holds one more checkpoint while it writes one. What stopped members
-    have there already is counted again. A model whose shape is not known counts nothing.
+    Existing checkpoints of stopped members are counted again. A model of unknown shape counts as 0. jobs: members
+    trained at once; each needs one more checkpoint while it writes one.
     """
     waiting = [member.config for member in members if member.state == "waiting" and member.config is not None]
     each = [(_checkpoint(config), _kept(config)) for config in waiting]
@@ -39,7 +39,7 @@ def _checkpoint(config: Config) -> int:
 
 
 def _kept(config: Config) -> int:
-    """Checkpoints that a finished run has."""
+    """Return the number of checkpoints of a finished run."""
     keep, steps = config.checkpoint, config.train.steps
     written = steps // keep.every + (1 if keep.save_final and steps % keep.every else 0)
     return min(written, keep.keep_last) if keep.keep_last else written

@@ -1,9 +1,8 @@
-"""Trains the members, one or several at once, each in a process of its own, so that its peak memory is its own.
+"""Trains the members, one or several at once. Each has its own process, so that peak memory is measured per member.
 
-Where there are several GPUs, a member that needs one gets the one that the fewest others train on.
-
-A member trains from a resolved copy of its configuration, out/configs/NAME.yaml: a CONFIG edited meanwhile changes no
-member. Its output goes to out/logs/NAME.log.
+With several GPUs, a member that needs one gets the GPU with the fewest members. A member trains from a resolved
+copy of its configuration, out/configs/NAME.yaml, so later edits of CONFIG have no effect. Its output goes to
+out/logs/NAME.log.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ _BOOT = (
 
 
 class Process(Protocol):
-    """A member's training under way."""
+    """The training process of a member."""
 
     def poll(self) -> int | None: ...
 
     def send_signal(self, signum: int) -> None: ...
 
 
-# (arguments of qarl, log file, what is changed in the environment) -> the process
+# (arguments of qarl, log file, changes of the environment) -> process
 Start = Callable[[list[str], BinaryIO, Mapping[str, str]], Process]
 
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Create `out` and hold it for this process. Raises UserError if another comparison does, or if it cannot be."""
+    """Create and lock `out`. Raises UserError if another comparison holds it, or if it cannot be created."""
     with disk_errors(out, place="--out"):
         out.mkdir(parents=True, exist_ok=True)
         fd = open_lock(out / ".lock")
@@ -70,7 +69,7 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def write_configs(members: list[Member], out: Path) -> None:
-    """The members' resolved configurations, and the folder for their logs. Raises UserError if the disk refuses."""
+    """Write the members' resolved configurations and create the log directory. Raises UserError if the disk refuses."""
     with disk_errors(out, place="--out"):
         for folder in ("configs", "logs"):
             (out / folder).mkdir(exist_ok=True)
@@ -84,10 +83,10 @@ def _config_path(member: Member, out: Path) -> Path:
 
 
 def train_members(members: list[Member], out: Path, view: ProgressView, start: Start, jobs: int = 1) -> int | None:
-    """Train each member that waits, and set its state and reason. Returns the signal that interrupted, or None.
+    """Train each waiting member, and set its state and reason. Returns the signal that interrupted it, or None.
 
-    Ctrl-C and SIGTERM are passed to the members that train, which save and stop; the rest stays waiting. start: starts
-    a member's process. jobs: members trained at once. Raises UserError if `out` cannot be written.
+    Ctrl-C and SIGTERM are forwarded to the training members, which save and stop; the rest stays waiting. start: Starts
+    the process of a member. jobs: Members trained at once. Raises UserError if `out` cannot be written.
     """
     waiting, gpus = [member for member in members if member.state == "waiting"], visible_gpus()
     running: list[_Training] = []
@@ -109,8 +108,9 @@ def train_members(members: list[Member], out: Path, view: ProgressView, start: S
 
 @dataclass
 class _Training:
-    """A member under way. begin: where in its log this start begins. gpu: its own, None: it sees all. passed: signals
-    it was sent."""
+    """A member in training. begin: offset of this start in its log. gpu: its GPU; None: it sees all. passed:
+    signals sent to it.
+    """
 
     member: Member
     process: Process
@@ -120,7 +120,7 @@ class _Training:
     passed: int = 0
 
     def follow(self, signals: Signals) -> int | None:
-        """Pass on the signals that came since; returns the exit code once there is one."""
+        """Forward new signals; returns the exit code once the process has ended."""
         code = self.process.poll()
         if code is None:
             while self.passed < len(signals.received):
@@ -129,7 +129,7 @@ class _Training:
         return code
 
     def conclude(self, code: int, interrupted: bool) -> None:
-        """Set the state that exit code `code` means. A run is finished only if its last step is recorded."""
+        """Set the state for exit code `code`. A run is finished only if its last step is recorded."""
         member = self.member
         assert member.config is not None, "what trains has a configuration"
         steps = member.config.train.steps
@@ -145,7 +145,9 @@ class _Training:
 
 
 def _gpu_for(member: Member, gpus: list[str], running: list[_Training]) -> str | None:
-    """The GPU that the fewest train on; None, all of them, where there is one at most or the member needs several."""
+    """Return the GPU with the fewest training members. None (all) if there is at most one or the member needs
+    several.
+    """
     assert member.config is not None, "what trains has a configuration"
     if len(gpus) < 2 or not _fits_one_gpu(member.config):
         return None
@@ -171,10 +173,12 @@ def _begin(member: Member, out: Path, view: ProgressView, start: Start, gpu: str
 
 
 class TrainProcess:
-    """`qarl` in a session of its own (the terminal's Ctrl-C is ours to pass on), which ends when this process does."""
+    """`qarl` in its own session, because this process forwards the terminal's Ctrl-C. Ends with this process."""
 
     def __init__(self, argv: list[str], log: BinaryIO, environment: Mapping[str, str]) -> None:
-        read, self._lifeline = os.pipe()  # never written; the kernel closes our end, however this process ends
+        read, self._lifeline = (
+            os.pipe()
+        )  # never written; the kernel closes our end when this process ends for any reason
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(read), *argv],
             env=os.environ | environment,
@@ -187,7 +191,7 @@ class TrainProcess:
         os.close(read)
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs; not called again once there is one."""
+        """Return the exit code, None while it runs. Not called again afterwards."""
         code = self._process.poll()
         if code is not None:
             os.close(self._lifeline)
@@ -198,7 +202,7 @@ class TrainProcess:
 
 
 def failure(code: int, log: Path, begin: int = 0) -> str:
-    """Why a training ended with `code`, in one line: the last `error:` of its log, else the last line."""
+    """Explain an exit code in one line: the last `error:` of the log, else its last line."""
     how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
     with open(log, "rb") as file:

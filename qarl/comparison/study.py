@@ -1,10 +1,10 @@
-"""A study: one configuration, named variants of it, and the numbers that tell them apart. Imports no torch.
+"""A study: one configuration, named variants of it, and the metrics to compare. Imports no torch.
 
 title: ...
-config: {...}                    the configuration they share
-profiles: {gpu: {...}}           other sizes of it, chosen with --profile
-variants: {NAME: {...}, ...}     what each member changes
-columns: [...], curves: [...]    of the table and the page, beside what every comparison has
+config: {...}                    shared configuration
+profiles: {gpu: {...}}           other sizes, chosen with --profile
+variants: {NAME: {...}, ...}     changes per member
+columns: [...], curves: [...]    additional columns of the table and charts of the page
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 
 
 class StudyColumn(Section):
-    """One number of each member, from one metric over its steps; with a bound, whether it was reached."""
+    """One number per member, from one metric over its steps, or whether it meets a bound."""
 
     head: str = Field(min_length=1, max_length=NAME, description="The column's head.")
     metric: str = Field(min_length=1, max_length=NAME, description="A metric's name in metrics.jsonl.")
@@ -48,8 +48,9 @@ class StudyColumn(Section):
     help: str = Field("", max_length=TEXT, description="What it means, in a few words.")
 
     def value(self, records: Sequence[dict[str, Any]]) -> float | None:
-        """The number over a run's metrics; None where no step has the metric. Steps without it are left out: costly
-        diagnostics are measured every few steps."""
+        """Return the number for a run's metrics; None if no step has the metric. Skips steps without it, because
+        costly diagnostics are measured every few steps.
+        """
         found = [value for record in records if (value := record.get(self.metric)) is not None]
         if not found:
             return None
@@ -67,14 +68,14 @@ class StudyColumn(Section):
         return statistics.fmean(part)
 
     def passes(self, value: float) -> bool | None:
-        """Whether a bound is kept; None without a bound."""
+        """Whether the value meets the bound; None without a bound."""
         if self.at_least is None and self.at_most is None:
             return None
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
 
 class StudyCurve(Section):
-    """One chart of a metric over the steps, a curve for each member."""
+    """One chart of a metric over the steps, with one curve per member."""
 
     metric: str = Field(min_length=1, max_length=NAME, description="A metric's name in metrics.jsonl.")
     title: str = Field(min_length=1, max_length=NAME, description="The chart's title.")
@@ -110,7 +111,7 @@ def is_study(file: str) -> bool:
 
 
 def load_study(file: str) -> Study:
-    """Raises UserError, one line a fault."""
+    """Read a study file. Raises UserError with one line per error."""
     data = read_yaml(file)
     try:
         study = Study.model_validate(data)
@@ -131,11 +132,14 @@ def plan_study(
     only: list[str] | None = None,
     seeds: list[int] | None = None,
 ) -> list[Member]:
-    """The members, in the file's order, each variant with each seed; nothing is written.
+    """Return the members in the file's order, each variant with each seed. Writes nothing.
 
-    A member's configuration is the study's, changed by the profile, by the variant, and by the overrides, which have
-    the last word. Members run in out/runs/NAME. Raises UserError: an unknown profile or variant, an override of what a
-    variant or an option sets, a configuration that is refused (each line of it, with the variant's name).
+    A member's configuration is the study's, changed by the profile, then the variant, then the overrides. Members run
+    in out/runs/NAME.
+
+    Raises:
+        UserError: An unknown profile or variant, an override of a key that a variant or an option sets, or an invalid
+            configuration (each error, with the variant's name).
     """
     profile_changes = _chosen_profile(study, file, profile)
     names = _chosen(study, file, only)
@@ -200,7 +204,7 @@ def _chosen(study: Study, file: str, only: list[str] | None) -> list[str]:
 
 
 def _merged(*parts: dict[str, Any]) -> dict[str, Any]:
-    """Mappings laid over each other, the later ones on top; lists and values are replaced as a whole."""
+    """Merge nested mappings; later ones take precedence. Lists and values are replaced as a whole."""
     result: dict[str, Any] = {}
     for part in parts:
         _lay_over(result, copy.deepcopy(part))
@@ -216,7 +220,7 @@ def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
 
 
 def _sets(changes: dict[str, Any], path: tuple[str, ...]) -> bool:
-    """Whether the nested `changes` give the key at `path` a value, or something above or below it."""
+    """Whether the nested `changes` set the key at `path`, or one above or below it."""
     here: Any = changes
     for step in path:
         if not isinstance(here, dict):

@@ -1,4 +1,4 @@
-"""comparison.json and the table of a comparison of runs, for the console and the page alike."""
+"""comparison.json and the table of a comparison of runs, for both console and page."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from qarl.terminal.console import Console
 from qarl.utils.text import visible
 
 FORMAT_VERSION = 1
-# Of an environment, what says nothing about the numbers of a run.
+# Keys of environment.json that do not affect a run's numbers.
 _UNTOLD = ("command", "host", "seed")
 
 
 class Number(NamedTuple):
-    """A column: its head, its key in comparison.json, how it is written, and what it means."""
+    """A column: its head, its key in comparison.json, its format, and its meaning."""
 
     head: str
     key: str
@@ -37,7 +37,7 @@ class Number(NamedTuple):
     help: str
 
 
-NUMBERS = (  # the most telling first
+NUMBERS = (  # most important first
     Number("reward, last quarter", "reward_last_quarter", number, "mean over the last quarter of the steps"),
     Number("evaluation avg", "evaluation_avg", number, "overall avg@k of the last evaluation, with its 95 % interval"),
     Number("mismatch mean", "mismatch_delta_abs_mean", number, "mean |log-prob of learner - of sampler|, all steps"),
@@ -64,18 +64,18 @@ def build(
     inputs: dict[str, dict[str, Any]] | None = None,
     notices: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What comparison.json holds.
+    """Return the content of comparison.json.
 
     Args:
-        title: Of the page.
+        title: Title of the page.
         command: Arguments of the process.
-        entries: Members, of `entry_of`.
-        groups: Of `grouped`.
-        environments: Member -> environment.json. The first one is written down, and the differences of the others.
-        differences: Of the members' configurations, of `differing`.
+        entries: Results of `entry_of`.
+        groups: Result of `grouped`.
+        environments: Member to environment.json. The first one is stored in full, the others as differences.
+        differences: Result of `differing` for the members' configurations.
         study: The study that the members are variants of.
-        inputs: Of `input_differences`.
-        notices: Lines that readers of the numbers must see.
+        inputs: Result of `input_differences`.
+        notices: Warnings to show with the numbers.
     """
     told = {name: {k: v for k, v in each.items() if k not in _UNTOLD} for name, each in environments.items()}
     return {
@@ -98,14 +98,14 @@ def build(
 
 
 def write_json(path: Path, comparison: dict[str, Any]) -> None:
-    """Atomically, strict JSON. Raises UserError if the disk refuses."""
+    """Write comparison.json atomically, as strict JSON. Raises UserError if the disk refuses."""
     text = json.dumps(comparison, indent=1, allow_nan=False) + "\n"
     with disk_errors(path, len(text), place="--out"):
         atomic_write_text(path, text)
 
 
 def configurations(members: list[Member]) -> dict[str, dict[str, Any]]:
-    """Member -> its configuration under dotted keys, the run directory left out: every member has its own."""
+    """Return member to configuration with dotted keys, without the run directory, which always differs."""
     return {
         member.name: {
             key: value
@@ -118,7 +118,7 @@ def configurations(members: list[Member]) -> dict[str, dict[str, Any]]:
 
 
 def differing(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Key -> member -> value, for the keys whose value is not the same in every member; None where one has no such."""
+    """Return key to member to value, for keys whose values differ between members. A missing key gives None."""
     keys = dict.fromkeys(key for member in values.values() for key in member)
     return {
         key: {name: member.get(key) for name, member in values.items()}
@@ -128,7 +128,7 @@ def differing(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def environments_of(members: list[Member], records: dict[str, RunRecord]) -> dict[str, dict[str, Any]]:
-    """Member -> environment.json of its latest start, for those that have one."""
+    """Return member to environment.json of its latest start, for members that have one."""
     return {
         member.name: records[member.name].environment
         for member in members
@@ -137,7 +137,7 @@ def environments_of(members: list[Member], records: dict[str, RunRecord]) -> dic
 
 
 def cell(entry: dict[str, Any], column: Number) -> str:
-    """A member's or group's number as text; a group's with its bounds."""
+    """Format a number of a member or group; a group's with its bounds."""
     value = evaluation_avg(entry) if column.key == "evaluation_avg" and "evaluation" in entry else entry.get(column.key)
     if isinstance(value, dict):
         return interval(value["mean"], value.get("low"), value.get("high"))
@@ -145,7 +145,7 @@ def cell(entry: dict[str, Any], column: Number) -> str:
 
 
 def used(entries: list[dict[str, Any]], comparison: dict[str, Any]) -> list[Number]:
-    """The columns in which any of the entries has a number: a study's own before those of every comparison."""
+    """Return the columns in which any entry has a number; a study's columns come first."""
     own = [_study_number(StudyColumn(**column)) for column in comparison["columns"]]
     return [column for column in (*own, *NUMBERS) if any(cell(entry, column) != MISSING for entry in entries)]
 
@@ -159,7 +159,7 @@ def _study_number(column: StudyColumn) -> Number:
 
 
 def print_table(comparison: dict[str, Any], console: Console | None = None) -> None:
-    """The members' table, the groups', and a line for each notice and reason."""
+    """Print the tables of members and groups, and one line per notice and reason."""
     console = console or Console()
     members, groups = comparison["members"], comparison["groups"]
     states = lambda entry: [entry["state"], number(entry.get("steps"))]  # noqa: E731
@@ -181,7 +181,7 @@ def _print_fitting(
     heads: list[str],
     first: Callable[[dict[str, Any]], list[str]],
 ) -> None:
-    """One table where it fits; at a narrow terminal the columns that do not follow in tables below it."""
+    """Print one table; on a narrow terminal, columns that do not fit follow in further tables."""
     unbounded = console.options.update(max_width=10_000)
     fixed = [(head, [first(entry)[index] for entry in entries]) for index, head in enumerate(heads)]
     while True:

@@ -1,4 +1,4 @@
-"""From a dataset, a file or a task generator to tokenized prompts, and to an endless, resumable stream of them."""
+"""Loads datasets, files and task generators, tokenizes prompts, and serves them as an endless, resumable stream."""
 
 from qarl.data.prompts import DropReport, build_prompts
 from qarl.data.stream import PromptStream

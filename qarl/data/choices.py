@@ -1,4 +1,4 @@
-"""Multiple-choice rows: lettered options in an order drawn from a seed, and the letter of the right one."""
+"""Multiple-choice rows: lettered options in a seeded random order, and the letter of the correct one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def letter_choices(rows: list[Row], config: DataConfig) -> list[Row]:
     """Add the columns `choices` ("A. first\\nB. second") and `answer` (the letter of the right option) to each row.
 
     Raises:
-        UserError: A row lacks a column, has fewer than two or more than 26 options, or no right one.
+        UserError: A row lacks a column, has fewer than two or more than 26 options, or no correct one.
     """
     assert config.choices is not None, "there are no choices"
     return [row | _lettered(row, index, config) for index, row in enumerate(rows)]
@@ -47,7 +47,7 @@ def _lettered(row: Row, index: int, config: DataConfig) -> Row:
 
 
 def _place_of(right: Any, options: list[str], labels: Any, place: str) -> int:
-    """The index of the right option: given as a label, a letter, an index, or the text of the option."""
+    """Return the index of the correct option, given as a label, a letter, an index, or the text of the option."""
     names = [str(label) for label in labels] if isinstance(labels, list) else list(LETTERS[: len(options)])
     if len(names) != len(options):
         raise UserError(f"{place}: has {len(options)} options and {len(names)} labels")

@@ -1,4 +1,4 @@
-"""`data.columns`: our names for columns of the source, and for fields inside them."""
+"""`data.columns`: maps columns of the source, and fields inside them, to qarl's column names."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_SHOWN = 20  # names that a message lists
+_SHOWN = 20  # maximum number of names in a message
 
 
 def map_columns(rows: list[Row], config: DataConfig) -> list[Row]:
-    """The rows with `config.columns` added: {ours: theirs}, where theirs is a column, or a path into one.
+    """Add the columns of `config.columns` ({new name: source column, or path into one}) to the rows.
 
-    A path is names with dots between them (`reward_model.ground_truth`), and numbers for items of lists. A column, or a
-    field, whose own name has the dots comes first. A field that is null is null.
+    A path consists of names separated by dots (`reward_model.ground_truth`), and of numbers for items of lists. If a
+    column or field has dots in its own name, that name takes precedence. A field of null gives null.
 
-    Raises UserError naming the key, the row and what is there: no such column or field, or no `prompt` afterwards.
+    Raises:
+        UserError: A column or field does not exist, or no `prompt` results. Names key, row and alternatives.
     """
     names = list(rows[0])
     if config.prompt_template is None and "prompt" not in {*names, *config.columns}:
@@ -43,7 +44,7 @@ def map_columns(rows: list[Row], config: DataConfig) -> list[Row]:
 
 
 class NoField(LookupError):
-    """A path that leads nowhere. inside: whether its first part is there. The message says what is there instead."""
+    """A path that does not exist. inside: whether its first part exists. The message lists what exists instead."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(f": `{path}`{message}" if path else message)
@@ -51,7 +52,7 @@ class NoField(LookupError):
 
 
 def field_of(row: Row, path: str) -> Any:
-    """The value at `path`, see `map_columns`. Raises NoField."""
+    """Return the value at `path`, see `map_columns`. Raises NoField."""
     value: Any = row
     done, rest = "", path
     while rest:
@@ -72,14 +73,14 @@ def field_of(row: Row, path: str) -> Any:
 
 
 def listed(names: Any) -> str:
-    """Names for a message, the first of many."""
+    """Format names for a message; a long list is truncated."""
     names = [visible(str(name)) for name in names]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (", ".join(names[:_SHOWN]) or "nothing") + more
 
 
 def _head(value: Any, path: str) -> str | None:
-    """The longest start of `path`, up to its end or one of its dots, that is a field of `value`."""
+    """Return the longest prefix of `path`, ending at a dot or its end, that is a field of `value`."""
     if isinstance(value, list):
         number = path.split(".")[0]
         return number if number.isascii() and number.isdigit() and int(number[:9]) < len(value) else None

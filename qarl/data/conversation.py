@@ -1,4 +1,4 @@
-"""From a row's conversation to the text and the tokens of its prompt, by the model's chat template."""
+"""Renders a row's conversation with the model's chat template, and tokenizes the result."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ Message = dict[str, Any]
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Whether a prompt is meant as a list of messages."""
+    """Whether a prompt is a list of messages."""
     return isinstance(prompt, list) and len(prompt) > 0 and all(isinstance(m, dict) and "role" in m for m in prompt)
 
 
 def plain_messages(messages: list[Message], place: str) -> list[Message]:
-    """The messages with text as their content, as the templates of text models want it.
+    """Convert the content of messages to text, which the templates of text models expect.
 
-    Of a list of parts (`{type: text, text: ...}`, or text) the texts are joined by newlines, as vLLM does. Content that
-    is null or missing is left to the template where the message calls tools. A key that is null is left out: tables
-    (Parquet) have every key in every message.
+    The texts of a list of parts (`{type: text, text: ...}`, or text) are joined by newlines, as in vLLM. If the message
+    calls tools, null or missing content is left to the template. Keys with null are dropped, because tables (Parquet)
+    have every key in every message.
 
-    place: the row, for messages. Raises UserError: a role that is no text, content of another type, parts that are
-    images or sounds, no content.
+    Args:
+        messages: A conversation.
+        place: The row, for error messages.
+
+    Raises:
+        UserError: A role is not text, content is of another type or missing, or a part is an image or sound.
     """
     plain = []
     for index, message in enumerate(messages):
@@ -58,7 +62,7 @@ class ChatTemplate:
         tokenizer: Has the template.
         kwargs: `data.chat_template_kwargs`.
         now: The time that `strftime_now` formats, local and without a zone as in transformers.
-        refusal, remedy: For messages: what happened if the template raises, and how to do without the template.
+        refusal, remedy: For error messages: what failed if the template raises, and how to avoid the template.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -76,7 +80,7 @@ class ChatTemplate:
 
         Args:
             conversations: Lists of messages, see `plain_messages`.
-            places: What an error about each conversation starts with.
+            places: Prefix of error messages, per conversation.
 
         Raises:
             UserError: The template raises, exceeds the limits of `qarl.data.rendering`, does not use one of the
@@ -113,7 +117,9 @@ class ChatTemplate:
                 )
             )
         except ValueError as error:
-            if not str(error).startswith("continue_final_message"):  # transformers' own: the text is not in the result
+            if not str(error).startswith(
+                "continue_final_message"
+            ):  # raised by transformers: the text is not in the result
                 raise
             raise ValueError(_CHANGED) from error
         # transformers looks for the text anywhere: an earlier message with the same text hides that it was dropped.
@@ -147,14 +153,14 @@ _CHANGED = (
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], templated: bool) -> list[list[int]]:
-    """Token ids of prompts.
+    """Tokenize prompts.
 
     Args:
         tokenizer: The model's.
         texts: The prompts.
-        templated: They come from the chat template, which writes its special tokens itself. Other texts get the special
-            tokens that the tokenizer adds in front (BOS), but not those that it adds at the end (EOS, SEP): the model
-            would take the prompt for finished.
+        templated: Whether the chat template rendered them, which writes its special tokens itself. Other texts get the
+            special tokens that the tokenizer prepends (BOS), but not those that it appends (EOS, SEP), because the
+            model would treat the prompt as complete.
     """
     if templated:
         return [list(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]

@@ -1,6 +1,6 @@
 """Local .json, .jsonl, .parquet and .csv files, and directories of them.
 
-Read here rather than through `datasets`: its Arrow JSON reader merges objects of different rows into one struct, its
+Does not use `datasets`, because its Arrow JSON reader merges objects of different rows into one struct, its
 errors do not name the line, and it copies what it reads into a cache.
 """
 
@@ -23,9 +23,9 @@ from qarl.utils.text import visible
 
 Row = dict[str, Any]
 
-FILE_BYTES = 8 * 2**30  # of .json and .csv, and of what a .parquet holds: they are read as a whole
-ENTRIES = 1_000_000  # of a directory and those below it
-COLUMNS = 1000  # every row has every column
+FILE_BYTES = 8 * 2**30  # limit for .json, .csv and the decoded .parquet, which are read as a whole
+ENTRIES = 1_000_000  # limit for the files in a directory tree
+COLUMNS = 1000  # limit, because every row has every column
 
 # A path that mentions none of these belongs to the split `train`: the hub's own rule for a directory of data files.
 _SPLIT_WORDS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
@@ -33,10 +33,10 @@ _METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 
 
 def read_file(path: Path) -> list[Row]:
-    """All rows of one file; its suffix says the format. Types are the file's own; for CSV see `_read_csv`.
+    """Read all rows of one file, whose suffix determines the format. For the types of CSV cells see `_read_csv`.
 
-    What JSON cannot say is turned into what it can, see `values.plain`. Raises UserError naming the file, and the line
-    where the format has lines.
+    Values that JSON cannot represent are converted, see `values.plain`. Raises UserError naming the file, and the line
+    for line-based formats.
     """
     reader = READERS.get(path.suffix.lower())
     if reader is None:
@@ -48,15 +48,15 @@ def read_file(path: Path) -> list[Row]:
 
 
 def read_directory(directory: Path, split: str) -> list[Row]:
-    """Rows of the files of a split. Raises UserError as `split_files` does, and for files that cannot be read."""
+    """Read the rows of a split. Raises UserError like `split_files`, and for unreadable files."""
     return _same_keys([row for path in split_files(directory, split) for row in read_file(path)], directory)
 
 
 def split_files(directory: Path, split: str) -> list[Path]:
-    """The data files under `directory` whose relative path has `split` as a word, sorted by path.
+    """Return the data files under `directory` whose relative path contains `split` as a word, sorted by path.
 
-    As on the hub, files that mention no split are `train`. Raises UserError if the split is missing or is there in two
-    formats.
+    As on the hub, files that mention no split are `train`. Raises UserError if the split does not exist, or exists in
+    two formats.
     """
     found: dict[str, list[Path]] = {}
     with path_errors(f"data.source: {directory}"):
@@ -115,7 +115,7 @@ def _read_jsonl(path: Path) -> list[Row]:
             continue
         try:
             row = parse_json(line, f"{path} line {number}", big_integers=True, nonfinite=True)
-        except Unreadable as error:  # whose text has one line
+        except Unreadable as error:  # its text has one line
             reason = error.reason.replace("(line 1 column", "(column", 1).replace("(line 1, byte", "(byte", 1)
             raise Unreadable(f"{path} line {number}", reason) from None
         if not isinstance(row, dict):
@@ -125,7 +125,7 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    import pyarrow  # a second to import, and only this format needs it
+    import pyarrow  # takes a second to import; only this format needs it
     import pyarrow.parquet
 
     try:
@@ -138,14 +138,14 @@ def _read_parquet(path: Path) -> list[Row]:
                 raise UserError(f"data.source: {path}: a column name appears twice in {visible(', '.join(names))}")
             rows = file.read().to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        # the latter two: text that is not UTF-8, and times that Python cannot hold
+        # the latter two: text that is not UTF-8, and times out of Python's range
         said = visible(" ".join(str(error).split())[:300])
         raise UserError(f"data.source: {path}: not a readable Parquet file ({said})") from error
     return plain_rows(rows, f"data.source: {path}")
 
 
 def plain_rows(rows: list[Row], place: str) -> list[Row]:
-    """The rows in what JSON can say, see `values.plain`. Raises UserError naming row and column."""
+    """Convert rows to JSON values, see `values.plain`. Raises UserError naming row and column."""
     found = []
     for index, row in enumerate(rows):
         values = {}
@@ -159,12 +159,12 @@ def plain_rows(rows: list[Row], place: str) -> list[Row]:
 
 
 def _read_csv(path: Path) -> list[Row]:
-    """Rows under the header line. A column is int or float only if every cell reads back as it was written.
+    """Read the rows under the header line. A column is int or float only if every cell round-trips exactly.
 
-    So `19` is a number, but a column with `007` or `3.10` stays text: the answer is compared as the file has it.
+    So `19` is a number, but a column with `007` or `3.10` stays text, because the answer is compared in that spelling.
     """
     rows: list[list[str]] = []
-    csv.field_size_limit(LINE_BYTES)  # of all readers of this process; its own limit is 131,072 characters
+    csv.field_size_limit(LINE_BYTES)  # process-wide; the default is 131,072 characters
     reader = csv.reader(io.StringIO(read_text(path, FILE_BYTES), newline=""), strict=True)
     try:
         header = next(reader, [])

@@ -1,4 +1,4 @@
-"""Rows -> prompts: column mapping, template, chat template, tokens, length filter."""
+"""From rows to prompts: column mapping, template, chat template, tokenization, length filter."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 
     from qarl.config.data import DataConfig
 
-PROMPT_CHARS = 10_000_000  # of one prompt: beyond any model's context
+PROMPT_CHARS = 10_000_000  # limit per prompt, beyond any model's context
 
 _BATCH = 1000  # rows tokenized in one call
 
 
 @dataclass(frozen=True)
 class DropReport:
-    """What the length filter did. Lengths are in tokens, over all rows, dropped ones included.
+    """Result of the length filter.
 
-    too_long: over data.max_prompt_length. over_context: within it, but prompt + response exceed the context.
-    empty: no token at all.
+    Attributes:
+        shortest, longest: Prompt lengths in tokens over all rows, including dropped ones.
+        too_long: Rows over data.max_prompt_length.
+        over_context: Rows within it whose prompt and response exceed the context.
+        empty: Rows without tokens.
     """
 
     rows: int
@@ -90,20 +93,20 @@ def build_prompts(
 
     Args:
         config: The `data` section.
-        tokenizer: Of the model.
-        max_context: Tokens that prompt and response may have together; longer rows are dropped, as are those longer
-            than `config.max_prompt_length`.
-        max_response_length: Tokens of a response.
-        progress: Called with (rows done, rows in all).
+        tokenizer: The model's tokenizer.
+        max_context: Limit for the tokens of prompt and response together. Longer rows are dropped, and so are prompts
+            over `config.max_prompt_length`.
+        max_response_length: Maximum tokens of a response.
+        progress: Called with (rows done, total rows).
         vocabulary: Number of tokens in the model's embedding, if it is known.
         now: The time that the chat template sees; default the current time.
 
     Returns:
-        The prompts, and what was dropped. `Prompt.id` is the row's position, `Prompt.columns` holds all columns except
-        `RESERVED_COLUMNS`.
+        The prompts, and a report of dropped rows. `Prompt.id` is the row's position; `Prompt.columns` has all columns
+        except `RESERVED_COLUMNS`.
 
     Raises:
-        UserError: What `load_rows` raises, a missing column, a bad template, a prompt of the wrong type, a tokenizer
+        UserError: As for `load_rows`; or a missing column, a bad template, a prompt of the wrong type, a tokenizer
             without a chat template, a token that the model lacks, or no prompt left after the filter.
     """
     if config.chat_template and not tokenizer.chat_template:
@@ -161,7 +164,7 @@ def build_prompts(
 def _texts(
     rows: list[Row], places: list[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, now: datetime | None
 ) -> list[str]:
-    """The texts to tokenize. places: what an error about each row starts with."""
+    """Return the texts to tokenize. places: prefix of error messages, per row."""
     given = [_given(row, index, places[index], config) for index, row in enumerate(rows)]
     if config.chat_template:
         conversations = [_conversation(prompt, index, places[index], config) for index, prompt in enumerate(given)]
@@ -171,7 +174,7 @@ def _texts(
 
 
 def _given(row: Row, index: int, place: str, config: DataConfig) -> Any:
-    """The row's prompt before the chat template: text or a list of messages."""
+    """Return the row's prompt before the chat template: text or a list of messages."""
     prompt = row["prompt"] if config.prompt_template is None else _fill_template(row, index, config.prompt_template)
     if isinstance(prompt, str):
         return prompt
@@ -222,7 +225,7 @@ def _fill_template(row: Row, index: int, template: str) -> str:
 
 
 def _text(prompt: str, place: str) -> str:
-    """Raises UserError for a prompt that no tokenizer can be given."""
+    """Raise UserError for a prompt that no tokenizer accepts."""
     if len(prompt) > PROMPT_CHARS:
         raise UserError(f"{place}: the prompt has {len(prompt):,} characters, at most {PROMPT_CHARS:,} can be used")
     try:

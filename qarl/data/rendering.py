@@ -1,9 +1,9 @@
 """Run a function on a list of items in a child process with limits on CPU time and memory per item.
 
-A chat template is a program that came with the model: nested loops over `range(100000)`, `10 ** 10 ** 10` or a string
-that doubles itself never end, or take all memory. Counting loop steps inside jinja misses single operations that are
+A chat template is a program that comes with the model. Nested loops over `range(100000)`, `10 ** 10 ** 10` or a string
+that doubles itself never end, or use all memory. Counting loop steps inside jinja misses single operations that are
 implemented in C, and a signal handler cannot interrupt those either. The kernel can end a process at any point, from
-any thread of the caller.
+any thread.
 
 A fork, and not a new interpreter: it starts in 10 ms and renders with the same transformers. The child only runs pure
 Python and leaves with `os._exit`, so thread pools and GPU contexts that it inherits are never used.
@@ -28,14 +28,14 @@ from qarl.inputs.paths import reason_of
 T = TypeVar("T")
 
 CPU_SECONDS = 10.0  # per item
-MEMORY_BYTES = 2 * 2**30  # beyond what the process had before
-WAIT_SECONDS = 600.0  # of wall clock for one item: only a child that hangs without using its CPU time reaches it
+MEMORY_BYTES = 2 * 2**30  # on top of the process's memory at the start
+WAIT_SECONDS = 600.0  # wall-clock limit per item, for a child that hangs without using CPU time
 
 _CHUNK = 2**20
 
 
 class Refused(Exception):
-    """`work` raised, or exceeded a limit. The message says which, without the item."""
+    """`work` raised, or exceeded a limit. The message gives the reason, without the item."""
 
 
 class LimitExceeded(Refused):
@@ -85,20 +85,20 @@ _MEMORY = f"takes more than {MEMORY_BYTES // 2**30} GiB of memory"
 
 
 def _ended(status: int) -> str:
-    """Why a child ended before its last item."""
+    """Describe why a child ended before its last item."""
     by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if by == signal.SIGPROF:
         return f"takes more than {CPU_SECONDS:g} s of CPU time"
-    if by == signal.SIGKILL or by is None:  # the kernel's out-of-memory killer, or no memory left to say so
+    if by == signal.SIGKILL or by is None:  # the kernel's out-of-memory killer, or no memory left to report it
         return _MEMORY
     return f"ended its process with signal {by}"
 
 
 def _lines(fd: int) -> Iterator[bytes]:
-    """Lines of a pipe until its other end is closed."""
+    """Yield lines of a pipe until its other end is closed."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    started: list[bytes] = []  # of a line whose end has not come yet
+    started: list[bytes] = []  # beginning of an incomplete line
     while True:
         if not poll.poll(WAIT_SECONDS * 1000):
             raise LimitExceeded(f"gives no text within {WAIT_SECONDS:g} s")
@@ -115,10 +115,10 @@ def _lines(fd: int) -> Iterator[bytes]:
 def _serve(work: Callable[[T], str], items: Sequence[T], write_end: int) -> Never:
     """The child: write one JSON line per item, and end after the first that fails."""
     try:
-        gc.disable()  # a collection could free inherited objects of a GPU
-        logging.disable()  # the lock of a handler may be held by a thread that is not here
+        gc.disable()  # a collection could free inherited GPU objects
+        logging.disable()  # a handler's lock may be held by a thread that does not exist in the child
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the parent's to handle; it kills this process
+            signal.signal(number, signal.SIG_IGN)  # the parent handles it and kills this process
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         _limit_memory()
         for item in items:
@@ -143,11 +143,11 @@ def _limit_memory() -> None:
 
 
 def _line(work: Callable[[T], str], item: T) -> tuple[bytes, bool]:
-    """The result as a line, and whether there is one."""
+    """Return the result or error as a line, and whether `work` succeeded."""
     try:
         return json.dumps({"text": work(item)}).encode() + b"\n", True
     except MemoryError:
         said, memory = "", True
-    except Exception as error:  # a template is a program of its author and may raise anything
+    except Exception as error:  # a template may raise anything
         said, memory = " ".join(str(error).split())[:300] or type(error).__name__, False
     return json.dumps({"raised": said, "memory": memory}).encode() + b"\n", False

@@ -1,4 +1,4 @@
-"""`data.source` -> rows. Four kinds: a task generator, a local file or directory, a hub dataset."""
+"""Loads the rows of `data.source`: a task generator, a local file or directory, or a hub dataset."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ Row = dict[str, Any]
 
 
 def load_rows(config: DataConfig) -> list[Row]:
-    """The rows of `config.source`, at most the first `config.max_rows` of them, in the source's own order.
+    """Load the first `config.max_rows` rows of `config.source`, in the source's order.
 
-    `task:NAME` and `reasoning-gym:NAME` are generated; a path that exists, or looks like one, is read from the disk;
-    anything else is a hub dataset. Every row has the same keys: a key that some JSON rows lack is None there.
+    `task:NAME` and `reasoning-gym:NAME` are generated. A path that exists, or looks like a path, is read from disk.
+    Anything else is a hub dataset. Every row has the same keys; a key that some JSON rows lack is None there.
 
-    Raises UserError: unknown task or option, missing or unreadable file (with the line), missing split, no rows.
+    Raises:
+        UserError: Unknown task or option, missing or unreadable file (names the line), missing split, or no rows.
     """
     source = config.source
     if tasks.is_task(source):

@@ -14,13 +14,13 @@ from qarl.types import Prompt
 
 
 class PromptStream:
-    """Deals the prompts epoch after epoch, each epoch in its own order.
+    """Yields the prompts epoch after epoch, in a different order per epoch.
 
     The order of an epoch depends on (seed, epoch) alone, so the position is two integers and resuming is exact.
 
     Args:
-        pass_rate: Prompts are skipped if the mean reward of their last responses is outside these bounds, which are
-            included; None: no prompt is.
+        pass_rate: Inclusive bounds. Prompts whose last responses have a mean reward outside of them are skipped. None:
+            none are skipped.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class PromptStream:
         return len(self._prompts)
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts. Across an epoch's end a prompt may appear twice; for n > len(prompts) some do.
+        """Return the next n prompts. A prompt may appear twice across an epoch's end; if n > len(prompts) some do.
 
-        If a whole epoch's worth of prompts in a row would be skipped, they are not.
+        If all prompts of one epoch in a row would be skipped, none of them is.
         """
         dealt: list[Prompt] = []
         skipped = 0
@@ -74,7 +74,9 @@ class PromptStream:
         return self._bounds is not None and rate is not None and not self._bounds[0] <= rate <= self._bounds[1]
 
     def state(self) -> dict[str, Any]:
-        """JSON-able position; pass_rates: [prompt id, mean reward] of the prompts sampled so far, if any is skipped."""
+        """Return the position as JSON. pass_rates: [prompt id, mean reward] of the prompts sampled so far, if
+        skipping is on.
+        """
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -86,7 +88,7 @@ class PromptStream:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises UserError if it was taken over other prompts or other answers.
 
-        A state without `columns_fingerprint`, of an earlier version, is not checked for the latter.
+        If the state has no `columns_fingerprint` (earlier versions), the answers are not checked.
         """
         if state["fingerprint"] != self.fingerprint:
             raise UserError(
@@ -113,7 +115,7 @@ class PromptStream:
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over ids, texts and token ids: what the sampler sees, hence template and tokenizer too."""
+    """Return the SHA-256 of ids, texts and token ids. So it also covers the template and the tokenizer."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.text, prompt.token_ids)).encode())
@@ -121,7 +123,7 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
 
 
 def _columns_fingerprint(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over ids and columns, whatever the columns' order: what the rewards are given beside the prompts."""
+    """Return the SHA-256 of ids and columns (the inputs of rewards), independent of the order of columns."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps([prompt.id, pack(prompt.columns)], sort_keys=True).encode())

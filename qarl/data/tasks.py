@@ -13,8 +13,8 @@ from qarl.utils.text import visible
 
 Row = dict[str, Any]
 
-MOST_ROWS = 1_000_000  # of a generated source
-_ANSWER_DIGITS = 4000  # Python writes integers of at most 4,300
+MOST_ROWS = 1_000_000  # limit for a generated source
+_ANSWER_DIGITS = 4000  # Python's limit for printing integers is 4,300
 
 _BUILT_IN = "task:"
 _REASONING_GYM = "reasoning-gym:"
@@ -25,9 +25,9 @@ def is_task(source: str) -> bool:
 
 
 def generate(source: str, options: dict[str, Any], max_rows: int | None = None) -> list[Row]:
-    """Rows of `task:NAME` or `reasoning-gym:NAME` with `options` as keyword arguments; the same for the same options.
+    """Generate the rows of `task:NAME` or `reasoning-gym:NAME`, with `options` as keyword arguments. Deterministic.
 
-    Raises UserError: unknown task, unknown or impossible option, `reasoning-gym` not installed.
+    Raises UserError for an unknown task, an unknown or invalid option, or if `reasoning-gym` is not installed.
     """
     kind, _, name = source.partition(":")
     if kind == "reasoning-gym":
@@ -55,13 +55,20 @@ def arithmetic(
     max: int | None = None,
     terms: int = 2,
 ) -> list[Row]:
-    """`size` problems as rows with `prompt` ("12 + 7") and `answer` ("19"), both text.
+    """Generate arithmetic problems as rows with `prompt` ("12 + 7") and `answer` ("19"), both text.
 
-    operations: any of + - *, drawn independently between the `terms` operands; * binds tighter. Operands are uniform
-    in [min, max] (default [0, 99]), or have exactly `digits` digits. Row i depends on the seed and on i only, so a
-    larger `size` extends a smaller one. Answers may be negative.
+    Row i depends only on the seed and on i, so a larger `size` extends a smaller one. Answers may be negative.
 
-    Raises UserError naming the option.
+    Args:
+        size: Number of rows.
+        seed: Random seed.
+        operations: Any of + - *, chosen independently between operands; * binds tighter.
+        digits: Exact number of digits of operands, instead of `min` and `max`.
+        min, max: Range of operands, inclusive; default [0, 99].
+        terms: Number of operands.
+
+    Raises:
+        UserError: An option is invalid; names the option.
     """
     for name, value, least, most in (
         ("size", size, 1, MOST_ROWS),
@@ -112,8 +119,8 @@ def _problem(rng: random.Random, operations: list[str], low: int, high: int, ter
 def _reasoning_gym(name: str, options: dict[str, Any], max_rows: int | None) -> list[Row]:
     """Rows with `prompt`, `answer` (None for tasks without one oracle answer) and `entry`.
 
-    `entry` is the package's own, for the reward `reasoning_gym`; to its metadata (`source_dataset`, `source_index`)
-    we add `source_options`, because some tasks score by their configuration.
+    `entry` is the package's entry, for the reward `reasoning_gym`. Its metadata (`source_dataset`, `source_index`) gets
+    a `source_options`, because the scores of some tasks depend on their configuration.
     """
     try:
         import reasoning_gym
@@ -139,7 +146,7 @@ def _reasoning_gym(name: str, options: dict[str, Any], max_rows: int | None) -> 
             rows.append(plain({"prompt": entry["question"], "answer": entry["answer"], "entry": entry}))
     except UserError:
         raise
-    except Exception as error:  # a hundred generators, each with its own idea of what options may be
+    except Exception as error:  # about a hundred generators, which raise different errors for invalid options
         said = visible(" ".join(str(error).split())[:300]) or type(error).__name__
         raise UserError(f"data.task: reasoning-gym:{name} refuses {visible(f'{options!r:.200}')}: {said}") from error
     return rows

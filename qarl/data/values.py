@@ -1,4 +1,4 @@
-"""Values of rows as a run keeps them: what JSON can say, so that they can be handed to another process as data."""
+"""Conversion of row values to JSON values, so that they can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _LARGEST = 10**INT_DIGITS
 
 
 class NotPlain(ValueError):
-    """A value that no row can hold. The message says which, without the place."""
+    """A value that a row cannot hold. The message describes it, without its position."""
 
 
 def plain(value: Any, depth: int = 1) -> Any:
-    """`value` in lists, tuples, dicts, text, numbers, true, false and null.
+    """Convert `value` to lists, tuples, dicts, text, numbers, booleans and null.
 
-    Dates and times become ISO 8601 text, decimals, time spans and UUIDs their usual text, bytes base64 text, and
-    arrays and scalars of numpy or torch lists and numbers. Raises NotPlain for any other type, for what is nested
-    deeper than JSON may be, and for integers too long to be written out.
+    Dates and times become ISO 8601 text; decimals, time spans and UUIDs their usual text; bytes base64 text; arrays and
+    scalars of numpy or torch lists and numbers. Raises NotPlain for other types, too deep nesting, and integers with
+    too many digits.
     """
     if depth > DEPTH:
         raise NotPlain(f"is nested deeper than {DEPTH} levels")

@@ -1,1 +1,1 @@
-"""Proof that sampler and learner agree bit for bit on this machine, and where they part if they do not."""
+"""Checks that sampler and learner agree bit for bit on this machine, and locates the first difference if not."""

@@ -1,4 +1,4 @@
-"""`qarl verify-exact`: from a target to what a check of it found."""
+"""`qarl verify-exact`: opens a target and checks it."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def check_exactness(
     device: str,
     say: Callable[[str], None],
 ) -> Exactness:
-    """Draw tokens with the engine, recompute them with the learner's forward, and where they differ find out why.
+    """Sample tokens with the engine, recompute them with the learner's forward, and trace the first difference.
 
-    prompts: texts, or a file with one a line, taken as they are; None: random tokens. say: shows one line before what
-    takes long. Raises UserError: options that mean nothing, a prompt that does not fit, whatever cannot be opened.
+    prompts: Texts, or a file with one text per line, used without a template; None: random tokens. say: Called with one
+    line before slow work. Raises UserError for invalid options, a prompt that does not fit, or an unreadable target.
     """
     request.check()
     where = pick_device(device)
@@ -76,7 +76,7 @@ def check_exactness(
 
 @contextmanager
 def _place_of_log() -> Iterator[Path]:
-    """A new directory for what vLLM says, which stays where the user is told to look into it."""
+    """Create a directory for vLLM's log. It is kept if an error message refers to it."""
     from qarl.rollout.vllm.engine import SamplerError
 
     place = Path(tempfile.mkdtemp(prefix="qarl-verify-exact-"))
@@ -91,7 +91,7 @@ def _place_of_log() -> Iterator[Path]:
 
 
 def _texts(prompts: str | os.PathLike[str] | Sequence[str]) -> list[str]:
-    """Of a file one a line; lines of white space alone are left out. Raises UserError without any."""
+    """Return the prompts; from a file one per line, without blank lines. Raises UserError if there are none."""
     place = "--prompts"
     if isinstance(prompts, str | os.PathLike):
         place = f"--prompts: {prompts}"
@@ -101,5 +101,5 @@ def _texts(prompts: str | os.PathLike[str] | Sequence[str]) -> list[str]:
             raise UserError(f"{place}: {error.reason}") from error
     found = [text for text in prompts if text.strip()]
     if not found:
-        raise UserError(f"{place}: holds no prompt; give one a line")
+        raise UserError(f"{place}: holds no prompt; give one per line")
     return found

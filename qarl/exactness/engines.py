@@ -1,4 +1,4 @@
-"""The engines that a check draws from: what it asks of them beside drawing is a trace of one sequence."""
+"""Engines that a check samples from. They can also trace one sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qarl.types import Rollout
 
 
 class Engine(Protocol):
-    """preemptions: how often a sequence lost its KV pages so far; None where the engine does not say."""
+    """An engine to check. preemptions: number of times a sequence lost its KV pages; None if unknown."""
 
     preemptions: int | None
 
@@ -29,16 +29,16 @@ class Engine(Protocol):
         ...
 
     def trace(self, one: Round, tracer: Tracer) -> list[Rollout]:
-        """`draw`, with every operation of its forwards told to the tracer."""
+        """`draw`, with every operation of its forwards reported to the tracer."""
         ...
 
     def close(self) -> None: ...
 
 
 def tight(sizes: Sizes) -> RolloutConfig:
-    """Engine sizes at which prompts are cut into chunks, and sequences preempted."""
+    """Return engine sizes so small that prompts are split into chunks and sequences are preempted."""
     sequences = min(sizes.sequences, sizes.prompts(sizes.response) * SAMPLES)
-    # Prompts are shared, most are far from the longest, and so are responses: a fifth is what several sequences lack.
+    # Prompts are shared, and most prompts and responses are short. So a fifth of the full size causes preemptions.
     pool = max(sizes.longest, sequences * sizes.longest // 5) + PAGE
     return RolloutConfig(
         max_num_seqs=sequences, max_batched_tokens=max(sequences, sizes.prompt // 3), kv_cache_tokens=pool
@@ -46,7 +46,7 @@ def tight(sizes: Sizes) -> RolloutConfig:
 
 
 class Native:
-    """The engine of the learner's process."""
+    """The native engine, in the learner's process."""
 
     def __init__(self, opened: Opened) -> None:
         self._engine: NativeEngine = opened.engine
@@ -72,7 +72,7 @@ class VLLM:
     def __init__(
         self, opened: Opened, sizes: Sizes, rollout: RolloutConfig, place: Path, say: Callable[[str], None]
     ) -> None:
-        from qarl.rollout.vllm.engine import VLLMEngine  # what it imports is there with vLLM
+        from qarl.rollout.vllm.engine import VLLMEngine  # needs vLLM
         from qarl.rollout.vllm.launch import require_vllm
         from qarl.weight_sync.canary import canary_of
         from qarl.weight_sync.sender import WeightSender
@@ -102,7 +102,7 @@ class VLLM:
 
 
 def _config(opened: Opened, sizes: Sizes, rollout: RolloutConfig) -> Config:
-    """A run's configuration as far as vLLM is concerned. Raises UserError for what it cannot do exactly."""
+    """Build the configuration that vLLM needs. Raises UserError for options that vLLM does not support exactly."""
     target, layout = opened.target, opened.policy.sampler.layout
     dtype = str(layout.dtype).removeprefix("torch.")
     exact = {"engine": "vllm", "numerics": "exact", "vllm": {"process": "inline", "sleep_level": 0}}

@@ -35,14 +35,14 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class Parting:
-    """The first place where two forwards diverge. position: of the token. layer: None outside the layers."""
+    """The first place where two forwards diverge. position: token position. layer: None outside the layers."""
 
     position: int
     layer: int | None
     operation: str
 
     def step(self, layers: int) -> Step:
-        """The key of `Tracer.found`. layers: number of layers of the model."""
+        """Return the key of `Tracer.found`. layers: number of layers of the model."""
         outside = -1 if self.operation == "embedding" else layers
         return outside if self.layer is None else self.layer, self.operation
 

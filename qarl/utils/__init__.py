@@ -1,1 +1,1 @@
-"""Small helpers without a room of their own: processes, threads, signals, text, names of packed layers."""
+"""Small helpers: processes, threads, signals, text, names of packed layers."""

@@ -1,4 +1,4 @@
-"""Means and deviations of any floats: what is finite has a finite mean, though its sum may be none. No torch."""
+"""Mean and standard deviation that do not overflow for finite floats. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Iterable
 
-_SCALE = 2.0**-100  # exact, and sums of as many values as fit in memory then fit a float
+_SCALE = 2.0**-100  # exact; sums of scaled values cannot overflow
 
 
 def mean(values: Iterable[float]) -> float:
-    """As `statistics.fmean`, to the bit wherever that has a result. NaN for values that have no mean (inf and -inf).
+    """Return the mean of at least one value, bit-identical to `statistics.fmean` unless that overflows.
 
-    At least one value.
+    NaN if the values contain both inf and -inf.
     """
     values = list(values)
     try:
@@ -24,9 +24,9 @@ def mean(values: Iterable[float]) -> float:
 
 
 def deviation(values: Iterable[float]) -> float:
-    """The population's standard deviation, as `statistics.pstdev` gives it, to the bit wherever that has a result.
+    """Return the population standard deviation of at least one value, bit-identical to `statistics.pstdev`.
 
-    NaN where a value is not finite. At least one value.
+    NaN if a value is not finite. Does not overflow for finite values.
     """
     values = list(values)
     return statistics.pstdev(values) if all(map(math.isfinite, values)) else math.nan

@@ -10,10 +10,10 @@ class ExpertNames(NamedTuple):
     """Names inside a decoder layer."""
 
     block: str  # the module that holds router and experts
-    gate: str  # Linear of an expert, as are the next two
+    gate: str  # Linear of an expert, like the next two
     up: str
     down: str
-    shared: str | None = None  # inside the block: an expert that every token goes through, with the same Linears
+    shared: str | None = None  # inside the block: the expert that processes every token, with the same Linears
 
     def router(self) -> str:
         return f"{self.block}.gate"

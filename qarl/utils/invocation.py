@@ -1,4 +1,4 @@
-"""The command line of this process, for records and for what to type again."""
+"""The command line of this process, for records and for messages that suggest rerunning it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def command_line() -> list[str]:
-    """`qarl ...` as it was typed, or `python SCRIPT ...` where a script of the user's calls qarl from Python."""
+    """Return `qarl ...` as typed, or `python SCRIPT ...` if a user's script calls qarl from Python."""
     program = Path(sys.argv[0])
     if program.suffix == ".py" and program.name != "__main__.py":
         return ["python", *sys.argv]

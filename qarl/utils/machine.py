@@ -1,4 +1,4 @@
-"""How much memory this machine and its GPU give the process. Imports no torch."""
+"""Memory that this machine and its GPU provide to the process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def machine_bytes(root: Path = Path("/")) -> int:
-    """Memory and swap that this process can have: the machine's, or less where a control group limits it.
+    """Return the memory and swap available to this process in bytes, respecting control groups.
 
-    root: of /proc and /sys. A limit that cannot be read counts as none.
+    root: Parent of /proc and /sys. A limit that cannot be read counts as none.
     """
     found = re.findall(r"^(MemTotal|SwapTotal):\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
     sizes = {name: 1024 * int(size) for name, size in found}
@@ -23,7 +23,8 @@ def machine_bytes(root: Path = Path("/")) -> int:
 
 def _group_limits(root: Path, machine_swap: int) -> Iterator[int]:
     """Memory and swap of the process's control groups, its own and those above: version 2, and the memory controller
-    of version 1. machine_swap: bytes of swap that there are."""
+    of version 1. machine_swap: bytes of swap of the machine.
+    """
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, _, named = line.partition(":")
@@ -35,7 +36,7 @@ def _group_limits(root: Path, machine_swap: int) -> Iterator[int]:
             for directory in [group, *group.parents]:
                 memory = _limit(directory / ("memory.limit_in_bytes" if controllers else "memory.max"))
                 if memory is not None:
-                    # Without a limit on swap it takes what the machine has, which is counted for it.
+                    # Without a limit on swap the group can use all of the machine's swap.
                     both = _limit(directory / "memory.memsw.limit_in_bytes") if controllers else None
                     swap = machine_swap if controllers else _limit(directory / "memory.swap.max")
                     yield both or memory + (machine_swap if swap is None else min(swap, machine_swap))
@@ -44,7 +45,7 @@ def _group_limits(root: Path, machine_swap: int) -> Iterator[int]:
 
 
 def _limit(path: Path) -> int | None:
-    """The number in a file of the control group; None for `max`, and where there is no such file."""
+    """Read a number from a control group file; None for `max`, or if there is no such file."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -52,9 +53,9 @@ def _limit(path: Path) -> int | None:
 
 
 def gpu_bytes() -> int | None:
-    """Memory of the first GPU that this process may use, all of it, as the driver's library says; None without one.
+    """Return the total memory in bytes of the first visible GPU, according to NVML; None if there is none.
 
-    `CUDA_VISIBLE_DEVICES` may name it by number or by identifier.
+    `CUDA_VISIBLE_DEVICES` may contain numbers or identifiers.
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     device, memory = ctypes.c_void_p(), _GPUMemory()
@@ -70,7 +71,7 @@ def gpu_bytes() -> int | None:
 
 
 def visible_gpus() -> list[str]:
-    """GPUs that this process may use: those that the driver's library counts, as `CUDA_VISIBLE_DEVICES` names them."""
+    """Return the GPUs visible to this process: those that NVML counts, filtered by `CUDA_VISIBLE_DEVICES`."""
     visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), _gpu_count()
     names = map(str, range(count)) if visible is None else filter(None, visible.split(","))
     return list(names)[:count]
@@ -85,7 +86,7 @@ def _gpu_count() -> int:
 
 @contextmanager
 def _driver() -> Iterator[Any]:
-    """The driver's library, ready for questions; None where it does not answer. https://docs.nvidia.com/deploy/nvml-api"""
+    """Open NVML; None if it does not work. https://docs.nvidia.com/deploy/nvml-api"""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         ready = not library.nvmlInit_v2()

@@ -1,4 +1,4 @@
-"""Layers that an engine multiplies as one weight: q, k and v of an attention block, gate and up of an MLP.
+"""Packed linears, which an engine multiplies as one weight: q, k and v of an attention block, gate and up of an MLP.
 
 In a mixture of experts: gate and up of all experts of a layer, and down of all of them.
 """
@@ -52,7 +52,7 @@ def fusion_fault(scheme: Scheme, ignore: list[str], rows: Mapping[str, int]) -> 
         rows: Output features of each Linear, by module name.
 
     Returns:
-        The key of the `quant` section that is at fault (`ignore` or `scheme`) and the reason, or None.
+        The `quant` key that causes the error (`ignore` or `scheme`) and the reason, or None.
     """
     if not scheme.quantized:
         return None

@@ -24,7 +24,7 @@ class Interrupted(BaseException):
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """A second Ctrl-C: stop now, without saving. A KeyboardInterrupt of any other class comes from code of the user."""
+    """A second Ctrl-C: stop now, without saving. A KeyboardInterrupt of another class comes from user code."""
 
 
 def is_stop(error: BaseException) -> bool:
@@ -59,11 +59,11 @@ class Signals:
 
 
 def signal_at_end_of(parent: int, signum: int) -> None:
-    """Have the kernel send this process `signum` when its parent is gone, however that ended.
+    """Have the kernel send `signum` to this process when its parent ends for any reason.
 
-    parent: its pid. Where it is gone already, this process ends with exit code 1. The end of the thread that started
-    this process counts as the parent's.
+    The end of the thread that started this process counts as the parent's end. parent: its pid. If the parent is gone
+    already, this process ends with exit code 1.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:  # it was gone before the kernel was asked
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)

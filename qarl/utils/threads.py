@@ -1,4 +1,4 @@
-"""How torch's CPU threads wait for each other. Importing it imports no torch: `wait_politely` must run before that."""
+"""Settings of torch's CPU threads. Imports no torch, because `wait_politely` must run before that import."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SPIN_COUNT = 10_000
 def wait_politely() -> None:
     """Let OpenMP threads give up their core after a short spin at a barrier, unless the user has chosen otherwise.
 
-    By default libgomp spins for milliseconds. Where another process wants a core, the thread that everybody waits for
-    is then kept off it by the thread that waits. Seen on 2 loaded cores: 300 small products, exponentials and
+    By default libgomp spins for milliseconds. If another process competes for the cores, spinning threads keep the
+    thread that they wait for from running. Measured on 2 loaded cores: 300 small products, exponentials and
     multiplications took 29 s with the default and 3 to 5 s with a short spin.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -22,10 +22,10 @@ def wait_politely() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch computes on the CPU with the calling thread alone: for many small operations on a step's tokens.
+    """Context manager: torch uses a single CPU thread, which is faster for many small operations.
 
-    Each operation on more than 32,768 numbers ends when the last of its threads has had a core. Seen on 2 loaded cores:
-    the mismatch of 131,072 tokens took 0.93 s with two threads and 0.03 s with one.
+    An operation on more than 32,768 numbers uses all threads and ends only after the last one was scheduled. On 2
+    loaded cores the mismatch of 131,072 tokens took 0.93 s with two threads and 0.03 s with one.
     """
     import torch
 

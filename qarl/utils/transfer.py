@@ -1,4 +1,4 @@
-"""Copies to a GPU that nobody waits for."""
+"""Asynchronous copies to a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """The values on the device. From the CPU to a GPU they go by pinned memory: neither of the two waits."""
+    """Copy values to the device; from the CPU to a GPU through pinned memory, without synchronizing."""
     if values.device.type == "cpu" and device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)

@@ -1,1 +1,1 @@
-"""Comparing schemes on one model without RL: weight error, divergence from bf16, size and speed, in minutes."""
+"""Compares schemes on one model in minutes, without RL: weight error, divergence from bf16, size and speed."""

@@ -1,4 +1,4 @@
-"""`qarl compare --offline`: one model under several schemes, without RL; what is finished is not computed again."""
+"""`qarl compare --offline`: compares schemes on one model without RL. Finished results are reused."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def compare_offline(
 
     Args:
         model: A run, one of its checkpoints, or a model; not a quantized checkpoint.
-        schemes: Names. bf16, which the others are compared with, gets a row only if it is among them.
-        out: Directory of the results. It is made, or continued if the arguments are the same.
+        schemes: Scheme names. bf16, the baseline, gets a row only if it is among them.
+        out: Directory of the results; created, or resumed if the arguments are the same.
         text: UTF-8 file; default the text that comes with qarl.
-        group_size: Of the schemes that have groups.
-        kv_cache_dtype: Of all schemes, see `scheme_targets`; never of the reference.
-        max_tokens: Tokens of the text that are used.
-        window: Tokens that attend to each other; fewer if the context is shorter.
+        group_size: Group size of the schemes that have groups.
+        kv_cache_dtype: KV cache dtype of all schemes except the reference, see `scheme_targets`.
+        max_tokens: Number of tokens of the text to use.
+        window: Window length in tokens; at most the context.
         speed: Sizes of the speed test; default `SpeedTest()`.
         device: auto, cpu or cuda.
         verify_digests: See `resolve_target`.
-        seed: Of the tokens in the speed test.
-        say: Shows one line of progress.
+        seed: Seed of the tokens in the speed test.
+        say: Called with one line of progress.
 
     Returns:
-        0, or 1 if a scheme could not be measured: its row says why, the others are there.
+        0, or 1 if a scheme could not be measured; its row gives the reason.
 
     Raises:
         UserError: A model or text that cannot be read, an unknown scheme, a text shorter than one window, an `out`
@@ -71,7 +71,7 @@ def compare_offline(
     source = read_text(text)
     where = pick_device(device)
     context = context_of(base)
-    window = min(window, context - 1)  # a start token comes on top
+    window = min(window, context - 1)  # a start token is added
     speed = (speed or SpeedTest()).within(context)
     windows = cut(source, load_tokenizer(base.model), window, max_tokens)
     settings: dict[str, Any] = {

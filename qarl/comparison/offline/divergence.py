@@ -1,4 +1,4 @@
-"""How far a scheme's next-token distributions are from those of bf16, and what that costs in perplexity."""
+"""Divergence of a scheme's next-token distributions from those of bf16, and the increase in perplexity."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from qarl.comparison.offline.windows import Windows
 from qarl.errors import UserError
 from qarl.policy.policy import Policy
 
-LOGIT_BYTES = 64 * 2**20  # of one float64 chunk of logits; a handful are held at once
+LOGIT_BYTES = 64 * 2**20  # per float64 chunk of logits; a few are in memory at once
 
 
 @torch.no_grad()
 def final_states(policy: Policy, windows: Windows) -> Tensor:
-    """States before each predicted token, in the sampler's arithmetic: (windows, predictions, H) on the CPU.
+    """Return the final hidden state before each predicted token: (windows, predictions, H) on the CPU.
 
-    What `Sampler.logits` makes of them is the whole distribution, so these are all that needs keeping of a reference.
+    Uses the sampler's arithmetic. `Sampler.logits` turns states into whole distributions, so a reference keeps only the
+    states.
     """
     kept = []
     for ids in windows.ids:
@@ -33,10 +34,12 @@ def final_states(policy: Policy, windows: Windows) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenNumbers:
-    """Per window and predicted token, float64 (windows, predictions), in nats.
+    """Results per window and predicted token, float64 (windows, predictions), in nats.
 
-    kl: KL(reference || scheme) over the whole vocabulary. nll, reference_nll: -log p of the token that follows.
-    agrees: bool, whether both have the same likeliest token.
+    Attributes:
+        kl: KL(reference || scheme) over the whole vocabulary.
+        nll, reference_nll: -log p of the next token of the text.
+        agrees: Bool, whether both have the same most likely token.
     """
 
     kl: Tensor
@@ -45,10 +48,10 @@ class TokenNumbers:
     agrees: Tensor
 
     def summary(self) -> dict[str, Any]:
-        """Numbers of comparison.json; intervals are over windows."""
+        """Return the entries of comparison.json. Intervals are over windows."""
         kl, low, high = mean_interval(self.kl.mean(1).tolist())
         agreement = mean_interval(self.agrees.double().mean(1).tolist())
-        # The same tokens under both: the difference is far surer than either perplexity.
+        # Paired over the same tokens, so the ratio has a much smaller error than either perplexity.
         increase = mean_interval((self.nll - self.reference_nll).mean(1).tolist())
         flat = self.kl.flatten()
         return {
@@ -68,11 +71,10 @@ class TokenNumbers:
 
 @torch.no_grad()
 def token_numbers(policy: Policy, states: Tensor, reference: Tensor, windows: Windows) -> TokenNumbers:
-    """Compare the distributions that `states` stand for with those of `reference`, both (windows, predictions, H).
+    """Compare the distributions of `states` with those of `reference`, both (windows, predictions, H).
 
-    Both go through the policy's output layer: no scheme quantizes it, so it is the reference's as well. The softmax and
-    the sums over the vocabulary are in float64, so that a divergence of zero comes out as zero.
-    Raises UserError where a log-prob is not finite.
+    Both use the policy's output layer, which no scheme quantizes. Softmax and sums over the vocabulary are in float64,
+    so that equal distributions give exactly 0. Raises UserError if a log-prob is not finite.
     """
     device = policy.device
     chunk = max(1, LOGIT_BYTES // (8 * policy.sampler.weights.head.shape[0]))
@@ -84,7 +86,7 @@ def token_numbers(policy: Policy, states: Tensor, reference: Tensor, windows: Wi
         p = policy.sampler.logits(flat_reference[part].to(device)).double().log_softmax(-1)
         q = policy.sampler.logits(flat_states[part].to(device)).double().log_softmax(-1)
         following = flat_targets[part].to(device)[:, None]
-        # A divergence is not negative; only float64 rounding of the sum is.
+        # A divergence is never negative, but its float64 sum may be by rounding.
         divergence = (p.exp() * (p - q)).sum(-1).clamp_(min=0.0)
         likely, reference_likely = (rows.gather(-1, following)[:, 0] for rows in (q, p))
         found = (divergence, -likely, -reference_likely, p.argmax(-1) == q.argmax(-1))
@@ -103,5 +105,5 @@ def _named(values: Sequence[float | None], of: Callable[[float], float | None]) 
 
 
 def _exp(x: float) -> float | None:
-    """e^x, None where float64 has no room for it (the end of an interval over very few windows)."""
+    """Return e^x, or None if it overflows float64 (interval bounds over very few windows)."""
     return math.exp(x) if x < 700 else None

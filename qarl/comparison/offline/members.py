@@ -1,4 +1,4 @@
-"""Measuring one scheme after the other, with one policy in memory at a time."""
+"""Measures the schemes one after another, with one policy in memory at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from qarl.storage.disk import disk_errors
 
 @dataclass(frozen=True)
 class Bench:
-    """What every scheme is measured with. reference_file: keeps the reference's states between starts."""
+    """Settings and data that all schemes share. reference_file: caches the reference's states between starts."""
 
     targets: Mapping[str, Target]
     reference: Target
@@ -49,7 +49,7 @@ class Bench:
 
 
 def measure(bench: Bench, schemes: list[str]) -> Iterator[dict[str, Any]]:
-    """A member for each scheme, in order: finished, or failed with the reason. Raises UserError if bf16 cannot run."""
+    """Yield a member per scheme, in order: finished, or failed with the reason. Raises UserError if bf16 cannot run."""
     reference = _reference(bench)
     for scheme in schemes:
         began = time.perf_counter()
@@ -87,7 +87,7 @@ def _numbers(bench: Bench, scheme: str, reference: Tensor) -> dict[str, Any]:
 
 
 def _reference(bench: Bench) -> Tensor:
-    """States of the bf16 policy before each predicted token: (windows, predictions, H) in the compute dtype."""
+    """Return the bf16 policy's states before each predicted token: (windows, predictions, H) in the compute dtype."""
     windows, target = bench.windows, bench.reference
     dtype = DTYPES[target.run.model.dtype if target.run else target.model.dtype]
     shape = (len(windows.ids), windows.predictions, bench.masters.config.hidden_size)
@@ -96,7 +96,7 @@ def _reference(bench: Bench) -> Tensor:
         if tuple(held.shape) == shape and held.dtype == dtype:
             return held
     except (OSError, SafetensorError, KeyError):
-        pass  # not there, or not whole
+        pass  # missing or incomplete
     bench.say(f"{REFERENCE}: the reference, {shape[0]} windows of text")
     opened = bench.open(target)
     states = final_states(opened.policy, windows)

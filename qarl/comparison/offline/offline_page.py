@@ -37,7 +37,7 @@ GAINS = ("size", "decode", "prefill")
 
 
 def write_page_and_plots(out: Path, result: dict[str, Any]) -> None:
-    """Write the page and its charts. result: what comparison.json holds. Raises UserError where the disk refuses."""
+    """Write the page and its charts. result: content of comparison.json. Raises UserError if the disk refuses."""
     charts = comparison_charts(result["members"])
     settings = result["settings"]
     subtitle = f"{settings['predicted_tokens']} tokens of {_text_name(settings)}, device {settings['device']}"
@@ -46,7 +46,7 @@ def write_page_and_plots(out: Path, result: dict[str, Any]) -> None:
 
 
 def comparison_charts(members: list[Member]) -> dict[str, Chart]:
-    """Charts by file name, those of `weights_*` last. Empty where no scheme was measured."""
+    """Return charts by file name, those of `weights_*` last. Empty if no scheme was measured."""
     done = [member for member in members if member["state"] == "finished"]
     changed = [member for member in done if member["name"] != REFERENCE]
     charts: dict[str, Chart] = {}
@@ -137,7 +137,7 @@ def _rate(member: Member, name: str) -> Bar:
 
 
 def _by_layer(member: Member) -> Series:
-    """Median error of each block, in percent."""
+    """Return the median error per block, in percent."""
     errors: dict[int, list[float]] = defaultdict(list)
     for layer in member["weight_error"]:
         if layer["layer"] is not None and layer["relative"] is not None:
@@ -146,7 +146,7 @@ def _by_layer(member: Member) -> Series:
 
 
 def _by_kind(member: Member) -> list[Series]:
-    """A curve for each kind of Linear, over the index of the block, in percent."""
+    """Return one curve per kind of Linear, over the index of the block, in percent."""
     points: dict[str, list[tuple[int, float | None]]] = defaultdict(list)
     for layer in member["weight_error"]:
         if layer["layer"] is not None:

@@ -1,4 +1,4 @@
-"""The directory of an offline comparison: one JSON file a scheme, and comparison.json over all of them."""
+"""The directory of an offline comparison: one JSON file per scheme, and comparison.json for all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KIND = "offline"
 
 
 class _Values(Schema):
-    """Exactly these, so that what is kept can be taken as it is."""
+    """Base class that forbids other keys, so that stored results can be used directly."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,7 +57,7 @@ class _Layer(_Values):
 
 
 class _Member(_Values):
-    """What was measured of a scheme, as the table and the page read it."""
+    """Results of a scheme, as the table and the page read them."""
 
     name: str
     state: Literal["finished"]
@@ -83,7 +83,7 @@ class _Kept(_Values):
 
 @dataclass(frozen=True)
 class Record:
-    """out: the directory. settings: what the numbers depend on, plain JSON values; the same for every member."""
+    """Stored results. out: the directory. settings: JSON values that determine the numbers, common to all members."""
 
     out: Path
     settings: dict[str, Any]
@@ -92,8 +92,8 @@ class Record:
     environment: dict[str, Any]
 
     def member(self, scheme: str) -> dict[str, Any]:
-        """What was measured of a scheme, or a pending member."""
-        with suppress(Unreadable):  # not there, or not whole: it is measured again
+        """Return the stored results of a scheme, or a pending member."""
+        with suppress(Unreadable):  # missing or incomplete: it is measured again
             found = read_json_object(self._file(scheme))
             kept = checked(_Kept, found, scheme)
             if kept.settings == self.settings and kept.member.name == scheme:
@@ -108,7 +108,7 @@ class Record:
             atomic_write_text(self._file(member["name"]), text)
 
     def save(self, members: list[dict[str, Any]]) -> dict[str, Any]:
-        """Write comparison.json and return what it holds."""
+        """Write comparison.json and return its content."""
         result = {
             "format_version": FORMAT_VERSION,
             "kind": KIND,
@@ -127,7 +127,7 @@ class Record:
 
 
 def open_out(out: Path, settings: dict[str, Any]) -> None:
-    """Make `out`, or see that it holds this very comparison. Raises UserError if it holds anything else."""
+    """Create `out`, or check that it holds the same comparison. Raises UserError if it holds anything else."""
     require_output(out, "--out", folder=True)
     require_kinds(out, ("comparison.json", "comparison.html"), ("members", "plots"), "--out")
     file = out / "comparison.json"

@@ -1,4 +1,4 @@
-"""Tokens per second of the native engine, prompt and generation apart."""
+"""Tokens per second of the native engine, separately for prefill and decode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from qarl.types import Prompt
 
 @dataclass(frozen=True)
 class SpeedTest:
-    """batch: responses decoded together. prompt_tokens, new_tokens (at least 2): of each. repeats: timed ones."""
+    """Sizes of the speed test.
+
+    Attributes:
+        batch: Responses decoded together.
+        prompt_tokens, new_tokens: Tokens per prompt and per response (at least 2).
+        repeats: Number of timed repeats.
+    """
 
     batch: int = 8
     prompt_tokens: int = 128
@@ -24,15 +30,15 @@ class SpeedTest:
     repeats: int = 3
 
     def within(self, context: int) -> SpeedTest:
-        """The same with prompts that leave room for the new tokens in a context of so many."""
+        """Return a test whose prompts are shortened so that prompt and response fit `context` tokens."""
         return replace(self, prompt_tokens=min(self.prompt_tokens, context - self.new_tokens))
 
 
 def engine_speed(opened: Opened, tokens: list[int], test: SpeedTest, seed: int) -> dict[str, Any]:
-    """Median, lowest and highest rate over the repeats, after a short run that is not timed.
+    """Return median, lowest and highest rate over the repeats, after a short untimed run.
 
-    tokens: text to make prompts of, repeated as needed. The engine of `opened` must take all prompts in its first step
-    (max_num_seqs, max_batched_tokens): that step is the prefill, what follows it is the decode.
+    The engine must take all prompts in its first step (max_num_seqs, max_batched_tokens). That step is the prefill, the
+    rest is the decode. tokens: text to make prompts from, repeated as needed.
     """
     start = [i * test.prompt_tokens for i in range(test.batch)]
     text = tokens * (-(-test.batch * test.prompt_tokens // len(tokens)))

@@ -1,4 +1,4 @@
-"""An offline comparison for a terminal: one line when a member is done, one table at the end."""
+"""Terminal output of an offline comparison: one line per finished member, one table at the end."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ COST_COLUMNS = [
 
 
 def loss_table(members: list[dict[str, Any]]) -> Table:
-    """What each scheme does to the distribution; a scheme that was not measured has its state in place of numbers."""
+    """Build the table of divergence and perplexity. A scheme without results shows its state instead."""
     return Table(LOSS_COLUMNS, [_row(member, LOSS_COLUMNS, _losses) for member in members])
 
 
 def cost_table(members: list[dict[str, Any]]) -> Table:
-    """Weights, size and speed of each scheme; likewise."""
+    """Build the table of weight error, size and speed."""
     return Table(COST_COLUMNS, [_row(member, COST_COLUMNS, _costs) for member in members])
 
 
 def label(member: dict[str, Any]) -> str:
-    """The scheme with its group size, where it has one."""
+    """Return the scheme's name with its group size, if it has one."""
     return member["name"] + (f" g{member['group_size']}" if member.get("group_size") else "")
 
 
 def median_error(member: dict[str, Any]) -> float | None:
-    """Median over the layers of the relative weight error."""
+    """Return the median relative weight error over the layers."""
     errors = [layer["relative"] for layer in member["weight_error"] if layer["relative"] is not None]
     return statistics.median(errors) if errors else None
 
 
 def share(fraction: float | None) -> str:
-    """A fraction as a percentage with three digits: errors of very different sizes stand below each other."""
+    """Format a fraction as a percentage with three significant digits, because errors differ by orders of magnitude."""
     return MISSING if fraction is None else f"{number(100 * fraction)}%"
 
 
@@ -102,7 +102,9 @@ def member_line(m: dict[str, Any]) -> str:
 
 
 def print_table(members: list[dict[str, Any]]) -> None:
-    """The table on stdout, schemes as columns (there are few, and a terminal is narrow); reasons below it."""
+    """Print the table on stdout with schemes as columns, because there are few and terminals are narrow. Reasons
+    follow.
+    """
     table = RichTable("", title="Means with 95 % intervals", title_justify="left", show_lines=True)
     for member in members:
         table.add_column(Text(label(member)), justify="right")

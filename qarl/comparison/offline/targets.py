@@ -1,4 +1,4 @@
-"""The model under each of its schemes, and what tells one state of its weights from another."""
+"""The model under each scheme, and a digest that identifies its weights."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def scheme_targets(
     kv_cache_dtype: str | None,
     verify_digests: bool = True,
 ) -> dict[str, Target]:
-    """The target of each scheme, in the order given. Reads no weights.
+    """Return the target of each scheme, in the given order. Reads no weights.
 
     Args:
         model: A run, one of its checkpoints, or a model.
-        schemes: Their names.
-        group_size: Of the schemes that have groups.
-        kv_cache_dtype: Of all schemes; None: as the run was trained, for a model auto.
+        schemes: Scheme names.
+        group_size: Group size of the schemes that have groups.
+        kv_cache_dtype: KV cache dtype of all schemes; None: as in the run, or auto for a model.
         verify_digests: See `resolve_target`.
 
     Raises:
@@ -53,7 +53,9 @@ def scheme_targets(
 
 
 def reference_target(model: str, verify_digests: bool = True) -> Target:
-    """The model with nothing quantized, nor its KV cache. Reads no weights. Raises UserError: see `resolve_target`."""
+    """Return the model with nothing quantized, including the KV cache. Reads no weights. For errors see
+    `resolve_target`.
+    """
     return resolve_target(model, quant={"scheme": REFERENCE, "kv_cache_dtype": "auto"}, verify_digests=verify_digests)
 
 
@@ -62,10 +64,10 @@ def _group(scheme: str, group_size: int | None) -> dict[str, int]:
 
 
 def weights_mark(target: Target) -> str | None:
-    """A digest of the files that decide a target's numbers, so that those of two models are never in one table.
+    """Return a digest of the files that determine a target's numbers, so that one table never mixes two models.
 
-    They are the model's configuration, tokenizer and weights. A checkpoint of a run has its own weights, whose digests
-    are in its manifest. None for a hub name that is not in the local cache.
+    The files are the model's configuration, tokenizer and weights. A checkpoint of a run has its own weights, whose
+    digests are in its manifest. None for a hub name that is not in the local cache.
 
     Raises:
         UserError: A file cannot be read.

@@ -16,11 +16,11 @@ from qarl.weight_sync.snapshot import Snapshot
 
 
 def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
-    """The error of each Linear layer except the output layer, in model order, with one master in memory at a time.
+    """Yield the error of each Linear layer except the output layer, in model order, one master in memory at a time.
 
-    Compares with the tensors in `snapshot`, which run: codes times stored scales in float32, or the values of an
-    unquantized layer in the compute dtype. Yields rows of `error_of`, with `module`, `layer` (index of the block, None
-    outside of them) and `kind` (`q_proj`, ...).
+    Compares with the tensors in `snapshot`, which the forward uses: codes times stored scales in float32, or the values
+    of an unquantized layer in the compute dtype. Yields rows of `error_of`, with `module`, `layer` (index of the block,
+    None outside of them) and `kind` (`q_proj`, ...).
     """
     for name in masters.shapes:
         module = name.removesuffix(".weight")
@@ -35,7 +35,7 @@ def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, An
 
 
 def error_of(weight: Tensor, held: Tensor) -> dict[str, float | None]:
-    """Errors of `held` against `weight`, of the same shape; computed in float64.
+    """Return the errors of `held` against `weight`, of the same shape, computed in float64.
 
     relative: ||W - H|| / ||W|| (Frobenius; None for a zero matrix). sqnr_db: 20 log10(||W|| / ||W - H||), None if they
     are equal. max_abs: largest |W - H|.
@@ -51,5 +51,5 @@ def error_of(weight: Tensor, held: Tensor) -> dict[str, float | None]:
 
 
 def checkpoint_bytes(masters: Masters, quant: QuantConfig, dtype: torch.dtype) -> int:
-    """Bytes of the tensors that an export in this scheme stores, without file headers."""
+    """Return the bytes of the tensors that an export in this scheme stores, without file headers."""
     return stored_bytes(masters.specs(quant, dtype))

@@ -1,4 +1,4 @@
-"""The text that schemes are compared on, cut into windows of tokens."""
+"""The text for comparing schemes, split into windows of tokens."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Windows:
-    """ids: token ids, all windows of the same length. predictions: how many last tokens of each are predicted.
+    """Windows of tokens.
 
-    A window starts anew: its first tokens are predicted from little, so perplexities are higher than with a longer
-    context, for every scheme alike.
+    Windows are independent. The first tokens of each have little context, so perplexities are higher than with a longer
+    context, equally for every scheme.
+
+    Attributes:
+        ids: Token ids; all windows have the same length.
+        predictions: Number of tokens at the end of each window that are predicted.
     """
 
     ids: list[list[int]]
@@ -39,9 +43,9 @@ class Windows:
 
 
 def read_text(path: Path | None) -> Source:
-    """The user's file, or without one the short English, mathematics and code that comes with qarl.
+    """Read the user's file, or the bundled text of English, mathematics and code if there is none.
 
-    Raises UserError: no such file, too large, not UTF-8, nothing in it.
+    Raises UserError if the file is missing, too large, not UTF-8, or empty.
     """
     if path is None:
         data = (resources.files("qarl.comparison.offline") / "default_text.txt").read_bytes()
@@ -57,10 +61,10 @@ def read_text(path: Path | None) -> Source:
 
 
 def cut(source: Source, tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int) -> Windows:
-    """The first `max_tokens` tokens of the text in windows of `length`, the special tokens that the tokenizer puts
-    before a text not counted; what does not fill a window is left out.
+    """Split the first `max_tokens` tokens of the text into windows of `length`.
 
-    Raises UserError: less text than one window.
+    Special tokens that the tokenizer prepends do not count. An incomplete last window is dropped. Raises UserError if
+    the text is shorter than one window.
     """
     if max_tokens < length:
         raise UserError(f"--max-tokens: {max_tokens} is less than one window of {length} tokens; raise it")
@@ -72,12 +76,12 @@ def cut(source: Source, tokenizer: PreTrainedTokenizerBase, length: int, max_tok
         )
     start = _start_ids(tokenizer)
     windows = [start + ids[i * length : (i + 1) * length] for i in range(count)]
-    # Without a token before it, the first one has nothing to be predicted from.
+    # The first token cannot be predicted without a token before it.
     return Windows(windows, length if start else length - 1)
 
 
 def _start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Special tokens that the tokenizer puts before a text."""
+    """Return the special tokens that the tokenizer prepends to a text."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     framed = tokenizer("a")["input_ids"]
     return next((framed[:i] for i in range(len(framed)) if framed[i : i + len(plain)] == plain), [])
