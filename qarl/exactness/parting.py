@@ -52,10 +52,10 @@ class Parting:
 
 
 def parting(one: Mapping[Step, Mapping[int, set[int]]], other: Mapping[Step, Mapping[int, set[int]]]) -> Parting | None:
-    """The first place with different digests: the earliest position, and there the first operation; None: no place.
+    """Return the first place with different digests: the earliest position, then the first operation; None if equal.
 
-    A row depends on earlier positions alone, so this difference is not the consequence of another one. one, other: see
-    `Tracer.found`; `one` gives the order of operations.
+    A row depends only on earlier positions, so this difference is not caused by another one. one, other: see
+    `Tracer.found`; `one` determines the order of operations.
     """
     both = {step: places for step, places in one.items() if step in other}
     layers = 1 + max((layer for layer, operation in one if not operation.startswith("final")), default=-1)
@@ -72,7 +72,7 @@ def apart(one: Tracer, other: Tracer) -> tuple[int, int, float]:
     """Compare the watched values of two tracers in their first forward that differs.
 
     Returns:
-        How many values there are, how many of them differ, and the largest difference.
+        The number of values, how many of them differ, and the largest difference.
     """
     for a in one.values:
         for b in other.values:

@@ -1,4 +1,4 @@
-"""What a check of exactness draws: its options, and the rounds of prompts that come of them."""
+"""Options of an exactness check, and the rounds of prompts that it samples."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from qarl.rollout.engine import SamplingParams
 from qarl.types import Prompt
 
 SAMPLES = 4  # responses that share a prompt
-PROMPTS = 64  # of a round, at most
-LENGTHS = (1, 2, 4)  # of the longest response, a round's responses are at most the whole, the half, the quarter
+PROMPTS = 64  # maximum per round
+LENGTHS = (1, 2, 4)  # divisors: the length limit of a round is the longest response, half of it, or a quarter
 TOKENS_BY_DEVICE = {"cpu": 1024, "cuda": 32_768}
 LONGEST_BY_DEVICE = {"cpu": 192, "cuda": 1024}
 SEQUENCES_BY_DEVICE = {"cpu": 6, "cuda": 48}
@@ -26,8 +26,13 @@ SEQUENCES_BY_DEVICE = {"cpu": 6, "cuda": 48}
 
 @dataclass(frozen=True)
 class Request:
-    """tokens: to draw, at least. longest: of a prompt and its response. sequences: under way at once, at most. None: as
-    the device suggests."""
+    """Options. None: a default for the device.
+
+    Attributes:
+        tokens: Minimum number of tokens to sample.
+        longest: Maximum tokens of prompt and response.
+        sequences: Maximum number of concurrent sequences.
+    """
 
     tokens: int | None = None
     longest: int | None = None
@@ -39,13 +44,13 @@ class Request:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise UserError for values that mean nothing, or more than can be done."""
+        """Raise UserError for invalid values."""
         for name, value, least in (("--tokens", self.tokens, 1), ("--longest", self.longest, 2)):
             if value is not None and not least <= value <= TOKENS:
                 raise UserError(f"{name}: {value} is no number of tokens; give {least} to {TOKENS:,}")
         if self.sequences is not None and not 1 <= self.sequences <= SEQUENCES:
             raise UserError(f"--sequences: {self.sequences} is no number of sequences; give 1 to {SEQUENCES:,}")
-        if not SMALLEST_TEMPERATURE <= self.temperature <= TEMPERATURE:  # nan is refused too
+        if not SMALLEST_TEMPERATURE <= self.temperature <= TEMPERATURE:  # also rejects NaN
             valid = f"give {SMALLEST_TEMPERATURE:g} to {TEMPERATURE:g}"
             raise UserError(f"--temperature: {self.temperature} is nothing to draw at; {valid}")
         check_truncation(self.top_k, self.top_p, self.min_p)
@@ -67,7 +72,13 @@ class Round:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one check. tokens: to draw, at least. prompt, response: tokens of the longest. sequences: at once, at most."""
+    """Sizes of a check.
+
+    Attributes:
+        tokens: Minimum number of tokens to sample.
+        prompt, response: Maximum tokens of a prompt and of a response.
+        sequences: Maximum number of concurrent sequences.
+    """
 
     tokens: int
     prompt: int
@@ -79,12 +90,12 @@ class Sizes:
         return self.prompt + self.response
 
     def prompts(self, response: int, drawn: int = 0) -> int:
-        """Of a round whose responses have so many tokens at most, after rounds that gave `drawn` tokens."""
+        """Return the number of prompts of a round with the given response limit, after `drawn` sampled tokens."""
         return min(max(2, ceil((self.tokens - drawn) / (SAMPLES * response))), PROMPTS)
 
 
 def sizes_of(request: Request, given: Sequence[list[int]], context: int, device: str) -> Sizes:
-    """given: the user's prompts. context: the model's, in tokens. device: cpu or cuda."""
+    """Choose sizes. given: the user's prompts. context: of the model, in tokens. device: cpu or cuda."""
     tokens, longest = request.tokens or TOKENS_BY_DEVICE[device], request.longest or LONGEST_BY_DEVICE[device]
     prompt = max(map(len, given), default=0)
     if prompt and request.longest is None:
@@ -106,10 +117,11 @@ def rounds(
     vocabulary: int,
     drawn: Callable[[], int] = lambda: 0,
 ) -> Iterator[Round]:
-    """Rounds without end, the same for the same arguments.
+    """Yield an endless, deterministic sequence of rounds.
 
-    given: the user's prompts, of which each round takes some; without them prompts are random tokens. drawn: how many
-    tokens the rounds so far gave; a round has no more prompts than what is left of `sizes.tokens` may take.
+    Args:
+        given: The user's prompts, of which each round takes some. If empty, prompts are random tokens.
+        drawn: Number of tokens sampled so far. A round has no more prompts than the rest of `sizes.tokens` needs.
     """
     draw, number, taken = random.Random(request.seed), 0, 0
     while True:
@@ -120,7 +132,7 @@ def rounds(
             taken += count
         else:
             prompts = _prompts(draw, count, sizes.prompt, vocabulary)
-        # Beside the limit, a few random tokens end a response, so that they end one after the other.
+        # A few random stop tokens, in addition to the limit, make responses end at different steps.
         stops = frozenset(draw.sample(range(vocabulary), max(1, vocabulary // (2 * response))))
         sampling = SamplingParams(SAMPLES, request.seed + number, response, request.truncation, (), stops)
         yield Round([Prompt(i, ids, "") for i, ids in enumerate(prompts)], sampling)
@@ -128,7 +140,9 @@ def rounds(
 
 
 def _prompts(draw: random.Random, count: int, longest: int, vocabulary: int) -> list[list[int]]:
-    """Random prompts: lengths on and beside the edges of a KV page first, then any; some go on where another ends."""
+    """Return random prompts. Lengths around KV page boundaries come first, then any; some prompts extend another
+    one.
+    """
     edges = [length for length in (1, longest, PAGE, PAGE + 1, PAGE - 1, 2 * PAGE + 3) if length <= longest]
     found: list[list[int]] = []
     for i in range(count):

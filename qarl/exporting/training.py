@@ -1,4 +1,4 @@
-"""What a model card says about the run: settings, metrics of its last steps, evaluations. Does not import torch."""
+"""The model card's section about the run: settings, metrics of its last steps, evaluations. Does not import torch."""
 
 from __future__ import annotations
 

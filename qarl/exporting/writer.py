@@ -62,14 +62,14 @@ def export_checkpoint(
 ) -> ExportReport:
     """Write a checkpoint that transformers, vLLM and `resolve_target` read.
 
-    `out` appears after everything is written and read back, and after the digest equals the run's if it must.
+    `out` appears only after everything was written and read back and, for a run's own scheme, the digest was verified.
 
     Args:
-        target: Names the scheme.
-        masters: Of the target.
+        target: Determines the scheme.
+        masters: Masters of the target.
         out: New directory.
-        dtype: Of unquantized tensors.
-        max_shard_bytes: Of tensors, per file.
+        dtype: Dtype of unquantized tensors.
+        max_shard_bytes: Maximum bytes of tensors per file.
         card: Contents of README.md.
         unpacked: Store int4 codes one per byte.
         progress: Called with (bytes written, bytes of all tensors).

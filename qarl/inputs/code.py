@@ -1,6 +1,6 @@
-"""A user's own Python, named as `path/to/file.py:name` or `package.module:name`: a reward function, an objective.
+"""User code referenced as `path/to/file.py:name` or `package.module:name`, such as a reward function or an objective.
 
-Importing it runs it; `check_reference` and `qarl.inputs.sources` look at the files without that.
+Importing it runs it; `check_reference` and `qarl.inputs.sources` only read the files.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def is_file(module: str) -> bool:
 
 
 def file_of(reference: str) -> str | None:
-    """The path of the Python file that a reference names; None for a module's."""
+    """Return the path of the Python file in a reference; None for a module."""
     path = reference.rpartition(":")[0]
     return path if path.endswith(".py") else None
 
 
 def check_reference(reference: str, place: str) -> None:
-    """Raises UserError if `reference` has no name after its colon, or names a file that is not there.
+    """Raise UserError if `reference` has no name after its colon, or its file does not exist.
 
-    place: what the message starts with.
+    place: prefix of the message.
     """
     module, _, name = reference.rpartition(":")
     if not name.isidentifier():
@@ -53,9 +53,9 @@ def check_reference(reference: str, place: str) -> None:
 
 
 def find(reference: str) -> Callable[..., Any]:
-    """Import what `reference` names: a function, a class, or whatever else can be called.
+    """Import the callable that `reference` names: a function, a class, or another callable.
 
-    Raises UserError: it does not import, has no such name, or that cannot be called.
+    Raises UserError if the module cannot be imported, or has no callable of that name.
     """
     module_name, _, attribute = reference.rpartition(":")
     try:
@@ -63,7 +63,7 @@ def find(reference: str) -> Callable[..., Any]:
         function = getattr(module, attribute, None)
     except UserError:
         raise
-    except BaseException as error:  # whatever the user's module does while it is imported, SystemExit too
+    except BaseException as error:  # the user's module may raise anything, including SystemExit
         if is_stop(error):
             raise
         raise UserError(f"does not import: {describe(error)}") from error
@@ -76,10 +76,10 @@ def find(reference: str) -> Callable[..., Any]:
 
 
 def describe(error: BaseException) -> str:
-    """One line: the exception, its message, and the line of the user's code it passed first."""
+    """Return one line: the exception, its message, and the line of user code that raised it."""
     try:
         text = " ".join(str(error).split())
-    except BaseException:  # an exception class of the user can raise anything here
+    except BaseException:  # a user's exception class may raise anything here
         text = "its message cannot be shown"
     ours = (str(Path(__file__).parents[1]) + os.sep, "<frozen", importlib.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
@@ -90,7 +90,7 @@ def describe(error: BaseException) -> str:
 def _import_module(name: str) -> ModuleType:
     with suppress(FileNotFoundError):  # the working directory has been removed
         if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # the path of a console script lacks the working directory
+            sys.path.append(os.getcwd())  # a console script's sys.path lacks the working directory
     return importlib.import_module(name)
 
 
@@ -100,7 +100,7 @@ def _import_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # so that it can import its neighbours, as a script can
+        sys.path.append(str(path.parent))  # so that it can import files of its directory, like a script
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError("its file must end in .py")
@@ -109,6 +109,6 @@ def _import_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # as `import` does: half a module must not be found the next time
+        del sys.modules[name]  # as `import` does: a partial module must not be found the next time
         raise
     return module

@@ -1,4 +1,4 @@
-"""Bytes and text of a file: regular files only, no more than a limit, UTF-8 with the place of the fault."""
+"""Reading bytes and text: regular files only, with a size limit, and UTF-8 errors that name their position."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from qarl.errors import UserError
 from qarl.inputs.paths import reason_of
 
-TEXT_BYTES = 64 * 2**20  # of a configuration, an index, a manifest: far above any real one
-LINE_BYTES = 64 * 2**20  # of one line of a file of lines
+TEXT_BYTES = 64 * 2**20  # limit for a configuration, an index or a manifest, far above any real one
+LINE_BYTES = 64 * 2**20  # limit per line of a line-based file
 
 _CHUNK = 2**20
 _KINDS = [
@@ -27,7 +27,7 @@ _KINDS = [
 
 
 class Unreadable(UserError):
-    """A file that cannot be read or is not what it should be. reason: the line without the place."""
+    """A file that cannot be read or has invalid content. reason: the message without the path."""
 
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}")
@@ -35,15 +35,21 @@ class Unreadable(UserError):
 
 
 class NoSuchFile(Unreadable):
-    """There is nothing at the path."""
+    """The file does not exist."""
 
 
 def read_bytes(path: Path, limit: int = TEXT_BYTES, stream: bool = False) -> bytes:
-    """All bytes of a file.
+    """Read all bytes of a file.
 
-    limit: in bytes; a larger file is refused after reading that much. stream: whether a pipe or device will do too, for
-    what a user names on the command line (`/dev/stdin`, `<(command)`); a pipe that nobody writes to is empty.
-    Raises NoSuchFile, Unreadable.
+    Args:
+        path: The file.
+        limit: Maximum size in bytes; a larger file is rejected after reading that much.
+        stream: Allow pipes and devices, for paths from the command line (`/dev/stdin`, `<(command)`). A
+            pipe without a writer reads as empty.
+
+    Raises:
+        NoSuchFile: There is no such file.
+        Unreadable: It cannot be read, is too large, or is of another kind.
     """
     fd = _open(path, stream)
     try:
@@ -58,8 +64,9 @@ def read_bytes(path: Path, limit: int = TEXT_BYTES, stream: bool = False) -> byt
 
 
 def read_prefix(path: Path, count: int) -> tuple[bytes, int]:
-    """The first `count` bytes of a file of any size, or all there are, and the file's size. Raises NoSuchFile,
-    Unreadable."""
+    """Read up to `count` bytes from the start of a file of any size; also returns the file's size. Raises NoSuchFile,
+    Unreadable.
+    """
     fd = _open(path, stream=False)
     try:
         return b"".join(_chunks(fd, count)), os.fstat(fd).st_size
@@ -70,14 +77,14 @@ def read_prefix(path: Path, count: int) -> tuple[bytes, int]:
 
 
 def read_text(path: Path, limit: int = TEXT_BYTES, stream: bool = False) -> str:
-    """All of a UTF-8 file, without a byte order mark; otherwise as `read_bytes`."""
+    """Read a UTF-8 file, without a byte order mark; otherwise like `read_bytes`."""
     return decode(read_bytes(path, limit, stream), str(path))
 
 
 def read_lines(path: Path, limit: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file of any size with their numbers, from 1, line ends kept.
+    """Yield (line number from 1, line with its line end) of a file of any size.
 
-    limit: bytes of one line. Raises NoSuchFile, Unreadable.
+    limit: maximum bytes per line. Raises NoSuchFile, Unreadable.
     """
     with open_regular(path) as file:
         number = 0
@@ -95,12 +102,12 @@ def read_lines(path: Path, limit: int = LINE_BYTES) -> Iterator[tuple[int, bytes
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A regular file, opened for reading; never waits. Raises NoSuchFile, Unreadable."""
+    """Open a regular file for reading, without blocking. Raises NoSuchFile, Unreadable."""
     return os.fdopen(_open(path, stream=False), "rb")
 
 
 def file_sha256(path: Path) -> tuple[int, str]:
-    """Size in bytes and SHA-256 of a regular file of any size. Raises NoSuchFile, Unreadable."""
+    """Return size in bytes and SHA-256 of a regular file of any size. Raises NoSuchFile, Unreadable."""
     with open_regular(path) as file:
         try:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -110,7 +117,7 @@ def file_sha256(path: Path) -> tuple[int, str]:
 
 
 def decode(data: bytes, place: str) -> str:
-    """UTF-8 bytes as text, without a byte order mark. Raises Unreadable that names line and byte."""
+    """Decode UTF-8 without a byte order mark. Raises Unreadable, which names line and byte."""
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -120,7 +127,7 @@ def decode(data: bytes, place: str) -> str:
 
 
 def _open(path: Path, stream: bool) -> int:
-    """A descriptor for reading, which never waits for the other end of a pipe."""
+    """Return a descriptor for reading, without waiting for the other end of a pipe."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (FileNotFoundError, NotADirectoryError):
@@ -139,7 +146,7 @@ def _open(path: Path, stream: bool) -> int:
 
 
 def _chunks(fd: int, most: int) -> Iterator[bytes]:
-    """What a descriptor gives, up to `most` bytes; waits for a pipe that has a writer."""
+    """Yield data of a descriptor, up to `most` bytes; waits for a pipe that has a writer."""
     while most > 0:
         try:
             chunk = os.read(fd, min(_CHUNK, most))

@@ -1,5 +1,4 @@
-"""JSON from outside: limits on depth and numbers, no lone surrogates, and faults that name their place. And what of a
-value goes into it."""
+"""Parsing untrusted JSON with limits on depth and numbers, and conversion of values to strict JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from typing import Any
 from qarl.inputs.files import TEXT_BYTES, Unreadable, decode, read_text
 from qarl.utils.text import visible
 
-DEPTH = 64  # of lists and objects in each other
-INT_DIGITS = 4000  # below Python's own limit for turning text into an integer, 4,300
+DEPTH = 64  # nesting of lists and objects
+INT_DIGITS = 4000  # below Python's limit for parsing integers, 4,300
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LONE = re.compile("[\ud800-\udfff]")
@@ -27,12 +26,16 @@ class _Refused(ValueError):
 def parse_json(
     text: str | bytes, place: str, *, big_integers: bool = False, nonfinite: bool = False, surrogates: bool = False
 ) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
-    place: what the text is (a file, a line of it), for messages. big_integers: integers of up to INT_DIGITS digits;
-    otherwise they fit 64 bits. nonfinite: NaN and Infinity, which strict JSON cannot say. surrogates: lone ones too,
-    of text that goes nowhere but through `qarl.utils.text.visible`.
-    Raises Unreadable: not UTF-8, not JSON, deeper than DEPTH, a number too large, text with lone surrogates.
+    Args:
+        place: Source of the text (a file, or a line of it), for messages.
+        big_integers: Allow integers of up to INT_DIGITS digits; otherwise they must fit 64 bits.
+        nonfinite: Allow NaN and Infinity, which strict JSON does not have.
+        surrogates: Allow lone surrogates, for text that is only shown through `qarl.utils.text.visible`.
+
+    Raises:
+        Unreadable: Not UTF-8, not JSON, deeper than DEPTH, a number too large, or text with lone surrogates.
     """
     if isinstance(text, bytes):
         text = decode(text, place)
@@ -64,19 +67,19 @@ def parse_json(
         raise Unreadable(place, str(error)) from None
     except RecursionError:
         raise Unreadable(place, f"nested deeper than {DEPTH} levels") from None
-    # Only a text that has the means needs the walk over its values.
+    # Skip the walk over the values if the text cannot contain what it looks for.
     if text.count("[") + text.count("{") > DEPTH or _ESCAPED_SURROGATE.search(text) or _LONE.search(text):
         _walk(value, place, surrogates)
     return value
 
 
 def read_json(path: Path, *, limit: int = TEXT_BYTES, **options: bool) -> Any:
-    """The value of a JSON file. limit: in bytes. options: of `parse_json`. Raises NoSuchFile, Unreadable."""
+    """Read a JSON file. limit: in bytes. options: of `parse_json`. Raises NoSuchFile, Unreadable."""
     return parse_json(read_text(path, limit), str(path), **options)
 
 
 def read_json_object(path: Path, *, limit: int = TEXT_BYTES, **options: bool) -> dict[str, Any]:
-    """As `read_json`, of a file that must hold an object."""
+    """Like `read_json`, for a file that must hold an object."""
     value = read_json(path, limit=limit, **options)
     if not isinstance(value, dict):
         raise Unreadable(str(path), f"holds {json_kind(value)}, expected an object")
@@ -84,13 +87,13 @@ def read_json_object(path: Path, *, limit: int = TEXT_BYTES, **options: bool) ->
 
 
 def json_kind(value: Any) -> str:
-    """What a JSON value is, for people."""
+    """Return a readable name of a JSON value's type."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 
 def strict(value: Any) -> Any:
-    """A value as strict JSON can say it: NaN and infinities become null."""
+    """Convert a value to strict JSON: NaN and infinities become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -101,8 +104,9 @@ def strict(value: Any) -> Any:
 
 
 def _walk(value: Any, place: str, surrogates: bool) -> None:
-    """Refuse what is nested too deep, and lone surrogates, which no file or terminal can take, unless they are
-    allowed. No recursion."""
+    """Reject too deep nesting, and lone surrogates unless they are allowed, because files and terminals cannot
+    encode them. Not recursive.
+    """
     pending: list[tuple[Any, int, str]] = [(value, 1, "")]
     while pending:
         here, depth, path = pending.pop()
@@ -127,7 +131,7 @@ def _walk(value: Any, place: str, surrogates: bool) -> None:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys, in their order; a list is one value."""
+    """Flatten nested mappings to dotted keys, in order. A list is one value."""
     if not isinstance(value, dict) or (not value and prefix):
         return {prefix: value}
     flat: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Calls to other libraries that read files which qarl did not write: their errors and their output."""
+"""Errors and output of libraries that read files which qarl did not write."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DOCUMENTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 @contextmanager
 def foreign_errors(place: str, directory: Path | None = None) -> Iterator[None]:
-    """Turn any error that a library raises over a file into a UserError of one line.
+    """Turn any error that a library raises while reading a file into a one-line UserError.
 
-    This is the one place for a broad `except`: transformers, tokenizers, jinja and gguf check little of what they read,
-    so a damaged file can end in any exception, even `Exception` itself. Keep qarl's own code out of the block.
+    This is the only place for a broad `except`. transformers, tokenizers, jinja and gguf validate little, so a damaged
+    file can raise any exception, even `Exception` itself. Keep qarl's own code out of the block.
 
     Args:
         place: Start of the message; names the file.
@@ -38,7 +38,7 @@ def foreign_errors(place: str, directory: Path | None = None) -> Iterator[None]:
 
 
 def _reason(error: Exception, directory: Path | None) -> str:
-    """Describe an error in a sentence. A KeyError has only a key, a TypeError talks about the library's own code."""
+    """Describe an error in a sentence. A KeyError has only a key, and a TypeError describes the library's own code."""
     text = " ".join(str(error).split())[:300]
     plain = isinstance(error, (OSError, ValueError, RuntimeError, ImportError)) or type(error) is Exception
     if plain and text:
@@ -57,7 +57,7 @@ def _reason(error: Exception, directory: Path | None) -> str:
 
 
 def _library(error: Exception) -> str:
-    """The package whose code raised an error."""
+    """Return the package whose code raised an error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
     return next((name for name in reversed(names) if name not in ("", "qarl")), "a library")
@@ -77,7 +77,7 @@ def quiet_loading() -> Iterator[None]:
     """Hide the progress bars and notices of transformers while a model loads."""
     verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        transformers.logging.set_verbosity(logging.CRITICAL)  # it raises what it logs as an error
+        transformers.logging.set_verbosity(logging.CRITICAL)  # whatever it logs as an error it also raises
         transformers.logging.disable_progress_bar()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files by name, each file opened once: a header of thousands of tensors takes milliseconds."""
+"""Tensors of safetensors files by name. Each file is opened once, because parsing a large header takes milliseconds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from qarl.inputs.tensors import StoredTensor
 
 
 class OpenTensors:
-    """Reads tensors as `stored` has them, on the CPU, from files that stay open as long as this object lives.
+    """Reads the tensors of `stored` on the CPU. Keeps the files open during its lifetime.
 
-    Raises what the library raises: SafetensorError, OSError, RuntimeError.
+    Raises the errors of the library: SafetensorError, OSError, RuntimeError.
     """
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:

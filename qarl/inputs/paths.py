@@ -1,4 +1,4 @@
-"""Paths that a user typed, and what the operating system says of them, as one line."""
+"""Validation of paths that a user typed, and one-line messages for OS errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 from qarl.errors import MACHINE_FIXES, UserError
 from qarl.utils.text import visible
 
-NAME_BYTES = 255  # of one component, on every common file system
+NAME_BYTES = 255  # limit per component on every common file system
 PATH_BYTES = 4095  # Linux' PATH_MAX without the closing NUL
 
-_SHOWN = 80  # characters of a path that a message repeats
+_SHOWN = 80  # characters of a path in a message
 
 
 def path_fault(text: str | os.PathLike[str], home: bool = True) -> str | None:
-    """Why `text` cannot be a path on any machine, or names the home of a user that is not there; None if it can.
+    """Return why `text` is not a valid path, or names the home of an unknown user; None if it is valid.
 
-    home: whether to look up the user of a `~name`, which another machine may have.
+    home: Whether to look up the user of `~name`, which may exist only on another machine.
     """
     name = os.fspath(text)
     if not name:
@@ -45,9 +45,9 @@ def path_fault(text: str | os.PathLike[str], home: bool = True) -> str | None:
 
 
 def user_path(text: str | os.PathLike[str], place: str) -> Path:
-    """What a user typed as a path, `~` expanded; whether anything is there is for the caller to see.
+    """Validate a path that a user typed and expand `~`. Does not check whether it exists.
 
-    place: the option or key, for the message. Raises UserError for a text that can be no path.
+    place: The option or key, for the message. Raises UserError for an invalid path.
     """
     if fault := path_fault(text):
         raise UserError(f"{place}: '{shown_path(text)}': {fault}")
@@ -55,27 +55,27 @@ def user_path(text: str | os.PathLike[str], place: str) -> Path:
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path for a message, on one line: the start and the end of a long one."""
+    """Format a path for a message on one line; a long one is shortened in the middle."""
     text = visible(os.fspath(path))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 2 :]}"
 
 
 def reason_of(error: OSError) -> str:
-    """What the operating system said, without the path."""
+    """Return the operating system's message, without the path."""
     return (error.strerror or str(error) or type(error).__name__).lower()
 
 
 @contextmanager
 def path_errors(place: str, fix: str = "check the path") -> Iterator[None]:
-    """Turn what looking at or opening a path raises into a one-line UserError.
+    """Turn errors from accessing a path into a one-line UserError.
 
-    That is OSError (a missing or unreadable file, a loop of links, a directory that disappeared), ValueError (NUL,
-    characters that no name can have) and RuntimeError (the home of an unknown user). place: what the line starts with.
+    Handles OSError (a missing or unreadable file, a loop of links, a directory that disappeared), ValueError (NUL,
+    characters that are invalid in names) and RuntimeError (the home of an unknown user). place: prefix of the message.
     """
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # writing is `qarl.storage.disk`'s to explain
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # `qarl.storage.disk` explains write errors
             raise
         if error.errno in (errno.EMFILE, errno.ENFILE):
             fix = MACHINE_FIXES[error.errno]

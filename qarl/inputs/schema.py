@@ -1,4 +1,4 @@
-"""Schemas of the files that qarl reads back: required keys, types and ranges, refused in one line."""
+"""Schemas of files that qarl reads back: required keys, types and ranges, with one-line errors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ T = TypeVar("T", bound=BaseModel)
 
 
 class Record(BaseModel):
-    """A record of a file. Strict types, finite numbers; keys that it does not name are ignored, so that a file of a
-    later qarl can be read."""
+    """Base class of records in files. Strict types and finite numbers. Unknown keys are ignored, so that files of a
+    later qarl can be read.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -28,13 +29,13 @@ def _plain_name(name: str) -> str:
 
 FileName = Annotated[str, AfterValidator(_plain_name)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-STEP_LIMIT = 10**9  # training steps: more than any run takes, and every sum of them fits
+STEP_LIMIT = 10**9  # training steps: more than any run takes, and sums of them do not overflow
 Step = Annotated[int, Field(ge=0, le=STEP_LIMIT)]
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def checked(model: type[T], value: Any, place: str) -> T:
-    """`value` as a `model`. Raises Unreadable with the first key at fault. place: what holds the value."""
+    """Validate `value` as a `model`. Raises Unreadable with the first invalid key. place: source of the value."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -42,7 +43,7 @@ def checked(model: type[T], value: Any, place: str) -> T:
 
 
 def schema_fault(error: ValidationError) -> str:
-    """One line: the first key at fault, what it holds, and what it must be; and how many more there are."""
+    """Return one line: the first invalid key, its value, what is valid, and the number of further errors."""
     faults = error.errors(include_url=False)
     first = faults[0]
     key = ".".join(map(str, first["loc"])) or "the value"

@@ -1,6 +1,6 @@
-"""The source of a user's own Python, as digests: an edited file is another function.
+"""Digests of user code, to detect edits.
 
-Nothing is imported: the files are found as an import would find them, and read as bytes.
+Imports nothing: it finds the files as an import would, and reads them as bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from qarl.inputs.paths import path_errors, user_path
 _SUFFIXES = importlib.machinery.all_suffixes()  # .py first, then extension modules and bytecode
 
 
-SOURCE_BYTES = 2**30  # of one module; an extension may be large
+SOURCE_BYTES = 2**30  # limit per module; an extension may be large
 
 
 def source_parts(reference: str, place: str) -> list[Any]:
-    """What the module of `path/to/file.py:name` or `package.module:name` consists of, for a digest.
+    """Return the parts of the module in `path/to/file.py:name` or `package.module:name`, for a digest.
 
-    SHA-256 of its file and of those that it imports, directly or through others, out of the same directory or the same
-    top-level package. The path does not count: a moved directory is no other function. Libraries do not count.
-    place: what a message starts with. Raises UserError for a file that cannot be read.
+    These are the SHA-256 of its file and of files that it imports, directly or indirectly, from the same directory or
+    the same top-level package. Paths and libraries do not count, so a directory may be moved. place: prefix of
+    messages. Raises UserError for a file that cannot be read.
     """
     module = reference.rpartition(":")[0]
     try:
@@ -38,7 +38,7 @@ def source_parts(reference: str, place: str) -> list[Any]:
             with path_errors(place):
                 path = user_path(module, place).resolve()
             return [_sources(path, path.parent, None)]
-        if (found := _find_module(module)) is not None:  # else a frozen or built-in one, or not there at all
+        if (found := _find_module(module)) is not None:  # otherwise it is frozen, built-in or missing
             return [module, _sources(*found, module.partition(".")[0])]
     except Unreadable as error:
         raise UserError(f"{place}: {error}") from error
@@ -46,7 +46,7 @@ def source_parts(reference: str, place: str) -> list[Any]:
 
 
 def _sources(path: Path, root: Path, package: str | None) -> dict[str, str]:
-    """SHA-256 of `path` and of what it imports under `root`, by relative path. package: only imports of this one."""
+    """Return the SHA-256 of `path` and of its imports under `root`, by relative path. package: restricts imports."""
     found: dict[str, str] = {}
     waiting = [path]
     while waiting:
@@ -64,10 +64,10 @@ def _sources(path: Path, root: Path, package: str | None) -> dict[str, str]:
 
 
 def _imports(content: bytes, path: Path, root: Path) -> Iterator[str]:
-    """Absolute names of the modules that a source may import; of `from a import b` both a and a.b."""
+    """Yield absolute names of modules that a source may import; for `from a import b` both a and a.b."""
     try:
         nodes: Iterable[ast.AST] = ast.walk(ast.parse(content))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the worker will say what is wrong with it
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the worker will report the error
         return
     here = path.relative_to(root).parent.parts
     for node in nodes:
@@ -82,7 +82,7 @@ def _imports(content: bytes, path: Path, root: Path) -> Iterator[str]:
 
 
 def _module_files(root: Path, name: str) -> list[Path]:
-    """The files of module `name` under `root`, its packages' __init__ first; [] if it is not there."""
+    """Return the files of module `name` under `root`, its packages' __init__ first; [] if it does not exist."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):  # `from a import *`
         return []
@@ -91,7 +91,7 @@ def _module_files(root: Path, name: str) -> list[Path]:
         stem = root.joinpath(*parts[:end])
         candidates = [stem / f"__init__{suffix}" for suffix in _SUFFIXES]
         candidates += [stem.with_name(stem.name + suffix) for suffix in _SUFFIXES]
-        found = [path for path in candidates if os.path.isfile(path)][:1]  # Path's would raise for a name too long
+        found = [path for path in candidates if os.path.isfile(path)][:1]  # Path.is_file raises if a name is too long
         if not found and not os.path.isdir(stem):
             break
         files += found
@@ -99,7 +99,7 @@ def _module_files(root: Path, name: str) -> list[Path]:
 
 
 def _find_module(name: str) -> tuple[Path, Path] | None:
-    """The file of module `name` and the directory of the path that it was found in, as the worker searches."""
+    """Return the file of module `name` and the sys.path entry that contains it, with the worker's search order."""
     parts = name.split(".")
     for entry in [*sys.path, os.getcwd()]:
         root = Path(entry or os.getcwd()).resolve()

@@ -1,4 +1,4 @@
-"""Which tensors a model's safetensors files hold, from their headers alone: no torch, no weights read.
+"""Tensors in a model's safetensors files, read from headers only. Imports no torch and reads no weights.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -63,7 +63,7 @@ class _Index(Record):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file. dtype: as safetensors spells it (BF16, I32, ...)."""
+    """A tensor of a file. dtype: name in safetensors (BF16, I32, ...)."""
 
     file: Path
     dtype: str
@@ -71,10 +71,10 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model directory by name: of `model.safetensors`, else of the files that its index names.
+    """Return the tensors of a model directory by name: from `model.safetensors`, else from the files in its index.
 
-    That is the order in which transformers looks. Raises NoSuchFile if there is neither; Unreadable for what is
-    damaged, and for files and an index that disagree.
+    transformers uses the same order. Raises NoSuchFile if there is neither, and Unreadable if a file is damaged or
+    contradicts the index.
     """
     single = directory / SINGLE
     if os.path.lexists(single):
@@ -102,7 +102,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def require_index(directory: Path) -> None:
-    """Check that transformers can read a model's index: it needs `metadata`, which no reader of qarl does.
+    """Check that transformers can read a model's index: it needs `metadata`, which qarl does not.
 
     Raises:
         UserError: The index is damaged, or has no `metadata`.
@@ -118,7 +118,7 @@ def require_index(directory: Path) -> None:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index names. Raises NoSuchFile, Unreadable."""
+    """Return the files in an index. Raises NoSuchFile, Unreadable."""
     return sorted(set(_weight_map(index).values()))
 
 
@@ -127,7 +127,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file. Raises NoSuchFile, Unreadable: damaged, cut short, or of another format."""
+    """Return the tensors of one safetensors file. Raises NoSuchFile, or Unreadable if it is damaged or truncated."""
     prefix, size = read_prefix(path, 8)
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > size - 8:
@@ -144,7 +144,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_layout(path: Path, entries: Mapping[str, _Entry], data_bytes: int) -> None:
-    """The tensors follow one another without a gap up to the end of the file, and each has its dtype's bytes."""
+    """Check that tensors are contiguous up to the end of the file, and that each has the size of its shape and
+    dtype.
+    """
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         start, stop = entry.data_offsets
@@ -158,7 +160,7 @@ def _check_layout(path: Path, entries: Mapping[str, _Entry], data_bytes: int) ->
 
 
 def shown_names(names: Any, most: int = 3) -> str:
-    """The first few of some names, and how many more there are."""
+    """Format the first few names and the number of the others."""
     names = list(names)
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

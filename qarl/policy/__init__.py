@@ -1,1 +1,1 @@
-"""The quantized policy: a Hugging Face model whose linears run low-bit products with FP32 master weights."""
+"""The quantized policy: a Hugging Face model with low-bit linear layers and FP32 master weights."""

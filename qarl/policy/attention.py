@@ -1,4 +1,4 @@
-"""How a batch is laid out without padding, and its attention in plain torch, over KV pages.
+"""Packed batches without padding, and their attention over KV pages in plain torch.
 
 Learner and sampler share this attention: k and v go into pages, and `qarl_kernels.attention` attends through them. The
 sampler passes its KV cache; the learner gets fresh pages in each layer, so a row has the same bits in both. The
@@ -29,7 +29,7 @@ Caches: TypeAlias = Sequence[tuple[Tensor, Tensor]]  # per layer (k, v), each (P
 
 @dataclass
 class Packing:
-    """Responses behind their prompts, one after the other, as the learner lays a batch out.
+    """A learner batch: each prompt is followed by its responses.
 
     Attributes:
         groups: (prompt tokens, tokens of each continuation), as `packed` takes them.
@@ -44,7 +44,7 @@ class Packing:
     starts: list[tuple[int, int]] = field(default_factory=list)
 
     def contexts(self, prompts: list[list[int]], responses: list[list[int]]) -> list[Context]:
-        """The sequences that the rows belong to, for a trace. prompts, responses: those that were packed."""
+        """Return the sequences that the rows belong to, for a trace. prompts, responses: arguments of `pack`."""
         found = {}
         for (of_prompt, own), prompt, response in zip(self.starts, prompts, responses, strict=True):
             found[of_prompt] = Context(of_prompt, 0, prompt)
@@ -54,7 +54,8 @@ class Packing:
 
 
 def pack(prompts: list[list[int]], responses: list[list[int]], written: list[list[bool]] | None = None) -> Packing:
-    """Neighbours with the same prompt share it. The last token of a response predicts nothing, so it is left out.
+    """Pack prompts and responses. Consecutive equal prompts are stored once, and the last token of a response, which
+    predicts nothing, is left out.
 
     Args:
         prompts: Token ids.
@@ -82,8 +83,11 @@ def pack(prompts: list[list[int]], responses: list[list[int]], written: list[lis
 class Span:
     """Consecutive tokens of one sequence in a packed batch.
 
-    row: first row in the batch. count: tokens. position: of the first token in its sequence. pages: the sequence's KV
-    pages in order, enough for all tokens up to the last of the span.
+    Attributes:
+        row: First row in the batch.
+        count: Number of tokens.
+        position: Position of the first token in its sequence.
+        pages: The sequence's KV pages in order, for all tokens up to the last of the span.
     """
 
     row: int
@@ -94,10 +98,12 @@ class Span:
 
 @dataclass(frozen=True)
 class BackwardLayout:
-    """How the learner's backward lays tokens out: one padded row of tokens per sequence, prompt first.
+    """Layout of the learner's backward: one padded row of tokens per sequence, prompt first.
 
-    rows: (S, W) int64, packed row of each token, 0 if padded. real: (S, W) bool. own: (S, W) bool, false if a shared
-    prompt's token stands a second time (its query's gradient counts once).
+    Attributes:
+        rows: (S, W) int64, packed row of each token, 0 if padded.
+        real: (S, W) bool, false for padding.
+        own: (S, W) bool, false for repeated tokens of a shared prompt (the gradient of its query counts once).
     """
 
     rows: Tensor
@@ -113,7 +119,8 @@ class PlainAttention:
         positions: (T,) int64, of each row in its sequence.
         slots: (L,) int64, page * PAGE + offset of k and v of the rows `sources`; sources None: all T rows.
         tiles: Cover every token once.
-        caches: The sampler's; None for the learner, which gets `fresh_pages` zeroed pages and a `backward_layout`.
+        caches: The sampler's KV caches; None for the learner, which gets `fresh_pages` zeroed pages and a
+            `backward_layout`.
     """
 
     positions: Tensor
@@ -126,7 +133,7 @@ class PlainAttention:
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
-        """Page and offset of each slot, (L,) int64 each; computed once for all layers."""
+        """Return page and offset of each slot, (L,) int64 each; computed once for all layers."""
         return self.slots // PAGE, self.slots % PAGE
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
@@ -140,7 +147,7 @@ Attention: TypeAlias = "PlainAttention | PackedAttention | PagedAttention | Deco
 
 
 def packed(groups: list[tuple[int, list[int]]], device: torch.device, fused: bool) -> Attention:
-    """Attention of prompts, each followed by its continuations, over their own keys.
+    """Return attention for prompts, each followed by its continuations, over their own keys.
 
     groups: (prompt tokens, tokens of each continuation), packed as prompt, continuation, continuation, next prompt.
     An empty continuation stands for the prompt alone; every group has at least one continuation. fused: for Triton
@@ -154,7 +161,9 @@ def packed(groups: list[tuple[int, list[int]]], device: torch.device, fused: boo
 
 
 def paged(spans: list[Span], device: torch.device, caches: Caches, fused: bool) -> Attention:
-    """Attention of spans of sequences over the sampler's KV cache, into which it writes their keys and values."""
+    """Return attention for spans of sequences over the sampler's KV cache. It also writes their keys and values
+    there.
+    """
     if fused:
         from qarl.policy.fused_attention import sampler_attention
 
@@ -168,12 +177,12 @@ def paged(spans: list[Span], device: torch.device, caches: Caches, fused: bool) 
 
 
 def positions_of(spans: Sequence[Span]) -> list[int]:
-    """The position of each token of the spans in its sequence."""
+    """Return the position of each token of the spans in its sequence."""
     return [p for s in spans for p in range(s.position, s.position + s.count)]
 
 
 def slots_of(spans: Sequence[Span]) -> list[int]:
-    """page * PAGE + offset of each token of the spans."""
+    """Return page * PAGE + offset of each token of the spans."""
     return [s.pages[p // PAGE] * PAGE + p % PAGE for s in spans for p in range(s.position, s.position + s.count)]
 
 
@@ -202,12 +211,11 @@ def _round_pages(pages: int) -> int:
 
 
 def _plain_packed(groups: list[tuple[int, list[int]]], device: torch.device) -> PlainAttention:
-    """A continuation attends to its prompt's full pages where they are, and to copies of k and v in the last, partial
-    page."""
+    """A continuation reads its prompt's full pages in place, and copies k and v of the last, partial page."""
     spans: list[Span] = []
     sources: list[int] = []
     slots: list[int] = []
-    sequences: list[tuple[list[int], int]] = []  # packed rows of a whole sequence; how many of them repeat
+    sequences: list[tuple[list[int], int]] = []  # packed rows of a whole sequence, and the number of repeated ones
     row = page = 0
     for prompt, continuations in groups:
         count = -(-prompt // PAGE)
@@ -284,7 +292,7 @@ class _LearnerAttention(torch.autograd.Function):
         layout = ctx.layout
         wide = torch.float32 if q.device.type == "cpu" else q.dtype
         with torch.enable_grad():
-            # right-padded (S, H, W, D): a causal mask keeps real tokens from ever seeing padding
+            # right-padded (S, H, W, D): the causal mask hides the padding from real tokens
             padded = [t.detach()[layout.rows].transpose(1, 2).to(wide).requires_grad_() for t in (q, k, v)]
             rep = q.shape[1] // k.shape[1]
             query, key, value = padded[0], *(t.repeat_interleave(rep, dim=1) for t in padded[1:])

@@ -32,11 +32,11 @@ Recompute = Literal["elementwise", "mlp", "products", "layer"]
 
 @dataclass(frozen=True)
 class Run:
-    """What all layers of one forward read, and its backward.
+    """Inputs shared by all layers of one forward and its backward.
 
     Attributes:
-        weights: Of the version that runs.
-        attention: Over the batch's own keys or a KV cache.
+        weights: Weight set of the version that runs.
+        attention: Attention over the batch's own keys or a KV cache.
         routes: Of the tokens through the experts.
         cos, sin: (positions, D); in plain torch (T, D), the position of each row.
         note: Records what each operation gives, see `qarl.policy.trace`.

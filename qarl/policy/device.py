@@ -1,4 +1,4 @@
-"""Where a policy runs: `model.device` and `model.dtype` as torch has them, and whether Triton kernels multiply."""
+"""Resolves `model.device` and `model.dtype`, and decides whether to use Triton kernels."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def use_kernels(quant: QuantConfig, scheme: Scheme, dtype: torch.dtype, device: 
 def require_fp8_products(what: str, gpu: torch.device | None, otherwise: str) -> None:
     """Raise UserError unless gradients can be products of FP8 operands.
 
-    what: the configuration key and its value. gpu: the learner's, None if it runs in plain torch. otherwise: what to
-    set instead.
+    what: the configuration key and its value. gpu: the learner's; None if it runs in plain torch. otherwise: the fix.
     """
     if gpu is None:
         raise UserError(f"{what} is for the Triton kernels of a GPU, and this learner runs in plain torch; {otherwise}")

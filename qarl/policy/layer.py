@@ -40,14 +40,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Norm:
-    """An RMSNorm. name: of its weight. master: (H,) float32. eps: added to the mean square."""
+    """An RMSNorm. name: name of its weight. master: (H,) float32. eps: added to the mean square."""
 
     name: str
     master: nn.Parameter
     eps: float
 
     def backward(self, grad: Tensor, into: Tensor | None, hidden: Tensor, inverse: Tensor, run: Run) -> Tensor:
-        """The gradient of the norm's input, added to `into`; see `add_rms_norm_backward`. The master gets its own."""
+        """Return the gradient of the norm's input, added to `into`; see `add_rms_norm_backward`. Updates the
+        master's `.grad`.
+        """
         weight = run.weights.values[self.name]
         return add_rms_norm_backward(grad, into, hidden, inverse, weight, gradient_of([self.master]))
 
@@ -55,9 +57,9 @@ class Norm:
 def add_norm(
     x: Tensor, residual: Tensor | None, norm: Norm, run: Run, linear: PackedLinear | None = None, values: bool = False
 ) -> Normed:
-    """The residual stream x + residual and its norm, as the linear that follows reads it.
+    """Return the residual stream x + residual and its norm, in the form that the next linear reads.
 
-    values: whether its values are needed as well if `linear` reads codes.
+    values: whether to return values too if `linear` reads codes.
     """
     weight = run.weights.values[norm.name]
     if run.weights.fused:
@@ -70,11 +72,16 @@ def add_norm(
 
 @dataclass
 class Kept:
-    """What the backward of a fused layer finds of its forward; it recomputes what is None.
+    """Intermediates that a fused layer keeps for its backward. Those that are None are recomputed.
 
-    hidden: (T, H), the residual stream before the layer. inverse: (T,), of the norm there. qkv: (T, (H + 2 H_kv) D).
-    out: (T, H, D), lse: (H, T), of the attention. middle, middle_inverse: the stream and norm before the MLP.
-    gate_up: (T, 2 I), of an MLP. experts: of a mixture.
+    Attributes:
+        hidden: (T, H), residual stream before the layer.
+        inverse: (T,), inverse RMS of the first norm.
+        qkv: (T, (H + 2 H_kv) D), output of the packed q, k and v.
+        out, lse: (T, H, D) and (H, T), results of the attention.
+        middle, middle_inverse: Stream before the MLP, and the inverse RMS of its norm.
+        gate_up: (T, 2 I), for an MLP.
+        experts: For a mixture of experts.
     """
 
     hidden: Tensor
@@ -88,7 +95,7 @@ class Kept:
     experts: KeptExperts | None = None
 
     def drop(self, recompute: Recompute) -> Kept:
-        """What is kept until the backward if it recomputes what `recompute` says, see `Decoder`."""
+        """Return a copy without the tensors that the backward recomputes according to `recompute`, see `Decoder`."""
         if recompute == "elementwise":
             return self
         experts = None if self.experts is None else self.experts.drop(recompute)
@@ -105,11 +112,11 @@ class DecoderLayer:
 
     Attributes:
         window: Number of tokens that a query sees; None: all.
-        scale: Of the attention scores.
+        scale: Factor of the attention scores.
         q_norm, k_norm: Norms of queries and keys before the rotation, or None. whole_norms: whether they are over all
             heads at once (OLMoE), not over each head.
-        gate_up, down: Of the MLP, or of all experts.
-        shared: gate_up and down of the expert that all tokens go through, or empty.
+        gate_up, down: Packed linears of the MLP, or of all experts.
+        shared: gate_up and down of the shared expert, or empty.
         experts: None if the layer has an MLP.
         gates: Masters of the router and of the shared expert's gate, by name.
     """
@@ -142,7 +149,7 @@ class DecoderLayer:
         return [norm for norm in (self.input_norm, self.mlp_norm, self.q_norm, self.k_norm) if norm is not None]
 
     def parameters(self) -> list[nn.Parameter]:
-        """All masters of the layer, the large ones first."""
+        """Return all masters of the layer, the large ones first."""
         weights = [master for linear in self.linears for master in linear.masters]
         biases = [master for linear in self.linears for master in linear.biases]
         return [*weights, *biases, *(norm.master for norm in self.norms), *self.gates.values()]
@@ -150,10 +157,12 @@ class DecoderLayer:
     # --- forward -----------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, residual: Tensor | None, run: Run) -> tuple[Tensor, Tensor, Kept]:
-        """x: (T, H), what the layer before adds to `residual`. Returns the same of this layer, and what to keep."""
+        """x: (T, H), output of the previous layer, to be added to `residual`. Returns both for this layer, and what
+        to keep.
+        """
         hidden, inverse, qkv = self._into_qkv(x, residual, run)
         out, lse = self._attend(qkv, run)
-        # No variable holds the product of o: it is not kept, and the next operation is the last that reads it.
+        # No variable holds the output of o, so that its memory is freed after the next operation.
         if self.experts is not None:
             normed = self._norm(self.mlp_norm, self._product_of_o(out, run), hidden, self.gate_up, run, values=True)
             y, experts = mixture(self, self.experts, normed, run)
@@ -166,7 +175,7 @@ class DecoderLayer:
         return run.noted(self.index, "o", self.o(out.flatten(1), run.weights))
 
     def _into_qkv(self, x: Tensor, residual: Tensor | None, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """(stream, inverse of its norm, product of q, k and v). Nobody holds the normed stream afterwards."""
+        """Return (stream, inverse RMS, output of q, k and v). The normed stream is freed afterwards."""
         normed = self._norm(self.input_norm, x, residual, self.qkv, run)
         return normed.hidden, normed.inverse, self._product(self.qkv, "qkv", normed, run)
 
@@ -189,7 +198,7 @@ class DecoderLayer:
         return run.noted(self.index, operation, linear(read, run.weights))
 
     def _attend(self, qkv: Tensor, run: Run) -> tuple[Tensor, Tensor | None]:
-        """Attention of the product of q, k and v: (T, H, D), and its log-sum-exp if the backward needs one."""
+        """Attention from the output of q, k and v: (T, H, D), and its log-sum-exp if the backward needs it."""
         attention, rest = run.attention, (self.index, self.scale, self.window)
         if isinstance(attention, PlainAttention):
             q, k, v = self._turned(qkv, run)
@@ -219,14 +228,16 @@ class DecoderLayer:
         return pointwise.rms_norm(x.contiguous(), norm.master, run.weights.values[norm.name], norm.eps)
 
     def _rotation(self, run: Run) -> Rotation:
-        """What Triton kernels do to queries, keys and values, except for norms over all heads at once."""
+        """Return the operations on queries, keys and values that Triton kernels fuse: all except norms over all
+        heads.
+        """
         norms = (None, None) if self.whole_norms else (self.q_norm, self.k_norm)
         q_norm, k_norm = (None if norm is None else run.weights.values[norm.name] for norm in norms)
         sizes, tables = (self.heads, self.kv_heads, self.head_dim), (run.cos, run.sin, run.attention.positions)
         return Rotation(*sizes, *tables, q_norm, k_norm, self.input_norm.eps, run.weights.kv_fp8)
 
     def _with_whole_norms(self, qkv: Tensor, run: Run) -> Tensor:
-        """The product of q, k and v after norms over all heads at once, if the layer has them."""
+        """Apply norms over all heads at once to the output of q, k and v, if the layer has them."""
         if not self.whole_norms:
             return qkv
         normed = torch.empty_like(qkv)
@@ -238,7 +249,7 @@ class DecoderLayer:
         return normed
 
     def _whole_norms(self, qkv: Tensor, run: Run) -> Iterator[tuple[slice, Normed, Norm]]:
-        """For q and for k: the columns, their normed values and the norm."""
+        """Yield for q and k the columns, their normed values and the norm."""
         start = 0
         for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)):
             assert norm is not None, "both have a norm"
@@ -249,7 +260,9 @@ class DecoderLayer:
     # --- backward of a fused layer -----------------------------------------------------------------------------
 
     def backward(self, grad: Tensor, kept: Kept, run: Run) -> Tensor:
-        """grad: (T, H), of the stream after the layer. Returns that of the stream before it; masters get theirs."""
+        """grad: (T, H), gradient of the stream after the layer. Returns the gradient of the stream before it.
+        Updates `.grad` of the masters.
+        """
         self._complete(kept, run)
         assert kept.middle is not None and kept.middle_inverse is not None
         normed = partial(rms_norm_again, kept.middle, kept.middle_inverse, run.weights.values[self.mlp_norm.name])
@@ -273,7 +286,7 @@ class DecoderLayer:
         return self.input_norm.backward(gradient.of_input(), grad, kept.hidden, kept.inverse, run)
 
     def _attention_backward(self, grad: Tensor, kept: Kept, run: Run) -> Tensor:
-        """The gradient of the product of q, k and v, from that of the attention's output (T, H, D)."""
+        """Return the gradient of the output of q, k and v, given that of the attention's output (T, H, D)."""
         attention, rotation, qkv, out, lse = run.attention, self._rotation(run), kept.qkv, kept.out, kept.lse
         assert isinstance(attention, PackedAttention) and qkv is not None and out is not None and lse is not None
         normed = self._with_whole_norms(qkv, run)
@@ -290,7 +303,7 @@ class DecoderLayer:
         return grad_qkv
 
     def _complete(self, kept: Kept, run: Run) -> None:
-        """Recompute what was not kept, with the same bits."""
+        """Recompute dropped tensors, with the same bits."""
         if kept.qkv is None or kept.inverse is None:
             _, kept.inverse, kept.qkv = self._into_qkv(kept.hidden, None, run)
         if kept.out is None or kept.lse is None:

@@ -38,7 +38,7 @@ Backward: TypeAlias = Literal["bf16", "fp8"]
 def activations(
     values: Tensor | None, codes: Tensor | None, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor | Codes:
-    """What a product reads: codes if there are some, else values."""
+    """Return the input of a product: the codes if there are any, else the values."""
     if codes is not None and scale is not None:
         return Codes(codes, scale, dtype)
     assert values is not None, "activations are values or codes"
@@ -48,7 +48,7 @@ def activations(
 class Part(NamedTuple):
     """The weight of some layers of a packed linear.
 
-    names: of the layers. features: their outputs in the packed linear. bias: (N,) of the compute dtype, or None.
+    names: modules. features: their output slice in the packed linear. bias: (N,) of the compute dtype, or None.
     """
 
     names: tuple[str, ...]
@@ -88,7 +88,7 @@ class PackedLinear:
         return tuple(Part((name,), slice(start, stop), weight, own) for name, start, stop, weight, own in columns)
 
     def input_codes(self, weights: WeightSet) -> InputCodes | None:
-        """What the product reads of activations, see `Scheme.input_codes`; None: their values."""
+        """Return the form in which the product reads activations, see `Scheme.input_codes`; None: as values."""
         kinds = {part.weight.input_codes for part in weights.linears[self]}
         return kinds.pop() if len(kinds) == 1 else None
 
@@ -111,7 +111,7 @@ class PackedLinear:
         return torch.cat([self._multiply(r, weights, slice(e * each, (e + 1) * each)) for e, r in enumerate(rows)])
 
     def _multiply(self, x: Tensor | Codes, weights: WeightSet, layers: slice) -> Tensor:
-        """The product with some of the layers; in plain torch each is a part, so that autograd sees its master."""
+        """Multiply with some of the layers. In plain torch each layer is a part, so that autograd sees its master."""
         parts = weights.linears[self][layers]
         if weights.fused or not torch.is_grad_enabled():
             return _products(x, parts)
@@ -124,7 +124,7 @@ def _products(x: Tensor | Codes, parts: Sequence[Part]) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The product and its backward on autograd, of weights that are one layer's each."""
+    """The product and its backward on autograd, for weights of one layer each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: Sequence[Part], dequantize_input: bool, *masters: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class _StraightThrough(torch.autograd.Function):
             own = dy[:, part.features.start - first : part.features.stop - first].contiguous()
             if ctx.needs_input_grad[0]:
                 its = input_grad(own, part.weight.values(x.dtype))
-                dx = its if dx is None else dx + its  # the last layer's first, as autograd adds them up
+                dx = its if dx is None else dx + its  # last layer first, the order in which autograd adds
             if ctx.needs_input_grad[3 + number]:
                 weights.append(weight_grad(own, part.weight.rounded_input(x) if ctx.dequantize_input else x))
             else:
@@ -152,7 +152,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class OutputGradient:
-    """The gradient dy (R, N) of a fused packed linear's output, from which the others are made.
+    """The output gradient dy (R, N) of a fused packed linear, and the gradients that follow from it.
 
     backward: "bf16" multiplies 16-bit operands with float32 sums; "fp8" quantizes both operands of each product
     (`qarl_kernels.fp8_backward`), dy once for both. groups: of a product of experts, which has 16-bit products only.
@@ -210,7 +210,7 @@ class OutputGradient:
 
 @torch.no_grad()
 def gradient_of(masters: Sequence[nn.Parameter]) -> Tensor:
-    """The gradients of the masters of a packed linear as one float32 tensor; zeros are made if there are none.
+    """Return the gradients of a packed linear's masters as one float32 tensor, allocated as zeros if missing.
 
     It shares memory with their `.grad`, so adding to it adds to them.
     """
@@ -231,6 +231,6 @@ def gradient_of(masters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def sum_of(master: Tensor) -> Tensor:
-    """The gradient of one master, see `gradient_of`."""
+    """Return the gradient of one master, see `gradient_of`."""
     assert isinstance(master, nn.Parameter), "a master is a parameter"
     return gradient_of([master])

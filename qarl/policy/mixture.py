@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a layer's MLP: its forward on CPU and GPU, and its backward on a GPU.
+"""Mixture of experts that replaces a layer's MLP: forward on CPU and GPU, backward on a GPU.
 
     forward     p = softmax(n Wr^T) in float32; each token takes the k experts with the largest p, with weights w; for
                 each (token, expert): g, u = n Wgu_e^T; d = (silu(g) * u) Wd_e^T; y = sum of w * d over the token's
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class KeptShared:
-    """What a backward finds of the shared expert's forward. gate_up: (T, 2 I). shared: its output and gate."""
+    """Intermediates of the shared expert, kept for the backward. gate_up: (T, 2 I). shared: its output and gate."""
 
     gate_up: Tensor
     shared: Shared
@@ -50,7 +50,7 @@ class KeptShared:
 
 @dataclass
 class KeptExperts:
-    """What a backward finds of its forward over T tokens with k experts each, R = T k rows.
+    """Intermediates of a forward over T tokens with k experts each (R = T k rows), kept for the backward.
 
     routed, groups: always kept, so that a recomputation chooses the same experts. gate_up: (R, 2 I). down: (R, H), the
     experts' outputs. shared: of the shared expert. What is None is recomputed.
@@ -63,12 +63,16 @@ class KeptExperts:
     shared: KeptShared | None = None
 
     def drop(self, recompute: Recompute) -> KeptExperts:
-        """What is kept until the backward: see `Decoder`. The experts' products are k times an MLP's."""
+        """Return what to keep until the backward, see `Decoder`. The experts' products are k times as large as an
+        MLP's.
+        """
         return self if recompute == "elementwise" else KeptExperts(self.routed, self.groups)
 
 
 def mixture(layer: DecoderLayer, experts: ExpertLayer, normed: Normed, run: Run) -> tuple[Tensor, KeptExperts]:
-    """The experts' output (T, H), and what a backward may keep. normed: (T, H), with codes if `gate_up` reads codes."""
+    """Return the experts' output (T, H) and intermediates for the backward. normed: (T, H), with codes if `gate_up`
+    reads codes.
+    """
     x, weights = normed.normed, run.weights
     assert x is not None, "a router reads values"
     routed = _route(layer, experts, x, run)
@@ -91,18 +95,18 @@ def _route(layer: DecoderLayer, experts: ExpertLayer, x: Tensor, run: Run) -> Ro
 
 
 def _into_down(layer: DecoderLayer, gate_up: Tensor, groups: Groups, run: Run) -> Tensor:
-    """(R, H), the outputs of each row's expert."""
+    """Return the output of each row's expert, (R, H)."""
     if run.weights.fused:
         gated = activate(gate_up, layer.down, run)
         read = activations(gated.product, gated.codes, gated.scale, gate_up.dtype)
-    else:  # each expert's rows by themselves: the bits of torch's backward of silu depend on where a tensor ends
+    else:  # per expert, because the bits of torch's silu backward depend on where a tensor ends
         each = gate_up.split(groups.starts.diff().tolist())
         read = torch.cat([silu_product(rows) for rows in each])
     return layer.down.grouped(read, run.weights, groups, False)
 
 
 def _note(layer: DecoderLayer, routed: Routed, groups: Groups, gate_up: Tensor, run: Run) -> None:
-    """Trace what the experts computed, the rows of a token side by side."""
+    """Trace the experts' results, with the rows of a token concatenated."""
     if run.note is unnoted:
         return
     run.note(layer.index, "router", routed.logits, routed.experts)
@@ -114,7 +118,7 @@ def _note(layer: DecoderLayer, routed: Routed, groups: Groups, gate_up: Tensor, 
 
 
 def _shared(layer: DecoderLayer, gate_name: str, normed: Normed, run: Run) -> KeptShared:
-    """What the shared expert gives for all tokens, and its gate."""
+    """Compute the shared expert's output for all tokens, and its gate."""
     (gate_up, down), x, value = layer.shared, normed.normed, run.weights.values[gate_name]
     assert x is not None, "a gate reads values"
     fused = run.weights.fused
@@ -130,8 +134,9 @@ def _shared(layer: DecoderLayer, gate_name: str, normed: Normed, run: Run) -> Ke
 def mixture_backward(
     layer: DecoderLayer, experts: ExpertLayer, grad: Tensor, normed: Tensor, kept: KeptExperts, run: Run
 ) -> Tensor:
-    """grad: (T, H), of the forward's output; normed: (T, H), its input. Returns the gradient of the input; masters get
-    theirs."""
+    """grad: (T, H), gradient of the forward's output; normed: (T, H), its input. Returns the gradient of the input.
+    Updates `.grad` of the masters.
+    """
     routed, groups, weights = kept.routed, kept.groups, run.weights
     gate_up = layer.gate_up.grouped(normed, weights, groups, True) if kept.gate_up is None else kept.gate_up
     down = _into_down(layer, gate_up, groups, run) if kept.down is None else kept.down
@@ -159,7 +164,7 @@ def mixture_backward(
 def _shared_backward(
     layer: DecoderLayer, gate_name: str, grad: Tensor, normed: Tensor, kept: KeptShared | None, run: Run
 ) -> Tensor:
-    """The gradient (T, H) float32 of what the shared expert read. kept: is overwritten; None: is recomputed."""
+    """Return the gradient (T, H) float32 of the shared expert's input. kept: overwritten; None: recomputed."""
     gate_up, down = layer.shared
     kept = kept or _shared(layer, gate_name, Normed(normed, normed, normed, None, None), run)
     grad_output, grad_logit = shared_backward(grad, kept.shared, into=kept.shared.output)
@@ -173,7 +178,7 @@ def _shared_backward(
 
 
 def route_tokens(x: Tensor, value: Tensor, experts: ExpertLayer, routes: Routes, kernels: bool) -> Routed:
-    """The experts of the rows of x (T, H). value: (E, H), the router's weight in x's dtype.
+    """Choose experts for the rows of x (T, H). value: (E, H), the router's weight in x's dtype.
 
     `routes` records the router's own choice, and may replace it by a replayed one.
     """
@@ -193,7 +198,7 @@ def route_tokens(x: Tensor, value: Tensor, experts: ExpertLayer, routes: Routes,
 
 
 def logits_grad(grad_weights: Tensor, routed: Routed, experts: ExpertLayer, routes: Routes, kernels: bool) -> Tensor:
-    """(T, E) float32, from the gradient (T, k) of the experts' weights and from the routers' own losses."""
+    """Return the logits' gradient (T, E) float32, from that of the experts' weights (T, k) and from router losses."""
     grad = route_backward(grad_weights, routed, experts.normalize, kernels=kernels)
     if routes.balance is not None:
         losses = routes.balance
@@ -204,7 +209,8 @@ def logits_grad(grad_weights: Tensor, routed: Routed, experts: ExpertLayer, rout
 
 class _Route(torch.autograd.Function):
     """Weights (T, k) of a token's experts, the experts, and the logits. The gradient of the weights goes straight
-    through the rounding of the router's weight to its master."""
+    through the rounding of the router's weight to its master.
+    """
 
     @staticmethod
     def forward(

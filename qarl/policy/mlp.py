@@ -1,4 +1,4 @@
-"""An MLP after its first product: a layer's, or the shared expert of a mixture; forward, and fused backward."""
+"""The part of an MLP (or of a shared expert) after its first product: forward, and fused backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def activate(gate_up: Tensor, down: PackedLinear, run: Run) -> Gated:
-    """silu(gate) * up of gate_up (T, 2 I), as the product of down reads it."""
+    """Return silu(gate) * up of gate_up (T, 2 I), in the form that down reads."""
     if run.weights.fused:
         codes = down.input_codes(run.weights)
         return swiglu(gate_up, codes, want_product=codes is None)
@@ -24,7 +24,7 @@ def activate(gate_up: Tensor, down: PackedLinear, run: Run) -> Gated:
 
 
 def silu_product(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (T, I) in plain torch, of gate_up (T, 2 I)."""
+    """Return silu(gate) * up (T, I) of gate_up (T, 2 I), in plain torch."""
     gate, up = gate_up.chunk(2, -1)
     return pointwise.silu(gate.contiguous()) * up
 
@@ -45,9 +45,9 @@ def mlp_backward(
     down: PackedLinear,
     run: Run,
 ) -> Tensor:
-    """The gradient of what gate and up read (T, H), from that of what down gave (T, H). Masters get theirs.
+    """Return the gradient of the MLP's input (T, H), given that of its output (T, H). Updates `.grad` of the masters.
 
-    product: (T, 2 I), that of gate and up, is overwritten. normed: makes what gate and up read, (T, H), when needed.
+    product: (T, 2 I), output of gate and up; overwritten. normed: returns the input of gate and up (T, H) on demand.
     """
     gradient = OutputGradient(down, run.weights, grad, run.backward)
     grad_product, gated = swiglu_backward(gradient.of_input(), product, True, into=product)

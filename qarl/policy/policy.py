@@ -1,4 +1,4 @@
-"""The policy: masters, the snapshot made from them, and the forwards of learner, sampler, shadow and reference."""
+"""The policy: master weights, their snapshot, and the forwards of learner, sampler, shadow and reference."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class Policy:
         scheme: Quantization scheme of the linear layers.
         quant: What is quantized, and how the learner reads it.
         dtype: Compute dtype of the sampler's forward, and of published tensors that are not quantized.
-        device: Of masters, snapshots and forwards.
-        max_length: Tokens of prompt and response; None: as many as the model has positions.
-        snapshot: The current version; None: it is made from the masters, as version 0.
-        learner_dtype: Of the learner's forward; None: `dtype`.
+        device: Device of masters, snapshots and forwards.
+        max_length: Maximum tokens of prompt and response; None: the model's number of positions.
+        snapshot: The current version; None: quantize the masters as version 0.
+        learner_dtype: Compute dtype of the learner's forward; None: `dtype`.
         values: See `take`.
 
     Attributes:
         current: The snapshot of the masters at `version`; `refresh` makes a new one after an optimizer step.
-        weights: What the learner's forward reads of it.
-        reference: What it read of an earlier version, see `keep_reference`; None: nothing was kept.
-        sampler: What rollout engines get; its `install` points it at a published snapshot.
-        aligned: Whether the learner's forward is the sampler's; then one weight set serves both.
+        weights: The learner's weight set for it.
+        reference: The learner's weight set of an earlier version, see `keep_reference`; None if nothing was kept.
+        sampler: The forward for rollout engines; `install` switches it to a published snapshot.
+        aligned: Whether learner and sampler share one forward and weight set.
         kernels: Whether quantization, products and output layer run on Triton kernels.
 
     Raises:
@@ -107,7 +107,7 @@ class Policy:
         self.sampler.install(self.current)
 
     def _check(self) -> None:
-        """Raise UserError for what the policy cannot run."""
+        """Raise UserError if the policy cannot run the model."""
         quant, config = self.quant, self.config
         if self.aligned and self.learner_dtype != self.dtype:
             raise UserError(
@@ -126,12 +126,12 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """Of the current parameters: optimizer steps taken."""
+        """Version of the current parameters: optimizer steps taken."""
         return self.current.version
 
     @property
     def experts(self) -> list[ExpertLayer]:
-        """The mixtures of experts, by layer; empty if the model has none."""
+        """Return the mixtures of experts by layer; empty if there are none."""
         return [layer.experts for layer in self.decoder.layers if layer.experts is not None]
 
     def at(self, version: int) -> bool:
@@ -141,7 +141,7 @@ class Policy:
     # --- masters and snapshots ---------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The float32 masters by Hugging Face name; tied weights once."""
+        """Yield the float32 masters by Hugging Face name; tied weights once."""
         return self.model.named_parameters()
 
     def quantized(self, module: str) -> bool:
@@ -183,12 +183,12 @@ class Policy:
         self.sampler.offer(snapshot, lambda: self.shadow)
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """The scheme of a parameter; None: it is not quantized."""
+        """Return the scheme of a parameter; None if it is not quantized."""
         return self.scheme if name.endswith(".weight") and self.quantized(name.removesuffix(".weight")) else None
 
     @property
     def shadow(self) -> WeightSet:
-        """The current version in the sampler's arithmetic, published or not; made when first asked for.
+        """Return the current version in the sampler's arithmetic, published or not. Created lazily.
 
         Gradients go straight through to the masters, as the learner's do.
         """
@@ -215,14 +215,14 @@ class Policy:
         weights: WeightSet | None = None,
         written: list[list[bool]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs of response tokens, of one forward over all sequences.
+        """Compute log-probs of response tokens in one forward over all sequences.
 
         Args:
             prompts: Token ids, at least one each. Neighbours with the same prompt share its forward; every row's bits
                 are its own, so the result is the same.
             responses: Token ids, at least one each, one response per prompt.
             truncation: Of the distribution. A token outside has logp -inf and gives no gradient.
-            chunk: Rows of logits held at once.
+            chunk: Rows of logits in memory at once.
             retained: See `token_logprobs`.
             routes: Of the rows as `qarl.policy.attention.pack` lays them out.
             weights: The version that runs; None: the learner's.
@@ -250,7 +250,9 @@ class Policy:
         weights: WeightSet | None = None,
         written: list[list[bool]] | None = None,
     ) -> Tensor:
-        """The likeliest token at the place of each response token, under the forward of `logprobs`: (T,) int64."""
+        """Return the most likely token at the position of each response token, (T,) int64. Same forward as
+        `logprobs`.
+        """
         weights = weights or self.weights
         hidden = self._predicting(prompts, responses, routes, weights, written)
         parts = [
@@ -267,13 +269,13 @@ class Policy:
         weights: WeightSet,
         written: list[list[bool]] | None,
     ) -> Tensor:
-        """The final hidden state that each response token is predicted from: (T, H), as `logprobs` packs them."""
+        """Return the final hidden state that predicts each response token: (T, H), in the order of `logprobs`."""
         batch = pack(prompts, responses, written)
         groups, ids, count = batch.groups, batch.ids, len(batch.ids)
         assert routes.replay is None or len(routes.replay) == count, f"{count} rows and a replay of other ones"
         if weights.fused and len(ids) > FEW_ROWS and (missing := -len(ids) % ROWS):
-            # Sequences of their own that nobody reads: no other row's bits change. A longer one would have positions of
-            # which there is no cosine, and a NaN there would be in the sums over all rows.
+            # Pad with separate sequences whose output is unused, so no other row changes. One longer sequence would
+            # exceed the rotary tables, and its NaN would spread into the sums over all rows.
             groups += [(min(missing - row, self.max_length), [0]) for row in range(0, missing, self.max_length)]
             ids += [0] * missing
         attention = packed(groups, self.device, weights.fused)
@@ -299,5 +301,5 @@ class Policy:
         return self.logprobs(prompts, responses, *how)[0]
 
     def set_recompute(self, recompute: Recompute) -> None:
-        """What the backward recomputes instead of keeping it, see `Decoder`."""
+        """Set what the backward recomputes instead of keeping, see `Decoder`."""
         self.decoder.recompute = recompute

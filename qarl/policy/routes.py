@@ -1,4 +1,4 @@
-"""Which experts the tokens of a batch go through: replayed or recorded by a forward, and stored by rollouts."""
+"""Expert choices (routing) of the tokens of a batch: replayed or recorded by a forward, and stored in rollouts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ExpertLayer:
     """The experts of one layer.
 
     Attributes:
-        number: Of the layer among those with experts.
+        number: Index of the layer among those with experts.
         router: Name of the router's weight.
         count: E, the number of experts.
         per_token: k, the experts of a token.
         normalize: Whether the weights of a token's experts are divided by their sum.
-        names: Of the modules.
+        names: Module names.
         shared_gate: Name of the weight of the shared expert's gate; None: there is no shared expert.
     """
 
@@ -38,7 +38,7 @@ class ExpertLayer:
 
     @property
     def gates(self) -> list[str]:
-        """Names of the weights that are not linears'."""
+        """Names of router and gate weights, which are not Linears."""
         return [self.router] if self.shared_gate is None else [self.router, self.shared_gate]
 
 
@@ -46,9 +46,9 @@ class ExpertLayer:
 class Balance:
     """Router losses, whose gradient is added in the backward of the forward that they belong to.
 
-    Both are means over `tokens`, times the loss scale: see `qarl_kernels.moe.balance`. The load-balancing loss is of
-    all layers together, so its gradient in one layer needs the choices of the tokens in all layers: the forward counts
-    them.
+    Both are means over `tokens`, times the loss scale: see `qarl_kernels.moe.balance`. The load-balancing loss is
+    computed over all layers together, so its gradient in one layer needs the choices of the tokens in all layers: the
+    forward counts them.
 
     Attributes:
         aux: Weight of the load-balancing loss.
@@ -84,10 +84,10 @@ class Balance:
 
 @dataclass
 class RouterScores:
-    """The routers' log-probs of k experts per layer, at the rows that predict the T response tokens of a forward.
+    """Router log-probs of k experts per layer, at the rows that predict the T response tokens of a forward.
 
     Attributes:
-        experts: (T, L, k) integer, the experts to look at; None: those that each row goes through.
+        experts: (T, L, k) integer, the experts to score; None: the chosen ones.
         rows: (T,) int64, row of the forward that predicts each token; set by `Policy`.
         found: (T, k) experts and their float32 log-probs per layer number; filled by the forward.
     """
@@ -112,7 +112,7 @@ class RouterScores:
         """Log of the router-shift ratio, (T,): minus the mean over layers and experts of |log p - log p_old|.
 
         Args:
-            old: (T, 2 L k), `packed` of a forward at the rollout's weights, whose experts are those looked at here.
+            old: (T, 2 L k), `packed` of a forward with the rollout's weights and the same experts.
         """
         new = self.packed()
         half = new.shape[1] // 2
@@ -128,9 +128,9 @@ class Routes:
             own choice.
         own: The routers' own choices, (T, k) int32 ascending per layer number; filled by the forward unless None.
         balance: Router losses; None: there are none.
-        rows: How many rows, from the first, are tokens of the batch; None: all.
+        rows: Number of leading rows that are tokens of the batch; None: all.
         loads: See `measure`; filled by the forward unless None.
-        repeated: How many rows, from the first, are not measured, since another forward has them too.
+        repeated: Number of leading rows that are not measured, because another forward has them too.
         scores: Log-probs of experts at the rows that predict tokens; filled by the forward unless None.
     """
 
@@ -143,7 +143,7 @@ class Routes:
     scores: RouterScores | None = None
 
     def of_layer(self, layer: int) -> Tensor | None:
-        """The replayed experts (T, k) of a layer, by its number; None: nothing is replayed."""
+        """Return the replayed experts (T, k) of a layer by its number; None without replay."""
         return None if self.replay is None else self.replay[:, layer]
 
     def tell(self, layer: int, experts: Tensor) -> None:
@@ -161,7 +161,7 @@ class Routes:
         Args:
             layer: Its number.
             logits: (T, E) float32.
-            experts: (T, k), those that the tokens go through.
+            experts: (T, k), the chosen experts.
         """
         if self.loads is None:
             return
@@ -175,7 +175,7 @@ class Routes:
         self.loads[layer] = torch.stack(rows)
 
     def filled_up(self, rows: int, total: int) -> Routes:
-        """The routes of a batch of `rows` rows that is padded to `total` rows, which choose for themselves."""
+        """Return the routes of a batch of `rows` rows padded to `total` rows. The padding is not replayed."""
         if total == rows or self is NO_ROUTES:
             return self
         self.rows = rows  # `recorded` is called on this object
@@ -185,7 +185,7 @@ class Routes:
         return replace(self, replay=replay, rows=rows)
 
     def recorded(self) -> Tensor:
-        """The own choices of all layers: (T, L, k) int32."""
+        """Return the routers' choices of all layers: (T, L, k) int32."""
         assert self.own is not None, "nothing was recorded"
         return torch.stack([self.own[layer] for layer in sorted(self.own)], 1)[: self.rows]
 
@@ -221,7 +221,7 @@ def stored(numbers: Tensor, experts: int) -> Tensor:
 
 
 def numbers_of(routing: Tensor) -> Tensor:
-    """int16 (T, L, k) of what `stored` returned, with -1 for unknown tokens, as `Routes.replay` takes them."""
+    """Inverse of `stored`: int16 (T, L, k) with -1 for unknown tokens, for `Routes.replay`."""
     if routing.dtype == torch.int16:
         return routing
     wide = routing.to(torch.int16)
@@ -229,6 +229,6 @@ def numbers_of(routing: Tensor) -> Tensor:
 
 
 def unknown(tokens: int, like: Tensor) -> Tensor:
-    """(tokens, L, k) of unknown tokens, in the dtype and with the layers of `like` (T, L, k)."""
+    """Return (tokens, L, k) of unknown tokens, with the dtype and layers of `like` (T, L, k)."""
     mark = UINT8_EXPERTS if like.dtype == torch.uint8 else -1
     return like.new_full((tokens, *like.shape[1:]), mark)

@@ -1,4 +1,4 @@
-"""The policy as a rollout engine gets it: the sampler's forward on one published version, and no masters."""
+"""The sampler's forward on one published version, without masters. Rollout engines use it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 
 SCORE_CHUNK = 128  # rows of logits that `score` holds at once
-HEAD_ROWS = 256  # of the output layer, compared at once
+HEAD_ROWS = 256  # rows of the output layer compared at once
 
 
 class Sampler:
-    """Runs one published version of a policy, without its masters, and proves what it multiplies with.
+    """Runs one published version of a policy, without its masters, and verifies the tensors that its products use.
 
     The policy offers each new version (`offer`), `install` takes it over, and a publish compares `held` with it.
 
@@ -44,7 +44,7 @@ class Sampler:
         self._installed: Snapshot | None = None
 
     def offer(self, snapshot: Snapshot, weights: Callable[[], WeightSet]) -> None:
-        """Announce the policy's current snapshot. weights: makes what the sampler's forward reads of it."""
+        """Announce the policy's current snapshot. weights: creates the sampler's weight set from it."""
         self._offered = snapshot, weights
 
     @property
@@ -59,13 +59,13 @@ class Sampler:
 
     @property
     def newest(self) -> int:
-        """The policy version that was offered last."""
+        """The last offered policy version."""
         assert self._offered is not None, "no version was offered"
         return self._offered[0].version
 
     @property
     def current(self) -> bool:
-        """Whether the forward runs on the version that was offered last."""
+        """Whether the forward runs on the last offered version."""
         return self._offered is not None and self._installed is self._offered[0]
 
     def install(self, snapshot: Snapshot) -> None:
@@ -84,7 +84,7 @@ class Sampler:
         self.weights, self._installed = weights(), snapshot
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Every published tensor by name, read back from what the forward multiplies with.
+        """Yield every published tensor by name, read back from the operands of the forward.
 
         Raises:
             PublishError: After the last tensor, if some operand is not, bit for bit, what its tensors make.
@@ -129,7 +129,7 @@ class Sampler:
 
     @contextmanager
     def traced(self, tracer: Tracer) -> Iterator[None]:
-        """Inside, `tracer` records forwards; an engine runs them one by one, without CUDA graphs."""
+        """Context manager: `tracer` records forwards, and the engine runs without CUDA graphs."""
         self.tracer = tracer
         try:
             with self._decoder.noting(tracer):
@@ -164,7 +164,7 @@ class Sampler:
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]]) -> Tensor:
-        """Log-probs of every token but the first of each sequence, at temperature 1.
+        """Return log-probs of every token except the first of each sequence, at temperature 1.
 
         sequences: token ids, two or more each. Returns (T,) float32, in nats, sequence after sequence.
         """

@@ -1,4 +1,4 @@
-"""A model's modules without weights, and parameters whose values are held elsewhere."""
+"""Models without weights (meta device), and placeholder parameters whose values are stored elsewhere."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def check_shapes(model: nn.Module, scheme: Scheme, ignore: list[str]) -> None:
 
 
 def placeholder(shape: Sequence[int], device: torch.device) -> Tensor:
-    """A float32 tensor of full shape over one element of memory. It is NaN, so that an accidental read shows.
+    """Return a float32 tensor of full shape over one element of memory. It is NaN, so that accidental reads show.
 
-    A policy whose masters are held elsewhere has these as parameters. A forward reads quantized weights and never a
-    master; autograd needs the shape alone. A meta tensor would not do: its gradient would be on the meta device.
+    They are the parameters of a policy whose masters are stored elsewhere. A forward reads quantized weights only, and
+    autograd needs only the shape. A meta tensor would not work, because its gradient would be on the meta device.
     """
     return torch.full((1,), math.nan, device=device).expand(tuple(shape))
 
@@ -95,7 +95,7 @@ def drop_values(masters: Iterable[nn.Parameter], device: torch.device) -> None:
 
 
 def replace_meta(model: nn.Module, device: torch.device) -> None:
-    """Replace a skeleton's meta parameters by placeholders. Tied parameters stay tied."""
+    """Replace the meta parameters of a skeleton with placeholders. Tied parameters stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tensor hashes by identity
     for module in model.modules():
         for leaf, parameter in module.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Digests of what each operation of a forward gives for one sequence, to find where two forwards diverge.
+"""Digests of the results of each operation of a forward for one sequence, to find where two forwards diverge.
 
 A decoder reports what it computes (`Decoder.note`), operation by operation, for all rows of a packed batch. A `Tracer`
 keeps what belongs to one sequence, whichever rows it is in. A row is the sequence's if all tokens up to its own are, so
@@ -34,7 +34,7 @@ def unnoted(layer: int, operation: str, *tensors: Tensor | None, rows: Tensor | 
 class Context:
     """Consecutive rows of a packed batch that belong to one sequence.
 
-    row: the first row. position: of its token in the sequence. tokens: of the sequence, up to the last row's.
+    row: first row. position: position of its token in the sequence. tokens: the sequence up to the last row.
     """
 
     row: int
@@ -47,8 +47,8 @@ class Tracer:
     """Follows one sequence.
 
     Attributes:
-        tokens: Of the sequence.
-        watched: A step and a position whose values are kept; None: none are.
+        tokens: Tokens of the sequence.
+        watched: A step and a position whose values are recorded, or None.
         values: The watched values, flat and in float64, once per forward.
         found: Digests of each position's row by step, in a forward's order; a position may run several times.
     """

@@ -1,4 +1,4 @@
-"""The weights that one forward reads, and how they are made from the snapshot of a version.
+"""Weight sets: the tensors that one forward reads, built from the snapshot of a version.
 
 A forward gets a `WeightSet` as an argument. A policy has up to four:
 
