@@ -1,1 +1,1 @@
-"""Numeric kernels of qarl: tensors and numbers in, tensors out. Depends on torch and triton alone."""
+"""Numeric kernels of qarl: functions from tensors and numbers to tensors. Depends only on torch and triton."""

@@ -1,7 +1,7 @@
 """Compile kernels before they are needed, in parallel.
 
-A kernel is compiled at its first launch, which waits half a second and more, mostly outside Python. `compile_ahead`
-compiles what a function would launch in threads, into Triton's caches, where the launches find it.
+The first launch of a kernel compiles it, which takes half a second or more, mostly outside Python. `compile_ahead`
+compiles the kernels that a function would launch in several threads. Later launches find them in Triton's caches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Compilations(list[Launch]):
 def compile_ahead(function: Callable[[], object], device: torch.device, threads: int) -> int:
     """Compile and load the kernels that `function` launches on a CUDA device, without running them.
 
-    Kernels that do not compile, or that do not fit the device, are skipped: their launch reports the error.
+    Kernels that do not compile, or do not fit the device, are skipped; their launch reports the error.
 
     Returns:
         The number of kernels loaded.

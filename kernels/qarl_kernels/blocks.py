@@ -13,7 +13,9 @@ COMPILED = tl.constexpr(not INTERPRETED)
 
 @triton.jit
 def tile_of(pid, num_m, num_n):
-    """(m, n), the indices of program pid's tile. Groups of eight tiles along M share weight columns in the L2 cache."""
+    """Return (m, n), the indices of program pid's tile. Groups of eight tiles along M share weight columns in the
+    L2 cache.
+    """
     per_group = 8 * num_n
     first = pid // per_group * 8
     size = min(num_m - first, 8)
@@ -22,7 +24,7 @@ def tile_of(pid, num_m, num_n):
 
 @triton.jit
 def expert_rows(starts, tile, EXPERTS: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first, end): the tile's rows are [first, end), at most BLOCK_M, all of one expert.
+    """Return (expert, first, end): the tile has rows [first, end), at most BLOCK_M, all of one expert.
 
     starts: (EXPERTS + 1,) i32, see `Groups`. LANES: EXPERTS rounded up to a power of two. A tile beyond the last one
     has first == end.
@@ -46,10 +48,11 @@ def expert_rows(starts, tile, EXPERTS: tl.constexpr, LANES: tl.constexpr, BLOCK_
 def program_tile(
     starts, M, N, EXPERTS: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """(expert, m, end, n): this program computes rows [m, end), at most BLOCK_M, and columns [n, n + BLOCK_N) of out.
+    """Return (expert, m, end, n): this program computes rows [m, end), at most BLOCK_M, and columns [n, n + BLOCK_N) of
+    out.
 
-    A dense product (EXPERTS == 0) is that of expert 0, and end is M. A grouped one has as many programs as its rows
-    could need, however they are distributed over the experts; programs that are not needed have m == end.
+    In a dense product (EXPERTS == 0) the expert is 0 and end is M. A grouped product launches enough programs for any
+    distribution of rows over the experts; unneeded programs have m == end.
     """
     if EXPERTS:
         num_n = tl.cdiv(N, BLOCK_N)
@@ -63,7 +66,8 @@ def program_tile(
 
 @triton.jit
 def source_rows(order, rows, end, SLOTS: tl.constexpr):
-    """The row of x that each output row reads: its token's, or with order None itself. Rows from `end` on read row 0.
+    """Return the row of x that each output row reads: its token's row, or the same row if order is None. Rows from
+    `end` on read row 0.
 
     order: (R,) i32, the (token, slot) pair of each sorted row, SLOTS per token.
     """
@@ -76,7 +80,7 @@ def source_rows(order, rows, end, SLOTS: tl.constexpr):
 
 @triton.jit
 def operand(source, rows, limit, k, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
-    """Rows [rows, rows + BLOCK) and features [k, k + BLOCK_K) of a matrix (limit, K), zeros outside.
+    """Load rows [rows, rows + BLOCK) and features [k, k + BLOCK_K) of a matrix (limit, K), with zeros outside.
 
     source: a tensor descriptor (TMA), or a pointer and `stride` between rows.
     """
@@ -92,14 +96,14 @@ def operand(source, rows, limit, k, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.
 
 @triton.jit
 def gathered_rows(rows, k, K, BLOCK_K: tl.constexpr):
-    """Features [k, k + BLOCK_K) of the rows that start at the pointers `rows` (BLOCK,), zeros beyond K."""
+    """Load features [k, k + BLOCK_K) of the rows that start at the pointers `rows` (BLOCK,), with zeros beyond K."""
     c = k + tl.arange(0, BLOCK_K)
     return tl.load(rows[:, None] + c[None, :], mask=(c < K)[None, :], other=0.0)
 
 
 @triton.jit
 def int4_rows(tiled, rn, K, meta_n):
-    """Pointers (BLOCK_N, 16) to the first words of rows rn of a tiled int4 weight, and rn clamped to its rows.
+    """Return pointers (BLOCK_N, 16) to the first words of rows rn of a tiled int4 weight, and rn clamped to its rows.
 
     tiled: (N / 16, K / 128, 16, 16) i32; meta_n: rows it holds, a multiple of 16. The next block is 256 words on.
     """
@@ -110,7 +114,9 @@ def int4_rows(tiled, rn, K, meta_n):
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b in acc's dtype. a (M, K), b (K, N): bf16, fp16 or e4m3 with a float32 acc, int8 with an int32 acc."""
+    """Return acc + a @ b in acc's dtype. a (M, K), b (K, N): bf16, fp16 or e4m3 with a float32 acc, int8 with an
+    int32 acc.
+    """
     if COMPILED or acc.dtype == tl.int32:
         result = tl.dot(a, b, acc, out_dtype=acc.dtype)
     else:
@@ -151,7 +157,7 @@ def product_tile(
 
 @triton.jit
 def dot_of_parts(a, b, acc):
-    """acc + a[0] @ b[0]^T + a[1] @ b[1]^T ..., in the order in which `dot` sums the parts concatenated along K.
+    """Return acc + a[0] @ b[0]^T + a[1] @ b[1]^T ..., in the order in which `dot` sums the parts concatenated along K.
 
     a, b: tuples of (M, K) and (N, K), bf16 or fp16, K a multiple of the tensor core's 16; acc fp32.
     """
@@ -178,7 +184,7 @@ def dot_of_rows(a, b, acc, SWAP: tl.constexpr):
 
 @triton.jit
 def no_sum(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ACC: tl.constexpr):
-    """The zero accumulator of `dot_of_rows`."""
+    """Return the zero accumulator of `dot_of_rows`."""
     if SWAP:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=ACC)
     else:
@@ -188,7 +194,7 @@ def no_sum(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ACC
 
 @triton.jit
 def of_rows(acc, SWAP: tl.constexpr):
-    """The accumulator of `dot_of_rows` as (BLOCK_M, BLOCK_N)."""
+    """Return the accumulator of `dot_of_rows` as (BLOCK_M, BLOCK_N)."""
     if SWAP:
         acc = acc.T
     return acc
@@ -196,5 +202,5 @@ def of_rows(acc, SWAP: tl.constexpr):
 
 @triton.jit
 def split_columns(y):
-    """Split (M, N) into left and right columns. No value changes its thread."""
+    """Split (M, N) into left and right columns. Every value stays in its thread."""
     return tl.split(y.reshape(y.shape[0], 2, y.shape[1] // 2).permute(0, 2, 1))

@@ -1,4 +1,4 @@
-"""Conversions between float32 and the stored float types, the same bits on a GPU and in Triton's interpreter.
+"""Conversions between float32 and the stored float types, bit-identical on a GPU and in Triton's interpreter.
 
 GPUs convert by instructions, but before Hopper, Triton 3.6 converts to e4m3 through a truncated fp16. The interpreter
 (Triton 3.9) rounds bf16 and e4m3 ties away from zero and loses bf16 subnormals and the NaN of e4m3, so there integer
@@ -138,7 +138,7 @@ _IN_ORDER = """prmt.b32 low, $2, 0, 0x1404;
         and.b32 high_sign, high, 0x80008000;
         shr.b32 low, low, 4;
         shr.b32 high, high, 4;"""
-# Not by the conversion instructions to bf16, which go through fp32.
+# Avoids the conversion instructions to bf16, which go through fp32.
 _E4M3_AS_BF16 = tl.constexpr(_instructions(_IN_ORDER, "bf16x2", "0x07F007F0", "0x7B807B80"))  # times 2^120
 _E4M3_AS_FP16 = tl.constexpr("""{
         .reg .b16 low, high;

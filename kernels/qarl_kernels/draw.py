@@ -1,7 +1,7 @@
-"""Draw random tokens on the device, from random numbers that belong to each row alone.
+"""Sample random tokens on the device, from a separate random stream per row.
 
 `draw` inverts a row's cumulative distribution in vocabulary order (native engine). `exponential_` fills rows with
-exponential noise, and argmax(p / noise) then draws from p (vLLM's sampler). Nothing here waits for the device.
+exponential noise, and argmax(p / noise) then draws from p (vLLM's sampler). Nothing here synchronizes with the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton kernels of the FP8 backward; `qarl_kernels.fp8_backward` launches them and says what they compute."""
+"""Triton kernels of the FP8 backward; `qarl_kernels.fp8_backward` launches and documents them."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
 """y = x @ w^T for 16-bit, INT8 and FP8 operands, dense or grouped by expert; W8A8 and FP8 scale in the epilogue.
 
-One kernel. On Hopper its operands come through the tensor memory accelerator, elsewhere through pointers. With few
-rows the product is computed as w @ x^T, so that the 64 rows that wgmma wants are rows of w.
+One kernel. On Hopper it loads operands with the tensor memory accelerator (TMA), elsewhere through pointers. With few
+rows it computes w @ x^T, because wgmma needs 64 rows on its first operand, which w has.
 
 Grouped: each program computes rows of one expert with that expert's weight (`blocks.expert_rows`). Rows that are
-gathered by token come through pointers, because the accelerator loads adjacent rows only. A tile may reach into the
-next expert's weight, which changes only columns that are not stored.
+gathered by token are loaded through pointers, because TMA loads only adjacent rows. A tile may reach into the next
+expert's weight, which changes only columns that are not stored.
 
 Batch invariance: an output element is a chain of tensor-core products along K. INT8 is exact in any order. 16-bit:
 mma.sync, wgmma in either operand order and cuBLAS's kernels without split-K give the same bits, whatever the tile. FP8:
-wgmma chains agree with each other (and with cuBLAS with fast accumulation), mma.sync does not, so tiles of FP8 on
-Hopper are always wgmma's: the side that holds 64 rows or more comes first. `max_num_imprecise_acc` stays at Triton's
-default for Hopper (one chain over all of K), which is what fast accumulation means. So a row of a grouped product has
-the bits of the dense product with its expert's weight.
+wgmma chains agree with each other (and with cuBLAS with fast accumulation), mma.sync does not, so FP8 tiles on Hopper
+always use wgmma: the operand with at least 64 rows comes first. `max_num_imprecise_acc` stays at Triton's default for
+Hopper (one chain over all of K), which is fast accumulation. So a row of a grouped product has the bits of
+the dense product with its expert's weight.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def dense(
         x: (M, K) bf16 or fp16, any row stride. With groups one row per sorted pair; if gathered (T, K), one per token.
         weight: (N, K) of x's dtype; with groups that of all experts, concatenated, and N counts one expert.
         bias: (N,), or None. Grouped products have none.
-        out_dtype: Of the result. Default: x's dtype.
+        out_dtype: Dtype of the result. Default: x's dtype.
         groups: Rows belong to experts.
         tile: For tests and tuning; changes no bit. Default: the tuned one.
 
@@ -198,7 +198,7 @@ def multiply(
     gathered: bool,
     tile: Tile | None,
 ) -> Tensor:
-    """The product of any family of `tuning.FAMILIES` that `gemm_kernel` serves; operands as in `run`."""
+    """Multiply with `gemm_kernel`, for any of its families in `tuning.FAMILIES`. Operands as in `run`."""
     m, n = output_rows(x, groups, gathered, bias), output_features(len(weight), groups)
     k = x.shape[1]
     if weight.shape[1] != k:
@@ -218,12 +218,12 @@ def multiply(
         tile = lookup(family, n, k, m - done, x, library=False)
     if done:
         run(x[done:], weight, None if s_x is None else s_x[done:], s_w, bias, out[done:], tile)
-    else:  # always in a decode, where the host's microseconds count
+    else:  # always taken in decodes, where the host's microseconds count
         run(x, weight, s_x, s_w, bias, out, tile, groups, gathered)
     return out
 
 
-# For rows that the tensor memory accelerator cannot read: loads of one element take many registers, tuned tiles spill.
+# For rows that TMA cannot read: loads of one element take many registers, so tuned tiles would spill.
 POINTERS = Tile("x_first", 64, 64, 32)
 
 

@@ -3,12 +3,12 @@
 Forward: one kernel computes tiles of logits and reduces each to a maximum and two sums per row; a second one merges the
 tiles in vocabulary order. min-p depends on the row's maximum, so it takes a second pass.
 
-Backward: a kernel recomputes a stretch of the vocabulary's logits and writes their gradient (16-bit), and two ordinary
-GEMMs accumulate it into the float32 gradients of the hidden states and of the weight.
+Backward: a kernel recomputes the logits of a range of the vocabulary and writes their gradient (16-bit), and two
+ordinary GEMMs accumulate it into the float32 gradients of the hidden states and of the weight.
 
 The definition is `qarl_kernels.logprob`. This file serves 16-bit weights at any temperature, with min-p or without
 truncation. Beside inputs and results, memory holds `PARTIAL` bytes in the forward, and in the backward `GRADIENT` bytes
-and float32 sums for `GRADIENT / WIDTH / 2` hidden states. Nothing waits for the device.
+and float32 sums for `GRADIENT / WIDTH / 2` hidden states. Nothing synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTIAL = 1 << 27  # bytes of the per-tile sums
 PITCH = 128  # the row stride of the per-tile sums is a multiple of this, and this a multiple of a tile's rows
 MERGED = 32, 64  # rows and tiles that a program of the merge kernel loads at once
 GRADIENT = 1 << 27  # bytes of the logits' gradient
-WIDTH = 8192  # vocabulary entries whose gradient is held at once
+WIDTH = 8192  # vocabulary entries whose gradient is in memory at once
 
 # The statistics' tile fixes the order of a row's sums, so it must not depend on the number of rows.
 STATISTICS_TILE = Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True)

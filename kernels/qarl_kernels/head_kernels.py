@@ -1,4 +1,4 @@
-"""Triton kernels of the output layer; `qarl_kernels.head` launches them and says what they compute.
+"""Triton kernels of the output layer; `qarl_kernels.head` launches and documents them.
 
 A tile of logits is computed by the chain of tensor-core products of `gemm.gemm_kernel`, so it has the bits of
 `gemm.dense` with a float32 result. It is used in registers: reduced to a few numbers per row, or turned into its

@@ -1,4 +1,4 @@
-"""The one place through which every Triton kernel is launched.
+"""Launches all Triton kernels.
 
 `launch` runs a kernel on the device of its tensors, or in Triton's interpreter if TRITON_INTERPRET=1 was set before
 import. Inside `recording()` nothing runs: launches are collected, so that they can be compiled ahead

@@ -1,4 +1,4 @@
-"""16-bit products through cuBLAS, for shapes at which it gives the bits of the kernels here.
+"""16-bit products through cuBLAS, for shapes at which it is bit-identical to qarl's kernels.
 
 cuBLAS chooses its algorithm by shape, so it is only called with a few row counts: `ROWS`, and the batch sizes that
 decodes are captured for in CUDA graphs (`DECODE_ROWS`). Each shape is verified once per (N, K, dtype) against `gemm`'s

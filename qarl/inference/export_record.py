@@ -1,4 +1,4 @@
-"""qarl_export.json: what an exported directory must hold, and how the run behind it was prompted. Imports no torch.
+"""qarl_export.json: the contents of an exported directory, and how its run was prompted. Imports no torch.
 
 Format 2:
 
@@ -7,7 +7,7 @@ Format 2:
      "config": {...}, "generation_config": {...},    config.json and generation_config.json by value
      "files": {"tokenizer.json": {"bytes": ..., "sha256": ...}},    tokenizer and chat template
      "prompting": {...},    see `Prompting`; null if no run was exported
-     ...,    where the tensors come from: see `qarl.exporting.writer`
+     ...,    provenance of the tensors: see `qarl.exporting.writer`
      "sha256": of everything above}
 
 Format 1 has only the tensors, so only they are checked.
@@ -31,7 +31,7 @@ from qarl.inputs.schema import Bytes, Record, Sha256, checked
 from qarl.storage.input_files import TOKENIZER_FILES
 
 RECORD = "qarl_export.json"
-RECORD_BYTES = 2**30  # limit; a mixture's hundred thousand tensors take a fiftieth of it
+RECORD_BYTES = 2**30  # limit; a mixture with 100,000 tensors needs a fiftieth of it
 FORMAT_VERSION = 2
 OPTION = "--no-verify-digests"
 SKIP = f"pass {OPTION} to skip this check"

@@ -28,7 +28,7 @@ from qarl.policy.load_config import load_architecture
 from qarl.storage.saved_state import started_at
 from qarl.types import Prompt, Rollout
 
-PROMPT_BYTES = 2**24  # of a prompt file
+PROMPT_BYTES = 2**24  # size limit of a prompt file
 
 
 @dataclass(frozen=True)

@@ -38,13 +38,13 @@ class Masters:
     """A model's parameters without the model.
 
     Attributes:
-        config: Of the unquantized model.
+        config: Configuration of the unquantized model.
         generation: Its generation config.
         shapes: Shape by parameter name, in the model's order; tied weights once.
         linears: Modules that a scheme may quantize.
         read: Returns the float32 values of a name, on the CPU. Masters of several ranks are joined for each call.
-        version: Of the run's snapshot of these masters; None for a model.
-        digest: Of the same snapshot.
+        version: Version of the run's snapshot of these masters; None for a model.
+        digest: Digest of the same snapshot.
     """
 
     config: PreTrainedConfig
@@ -70,7 +70,7 @@ class Masters:
         low_bit = {f"{module}.weight" for module in quantized}
         for name in self.shapes:
             own, version = scheme if name in low_bit else None, self.version or 0
-            # The master gets no name, which would keep it alive beside the next one.
+            # The master is not bound to a variable, which would keep it alive while the next one is read.
             yield (
                 name,
                 quantize_parameter(name, self.read(name).to(device), own, dtype, version, shared=shared.get(name)),
@@ -224,7 +224,7 @@ def verify_base(model: ModelConfig, rank: int = 0, count: int = 1) -> None:
         return
     record.check_names(files)
     opened, names = OpenTensors(files), list(files)[rank::count]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter's lock
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
         for name, found in zip(names, pool.map(lambda name: digest_of(opened[name]), names), strict=True):
             record.check_tensor(files[name].file, name, found)
 

@@ -211,7 +211,7 @@ def _read_export(target: Target) -> dict[str, Tensor]:
 def _verified_tensors(found: Mapping[str, StoredTensor], record: ExportRecord | None) -> dict[str, Tensor]:
     """Read tensors, and compare each with `record` in a thread while the next ones are read.
 
-    Hashing takes about as long as reading, and releases the interpreter's lock.
+    Hashing takes about as long as reading, and releases the GIL.
     Raises UserError for a tensor that differs, and what the safetensors library raises.
     """
     opened, tensors = OpenTensors(found), {}

@@ -161,7 +161,7 @@ def _scale_dtype(path: Path) -> str:
 
 
 def _check_there(name: str, path: Path) -> None:
-    """Raise UserError for a missing run beside existing ones. Asking the hub for it would take half a minute."""
+    """Raise UserError if `name` looks like a missing run, because asking the hub for it would take half a minute."""
     if "/" not in name or path.exists():
         return
     if runs := sorted(other.parent.name for other in path.parent.glob("*/config.yaml")):

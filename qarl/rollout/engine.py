@@ -57,7 +57,7 @@ class Generates(Protocol):
 class RolloutEngine(Generates, Protocol):
     """Samples responses from the policy version that was published last."""
 
-    version: int | None  # of its tensors; None before the first publish
+    version: int | None  # version of its tensors; None before the first publish
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -96,7 +96,7 @@ class RolloutEngine(Generates, Protocol):
         ...
 
     def wake(self) -> None:
-        """Begin to allocate that memory again, if there is room next to the learner's next update.
+        """Start to allocate that memory again, if it fits beside the learner's next update.
 
         Otherwise the next publish does. It may be called repeatedly. If a sampler is on several ranks' GPUs, this is a
         collective.

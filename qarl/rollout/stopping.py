@@ -1,4 +1,4 @@
-"""When a response ends, and its text."""
+"""Stop conditions of responses, and their final text."""
 
 from __future__ import annotations
 

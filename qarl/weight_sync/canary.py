@@ -15,10 +15,10 @@ from itertools import chain, cycle, islice
 
 from qarl.weight_sync.fingerprints import PublishError
 
-SEQUENCES, TOKENS = 2, 64  # scored at each publish
-FACTOR = 4.0  # a later mean may exceed the first one by this; 2.6 was seen without a fault, with both means small
-FLOOR = 0.25  # nats: a smaller mean is never a fault, however well the first load agreed
-BROKEN = 1.0  # nats: a larger mean means another model (a random policy differs by 5 or more)
+SEQUENCES, TOKENS = 2, 64  # scored at every publish
+FACTOR = 4.0  # allowed ratio of a later mean to the first; 2.6 was measured without an error, with both means small
+FLOOR = 0.25  # nats: a smaller mean is never an error, however well the first load agreed
+BROKEN = 1.0  # nats: a larger mean indicates another model (a random policy differs by 5 or more)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""The tensors of a layer's experts as few large ones: how they are sent to a sampler and verified there.
+"""Joins the many small tensors of a layer's experts into a few large ones for sending and verification.
 
-A mixture has tens of thousands of small tensors; naming, sending, finding and comparing each takes longer than its
-bytes. So the tensors of all experts are concatenated, in vLLM's order (`qarl.utils.expert_names`):
-`...experts.w13.weight_packed` has the codes of the first expert's gate, its up, the second expert's gate, .... In
-checkpoints and exports they are separate.
+A mixture has tens of thousands of small tensors, and the overhead per tensor exceeds the time for its bytes. So the
+tensors of all experts are concatenated, in vLLM's order (`qarl.utils.expert_names`): `...experts.w13.weight_packed` has
+the codes of the first expert's gate, its up, the second expert's gate, .... In checkpoints and exports they are
+separate.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from qarl.utils.expert_names import expert_stacks, experts_of
 
-Members = Mapping[str, tuple[str, ...]]  # by a stack's name, the modules it concatenates, in order
+Members = Mapping[str, tuple[str, ...]]  # joined name -> concatenated modules, in order
 
 
 def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stored tensors in their order, those of all experts of a layer concatenated at the place of the first.
+    """Concatenate the tensors of all experts of a layer, at the position of the first. Other tensors keep their order.
 
     Views if they are adjacent in memory. Tensors that some experts of a layer lack, or have in another shape or dtype,
     stay as they are.

@@ -42,7 +42,8 @@ class Fingerprint:
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Fingerprint]:
     """Fingerprints by name, in the order given; waits for a GPU once.
 
-    tensors: (name, tensor) with distinct names. Of tensors made for this call, about `PORTION` bytes live at once.
+    tensors: (name, tensor) with distinct names. If the iterable creates tensors lazily, about `PORTION` bytes are alive
+        at once.
     """
     found: dict[str, Fingerprint] = {}
     portions: dict[torch.device, _Portions] = {}

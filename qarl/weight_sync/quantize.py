@@ -13,7 +13,7 @@ from torch import Tensor
 from qarl.errors import UserError
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
-RUN_BYTES = 2**28  # of float32 masters quantized at once: in plain torch there are several temporaries of the size
+RUN_BYTES = 2**28  # bytes of float32 masters quantized at once; plain torch needs several temporaries of this size
 SchemeOf = Callable[[str], Scheme | None]
 """The scheme of a parameter by name; None: it is not quantized."""
 
@@ -56,7 +56,8 @@ def quantize_parameters(
     shared: Mapping[str, Tensor] | None = None,
     groups: Iterable[Sequence[str]] = (),
 ) -> Snapshot:
-    """Quantize all masters: `quantize_parameter` of each, bit for bit, but a GPU is waited for once at the end.
+    """Quantize all masters: bit-identical to `quantize_parameter` for each, but synchronizes with a GPU only once at
+    the end.
 
     Args:
         masters: By name, in layer order.
@@ -111,7 +112,7 @@ def adjacent_runs(
 class Quantizer:
     """Quantizes masters, or rows of them, and checks whether they are finite only at the end (`faults`).
 
-    dtype: of parameters that are not quantized. version: of the policy, for errors. kernels: see `quantize_parameter`.
+    dtype: dtype of unquantized parameters. version: policy version, for errors. kernels: see `quantize_parameter`.
     """
 
     def __init__(self, dtype: torch.dtype, version: int, kernels: bool) -> None:

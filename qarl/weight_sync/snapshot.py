@@ -55,7 +55,7 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The policy at one version: what the learner's forward reads, what is published, what is exported.
+    """The policy's tensors at one version, for the learner's forward, publishes and exports.
 
     Attributes:
         version: Optimizer steps taken.
@@ -63,7 +63,8 @@ class Snapshot:
             ...); unquantized parameters in the compute dtype under their own names.
         weights: The quantized linears by module name; their tensors are the objects in `tensors`.
         groups: Packed linears (q, k and v; gate and up; all experts of a layer), by the names of their modules, whose
-            tensors are views of the group's. A group is missing if its weights cannot be one, see `can_concatenate`.
+            tensors are views of the group's. A group is missing if its weights cannot be concatenated, see
+            `can_concatenate`.
     """
 
     version: int
@@ -83,7 +84,7 @@ class Snapshot:
 
     @cached_property  # writes past a frozen dataclass's guard; comparisons do not see it
     def published(self) -> dict[str, Tensor]:
-        """`tensors` as they are sent to a sampler, those of a layer's experts as few: see `join_experts`."""
+        """Return `tensors` as they are sent to a sampler, with experts joined; see `join_experts`."""
         return join_experts(self.tensors)
 
     @cached_property
@@ -97,11 +98,11 @@ class Snapshot:
 
 
 def build_snapshot(version: int, parameters: Iterable[tuple[str, LowBitWeight | Tensor]]) -> Snapshot:
-    """A snapshot of stored parameters, given by name in layer order.
+    """Build a snapshot from stored parameters, by name in layer order.
 
-    The weights of a group are concatenated in memory, without a copy if they are adjacent already, so that no forward
-    holds them a second time. The separate tensors of a group are freed before the next group is copied, unless the
-    caller keeps them. Weights stay apart if `can_concatenate` says so.
+    The weights of a group are concatenated in memory, without a copy if they are adjacent already, so that forwards
+    need no second copy. The separate tensors of a group are freed before the next group is copied, unless the caller
+    keeps them. Weights stay separate if `can_concatenate` is false.
     """
     found = dict(parameters)
     groups: dict[tuple[str, ...], LowBitWeight] = {}

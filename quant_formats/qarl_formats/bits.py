@@ -1,4 +1,4 @@
-"""Whether tensors have the same bytes: one pair, or many with one wait for the GPU."""
+"""Bitwise comparison of tensors: one pair, or many pairs with a single GPU synchronization."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bytes; waits for a GPU."""
+    """Whether two tensors have the same shape, dtype and bytes. Synchronizes with a GPU."""
     known = _known(a, b)
     return torch.equal(*_words(a, b)) if known is None else known
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Collects comparisons of tensors to the bit; `settle` waits for the GPU once for all. place: prefix of errors."""
+    """Collects bitwise comparisons of tensors. `settle` synchronizes with the GPU once for all. place: prefix of
+    errors.
+    """
 
     place: str = ""
     _same: list[tuple[str, bool | Tensor]] = field(default_factory=list)
@@ -28,7 +30,7 @@ class Proof:
         return replace(self, place=place)
 
     def add(self, what: str, a: Tensor, b: Tensor) -> None:
-        """a and b must be the same; what: the error otherwise. Keeps neither of them."""
+        """Require that a and b are equal. what: the error otherwise. Keeps no reference to them."""
         same: bool | Tensor | None = _known(a, b)
         if same is None:
             one, other = _words(a, b)
@@ -47,14 +49,14 @@ class Proof:
 
 
 def _known(a: Tensor, b: Tensor) -> bool | None:
-    """The answer if it needs no look at the bytes."""
+    """Return the result if it is known without reading the bytes, else None."""
     if a is b or (a.shape, a.dtype) != (b.shape, b.dtype):
         return a is b
     return True if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() else None
 
 
 def _words(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as integers of the widest dtype that fits: torch compares element by element."""
+    """View both as integers of the widest possible dtype, because torch compares element by element."""
     one, other = a.contiguous().view(-1), b.contiguous().view(-1)
     sizes = [one.nbytes, *(tensor.storage_offset() * tensor.itemsize for tensor in (one, other))]
     kind = next(kind for kind in WORDS if all(size % kind.itemsize == 0 for size in sizes))

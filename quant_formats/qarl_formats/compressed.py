@@ -1,4 +1,4 @@
-"""Weights in the files of compressed-tensors: tensor names, and the model's config entry.
+"""The compressed-tensors file format: tensor names of weights, and the model's config entry.
 
 Sources: compressed-tensors 0.17 `compressors/pack_quantized`, `compressors/naive_quantized` and
 `ModelCompressor.update_config`. torch and compressed-tensors are imported only by functions that need them.
@@ -22,7 +22,7 @@ _STATIC_ORDERS = (None, "static", "weight")
 
 
 def to_state_dict(name: str, weight: LowBitWeight, unpacked: bool = False) -> dict[str, Tensor]:
-    """The stored tensors of module `name` under their full names, in file order.
+    """Return the stored tensors of module `name` under their full names, in file order.
 
     Copies nothing, except int4 codes with `unpacked`.
     """
@@ -78,7 +78,7 @@ def _packed(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def quantization_config(scheme: Scheme, ignore: list[str], unpacked: bool = False) -> dict[str, Any]:
-    """The `quantization_config` of config.json, in JSON values, for a model whose Linears except `ignore` use `scheme`.
+    """Return the `quantization_config` of config.json for a model whose Linears, except `ignore`, use `scheme`.
 
     Built by the library's classes from the values of its presets (W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC, ...), and
     written as `ModelCompressor.update_config` writes it. The format is set by name: the library would infer
@@ -120,7 +120,7 @@ def quantization_config(scheme: Scheme, ignore: list[str], unpacked: bool = Fals
 
 
 def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[str]]:
-    """The scheme and ignore list of a config.json: the inverse of `quantization_config`.
+    """Return the scheme and ignore list of a config.json: the inverse of `quantization_config`.
 
     The scale dtype and the grid are not recorded there; the result has their defaults.
 
@@ -162,7 +162,7 @@ def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[s
 
 
 def _scheme_of(weights: Mapping[str, Any], activations: Any) -> type[Scheme]:
-    """The scheme with weights and activations of these types. Raises ValueError."""
+    """Return the scheme with these weight and activation types. Raises ValueError."""
     quantized = None
     if activations is not None:
         activations = _mapping(activations, "input_activations")

@@ -1,4 +1,4 @@
-"""FP32 master weight -> NVFP4 codes and scales, bit for bit as compressed-tensors computes them.
+"""Quantization of FP32 master weights to NVFP4, bit-identical to compressed-tensors.
 
 A weight is code * scale / global scale: e2m1 codes (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), an e4m3 scale per
 16 input features, a float32 global scale, which is a divisor. The oracle is compressed-tensors 0.17 on the CPU:
@@ -28,16 +28,16 @@ GROUP = 16
 E2M1_MAX = 6.0
 _E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = torch.finfo(_E4M3).max
-_ZERO_SCALE = 0.125  # what a scale of 0 becomes, e4m3's eps
+_ZERO_SCALE = 0.125  # replaces a scale of 0; e4m3's eps
 
-# A magnitude's code is the number of these that are less than it. Where a tie goes up, to an even mantissa (0.75, 1.75,
-# 3.5), the float32 below it stands here.
+# The code of a magnitude is the number of thresholds below it. For ties that round up to an even mantissa (0.75, 1.75,
+# 3.5), the threshold is the next smaller float32.
 _EDGES = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 
 
 @torch.no_grad()
 def absmax_of(weight: Tensor) -> Tensor:
-    """The largest magnitude of a master, float32 []; NaN or infinite if a value is."""
+    """Return the maximum magnitude of a master, float32 []; NaN or infinite if a value is."""
     low, high = torch.aminmax(weight)
     return torch.maximum(high, -low)
 

@@ -1,8 +1,8 @@
-"""int4 codes <-> int32 words, the layout of compressed-tensors `pack_to_int32`.
+"""Packing of int4 codes into int32 words, in the layout of compressed-tensors `pack_to_int32`.
 
-Code + 8 is a nibble; a word has eight, the first in the lowest bits; missing ones are zero bits. On a little-endian
-machine byte j of a word therefore holds codes 2j (low) and 2j + 1 (high), so packing combines neighbouring bytes once
-instead of shifting words, which are four times as large, eight times.
+A nibble is code + 8. A word has eight nibbles, the first in the lowest bits; missing ones are zero bits. On a
+little-endian machine byte j of a word therefore holds codes 2j (low) and 2j + 1 (high), so packing combines
+neighbouring bytes once instead of shifting words, which are four times as large, eight times.
 """
 
 from __future__ import annotations

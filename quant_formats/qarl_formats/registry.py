@@ -1,4 +1,4 @@
-"""The registry of quantization schemes by name, from which lists of schemes are read. Imports no torch."""
+"""Registry of quantization schemes by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ S = TypeVar("S", bound=type[Scheme])
 
 
 def register(kind: S) -> S:
-    """Class decorator that makes a scheme known by its `name`. Raises ValueError if the name is taken."""
+    """Class decorator that registers a scheme under its `name`. Raises ValueError if the name is taken."""
     if kind.name in _SCHEMES:
         raise ValueError(f"scheme {kind.name!r} is registered already ({_SCHEMES[kind.name].__module__})")
     _SCHEMES[kind.name] = kind
@@ -20,25 +20,25 @@ def register(kind: S) -> S:
 
 
 def _schemes() -> dict[str, type[Scheme]]:
-    import qarl_formats.schemes  # noqa: F401 (registers those that come with qarl)
+    import qarl_formats.schemes  # noqa: F401 (registers the built-in schemes)
 
     return _SCHEMES
 
 
 def scheme_class(name: str) -> type[Scheme]:
-    """The scheme called `name`. Raises ValueError."""
+    """Return the scheme called `name`. Raises ValueError if it is unknown."""
     if name not in _schemes():
         raise ValueError(f"scheme {name!r} is unknown; choose one of {', '.join(_SCHEMES)}")
     return _SCHEMES[name]
 
 
 def scheme_names(of: Callable[[type[Scheme]], bool] = lambda kind: True) -> tuple[str, ...]:
-    """The names of all schemes, or of those that `of` accepts."""
+    """Return the names of all schemes, or of those that `of` accepts."""
     return tuple(name for name, kind in _schemes().items() if of(kind))
 
 
 def grouped_names() -> tuple[str, ...]:
-    """Schemes with a group size to choose."""
+    """Return the schemes with a configurable group size."""
     return scheme_names(lambda kind: bool(kind.group_sizes))
 
 

@@ -27,7 +27,7 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 @dataclass(frozen=True)
 class Grid:
-    """lowest, highest: the range of the codes. divisor: absmax / divisor is the scale."""
+    """Range of codes. lowest, highest: smallest and largest code. divisor: the scale is absmax / divisor."""
 
     lowest: float
     highest: float
@@ -59,7 +59,9 @@ def symmetric(groups: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Ten
 
 
 def asymmetric(groups: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `symmetric`, over the range of each group; third, its zero point [..., 1], an integer in float32."""
+    """Like `symmetric`, over the range of each group. The third result is the zero point [..., 1], an integer in
+    float32.
+    """
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     bad = torch.maximum(high, -low).isfinite().logical_not_().sum()
     low.clamp_(max=0)
@@ -70,10 +72,10 @@ def asymmetric(groups: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Te
 
 
 def integers(scaled: Tensor, grid: Grid) -> Tensor:
-    """int8 codes of scaled values, which are overwritten."""
+    """Round scaled values to int8 codes. Overwrites its input."""
     return scaled.clamp_(grid.lowest, grid.highest).round_().to(torch.int8)
 
 
 def e4m3(scaled: Tensor) -> Tensor:
-    """float8_e4m3fn codes of scaled values, which are overwritten."""
+    """Round scaled values to float8_e4m3fn codes. Overwrites its input."""
     return scaled.add_(0.0).clamp_(FP8.lowest, FP8.highest).to(torch.float8_e4m3fn)

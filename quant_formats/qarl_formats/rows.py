@@ -1,4 +1,4 @@
-"""Tensors whose rows are concatenated along dim 0, as the weights of a packed linear are."""
+"""Concatenation along dim 0, as for the weights of a packed linear."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def adjacent(tensors: Sequence[Tensor]) -> bool:
 
 
 def concatenate_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Contiguous tensors as one, (sum of rows, ...); a view if they are `adjacent`, otherwise a copy."""
+    """Concatenate contiguous tensors to (sum of rows, ...): a view if they are `adjacent`, otherwise a copy."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -30,7 +30,7 @@ def concatenate_rows(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def nonzero_counts(values: Tensor, widths: Sequence[int]) -> Tensor:
-    """Nonzero values per weight: int64 (len(widths),). values: (sum of widths, ...), the weights' rows concatenated."""
+    """Count nonzero values per weight: int64 (len(widths),). values: (sum of widths, ...), the concatenated weights."""
     if len(widths) == 1:
         return values.count_nonzero()[None]
     rows = values.flatten(1).count_nonzero(1)

@@ -109,7 +109,7 @@ class Scheme(ABC):
     vllm_cpu: ClassVar[bool] = True
     """Whether vLLM's CPU build can multiply it."""
     row_block: ClassVar[int] = 1
-    """Output features that share a scale. Layers that vLLM fuses consist of whole blocks."""
+    """Output features that share a scale. Layers that vLLM fuses must consist of whole blocks."""
     tolerance: ClassVar[float]
     """Mean |delta log-prob| per token up to which another program's result for an export counts as the same policy.
     Other kernels sum in another order and round elsewhere; if activations are quantized, a small difference crosses
@@ -136,11 +136,11 @@ class Scheme(ABC):
         return False
 
     def num_groups(self, in_features: int) -> int:
-        """Scales per output row (or block of rows) of a Linear with `in_features` inputs."""
+        """Return the number of scales per output row (or block of rows) of a Linear with `in_features` inputs."""
         return 1 if self.group_size is None else in_features // self.group_size
 
     def shape_fault(self, out_features: int, in_features: int) -> str | None:
-        """Why a weight of this shape cannot be stored, and the fix; None if it can."""
+        """Return why a weight of this shape cannot be stored, and the fix; None if it can."""
         if self.group_size is None or in_features % self.group_size == 0:
             return None
         fits = [str(size) for size in self.group_sizes if in_features % size == 0] + ["-1 (one group a row)"]
@@ -249,14 +249,14 @@ class Scheme(ABC):
 
     @abstractmethod
     def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
-        """The values [N, K] of the codes, computed in float32 and rounded once to `dtype`."""
+        """Return the dequantized values [N, K], computed in float32 and rounded once to `dtype`."""
 
     def codes(self, tensors: Tensors, shape: Shape) -> Tensor:
-        """The codes [N, K], one per element."""
+        """Return the codes [N, K], one per element."""
         raise NotImplementedError(f"scheme {self.name} has no codes")
 
     def rounded_input(self, x: Tensor) -> Tensor:
-        """x after its quantization and back, in x's dtype; x itself if activations are not quantized."""
+        """Return x quantized and dequantized, in x's dtype; x itself if activations are not quantized."""
         if self.activation is None:
             return x
         from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
@@ -265,7 +265,7 @@ class Scheme(ABC):
         return (codes.float() * scale).to(x.dtype)
 
     def fp8_codes(self, operands: Tensors) -> tuple[Tensor, Tensor] | None:
-        """e4m3 codes (N, K) and scales (N, 1) of a kernel's operands, for an FP8 backward; None: they are no FP8."""
+        """e4m3 codes (N, K) and scales (N, 1) of a kernel's operands, for an FP8 backward; None if they are not FP8."""
         return None
 
     # --- product
@@ -296,7 +296,7 @@ class Scheme(ABC):
         return self.split({name: operands[name] for name in self.plain_operands}, widths)
 
     def kernel_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes of the operands on a GPU beside the stored tensors, for one weight."""
+        """Return the bytes of one weight's operands on a GPU, in addition to the stored tensors."""
         return 0
 
     def matmul(

@@ -1,8 +1,8 @@
-"""The weight of a linear layer from quantization to product: stored tensors, and what the product reads of them.
+"""The weight of a linear layer: its stored tensors, and the operands that the product reads.
 
 One object serves every scheme, values that are not quantized, a packed linear (q, k and v; gate and up) and all
-experts of a layer, whose rows are concatenated along dim 0. Rows are quantized independently, up to what a scheme
-shares over a whole tensor, so the stored tensors of a part are slices of the whole's.
+experts of a layer, whose rows are concatenated along dim 0. Rows are quantized independently, except for values that a
+scheme shares over a whole tensor. So the stored tensors of a part are slices of those of the whole weight.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class LowBitWeight:
         tensors: Stored tensors by compressed-tensors suffix, in the order of `scheme.tensor_specs`; plain values as
             `weight`.
         shape: (N, K).
-        operands: What the product reads, by name; empty until `prepare`. Stored tensors appear as the same objects.
-        dtype: Of the activations, once prepared.
+        operands: Tensors that the product reads, by name; empty until `prepare`. Stored tensors appear as the same
+            objects.
+        dtype: Dtype of the activations, once prepared.
         kernels: Whether Triton multiplies; otherwise plain torch.
     """
 
@@ -70,10 +71,10 @@ class LowBitWeight:
     # --- product
 
     def prepare(self, dtype: torch.dtype, kernels: bool = False) -> LowBitWeight:
-        """The same weight with the operands of its product.
+        """Return the same weight with the operands of its product.
 
         Args:
-            dtype: Of the activations, and of values that are not quantized.
+            dtype: Dtype of the activations, and of unquantized values.
             kernels: Multiply with Triton; needs tensors on a GPU and a 16-bit dtype.
         """
         operands = self.scheme.operands(self.tensors, self.shape, dtype, kernels)
@@ -130,11 +131,11 @@ class LowBitWeight:
         return self.scheme.input_codes
 
     def rounded_input(self, x: Tensor) -> Tensor:
-        """x after the scheme's activation quantization and back, in x's dtype."""
+        """Return x quantized and dequantized by the scheme, in x's dtype."""
         return self.scheme.rounded_input(x)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """W (N, K) for the backward: what `dequantize` gives, on the CPU in float32."""
+        """Return W (N, K) for the backward: the result of `dequantize`, on the CPU in float32."""
         if not self.quantized:
             return self.operands["weight"]
         if (held := self.operands.get("weight_values")) is not None:
@@ -148,10 +149,11 @@ class LowBitWeight:
         return self.scheme.fp8_codes(self.operands)
 
     def stored(self, proof: Proof | None = None) -> dict[str, Tensor]:
-        """The stored tensors by suffix, read back from the operands, which must be exactly what these tensors make.
+        """Return the stored tensors by suffix, read back from the operands, and verify that they produce exactly these
+        operands.
 
         Args:
-            proof: Collects the comparisons, so that a GPU is waited for once; None: settled at once.
+            proof: Collects the comparisons, to synchronize with a GPU only once; None: verify immediately.
 
         Raises:
             ValueError: An operand has other bytes; names it. With a proof, its `settle` raises.
@@ -218,9 +220,9 @@ def quantize_weight(
 
 
 def can_concatenate(weights: Sequence[LowBitWeight]) -> bool:
-    """Whether weights can be one: of one scheme, K and global scale, and no two of them share a stored value.
+    """Whether weights can be concatenated: same scheme, K and global scale, and no stored value spans two of them.
 
-    Reads a global scale, which waits for a GPU.
+    Reads a global scale, which synchronizes with a GPU.
     """
     first, shared = weights[0], "weight_global_scale"
     if any(weight.scheme != first.scheme or weight.shape[1] != first.shape[1] for weight in weights):
@@ -233,7 +235,7 @@ def can_concatenate(weights: Sequence[LowBitWeight]) -> bool:
 
 @torch.no_grad()
 def concatenate(weights: Sequence[LowBitWeight]) -> LowBitWeight:
-    """One weight of all rows, in order, not prepared.
+    """Concatenate weights in order. The result is not prepared.
 
     weights: as `can_concatenate` requires. Tensors that are adjacent in memory, as `split` gives them, are not copied.
     """

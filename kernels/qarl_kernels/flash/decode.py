@@ -3,8 +3,8 @@
 A program takes the query heads of one kv head of one sequence. If that makes few programs for a GPU, several programs
 share the chunks of a sequence, and a second kernel merges their results; else each iterates over all chunks in one
 loop, so loads are prefetched from chunk to chunk. The number of programs depends on shapes, and lengths are read on the
-device: programs of short sequences have less to do, but a launch for a longest sequence of 40,000 tokens has as many
-programs as one of 2,000.
+device: programs of short sequences finish early, but a launch has as many programs for a longest sequence of 40,000
+tokens as for one of 2,000.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FP8_DECODE = {64: (4, 7), 128: (2, 5), 256: (4, 5)}
 # Padded heads are not interleaved, and are converted through shared memory.
 FP8_PADDED = {**DECODE, 128: (2, 3)}
 BEFORE_HOPPER = {64: (4, 5), 128: (4, 5), 256: (8, 2)}
-PROGRAMS = 528  # chunks are split over up to so many programs: four per multiprocessor of an H100
+PROGRAMS = 528  # maximum number of programs over which chunks are split: four per multiprocessor of an H100
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "lengths", "chunks", "window", "stride_lengths", "stride_pages"])

@@ -1,1 +1,1 @@
-"""A mixture of experts: routing, and products whose rows belong to different weights."""
+"""Mixture of experts: routing, and grouped products, whose rows use different weights."""

@@ -19,7 +19,7 @@ from qarl_kernels.moe.reference import probabilities
 
 @dataclass(frozen=True)
 class Balance:
-    """What one layer adds to the losses.
+    """The contribution of one layer to the losses.
 
     Attributes:
         grad_logits: (T, E) float32, the gradient of aux * balance + z * z_loss.

@@ -1,7 +1,7 @@
 """Steps on Triton kernels that run asynchronously: tokens stay on the device and feed the next step.
 
 A decode step reads and writes tensors at fixed addresses (`Inputs`, the last sampled tokens), so a GPU runs it as a
-CUDA graph; rows that a graph has in excess are empty. Prefills run without a graph, next to the decodes of the same
+CUDA graph; surplus rows of a graph are empty. Prefills run without a graph, next to the decodes of the same
 step.
 """
 
@@ -47,7 +47,7 @@ class AsyncRunner(Runner):
         self._block, self._tokens = self._memory.split([words, sampled])
         self._logprobs = torch.zeros(sampled, dtype=torch.float32, device=device)
         self._hidden: Tensor | None = None  # output of a decode if sampling needs ranking, which no graph contains
-        self._row: dict[Sequence, int] = {}  # of each sequence's token in `_tokens`
+        self._row: dict[Sequence, int] = {}  # row of each sequence's token in `_tokens`
         self._table = np.zeros((most, pages), np.int32)  # pages of the sequences in `_order`
         self._order: list[Sequence] = []
         self._graphs = Graphs(device) if graphs else None

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: for which sizes, what they read, and how they are captured.
+"""CUDA graphs of decode steps: their sizes, inputs and capture.
 
 There is a graph per number of rows in a ladder and per power of two of attention's chunks of keys. A size first runs
 without a graph, which compiles its kernels, and is captured the second time, so a size that does not recur costs

@@ -1,4 +1,4 @@
-"""Steps in plain torch, with the tokens on the host when a step returns: what a CPU runs."""
+"""Steps in plain torch, for the CPU. Tokens are on the host when a step returns."""
 
 from __future__ import annotations
 

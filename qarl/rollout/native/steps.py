@@ -1,4 +1,4 @@
-"""One step of the engine, whatever runs it: chunks in, sampled tokens out, and the experts that its rows chose."""
+"""Interface of engine steps, from chunks to sampled tokens and recorded experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of schemes with one code per byte: `weight` [N, K] int8 or float8_e4m3fn, `weight_scale` [N, 1].
+"""Base class of schemes with one code per byte: `weight` [N, K] int8 or float8_e4m3fn, `weight_scale` [N, 1].
 
 The operands have the same names; on the CPU the codes are float32 of the same values. A subclass that quantizes
 activations as well (`ByteActivations`) multiplies codes; any other one multiplies dequantized values by default.
@@ -65,7 +65,7 @@ class ByteCodes(Scheme):
 
 
 class ByteActivations(ByteCodes):
-    """Activations are quantized to bytes as well.
+    """Base class of schemes that quantize activations to bytes as well.
 
     `qarl_kernels.reference` has a product under the scheme's name.
     """

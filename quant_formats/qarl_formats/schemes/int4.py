@@ -1,4 +1,4 @@
-"""The base of schemes with packed int4 weights: eight codes per word, a scale per group or row.
+"""Base class of schemes with packed int4 weights: eight codes per word, a scale per group or row.
 
 Stored (pack-quantized): `weight_packed` int32 [N, ceil(K / 8)], `weight_scale` [N, groups], if asymmetric
 `weight_zero_point` int32 [ceil(N / 8), groups], `weight_shape` int64 [2] on the CPU. Rows that are not whole words are
@@ -42,7 +42,7 @@ class PackedInt4(Scheme):
         return specs | {"weight_shape": TensorSpec((2,), "int64")}
 
     def library_codes(self, stored: Tensors, shape: Shape) -> Tensor:
-        if "weight_packed" not in stored:  # one per byte
+        if "weight_packed" not in stored:  # codes are stored one per byte
             return stored["weight"]
         import torch
         from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32

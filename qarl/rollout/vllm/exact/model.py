@@ -34,7 +34,7 @@ class ExactModel(nn.Module):
 
     Attributes:
         decoder: The policy's.
-        before_batch: Called with the token ids (T,) of each batch of vLLM's.
+        before_batch: Called with the token ids (T,) of each vLLM batch.
         truncation: Shapes the distribution that the next tokens are sampled from.
         routing: For a mixture, the experts of the rows of the last forward.
         weights: What the decoder reads.
@@ -111,7 +111,7 @@ class ExactModel(nn.Module):
 
     @property
     def experts(self) -> int:
-        """How many experts a layer of a mixture has."""
+        """Number of experts per layer of a mixture."""
         return next(layer.experts.count for layer in self.decoder.layers if layer.experts is not None)
 
     def take(self, logits: Tensor) -> Distribution:
@@ -126,7 +126,7 @@ class ExactModel(nn.Module):
         return self._read.fused
 
     def run(self, ids: Tensor, attention: Attention) -> Tensor:
-        """`forward` of a batch that is not vLLM's."""
+        """Run `forward` on a batch that does not come from vLLM."""
         routes = NO_ROUTES if self.routing is None else recording()
         return self.decoder(ids, attention, self._read, routes=routes)
 

@@ -67,7 +67,7 @@ class ExactNumerics(Numerics):
 
 
 def take_over(model_runner: Any) -> None:
-    """Let vLLM's model runner sample with `PolicySampler`, also when it measures memory.
+    """Make vLLM's model runner sample with `PolicySampler`, including when it measures memory.
 
     There vLLM would sample by top-k and top-p, with a kernel that takes seconds to compile and is not used here.
     """
@@ -100,7 +100,7 @@ class PolicySampler(Sampler):
         return self.draw(logits, None if sampling_metadata.all_greedy else sampling_metadata.generators)
 
     def draw(self, logits: Tensor, generators: dict[int, torch.Generator] | None) -> SamplerOutput:
-        """One token per row. generators: by row; None: take the most likely token."""
+        """Sample one token per row. generators: by row; None: take the most likely token."""
         drawn_from = self._policy.take(logits)
         if generators is None:
             tokens = logits.argmax(-1)

@@ -1,4 +1,4 @@
-"""What vLLM's own kernels cannot run, or compute otherwise than the checkpoint says, and one fault of theirs.
+"""Formats that vLLM's kernels do not support or compute differently from the checkpoint, and a workaround for a bug.
 
 Importing this module does not import vLLM.
 """
