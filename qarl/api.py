@@ -16,7 +16,7 @@ from qarl.comparison.api import compare, compare_offline
 from qarl.config.check import check_inputs, check_ranks
 from qarl.config.quant import KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, read_source
-from qarl.distributed.place import place
+from qarl.distributed.rank_info import rank_info
 from qarl.errors import UserError
 from qarl.inputs.paths import user_path
 from qarl.types import Completion, EvaluationResult, Exactness, ExportResult, TrainResult
@@ -68,7 +68,7 @@ def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
     given = read_source(config, overrides)
     loaded = given.config()
     inspection = check_inputs(loaded, given.place, given.overrides)
-    ranks = place()
+    ranks = rank_info()
     check_ranks(loaded, 1 if ranks is None else ranks.count, None, given.place, given.overrides)
     if inspection.architecture is not None:
         check_weights(loaded.model, inspection.architecture)

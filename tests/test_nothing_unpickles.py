@@ -98,7 +98,7 @@ def test_the_search_finds_what_it_is_for(source: str) -> None:
 
 KNOWN = {
     # Launchers such as torchrun name the address of the store; rank 0 listens there, as with the rendezvous of torch.
-    "distributed/meeting.py": [".TCPStore()", ".TCPStore()"],
+    "distributed/rendezvous.py": [".TCPStore()", ".TCPStore()"],
     "rewards/programs.py": ["pickle"],  # reads text only, as LiveCodeBench packs its tests: test_reward_code.py
     "rollout/vllm/channel.py": ["pickle"],  # creates objects of listed classes only: tests/rollout_vllm/test_channel.py
 }

@@ -18,10 +18,10 @@ from qarl.config.check import check_ranks
 from qarl.config.limits import DEVICES
 from qarl.config.messages import fault_line
 from qarl.config.weight_files import check_weights
+from qarl.distributed.exit_records import mark_done, write_exit_record
 from qarl.distributed.fault import OTHER_RANK, OtherRankFailed
 from qarl.distributed.launch import gpus_for_ranks, train_on_ranks
-from qarl.distributed.notes import leave_note, mark_done
-from qarl.distributed.place import own_arguments, place, rank_of_several
+from qarl.distributed.rank_info import own_arguments, rank_info, rank_of_several
 from qarl.errors import UNEXPECTED, UserError, machine_fault, unexpected, with_traceback
 from qarl.inputs.code import describe
 from qarl.memory.estimate import Item, estimate, expected_device, peak_bytes, too_large
@@ -106,7 +106,7 @@ def _main(argv: list[str] | None) -> NoReturn:
 
 def _say(text: str, code: int) -> None:
     """One line on stderr for each of `text`; the launcher's to print where the process is the first of its ranks."""
-    if leave_note(text, code):
+    if write_exit_record(text, code):
         return
     for line in text.split("\n"):
         print(f"error: {line}", file=sys.stderr)
@@ -132,7 +132,7 @@ def _options(
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None, nproc: Processes = None) -> None:
     """Train a policy."""
-    own = place()
+    own = rank_info()
     if own is None and nproc is not None and nproc > 1:
         raise typer.Exit(train_on_ranks(config, overrides or [], nproc))
     if own is not None and nproc not in (None, own.count):

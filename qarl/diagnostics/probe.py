@@ -20,7 +20,7 @@ from qarl.diagnostics.gradient_passes import Passes, trained_gram
 from qarl.diagnostics.gradients import gradient_metrics, trained_metrics
 from qarl.diagnostics.precision import deployed_metrics, precision_metrics
 from qarl.diagnostics.record import StepTokens
-from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.objectives.common import TokenLogProbs
 from qarl.objectives.objective import Objective
 from qarl.objectives.segments import Totals
@@ -66,7 +66,7 @@ class Probe(Observer):
     ) -> None:
         self.policy, self.objective, self.config, self.truncation = policy, objective, config, truncation
         self.due, self.record, self.stop_token_ids = due, record, stop_token_ids
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or SingleProcess()
         self.metrics: dict[str, float] = {}
         self.backward: Modules | None = None
         self.gradient_signs: dict[str, Tensor] = {}  # of the clean gradient, by name of the master

@@ -16,7 +16,7 @@ from qarl_formats.weight import LowBitWeight
 from torch import Tensor
 
 from qarl.distributed.exchange import Exchange
-from qarl.distributed.gathers import Gathers, own_rows
+from qarl.distributed.gathers import BucketedGather, own_rows
 from qarl.distributed.rows import Block, RowPlan
 from qarl.utils.packed_linears import shared_scales
 from qarl.weight_sync.quantize import Quantizer, SchemeOf
@@ -86,7 +86,7 @@ def _largest(block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor
 
 
 class _CodeGather:
-    """Gathers a snapshot block by block, in the same order on all ranks.
+    """BucketedGather a snapshot block by block, in the same order on all ranks.
 
     shared: result of `shared_over_ranks`. The rest as in `gather_codes`. Raises UserError if a scheme does not fit a
     master.
@@ -105,7 +105,7 @@ class _CodeGather:
         self._quantizer, self._shared = quantizer, shared
         for name, shape in plan.shapes.items():
             quantizer.check(name, shape, scheme_of(name))
-        self._gathers = Gathers(exchange)
+        self._gathers = BucketedGather(exchange)
         self._stored: dict[Block, dict[str, Tensor]] = {}  # tensors with rows by suffix; unquantized values as ""
 
     def add(self, block: Block) -> None:

@@ -124,7 +124,7 @@ class _Rows(Pending):
         return self._rows
 
 
-class AloneExchange(Exchange):
+class SingleProcessExchange(Exchange):
     """Exchange of a single process, which holds all rows."""
 
     rank, count = 0, 1

@@ -17,7 +17,7 @@ MESSAGE_BYTES = 2**26  # bucket size: bytes of all ranks' rows that trigger a me
 IN_FLIGHT = 2  # messages in flight while the rows of the next one are computed
 
 
-class Gathers:
+class BucketedGather:
     """Bucketed all-gather. All ranks add the same tensors in the same order.
 
     A message needs at most three times its bytes: packed, unpacked and at the destination.

@@ -26,9 +26,9 @@ from qarl.distributed.fault import (
     forget_fault,
     write_fault,
 )
-from qarl.distributed.meeting import Meeting
-from qarl.distributed.place import place
-from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.rank_info import rank_info
+from qarl.distributed.ranks import Ranks, SingleProcess
+from qarl.distributed.rendezvous import Rendezvous
 from qarl.distributed.together import require_same
 from qarl.distributed.watch import TICK_S, Watch
 from qarl.errors import UserError
@@ -48,17 +48,17 @@ def connect(config: Config, device: torch.device) -> Ranks:
         device: The device of this rank, from `rank_device`.
 
     Returns:
-        The ranks, or `Alone` without a launcher.
+        The ranks, or `SingleProcess` without a launcher.
 
     Raises:
         UserError: The ranks cannot find each other in time, or were started with different configurations.
         OtherRankFailed: Another rank failed while it started.
     """
-    own = place()
+    own = rank_info()
     if own is None:
-        return Alone()
+        return SingleProcess()
     _require_files()
-    group = Group(Meeting(own), device, config.distributed.timeout_s, config.run_dir)
+    group = Group(Rendezvous(own), device, config.distributed.timeout_s, config.run_dir)
     try:
         _require_same(group, config)
     except BaseException as error:
@@ -80,7 +80,7 @@ def rank_device(name: str) -> torch.device:
 
     Raises UserError if there is no such GPU.
     """
-    own = place()
+    own = rank_info()
     device = pick_device(name, own.local if own is not None else 0)
     if own is None or device.type == "cpu":
         return device
@@ -100,9 +100,9 @@ class Group(Ranks):
         tensors: Process group for tensors on `device`: NCCL on CUDA, gloo on the CPU; torch's default group.
 
     Args:
-        meeting: The rendezvous. Create it after all imports, because the wait for the other ranks starts then.
+        rendezvous: The rendezvous. Create it after all imports, because the wait for the other ranks starts then.
         device: The device of this rank.
-        timeout_s: Limit for the start (see `Meeting.start_s`), for each collective, and for a rank without a sign of
+        timeout_s: Limit for the start (see `Rendezvous.start_s`), for each collective, and for a rank without a sign of
             life, in seconds.
         run_dir: Directory that gets fault.json; None for none.
 
@@ -111,21 +111,23 @@ class Group(Ranks):
         OtherRankFailed: Another rank failed while it started.
     """
 
-    def __init__(self, meeting: Meeting, device: torch.device, timeout_s: float, run_dir: Path | None = None) -> None:
-        self.rank, self.count, self.device = meeting.rank, meeting.count, device
-        self._meeting, self._run_dir, self._open, self._calls = meeting, run_dir, True, 0
+    def __init__(
+        self, rendezvous: Rendezvous, device: torch.device, timeout_s: float, run_dir: Path | None = None
+    ) -> None:
+        self.rank, self.count, self.device = rendezvous.rank, rendezvous.count, device
+        self._rendezvous, self._run_dir, self._open, self._calls = rendezvous, run_dir, True, 0
         timeout = timedelta(seconds=timeout_s)
         on_gpu = device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(device)
-        start_s = meeting.start_s(timeout_s)
+        start_s = rendezvous.start_s(timeout_s)
         end = time.monotonic() + start_s
-        store = meeting.store(start_s)
+        store = rendezvous.store(start_s)
         try:
             _claim_rank(store, self.rank, self.count)
-            self._notes, self._met, self._timeout_s = meeting.board(timeout_s), 0, timeout_s
+            self._store, self._waits, self._timeout_s = rendezvous.key_value_store(timeout_s), 0, timeout_s
             self._looked = -TICK_S
-            self._watch = Watch(meeting.board(timeout_s), self.rank, self.count, timeout_s, self._last)
+            self._watch = Watch(rendezvous.key_value_store(timeout_s), self.rank, self.count, timeout_s, self._last)
         except RuntimeError as error:  # torch.distributed raises nothing else
             raise self._unreachable(error) from error
         self._watch.start()
@@ -169,34 +171,34 @@ class Group(Ranks):
             for part, (_, shape) in zip(parts, kinds, strict=True)
         ]
 
-    def meet(self, longer_s: float) -> None:
-        self._met += 1
-        self._notes.post(f"met-{self.rank}", str(self._met))
+    def wait_for_all(self, longer_s: float) -> None:
+        self._waits += 1
+        self._store.post(f"met-{self.rank}", str(self._waits))
         end = time.monotonic() + self._timeout_s + longer_s
         for rank in range(self.count):
-            while int(self._notes.read(f"met-{rank}") or 0) < self._met:
+            while int(self._store.read(f"met-{rank}") or 0) < self._waits:
                 if self._watch.fault is not None:
                     raise OtherRankFailed(self._watch.fault)
                 if time.monotonic() > end:
                     raise OtherRankFailed(self._watch.claim(self._watch.absent(rank, longer_s)))
                 time.sleep(0.01)
 
-    def tell(self, fault: BaseException) -> None:
+    def broadcast_error(self, fault: BaseException) -> None:
         with suppress(OSError, RuntimeError):  # the other ranks' watch threads will notice that this rank is gone
-            self._notes.claim(f"broken-{self._calls}", fault_behind(self.rank, fault).text())
+            self._store.claim(f"broken-{self._calls}", fault_behind(self.rank, fault).text())
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if self._watch.fault is not None:
             raise OtherRankFailed(self._watch.fault)
         if time.monotonic() < self._looked + TICK_S:
             return
         self._looked = time.monotonic()
         with suppress(OSError, RuntimeError):
-            if (text := self._notes.read(f"broken-{self._calls}")) is not None:
+            if (text := self._store.read(f"broken-{self._calls}")) is not None:
                 raise OtherRankFailed(Fault.of(text))
 
     def log_in(self, directory: Path) -> None:
-        self._meeting.log_in(directory)
+        self._rendezvous.log_in(directory)
 
     def close(self) -> None:
         if self._open:

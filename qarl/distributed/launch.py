@@ -19,11 +19,11 @@ from typing import Any
 from qarl.config import Config, check_inputs, load_config
 from qarl.config.check import check_ranks
 from qarl.config.weight_files import check_weights
-from qarl.distributed.board import Folder
+from qarl.distributed.exit_records import is_done, read_exit_record
 from qarl.distributed.fault import INTERRUPTED, OTHER_RANK, Fault, forget_fault, host, write_fault
-from qarl.distributed.folder import meeting_folder
-from qarl.distributed.notes import is_done, read_note
-from qarl.distributed.place import MEETING, log_name
+from qarl.distributed.key_value_store import DirectoryStore
+from qarl.distributed.private_directory import rendezvous_directory
+from qarl.distributed.rank_info import RANKS_VARIABLE, log_name
 from qarl.distributed.watch import GRACE_S, NOTE, TICK_S
 from qarl.errors import UNEXPECTED, UserError
 from qarl.inputs.paths import user_path
@@ -78,8 +78,8 @@ def launch(argv: list[str], count: int, run_dir: Path) -> int:
     Returns:
         The exit code of the first rank to fail with a code other than 75 (another rank failed), or 0.
     """
-    with meeting_folder() as (meeting, inherited), Signals() as signals:
-        launched = Launched(argv, count, meeting, run_dir, inherited)
+    with rendezvous_directory() as (directory, inherited), Signals() as signals:
+        launched = Launched(argv, count, directory, run_dir, inherited)
         try:
             launched.wait(signals)
         finally:
@@ -98,18 +98,22 @@ class Launched:
     """
 
     def __init__(
-        self, argv: list[str], count: int, meeting: Path, run_dir: Path, inherited: tuple[int, ...] = ()
+        self, argv: list[str], count: int, directory: Path, run_dir: Path, inherited: tuple[int, ...] = ()
     ) -> None:
         self.codes: dict[int, int] = {}
         self.faults: dict[int, Fault] = {}
         self._inherited = inherited
-        self._meeting, self._run_dir, self._stopped = meeting, run_dir, False
+        self._directory, self._run_dir, self._stopped = directory, run_dir, False
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         cores = len(os.sched_getaffinity(0))
         try:
             for rank in range(count):
                 own = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
-                environment = {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ, MEETING: str(meeting)}
+                environment = {
+                    "OMP_NUM_THREADS": str(max(1, cores // count)),
+                    **os.environ,
+                    RANKS_VARIABLE: str(directory),
+                }
                 environment |= {name: str(value) for name, value in own.items()}
                 self._running[rank] = self._start(rank, argv, environment)
         except BaseException:
@@ -122,7 +126,7 @@ class Launched:
         how["pass_fds"] = self._inherited
         if rank == 0:
             return subprocess.Popen(command, **how)
-        with (self._meeting / log_name(rank)).open("wb") as log:
+        with (self._directory / log_name(rank)).open("wb") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, **how)
 
     def wait(self, signals: Signals) -> None:
@@ -164,14 +168,14 @@ class Launched:
     def _kill_hung(self) -> None:
         """Kill the rank that the others have timed out waiting for."""
         with suppress(OSError):
-            text = Folder(self._meeting).read(NOTE)
+            text = DirectoryStore(self._directory).read(NOTE)
             if text is not None and (fault := Fault.of(text)).code is None and fault.rank in self._running:
                 self._kill(fault.rank)
 
     def _ended(self, rank: int, code: int) -> None:
         """Record the exit code of a rank; tell the other ranks if it failed, because it may not have done so itself."""
         self.codes[rank] = code if code >= 0 else 128 - code
-        if code == 0 and not is_done(self._meeting, rank):
+        if code == 0 and not is_done(self._directory, rank):
             self.codes[rank] = EARLY
             fault = self.faults[rank] = Fault(rank, host(), EARLY, "ended with exit code 0 before the end of the run")
         elif code < 0 or code not in (0, OTHER_RANK, *INTERRUPTED):
@@ -179,12 +183,12 @@ class Launched:
         else:
             return
         with suppress(OSError):
-            Folder(self._meeting).claim(NOTE, fault.text())
+            DirectoryStore(self._directory).claim(NOTE, fault.text())
 
     def _fault(self, rank: int, code: int) -> Fault:
         note = None
         with suppress(OSError, ValueError, TypeError):
-            note = read_note(self._meeting, rank)
+            note = read_exit_record(self._directory, rank)
         if note is not None and code >= 0:
             return note
         if code >= 0:
@@ -208,7 +212,7 @@ class Launched:
         write_fault(self._run_dir, fault)
         if fault.rank > 0 and fault.code != 2:
             self._show_tail(fault.rank)
-        notes = [read_note(self._meeting, rank) for rank in range(len(self.codes))]
+        notes = [read_exit_record(self._directory, rank) for rank in range(len(self.codes))]
         alike = len(notes) > 1 and all(note is not None and note.line == fault.line for note in notes)
         for line in fault.line.split("\n"):
             print(f"error: {line}" if alike else f"error: rank {fault.rank}: {line}", file=sys.stderr)
@@ -216,8 +220,8 @@ class Launched:
 
     def _first_fault(self, rank: int | None) -> Fault:
         """Return the fault that ended the run. rank: the first rank that failed by itself."""
-        board = Folder(self._meeting)
-        text = board.read(NOTE)
+        store = DirectoryStore(self._directory)
+        text = store.read(NOTE)
         told = None if text is None else Fault.of(text)
         if rank is None or (told is not None and told.rank != rank):
             return told or Fault(0, host(), OTHER_RANK, "ended, and no rank says why")
@@ -227,13 +231,13 @@ class Launched:
 
     def _in_full(self, told: Fault) -> Fault:
         """Return the fault with the message of the command line, including the path of the traceback."""
-        note = read_note(self._meeting, told.rank)
+        note = read_exit_record(self._directory, told.rank)
         return note if note is not None and note.code in (2, UNEXPECTED) else told
 
     def _show_tail(self, rank: int) -> None:
         """Print the last lines of a rank's output and the path of its log."""
         kept = self._run_dir / log_name(rank)
-        for log in (kept, self._meeting / log_name(rank)):
+        for log in (kept, self._directory / log_name(rank)):
             with suppress(OSError), log.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
                 lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from qarl.distributed.fault import Fault, OtherRankFailed, fault_behind
 
-__all__ = ["Alone", "OtherRankFailed", "Ranks", "total"]
+__all__ = ["OtherRankFailed", "Ranks", "SingleProcess", "total"]
 
 
 class Ranks(ABC):
     """The processes of one run.
 
-    Every method except `tell`, `look` and `log_in` is a collective: all ranks call it, in the same order and from one
-    thread at a time.
+    Every method except `broadcast_error`, `poll` and `log_in` is a collective: all ranks call it, in the same order and
+    from one thread at a time.
 
     As a context manager it leaves the group at the end. If an exception leaves the block, the other ranks are notified,
     and an exception that was caused by another rank's end becomes `OtherRankFailed`.
@@ -28,7 +28,7 @@ class Ranks(ABC):
     Attributes:
         rank: Of this process, from 0.
         count: Number of ranks.
-        agreed: The last exception that `agree` raised on this rank. If it is being handled, all ranks raised at the
+        agreed: The last exception that `all_agree` raised on this rank. If it is being handled, all ranks raised at the
             same point, and further collectives are safe.
     """
 
@@ -49,7 +49,7 @@ class Ranks(ABC):
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
         """All-gather a CPU tensor, in rank order. Shapes may differ between ranks; dtypes may not."""
 
-    def agree(self, fault: BaseException | None = None) -> None:
+    def all_agree(self, fault: BaseException | None = None) -> None:
         """Return if no rank has a fault; otherwise raise on all ranks.
 
         A rank with a fault raises its own. The others raise `OtherRankFailed` with the fault of the lowest such rank.
@@ -69,14 +69,14 @@ class Ranks(ABC):
                 self.agreed = OtherRankFailed(Fault.of(text))
                 raise self.agreed
 
-    def tell(self, fault: BaseException) -> None:
-        """Broadcast a fault to ranks that call `look`, before `agree` raises it everywhere. Not a collective."""
+    def broadcast_error(self, fault: BaseException) -> None:
+        """Broadcast a fault to ranks that call `poll`, before `all_agree` raises it everywhere. Not a collective."""
         return
 
-    def look(self) -> None:
-        """Raise `OtherRankFailed` if another rank has called `tell` since the last collective, or is gone.
+    def poll(self) -> None:
+        """Raise `OtherRankFailed` if another rank has called `broadcast_error` since the last collective, or is gone.
 
-        Call it during long work that ends with `agree`. It costs nothing. Not a collective.
+        Call it during long work that ends with `all_agree`. It costs nothing. Not a collective.
         """
         return
 
@@ -88,7 +88,7 @@ class Ranks(ABC):
         """Wait for all ranks."""
         self.gather(None)
 
-    def meet(self, longer_s: float) -> None:
+    def wait_for_all(self, longer_s: float) -> None:
         """Wait for all ranks, with `longer_s` seconds added to the timeout of collectives."""
         self.barrier()
 
@@ -131,7 +131,7 @@ class Ranks(ABC):
         return range(start, start + each + (place < more))
 
 
-class Alone(Ranks):
+class SingleProcess(Ranks):
     """A run of a single process: collectives return immediately."""
 
     rank, count = 0, 1
@@ -142,7 +142,7 @@ class Alone(Ranks):
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
         return [tensor]
 
-    def agree(self, fault: BaseException | None = None) -> None:
+    def all_agree(self, fault: BaseException | None = None) -> None:
         if fault is not None:
             raise fault
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 def together(ranks: Ranks, work: Callable[[], T], longer_s: float = 0) -> T:
     """Run `work` on every rank; if it raises on any rank, every rank raises. A collective.
 
-    Long work may call `Ranks.look`, which ends it as soon as it has failed on another rank.
+    Long work may call `Ranks.poll`, which ends it as soon as it has failed on another rank.
 
     Args:
         ranks: The ranks of the run.
@@ -39,10 +39,10 @@ def together(ranks: Ranks, work: Callable[[], T], longer_s: float = 0) -> T:
         if is_stop(error):
             raise
         fault = error
-        ranks.tell(fault)
+        ranks.broadcast_error(fault)
     if longer_s:
-        ranks.meet(longer_s)
-    ranks.agree(fault)
+        ranks.wait_for_all(longer_s)
+    ranks.all_agree(fault)
     return cast(T, result)
 
 
@@ -60,7 +60,7 @@ def require_same(ranks: Ranks, values: Mapping[str, Any], fix: str) -> None:
         fix: What the user should do about a difference.
     """
     fault = rank_difference(ranks.gather(dict(values)), fix)
-    ranks.agree(None if fault is None else UserError(fault))
+    ranks.all_agree(None if fault is None else UserError(fault))
 
 
 def same_files(ranks: Ranks, paths: Callable[[], Iterable[Path]]) -> list[int]:

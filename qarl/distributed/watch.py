@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from qarl.distributed.board import Board
 from qarl.distributed.fault import OTHER_RANK, Fault, host
+from qarl.distributed.key_value_store import KeyValueStore
 
 TICK_S = 1.0  # seconds between heartbeats
 GRACE_S = 10.0  # seconds for the main thread to end by itself once another rank has failed
@@ -28,7 +28,7 @@ class Watch(threading.Thread):
     """Watch thread of one rank.
 
     Args:
-        board: Key-value store shared by the ranks.
+        store: Key-value store shared by the ranks.
         rank, count: This rank and the number of ranks.
         timeout_s: Seconds without a heartbeat after which a rank's silence ends the run.
         last: Called with the fault before this thread ends the process.
@@ -40,19 +40,21 @@ class Watch(threading.Thread):
         fault: The fault that ended the run, once known here.
     """
 
-    def __init__(self, board: Board, rank: int, count: int, timeout_s: float, last: Callable[[Fault], None]) -> None:
+    def __init__(
+        self, store: KeyValueStore, rank: int, count: int, timeout_s: float, last: Callable[[Fault], None]
+    ) -> None:
         super().__init__(name="ranks", daemon=True)
         self.fault: Fault | None = None
         self.begun: Callable[[], int] = lambda: 0
         self.stuck: Callable[[], bool] = lambda: False
-        self._board, self._rank, self._count, self._timeout_s = board, rank, count, timeout_s
+        self._store, self._rank, self._count, self._timeout_s = store, rank, count, timeout_s
         self._last = last
         self._tick_s = min(TICK_S, timeout_s / 20)
         self._ended, self._turn = threading.Event(), threading.Lock()
         self._hosts = [""] * count
         self._signs: list[tuple[str | None, float]] = [(None, time.monotonic())] * count
-        self._board.post(f"host-{rank}", host())
-        self._board.post(f"sign-{rank}", "0 0")
+        self._store.post(f"host-{rank}", host())
+        self._store.post(f"sign-{rank}", "0 0")
 
     def run(self) -> None:
         beat, leave_at = 0, None
@@ -83,7 +85,7 @@ class Watch(threading.Thread):
     def claim(self, fault: Fault) -> Fault:
         """Report a fault to all ranks; returns the first fault that was reported."""
         with self._turn, suppress(OSError, RuntimeError):
-            fault = Fault.of(self._board.claim(NOTE, fault.text()))
+            fault = Fault.of(self._store.claim(NOTE, fault.text()))
         self.fault = fault
         return fault
 
@@ -104,18 +106,18 @@ class Watch(threading.Thread):
     def _look(self, beat: int) -> None:
         """Post a heartbeat, and read the others' heartbeats and the fault."""
         try:
-            self._board.post(f"sign-{self._rank}", f"{beat} {self.begun()}")
+            self._store.post(f"sign-{self._rank}", f"{beat} {self.begun()}")
         except OSError as error:  # a full disk may have space again before the others miss the heartbeat
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-        if self.fault is None and (note := self._board.read(NOTE)) is not None:
+        if self.fault is None and (note := self._store.read(NOTE)) is not None:
             self.fault = Fault.of(note)
         now = time.monotonic()
         for rank in range(self._count):
-            sign = self._board.read(f"sign-{rank}")
+            sign = self._store.read(f"sign-{rank}")
             if sign != self._signs[rank][0]:
                 self._signs[rank] = (sign, now)
-                self._hosts[rank] = self._hosts[rank] or self._board.read(f"host-{rank}") or ""
+                self._hosts[rank] = self._hosts[rank] or self._store.read(f"host-{rank}") or ""
         if self.fault is not None:
             return
         if silent := self._silent(self._timeout_s):
@@ -126,7 +128,7 @@ class Watch(threading.Thread):
             self._post(self._of(self._rank, line) if late is None else self.absent(late))
 
     def _post(self, fault: Fault) -> None:
-        self.fault = Fault.of(self._board.claim(NOTE, fault.text()))
+        self.fault = Fault.of(self._store.claim(NOTE, fault.text()))
 
     def _silent(self, seconds: float) -> list[int]:
         """Return the ranks without a heartbeat for `seconds`. A rank that never sent one has not started yet."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from qarl.config import EvalTask, RewardConfig, RewardFunction
 from qarl.config.evaluation_presets import PRESETS
 from qarl.data import build_prompts
-from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.rewards import RewardPool, RewardResult
@@ -124,7 +124,7 @@ class TaskRewards:
         log_path: Path | None,
         ranks: Ranks | None = None,
     ) -> None:
-        self._ranks = ranks or Alone()
+        self._ranks = ranks or SingleProcess()
         self._max_failed_frac: dict[str, float] = {}
         self._pools: dict[str, RewardPool] = {}
         self._of_task: dict[str, RewardPool] = {}

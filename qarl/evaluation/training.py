@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from qarl_kernels.attention import PAGE
 
 from qarl.config import Config
-from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import on_first
 from qarl.errors import UserError
 from qarl.evaluation.records import append_rows, keep_rows, read_rows, to_line
@@ -87,7 +87,7 @@ class TrainingEvaluation:
         ranks: Ranks | None = None,
     ) -> None:
         self._config = config
-        self._ranks = ranks or Alone()
+        self._ranks = ranks or SingleProcess()
         self._tasks = tasks
         self._rewards = rewards
         self._settings = Settings.of(

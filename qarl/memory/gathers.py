@@ -55,7 +55,7 @@ def _stored(block: Block, scheme: Scheme | None, width: int) -> list[int]:
 
 
 def _messages(gather: Iterable[tuple[Block, list[int]]], ranks: int) -> Iterator[list[_Rows]]:
-    """As `Gathers` fills them with what `own_rows` gives. gather: bytes of a block's tensors."""
+    """As `BucketedGather` fills them with what `own_rows` gives. gather: bytes of a block's tensors."""
     waiting: list[_Rows] = []
     for block, sizes in gather:
         for rows in _rows_of(block, sizes, ranks):

@@ -55,7 +55,7 @@ def in_turn(ranks: Ranks, work: Callable[[], T]) -> T:
             except Exception as error:  # raised below: the other ranks wait at the barrier
                 fault = error
         ranks.barrier()
-    ranks.agree(fault)
+    ranks.all_agree(fault)
     return found[0]
 
 

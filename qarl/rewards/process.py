@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from qarl.distributed.place import alone
+from qarl.distributed.rank_info import child_environment
 from qarl.errors import UserError
 from qarl.rewards.frames import REPLY_BYTES, BadFrame, Frames, frame, parse_reply
 from qarl.rewards.log import Output, RewardLog
@@ -93,7 +93,7 @@ class Worker:
                 pass_fds=[child.fileno(), life],
                 start_new_session=True,
                 # A function that calls init_process_group or a hub client must not take itself for a rank of the run.
-                env=alone(os.environ),
+                env=child_environment(os.environ),
             )
         except BaseException:
             self._close()

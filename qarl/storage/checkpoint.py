@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import on_first, together
 from qarl.errors import UserError
 from qarl.storage import writing
@@ -45,7 +45,7 @@ class CheckpointStore:
     """The `checkpoints/` directory of one run, written by its process or its ranks (`RunDirectory` holds the lock).
 
     Opening a store removes what killed saves of this host left behind. With several ranks, opening a store and all
-    methods except `steps` and `path` are collectives, and an error on one rank is raised on all (see `Ranks.agree`).
+    methods except `steps` and `path` are collectives, and an error on one rank is raised on all (`Ranks.all_agree`).
 
     Args:
         directory: The directory; created if missing.
@@ -60,7 +60,7 @@ class CheckpointStore:
         assert keep_last >= 0, keep_last
         self.directory = Path(directory)
         self.keep_last = keep_last
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or SingleProcess()
         on_first(self.ranks, self._open)
 
     def _open(self) -> None:
@@ -161,7 +161,7 @@ class CheckpointStore:
             UserError: There is no such checkpoint.
             CheckpointDamaged: A file is missing, truncated or changed.
         """
-        return load_checkpoint(Path(path), groups, ranks or Alone())
+        return load_checkpoint(Path(path), groups, ranks or SingleProcess())
 
     def latest_valid(self, on_skip: Callable[[str], None]) -> Checkpoint | None:
         """Return the newest checkpoint that passes verification; None if there are no checkpoints.

@@ -121,7 +121,7 @@ class CheckpointManager:
         The newest checkpoint stands if the learner has begun an optimizer step, because the masters are then between
         two steps. A step that the learner completed and that only lacks its metrics is finished here, with the metrics
         that are known. With several ranks, saving is a collective: it is attempted only if all ranks raised together
-        (`Ranks.agree`). If one rank raised alone, the others are elsewhere or gone, and a collective would hang.
+        (`Ranks.all_agree`). If one rank raised alone, the others are elsewhere or gone, and a collective would hang.
 
         Args:
             recorder: Writes the metrics of a step that lacks them.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.rewards import RewardResult
 from qarl.training.batch import Part
 from qarl.training.observer import Observer, Phase
@@ -30,7 +30,7 @@ class InterruptGuard:
 
     def __init__(self, say: Callable[[str], None], ranks: Ranks | None = None) -> None:
         self.say = say
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or SingleProcess()
         self.signum: int | None = None
         self._deferred = False
         self._previous: dict[int, Any] = {}  # as `signal.signal` gave them

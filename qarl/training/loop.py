@@ -306,7 +306,7 @@ class Loop:
 
         together(self.ranks, log)
         self.keeper.finish(step)
-        self.ranks.agree(failure)
+        self.ranks.all_agree(failure)
         if trace.rows is not None:
             self.console.samples(step, trace.rows[:: self.config.rollout.n])  # one of each prompt
         self.console.step(step, metrics)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qarl.config import Config
 from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import Exchange
-from qarl.distributed.gathers import Gathers, own_rows
+from qarl.distributed.gathers import BucketedGather, own_rows
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan
 from qarl.policy.policy import Policy
@@ -158,7 +158,7 @@ def rounded_values(
     rows: Mapping[str, Tensor], plan: RowPlan, exchange: Exchange, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """All rows of the masters in a learner's dtype, which reads them where it is not aligned."""
-    gathers = Gathers(exchange)
+    gathers = BucketedGather(exchange)
     found: dict[str, Tensor] = {}
     for block in plan.blocks:
         whole: Tensor | None = None

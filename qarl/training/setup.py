@@ -23,7 +23,7 @@ from qarl.config.quant import scheme_of
 from qarl.data import PromptStream, build_prompts
 from qarl.data.conversation import uses_time
 from qarl.diagnostics.backward import require_fp8_backward
-from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
@@ -54,7 +54,7 @@ from qarl.utils.text import visible
 if TYPE_CHECKING:
     from qarl.rollout.vllm.process import Sampler
 
-ALONE = Alone()
+ALONE = SingleProcess()
 
 
 @dataclass
@@ -343,7 +343,7 @@ def build_engine(
     device: Device = "cuda" if layout.device.type == "cuda" else "cpu"
     beside = None if shape is None else update_bytes(config, shape, device, ranks.count)
     headroom = _headroom(config, layout.device, ranks)
-    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early, ranks.look, beside, headroom)
+    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early, ranks.poll, beside, headroom)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

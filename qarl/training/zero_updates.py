@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from qarl.config import Config
 from qarl.config.deepspeed import deepspeed_keys
 from qarl.distributed.codes import gather_codes
-from qarl.distributed.exchange import AloneExchange
-from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.exchange import SingleProcessExchange
+from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.rows import Block, RowPlan
 from qarl.policy.device import DTYPES
 from qarl.policy.gradients import GradientAccumulator
@@ -48,9 +48,9 @@ def build_zero(
     model = bare_model(config)
 
     def read(plan: RowPlan) -> dict[str, Tensor]:
-        return in_turn(ranks, lambda: load_rows(config.model, plan, Alone()))
+        return in_turn(ranks, lambda: load_rows(config.model, plan, SingleProcess()))
 
-    policy, masters, _ = policy_of_rows(config, model, read, device, max_length, AloneExchange(), 1)
+    policy, masters, _ = policy_of_rows(config, model, read, device, max_length, SingleProcessExchange(), 1)
     return policy, ZeroUpdates(policy, masters, ranks, config)
 
 
@@ -201,7 +201,7 @@ class ZeroUpdates(Updates):
         """Quantize the whole masters, and let the policy read what is stored of them."""
         policy, whole = self.policy, _Whole(self.stage)
         snapshot = gather_codes(
-            whole, self.plan, AloneExchange(), policy.scheme_of, policy.dtype, version, policy.kernels
+            whole, self.plan, SingleProcessExchange(), policy.scheme_of, policy.dtype, version, policy.kernels
         )
         values = None
         if not policy.aligned:

@@ -109,8 +109,8 @@ class Gathering:
 
     def in_pieces(self, masters: dict[str, Tensor]) -> Snapshot:
         """As `of_masters`, with stacks of a few rows at a time, and messages of a few tensors."""
-        few = partial(codes.own_rows, most=10_000), partial(codes.Gathers, most=10_000)
-        with patch.object(codes, "own_rows", few[0]), patch.object(codes, "Gathers", few[1]):
+        few = partial(codes.own_rows, most=10_000), partial(codes.BucketedGather, most=10_000)
+        with patch.object(codes, "own_rows", few[0]), patch.object(codes, "BucketedGather", few[1]):
             return self.of_masters(masters, False)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl.distributed.exchange import AloneExchange, Exchange, GroupExchange
+from qarl.distributed.exchange import Exchange, GroupExchange, SingleProcessExchange
 from qarl.distributed.group import Group
 from qarl.distributed.rows import cut
 
@@ -26,7 +26,11 @@ DTYPES = [
 
 
 def exchange_of(group: Group | None) -> Exchange:
-    return AloneExchange() if group is None else GroupExchange(group.tensors, group.rank, group.count, group.device)
+    return (
+        SingleProcessExchange()
+        if group is None
+        else GroupExchange(group.tensors, group.rank, group.count, group.device)
+    )
 
 
 def values_of(shape: tuple[int, ...], seed: int, rank: int) -> Tensor:

@@ -53,7 +53,7 @@ def train(config) -> int:
             if fault == "agree":
                 from qarl.errors import UserError
 
-                ranks.agree(UserError("all know of it") if turn == 3 and int(rank) == ranks.rank else None)
+                ranks.all_agree(UserError("all know of it") if turn == 3 and int(rank) == ranks.rank else None)
             elif turn == 3 and rank and int(rank) == ranks.rank and fault != "long":
                 FAULTS[fault](ranks)
             if fault in ("tensors", "late"):

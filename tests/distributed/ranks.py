@@ -203,8 +203,8 @@ def _call(rank: int, order: dict[str, Any]) -> None:
     import torch
 
     from qarl.distributed.group import Group
-    from qarl.distributed.meeting import Meeting
-    from qarl.distributed.place import place
+    from qarl.distributed.rank_info import rank_info
+    from qarl.distributed.rendezvous import Rendezvous
 
     path, _, name = order["function"].rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -212,9 +212,9 @@ def _call(rank: int, order: dict[str, Any]) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    own = place()
+    own = rank_info()
     assert own is not None
-    with Group(Meeting(own), torch.device("cpu"), order["timeout_s"]) as group:
+    with Group(Rendezvous(own), torch.device("cpu"), order["timeout_s"]) as group:
         result = getattr(module, name)(group, **order["arguments"])
         Path(order["folder"], f"result-{rank}").write_text(json.dumps(result))
 

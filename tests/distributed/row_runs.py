@@ -19,7 +19,7 @@ from tiny_runs import settings
 from torch import Tensor
 
 from qarl.config import Config
-from qarl.distributed.exchange import AloneExchange, Exchange, GroupExchange
+from qarl.distributed.exchange import Exchange, GroupExchange, SingleProcessExchange
 from qarl.distributed.ranks import Ranks
 from qarl.memory.sizes import decide_sizes
 from qarl.policy.gradients import GradientAccumulator
@@ -53,8 +53,8 @@ class Case:
         return decide_sizes(Config.model_validate(data), "cpu")
 
 
-def exchange_of(ranks: Ranks) -> AloneExchange | GroupExchange:
-    return AloneExchange() if ranks.count == 1 else GroupExchange(ranks.tensors, ranks.rank, ranks.count, CPU)
+def exchange_of(ranks: Ranks) -> SingleProcessExchange | GroupExchange:
+    return SingleProcessExchange() if ranks.count == 1 else GroupExchange(ranks.tensors, ranks.rank, ranks.count, CPU)
 
 
 def rounds(count: int) -> list[list[list[int] | None]]:

@@ -105,10 +105,10 @@ def held(own: Config, architecture: Architecture, count: int) -> int:
 
 @pytest.fixture(autouse=True)
 def _small_messages():
-    message, run = partial(gathers.Gathers, most=MESSAGE), partial(gathers.own_rows, most=RUN)
+    message, run = partial(gathers.BucketedGather, most=MESSAGE), partial(gathers.own_rows, most=RUN)
     with (
-        patch.multiple(codes, Gathers=message, own_rows=run),
-        patch.multiple(row_updates, Gathers=message, own_rows=run),
+        patch.multiple(codes, BucketedGather=message, own_rows=run),
+        patch.multiple(row_updates, BucketedGather=message, own_rows=run),
         patch.multiple(memory_gathers, MESSAGE_BYTES=MESSAGE, RUN_BYTES=RUN),
     ):
         yield

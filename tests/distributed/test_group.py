@@ -15,7 +15,7 @@ import pytest
 import torch
 from ranks import output, run_ranks, start_ranks, wait_ranks
 
-from qarl.distributed.ranks import Alone, total
+from qarl.distributed.ranks import SingleProcess, total
 from qarl.distributed.together import together
 
 HERE = __file__
@@ -59,7 +59,7 @@ def agrees(group):
     told = []
     for fault in (None, ValueError("of rank 1") if group.rank == 1 else None):
         try:
-            group.agree(fault)
+            group.all_agree(fault)
             told.append("goes on")
         except Exception as error:
             told.append(f"{type(error).__name__}: {error}")
@@ -72,12 +72,12 @@ def test_ranks_go_on_together_or_not_at_all() -> None:
 
 
 def test_alone_every_collective_is_over_at_once() -> None:
-    with Alone() as ranks:
+    with SingleProcess() as ranks:
         assert ranks.gather({"a": 1}) == [{"a": 1}] and ranks.signal(2) == 2 and ranks.first
-        ranks.agree()
+        ranks.all_agree()
         with pytest.raises(KeyError):
-            ranks.agree(KeyError("x"))
-    with pytest.raises(OSError, match="x"), Alone():
+            ranks.all_agree(KeyError("x"))
+    with pytest.raises(OSError, match="x"), SingleProcess():
         raise OSError("x")
 
 
@@ -103,7 +103,7 @@ def looks(group, work_s):
             raise ValueError(f"in turn {turn}")
         end = time.monotonic() + work_s
         while time.monotonic() < end:
-            group.look()
+            group.poll()
             time.sleep(0.01)
 
     told = []

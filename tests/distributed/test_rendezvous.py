@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qarl.distributed.group import Group
-from qarl.distributed.meeting import Meeting
-from qarl.distributed.place import MOST_RANKS, Place, place
+from qarl.distributed.rank_info import MOST_RANKS, RankInfo, rank_info
+from qarl.distributed.rendezvous import Rendezvous
 from qarl.errors import UserError
 
 # --- environments
@@ -49,7 +49,7 @@ def number(text: str | None, default: int) -> int | None:
     return int(text) if text in (*NUMBERS, "4", "29500") else None
 
 
-def expected(environment: dict[str, str]) -> Place | str | None:
+def expected(environment: dict[str, str]) -> RankInfo | str | None:
     """The place that an environment says, or the variable that is wrong."""
     if not environment.get("WORLD_SIZE"):
         return None
@@ -66,13 +66,13 @@ def expected(environment: dict[str, str]) -> Place | str | None:
     if local is None or local >= count:
         return "LOCAL_RANK"
     if folder := environment.get("QARL_RANKS"):
-        return Place(rank, count, local, Path(folder)) if folder == "/" else "QARL_RANKS"
+        return RankInfo(rank, count, local, Path(folder)) if folder == "/" else "QARL_RANKS"
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not host or (port and host not in HOSTS[:4]):
         return "MASTER_ADDR"
     if not port or (value := number(port, 0)) is None or not 1 <= value <= 65535:
         return "MASTER_PORT"
-    return Place(rank, count, local, None, (host, value))
+    return RankInfo(rank, count, local, None, (host, value))
 
 
 @given(environment=ENVIRONMENTS)
@@ -80,10 +80,10 @@ def expected(environment: dict[str, str]) -> Place | str | None:
 def test_any_environment_is_a_place_or_one_line_that_names_the_variable(environment: dict[str, str]) -> None:
     wanted = expected(environment)
     if not isinstance(wanted, str):
-        assert place(environment) == wanted
+        assert rank_info(environment) == wanted
         return
     with pytest.raises(UserError) as refused:
-        place(environment)
+        rank_info(environment)
     assert str(refused.value).startswith(f"{wanted}: ") and "\n" not in str(refused.value)
 
 
@@ -135,18 +135,18 @@ def test_a_rank_that_finds_no_store_says_so_in_time(kind: str) -> None:
     with opened() as port:
         began = time.monotonic()
         with pytest.raises(UserError, match=rf"^MASTER_ADDR, MASTER_PORT: rank 1 of 2: 127\.0\.0\.1:{port} .*{said}"):
-            Meeting(Place(1, 2, 1, None, ("127.0.0.1", port))).store(TIMEOUT_S)
+            Rendezvous(RankInfo(1, 2, 1, None, ("127.0.0.1", port))).store(TIMEOUT_S)
         assert time.monotonic() - began < TIMEOUT_S + 1
 
 
 def test_the_first_rank_does_not_take_the_port_of_another_program() -> None:
     with listener(lambda connection: None) as port, pytest.raises(UserError, match=f"127.0.0.1:{port} is in use: "):
-        Meeting(Place(0, 2, 0, None, ("127.0.0.1", port))).store(60)
+        Rendezvous(RankInfo(0, 2, 0, None, ("127.0.0.1", port))).store(60)
 
 
 def test_a_host_that_nobody_knows_is_one_line() -> None:
     with pytest.raises(UserError, match=r"no.such.host.invalid:1 cannot be reached within"):
-        Meeting(Place(1, 2, 1, None, ("no.such.host.invalid", 1))).store(0.5)
+        Rendezvous(RankInfo(1, 2, 1, None, ("no.such.host.invalid", 1))).store(0.5)
 
 
 def test_a_rank_that_never_comes_is_named_in_time() -> None:
@@ -154,15 +154,15 @@ def test_a_rank_that_never_comes_is_named_in_time() -> None:
     with pytest.raises(
         UserError, match=r"^rank 1 of 3: has not started within 0.5 s \(distributed.timeout_s\) of rank 0"
     ):
-        Group(Meeting(Place(0, 3, 0, None, ("127.0.0.1", free_port()))), torch.device("cpu"), 0.5)
+        Group(Rendezvous(RankInfo(0, 3, 0, None, ("127.0.0.1", free_port()))), torch.device("cpu"), 0.5)
     assert time.monotonic() - began < 4
 
 
 def test_two_processes_of_one_rank_are_told_apart() -> None:
     """The second one is refused, and the first one goes on waiting for the rank that is missing."""
     port = free_port()
-    store = Meeting(Place(0, 3, 0, None, ("127.0.0.1", port))).store(5)
-    first, second = (Meeting(Place(1, 3, 1, None, ("127.0.0.1", port))) for _ in range(2))
+    store = Rendezvous(RankInfo(0, 3, 0, None, ("127.0.0.1", port))).store(5)
+    first, second = (Rendezvous(RankInfo(1, 3, 1, None, ("127.0.0.1", port))) for _ in range(2))
     second._run = first._run  # which is in one process here
     with pytest.raises(UserError, match=r"^rank 0 of 3: has not started"):
         Group(first, torch.device("cpu"), 0.5)

@@ -13,7 +13,7 @@ from row_runs import CPU, Case, exchange_of, held, loss_of, offloading, reader, 
 from safetensors.torch import load_file, save_file
 
 from qarl.config import ModelConfig
-from qarl.distributed.ranks import Alone
+from qarl.distributed.ranks import SingleProcess
 from qarl.distributed.rows import RowPlan
 from qarl.policy.load import load_model
 from qarl.policy.load_rows import load_rows
@@ -52,7 +52,9 @@ def test_ranks_read_the_rows_that_the_whole_model_has(models, model) -> None:
     whole = load_model(ModelConfig(**models[model]))
     for count, unit in ((1, 1), (3, 64)):  # of 64 rows in blocks of 64 two ranks have none
         arguments = {"model": models[model], "unit": unit}
-        found = [reads(Alone(), **arguments)] if count == 1 else run_ranks(count, f"{__file__}:reads", arguments)
+        found = (
+            [reads(SingleProcess(), **arguments)] if count == 1 else run_ranks(count, f"{__file__}:reads", arguments)
+        )
         plan = plan_over(whole, count, unit)
         for rank, (rows,) in enumerate(found):
             assert list(rows) == list(plan.shapes)
@@ -108,7 +110,9 @@ def test_a_state_is_put_back_at_any_number_of_ranks(tiny_model, tmp_path, count,
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "saved.safetensors")
     meta = {"optimizer": "muon" if sections is MUON else "adamw", "tensors": told["state"]}
     arguments = {"case": case, "saved": str(tmp_path / "saved.safetensors"), "meta": meta}
-    found = [goes_on(Alone(), **arguments)] if count == 1 else run_ranks(count, f"{__file__}:goes_on", arguments)
+    found = (
+        [goes_on(SingleProcess(), **arguments)] if count == 1 else run_ranks(count, f"{__file__}:goes_on", arguments)
+    )
     covered = dict.fromkeys(tensors, 0)
     for rank in found:
         assert rank["versions"] == [0, 0] and rank["digest"] == told["digests"][-1] and rank["state"] == told["state"]

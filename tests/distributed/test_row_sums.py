@@ -11,7 +11,7 @@ from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
-from qarl.distributed.exchange import AloneExchange, Pending
+from qarl.distributed.exchange import Pending, SingleProcessExchange
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.linear import gradient_of
 from qarl.policy.policy import Policy
@@ -25,7 +25,7 @@ PROMPTS, RESPONSES = [tokens(3, 1)] * 2, [tokens(4, 3), tokens(1, 4)]
 needs_kernels = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a CUDA device, or TRITON_INTERPRET=1")
 
 
-class Watched(AloneExchange):
+class Watched(SingleProcessExchange):
     """Notes what is summed, and how much of the backward had still to come then."""
 
     def __init__(self, policy: Policy) -> None:
@@ -121,7 +121,7 @@ def test_what_experts_add_their_gradients_to_is_sent_as_it_is(tiny_model) -> Non
             sent.update(zip(blocks, gradients, strict=True))
 
     loss = Accumulated(policy)
-    Keeping(policy, plan, AloneExchange()).round(loss)
+    Keeping(policy, plan, SingleProcessExchange()).round(loss)
     stacks = [stack for layer in reversed(policy.decoder.layers) for stack in layer.linears]
     of_experts = 0
     for stack, whole in zip(stacks, loss.made, strict=True):

@@ -10,7 +10,7 @@ import pytest
 from ranks import run_ranks
 from row_runs import Case, offloading, sha, trained, twin
 
-from qarl.distributed.ranks import Alone
+from qarl.distributed.ranks import SingleProcess
 
 CASES = {
     "w4a16, tied": ("llama", Case("", steps=3)),
@@ -68,7 +68,7 @@ def found(request, cases) -> tuple[int, list[list[dict[str, Any]]]]:
     """Of each rank, what it found in each case."""
     count, told = request.param, [asdict(case) for case in cases]
     if count == 1:
-        return 1, [train(Alone(), told)]
+        return 1, [train(SingleProcess(), told)]
     return count, run_ranks(count, f"{__file__}:train", {"cases": told}, limit_s=120)
 
 

@@ -19,8 +19,8 @@ from thread_ranks import ThreadRanks, as_threads
 from torch import Tensor
 
 from qarl.config import Config
-from qarl.distributed.exchange import AloneExchange, Pending
-from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.exchange import Pending, SingleProcessExchange
+from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
 from qarl.storage.checkpoint import CheckpointStore
@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-class ThreadExchange(AloneExchange):
+class ThreadExchange(SingleProcessExchange):
     """What putting a checkpoint back needs."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -92,13 +92,13 @@ def assert_same(folder: Path, other: Path) -> None:
 
 def train(model: str, sections: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Two optimizer steps of one process, and a checkpoint of them."""
-    policy, updates = held_by(Alone(), Case(model, sections).config)
+    policy, updates = held_by(SingleProcess(), Case(model, sections).config)
     updates.set_lr(1.0)
     for part in ([0], [1, 2]):
         updates.clear()
         updates.backward(loss_of(policy, part))
         updates.step(updates.norm())
-    return save(Alone(), policy, updates, folder)
+    return save(SingleProcess(), policy, updates, folder)
 
 
 @pytest.mark.parametrize("sections", CASES.values(), ids=CASES.keys())
@@ -123,7 +123,7 @@ def test_real_ranks_go_on_from_one_process_and_back(tiny_model, tmp_path):
     assert run_ranks(2, f"{HERE}:goes_on", {**common, **places}) == [state] * 2
     assert CheckpointStore.load(tmp_path / "1" / "latest").ranks == 2
     assert_same(tmp_path / "0", tmp_path / "1")
-    assert goes_on(Alone(), **common, source=str(tmp_path / "1"), folder=str(tmp_path / "2")) == state
+    assert goes_on(SingleProcess(), **common, source=str(tmp_path / "1"), folder=str(tmp_path / "2")) == state
     assert_same(tmp_path / "0", tmp_path / "2")
 
 

@@ -69,7 +69,7 @@ class Place:
         """What a run's loop does with a fault that ranks agree on, or that one has alone."""
         try:
             if together:
-                self.ranks.agree(fault)
+                self.ranks.all_agree(fault)
             elif fault is not None:
                 raise fault
         except BaseException as error:

@@ -11,7 +11,7 @@ import pytest
 from thread_ranks import as_threads
 
 from qarl.config import Config
-from qarl.distributed.ranks import Alone, OtherRankFailed, Ranks
+from qarl.distributed.ranks import OtherRankFailed, Ranks, SingleProcess
 from qarl.errors import UserError
 from qarl.storage import shared_rundir as module
 from qarl.storage.history import History, RanksFrom, ranks_after, read_history, write_history
@@ -51,7 +51,7 @@ def test_the_first_rank_holds_the_directory_and_all_have_its_history(tmp_path):
 
 
 def test_one_rank_opens_it_as_one_process_does(tmp_path):
-    with open_run_directory(config(tmp_path / "a"), "auto", Alone()) as directory:
+    with open_run_directory(config(tmp_path / "a"), "auto", SingleProcess()) as directory:
         assert type(directory) is RunDirectory
         directory.begin({}, directory.history_at(0, own=False))
     assert not (tmp_path / "a" / "history.json").exists()

@@ -17,7 +17,7 @@ from tiny_runs import settings
 from qarl.config import Config
 from qarl.config.reward import RewardConfig
 from qarl.diagnostics.probe import Probe
-from qarl.distributed.ranks import Alone, OtherRankFailed, Ranks
+from qarl.distributed.ranks import OtherRankFailed, Ranks, SingleProcess
 from qarl.errors import UserError
 from qarl.memory.sizes import decide_sizes
 from qarl.objectives.common import TokenLogProbs
@@ -144,7 +144,7 @@ REPLAY = {"rollout": {"top_p": 0.8}, "objective": {"name": "grpo", "truncation_s
 def test_a_step_is_the_same_on_any_number_of_ranks(llama, count, tokens, more):
     # In 16 bits the backward rounds what responses share of a prompt, which depends on how they are cut.
     sections = {"train": {"micro_batch_tokens": tokens, "epochs": 2}, "model": {"dtype": "float32"}, **more}
-    _, alone = take(llama, Alone(), **sections)
+    _, alone = take(llama, SingleProcess(), **sections)
     found = run_threads(count, lambda ranks: take(llama, ranks, **sections))
     for run, watching in found:
         assert watching.rollouts == alone.rollouts and watching.scores == alone.scores
@@ -187,7 +187,7 @@ def test_dynamic_sampling_draws_the_same_rounds_on_any_number_of_ranks(llama, mo
     monkeypatch.setattr(sys.modules[__name__], "Rewards", Rare)
     sampling = {"rollout": {"dynamic_sampling": {"max_rounds": 3, "oversample": 1.5}}}
     sections = {"model": {"dtype": "float32"}, "objective": {"name": "grpo", "mask_truncated": True}, **sampling}
-    _, alone = take(llama, Alone(), **sections)
+    _, alone = take(llama, SingleProcess(), **sections)
     assert alone.sampled_metrics["sampling/rounds"] > 1 and 0 < alone.sampled_metrics["sampling/equal_frac"] < 1
     for _, watching in run_threads(2, lambda ranks: take(llama, ranks, **sections)):
         assert watching.sampled_metrics == alone.sampled_metrics
@@ -204,7 +204,7 @@ def test_the_load_balancing_loss_is_that_of_the_minibatch_on_any_number_of_ranks
         "diagnostics": {"routing_every": 1},
     }
     model = tiny_model("mixtral")
-    _, alone = take(model, Alone(), train={"micro_batch_tokens": 4096}, **sections)
+    _, alone = take(model, SingleProcess(), train={"micro_batch_tokens": 4096}, **sections)
     found = run_threads(2, lambda ranks: take(model, ranks, train={"micro_batch_tokens": 24}, **sections))
     for run, watching in found:
         assert run.updates.parts > 1
@@ -257,7 +257,7 @@ def test_a_later_epochs_forward_is_kept_whichever_rank_had_the_response_before(l
 def test_a_rank_without_prompts_and_without_parts_goes_along(llama):
     prompts = PROMPTS[:2]
     sections = {"rollout": {"n": 2}, "train": {"minibatch_size": 2, "epochs": 1}}
-    _, alone = take(llama, Alone(), prompts, **sections)
+    _, alone = take(llama, SingleProcess(), prompts, **sections)
 
     found = run_threads(3, lambda ranks: take(llama, ranks, prompts, **sections))
     assert all(watching.rollouts == alone.rollouts for _, watching in found)
@@ -287,7 +287,7 @@ def test_a_profile_counts_the_work_of_its_own_rank(llama):
         step.rl_step(run.config, run, 0, Observers([watch]))
         return watch
 
-    alone, ranks = profiled(Alone()), run_threads(2, profiled)
+    alone, ranks = profiled(SingleProcess()), run_threads(2, profiled)
     assert sum(rank._flops["rollout"] for rank in ranks) == alone._flops["rollout"]
     for name in ("snapshot", "forward", "backward"):
         assert all(0 < rank._flops[name] < alone._flops[name] for rank in ranks), name
@@ -310,7 +310,7 @@ NEEDS = {
 @pytest.mark.parametrize("need", NEEDS)
 def test_what_an_objective_needs_is_of_all_ranks(llama, need):
     sections = {"train": {"micro_batch_tokens": 24}, "model": {"dtype": "float32"}, **NEEDS[need]}
-    _, alone = take(llama, Alone(), **sections)
+    _, alone = take(llama, SingleProcess(), **sections)
     for _, watching in run_threads(2, lambda ranks: take(llama, ranks, **sections)):
         assert watching.rollouts == alone.rollouts
         assert_same_batch(watching.batch, alone.batch)

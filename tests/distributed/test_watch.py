@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from qarl.distributed.board import Folder
+from qarl.distributed.key_value_store import DirectoryStore
 from qarl.distributed.watch import Watch
 
 
-class Disk(Folder):
+class Disk(DirectoryStore):
     """full: how many more posts it refuses."""
 
     full = 0
@@ -28,11 +28,11 @@ class Disk(Folder):
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[tuple[Disk, Watch]]:
-    board = Disk(tmp_path / "meeting")
-    (tmp_path / "meeting").mkdir()
-    watch = Watch(board, 0, 2, 20, lambda fault: None)
+    store = Disk(tmp_path / "rendezvous")
+    (tmp_path / "rendezvous").mkdir()
+    watch = Watch(store, 0, 2, 20, lambda fault: None)
     watch.start()
-    yield board, watch
+    yield store, watch
     watch.stop()
 
 
@@ -44,10 +44,10 @@ def until(done: Callable[[], bool]) -> None:
 
 
 def test_a_disk_that_is_full_for_a_moment_ends_no_run(watched, tmp_path: Path) -> None:
-    board, watch = watched
-    sign = lambda: (tmp_path / "meeting" / "sign-0").read_text()  # noqa: E731
-    board.full = 2
-    until(lambda: board.full == 0)
+    store, watch = watched
+    sign = lambda: (tmp_path / "rendezvous" / "sign-0").read_text()  # noqa: E731
+    store.full = 2
+    until(lambda: store.full == 0)
     before = sign()
     until(lambda: sign() != before)
     assert watch.fault is None
@@ -55,6 +55,6 @@ def test_a_disk_that_is_full_for_a_moment_ends_no_run(watched, tmp_path: Path) -
 
 def test_a_directory_that_is_gone_ends_the_run(watched, tmp_path: Path) -> None:
     _, watch = watched
-    shutil.rmtree(tmp_path / "meeting")
+    shutil.rmtree(tmp_path / "rendezvous")
     until(lambda: watch.fault is not None)
     assert watch.fault.line == "what the ranks meet in is gone (FileNotFoundError)"

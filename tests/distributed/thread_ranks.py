@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.ranks import Ranks, SingleProcess
 
 
 class _Table:
@@ -50,7 +50,7 @@ def as_threads(count: int, work: Callable[[Ranks], Any]) -> list[Any]:
     def run(rank: int) -> None:
         try:
             with torch.no_grad():
-                results[rank] = work(ThreadRanks(rank, count, table) if count > 1 else Alone())
+                results[rank] = work(ThreadRanks(rank, count, table) if count > 1 else SingleProcess())
         except Exception as error:
             results[rank] = error
 

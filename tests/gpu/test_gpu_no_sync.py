@@ -11,7 +11,7 @@ from qarl_kernels.logprob import Truncation
 from tiny_runs import settings
 
 from qarl.config import Config
-from qarl.distributed.ranks import Alone
+from qarl.distributed.ranks import SingleProcess
 from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model
 from qarl.training.batch import Batch, Part
@@ -98,7 +98,7 @@ def test_only_an_update_waits_for_the_gpu(tiny_model, scheme, quant, objective, 
     policy = build_policy(config, load_model(config.model), GPU)
     drawn = config.rollout
     truncation = Truncation(drawn.temperature, drawn.top_k, drawn.top_p, config.min_p)
-    learner = Learner(policy, LocalUpdates(policy, config), config, truncation, Alone())
+    learner = Learner(policy, LocalUpdates(policy, config), config, truncation, SingleProcess())
     if learner.objective.needs.reference:
         policy.keep_reference()
     learn(learner, random_batch(policy.version), 0, Observer())  # compiles kernels, and makes the optimizer's state

@@ -26,7 +26,7 @@ from tiny_runs import settings, write_config
 
 from qarl.config import Config
 from qarl.config.distributed import several_ranks_faults
-from qarl.distributed.ranks import Alone
+from qarl.distributed.ranks import SingleProcess
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.shared import NoSampler
 from qarl.rollout.vllm.process import sampler_environment
@@ -381,7 +381,7 @@ def test_a_rank_without_a_sampler_has_no_prompts_and_keeps_no_older_version(tiny
 
 
 def test_things_are_dealt_to_the_ranks_that_get_any() -> None:
-    ranks = Alone()
+    ranks = SingleProcess()
     ranks.count = 4
     dealt = []
     for rank in range(4):

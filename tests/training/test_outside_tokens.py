@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_runs import parts
 
-from qarl.distributed.ranks import Alone
+from qarl.distributed.ranks import SingleProcess
 from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RESPONSES
 from qarl.rewards import RewardResult
 from qarl.training.alarms import Alarms
@@ -106,7 +106,7 @@ def test_with_replayed_sets_no_token_falls_out_when_the_learner_moves(llama, nam
     assert metrics["policy/kl_ref"] < 1.0 and metrics["policy/kl_ref_clamped_frac"] == 0.0
 
 
-class Two(Alone):
+class Two(SingleProcess):
     """Two ranks, one after the other: the first `add_up` records what its rank gathers, the second one gets it."""
 
     count = 2

@@ -15,7 +15,7 @@ from tiny_models import tiny_settings
 
 from qarl.config import Config
 from qarl.diagnostics.probe import Probe
-from qarl.distributed.ranks import Alone
+from qarl.distributed.ranks import SingleProcess
 from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
@@ -102,7 +102,7 @@ def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
     tokenizer = load_tokenizer(config.model)
     sampling = build_sampling(config, policy, tokenizer)
     updates = LocalUpdates(policy, config)
-    learner = Learner(policy, updates, config, sampling.truncation, Alone())
+    learner = Learner(policy, updates, config, sampling.truncation, SingleProcess())
     if learner.objective.needs.reference:
         policy.keep_reference()
     engine = NativeEngine(policy.sampler, tokenizer, config.rollout)

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from qarl.config.load import make_config
 from qarl.distributed.exchange import GroupExchange
-from qarl.distributed.ranks import Alone
+from qarl.distributed.ranks import SingleProcess
 from qarl.distributed.rows import RowPlan
 from qarl.policy.skeleton import skeleton
 from qarl.training.row_setup import from_rows
 from ranks_bench.rank import Bench, random_tokens
 
 
-class Bare(Alone):
+class Bare(SingleProcess):
     """Ranks that tell each other numbers alone, over the tensors' own process group."""
 
     def __init__(self, exchange: GroupExchange) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qarl.config import Config
 from qarl.config.architecture import Architecture
-from qarl.distributed.ranks import Alone
+from qarl.distributed.ranks import SingleProcess
 from qarl.memory.estimate import estimate, forward_peak, phase_bytes
 from qarl.policy.experts import take_apart
 from qarl.policy.gradients import GradientAccumulator
@@ -121,7 +121,7 @@ def optimizer_records(options: argparse.Namespace, shape: Shape, device: torch.d
     policy = make_policy(options, shape, device, config, length + 1)
     masters = [parameter for _, parameter in policy.named_parameters()]
     updates = LocalUpdates(policy, config)
-    learner = Learner(policy, updates, config, Truncation(), Alone())
+    learner = Learner(policy, updates, config, Truncation(), SingleProcess())
     (ids,) = random_tokens(1, length + 1, shape.vocabulary, options.seed)
     response = Rollout(0, 0, ids[1:], [0.0] * length, "length", policy.version, 0, "")
     learner.begin(0, build_batch([Prompt(0, ids[:1], "")], [response], [0.0], "grpo", policy.version, device))

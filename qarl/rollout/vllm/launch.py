@@ -15,7 +15,7 @@ from qarl.config.architecture import Architecture
 from qarl.config.mixture import read_mixture
 from qarl.config.model_schema import ConfigJson
 from qarl.config.quant import scheme_of
-from qarl.distributed.place import place
+from qarl.distributed.rank_info import rank_info
 from qarl.errors import UserError
 from qarl.memory import estimate as memory
 from qarl.policy.routes import stored_dtype
@@ -149,7 +149,7 @@ def require_vllm(config: Config, device: torch.device, context: int, architectur
 
 def sampler_gpus(config: Config, learner: torch.device) -> list[int | None]:
     """Return the CUDA index of each process of this rank's vLLM; None for the learner's GPU or the CPU."""
-    count, first, rank = config.rollout.vllm.tensor_parallel, config.rollout.vllm.device, place()
+    count, first, rank = config.rollout.vllm.tensor_parallel, config.rollout.vllm.device, rank_info()
     if first is None and (count == 1 or learner.type == "cpu"):
         return [None] * count
     if first is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qarl.distributed.place import alone
+from qarl.distributed.rank_info import child_environment
 from qarl.errors import UserError
 from qarl.rollout.engine import Progress
 from qarl.rollout.vllm.channel import Channel, ChannelError, channel_pair
@@ -260,7 +260,7 @@ def sampler_environment(environment: Mapping[str, str], plan: ReceiverPlan) -> d
     the ranks' network interface. Each rank has its own cache of compiled code: vLLMs that start at the same time would
     read what another one is writing.
     """
-    own = alone(environment)
+    own = child_environment(environment)
     if len(own) < len(environment):
         own |= {name: ENVIRONMENT[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     if (local := environment.get("LOCAL_RANK", "0")) != "0":

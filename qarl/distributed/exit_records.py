@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from qarl.distributed.board import Folder
 from qarl.distributed.fault import Fault, host
-from qarl.distributed.place import place
+from qarl.distributed.key_value_store import DirectoryStore
+from qarl.distributed.rank_info import rank_info
 from qarl.errors import UserError
 
 
-def leave_note(text: str, code: int) -> bool:
+def write_exit_record(text: str, code: int) -> bool:
     """Write this rank's exit record for the launcher.
 
     Args:
@@ -23,13 +23,13 @@ def leave_note(text: str, code: int) -> bool:
         log file of its own.
     """
     try:
-        own = place()
+        own = rank_info()
     except UserError:
         return False
-    if own is None or own.meeting is None:
+    if own is None or own.directory is None:
         return False
     with suppress(OSError):
-        Folder(own.meeting).post(f"end-{own.rank}", Fault(own.rank, host(), code, text).text())
+        DirectoryStore(own.directory).post(f"end-{own.rank}", Fault(own.rank, host(), code, text).text())
         return own.rank == 0
     return False
 
@@ -41,20 +41,20 @@ def mark_done() -> None:
     is an empty file because a full disk still takes one.
     """
     try:
-        own = place()
+        own = rank_info()
     except UserError:
         return
-    if own is not None and own.meeting is not None:
+    if own is not None and own.directory is not None:
         with suppress(OSError):
-            (own.meeting / f"done-{own.rank}").touch()
+            (own.directory / f"done-{own.rank}").touch()
 
 
-def is_done(meeting: Path, rank: int) -> bool:
+def is_done(directory: Path, rank: int) -> bool:
     """Whether a rank has called `mark_done`."""
-    return (meeting / f"done-{rank}").exists()
+    return (directory / f"done-{rank}").exists()
 
 
-def read_note(meeting: Path, rank: int) -> Fault | None:
+def read_exit_record(directory: Path, rank: int) -> Fault | None:
     """Return a rank's exit record."""
-    text = Folder(meeting).read(f"end-{rank}")
+    text = DirectoryStore(directory).read(f"end-{rank}")
     return None if text is None else Fault.of(text)

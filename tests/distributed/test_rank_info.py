@@ -13,9 +13,9 @@ from test_ranks_launch import CONFIG, MODEL
 from qarl import cli
 from qarl.config import load_config
 from qarl.config.distributed import several_ranks_faults
-from qarl.distributed.board import Folder
 from qarl.distributed.fault import Fault, OtherRankFailed, fault_of, forget_fault, write_fault
-from qarl.distributed.place import Place, alone, own_arguments, place
+from qarl.distributed.key_value_store import DirectoryStore
+from qarl.distributed.rank_info import RankInfo, child_environment, own_arguments, rank_info
 from qarl.errors import UserError
 from qarl.storage.rundir import config_difference
 from qarl.utils.signals import Interrupted
@@ -35,15 +35,15 @@ TORCHRUN = {
 
 
 def test_a_launcher_says_the_place() -> None:
-    assert place(TORCHRUN) == Place(3, 4, 1, None, ("h", 1))
-    assert place({**TORCHRUN, "QARL_RANKS": "/"}) == Place(3, 4, 1, Path("/"))
+    assert rank_info(TORCHRUN) == RankInfo(3, 4, 1, None, ("h", 1))
+    assert rank_info({**TORCHRUN, "QARL_RANKS": "/"}) == RankInfo(3, 4, 1, Path("/"))
 
 
 @pytest.mark.parametrize(
     "environment", [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}, {"RANK": "5"}, {"MASTER_PORT": "junk"}]
 )
 def test_one_process_has_none(environment: dict[str, str]) -> None:
-    assert place(environment) is None
+    assert rank_info(environment) is None
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_one_process_has_none(environment: dict[str, str]) -> None:
 )
 def test_a_place_that_cannot_be_is_refused(environment: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        place(environment)
+        rank_info(environment)
 
 
 def test_what_a_rank_starts_is_no_rank() -> None:
-    assert alone({**TORCHRUN, "QARL_RANKS": "/d", "PATH": "p", "LOCAL_MODELS": "m"}) == {
+    assert child_environment({**TORCHRUN, "QARL_RANKS": "/d", "PATH": "p", "LOCAL_MODELS": "m"}) == {
         "PATH": "p",
         "LOCAL_MODELS": "m",
     }
@@ -77,12 +77,12 @@ def test_the_argument_that_deepspeed_puts_in_front_is_dropped_for_a_rank(monkeyp
     assert own_arguments([]) == []
 
 
-def test_a_board_is_claimed_once(tmp_path: Path) -> None:
-    board = Folder(tmp_path)
-    assert board.read("a") is None
-    assert board.claim("a", "first") == "first" and board.claim("a", "second") == "first"
-    board.post("a", "third")
-    assert board.read("a") == "third"
+def test_a_store_is_claimed_once(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    assert store.read("a") is None
+    assert store.claim("a", "first") == "first" and store.claim("a", "second") == "first"
+    store.post("a", "third")
+    assert store.read("a") == "third"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from qarl.distributed.board import Board, Folder, StoreBoard
-from qarl.distributed.place import Place, log_name
+from qarl.distributed.key_value_store import DirectoryStore, KeyValueStore, TorchStore
+from qarl.distributed.rank_info import RankInfo, log_name
 from qarl.errors import UserError
 
 START_S = 120.0  # minimum time for the ranks of `--nproc` to start, because they share the cores of one machine
@@ -27,16 +27,16 @@ QUIET_S = 0.1  # time in which a listener that is not a store closes a new conne
 _runs = itertools.count()  # a process may train several runs, and their keys in the launcher's store must differ
 
 
-class Meeting:
+class Rendezvous:
     """The rendezvous of a run: a directory of one machine, or torch's store at MASTER_ADDR:MASTER_PORT.
 
     With a directory everything that listens is on the loopback interface. The store listens where the launcher says.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.rank, self.count, self._place = place.rank, place.count, place
+    def __init__(self, info: RankInfo) -> None:
+        self.rank, self.count, self._info = info.rank, info.count, info
         self._run = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_runs)}"
-        if place.meeting is not None:
+        if info.directory is not None:
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
@@ -46,23 +46,23 @@ class Meeting:
         `distributed.timeout_s`, so that a rank that never comes is reported within it. Under `--nproc` at least
         START_S: there the launcher sees at once that a rank ended, and a short timeout would only fail slow imports.
         """
-        return timeout_s if self._place.meeting is None else max(timeout_s, START_S)
+        return timeout_s if self._info.directory is None else max(timeout_s, START_S)
 
     def store(self, timeout_s: float) -> Any:
         """A torch store for process groups. Raises UserError if it cannot be reached within `timeout_s` seconds."""
-        if self._place.meeting is None:
+        if self._info.directory is None:
             return dist.PrefixStore(f"groups-{self._run}", self._connected(timeout_s))
-        return dist.FileStore(str(self._place.meeting / "store"), self.count)
+        return dist.FileStore(str(self._info.directory / "store"), self.count)
 
-    def board(self, timeout_s: float) -> Board:
+    def key_value_store(self, timeout_s: float) -> KeyValueStore:
         """A key-value store with its own connection, so that a wait on `store` never blocks it."""
-        if self._place.meeting is None:
-            return StoreBoard(dist.PrefixStore(f"board-{self._run}", self._connected(timeout_s)))
-        return Folder(self._place.meeting)
+        if self._info.directory is None:
+            return TorchStore(dist.PrefixStore(f"board-{self._run}", self._connected(timeout_s)))
+        return DirectoryStore(self._info.directory)
 
     def log_in(self, directory: Path) -> None:
         """Redirect this process's output to a file in `directory`. The first rank keeps the terminal."""
-        if self._place.meeting is None or self.rank == 0:
+        if self._info.directory is None or self.rank == 0:
             return
         with suppress(OSError):  # then keep the log that the launcher opened
             log = os.open(
@@ -79,14 +79,14 @@ class Meeting:
 
         Raises UserError after `timeout_s` seconds, or at once if this rank cannot listen on the port.
         """
-        assert self._place.address is not None
-        connecting = _Connecting(self.rank, self.count, self._place.address, timeout_s)
+        assert self._info.address is not None
+        connecting = _Connecting(self.rank, self.count, self._info.address, timeout_s)
         connecting.start()
         connecting.join(timeout_s)
         if connecting.store is not None:
             connecting.store.set_timeout(timedelta(seconds=timeout_s))
             return connecting.store
-        host, port = self._place.address
+        host, port = self._info.address
         raise UserError(f"MASTER_ADDR, MASTER_PORT: rank {self.rank} of {self.count}: {host}:{port} {connecting.fault}")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Board(ABC):
+class KeyValueStore(ABC):
     """Key-value store of strings, visible to all ranks. No method blocks; each may raise OSError or RuntimeError."""
 
     @abstractmethod
@@ -24,7 +24,7 @@ class Board(ABC):
         """Set a key if it is unset. Returns the value of the key afterwards."""
 
 
-class Folder(Board):
+class DirectoryStore(KeyValueStore):
     """Store in a directory of one machine that only its user can access."""
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +56,7 @@ class Folder(Board):
         return written
 
 
-class StoreBoard(Board):
+class TorchStore(KeyValueStore):
     """Store over `torch.distributed.Store`, for several machines. No other thread may use its connection."""
 
     def __init__(self, store: Any) -> None:

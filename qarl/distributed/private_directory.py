@@ -23,7 +23,7 @@ ROOM = 2**17  # bytes for exit records and for output before the run directory i
 
 
 @contextmanager
-def meeting_folder() -> Iterator[tuple[Path, tuple[int, ...]]]:
+def rendezvous_directory() -> Iterator[tuple[Path, tuple[int, ...]]]:
     """Create the directory, and remove it at the end.
 
     Yields:

@@ -15,7 +15,7 @@ from pathlib import Path
 from qarl.errors import UserError
 from qarl.inputs.paths import shown_path
 
-MEETING = "QARL_RANKS"
+RANKS_VARIABLE = "QARL_RANKS"
 MOST_RANKS = 65_536  # above this WORLD_SIZE is a mistake, and lists with one entry per rank would exhaust memory
 
 _FIX = "start the ranks with qarl train --nproc, torchrun or deepspeed"
@@ -24,35 +24,35 @@ _FIX = "start the ranks with qarl train --nproc, torchrun or deepspeed"
 _OF_RANKS = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    MEETING,
+    RANKS_VARIABLE,
 }
 _PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """The position of one process among the ranks of a run.
 
     Attributes:
         rank: Number of this process, 0 to count - 1.
         count: Number of ranks.
         local: Number of this process on its machine; the index of its GPU.
-        meeting: Directory of `qarl train --nproc`; None under another launcher.
+        directory: Directory of `qarl train --nproc`; None under another launcher.
         address: Host and port of torch's store; None under `qarl train --nproc`.
     """
 
     rank: int
     count: int
     local: int
-    meeting: Path | None
+    directory: Path | None
     address: tuple[str, int] | None = None
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Read the place of this process from the environment. An empty variable counts as unset.
+def rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """Read the rank and number of ranks of this process from the environment. An empty variable counts as unset.
 
     Returns:
-        The place, or None if WORLD_SIZE is unset or 1: the process is the only one of its run.
+        The rank info, or None if WORLD_SIZE is unset or 1: the process is the only one of its run.
 
     Raises:
         UserError: A variable is missing, is not a number, is out of range, or contradicts another one.
@@ -72,11 +72,13 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     local = _number("LOCAL_RANK", environment)
     if local >= count:
         raise UserError(f"LOCAL_RANK: {local} is not below WORLD_SIZE = {count}; {_FIX}")
-    if meeting := environment.get(MEETING):
-        if not Path(meeting).is_dir():
-            raise UserError(f"{MEETING}: '{shown_path(meeting)}' in the environment is not a directory; unset it")
-        return Place(rank, count, local, Path(meeting))
-    return Place(rank, count, local, None, _address(environment))
+    if directory := environment.get(RANKS_VARIABLE):
+        if not Path(directory).is_dir():
+            raise UserError(
+                f"{RANKS_VARIABLE}: '{shown_path(directory)}' in the environment is not a directory; unset it"
+            )
+        return RankInfo(rank, count, local, Path(directory))
+    return RankInfo(rank, count, local, None, _address(environment))
 
 
 def _address(environment: Mapping[str, str]) -> tuple[str, int]:
@@ -98,7 +100,7 @@ def _address(environment: Mapping[str, str]) -> tuple[str, int]:
     return host, port
 
 
-def alone(environment: Mapping[str, str]) -> dict[str, str]:
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment` for a child process that is not a rank."""
     return {
         name: text for name, text in environment.items() if name not in _OF_RANKS and not name.startswith(_PREFIXES)
@@ -108,7 +110,7 @@ def alone(environment: Mapping[str, str]) -> dict[str, str]:
 def rank_of_several() -> bool:
     """Whether this process is one of several ranks."""
     try:
-        return place() is not None
+        return rank_info() is not None
     except UserError:
         return False
 

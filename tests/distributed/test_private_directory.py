@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl.distributed.folder import LOCK, meeting_folder
+from qarl.distributed.private_directory import LOCK, rendezvous_directory
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_there_for_its_time_and_another_launcher_leaves_it_alone(temporary: Path) -> None:
-    with meeting_folder() as (folder, _), meeting_folder() as (other, _):
+    with rendezvous_directory() as (folder, _), rendezvous_directory() as (other, _):
         assert folder.stat().st_mode & 0o777 == 0o700
         assert sorted(temporary.iterdir()) == sorted([folder, other])
     assert list(temporary.iterdir()) == []
@@ -29,19 +29,19 @@ def test_it_is_there_for_its_time_and_another_launcher_leaves_it_alone(temporary
 
 def test_it_stays_while_a_rank_of_a_killed_launcher_lives(temporary: Path) -> None:
     script = (
-        "import os, subprocess, sys, tempfile; from qarl.distributed.folder import meeting_folder;"
-        f"tempfile.tempdir = {str(temporary)!r}; held = meeting_folder(); folder, inherited = held.__enter__();"
+        "import os, subprocess, sys, tempfile; from qarl.distributed.private_directory import rendezvous_directory;"
+        f"tempfile.tempdir = {str(temporary)!r}; held = rendezvous_directory(); folder, inherited = held.__enter__();"
         "rank = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, pass_fds=inherited);"
         "print(folder, rank.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     said = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True).stdout
     folder, rank = said.split()
-    with meeting_folder():
+    with rendezvous_directory():
         assert Path(folder).is_dir()
     os.kill(int(rank), 9)
     end = time.monotonic() + 60
     while Path(folder).exists() and time.monotonic() < end:  # until the rank has let go of what it held
-        with meeting_folder():
+        with rendezvous_directory():
             time.sleep(0.01)
     assert not Path(folder).exists()
 
@@ -55,6 +55,6 @@ def test_what_has_no_lock_of_a_launchers_stays(temporary: Path) -> None:
     made[2].symlink_to(temporary / "elsewhere")
     made[3].mkdir()
     (made[3] / LOCK).symlink_to(temporary / "elsewhere" / LOCK)
-    with meeting_folder():
+    with rendezvous_directory():
         assert all(path.exists() for path in made)
     assert (temporary / "elsewhere" / LOCK).exists()
