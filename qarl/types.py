@@ -198,7 +198,7 @@ class Difference:
         sampler, learner: Its log-probs in nats.
         place: One line that says what the trace found; None if it found nothing, and `note` says why.
         layer: Index of the layer; None outside of the layers.
-        operation: One of `qarl.exactness.parting.OPERATIONS`.
+        operation: One of `qarl.exactness.first_difference.OPERATIONS`.
         operation_position: Position of the token whose row differs first; at most that of the predicting token.
         values: Number of values in the operation's result for that token, sampled once more.
         values_differing, values_largest: How many of them differ, and the largest difference.

@@ -61,7 +61,7 @@ class PromptStream:
             skipped = 0
         return dealt
 
-    def tell(self, prompts: Sequence[Prompt], rewards: Sequence[float]) -> None:
+    def record_rewards(self, prompts: Sequence[Prompt], rewards: Sequence[float]) -> None:
         """Record the rewards of responses, the same number per prompt, in the order of the prompts."""
         if self._bounds is None:
             return

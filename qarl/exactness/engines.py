@@ -24,12 +24,12 @@ class Engine(Protocol):
 
     preemptions: int | None
 
-    def draw(self, one: Round) -> list[Rollout]:
+    def sample(self, one: Round) -> list[Rollout]:
         """`RolloutEngine.generate` of the round."""
         ...
 
     def trace(self, one: Round, tracer: Tracer) -> list[Rollout]:
-        """`draw`, with every operation of its forwards reported to the tracer."""
+        """`sample`, with every operation of its forwards reported to the tracer."""
         ...
 
     def close(self) -> None: ...
@@ -53,7 +53,7 @@ class Native:
         self._version = opened.policy.version
         self.preemptions: int | None = 0
 
-    def draw(self, one: Round) -> list[Rollout]:
+    def sample(self, one: Round) -> list[Rollout]:
         rollouts = self._engine.generate(one.prompts, one.sampling, self._version)
         self.preemptions = (self.preemptions or 0) + self._engine.preemptions
         return rollouts
@@ -87,7 +87,7 @@ class VLLM:
         self._engine.publish(policy.current)
         self.preemptions: int | None = None
 
-    def draw(self, one: Round) -> list[Rollout]:
+    def sample(self, one: Round) -> list[Rollout]:
         return self._engine.generate(one.prompts, one.sampling, self._version)
 
     def trace(self, one: Round, tracer: Tracer) -> list[Rollout]:

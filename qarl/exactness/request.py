@@ -47,12 +47,12 @@ class Request:
         """Raise UserError for invalid values."""
         for name, value, least in (("--tokens", self.tokens, 1), ("--longest", self.longest, 2)):
             if value is not None and not least <= value <= TOKENS:
-                raise UserError(f"{name}: {value} is no number of tokens; give {least} to {TOKENS:,}")
+                raise UserError(f"{name}: {value} is not a number of tokens; give {least} to {TOKENS:,}")
         if self.sequences is not None and not 1 <= self.sequences <= SEQUENCES:
-            raise UserError(f"--sequences: {self.sequences} is no number of sequences; give 1 to {SEQUENCES:,}")
+            raise UserError(f"--sequences: {self.sequences} is not a number of sequences; give 1 to {SEQUENCES:,}")
         if not SMALLEST_TEMPERATURE <= self.temperature <= TEMPERATURE:  # also rejects NaN
             valid = f"give {SMALLEST_TEMPERATURE:g} to {TEMPERATURE:g}"
-            raise UserError(f"--temperature: {self.temperature} is nothing to draw at; {valid}")
+            raise UserError(f"--temperature: {self.temperature} is not a temperature; {valid}")
         check_truncation(self.top_k, self.top_p, self.min_p)
         if not 0 <= self.seed < 2**31:
             raise UserError(f"--seed: {self.seed} is no seed; give 0 to {2**31 - 1:,}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qarl.exactness.engines import Engine
-from qarl.exactness.parting import Parting, apart, parting
+from qarl.exactness.first_difference import FirstDifference, first_difference, value_differences
 from qarl.exactness.request import Round
 from qarl.policy.attention import pack
 from qarl.policy.policy import Policy
@@ -27,7 +27,7 @@ CHUNK = {"cpu": 128, "cuda": 1024}  # rows of logits in memory at once
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledRound:
     """A round with its responses, in engine order: prompts, token ids, and log-probs, float32 (T_r,) on the CPU."""
 
     round: Round
@@ -36,7 +36,7 @@ class Drawn:
     logprobs: list[Tensor]
 
     @classmethod
-    def of(cls, one: Round, rollouts: Sequence[Rollout]) -> Drawn:
+    def of(cls, one: Round, rollouts: Sequence[Rollout]) -> SampledRound:
         prompts = [prompt.token_ids for prompt in one.prompts for _ in range(one.sampling.n)]
         values = [torch.tensor(rollout.logprobs, dtype=torch.float32) for rollout in rollouts]
         return cls(one, prompts, [rollout.token_ids for rollout in rollouts], values)
@@ -56,13 +56,13 @@ class Check:
         self._device = policy.device.type
         quant, device = policy.quant, _device_name(policy.device)
         self.found = Exactness(target, quant.scheme, quant.kv_cache_dtype, engine_name, device, _versions())
-        self.first: tuple[Drawn, int, int] | None = None
+        self.first: tuple[SampledRound, int, int] | None = None
         self._seconds: list[tuple[int, float, float]] = []
 
     def take(self, one: Round) -> None:
         """Sample a round and compare it."""
         begin = time.perf_counter()
-        drawn = Drawn.of(one, self.engine.draw(one))
+        drawn = SampledRound.of(one, self.engine.sample(one))
         middle = time.perf_counter()
         learned = [values for batch in self._batches(drawn) for values in self._learned(drawn, batch)]
         tokens = sum(map(len, drawn.responses))
@@ -96,12 +96,12 @@ class Check:
         sequence = [*prompt, *own[:token]]  # context of the token
         learner, sampler = Tracer(sequence), Tracer(sequence)
         again, redrawn = self._traced(drawn, response, learner, sampler)
-        place = parting(learner.found, sampler.found)
+        place = first_difference(learner.found, sampler.found)
         same = redrawn.responses[response][: token + 1] == own[: token + 1]
         differs = same and _reported(redrawn, response, token) != float(again[token])
         if place is None and differs:
-            place = Parting(len(sequence) - 1, None, "head")
-        untraced = None if place is not None else Drawn.of(drawn.round, self.engine.draw(drawn.round))
+            place = FirstDifference(len(sequence) - 1, None, "head")
+        untraced = None if place is not None else SampledRound.of(drawn.round, self.engine.sample(drawn.round))
         repeats = untraced is not None and _reported(untraced, response, token) == self.found.first.sampler
         note = _explained(place is not None, same, float(again[token]) == self.found.first.learner, repeats)
         first = replace(self.found.first, place=None if place is None else str(place), note=note)
@@ -111,25 +111,29 @@ class Check:
                 first = replace(first, **self._values(drawn, response, sequence, place))
         self.found = replace(self.found, first=first)
 
-    def _traced(self, drawn: Drawn, response: int, learner: Tracer, sampler: Tracer) -> tuple[Tensor, Drawn]:
+    def _traced(
+        self, drawn: SampledRound, response: int, learner: Tracer, sampler: Tracer
+    ) -> tuple[Tensor, SampledRound]:
         """Return the learner's log-probs of the response, and the round sampled again; both are traced."""
         batch = next(batch for batch in self._batches(drawn) if response in batch)
         with self.policy.decoder.noting(learner):
             again = self._learned(drawn, batch, learner)[batch.index(response)]
-        redrawn = Drawn.of(drawn.round, self.engine.trace(drawn.round, sampler))
+        redrawn = SampledRound.of(drawn.round, self.engine.trace(drawn.round, sampler))
         learner.settle()
         sampler.settle()
         return again, redrawn
 
-    def _values(self, drawn: Drawn, response: int, sequence: list[int], place: Parting) -> dict[str, Any]:
+    def _values(
+        self, drawn: SampledRound, response: int, sequence: list[int], place: FirstDifference
+    ) -> dict[str, Any]:
         """Return how many values of the row at `place` differ, and by how much: fields of `Difference`."""
         watched = place.step(len(self.policy.decoder.layers)), place.position
         learner, sampler = Tracer(sequence, watched), Tracer(sequence, watched)
         self._traced(drawn, response, learner, sampler)
-        count, differing, largest = apart(learner, sampler)
+        count, differing, largest = value_differences(learner, sampler)
         return {"values": count, "values_differing": differing, "values_largest": largest}
 
-    def _note_first(self, drawn: Drawn, response: int, token: int, learned: Tensor) -> None:
+    def _note_first(self, drawn: SampledRound, response: int, token: int, learned: Tensor) -> None:
         prompt, sample = divmod(response, drawn.round.sampling.n)
         first = Difference(
             round=len(self._seconds) - 1,
@@ -145,10 +149,10 @@ class Check:
 
     # --- the learner -------------------------------------------------------------------------------------------
 
-    def _sequences(self, drawn: Drawn) -> Iterator[tuple[list[int], list[int]]]:
+    def _sequences(self, drawn: SampledRound) -> Iterator[tuple[list[int], list[int]]]:
         return zip(drawn.prompts, drawn.responses, strict=True)
 
-    def _batches(self, drawn: Drawn) -> Iterator[list[int]]:
+    def _batches(self, drawn: SampledRound) -> Iterator[list[int]]:
         """Responses of one forward, in order."""
         batch: list[int] = []
         tokens = 0
@@ -161,7 +165,7 @@ class Check:
             tokens += length
         yield batch
 
-    def _learned(self, drawn: Drawn, batch: list[int], tracer: Tracer | None = None) -> list[Tensor]:
+    def _learned(self, drawn: SampledRound, batch: list[int], tracer: Tracer | None = None) -> list[Tensor]:
         """The learner's log-probs of the batch's responses, (T_r,) each on the CPU."""
         prompts, responses = ([x[i] for i in batch] for x in (drawn.prompts, drawn.responses))
         if tracer is not None:
@@ -177,7 +181,7 @@ class Check:
         return sum(row[0] for row in counted) / sum(float(row[part]) for row in counted)
 
 
-def _reported(drawn: Drawn, response: int, token: int) -> float | None:
+def _reported(drawn: SampledRound, response: int, token: int) -> float | None:
     """Return the log-prob of a token; None if the response has ended before."""
     values = drawn.logprobs[response]
     return float(values[token]) if token < len(values) else None
@@ -186,14 +190,14 @@ def _reported(drawn: Drawn, response: int, token: int) -> float | None:
 def _explained(found: bool, same_tokens: bool, same_learner: bool, repeats: bool) -> str:
     """Explain the result of sampling again, in one line or none. repeats: whether the difference recurs untraced."""
     if not same_learner:
-        return "the learner's own log-prob was another one the second time: its forward does not repeat"
+        return "the learner's own log-prob changed the second time: its forward is not deterministic"
     if found:
         return ""
     if repeats:
-        return "drawing again differs, but not where operations run one by one for a trace: look at the CUDA graphs"
+        return "sampling again differs, but not if operations run one by one for a trace: look at the CUDA graphs"
     if not same_tokens:
-        return "drawing again gave other tokens before a difference showed: the engine does not draw the same twice"
-    return "drawing again did not differ: what happened does not repeat"
+        return "sampling again gave other tokens before a difference occurred: the engine is not deterministic"
+    return "sampling again did not differ; the difference is not reproducible"
 
 
 def _device_name(device: torch.device) -> str:

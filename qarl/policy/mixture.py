@@ -184,7 +184,7 @@ def route_tokens(x: Tensor, value: Tensor, experts: ExpertLayer, routes: Routes,
     """
     how = x, value, experts.per_token, experts.normalize
     found = route(*how, kernels=kernels)
-    routes.tell(experts.number, found.experts)
+    routes.record_choice(experts.number, found.experts)
     given = routes.of_layer(experts.number)
     if given is not None:
         chosen = torch.where(given[:, :1] < 0, found.experts, given.to(torch.int32)).contiguous()

@@ -146,7 +146,7 @@ class Routes:
         """Return the replayed experts (T, k) of a layer by its number; None without replay."""
         return None if self.replay is None else self.replay[:, layer]
 
-    def tell(self, layer: int, experts: Tensor) -> None:
+    def record_choice(self, layer: int, experts: Tensor) -> None:
         """Record a layer's own choice."""
         if self.own is not None:
             self.own[layer] = experts

@@ -24,7 +24,7 @@ def unnoted(layer: int, operation: str, *tensors: Tensor | None, rows: Tensor | 
 
     Args:
         layer: Its index.
-        operation: A key of `qarl.exactness.parting.OPERATIONS`.
+        operation: A key of `qarl.exactness.first_difference.OPERATIONS`.
         tensors: The operation's results, (T, ...) each, in the order of the batch's rows; None if a scheme has none.
         rows: (R,) int64, the rows that the tensors hold; None: all.
     """

@@ -57,7 +57,7 @@ def sample(config: Config, run: Run, step: int, watch: Observers) -> Sampled:
     def once(prompts: int, number: int = 0) -> Sampled:
         asked = run.stream.next(prompts)
         found = Sampled(asked, *sample_and_score(config, run, asked, step, watch, number))
-        run.stream.tell(asked, found.scores.total)
+        run.stream.record_rewards(asked, found.scores.total)
         return found
 
     dynamic, wanted = config.rollout.dynamic_sampling, config.train.prompts_per_step

@@ -157,7 +157,7 @@ def test_a_fault_of_the_output_layer_is_no_layers(opened, monkeypatch):
 def test_the_first_token_that_differs_is_named(opened, monkeypatch):
     """In one response of all, and from its fourth token on."""
     engine = Native(opened)
-    draw = engine.draw
+    draw = engine.sample
 
     def altered(one):
         rollouts = draw(one)
@@ -167,7 +167,7 @@ def test_the_first_token_that_differs_is_named(opened, monkeypatch):
         altered.victim = victim
         return rollouts
 
-    engine.draw = altered
+    engine.sample = altered
     check = Check(opened.policy, engine, "tiny", "native")
     one = next(rounds(Request(), [], SIZES, opened.policy.config.vocab_size))
     check.take(one)
@@ -181,10 +181,10 @@ def test_the_first_token_that_differs_is_named(opened, monkeypatch):
 
     check.trace()  # which draws without the change: it is in what a trace leaves out, as a CUDA graph is
     assert check.found.first.place is None and "look at the CUDA graphs" in check.found.first.note
-    engine.draw = draw
+    engine.sample = draw
     check.trace()
     assert check.found.first.place is None and check.found.first.note == (
-        "drawing again did not differ: what happened does not repeat"
+        "sampling again did not differ; the difference is not reproducible"
     )
 
 
@@ -199,7 +199,7 @@ def test_a_learner_that_does_not_repeat_is_named(opened, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Policy, "logprobs", drifting)
         first = checked(opened).found.first
-    assert first.operation == "head" and "does not repeat" in first.note and "learner" in first.note
+    assert first.operation == "head" and "is not deterministic" in first.note and "learner" in first.note
 
 
 # --- what is drawn -----------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_too_many_sequences_for_the_machine_are_a_line_with_what_to_lower(tiny_m
     def fail(self: Native, one: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 43.40 GiB.\nmore")
 
-    monkeypatch.setattr(Native, "draw", fail)
+    monkeypatch.setattr(Native, "sample", fail)
     code, _, told = run_qarl(capsys, "verify-exact", tiny_model(), "--tokens", 4, "--longest", 8)
     assert code == 2 and told.splitlines()[-1] == (
         "error: out of memory (CUDA out of memory. Tried to allocate 43.40 GiB.); "

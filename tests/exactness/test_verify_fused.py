@@ -42,7 +42,7 @@ def test_a_fault_of_a_kernel_is_found_where_it_is(tiny_model, monkeypatch) -> No
 
         return run
 
-    engine.draw, engine.trace = during(engine.draw), during(engine.trace)
+    engine.sample, engine.trace = during(engine.sample), during(engine.trace)
     check = Check(opened.policy, engine, "tiny", "native")
     check.take(Round([Prompt(0, [7, 11, 13], "")], SamplingParams(1, 0, 2, Request().truncation)))
     check.trace()

@@ -36,7 +36,7 @@ import qarl
 from qarl.exactness.engines import VLLM
 from qarl.exactness.request import Sizes
 Sizes.prompts = lambda self, response, drawn=0: 4
-real, rounds = VLLM.draw, []
+real, rounds = VLLM.sample, []
 def draw(self, one):
     rounds.append(one)
     if len(rounds) == 2:
@@ -44,7 +44,7 @@ def draw(self, one):
         with torch.inference_mode():
             weights.values["model.layers.1.post_attention_layernorm.weight"].mul_(1.5)
     return real(self, one)
-VLLM.draw = draw
+VLLM.sample = draw
 if __name__ == "__main__":
     model, scheme, group, out = sys.argv[1:]
     found = qarl.verify_exact(

@@ -8,7 +8,7 @@ from policy_models import batch, make_policy
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 
-from qarl.exactness.parting import OPERATIONS, Parting, apart, parting
+from qarl.exactness.first_difference import OPERATIONS, FirstDifference, first_difference, value_differences
 from qarl.policy.attention import Span, pack
 from qarl.policy.trace import Context, Tracer, digest
 
@@ -66,25 +66,25 @@ def test_the_values_of_one_row_are_kept_and_compared():
         tracer.expect([Context(0, 1, [5, 6])])
         tracer(1, "o", x[1:], None, y[1:] + change)
     assert torch.equal(tracers[0].values[0], torch.cat([x[1], y[1]]).double()) and len(tracers[0].values) == 2
-    assert apart(tracers[0], tracers[0]) == (5, 0, 0.0)
-    assert apart(*tracers) == (5, 2, pytest.approx(0.5))
-    steps = [Parting(0, 3, "o"), Parting(0, None, "embedding"), Parting(0, None, "final_norm")]
+    assert value_differences(tracers[0], tracers[0]) == (5, 0, 0.0)
+    assert value_differences(*tracers) == (5, 2, pytest.approx(0.5))
+    steps = [FirstDifference(0, 3, "o"), FirstDifference(0, None, "embedding"), FirstDifference(0, None, "final_norm")]
     assert [place.step(9) for place in steps] == [(3, "o"), (-1, "embedding"), (9, "final_norm")]
 
 
 def test_two_traces_part_at_the_earliest_position_and_there_at_the_first_operation():
     one = {(-1, "embedding"): {0: {1}, 1: {2}}, (0, "qkv"): {0: {3}, 1: {4}}, (1, "o"): {0: {5}, 1: {6}, 2: {7}}}
-    assert parting(one, one) is None and parting(one, {}) is None
+    assert first_difference(one, one) is None and first_difference(one, {}) is None
 
     def other(**changes: dict[int, set[int]]) -> dict:
         return {step: places | changes.get(step[1], {}) for step, places in one.items()}
 
-    assert parting(one, other(embedding={1: {9}}, o={0: {9}})) == Parting(0, 1, "o")
-    assert parting(one, other(qkv={1: {9}}, o={1: {9}})) == Parting(1, 0, "qkv")
-    assert parting(one, other(embedding={1: {9}})) == Parting(1, None, "embedding")
-    assert parting(one, other(qkv={0: {3, 9}})) == Parting(0, 0, "qkv")  # twice, and not the same
-    assert parting(one, other(o={3: {9}})) is None  # only one has it
-    assert str(Parting(4, 1, "o")) == "layer 1, o (the product of o), at position 4"
+    assert first_difference(one, other(embedding={1: {9}}, o={0: {9}})) == FirstDifference(0, 1, "o")
+    assert first_difference(one, other(qkv={1: {9}}, o={1: {9}})) == FirstDifference(1, 0, "qkv")
+    assert first_difference(one, other(embedding={1: {9}})) == FirstDifference(1, None, "embedding")
+    assert first_difference(one, other(qkv={0: {3, 9}})) == FirstDifference(0, 0, "qkv")  # twice, and not the same
+    assert first_difference(one, other(o={3: {9}})) is None  # only one has it
+    assert str(FirstDifference(4, 1, "o")) == "layer 1, o (the product of o), at position 4"
 
 
 def test_the_rows_of_a_packed_batch_are_named():
@@ -156,7 +156,7 @@ def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(
             attention = policy.sampler.paged([Span(0, stop - start, start, [0])], caches)
             policy.sampler.hidden_states(torch.tensor(tokens[start:stop], device=device), attention)
     tracer.settle()
-    assert policy.sampler.tracer is None and parting(learner.found, tracer.found) is None
+    assert policy.sampler.tracer is None and first_difference(learner.found, tracer.found) is None
     assert tracer.found.keys() == learner.found.keys()
     assert all(places == tracer.found[step] for step, places in learner.found.items() if step[0] == 0)
     keys = caches[0][0].float()
@@ -167,4 +167,4 @@ def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(
         attention = policy.sampler.paged([Span(0, 1, 3, [0])], caches)
         policy.sampler.hidden_states(torch.tensor(tokens[3:], device=device), attention)
     damaged.settle()
-    assert parting(learner.found, damaged.found) == Parting(3, 0, "attention")
+    assert first_difference(learner.found, damaged.found) == FirstDifference(3, 0, "attention")

@@ -74,7 +74,7 @@ class HashingSampler:
             for listed, length in zip(pages, lengths, strict=True)
         ]
         for layer in self.experts:
-            routes.tell(layer.number, torch.tensor([choices(tokens, layer) for tokens in rows]))
+            routes.record_choice(layer.number, torch.tensor([choices(tokens, layer) for tokens in rows]))
         return torch.tensor([hash_of(tokens) for tokens in rows], dtype=torch.float64)[:, None]
 
     def distribution(self, hidden: Tensor, truncation: Truncation) -> Distribution:

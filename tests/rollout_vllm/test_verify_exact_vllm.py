@@ -19,14 +19,14 @@ FAULT = """
 from qarl.exactness.engines import VLLM
 from qarl.exactness.request import Sizes
 Sizes.prompts = lambda self, response, drawn=0: 2
-real, rounds = VLLM.draw, []
+real, rounds = VLLM.sample, []
 def draw(self, one):
     rounds.append(one)
     if len(rounds) == 2:
         decoder = self._engine._sampler._host.numerics.forward.decoder
         decoder.layers[1].mlp_norm.eps = 1e-2
     return real(self, one)
-VLLM.draw = draw
+VLLM.sample = draw
 """
 
 

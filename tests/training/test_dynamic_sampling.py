@@ -95,7 +95,7 @@ def stream(bounds: tuple[float, float] | None) -> PromptStream:
 def test_prompts_outside_the_pass_rates_are_skipped_from_their_second_use_on_also_after_a_resume():
     data = stream((0.5, 0.5))  # both included
     first = data.next(4)
-    data.tell(first, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.5, 0.5])  # means 0, 0.5, 1, 0.5
+    data.record_rewards(first, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.5, 0.5])  # means 0, 0.5, 1, 0.5
     again = stream((0.5, 0.5))
     again.load_state(data.state())
     for one in (data, again):
@@ -105,5 +105,5 @@ def test_prompts_outside_the_pass_rates_are_skipped_from_their_second_use_on_als
 
 def test_a_filter_that_leaves_nothing_gives_every_prompt():
     data = stream((0.5, 0.6))
-    data.tell(data.next(4), [0.0] * 4)
+    data.record_rewards(data.next(4), [0.0] * 4)
     assert [prompt.id for prompt in data.next(5)] == [0, 1, 2, 3, 0]

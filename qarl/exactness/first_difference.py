@@ -34,7 +34,7 @@ OPERATIONS = {
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstDifference:
     """The first place where two forwards diverge. position: token position. layer: None outside the layers."""
 
     position: int
@@ -51,7 +51,9 @@ class Parting:
         return f"{at}{self.operation} ({OPERATIONS[self.operation]}), at position {self.position}"
 
 
-def parting(one: Mapping[Step, Mapping[int, set[int]]], other: Mapping[Step, Mapping[int, set[int]]]) -> Parting | None:
+def first_difference(
+    one: Mapping[Step, Mapping[int, set[int]]], other: Mapping[Step, Mapping[int, set[int]]]
+) -> FirstDifference | None:
     """Return the first place with different digests: the earliest position, then the first operation; None if equal.
 
     A row depends only on earlier positions, so this difference is not caused by another one. one, other: see
@@ -64,11 +66,11 @@ def parting(one: Mapping[Step, Mapping[int, set[int]]], other: Mapping[Step, Map
             seen = places.get(position, set()), other[step].get(position, set())
             if all(seen) and len(seen[0] | seen[1]) > 1:
                 layer, operation = step
-                return Parting(position, layer if 0 <= layer < layers else None, operation)
+                return FirstDifference(position, layer if 0 <= layer < layers else None, operation)
     return None
 
 
-def apart(one: Tracer, other: Tracer) -> tuple[int, int, float]:
+def value_differences(one: Tracer, other: Tracer) -> tuple[int, int, float]:
     """Compare the watched values of two tracers in their first forward that differs.
 
     Returns:
