@@ -171,7 +171,7 @@ def four_planes(planes, first: tl.constexpr):
 
 @triton.jit
 def eight_planes(planes):
-    """As `four_planes`, (BLOCK_N, 128)."""
+    """Like `four_planes`, (BLOCK_N, 128)."""
     even = tl.join(tl.join(planes[0], planes[4]), tl.join(planes[2], planes[6]))
     odd = tl.join(tl.join(planes[1], planes[5]), tl.join(planes[3], planes[7]))
     return tl.join(even, odd).permute(0, 2, 3, 4, 1).reshape(even.shape[0], 128)

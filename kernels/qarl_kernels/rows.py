@@ -1,4 +1,4 @@
-"""How kernels hold whole rows in registers: loads, stores, sums over a row, and its quantization.
+"""Building blocks for kernels that hold whole rows in registers: loads, stores, row sums, and quantization.
 
 A program holds `rows` rows, each in chunks of `vectors` vectors of eight 16-bit values (16 bytes, one access of one
 thread). A row of 12,288 values is six chunks of 2,048, not one block of 16,384 with a quarter left empty. A

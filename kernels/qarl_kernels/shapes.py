@@ -56,7 +56,7 @@ def output_features(rows: int, groups: Groups | None) -> int:
 
 
 def kernel_arguments(groups: Groups | None, gathered: bool) -> dict[str, Any]:
-    """What `blocks.program_tile` and `blocks.source_rows` need; None and 0 compile a dense product."""
+    """Arguments of `blocks.program_tile` and `blocks.source_rows`; None and 0 compile a dense product."""
     if groups is None:
         return {"order": None, "starts": None, "EXPERTS": 0, "LANES": 0, "SLOTS": 0}
     return {

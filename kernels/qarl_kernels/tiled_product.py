@@ -57,7 +57,7 @@ def x_planes(x, live, k, K, EVEN: tl.constexpr):
 
 @triton.jit
 def x_rows(x, order, m, end, stride, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, TMA: tl.constexpr):
-    """What `x_tile` loads rows [m, end) of x with: x itself if it is a descriptor, else pointers (BLOCK_M,) to rows."""
+    """Return the source of rows [m, end) for `x_tile`: x itself if it is a descriptor, else row pointers (BLOCK_M,)."""
     if TMA:
         rows = x
     else:

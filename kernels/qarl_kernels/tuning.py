@@ -100,7 +100,9 @@ class Shape:
         return shape
 
     def distance(self, other: Shape) -> float:
-        """How much two shapes differ in what a tile depends on: N and E, which set the parallelism, and K."""
+        """Return the distance of two shapes in the sizes that affect a tile: N and E, which set the parallelism,
+        and K.
+        """
         ratios = [(self.n / other.n, 1.0), (self.k / other.k, 0.5)]
         if self.experts:
             ratios.append((self.experts / other.experts, 0.5))
@@ -150,7 +152,7 @@ def _entries(family: str, n: int, k: int, experts: int, gathered: bool, device: 
 
 @cache
 def load_table(device: str) -> Table:
-    """What was measured on a GPU, by its short name; empty if it has no table."""
+    """Return the tuning table of a GPU by its short name; empty if there is none."""
     path = TABLES / f"{device}.json"
     return parse_table(json.loads(path.read_text())) if path.exists() else {}
 

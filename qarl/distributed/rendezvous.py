@@ -41,7 +41,7 @@ class Rendezvous:
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
     def start_s(self, timeout_s: float) -> float:
-        """How long a rank that is ready waits for the others to start, in seconds.
+        """Return how long a ready rank waits for the others to start, in seconds.
 
         `distributed.timeout_s`, so that a rank that never comes is reported within it. Under `--nproc` at least
         START_S: there the launcher sees at once that a rank ended, and a short timeout would only fail slow imports.

@@ -39,7 +39,7 @@ from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe, named_te
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written."""
+    """Result of an export."""
 
     path: Path
     files: dict[str, int]  # bytes by name

@@ -54,7 +54,7 @@ class FileDigest(Record):
 
 
 class Prompting(Record):
-    """How a run prompted its policy and ended responses; keys of its `data` and `rollout` sections."""
+    """Prompt format and stop conditions of a run; keys of its `data` and `rollout` sections."""
 
     chat_template: bool
     system_prompt: str | None = None

@@ -49,7 +49,7 @@ class Target:
 
     @property
     def prompting(self) -> Prompting | None:
-        """How the run, or the run that was exported, prompts its policy. None if unknown."""
+        """Return the prompting of the run, or of the run that was exported. None if unknown."""
         if self.run is not None:
             return Prompting.of(self.run)
         return None if self.record is None else self.record.prompting

@@ -104,13 +104,13 @@ class PagedAttention:
     def forward(
         self, qkv: Tensor, rotation: Rotation, layer: int, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As `PackedAttention.forward`, over the layer's cache, after writing keys and values; no log-sum-exp."""
+        """Like `PackedAttention.forward`, over the layer's cache, after writing keys and values; no log-sum-exp."""
         keys, values = self.caches[layer]
         q = rotary_into_pages(qkv, rotation, keys, values, self.slots)
         return paged_attention(q, keys, values, self.layout, scale, window), None
 
     def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
-        """As `PackedAttention.keys_and_values`, read back from the cache after `forward`."""
+        """Like `PackedAttention.keys_and_values`, read back from the cache after `forward`."""
         return _read(self.caches[layer], self.slots, qkv.dtype)
 
 
@@ -140,14 +140,14 @@ class DecodeAttention:
     def forward(
         self, qkv: Tensor, rotation: Rotation, layer: int, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As `PagedAttention.forward`."""
+        """Like `PagedAttention.forward`."""
         keys, values = self.caches[layer]
         q = rotary_into_pages(qkv, rotation, keys, values, self.slots)
         where = self.page_table, self.lengths
         return decode_attention(q, keys, values, *where, scale, window, self.max_length), None
 
     def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
-        """As `PagedAttention.keys_and_values`."""
+        """Like `PagedAttention.keys_and_values`."""
         return _read(self.caches[layer], self.slots, qkv.dtype)
 
 

@@ -19,7 +19,7 @@ from qarl.weight_sync.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are sampled; the same for every prompt of one `generate`."""
+    """Sampling parameters, common to all prompts of one `generate`."""
 
     n: int  # responses per prompt
     seed: int  # a token depends on (seed, prompt id, sample, position) and the distribution only

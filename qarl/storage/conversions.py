@@ -121,7 +121,7 @@ def _entry(
     write: Callable[[T, Path], None],
     size: int,
 ) -> Path:
-    """As `converted`. Raises _Unusable, and what `read` raises."""
+    """Implement `converted`. Raises _Unusable, and the errors of `read`."""
     with _reasons(source):
         root = _root()
         key = _key(file_digest(source), part, versions)

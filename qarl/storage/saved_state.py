@@ -29,7 +29,7 @@ class DataPosition(Record):
 
 
 class OptimizerMeta(Record):
-    """As `Optimizer.state_tensors` gives it. optimizer: its kind. tensors: their names, sorted."""
+    """Metadata of `Optimizer.state_tensors`. optimizer: its kind. tensors: their names, sorted."""
 
     optimizer: str
     tensors: list[str]
@@ -51,7 +51,7 @@ class PolicyState(Record):
 
 
 class LossScaleState(Record):
-    """As `LossScale.state` gives it."""
+    """Result of `LossScale.state`."""
 
     value: Annotated[float, Field(gt=0)]
     dynamic: bool

@@ -1,4 +1,4 @@
-"""How tensors get from the learner's process to the sampler's: through a memory file, or by CUDA IPC.
+"""Transport of tensors from the learner's process to the sampler's, through a memory file or CUDA IPC.
 
     learner:  payload = transport.pack(tensors); send payload; wait for the answer; transport.release()
     sampler:  for name, tensor in receiver.take(payload): load it
@@ -96,7 +96,7 @@ COUNTERS_START = 64  # bytes that torch's RefcountedMapAllocator reserves before
 
 @dataclass(frozen=True)
 class ReceiverPlan:
-    """What the sampler's process inherits and sees, so that it can open its receiver.
+    """File descriptors and GPUs that the sampler's process needs to open its receiver.
 
     fds: the memory file. gpus: for CUDA IPC the sampler's GPU, then the learner's if it differs; CUDA indices in the
     learner's numbering.
@@ -222,7 +222,8 @@ class CudaIpcTransport:
 
 class CudaIpcReceiver:
     """Opens memory handles on `source`, the learner's GPU in this process's numbering, and copies to `device` if it is
-    another one."""
+    another one.
+    """
 
     def __init__(self, device: torch.device, source: torch.device) -> None:
         self._device, self._source = device, source

@@ -1,4 +1,4 @@
-"""What one publish sends (all tensors, or the changed words of the tensors that changed), and how a sampler applies it.
+"""Full and delta updates: a publish sends all tensors, or only the changed words of changed tensors.
 
 An optimizer step changes few codes of a quantized weight, because most masters stay within their rounding interval. A
 patch holds the changed 32-bit words of a tensor: int32 (2, n), indices and new values. It is int64 if the tensor has

@@ -63,7 +63,7 @@ class Codes(NamedTuple):
 
 @dataclass(frozen=True)
 class Scheme(ABC):
-    """How the Linear layers of a model are stored and multiplied.
+    """Storage format and product of quantized Linear layers.
 
     Build one with `qarl_formats.registry.make_scheme`, which checks the arguments.
 
@@ -92,7 +92,7 @@ class Scheme(ABC):
     activation: ClassVar[str | None] = None
     """dtype to which activations are quantized dynamically; None: they are not."""
     input_codes: ClassVar[InputCodes | None] = None
-    """What `kernel_product` reads of activations: codes and a scale per token ("fp8_group": per token and 128
+    """Form in which `kernel_product` reads activations: codes and a scale per token ("fp8_group": per token and 128
     features), or None: 16-bit values."""
 
     # --- what it takes

@@ -65,7 +65,7 @@ class Host:
         logger.info(self._phases.line())
 
     def capabilities(self) -> dict[str, Any]:
-        """What the learner's side needs to know; see `Connection`. phases: seconds of each part of the start."""
+        """Return what `Connection` reports to the learner. phases: seconds of each part of the start."""
         return {
             "proved_frac": self.numerics.proved_frac,
             "notes": self.numerics.notes(),

@@ -103,7 +103,7 @@ class NVFP4A16(Scheme):
         return dequantized_nvfp4(packed, scale, divisor, dtype)
 
     def codes(self, tensors: Tensors, shape: Shape) -> Tensor:
-        """As float8_e4m3fn of the same values, including -0."""
+        """Return the codes as float8_e4m3fn of the same values, including -0."""
         import torch
         from qarl_kernels.nvfp4 import e2m1_values
 

@@ -26,7 +26,7 @@ from qarl.weight_sync.fingerprints import METADATA, Fingerprint, PublishError, f
 
 
 class PublishedWeights:
-    """What a decoder reads, allocated once and filled by every publish.
+    """Weights of a decoder, allocated once and filled by every publish.
 
     Args:
         scheme_of: The scheme of a parameter by its name; None if it is not quantized.
@@ -92,7 +92,9 @@ class PublishedWeights:
             self._head.copy_(tensors[self._head_name])
 
     def weight_set(self) -> WeightSet:
-        """What the decoder reads, in the memory that later loads fill. Raises PublishError if a tensor is missing."""
+        """Return the decoder's weight set, in the memory that later loads fill. Raises PublishError if a tensor is
+        missing.
+        """
         missing = [one.names[0] for one in self._linears if one.names not in self._weights]
         missing += [self._head_name] if self._head_name not in self._values else []
         if missing:
@@ -140,7 +142,7 @@ class PublishedWeights:
                 operand.copy_(new.operands[name])
 
     def _published_count(self, one: PackedLinear) -> int:
-        """How many tensors `Snapshot.published` has of a packed linear."""
+        """Return the number of tensors of a packed linear in `Snapshot.published`."""
         modules = one.names if one.names not in self._joined else one.names[:1]
         return sum(len(self._suffixes(module)) for module in modules)
 

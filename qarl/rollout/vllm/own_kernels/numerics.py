@@ -113,7 +113,7 @@ def _import_model(checkpoint: Path) -> None:
 
 
 def routers_of(model: nn.Module) -> Experts:
-    """What a model's routers chose last, in layer order."""
+    """Return the last choices of a model's routers, in layer order."""
     runners = [module for module in model.modules() if hasattr(module, "routed_experts")]
     buffers = [getattr(runner.router, "capture_fn", None) for runner in runners]
     if not buffers or not all(isinstance(buffer, Buffer) for buffer in buffers):
