@@ -97,7 +97,7 @@ def make(path, ranks: Ranks, prompts: list[Prompt] = PROMPTS, **sections: dict[s
         policy.keep_reference()
     engine = NativeEngine(policy.sampler, tokenizer, config.rollout)
     engine.publish(policy.current)
-    stream = SimpleNamespace(next=lambda count: prompts[:count], tell=lambda asked, rewards: None)
+    stream = SimpleNamespace(next=lambda count: prompts[:count], record_rewards=lambda asked, rewards: None)
     return SimpleNamespace(
         config=config,
         policy=policy,

@@ -74,7 +74,7 @@ def as_run(parts_: Parts) -> Run:
             total = [float(i % 5) for i in range(len(ids))]
             return RewardResult(total=total, by_function={"own": total}, failed={}, messages=[])
 
-    stream = SimpleNamespace(next=lambda count: prompts[:count], tell=lambda asked, rewards: None)
+    stream = SimpleNamespace(next=lambda count: prompts[:count], record_rewards=lambda asked, rewards: None)
     return SimpleNamespace(**vars(parts_), stream=stream, rewards=Rewards())  # type: ignore[return-value]
 
 
