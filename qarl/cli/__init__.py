@@ -191,7 +191,7 @@ def _print_estimate(items: list[Item], device: Literal["cpu", "cuda"], ranks: in
     for item in items:
         table.add_row(item.name, item.phase, f"{item.bytes / 2**30:.2f}")
     table.add_section()
-    table.add_row("peak", "always + the larger of update, publish", f"{peak_bytes(items) / 2**30:.2f}")
+    table.add_row("peak", "always + the largest of the others", f"{peak_bytes(items) / 2**30:.2f}")
     if device == "cpu":
         if ranks > 1:
             table.add_row("all ranks", "", f"{ranks * peak_bytes(items) / 2**30:.2f}")

@@ -97,8 +97,15 @@ def kv_cache_width(config: Config, device: Device) -> int:
 
 @dataclass(frozen=True)
 class Item:
-    """A line of the estimate. phase: held always, or only while the learner updates or while a version is published.
-    owner: whose it is."""
+    """A line of the estimate.
+
+    Attributes:
+        name: As `qarl check` prints it.
+        bytes: Its size.
+        phase: When it is held: always, or only in rollouts, in forwards and backwards (update), in optimizer steps or
+            in publishes.
+        owner: Whose memory it is.
+    """
 
     name: str
     bytes: int
@@ -193,7 +200,7 @@ def state_items(config: Config, architecture: Architecture, device: Device, rank
     if config.optim.name == "muon" and device == "cuda":
         # Of each at most a stack in bf16, two more like it, and two products of its shorter side.
         batch = min(MUON_BYTES, 10 * architecture.matrix_parameters)
-        more.append(Item("matrices that Muon orthogonalizes at once", batch, "update", "optimizer"))
+        more.append(Item("matrices that Muon orthogonalizes at once", batch, "optimizer", "optimizer"))
     return [
         masters_item(config, architecture, device, masters),
         Item("gradients (float32)", gradient_bytes(gradients.parameters), "always"),
@@ -221,7 +228,7 @@ def optimizer_item(config: Config, device: Device, share: Share) -> Item:
         if name == "muon":  # two batches, whose matrices take 6 bytes an element and more while they are orthogonalized
             passing = max(passing, 2 * rows * 4 * (MUON_BYTES // 6))
         line = f"optimizer state ({name}) on its way, the rest on the host"
-        return Item(line, min(passing, rows * whole), "update", "optimizer")
+        return Item(line, min(passing, rows * whole), "optimizer", "optimizer")
     return Item(f"optimizer state ({name})", whole, "always", "optimizer")
 
 
@@ -255,16 +262,24 @@ def sampler_items(
 ) -> list[Item]:
     """What sampling adds to the learner's memory on `device`.
 
-    kv_cache: bytes of its tokens. published: bytes of a version's tensors. operands: what qarl's own products keep
-    beside them. Native: the KV cache, on the learner's weights. vLLM has weights of its own, and on a GPU it takes its
-    share of the `memory` at once, however little fills it, but where `rollout.kv_cache_tokens` says how many it holds;
-    a GPU of its own is not the learner's, and of several each has a part. Asleep it holds nothing there, so that it
-    counts beside a publish, except for what is staged: published tensors of layers that it repacks.
+    The native engine has a KV cache, on the learner's weights; on a GPU it is freed while the learner learns. vLLM has
+    weights of its own. On a GPU it takes its share of the memory at once, however little fills it, unless
+    `rollout.kv_cache_tokens` says how many tokens it holds. A GPU of its own is not the learner's; of several, each has
+    a part. Asleep it holds nothing there, so it counts beside a publish, except for tensors staged for layers that it
+    repacks.
+
+    Args:
+        config: Configuration of the run.
+        kv_cache: Bytes of the KV cache.
+        published: Bytes of a version's tensors.
+        operands: Bytes that qarl's own products keep beside them.
+        device: Where the learner computes.
+        memory: Of the GPU, in bytes; None: unknown.
     """
     rollout, vllm = config.rollout, config.rollout.vllm
     cache = f"KV cache ({config.kv_cache_tokens:,} tokens)"
     if rollout.engine == "native":
-        return [Item(cache, kv_cache, "always", "sampler")]
+        return [Item(cache, kv_cache, "always" if device == "cpu" else "rollout", "sampler")]
     fast, delta = rollout.numerics == "fast", vllm.publish == "delta"  # exact numerics keep no second copy
     if device == "cuda":
         if vllm.device is not None:
@@ -301,7 +316,7 @@ def decode_item(config: Config, vocabulary: int) -> Item:
     """
     ranked = config.rollout.top_p < 1 or config.rollout.top_k > 0
     rows = min(config.sequences, DRAWN_ROWS) if ranked else config.sequences
-    return Item(f"logits of decodes ({rows} rows)", logit_bytes(config) * rows * vocabulary, "always", "sampler")
+    return Item(f"logits of decodes ({rows} rows)", logit_bytes(config) * rows * vocabulary, "rollout", "sampler")
 
 
 def certain_bytes(config: Config, architecture: Architecture, device: Device, ranks: int = 1) -> int:
@@ -353,7 +368,7 @@ def expected_device(config: Config) -> Device:
 
 
 def peak_bytes(items: list[Item]) -> int:
-    """What is always held, and the larger of an update and a publish: they do not happen at the same time."""
+    """What is always held, and the largest of the phases, which do not happen at the same time."""
     return max(phase_bytes(items, phase) for phase in get_args(Phase))
 
 
@@ -376,7 +391,9 @@ def update_bytes(config: Config, architecture: Architecture, device: Device, ran
     """What an optimizer step and the making of the next version take beside what is always held, on a rank's device;
     all but the optimizer's state of the first one."""
     items = [item for item in estimate(config, architecture, device, ranks=ranks) if item.phase == "publish"]
-    moving = [item for item in state_items(config, architecture, device, ranks) if item.phase == "update"]
+    moving = [
+        item for item in state_items(config, architecture, device, ranks) if item.phase in ("update", "optimizer")
+    ]
     return sum(item.bytes for item in [*items, *moving] if item.owner != "sampler")
 
 

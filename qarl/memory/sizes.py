@@ -145,7 +145,7 @@ def _fastest_that_fits(config: Config, architecture: Architecture, memory: int, 
     for tokens, recompute in _candidates(config):
         found = _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
         items = estimate(found, architecture, "cuda", ranks=ranks, memory=memory)
-        if phase_bytes(items, "update") <= UPDATE_SHARE * memory:
+        if max(phase_bytes(items, "update"), phase_bytes(items, "optimizer")) <= UPDATE_SHARE * memory:
             break
     return found
 

@@ -96,12 +96,12 @@ REFUSALS = [
     (
         ["objective.clip_ratio_low=0.1"],
         "objective.clip_ratio_low = 0.1",
-        "is read by grpo, dapo, dual_clip_grpo, gspo, mis_gspo and positive_only, not by tbpo",
+        "is read by grpo, dapo, dual_clip_grpo, gspo, mis_gspo, gmpo, rspo and positive_only, not by tbpo",
     ),
     (
         ["objective.name=grpo", "objective.seq_clip_ratio_high=1e-4"],
         "objective.seq_clip_ratio_high = 0.0001",
-        "grpo reads ratio, clip_ratio_low, clip_ratio_high, loss",
+        "grpo reads ratio, router_shift_floor, clip_ratio_low, clip_ratio_high, loss",
     ),
     (
         ["objective.name=gspo", "objective.seq_tis_imp_ratio_cap=2"],

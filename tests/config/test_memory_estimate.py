@@ -54,7 +54,7 @@ def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_th
     monkeypatch.setattr(memory, "OFFLOAD_BYTES", 1000)
     offloaded = config(optim={"offload": True})
     items = {item.name: item for item in memory.estimate(offloaded, TINY, "cuda") if "optimizer" in item.name}
-    assert [(item.bytes, item.phase) for item in items.values()] == [(1000, "update")]
+    assert [(item.bytes, item.phase) for item in items.values()] == [(1000, "optimizer")]
     assert sizes("cuda")["optimizer state"] == 8 * PARAMETERS
     assert memory.certain_bytes(offloaded, TINY, "cuda") == 8 * PARAMETERS
     assert memory.certain_bytes(config(), TINY, "cuda") == 4 * PARAMETERS
@@ -67,7 +67,7 @@ def test_muon_works_on_a_gpu_on_as_much_as_it_takes_at_once(monkeypatch):
     name = "matrices that Muon orthogonalizes at once"
     muon = config(optim={"name": "muon"})
     items = {item.name: (item.bytes, item.phase) for item in memory.estimate(muon, TINY, "cuda")}
-    assert items[name] == (10 * MATRICES, "update")
+    assert items[name] == (10 * MATRICES, "optimizer")
     monkeypatch.setattr(memory, "MUON_BYTES", 1000)
     assert memory.update_bytes(muon, TINY, "cuda") == 1000 + memory.update_bytes(config(), TINY, "cuda")
     assert name not in sizes(optim={"name": "muon"}) and name not in sizes("cuda")
@@ -79,7 +79,7 @@ def test_an_offloaded_muon_holds_two_batches_on_the_gpu(monkeypatch, offload, ro
     whole = memory.optimizer_bytes("muon", MATRICES, PARAMETERS - MATRICES)
     found = {item.name: (item.bytes, item.phase) for item in memory.estimate(muon, TINY, "cuda")}
     name = "optimizer state (muon) on its way, the rest on the host"
-    assert found[name] == (rows * whole, "update")  # of so small a model all of it
+    assert found[name] == (rows * whole, "optimizer")  # of so small a model all of it
     monkeypatch.setattr(memory, "MUON_BYTES", 6000)
     monkeypatch.setattr(memory, "OFFLOAD_BYTES", 1000)
     found = {item.name: item.bytes for item in memory.estimate(muon, TINY, "cuda")}

@@ -132,8 +132,8 @@ def test_what_is_given_decides_the_other():
         assert decided_for(gib, train={"recompute": least})[1] == least
         assert decided_for(gib, train={"micro_batch_tokens": 16384})[0] == 16384
     assert decided_for(80, train={"micro_batch_tokens": 100}) == (100, least)
-    assert decided_for(12, train={"micro_batch_tokens": 65536}) == (65536, most)
-    assert decided_for(9, train={"recompute": least})[0] < ENOUGH_TOKENS
+    assert decided_for(10, train={"micro_batch_tokens": 65536}) == (65536, most)
+    assert decided_for(6, train={"recompute": least})[0] < ENOUGH_TOKENS
 
 
 def test_long_responses_are_micro_batches_by_themselves():

@@ -222,7 +222,9 @@ def test_diagnostics_and_rollout_tensors_say_what_metrics_say_and_change_nothing
         assert {name: one[name] for name in repeatable} == {name: two[name] for name in repeatable}
     new = watched[1].keys() - plain[1].keys()
     assert {"precision/phantom_frac", "deployed/efficiency", "gradients/cos_total"} <= new
-    assert all(name.startswith(("precision/", "deployed/", "gradients/")) for name in new)
+    weights = {"quant/crossing_steps", "quant/sign_agreement"}
+    assert weights <= new
+    assert all(name.startswith(("precision/", "deployed/", "gradients/")) for name in new - weights)
     assert {"error_tokens/frac", "mismatch/ess", "policy/contribution_train_pos", "time/diagnostics_s"} <= plain[
         0
     ].keys()
