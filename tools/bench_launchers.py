@@ -128,7 +128,6 @@ def measure(launcher: str, fault: str, folder: Path) -> Record:
         "blames_rank": None if blamed is None else int(blamed[blamed.lastindex or 1]),
         "left": len(left),
         "saved": sum((folder / f"saved-{rank}").exists() for rank in (0, 1)),
-        "stderr": text[-3000:],
     }
 
 

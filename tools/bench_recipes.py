@@ -22,10 +22,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from harness import Record, Report, count, environment, out_file
-from model_sizes import SHAPES, Shape
+from model_sizes import SHAPES
 from process_tree import ROOT, with_sources
-from step_bench.shapes import REWARD
+from step_bench.shapes import REWARD, model_directory
 
 RECIPES = {
     "qwen2.5-math-1.5b": "qwen2.5-1.5b",
@@ -67,8 +68,6 @@ def settings(options: argparse.Namespace, recipe: Path, model: Path, folder: Pat
 
 def measure(options: argparse.Namespace, model: Path, folder: Path) -> Record:
     """Run two steps; return peaks in GiB."""
-    import torch
-
     from qarl.config import load_config
     from qarl.config.architecture import read_config_json
     from qarl.memory.estimate import PROCESS_BYTES, estimate, peak_bytes
@@ -109,24 +108,6 @@ def measure(options: argparse.Namespace, model: Path, folder: Path) -> Record:
     }
 
 
-def build(shape: Shape, root: Path) -> Path:
-    """A directory with the model, in a process of its own, so that nothing of it stays on the GPU."""
-    code = (
-        "import sys, torch; from pathlib import Path; from dataclasses import replace; from model_sizes import Shape; "
-        "from step_bench.shapes import model_directory; device = torch.device('cuda' if torch.cuda.is_available() else "
-        f"'cpu'); print(model_directory(Path({str(root)!r}), 'recipe', {shape!r}, device, 0))"
-    )
-    made = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT / "tools",
-        env=with_sources(os.environ),
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return Path(made.stdout.splitlines()[-1])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -143,7 +124,8 @@ def main() -> int:
     shape = replace(shape, layers=options.layers or shape.layers)
     report = Report(options.out, environment())
     with tempfile.TemporaryDirectory() as name:
-        model = build(shape, options.models or Path(name) / "models")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = model_directory(options.models or Path(name) / "models", "recipe", shape, device, 0)
         found = measure(options, model, Path(name))
     about = {"recipe": options.recipe, "layers": shape.layers, "ranks": options.nproc, "set": options.set}
     what = f"{options.recipe}, {shape.layers} layers: " + ", ".join(f"{k} {v}" for k, v in found.items())

@@ -86,7 +86,7 @@ def _largest(block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor
 
 
 class _CodeGather:
-    """BucketedGather a snapshot block by block, in the same order on all ranks.
+    """Gathers a snapshot block by block, in the same order on all ranks.
 
     shared: result of `shared_over_ranks`. The rest as in `gather_codes`. Raises UserError if a scheme does not fit a
     master.

@@ -58,9 +58,7 @@ class Batch:
     @property
     def own_tokens(self) -> list[list[int]]:
         """Token ids of each response that the policy wrote, which are those with a log-prob."""
-        if self.written is None:
-            return self.responses
-        return [list(compress(*pair)) for pair in zip(self.responses, self.written, strict=True)]
+        return own_tokens(self.responses, self.written)
 
     def share(self, ranks: Ranks) -> None:
         """Give every rank the log-probs that any rank has computed; a collective."""
@@ -232,8 +230,8 @@ class Part:
 
     def ends(self, stop_token_ids: Set[int]) -> Tensor:
         """(T,) bool: tokens that end a response."""
-        own = self.batch.own_tokens
-        ends = [token in stop_token_ids for index in self.indices for token in own[index]]
+        own = own_tokens(self.responses, self.written)
+        ends = [token in stop_token_ids for response in own for token in response]
         return torch.tensor(ends, dtype=torch.bool, device=self.device)
 
     def where(self, keep: Callable[[float], bool]) -> Part:
@@ -269,6 +267,13 @@ class Part:
     def _measured(self, indices: Sequence[int]) -> list[Response]:
         batch = self.batch
         return [Response(batch.groups[i], len(batch.prompts[i]), len(batch.responses[i])) for i in indices]
+
+
+def own_tokens(responses: list[list[int]], written: list[list[bool]] | None) -> list[list[int]]:
+    """Token ids of each response that the policy wrote; written: which those are, None: all."""
+    if written is None:
+        return responses
+    return [list(compress(*pair)) for pair in zip(responses, written, strict=True)]
 
 
 def rounds(parts: Sequence[Part], ranks: int) -> list[list[Part | None]]:

@@ -61,7 +61,7 @@ class Trace:
 
 
 class StepRecord(Observer):
-    """BucketedGather what one step leaves, while it runs; told after the probe, whose numbers it takes.
+    """Gathers what one step leaves, while it runs; told after the probe, whose numbers it takes.
 
     metrics: as in metrics.jsonl, without those of the clock and the engine. trace: None until the step is learned from
     and all of this is known; empty on a rank that is not the first, which writes it. on_learned: gets the metrics as

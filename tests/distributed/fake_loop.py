@@ -54,7 +54,7 @@ def train(config) -> int:
                 from qarl.errors import UserError
 
                 ranks.all_agree(UserError("all know of it") if turn == 3 and int(rank) == ranks.rank else None)
-            elif turn == 3 and rank and int(rank) == ranks.rank and fault != "long":
+            elif turn == 3 and rank and int(rank) == ranks.rank:
                 FAULTS[fault](ranks)
             if fault in ("tensors", "late"):
                 import torch
@@ -79,6 +79,7 @@ def _errors() -> dict:
         "unseen": lambda ranks: _die_unseen(),
         "stop": lambda ranks: os.kill(os.getpid(), signal.SIGSTOP),
         "hang": lambda ranks: time.sleep(1000),
+        "long": lambda ranks: None,  # see `train`
         "user": lambda ranks: _raise(UserError("reward.functions: `x.py:f`: is broken\ndata.source: too")),
         "bug": lambda ranks: _raise(KeyError("nobody foresaw")),
         "tensors": lambda ranks: os.kill(os.getpid(), signal.SIGKILL),

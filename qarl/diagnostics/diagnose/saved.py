@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from qarl.inputs.files import Unreadable
 from qarl.objectives.segments import Segments
 from qarl.storage.names import checkpoint_steps, step_files, step_name
 from qarl.storage.tensorfile import read_tensors
+from qarl.training.batch import own_tokens
 
 _INTEGERS = ("prompt_lengths", "response_lengths", "prompt_tokens", "response_tokens", "groups", "version")
 _TOKENS = ("prompt_tokens", "response_tokens")
@@ -47,9 +47,7 @@ class SavedStep:
     @property
     def own_tokens(self) -> list[list[int]]:
         """Token ids of each response that the policy wrote."""
-        if self.written is None:
-            return self.responses
-        return [list(compress(*pair)) for pair in zip(self.responses, self.written, strict=True)]
+        return own_tokens(self.responses, self.written)
 
     @property
     def lengths(self) -> list[int]:
