@@ -40,13 +40,14 @@ class Rollout:
         token_ids: Response tokens, including the stop token.
         logprobs: The sampler's natural log-prob per token, after temperature and truncation, as float32 values.
         finish_reason: `stop` (a stop token or string) or `length`.
-        version: Version of the policy that sampled it.
+        version: Version of the policy that sampled it, or its last token.
         seed: Of the random stream.
         text: The response without special tokens and without the stop string.
         routing: Experts per token, (prompt + response - 1, L, k), as `qarl.policy.routes.stored` encodes them; None if
             `SamplingParams` did not request them. The last token predicts nothing and has no entry.
         written: Whether the policy wrote each token; None: all. Others, such as the output of a tool, are context: they
             have no log-prob (`logprobs` may hold any number), and count in no loss and in no statistic of tokens.
+        versions: Version of the policy that sampled each token; None: all `version`.
     """
 
     prompt_id: int
@@ -59,6 +60,7 @@ class Rollout:
     text: str
     routing: Tensor | None = field(default=None, compare=False)
     written: list[bool] | None = None
+    versions: list[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from qarl_kernels.logprob import Truncation
 from qarl.config import RolloutConfig
 from qarl.policy.routes import ExpertLayer
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.native.engine import NativeEngine
+from qarl.rollout.native.engine import Generation, NativeEngine
 from qarl.rollout.native.graphs import Inputs, chunks_of_pages, ladder
 from qarl.types import Prompt
 from qarl.utils.expert_names import EXPERT_NAMES
@@ -112,7 +112,7 @@ def test_preempted_responses_come_back_and_the_ended_ones_do_not(make) -> None:
 def test_a_step_begins_before_the_tokens_of_the_last_are_read(make, monkeypatch) -> None:
     engine = make()
     order: list[str] = []
-    step, take = engine._runner_of, engine._read
+    step, take = engine._runner_of, Generation._read
 
     def runner_of(*arguments):
         runner = step(*arguments)
@@ -121,7 +121,7 @@ def test_a_step_begins_before_the_tokens_of_the_last_are_read(make, monkeypatch)
         return runner
 
     monkeypatch.setattr(engine, "_runner_of", runner_of)
-    monkeypatch.setattr(engine, "_read", lambda *given: order.append("read") or take(*given))
+    monkeypatch.setattr(Generation, "_read", lambda *given: order.append("read") or take(*given))
     engine.generate([Prompt(0, [5, 6], "", {})], SamplingParams(1, 0, 4), 0)
     assert order == ["step", "step", "read", "step", "read", "step", "read", "read"]
 

@@ -10,7 +10,7 @@ from tiny_runs import parts
 
 from qarl.policy.decoder import Decoder
 from qarl.policy.skeleton import schemes_of, skeleton
-from qarl.rollout.vllm.exact.weights import PublishedWeights
+from qarl.rollout.published_weights import PublishedWeights
 from qarl.weight_sync.fingerprints import PublishError
 
 CPU = torch.device("cpu")

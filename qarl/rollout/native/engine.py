@@ -6,7 +6,7 @@ So the log-probs reported here equal the learner's recomputation bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 
 import torch
@@ -40,6 +40,129 @@ from qarl.types import Prompt, Rollout
 from qarl.utils.machine import gpu_bytes
 from qarl.weight_sync.fingerprints import PublishError, verify_in_process
 from qarl.weight_sync.snapshot import Snapshot
+
+
+class Generation:
+    """Responses in progress on one KV cache, which may be added while others are being generated.
+
+    An asynchronous step is read after the next one has started. Tokens sampled after the end of a response are dropped.
+    Before a preemption all steps are read: a response may have ended, and a preempted one is recomputed from tokens on
+    the host.
+
+    Attributes:
+        version: Policy version of the sampler's weights, which the tokens read next get.
+        finished: Responses that have ended.
+        tokens: Tokens of all responses so far.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        scheduler: Scheduler,
+        runner: Runner,
+        stopping: Stopping,
+        version: int,
+        record: RoutingRecord | None,
+    ) -> None:
+        self._sampler, self._scheduler, self._runner, self._stopping = sampler, scheduler, runner, stopping
+        self._record = record
+        self._unread: StepOutput | None = None
+        self.version = version
+        self.finished = self.tokens = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a response has not ended."""
+        return self._scheduler.busy or self._unread is not None
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sequence lost its pages."""
+        return self._scheduler.preemptions
+
+    def add(self, prompt: Prompt, samples: Iterable[int], seed: int) -> list[Response]:
+        """Queue responses to one prompt, by their sample numbers."""
+        limit = self._stopping.sampling.max_response_length
+        responses = [Response(prompt, i, uniforms(seed, prompt.id, i, limit)) for i in samples]
+        self._scheduler.add(responses)
+        return responses
+
+    def resume(self, response: Response) -> None:
+        """Queue a response that has tokens already, such as one from a checkpoint."""
+        self._scheduler.add([response])
+
+    def step(self) -> list[Response]:
+        """Start the next step and read the previous one. Returns the responses that got a token."""
+        limit = self._stopping.sampling.max_response_length
+        step = None
+        if self._scheduler.busy and (self._unread is None or not self._scheduler.tight):
+            with torch.no_grad():
+                step = self._runner.step(self._scheduler.plan(), self._scheduler.computed)
+            for response in step.sequences:
+                response.pending += 1
+                if response.sampled == limit:
+                    self._scheduler.finish(response)
+            if not self._runner.asynchronous or self._sampler.tracer is not None:  # a tracer needs tokens on the host
+                self._unread, step = step, None
+        extended = self.settle()
+        self._unread = step
+        return extended
+
+    def settle(self) -> list[Response]:
+        """Read the step that was started last, if any. Returns the responses that got a token."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return []
+        extended = self._read(unread)
+        if self._record is not None:
+            for chunks, experts in unread.routing:
+                self._record.add(chunks, experts)
+        for response in extended:
+            if response.finish_reason is not None:
+                self.finished += 1
+                if response.sampled < self._stopping.sampling.max_response_length:
+                    self._scheduler.finish(response)
+        self.tokens += len(extended)
+        return extended
+
+    def recompute(self) -> None:
+        """Compute the keys and values of all responses in progress again, with the sampler's weights of now."""
+        assert self._unread is None, "settle first"
+        self._scheduler.preempt_all()
+
+    def rollout(self, response: Response, seed: int) -> Rollout:
+        """Return a response that has ended. Its version is that of its last token."""
+        routing = None if self._record is None else self._record.of(response)
+        r = response
+        assert r.finish_reason is not None, "a response has not ended"
+        versions = None if r.versions[0] == r.versions[-1] else r.versions
+        return Rollout(
+            r.prompt.id,
+            r.sample,
+            r.response,
+            r.logprobs,
+            r.finish_reason,
+            r.versions[-1],
+            seed,
+            r.text,
+            routing,
+            versions=versions,
+        )
+
+    def _read(self, output: StepOutput) -> list[Response]:
+        """Append a step's tokens to the responses that had not ended; return these responses."""
+        extended = []
+        for response, token, logprob in zip(output.sequences, *output.read(), strict=True):
+            response.pending -= 1
+            if response.finish_reason is None:
+                if not isfinite(logprob):
+                    require_finite([logprob], response.prompt, self.version)
+                response.response.append(token)
+                response.logprobs.append(logprob)
+                response.versions.append(self.version)
+                self._stopping.check(response)
+                extended.append(response)
+        return extended
 
 
 class NativeEngine:
@@ -97,8 +220,27 @@ class NativeEngine:
         if not prompts:
             return []
         longest = longest_of(prompts, sampling, self.sampler.layout.max_length)
+        generation = self.begin(sampling, version, longest, len(prompts) * sampling.n)
+        responses: list[Response] = []
+        for prompt, begin in zip(prompts, first or first_samples(prompts, sampling.n), strict=True):
+            responses += generation.add(prompt, range(begin, begin + sampling.n), sampling.seed)
+        while generation.busy:
+            generation.step()
+            progress(generation.finished, generation.tokens)
+        self.preemptions = generation.preemptions
+        return [generation.rollout(response, sampling.seed) for response in responses]
+
+    def begin(self, sampling: SamplingParams, version: int, longest: int, sequences: int) -> Generation:
+        """Begin a generation on the engine's KV cache, which one generation at a time uses.
+
+        Args:
+            sampling: Sampling parameters of all responses; the number of responses and the seed are arguments of `add`.
+            version: Policy version of the sampler's weights.
+            longest: Most tokens of a prompt and its response.
+            sequences: Most responses in progress at a time.
+        """
         sizes = self._sizes(longest)
-        cache = self._kv_cache(longest, min(sizes.max_num_seqs, len(prompts) * sampling.n))
+        cache = self._kv_cache(longest, min(sizes.max_num_seqs, sequences))
         record = RoutingRecord() if sampling.record_routing and self.sampler.experts else None
         runner = self._runner_of(cache, sampling.truncation, sizes, longest, record is not None)
         # Fused attention reads no page past a sequence's end. The plain one multiplies values there by zero, so they
@@ -107,77 +249,7 @@ class NativeEngine:
         scheduler = Scheduler(
             pool, runner.max_num_seqs, sizes.max_batched_tokens, sampling.max_response_length, cache.copy
         )
-        responses: list[Response] = []
-        for prompt, begin in zip(prompts, first or first_samples(prompts, sampling.n), strict=True):
-            samples = [
-                Response(prompt, i, uniforms(sampling.seed, prompt.id, i, sampling.max_response_length))
-                for i in range(begin, begin + sampling.n)
-            ]
-            scheduler.add(samples)
-            responses += samples
-        with torch.no_grad():
-            self._run(scheduler, runner, Stopping(self.tokenizer, sampling), progress, record)
-        self.preemptions = scheduler.preemptions
-        return [self._rollout(r, version, sampling.seed, record) for r in responses]
-
-    def _rollout(self, r: Response, version: int, seed: int, record: RoutingRecord | None) -> Rollout:
-        routing = None if record is None else record.of(r)
-        assert r.finish_reason is not None, "a response has not ended"
-        return Rollout(r.prompt.id, r.sample, r.response, r.logprobs, r.finish_reason, version, seed, r.text, routing)
-
-    def _run(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        stopping: Stopping,
-        progress: Progress,
-        record: RoutingRecord | None,
-    ) -> None:
-        """Run steps until every response has ended. An asynchronous step is read after the next one has started.
-
-        Tokens sampled after the end of a response are dropped. Before a preemption all steps are read: a response may
-        have ended, and a preempted one is recomputed from tokens on the host.
-        """
-        limit = stopping.sampling.max_response_length
-        tokens = finished = 0
-        unread: StepOutput | None = None
-        while scheduler.busy or unread is not None:
-            step = None
-            if scheduler.busy and (unread is None or not scheduler.tight):
-                step = runner.step(scheduler.plan(), scheduler.computed)
-                for response in step.sequences:
-                    response.pending += 1
-                    if response.sampled == limit:
-                        scheduler.finish(response)
-                if not runner.asynchronous or self.sampler.tracer is not None:  # a tracer needs the tokens on the host
-                    unread, step = step, None
-            if unread is not None:
-                extended = self._read(unread, stopping)
-                if record is not None:
-                    for chunks, experts in unread.routing:
-                        record.add(chunks, experts)
-                for response in extended:
-                    if response.finish_reason is not None:
-                        finished += 1
-                        if response.sampled < limit:
-                            scheduler.finish(response)
-                tokens += len(extended)
-                progress(finished, tokens)
-            unread = step
-
-    def _read(self, output: StepOutput, stopping: Stopping) -> list[Response]:
-        """Append a step's tokens to the responses that had not ended; return these responses."""
-        extended = []
-        for response, token, logprob in zip(output.sequences, *output.read(), strict=True):
-            response.pending -= 1
-            if response.finish_reason is None:
-                if not isfinite(logprob):
-                    require_finite([logprob], response.prompt, self.version)
-                response.response.append(token)
-                response.logprobs.append(logprob)
-                stopping.check(response)
-                extended.append(response)
-        return extended
+        return Generation(self.sampler, scheduler, runner, Stopping(self.tokenizer, sampling), version, record)
 
     def _runner_of(
         self, cache: KVCache, truncation: Truncation, sizes: RolloutConfig, longest: int, record: bool

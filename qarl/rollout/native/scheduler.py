@@ -126,6 +126,14 @@ class Scheduler:
         self.running.remove(sequence)
         self._drop_pages(sequence)
 
+    def preempt_all(self) -> None:
+        """Take the pages of all started sequences, which are computed again before any waiting one starts."""
+        started = [*(Prefill(sequence, []) for sequence in self.running), *self.prefilling]
+        self.running, self.prefilling = [], []
+        for prefill in reversed(started):
+            self._drop_pages(prefill.lead)
+            self.waiting.appendleft(prefill)
+
     def _start_prefill(self) -> bool:
         """Give the next waiting prefill its pages. Returns False without one, without a slot, or without pages."""
         slots = len(self.running) + sum(1 + len(p.siblings) for p in self.prefilling)

@@ -15,7 +15,7 @@ class Sequence:
     """A prompt and the response so far.
 
     A preempted response keeps its tokens and log-probs and loses its pages. Forwards are bit-reproducible, so computing
-    its keys and values again changes nothing.
+    its keys and values again with the same weights changes nothing.
     """
 
     prompt: Prompt
@@ -23,6 +23,7 @@ class Sequence:
     points: np.ndarray  # random numbers that decide its tokens
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # policy version that sampled each token
     pending: int = 0  # tokens after `response` that are sampled but still on the device
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose keys and values are in `pages`

@@ -1,6 +1,6 @@
-"""The published tensors of one policy version inside vLLM's process, in the layout of qarl's products.
+"""The published tensors of one policy version in a sampler's own process, in the layout of qarl's products.
 
-The first load allocates memory. Later loads copy into it, so CUDA graphs stay valid and vLLM repacks nothing. Triton
+The first load allocates memory. Later loads copy into it, so CUDA graphs stay valid. Triton
 kernels multiply with a packed linear (q, k and v; gate and up; all experts of a layer) as one weight. Plain torch
 multiplies with one weight per module, in the learner's shapes.
 """
@@ -124,7 +124,7 @@ class PublishedWeights:
             proof.settle()
         except ValueError as error:
             raise PublishError(f"publish of version {version}: {error}") from error
-        verify(version, wanted, found, "vLLM")
+        verify(version, wanted, found, "the sampler")
 
     # --- one packed linear -------------------------------------------------------------------------------------
 
