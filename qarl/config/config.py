@@ -23,7 +23,7 @@ from qarl.config.objective import GROUP_ADVANTAGES, AnyObjective, objective_faul
 from qarl.config.optim import DYNAMIC_LOSS_SCALE, OptimConfig
 from qarl.config.quant import QuantConfig, scheme_of
 from qarl.config.reward import RewardConfig, shadowed_column_faults
-from qarl.config.rollout import RolloutConfig
+from qarl.config.rollout import AsyncConfig, RolloutConfig
 from qarl.config.train import TrainConfig
 from qarl.config.yaml_io import dump_yaml
 from qarl.objectives.correction_config import CorrectionConfig
@@ -133,6 +133,14 @@ class Config(Section):
         return self.model.routing == "replay" or "routing" in self.diagnostics.due(step)
 
     @property
+    def learns_stale(self) -> bool | None:
+        """Whether the learner needs the log-probs of earlier versions; None: it learns from their tokens without."""
+        ahead = self.rollout.asynchronous
+        if ahead is None:
+            return False
+        return True if ahead.proximal == "sampled" else None
+
+    @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest prompt with the longest response."""
         return self.data.max_prompt_length + self.rollout.max_response_length
@@ -204,6 +212,30 @@ class Config(Section):
             yield Fault(("rollout", "kv_cache_tokens"), pool, f"{text}; must be {need} or more")
         if self.rollout.engine == "vllm":
             yield from self._vllm_faults()
+        if self.rollout.asynchronous is not None:
+            yield from self._async_faults(self.rollout.asynchronous)
+
+    def _async_faults(self, ahead: AsyncConfig) -> Iterator[Fault]:
+        """What asynchronous rollouts do not combine with."""
+        if self.model.device == "cpu" and ahead.device is not None:
+            yield Fault(("rollout", "async", "device"), ahead.device, "model.device is cpu; leave null")
+        if self.model.device == "cuda" and (reason := self.inexact_on_gpu):
+            yield Fault(("rollout", "async"), "...", reason.removesuffix(", or use numerics fast"))
+        old_masters = self.quant.learner == "full_precision" or self.learner_dtype != self.model.dtype
+        if ahead.proximal == "sampled" and old_masters:
+            text = "the learner's earlier weights are not kept, only the codes; use newest, or quant.learner: aligned"
+            yield Fault(("rollout", "async", "proximal"), "sampled", text)
+        if ahead.in_flight == "wait":
+            return
+        text = f"rollout.async.in_flight: {ahead.in_flight} mixes policy versions in a response; use wait"
+        if self.objective.truncation_set == "replay":
+            yield Fault(("objective", "truncation_set"), "replay", text)
+        if self.model.routing != "own":
+            yield Fault(("model", "routing"), self.model.routing, text)
+        if self.diagnostics.routing_every:
+            yield Fault(("diagnostics", "routing_every"), self.diagnostics.routing_every, text)
+        if (floor := self.objective.router_floor) is not None:
+            yield Fault(("objective", "router_shift_floor"), floor, text)
 
     def _fp8_faults(self) -> Iterator[Fault]:
         """A backward in FP8 for a learner whose layers are in plain torch."""

@@ -21,6 +21,7 @@ FILES = 10**6  # of anything that is kept
 THREADS = 1024
 WORKERS = 256  # processes
 DEVICES = 1024  # GPUs of a machine
+MOST_STALE = 64  # steps that asynchronous rollouts may be ahead
 KV_PAGE = 64  # tokens, of the native sampler's KV cache
 
 SECONDS = 1e6  # 11 days; poll() takes up to 24

@@ -8,11 +8,15 @@ from typing import Annotated, ClassVar, Literal
 from qarl.config.base import Fault, Field, Renamed, Section
 from qarl.config.by_device import ByDevice
 from qarl.config.limits import (
+    DEVICES,
+    FILES,
     IDS,
     ITEMS,
+    MOST_STALE,
     NAME,
     POOL_TOKENS,
     SAMPLES,
+    SECONDS,
     SEQUENCES,
     SMALLEST_TEMPERATURE,
     TEMPERATURE,
@@ -33,6 +37,42 @@ class DynamicSampling(Section):
     )
     oversample: float = Field(
         1.0, ge=1, le=16, description="A round samples this times the prompts that the step still lacks, rounded up."
+    )
+
+
+class AsyncConfig(Section):
+    """Asynchronous rollouts: a native engine in a process of its own samples the next steps while the learner learns.
+
+    On GPUs it has one of its own. The responses of a step are those to the same prompts as without this section.
+    """
+
+    max_staleness: int = Field(
+        1,
+        ge=0,
+        le=MOST_STALE,
+        description="Steps by which a token may be older than the policy that learns from it. 0 gives the results of "
+        "the synchronous run bit for bit.",
+    )
+    in_flight: Literal["wait", "keep_kv", "recompute_kv"] = Field(
+        "wait",
+        description="What happens to unfinished responses when new weights arrive. wait: they are finished with the "
+        "old weights first, so a run can be repeated bit for bit; recompute_kv: they continue with the new weights, "
+        "and their keys and values are computed again (exact); keep_kv: they continue on the old keys and values "
+        "(faster, and log-probs are not exact).",
+    )
+    proximal: Literal["sampled", "newest"] = Field(
+        "sampled",
+        description="Weights of logp_old. sampled: for each token the version that sampled it, whose codes are kept; "
+        "newest: the policy at the start of the step, so that corrections weight by staleness (decoupled PPO).",
+    )
+    device: int | None = Field(
+        None, ge=0, lt=DEVICES, description="CUDA index of the sampler's GPU. null: the one after the learner's."
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, le=SECONDS, description="Seconds without a sign of life after which the sampler counts as hung."
+    )
+    max_restarts: int = Field(
+        2, ge=0, le=FILES, description="Restarts of a failed sampler per run; one more failure ends the run."
     )
 
 
@@ -100,7 +140,17 @@ class RolloutConfig(Section):
     dynamic_sampling: DynamicSampling | None = Field(
         None, description="Train on groups whose rewards differ only, and sample until the step has enough; null: off."
     )
+    # `async` is a keyword of Python, and the word that users of other frameworks look for.
+    __annotations__["async"] = "AsyncConfig | None"
+    vars()["async"] = Field(None, description="Sample while the learner learns; null: one after the other.")
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="Settings of engine vllm.")
+
+    @property
+    def asynchronous(self) -> AsyncConfig | None:
+        """The section `async`."""
+        found = getattr(self, "async")
+        assert found is None or isinstance(found, AsyncConfig)
+        return found
 
     @property
     def inexact(self) -> str:
@@ -134,6 +184,9 @@ class RolloutConfig(Section):
         return "vLLM, exact numerics" if self.numerics == "exact" else "vLLM"
 
     def faults(self) -> Iterator[Fault]:
+        if self.asynchronous is not None and self.engine != "native":
+            text = "asynchronous rollouts run on engine native; set rollout.engine: native, or leave async out"
+            yield Fault(("engine",), self.engine, text)
         if self.linear_kernels == "qarl" and self.engine == "native":
             yield Fault(
                 ("linear_kernels",),

@@ -43,6 +43,26 @@ class RewardResult:
         """Label to the number of completions that the function returned None for. Has every label."""
         return {label: scores.count(None) for label, scores in self.by_function.items()}
 
+    @classmethod
+    def joined(cls, parts: Sequence[RewardResult]) -> RewardResult:
+        """Concatenate the results of one or more batches with the same functions."""
+        labels = parts[0].by_function
+        return cls(
+            [score for part in parts for score in part.total],
+            {label: [score for part in parts for score in part.by_function[label]] for label in labels},
+            {label: sum(part.failed[label] for part in parts) for label in labels},
+            [message for part in parts for message in part.messages],
+        )
+
+    def part(self, rows: slice, first: bool) -> RewardResult:
+        """Select some completions. Failures and messages, which are of the whole batch, go to the `first` part."""
+        return RewardResult(
+            self.total[rows],
+            {label: scores[rows] for label, scores in self.by_function.items()},
+            {label: count if first else 0 for label, count in self.failed.items()},
+            self.messages if first else [],
+        )
+
 
 @dataclass(frozen=True)
 class Share:

@@ -43,17 +43,14 @@ def gather_results(own: RewardResult, ranks: Ranks, max_failed_frac: float, plac
     """
     if ranks.count == 1:
         return own
-    every = [RewardResult(**found) for found in ranks.gather(asdict(own))]
-    total = [score for found in every for score in found.total]
-    by_function = {label: [s for found in every for s in found.by_function[label]] for label in own.by_function}
-    failed = {label: sum(found.failed[label] for found in every) for label in own.failed}
-    messages = [message for found in every for message in found.messages]
+    found = RewardResult.joined([RewardResult(**one) for one in ranks.gather(asdict(own))])
+    together(ranks, lambda: judge(found, max_failed_frac, place))  # the same everywhere; now all know that it is
+    return found
 
-    def judge() -> None:
-        for label, count in failed.items():
-            head = f"reward `{label}`: "
-            said = [message.removeprefix(head) for message in messages if message.startswith(head)]
-            require_few_failures(label, count, len(total), max_failed_frac, said[-1] if said else "", place)
 
-    together(ranks, judge)  # the same everywhere; now all know that it is
-    return RewardResult(total, by_function, failed, messages)
+def judge(result: RewardResult, max_failed_frac: float, place: str = "") -> None:
+    """Raise UserError for a function that failed on more than `max_failed_frac` of all completions."""
+    for label, count in result.failed.items():
+        head = f"reward `{label}`: "
+        said = [message.removeprefix(head) for message in result.messages if message.startswith(head)]
+        require_few_failures(label, count, len(result.total), max_failed_frac, said[-1] if said else "", place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -119,6 +120,13 @@ def first_samples(prompts: Sequence[Prompt], n: int) -> list[int]:
         first.append(occurrences[prompt.id] * n)
         occurrences[prompt.id] += 1
     return first
+
+
+def round_seed(seed: int, number: int) -> int:
+    """Return the seed of a sampling round of a step, in [0, 2^63); the first round has the step's own."""
+    if number == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/round {number}".encode()).digest()[:8]) >> 1
 
 
 def require_version(held: int | None, wanted: int) -> None:

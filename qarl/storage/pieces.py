@@ -13,6 +13,7 @@ from qarl.storage.disk import fsync_directory
 from qarl.storage.tensorfile import safetensors_chunks, write_file
 
 GROUPS = ("masters", "optimizer")
+ROLLOUTS = "rollouts"  # group of what asynchronous rollouts have sampled ahead; only one process has it
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Piece:
     """Elements [start, start + len(values)) of a flattened tensor.
 
     Attributes:
-        group: `masters` or `optimizer`.
+        group: `masters`, `optimizer` or `rollouts`.
         name, shape: Name and shape of the whole tensor.
         values: (n,), contiguous. Live memory of the run, not a copy.
     """
@@ -36,8 +37,9 @@ def whole_tensors(pieces: Iterable[Piece]) -> dict[str, dict[str, Tensor]]:
     """Return group to name to tensor for pieces that are whole tensors."""
     tensors: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
     for piece in pieces:
-        assert piece.start == 0 and piece.name not in tensors[piece.group], f"{piece.name}: a part of one process"
-        tensors[piece.group][piece.name] = piece.values.view(piece.shape)
+        own = tensors.setdefault(piece.group, {})
+        assert piece.start == 0 and piece.name not in own, f"{piece.name}: a part of one process"
+        own[piece.name] = piece.values.view(piece.shape)
     return tensors
 
 

@@ -60,12 +60,17 @@ class LossScaleState(Record):
 
 
 class SavedState(PolicyState):
-    """State that a run resumes from. loss_scale: None in checkpoints of versions that did not record it."""
+    """State that a run resumes from.
+
+    loss_scale: None in checkpoints of versions that did not record it. rollouts: see `AsyncEngine.state`; None of a run
+    whose rollouts are not asynchronous.
+    """
 
     data: DataPosition
     optimizer: OptimizerMeta
     skipped_in_a_row: Count
     loss_scale: LossScaleState | None = None
+    rollouts: dict[str, Any] | None = None
 
 
 def started_at(checkpoint: Path | None) -> datetime | None:

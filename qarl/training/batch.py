@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, pairwise
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 class Batch:
     """Scored responses of one step, in the order of the sampler."""
 
-    version: int  # of the policy that sampled all of them
+    version: int  # of the policy when the step begins
     device: torch.device  # the learner's, where parts are read
     prompts: list[list[int]]  # token ids of each response's prompt
     responses: list[list[int]]  # token ids
@@ -47,6 +47,7 @@ class Batch:
     chosen: RoutingColumn | None = None  # learner's experts at `version`, for model.routing replay_learner
     kept: KeptColumn | None = None  # learner's truncated sets at `version`, for objective.truncation_set replay
     router: Column | None = None  # experts and their log-probs at `version`, for objective.router_shift_floor
+    versions: list[list[int] | None] | None = None  # that sampled each token of a response, where not all `version`
     router_shift: Column = field(init=False)  # log of the router-shift ratio at the last forward, with `router`
 
     def __post_init__(self) -> None:
@@ -59,6 +60,27 @@ class Batch:
     def own_tokens(self) -> list[list[int]]:
         """Token ids of each response that the policy wrote, which are those with a log-prob."""
         return own_tokens(self.responses, self.written)
+
+    def stale(self, index: int) -> bool:
+        """Return whether an earlier policy version sampled tokens of a response."""
+        return self._versions(index) is not None
+
+    def _versions(self, index: int) -> list[int] | None:
+        return None if self.versions is None else self.versions[index]
+
+    def in_advance(self, minibatches: Sequence[Part]) -> Iterator[tuple[int, Part]]:
+        """Yield the forwards that fill `logp_old` before the first update: (policy version, part), newest first.
+
+        Responses of the first minibatch whose tokens are all of `version` need none: their training forward fills it.
+        """
+        later = {i for minibatch in minibatches[1:] for i in minibatch.indices}
+        yield self.version, self.part([i for m in minibatches for i in m.indices if i in later and not self.stale(i)])
+        by_version: dict[int, list[int]] = {}
+        for i in (i for minibatch in minibatches for i in minibatch.indices):
+            for version in set(self._versions(i) or ()):
+                by_version.setdefault(version, []).append(i)
+        for version in sorted(by_version, reverse=True):
+            yield version, self.part(by_version[version])
 
     def share(self, ranks: Ranks) -> None:
         """Give every rank the log-probs that any rank has computed; a collective."""
@@ -126,6 +148,20 @@ class Part:
     def written(self) -> list[list[bool]] | None:
         """Whether the policy wrote each token of the responses; None: all."""
         return None if self.batch.written is None else [self.batch.written[i] for i in self.indices]
+
+    @property
+    def stale(self) -> bool:
+        """Whether an earlier policy version sampled tokens of some response."""
+        return any(map(self.batch.stale, self.indices))
+
+    def sampled_at(self, version: int) -> Tensor | None:
+        """(T,) bool: tokens that a policy version sampled; None: all of them."""
+        versions = [self.batch.versions[i] if self.batch.versions is not None else None for i in self.indices]
+        if all(own is None or set(own) == {version} for own in versions):
+            return None
+        lengths = zip(versions, self.lengths, strict=True)
+        flat = [v == version for own, length in lengths for v in (own or [self.batch.version] * length)]
+        return torch.tensor(flat, device=self.device)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -290,6 +326,7 @@ def build_batch(
     device: torch.device = CPU,
     replays: bool = False,
     mask_truncated: bool = False,
+    stale: bool | None = False,
 ) -> Batch:
     """Build the batch of a step, with advantages over each prompt's group.
 
@@ -298,10 +335,13 @@ def build_batch(
         rollouts: n per prompt, in the order of the prompts.
         rewards: One per rollout.
         advantage: Kind of advantage.
-        version: Version of the policy. All rollouts must have it; this is the only place that checks it.
+        version: Version of the policy. Unless the run is asynchronous, all rollouts must have it; this is the only
+            place that checks it.
         device: The learner's.
         replays: See `Batch`.
         mask_truncated: Whether responses that hit the length limit get advantage 0.
+        stale: Earlier versions may have sampled tokens. `logp_old` is of the version of each token. None: they may
+            have, and `logp_old` is of `version` all the same.
 
     Raises:
         UserError: Routing is to be replayed, but the sampler did not record it.
@@ -310,8 +350,13 @@ def build_batch(
     by_group = [p for p in prompts for _ in range(n)]
     groups = [i for i in range(len(prompts)) for _ in range(n)]
     assert [p.id for p in by_group] == [r.prompt_id for r in rollouts], "rollouts are not in the order of the prompts"
-    drawn_at = {rollout.version for rollout in rollouts}
-    assert drawn_at == {version}, f"rollouts of policy versions {sorted(drawn_at)} for a learner at version {version}"
+    drawn_at = {v for rollout in rollouts for v in rollout.versions or [rollout.version]}
+    fits = drawn_at == {version} if stale is False else max(drawn_at) <= version
+    assert fits, f"rollouts of policy versions {sorted(drawn_at)} for a learner at version {version}"
+    versions: list[list[int] | None] | None = None
+    if stale and drawn_at != {version}:
+        every = [r.versions or [r.version] * len(r.token_ids) for r in rollouts]
+        versions = [None if set(own) == {version} else own for own in every]
     routing = [r.routing for r in rollouts if r.routing is not None]
     if len(routing) < len(rollouts) and (replays or routing):
         raise UserError(
@@ -334,6 +379,7 @@ def build_batch(
         advantages=advantages,
         logp_sampler=Column([torch.tensor(values, dtype=torch.float32) for values in kept]),
         written=written,
+        versions=versions,
         routing=routing or None,
         replays=replays,
     )

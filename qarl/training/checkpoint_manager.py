@@ -96,6 +96,8 @@ class CheckpointManager:
         """The run is now exactly after `step`, and its metrics are on the disk."""
         run = self.run
         self.unrecorded = None
+        if run.ahead is not None:
+            run.ahead.finish()
         learner, updates = run.learner, run.updates
         state = run.stream.state(), learner.skipped_in_a_row, updates.begun, updates.scale.state()
         self.finished = Finished(step, *state)

@@ -33,8 +33,15 @@ class Column:
     def empty(cls, responses: int) -> Column:
         return cls([None] * responses)
 
-    def fill(self, part: Part, packed: Tensor) -> None:
-        """Store the values of a part's responses, packed: (T,) or (T, W), on any device."""
+    def fill(self, part: Part, packed: Tensor, mask: Tensor | None = None) -> None:
+        """Store the values of a part's responses, packed: (T,) or (T, W), on any device.
+
+        mask: (T,) bool, values to store; the others stay what they were, or are 0. None: all.
+        """
+        if mask is not None:
+            before = [self._values[index] for index in part.indices]
+            old = [packed.new_zeros(n) if x is None else x for n, x in zip(part.lengths, before, strict=True)]
+            packed = torch.where(mask, packed.detach(), torch.cat(old).to(packed.device))
         for index, values in zip(part.indices, packed.detach().split(part.lengths), strict=True):
             self._values[index] = values
         self._new.update(part.indices)

@@ -6,9 +6,9 @@ prompts are sampled until the step has as many groups as configured, or the boun
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from qarl.config.rollout import DynamicSampling
@@ -83,13 +83,6 @@ def sample_until_full(
     return _joined(varied[:wanted] + equal[:short], rounds), metrics
 
 
-def round_seed(seed: int, number: int) -> int:
-    """The seed of a sampling round of a step, in [0, 2^63); that of the step itself for the first round."""
-    if number == 0:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}/round {number}".encode()).digest()[:8]) >> 1
-
-
 def _groups(sampled: Sampled) -> list[_Group]:
     n = len(sampled.rollouts) // len(sampled.prompts)
     return [_Group(sampled, prompt, slice(i * n, (i + 1) * n)) for i, prompt in enumerate(sampled.prompts)]
@@ -97,15 +90,8 @@ def _groups(sampled: Sampled) -> list[_Group]:
 
 def _joined(groups: list[_Group], rounds: list[Sampled]) -> Sampled:
     """The chosen groups as one; failures and messages are those of all rounds."""
-    labels = rounds[0].scores.by_function
-    scores = RewardResult(
-        total=[reward for group in groups for reward in group.rewards],
-        by_function={
-            label: [score for group in groups for score in group.source.scores.by_function[label][group.rows]]
-            for label in labels
-        },
-        failed={label: sum(one.scores.failed[label] for one in rounds) for label in rounds[0].scores.failed},
-        messages=[message for one in rounds for message in one.scores.messages],
-    )
+    of_groups = RewardResult.joined([group.source.scores.part(group.rows, first=False) for group in groups])
+    whole = RewardResult.joined([one.scores for one in rounds])
+    scores = replace(of_groups, failed=whole.failed, messages=whole.messages)
     rollouts = [rollout for group in groups for rollout in group.source.rollouts[group.rows]]
     return Sampled([group.prompt for group in groups], rollouts, scores)

@@ -150,7 +150,7 @@ class Learner:
 
     # --- forwards ----------------------------------------------------------------------------------------------
 
-    def logprobs(self, part: Part, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
+    def logprobs(self, part: Part, routes: Routes | None = None, version: int | None = None) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropy, (T,) each.
 
         The first forward over a response is at the rollout's weights. It fills `logp_old`, and those of `Batch.kept`,
@@ -159,10 +159,13 @@ class Learner:
         Args:
             part: Responses.
             routes: Routing of the forward; None: that of the part.
+            version: Policy version that the forward fills `logp_old` for, at the tokens that this version sampled.
+                None: the current one, and all tokens.
         """
         batch, totals = part.batch, self.totals
         totals.forward_tokens += part.forward_tokens
-        first, chunk = not batch.logp_old.known(part), self.config.train.logprob_chunk
+        first, chunk = version is not None or not batch.logp_old.known(part), self.config.train.logprob_chunk
+        weights = None if version in (None, self.policy.version) else self.policy.kept[version]
         retained = totals.retained if first else None
         routes = routes or part.routes
         if first and (batch.routing is not None or batch.chosen is not None):
@@ -174,7 +177,7 @@ class Learner:
             routes = replace(routes, scores=scores)
         recording = Recording.of(self.truncation) if first and batch.kept is not None else None
         truncation = recording or part.truncation(self.truncation)
-        how = truncation, chunk, retained, routes
+        how = truncation, chunk, retained, routes, weights
         logp, entropy = self.policy.logprobs(part.prompts, part.responses, *how, written=part.written)
         if recording is not None and batch.kept is not None:
             batch.kept.fill(part, recording.into)
@@ -184,7 +187,8 @@ class Learner:
             batch.router_shift.fill(part, scores.shift(old))
         if first:
             assert self.at_snapshot(batch), "logp_old after an update"
-            batch.logp_old.fill(part, logp)
+            mask = None if version is None else part.sampled_at(version)
+            batch.logp_old.fill(part, logp, mask)
             totals.add_snapshot(entropy)
             if batch.chosen is not None:
                 batch.chosen.fill(part, routes.recorded())
@@ -254,7 +258,7 @@ class Learner:
         slots = SlotCounts.needed(self.config, self.policy, self.ranks, parts)
         if not needs.minibatch and slots is None:
             return Constants(), None
-        known = self.at_snapshot(batch) and batch.logp_old.known(minibatch)
+        known = self.at_snapshot(batch) and batch.logp_old.known(minibatch) and not minibatch.stale
         logp, shadow = Column.empty(len(batch)), Column.empty(len(batch))
         for round_ in self.rounds(minibatch):
             if (part := round_.part) is not None:

@@ -52,6 +52,8 @@ from qarl.types import Prompt
 from qarl.utils.text import visible
 
 if TYPE_CHECKING:
+    from qarl.rollout.asynchronous.engine import AsyncEngine
+    from qarl.rollout.asynchronous.process import AsyncProcess
     from qarl.rollout.vllm.process import Sampler
 
 ALONE = SingleProcess()
@@ -72,10 +74,11 @@ class Run:
     evaluation: TrainingEvaluation
     inputs: Inputs
     started: str | None  # see `PolicyState`
+    ahead: AsyncEngine | None = None  # `engine`, if rollouts are asynchronous
 
     def close(self) -> None:
         with ExitStack() as parts:  # each of them, even if another raises
-            for part in (self.evaluation, self.rewards, self.engine):
+            for part in (self.evaluation, self.rewards, self.engine):  # closed in reverse: the engine scores
                 parts.callback(part.close)
 
 
@@ -122,10 +125,11 @@ def build_run(
     asked, rewards, task_rewards = together(
         ranks, lambda: _asked_and_scored(config, device, console, rewards_log, ranks, started)
     )
-    place, early = rewards_log.parent, None
+    place, early, process = rewards_log.parent, None, None
     try:
         require_same_inputs(ranks, config, asked.inputs, asked.stream, asked.tasks)
         early = _early_sampler(config, device, place, ranks)
+        process = _async_process(config, device, place)
         look = partial(together, ranks, lambda: None if early is None else early.look())
         if ranks.count == 1:
             policy, updates, weights = _of_one_process(config, device, console, asked, look)
@@ -136,7 +140,13 @@ def build_run(
         policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, policy, asked.tokenizer)
         say = console.warn if ranks.first else partial(_say, ranks.rank)
-        engine = together(
+        ahead: AsyncEngine | None = None
+        if process is not None:
+            from qarl.rollout.asynchronous.engine import AsyncEngine
+
+            shared = asked.tokenizer, asked.prompts, asked.stream, rewards, sampling
+            ahead = AsyncEngine(config, policy, *shared, place, say, process)
+        engine: RolloutEngine = ahead or together(
             ranks,
             lambda: (
                 build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early, ranks)
@@ -149,8 +159,9 @@ def build_run(
             policy.keep_reference()  # the model itself, before a checkpoint is put back
         evaluation = TrainingEvaluation(config, asked.tasks, task_rewards, sampling, ranks)
     except BaseException:
-        if early is not None:
-            early.close()
+        for sampler in (early, process):
+            if sampler is not None:
+                sampler.close()
         rewards.close()
         task_rewards.close()
         raise
@@ -166,6 +177,7 @@ def build_run(
         evaluation,
         inputs,
         started.isoformat() if uses_time(asked.tokenizer) else None,
+        ahead,
     )
 
 
@@ -313,6 +325,15 @@ def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ran
     from qarl.rollout.vllm.launch import prelaunch_sampler
 
     return prelaunch_sampler(config, device, place)
+
+
+def _async_process(config: Config, device: torch.device, place: Path) -> AsyncProcess | None:
+    """Start the sampler's process of asynchronous rollouts, so that it imports while the policy is loaded."""
+    if config.rollout.asynchronous is None:
+        return None
+    from qarl.rollout.asynchronous.engine import launch
+
+    return launch(config, device, place)
 
 
 def build_engine(

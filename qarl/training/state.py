@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from qarl_formats.compressed import from_state_dict
+from qarl_formats.weight import LowBitWeight
+from torch import Tensor
 
 from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.policy.model_identity import changed_inputs
+from qarl.policy.policy import Policy
 from qarl.storage.checkpoint import Checkpoint
-from qarl.storage.pieces import Piece
+from qarl.storage.pieces import ROLLOUTS, Piece
 from qarl.storage.saved_state import DataPosition, SavedState, saved_state
 from qarl.storage.stored import StoredTensors
 from qarl.training.setup import Run
+from qarl.weight_sync.fingerprints import METADATA
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
 
 def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]]:
@@ -53,6 +59,10 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]
         "inputs": run.inputs.digests,
         "model_files": run.inputs.files,
     }
+    if run.ahead is not None:
+        tensors, state["rollouts"] = run.ahead.state()
+        flat = ((name, tensor.detach().contiguous()) for name, tensor in tensors.items())
+        pieces += [Piece(ROLLOUTS, name, tuple(tensor.shape), 0, tensor.view(-1)) for name, tensor in flat]
     return pieces, state
 
 
@@ -90,6 +100,7 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
             )
 
     together(ranks, require_codes)
+    _load_rollouts(run, checkpoint, state)
     lines = [f"{what} changed since the checkpoint of step {checkpoint.step}" for what in changed]
     if checkpoint.ranks != ranks.count:
         lines.append(
@@ -97,6 +108,54 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
             f"{ranks.count} now: from here on sums are added in another order"
         )
     return lines
+
+
+def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
+    """Give asynchronous rollouts back the responses that wait to be learned from, and the weights of earlier versions.
+
+    Raises:
+        UserError: The checkpoint has waiting responses, and the run is not asynchronous or samples another number.
+    """
+    saved, place = state.rollouts, checkpoint.path
+    if saved is None:
+        return
+    if run.ahead is None or saved["n"] != run.sampling.n:
+        what = "is not asynchronous" if run.ahead is None else f"samples {run.sampling.n} responses per prompt"
+        fix = "set rollout.async as it was" if run.ahead is None else f"set rollout.n: {saved['n']}"
+        waiting = len(saved["groups"])
+        if waiting:
+            raise UserError(
+                f"{place}: {waiting} prompts were sampled ahead of the learner, and this run {what}; {fix}, or choose "
+                "another train.run_dir"
+            )
+        return
+    stored = checkpoint.tensors.get(ROLLOUTS, StoredTensors({}, {}))
+    tensors = {name: stored[name] for name in stored}
+
+    def snapshot_of(version: int) -> Snapshot:
+        prefix = f"{version}/"
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        return stored_snapshot(run.policy, version, own)
+
+    try:
+        run.ahead.load(tensors, saved, snapshot_of)
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{place}: the responses sampled ahead are not whole: {error!r}; give another one") from error
+
+
+def stored_snapshot(policy: Policy, version: int, tensors: Mapping[str, Tensor]) -> Snapshot:
+    """Build the snapshot of an earlier version of a policy from its published tensors. Raises ValueError, KeyError."""
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        there = tensor if name.endswith(METADATA) else tensor.to(policy.device)
+        modules.setdefault(name.rpartition(".")[0], {})[name] = there
+
+    def parameters() -> Iterator[tuple[str, LowBitWeight | Tensor]]:
+        for name, _ in policy.named_parameters():
+            scheme, module = policy.scheme_of(name), name.rpartition(".")[0]
+            yield name, modules[module][name] if scheme is None else from_state_dict(module, modules[module], scheme)
+
+    return build_snapshot(version, parameters())
 
 
 def _fitting(run: Run, checkpoint: Checkpoint, allowed: Collection[str]) -> tuple[SavedState, list[str]]:

@@ -9,6 +9,7 @@ the same way, and run their share of the micro-batches.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,13 +18,17 @@ from qarl.config import Config
 from qarl.distributed.together import together
 from qarl.rewards import RewardResult
 from qarl.rewards.shared import gather_results, score_share
+from qarl.rollout.engine import round_seed
 from qarl.rollout.shared import asleep, gather_rollouts, generate_share, publish_together
 from qarl.training.batch import Batch, build_batch
-from qarl.training.dynamic_sampling import Sampled, round_seed, sample_until_full
+from qarl.training.dynamic_sampling import Sampled, sample_until_full
 from qarl.training.learner import Learner
 from qarl.training.observer import Observer, Observers
 from qarl.training.setup import Run
 from qarl.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from qarl.rollout.asynchronous.engine import AsyncEngine
 
 
 def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
@@ -37,7 +42,7 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
     watch.scored(prompts, rollouts, scores)
 
     objective, replays = config.objective, config.model.routing == "replay"
-    how = objective.advantage, policy.version, policy.device, replays, objective.mask_truncated
+    how = objective.advantage, policy.version, policy.device, replays, objective.mask_truncated, config.learns_stale
     batch = build_batch(prompts, rollouts, scores.total, *how)
 
     with (
@@ -49,15 +54,20 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
 
     with watch.phase("publish"):
         publish_together(run.engine, policy.current, learner.ranks, config.rollout)
+        if run.ahead is not None:
+            run.ahead.fill(step + 1)
 
 
 def sample(config: Config, run: Run, step: int, watch: Observers) -> Sampled:
     """Sample and score the step's prompts: once, or until enough groups have rewards that differ."""
 
     def once(prompts: int, number: int = 0) -> Sampled:
-        asked = run.stream.next(prompts)
-        found = Sampled(asked, *sample_and_score(config, run, asked, step, watch, number))
-        run.stream.record_rewards(asked, found.scores.total)
+        if run.ahead is not None:
+            found = take(config, run.ahead, prompts, step, watch)
+        else:
+            asked = run.stream.next(prompts)
+            found = Sampled(asked, *sample_and_score(config, run, asked, step, watch, number))
+        run.stream.record_rewards(found.prompts, found.scores.total)
         return found
 
     dynamic, wanted = config.rollout.dynamic_sampling, config.train.prompts_per_step
@@ -66,6 +76,13 @@ def sample(config: Config, run: Run, step: int, watch: Observers) -> Sampled:
     sampled, metrics = sample_until_full(dynamic, wanted, once)
     watch.sampled(metrics)
     return sampled
+
+
+def take(config: Config, ahead: AsyncEngine, prompts: int, step: int, watch: Observers) -> Sampled:
+    """Take the next groups of responses from asynchronous rollouts, with their scores."""
+    with watch.phase("rollout", prompts * config.rollout.n):
+        ahead.fill(step)
+        return Sampled(*ahead.take(prompts, step, lambda: watch.progress(0)))
 
 
 def sample_and_score(
@@ -104,8 +121,9 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
     """Run all optimizer steps on one batch, and fill its log-probs.
 
     `logp_old` is the learner at the rollout's weights. Before the first update the current weights are those, so the
-    first minibatch takes it from its training forward, and the others get a separate forward in advance. A
-    minibatch whose responses all have advantage 0 makes no update if that gives exactly no gradient. On several ranks,
+    first minibatch takes it from its training forward, and the others get a separate forward in advance. So do
+    responses of asynchronous rollouts with tokens of earlier versions, one forward per version. A minibatch whose
+    responses all have advantage 0 makes no update if that gives exactly no gradient. On several ranks,
     micro-batches run in rounds; a rank without one in a round still takes part in the sum of gradients.
     """
     config, train, ranks = learner.config, learner.config.train, learner.ranks
@@ -114,12 +132,12 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
     for epoch in range(train.epochs):
         minibatches = batch.minibatches(config.minibatch_size, train.seed, step, epoch)
         if epoch == 0:
-            later = batch.part([i for minibatch in minibatches[1:] for i in minibatch.indices])
-            for round_ in learner.rounds(later):
-                if round_.part is not None:
-                    with torch.no_grad():
-                        learner.logprobs(round_.part)
-                watch.progress(round_.responses)
+            for version, later in batch.in_advance(minibatches):
+                for round_ in learner.rounds(later):
+                    if round_.part is not None:
+                        with torch.no_grad():
+                            learner.logprobs(round_.part, version=version)
+                    watch.progress(round_.responses)
             batch.share_old(ranks)
         for minibatch in minibatches:
             watch.minibatch(minibatch)

@@ -71,7 +71,7 @@ class Parts:
     def forwards(self) -> list[int]:
         """Gets the responses of every forward of the learner from now on."""
         ran, logprobs = [], self.learner.logprobs
-        self.learner.logprobs = lambda part, *more: ran.extend(part.indices) or logprobs(part, *more)
+        self.learner.logprobs = lambda part, *more, **named: ran.extend(part.indices) or logprobs(part, *more, **named)
         return ran
 
     def probe(self, *due: str) -> Probe:

@@ -28,6 +28,12 @@ from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.transport import CudaHandle, Entry, Payload, ReceiverPlan
 from qarl.weight_sync.update import WeightUpdate
 
+
+def register(*kinds: type) -> None:
+    """Let messages hold objects of further classes."""
+    CLASSES.update(((kind.__module__, kind.__qualname__), kind) for kind in kinds)
+
+
 CLASSES: dict[tuple[str, str], type] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (

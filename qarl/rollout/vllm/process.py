@@ -76,8 +76,11 @@ class SamplerProcess(Sampler):
         UserError: The log cannot be written.
 
     Attributes:
+        module: Program of the process.
         progress: Responses and tokens of the current order.
     """
+
+    module = "qarl.rollout.vllm.child"
 
     def __init__(self, learner: torch.device, gpu: int | None, numerics: str, log: Path, timeout_s: float) -> None:
         self.timeout_s, self.log = timeout_s, log
@@ -104,7 +107,7 @@ class SamplerProcess(Sampler):
             output = self.log.open("ab")
         with output, child:
             process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "qarl.rollout.vllm.child", *arguments],
+                [sys.executable, "-u", "-m", self.module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -174,20 +177,7 @@ class SamplerProcess(Sampler):
 
         Returns whether the answer has arrived and is in `result`. Raises SamplerFault, PublishError.
         """
-        try:
-            ended = self._process.poll() is not None  # before reading, so that its last message is read
-            message = self._channel.poll(seconds)
-            if self._channel.received != self._received:
-                self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
-        except EOFError as error:
-            raise self._died() from error
-        except ChannelError as error:
-            raise self._ended(f"it sent an invalid answer: {error}") from None
-        match message:
-            case None if ended:
-                raise self._died()
-            case None if time.monotonic() > self._deadline:
-                raise self._hung()
+        match self.message(seconds):
             case None:
                 return False
             case "progress", progress:
@@ -198,9 +188,34 @@ class SamplerProcess(Sampler):
                 return True
             case "aborted", _:
                 return True
-            case "failed", (text, refused):
-                raise (PublishError if refused else SamplerFault)(visible(text, keep_newlines=True))
-        raise self._ended(f"it sent an invalid answer: {str(message[0])[:40]!r}")
+            case kind, _:
+                raise self._ended(f"it sent an invalid answer: {str(kind)[:40]!r}")
+        raise AssertionError("a message is a pair")
+
+    def message(self, seconds: float) -> tuple[str, Any] | None:
+        """Wait up to `seconds` for a message; None if there is none.
+
+        Raises:
+            SamplerFault: The process has died, hangs, sent garbage, or reports that it failed.
+            PublishError: It reports that it refuses an update.
+        """
+        try:
+            ended = self._process.poll() is not None  # before reading, so that its last message is read
+            message = self._channel.poll(seconds)
+            if self._channel.received != self._received:
+                self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
+        except EOFError as error:
+            raise self._died() from error
+        except ChannelError as error:
+            raise self._ended(f"it sent an invalid answer: {error}") from None
+        if message is None and ended:
+            raise self._died()
+        if message is None and time.monotonic() > self._deadline:
+            raise self._hung()
+        if message is not None and message[0] == "failed":
+            text, refused = message[1]
+            raise (PublishError if refused else SamplerFault)(visible(text, keep_newlines=True))
+        return message
 
     def _answer(self, tick: Progress) -> Any:
         self.expect_answer()

@@ -23,8 +23,8 @@ from qarl.policy.attention import Attention, Caches, Span, paged
 from qarl.policy.decoder import Decoder
 from qarl.policy.routes import NO_ROUTES, recording
 from qarl.policy.skeleton import schemes_of, skeleton
-from qarl.rollout.vllm.exact.attention import CachedLayer, pages_of
 from qarl.rollout.published_weights import PublishedWeights
+from qarl.rollout.vllm.exact.attention import CachedLayer, pages_of
 from qarl.rollout.vllm.recording import Buffer
 from qarl.rollout.vllm.settings import KV_FP8
 

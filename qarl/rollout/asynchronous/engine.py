@@ -1,0 +1,561 @@
+"""Asynchronous rollouts as the training loop uses them.
+
+A thread owns the connection to the sampler's process, and another one scores complete groups, so sampling and rewards
+go on while the learner learns. Groups are learned from in the order of their prompts. After the publish for step s,
+prompts for the steps up to s + max_staleness are with the sampler. So a token is at most `max_staleness` steps old
+when it is learned from, and no response is skipped for being long.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qarl.config import Config
+from qarl.data import PromptStream
+from qarl.errors import UserError
+from qarl.policy.policy import Policy
+from qarl.policy.weights import learner_weights
+from qarl.rewards import RewardPool, RewardResult
+from qarl.rewards.batch import Share
+from qarl.rewards.shared import judge
+from qarl.rollout.asynchronous.groups import Added, OrderLog, PendingGroup, Published, load_groups, save_groups
+from qarl.rollout.asynchronous.process import AsyncProcess, AsyncSettings
+from qarl.rollout.engine import (
+    Progress,
+    SamplingParams,
+    first_samples,
+    ignore_progress,
+    longest_of,
+    require_version,
+    round_seed,
+)
+from qarl.rollout.native.engine import NativeEngine
+from qarl.rollout.vllm.process import SamplerError, see
+from qarl.types import Prompt, Rollout
+from qarl.utils.averages import mean
+from qarl.weight_sync.canary import Bound, canary_of, difference
+from qarl.weight_sync.sender import SamplerFault
+from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.transport import learner_gpu
+from qarl.weight_sync.update import WeightUpdate
+
+LOG = "sampler.log"  # in the run directory
+POLL_S = 0.01  # for a message of the sampler's process
+LOOK_S = 0.05  # between two looks of the learner that waits
+
+
+def launch(config: Config, device: torch.device, place: Path) -> AsyncProcess:
+    """Start the sampler's process, which imports what it needs and then waits for `AsyncEngine`.
+
+    Args:
+        config: Of the run.
+        device: The learner's.
+        place: Directory of the log.
+
+    Raises:
+        UserError: There is no GPU for the sampler, or the log cannot be written.
+    """
+    settings = config.rollout.asynchronous
+    assert settings is not None, "the run samples asynchronously"
+    gpu = None
+    if device.type == "cuda":
+        gpu = learner_gpu(device) + 1 if settings.device is None else settings.device
+        count = torch.cuda.device_count()
+        if gpu >= count or gpu == learner_gpu(device):
+            raise UserError(
+                f"rollout.async: the sampler needs a GPU of its own, and this machine shows {count}; take two or more "
+                "(rollout.async.device chooses one), or leave rollout.async out"
+            )
+    return AsyncProcess(device, gpu, place / LOG, settings.timeout_s)
+
+
+class AsyncEngine:
+    """The sampler's process, the groups in flight, and an engine beside the learner for evaluations.
+
+    See `RolloutEngine` for `publish`, `generate`, `sleep`, `wake` and `close`.
+
+    Args:
+        process: See `launch`; it is the engine's from now on.
+        stream: Gives the prompts of all steps.
+        rewards: Scores responses, from a thread of the engine.
+        sampling: Of step 0; each step has its own seed.
+        place: Directory of the log.
+        say: Called with one line for the user.
+
+    Attributes:
+        version: Version that was published last.
+        metrics: Of the last publish and the last `take`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Prompt],
+        stream: PromptStream,
+        rewards: RewardPool,
+        sampling: SamplingParams,
+        place: Path,
+        say: Callable[[str], None],
+        process: AsyncProcess,
+    ) -> None:
+        settings = config.rollout.asynchronous
+        assert settings is not None, "the run samples asynchronously"
+        self.config, self.settings, self.policy, self.sampling = config, settings, policy, sampling
+        self.place, self.say = place, say
+        self.version: int | None = None
+        self.metrics: dict[str, float] = {}
+        self.restarts = 0
+        self._stream, self._rewards = stream, rewards
+        self._prompts = {prompt.id: prompt for prompt in prompts}
+        self._local = NativeEngine(policy.sampler, tokenizer, config.rollout)
+        self._longest = longest_of(prompts, sampling, policy.max_length)
+        self._canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
+        self._bound: Bound | None = None
+        dynamic = config.rollout.dynamic_sampling
+        self._per_step = math.ceil(config.train.prompts_per_step * (dynamic.oversample if dynamic else 1.0))
+        self._process, self._started = process, False
+
+        # Shared with the two threads, and read and written under the condition's lock.
+        self._changed = threading.Condition()
+        self._groups: deque[PendingGroup] = deque()  # in the order in which they are learned from
+        self._taken = 0  # groups at the front that the current step learns from
+        self._log = OrderLog()
+        self._orders: deque[tuple[Published | Added, WeightUpdate | None]] = deque()  # still to be sent
+        self._unanswered: Published | None = None  # publish that the sampler has not answered
+        self._partials: list[Any] | None = []  # None: asked for
+        self._asks_partials = False
+        self._to_score: deque[PendingGroup] = deque()
+        self._fault: BaseException | None = None
+        self._closing = False
+        self._sampler_s = self._tokens = 0.0  # seconds of generation and tokens of finished responses, so far
+        self._earlier_s = 0.0  # seconds of generation of processes that failed
+
+        self._submitted: Counter[int] = Counter()  # submissions per step
+        self._number = 0
+        self._snapshots: dict[int, Snapshot] = {}  # versions that waiting responses need
+        self._published: list[int] = []  # newest versions, in order
+        self._mark = time.monotonic(), 0.0, 0.0, 0.0  # at the last take: time, seconds of generation, tokens, waited
+        self._waited_s = 0.0
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=f"qarl-{name}", daemon=True)
+            for name, work in (("sampler", self._serve), ("rewards", self._score))
+        ]
+
+    # --- the contract of an engine -----------------------------------------------------------------------------
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Send a snapshot to the sampler. Does not wait for the sampler, unless it still has to take the previous one.
+
+        The sampler's answer is checked when it comes; the next call of this engine raises what it shows.
+        """
+        self.policy.sampler.install(snapshot)
+        self.version = None
+        if self._started:
+            self._wait(lambda: self._unanswered is None and not self._orders)
+        if self.settings.proximal == "sampled":
+            self.policy.kept[snapshot.version] = self.policy.weights
+        self._snapshots[snapshot.version] = snapshot
+        if snapshot.version not in self._published:
+            self._published = [*self._published, snapshot.version][-2 * (self.settings.max_staleness + 2) :]
+        if self._log.last_version != snapshot.version:  # a resumed run's log has it already
+            scores = [self.policy.sampler.score([tokens]).tolist() for tokens in self._canary]
+            # Packed in this thread: the other one would wait for whatever the learner starts next.
+            update = self._update(snapshot) if self._started else None
+            with self._changed:
+                self._enqueue(Published(snapshot, scores), update)
+        if not self._started:
+            self._start()
+        self.version = snapshot.version
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        version: int,
+        progress: Progress = ignore_progress,
+        first: Sequence[int] | None = None,
+    ) -> list[Rollout]:
+        """Generate beside the learner, for evaluations: the sampler's process goes on with the next steps."""
+        require_version(self.version, version)
+        if self._local.version != version:
+            self._local.publish(self.policy.current)
+        return self._local.generate(prompts, sampling, version, progress, first)
+
+    def sleep(self) -> None:
+        self._local.sleep()
+
+    def wake(self) -> None:
+        """Do nothing: the sampler never sleeps."""
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self._process.close()
+        self._local.close()
+        self.version = None
+
+    # --- what the training loop adds ---------------------------------------------------------------------------
+
+    def fill(self, step: int) -> None:
+        """Give the sampler the prompts that its staleness allows before training step `step`, counted from 0."""
+        with self._changed:
+            waiting = len(self._groups) - self._taken
+            limit = (self.settings.max_staleness + 1) * self._per_step
+            while waiting < limit and (target := step + waiting // self._per_step) < self.config.train.steps:
+                count = min(self._per_step, limit - waiting)
+                self._submit(count, target)
+                waiting += count
+
+    def take(self, count: int, step: int, tick: Callable[[], None]) -> tuple[list[Prompt], list[Rollout], RewardResult]:
+        """Return the next groups with their scores; waits until they are complete.
+
+        Args:
+            count: Number of groups.
+            step: Training step, from 0.
+            tick: Called while waiting. If it raises, the groups stay.
+        """
+        with self._changed:
+            missing = count - (len(self._groups) - self._taken)
+            if missing > 0:  # a further round of dynamic sampling
+                self._submit(missing, step)
+            groups = list(self._groups)[self._taken : self._taken + count]
+            ready = sum(group.scores is not None for group in list(self._groups)[self._taken :])
+        begin = time.monotonic()
+        self._wait(lambda: all(group.scores is not None for group in groups), tick)
+        self._waited_s += time.monotonic() - begin
+        self._taken += count
+        self._measure(groups, ready)
+        scores = RewardResult.joined([group.scores for group in groups if group.scores is not None])
+        judge(scores, self.config.reward.max_failed_frac)
+        rollouts = [rollout for group in groups for rollout in group.ordered]
+        return [group.prompt for group in groups], rollouts, scores
+
+    def finish(self) -> None:
+        """Forget the groups of the step that was learned from, and the weights that no waiting response needs."""
+        with self._changed:
+            for _ in range(self._taken):
+                self._groups.popleft()
+            self._taken = 0
+        needed = self._needed()
+        for versions in (self.policy.kept, self._snapshots):
+            for version in versions.keys() - needed:
+                del versions[version]
+
+    def _needed(self) -> set[int]:
+        """Versions that a waiting response was sampled with, or has to be."""
+        with self._changed:
+            needed = set(self._log.snapshots) | {self.policy.version}
+            if self.settings.proximal == "sampled":
+                needed |= {version for group in self._groups for version in group.versions}
+            return needed
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors and the JSON that `load` continues from.
+
+        With `in_flight: wait` unfinished responses are sampled again from the same weights. Otherwise what they have so
+        far is saved.
+        """
+        if self.settings.in_flight != "wait" and self._started:
+            with self._changed:
+                self._partials, self._asks_partials = None, True
+            self._wait(lambda: self._partials is not None)
+        with self._changed:
+            by_number = {group.number: group for group in self._groups}
+            for number, sample, *partial in self._partials or ():
+                if (group := by_number.get(number)) is not None and sample not in group.rollouts:
+                    group.partial[sample] = tuple(partial)
+            tensors, rows = save_groups(self._groups)
+            log: list[Any] = []
+            for entry in self._log.entries:
+                if isinstance(entry, Published):
+                    log.append(["publish", entry.snapshot.version])
+                else:
+                    log.append(["add", [group.number for group in entry.groups]])
+        for version in sorted(self._needed() - {self.policy.version}):
+            tensors |= {f"{version}/{name}": tensor for name, tensor in self._snapshots[version].tensors.items()}
+        state = {
+            "groups": rows,
+            "log": log,
+            "number": self._number,
+            "submitted": [[step, count] for step, count in sorted(self._submitted.items())],
+            "published": self._published,
+            "n": self.sampling.n,
+        }
+        return tensors, state
+
+    def load(
+        self, tensors: Mapping[str, Tensor], state: dict[str, Any], snapshot_of: Callable[[int], Snapshot]
+    ) -> None:
+        """Continue from `state`, before the first publish.
+
+        snapshot_of: Builds a kept version from its tensors.
+
+        Raises:
+            UserError: The state is not whole, or a prompt of it is not in the data any more.
+        """
+
+        def prompt_of(number: int) -> Prompt:
+            if number not in self._prompts:
+                raise UserError(f"rollout.async: prompt {number} of a saved response is not in the data; restore it")
+            return self._prompts[number]
+
+        groups = load_groups(tensors, state["groups"], prompt_of, self.sampling.n)
+        by_number = {group.number: group for group in groups}
+        current = self.policy.current
+        with self._changed:
+            self._groups = deque(groups)
+            self._number = state["number"]
+            self._submitted = Counter(dict(map(tuple, state["submitted"])))
+            self._published = list(state["published"])
+            self._to_score.extend(group for group in groups if group.complete)
+            for operation, what in state["log"]:
+                if operation == "add":
+                    self._enqueue(Added([by_number[number] for number in what if number in by_number]))
+                else:
+                    snapshot = current if what == current.version else snapshot_of(what)
+                    self._enqueue(Published(snapshot, []))
+        stored = {name.split("/")[0] for name in tensors if "/" in name and not name.startswith("routing/")}
+        for version in map(int, stored):
+            snapshot = self._log.snapshots.get(version) or snapshot_of(version)
+            self._snapshots[version] = snapshot
+            if self.settings.proximal == "sampled":
+                self.policy.kept[version] = learner_weights(self.policy, snapshot, {})
+
+    # --- the learner's side ------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Send the settings to the process, wait until its model is built, and start the threads."""
+        try:
+            self._build(self._process)
+        except SamplerFault as fault:
+            raise SamplerError(f"rollout.async: the sampler did not start: {fault}{see(self.place / LOG)}") from fault
+        self._started = True
+        for thread in self._threads:
+            thread.start()
+
+    def _build(self, process: AsyncProcess) -> None:
+        on_cpu = self.policy.device.type == "cpu"
+        settings = AsyncSettings(
+            config=self.config.to_yaml(),
+            device="cpu" if on_cpu else "cuda:0",
+            max_length=self.policy.max_length,
+            longest=self._longest,
+            sequences=(self.settings.max_staleness + 1) * self._per_step * self.sampling.n,
+            sampling=replace(self.sampling, record_routing=self.config.records_routing),
+            threads=torch.get_num_threads() if on_cpu else None,
+        )
+        process.begin_with(settings)
+        process.wait_until_ready(self._raise_fault)
+
+    def _submit(self, count: int, step: int) -> None:
+        """Give the sampler the next prompts of the data, for a step."""
+        serial = self._submitted[step]
+        self._submitted[step] += 1
+        for old in [one for one in self._submitted if one < step - 2 * self.settings.max_staleness - 2]:
+            del self._submitted[old]
+        prompts, n = self._stream.next(count), self.sampling.n
+        seed = round_seed(self.sampling.seed + step, serial)
+        groups = [
+            PendingGroup(self._number + i, step, prompt, seed, first, n)
+            for i, (prompt, first) in enumerate(zip(prompts, first_samples(prompts, n), strict=True))
+        ]
+        self._number += count
+        self._groups += groups
+        self._enqueue(Added(groups))
+
+    def _enqueue(self, entry: Published | Added, update: WeightUpdate | None = None) -> None:
+        self._log.append(entry)
+        self._orders.append((entry, update))
+        self._changed.notify_all()
+
+    def _update(self, snapshot: Snapshot) -> WeightUpdate:
+        """Pack a snapshot for the process. One update at a time is packed."""
+        payload = self._process.transports[0].pack(snapshot.published)
+        return WeightUpdate(snapshot.version, [payload], snapshot.fingerprints, self._canary)
+
+    def _wait(self, condition: Callable[[], bool], tick: Callable[[], None] = lambda: None) -> None:
+        """Wait until a condition holds. Raises the fault of a thread, and whatever `tick` raises."""
+        while True:
+            with self._changed:
+                self._raise_fault()
+                if condition():
+                    return
+                self._changed.wait(LOOK_S)
+            tick()
+
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    def _measure(self, groups: Sequence[PendingGroup], ready: int) -> None:
+        """Fill `metrics` for a step that learns from `groups`. ready: groups that were complete before."""
+        age = {version: len(self._published) - 1 - i for i, version in enumerate(self._published)}
+        rollouts = [rollout for group in groups for rollout in group.ordered]
+        ages = [age[version] for r in rollouts for version in r.versions or [r.version] * len(r.token_ids)]
+        then, sampler_s, tokens, waited_s = self._mark
+        with self._changed:
+            self._mark = time.monotonic(), self._sampler_s, self._tokens, self._waited_s
+        passed = self._mark[0] - then
+        worked = self._mark[1] - sampler_s
+        self.metrics |= {
+            "async/staleness_mean": mean(ages),
+            "async/staleness_max": float(max(ages)),
+            "async/continued_frac": mean([float(r.versions is not None) for r in rollouts]),
+            "async/queue_groups": float(ready),
+            "async/sampler_idle_frac": min(max(1 - worked / passed, 0.0), 1.0),
+            "async/learner_idle_frac": min((self._waited_s - waited_s) / passed, 1.0),
+            "async/restarts": float(self.restarts),
+        }
+        if worked > 0:
+            self.metrics["throughput/rollout_tokens_per_s"] = (self._mark[2] - tokens) / worked
+
+    # --- the threads -------------------------------------------------------------------------------------------
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            with self._changed:
+                self._fault = self._fault or error
+                self._changed.notify_all()
+
+    def _serve(self) -> None:
+        """Send orders and take what the sampler's process sends, until the engine closes."""
+        while not self._closing:
+            try:
+                self._send_orders()
+                message = self._process.message(POLL_S)
+            except SamplerFault as fault:
+                self._restart(fault)
+                continue
+            if message is not None:
+                with self._changed:
+                    self._receive(*message)
+                    self._changed.notify_all()
+
+    def _send_orders(self) -> None:
+        while True:
+            with self._changed:
+                if self._asks_partials:
+                    self._asks_partials = False
+                    entry: Published | Added | None = None
+                elif not self._orders or (self._unanswered and isinstance(self._orders[0][0], Published)):
+                    return
+                else:
+                    entry, update = self._orders.popleft()
+                    self._unanswered = entry if isinstance(entry, Published) else self._unanswered
+                missing = [g.request() for g in entry.groups if not g.complete] if isinstance(entry, Added) else []
+            if entry is None:
+                self._process.order("partials", None)
+            elif isinstance(entry, Published):
+                self._process.order("publish", update or self._update(entry.snapshot))
+            elif missing:
+                self._process.order("add", missing)
+
+    def _receive(self, kind: str, body: Any) -> None:
+        match kind:
+            case "alive":
+                self._sampler_s = self._earlier_s + body
+            case "partials":
+                self._partials = body
+            case "published":
+                self._check(*body)
+            case "finished":
+                answers, sampler_s = body
+                self._sampler_s = self._earlier_s + sampler_s
+                by_number = {group.number: group for group in self._groups}
+                for number, sample, *answer in answers:
+                    group = by_number[number]
+                    group.finish(sample, *answer)
+                    self._tokens += len(answer[0])
+                    if group.complete:
+                        self._to_score.append(group)
+                self._log.prune()
+            case _:
+                raise SamplerError(f"rollout.async: the sampler's process sent {kind[:40]!r}")
+
+    def _check(self, version: int, paused_s: float, scores: list[list[float]]) -> None:
+        """Check the sampler's answer to a publish."""
+        published, self._unanswered = self._unanswered, None
+        self._process.transports[0].release()
+        assert published is not None and published.snapshot.version == version, "answers come in order"
+        self.metrics["publish/pause_s"] = paused_s
+        if not published.scores:
+            return
+        found = difference([x for own in scores for x in own], [x for own in published.scores for x in own])
+        if self._bound is None:
+            self._bound = Bound.of(found, exact=True)
+            if found.max:
+                self.say(
+                    f"rollout.async: the canary's log-probs differ by {found} between sampler and learner, and should "
+                    "be bit-identical; run qarl verify-exact to find out where they differ"
+                )
+        self._bound.check(version, found)
+
+    def _restart(self, fault: SamplerFault) -> None:
+        """Start another process and repeat the orders whose responses are missing.
+
+        Raises SamplerError past the limit.
+        """
+        self._process.close()
+        limit, log = self.settings.max_restarts, self.place / LOG
+        if self.restarts == limit:
+            raise SamplerError(
+                f"rollout.async: the sampler failed: {fault}; restarted {limit} times already "
+                f"(rollout.async.max_restarts){see(log)}"
+            ) from fault
+        self.restarts += 1
+        self.say(f"the sampler failed: {fault}; restart {self.restarts} of {limit}{see(log)}")
+        process = launch(self.config, self.policy.device, self.place)
+        try:
+            self._build(process)
+        except BaseException:
+            process.close()
+            raise
+        with self._changed:
+            self._process, self._unanswered = process, None
+            self._earlier_s = self._sampler_s
+            self._asks_partials = self._asks_partials or self._partials is None
+            self._log.prune()
+            self._orders = deque((entry, None) for entry in self._log.entries)
+
+    def _score(self) -> None:
+        """Score complete groups, those of one step together, until the engine closes."""
+        while True:
+            with self._changed:
+                while not self._to_score and not self._closing:
+                    self._changed.wait()
+                if self._closing:
+                    return
+                step = self._to_score[0].step
+                groups = [group for group in self._to_score if group.step == step]
+                self._to_score = deque(group for group in self._to_score if group.step != step)
+            n, prompts = self.sampling.n, [group.prompt for group in groups for _ in range(self.sampling.n)]
+            rollouts = [rollout for group in groups for rollout in group.ordered]
+            columns = {name: [prompt.columns[name] for prompt in prompts] for name in prompts[0].columns}
+            texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
+            share = Share(0, self._per_step * n)
+            scores = self._rewards.score(texts, [prompt.text for prompt in prompts], columns, ids, share)
+            with self._changed:
+                for place, group in enumerate(groups):
+                    group.scores = scores.part(slice(place * n, (place + 1) * n), first=place == 0)
+                self._changed.notify_all()

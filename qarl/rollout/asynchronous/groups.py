@@ -1,0 +1,192 @@
+"""Prompts that were given to the sampler and are not learned from yet: their responses, scores and saved form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qarl.errors import UserError
+from qarl.rewards import RewardResult
+from qarl.rollout.asynchronous.process import Group, Partial
+from qarl.types import Prompt, Rollout
+from qarl.weight_sync.snapshot import Snapshot
+
+
+@dataclass
+class PendingGroup:
+    """The responses to one prompt.
+
+    Attributes:
+        number: Counts the groups of a run.
+        step: Training step that it was sampled for, from 0. It seeds the random stream and numbers the responses.
+        seed: Of the random stream.
+        first: Number of the first sample.
+        rollouts: Finished responses by sample number.
+        partial: Unfinished responses that a checkpoint had.
+        scores: Of the responses, in the order of their numbers; None until they are scored.
+    """
+
+    number: int
+    step: int
+    prompt: Prompt
+    seed: int
+    first: int
+    n: int
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    partial: dict[int, Partial] = field(default_factory=dict)
+    scores: RewardResult | None = None
+
+    @property
+    def samples(self) -> range:
+        return range(self.first, self.first + self.n)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.rollouts) == self.n
+
+    @property
+    def ordered(self) -> list[Rollout]:
+        """The responses of a complete group, in order."""
+        return [self.rollouts[sample] for sample in self.samples]
+
+    @property
+    def versions(self) -> set[int]:
+        """Versions of the policy that sampled the tokens so far, as far as this process knows them."""
+        own = [r.versions or [r.version] for r in self.rollouts.values()]
+        return {version for versions in [*own, *(p[2] for p in self.partial.values())] for version in versions}
+
+    def request(self) -> Group:
+        """Return the responses that are missing, as the sampler gets them."""
+        missing = [sample for sample in self.samples if sample not in self.rollouts]
+        partial = {sample: self.partial[sample] for sample in missing if sample in self.partial}
+        return Group(self.number, self.prompt.id, self.prompt.token_ids, self.seed, missing, partial)
+
+    def finish(self, sample: int, *answer: Any) -> None:
+        """Keep a response as the sampler's process sent it; see `Host.step`."""
+        tokens, logprobs, reason, text, versions, routing = answer
+        experts = None
+        if routing is not None:
+            dtype, shape, data = routing
+            experts = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape)
+        mixed = versions if versions[0] != versions[-1] else None
+        last = versions[-1]
+        rollout = Rollout(
+            self.prompt.id, sample, tokens, logprobs, reason, last, self.seed, text, experts, versions=mixed
+        )
+        self.rollouts[sample] = rollout
+        self.partial.pop(sample, None)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A publish in the sampler's sequence of orders. scores: of the canary, by the learner."""
+
+    snapshot: Snapshot
+    scores: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Added:
+    """Groups in the sampler's sequence of orders."""
+
+    groups: list[PendingGroup]
+
+
+class OrderLog:
+    """The orders that a new sampler's process must get, so that every missing response has the same weights as before.
+
+    It begins with the publish before the first group that is not complete.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Published | Added] = []
+
+    def append(self, entry: Published | Added) -> None:
+        self.entries.append(entry)
+        self.prune()
+
+    def prune(self) -> None:
+        """Drop what no missing response needs any more."""
+        entries = [e for e in self.entries if not (isinstance(e, Added) and all(g.complete for g in e.groups))]
+        while len(entries) > 1 and isinstance(entries[0], Published) and isinstance(entries[1], Published):
+            del entries[0]
+        self.entries = entries
+
+    @property
+    def snapshots(self) -> dict[int, Snapshot]:
+        """Published snapshots in the log, by version."""
+        return {e.snapshot.version: e.snapshot for e in self.entries if isinstance(e, Published)}
+
+    @property
+    def last_version(self) -> int | None:
+        """The version published last."""
+        return max(self.snapshots, default=None)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return tensors by name and JSON that `load_groups` reads.
+
+    tokens, logprobs: of all responses, finished and unfinished, in the order of the JSON.
+    """
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    tensors: dict[str, Tensor] = {}
+    rows = []
+    for group in groups:
+        responses = []
+        for sample, r in sorted(group.rollouts.items()):
+            tokens += r.token_ids
+            logprobs += r.logprobs
+            versions = r.versions or [r.version] * len(r.token_ids)
+            responses.append(
+                {"sample": sample, "reason": r.finish_reason, "text": r.text, "versions": run_lengths(versions)}
+            )
+            if r.routing is not None:
+                tensors[f"routing/{group.number}/{sample}"] = r.routing
+        for sample, (own, values, versions) in sorted(group.partial.items()):
+            tokens += own
+            logprobs += values
+            responses.append({"sample": sample, "reason": None, "text": "", "versions": run_lengths(versions)})
+        row = {"number": group.number, "step": group.step, "prompt": group.prompt.id, "seed": group.seed}
+        rows.append({**row, "first": group.first, "responses": responses})
+    tensors["tokens"] = torch.tensor(tokens, dtype=torch.int64)
+    tensors["logprobs"] = torch.tensor(logprobs, dtype=torch.float64)
+    return tensors, rows
+
+
+def load_groups(
+    tensors: Mapping[str, Tensor], rows: list[dict[str, Any]], prompt_of: Callable[[int], Prompt], n: int
+) -> list[PendingGroup]:
+    """Return groups as `save_groups` saved them. Raises UserError if they are not whole."""
+    ids, values = tensors["tokens"].tolist(), tensors["logprobs"].tolist()
+    groups, at = [], 0
+    for row in rows:
+        group = PendingGroup(row["number"], row["step"], prompt_of(row["prompt"]), row["seed"], row["first"], n)
+        for response in row["responses"]:
+            versions = [version for version, count in response["versions"] for _ in range(count)]
+            span = slice(at, at + len(versions))
+            at = span.stop
+            own, logprobs, sample = ids[span], values[span], response["sample"]
+            if response["reason"] is None:
+                group.partial[sample] = own, logprobs, versions
+                continue
+            group.finish(sample, own, logprobs, response["reason"], response["text"], versions, None)
+            if (routing := tensors.get(f"routing/{group.number}/{sample}")) is not None:
+                object.__setattr__(group.rollouts[sample], "routing", routing)
+        groups.append(group)
+    if at != len(ids) or at != len(values):
+        raise UserError("the saved responses have other lengths than their list says")
+    return groups
+
+
+def run_lengths(values: Iterable[int]) -> list[list[int]]:
+    """Return [value, count] of each run of equal values."""
+    return [[value, sum(1 for _ in run)] for value, run in groupby(values)]

@@ -1,0 +1,254 @@
+"""The sampler's process of asynchronous rollouts: generates continuously, and takes new prompts and weights meanwhile.
+
+Orders arrive in sequence: `add` (prompts), `publish` (weights), `partials` (report unfinished responses). `wait` means
+that a publish, and all orders after it, wait until the responses in progress have ended. Otherwise they continue with
+the new weights.
+
+Nothing is loaded from a checkpoint: the first publish brings all tensors.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import torch
+from qarl_kernels.attention import PAGE
+
+from qarl.config import Config
+from qarl.config.quant import scheme_of
+from qarl.config.yaml_io import parse_yaml
+from qarl.policy.decoder import Decoder
+from qarl.policy.device import DTYPES
+from qarl.policy.load import load_tokenizer
+from qarl.policy.load_config import load_generation_config, load_model_config
+from qarl.policy.sampler import Sampler
+from qarl.policy.skeleton import schemes_of, skeleton
+from qarl.rollout.asynchronous.process import AsyncSettings, Group
+from qarl.rollout.native.engine import Generation, NativeEngine
+from qarl.rollout.native.sequence import Sequence, uniforms
+from qarl.rollout.published_weights import PublishedWeights
+from qarl.rollout.vllm.channel import Channel
+from qarl.rollout.vllm.worker import explain
+from qarl.types import Prompt
+from qarl.weight_sync.fingerprints import PublishError
+from qarl.weight_sync.snapshot import ModelLayout
+from qarl.weight_sync.transport import open_receiver
+from qarl.weight_sync.update import WeightUpdate, receive
+
+HEARTBEAT_S = 0.5  # between two signs of life
+
+
+class Host:
+    """A native engine whose weights are published to it.
+
+    Args:
+        settings: From the learner.
+    """
+
+    def __init__(self, settings: AsyncSettings) -> None:
+        config = Config.model_validate(parse_yaml(settings.config, "configuration"))
+        asynchronous = config.rollout.asynchronous
+        assert asynchronous is not None, "the run samples asynchronously"
+        self.settings, self.config, self.in_flight = settings, config, asynchronous.in_flight
+        self.device = torch.device(settings.device)
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        self.tokenizer = load_tokenizer(config.model)
+        self._build()
+        self.generation: Generation | None = None
+        self.busy_s = 0.0
+        self._group_of: dict[Sequence, int] = {}  # of the responses in progress
+
+    def _build(self) -> None:
+        config, dtype = self.config, DTYPES[self.config.model.dtype]
+        model = skeleton(load_model_config(config.model))
+        positions = -(-self.settings.max_length // PAGE) * PAGE
+        decoder = Decoder(model.base_model, positions, {dtype}, self.device)
+        scheme, ignore = scheme_of(config.quant), config.quant.ignore
+        tied = bool(model.config.tie_word_embeddings)
+        fp8 = config.quant.kv_cache_dtype == "fp8"
+        self.weights = PublishedWeights(decoder, schemes_of(model, scheme, ignore), dtype, self.device, tied, fp8)
+        layout = ModelLayout(
+            model.config,
+            load_generation_config(config.model),
+            scheme,
+            ignore,
+            dtype,
+            self.device,
+            self.settings.max_length,
+        )
+        head = decoder.embedding_name if tied else "lm_head.weight"
+        self.sampler = Sampler(layout, decoder, head, kernels=self.device.type == "cuda")
+        self.engine = NativeEngine(self.sampler, self.tokenizer, config.rollout)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a response is in progress."""
+        return self.generation is not None and self.generation.busy
+
+    # --- orders ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def publish(self, update: WeightUpdate, arriving: Any) -> tuple[float, list[list[float]]]:
+        """Load and verify the tensors of a version, and score the canary.
+
+        Returns:
+            Seconds for which no token was generated, and the log-probs of each canary sequence.
+
+        Raises:
+            PublishError: The tensors, or the operands made of them, are not those that were sent.
+        """
+        begin = time.perf_counter()
+        tensors = receive(update.version, arriving, update.expected, self.weights.base)
+        self.weights.load(tensors)
+        del tensors
+        if self.generation is None:
+            self.sampler.weights = self.weights.weight_set()
+        self.weights.check(update.version, update.expected)
+        scores = [self.sampler.score([tokens]).tolist() for tokens in update.canary]
+        if self.generation is None:
+            settings = self.settings
+            self.generation = self.engine.begin(settings.sampling, update.version, settings.longest, settings.sequences)
+        self.generation.version = update.version
+        if self.in_flight == "recompute_kv":
+            self.generation.recompute()
+        return time.perf_counter() - begin, scores
+
+    def add(self, groups: list[Group]) -> None:
+        """Queue the missing responses of groups; those with tokens already continue."""
+        assert self.generation is not None, "weights come first"
+        limit = self.settings.sampling.max_response_length
+        for group in groups:
+            prompt = Prompt(group.prompt_id, group.token_ids, "")
+            fresh = [sample for sample in group.samples if sample not in group.partial]
+            sequences = self.generation.add(prompt, fresh, group.seed) if fresh else []
+            for sample, (tokens, logprobs, versions) in group.partial.items():
+                points = uniforms(group.seed, prompt.id, sample, limit)
+                sequence = Sequence(prompt, sample, points, list(tokens), list(logprobs), list(versions))
+                self.generation.resume(sequence)
+                sequences.append(sequence)
+            self._group_of |= dict.fromkeys(sequences, group.number)
+
+    def partials(self) -> list[tuple[int, int, list[int], list[float], list[int]]]:
+        """Return (group, sample, tokens, log-probs, versions) of unfinished responses with tokens."""
+        found = ((s, group) for s, group in self._group_of.items() if s.response)
+        return [(group, s.sample, s.response, s.logprobs, s.versions) for s, group in found]
+
+    # --- generation --------------------------------------------------------------------------------------------
+
+    def step(self) -> list[tuple[Any, ...]]:
+        """Run a step. Returns the responses that ended, as `finished` sends them."""
+        assert self.generation is not None
+        begin = time.perf_counter()
+        extended = self.generation.step()
+        self.busy_s += time.perf_counter() - begin
+        return self._ended(extended)
+
+    def settle(self) -> list[tuple[Any, ...]]:
+        """Read the step that runs ahead of the host, before weights change."""
+        return [] if self.generation is None else self._ended(self.generation.settle())
+
+    def _ended(self, extended: list[Sequence]) -> list[tuple[Any, ...]]:
+        ended = [sequence for sequence in extended if sequence.finish_reason is not None]
+        found = []
+        for sequence in ended:
+            group = self._group_of.pop(sequence)
+            assert self.generation is not None
+            rollout = self.generation.rollout(sequence, 0)
+            routing = None
+            if rollout.routing is not None:
+                shape, dtype = list(rollout.routing.shape), str(rollout.routing.dtype).removeprefix("torch.")
+                routing = dtype, shape, rollout.routing.numpy().tobytes()
+            found.append(
+                (
+                    group,
+                    sequence.sample,
+                    sequence.response,
+                    sequence.logprobs,
+                    sequence.finish_reason,
+                    sequence.text,
+                    sequence.versions,
+                    routing,
+                )
+            )
+        return found
+
+
+class Server:
+    """Serves one learner: orders in sequence, generation in between."""
+
+    def __init__(self, channel: Channel, host: Host, receiver: Any) -> None:
+        self._channel, self._host, self._receiver = channel, host, receiver
+        self._orders: deque[tuple[str, Any]] = deque()
+        self._last = time.monotonic()
+        self._tokens = 0
+
+    def run(self) -> None:
+        """Serve until the learner closes the connection (EOFError)."""
+        while True:
+            idle = not self._host.busy and not self._orders
+            while (order := self._channel.poll(HEARTBEAT_S if idle else 0.0)) is not None:
+                self._orders.append(order)
+                idle = False
+            if self._orders and not (self._orders[0][0] == "publish" and self._waits):
+                self._perform(*self._orders.popleft())
+            elif self._host.busy:
+                self._send(self._host.step())
+            self._heartbeat()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether a publish must wait for the responses in progress."""
+        return self._host.in_flight == "wait" and self._host.busy
+
+    def _perform(self, operation: str, payload: Any) -> None:
+        host = self._host
+        if operation == "add":
+            host.add(payload)
+        elif operation == "partials":
+            self._send(host.settle())
+            self._channel.send("partials", host.partials())
+        else:
+            assert operation == "publish", operation
+            self._send(host.settle())
+            try:
+                paused_s, scores = host.publish(payload, self._receiver.take(payload.payloads[0]))
+            finally:
+                self._receiver.done()
+            self._channel.send("published", (payload.version, paused_s, scores))
+
+    def _send(self, finished: list[tuple[Any, ...]]) -> None:
+        if finished:
+            self._channel.send("finished", (finished, self._host.busy_s))
+
+    def _heartbeat(self) -> None:
+        now = time.monotonic()
+        if now - self._last >= HEARTBEAT_S:
+            self._last = now
+            self._channel.send("alive", self._host.busy_s)
+
+
+def main(descriptor: int) -> None:
+    """Serve the learner at the other end of the connection `descriptor`, until it is gone."""
+    channel = Channel(socket.socket(fileno=descriptor))
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the learner is gone
+        order = channel.poll(None)
+        assert order is not None and order[0] == "start", "the first order brings the settings"
+        settings, plan = order[1]
+        try:
+            host = Host(settings)
+            channel.send("done")
+            Server(channel, host, open_receiver(plan)).run()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception as error:  # whatever the model, the device or a kernel raises
+            with suppress(OSError):  # a full disk
+                traceback.print_exception(error)
+            channel.send("failed", (explain(error), isinstance(error, PublishError)))

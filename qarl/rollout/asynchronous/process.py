@@ -1,0 +1,89 @@
+"""The learner's handle of the sampler's process, and what is sent to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.vllm.channel import register
+from qarl.rollout.vllm.process import TICK_S, SamplerProcess
+from qarl.weight_sync.sender import SamplerFault
+
+Partial = tuple[list[int], list[float], list[int]]  # tokens, log-probs and versions so far
+
+
+@dataclass(frozen=True)
+class AsyncSettings:
+    """How the sampler's process is started.
+
+    Attributes:
+        config: The run's configuration as YAML.
+        device: The sampler's device in its own numbering.
+        max_length: Most tokens of prompt and response.
+        longest: Tokens of the longest prompt of the data with a response of full length.
+        sequences: Most responses in progress at a time.
+        sampling: Of all responses. The seed is that of each group.
+        threads: Of torch on a CPU; None on a GPU.
+    """
+
+    config: str
+    device: str
+    max_length: int
+    longest: int
+    sequences: int
+    sampling: SamplingParams
+    threads: int | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Responses to sample for one prompt. partial: responses that have tokens already, by sample number."""
+
+    number: int
+    prompt_id: int
+    token_ids: list[int]
+    seed: int
+    samples: list[int]
+    partial: dict[int, Partial] = field(default_factory=dict)
+
+
+register(AsyncSettings, Group)
+
+
+class AsyncProcess(SamplerProcess):
+    """A sampler's process that generates while the learner learns. It sends signs of life all the time.
+
+    learner: The learner's device. gpu: CUDA index of the sampler's GPU; None on the CPU.
+    """
+
+    module = "qarl.rollout.asynchronous.child"
+
+    def __init__(self, learner: torch.device, gpu: int | None, log: Path, timeout_s: float) -> None:
+        super().__init__(learner, gpu, "exact", log, timeout_s)
+
+    def begin_with(self, settings: AsyncSettings) -> None:
+        """Send the settings. The process then imports and builds the model."""
+        self.begin("start", (settings, self._plan))
+        self.expect_answer()
+
+    def wait_until_ready(self, look: Any) -> None:
+        """Wait until the model is built, calling `look()`. Raises SamplerFault."""
+        while not self.poll(TICK_S):
+            look()
+
+    def order(self, operation: str, payload: Any) -> None:
+        """Send an order without waiting for its result. Raises SamplerFault if the process is gone."""
+        self.begin(operation, payload)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return not self._closed and self._process.poll() is None
+
+    def ended(self) -> SamplerFault:
+        """End the process. Returns the fault to report."""
+        return self._ended("it was ended")
