@@ -81,6 +81,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     step.add_argument("--prompts", type=count, default=32, help="of a step")
     step.add_argument("--responses", type=count, default=8, help="to each prompt")
     step.add_argument("--new-tokens", type=count, default=1024, help="exactly so many per response")
+    tail = "end responses at random, with this mean, so that their lengths have a long tail; --new-tokens is the limit"
+    step.add_argument("--mean-tokens", type=count, help=tail)
     step.add_argument("--prompt-tokens", type=count, default=512, help="the longest prompt that fits")
     step.add_argument("--lr", type=positive, default=1e-6)
     step.add_argument("--memory-frac", type=positive, default=0.4, help="share of the GPU for vLLM")

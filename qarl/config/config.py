@@ -225,6 +225,8 @@ class Config(Section):
         if ahead.proximal == "sampled" and old_masters:
             text = "the learner's earlier weights are not kept, only the codes; use newest, or quant.learner: aligned"
             yield Fault(("rollout", "async", "proximal"), "sampled", text)
+        if ahead.verify_frac < 1:
+            yield from self._unverified_faults(ahead.verify_frac)
         if ahead.in_flight == "wait":
             return
         text = f"rollout.async.in_flight: {ahead.in_flight} mixes policy versions in a response; use wait"
@@ -236,6 +238,18 @@ class Config(Section):
             yield Fault(("diagnostics", "routing_every"), self.diagnostics.routing_every, text)
         if (floor := self.objective.router_floor) is not None:
             yield Fault(("objective", "router_shift_floor"), floor, text)
+
+    def _unverified_faults(self, frac: float) -> Iterator[Fault]:
+        """What needs a forward of the learner at the version of every response."""
+        key = ("rollout", "async", "verify_frac")
+        if self.quant.learner != "aligned":
+            yield Fault(key, frac, f"a {self.quant.learner} learner's log-probs are not the sampler's; must be 1")
+        if self.objective.truncation_set == "replay":
+            yield Fault(key, frac, "objective.truncation_set: replay records the learner's sets; must be 1")
+        if self.model.routing == "replay_learner":
+            yield Fault(key, frac, "model.routing: replay_learner records the learner's experts; must be 1")
+        if self.objective.router_floor is not None:
+            yield Fault(key, frac, "objective.router_shift_floor needs the router at that version; must be 1")
 
     def _fp8_faults(self) -> Iterator[Fault]:
         """A backward in FP8 for a learner whose layers are in plain torch."""

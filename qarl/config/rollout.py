@@ -65,6 +65,13 @@ class AsyncConfig(Section):
         description="Weights of logp_old. sampled: for each token the version that sampled it, whose codes are kept; "
         "newest: the policy at the start of the step, so that corrections weight by staleness (decoupled PPO).",
     )
+    verify_frac: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of the responses of earlier versions whose logp_old the learner computes. The others get "
+        "the sampler's log-probs, which are the same bit for bit, and save the learner a forward.",
+    )
     device: int | None = Field(
         None, ge=0, lt=DEVICES, description="CUDA index of the sampler's GPU. null: the one after the learner's."
     )
@@ -74,6 +81,17 @@ class AsyncConfig(Section):
     max_restarts: int = Field(
         2, ge=0, le=FILES, description="Restarts of a failed sampler per run; one more failure ends the run."
     )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the sampler's log-probs are those of the learner at the version of each token, bit for bit."""
+        return self.in_flight != "keep_kv" and self.proximal == "sampled"
+
+    def faults(self) -> Iterator[Fault]:
+        if self.verify_frac < 1 and not self.exact:
+            key = "in_flight: keep_kv" if self.in_flight == "keep_kv" else "proximal: newest"
+            text = f"with {key} the sampler's log-probs are not those of logp_old; must be 1"
+            yield Fault(("verify_frac",), self.verify_frac, text)
 
 
 class RolloutConfig(Section):

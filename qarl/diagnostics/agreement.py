@@ -65,4 +65,6 @@ def command(config: Config) -> str:
 def promised(config: Config, policy: Policy) -> bool:
     """Whether the run's sampler computes with the operations of its learner."""
     exact = config.rollout.engine == "native" or config.rollout.numerics == "exact"
+    if (ahead := config.rollout.asynchronous) is not None:
+        exact = ahead.exact
     return policy.aligned and (policy.kernels or policy.device.type == "cpu") and exact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -68,16 +69,27 @@ class Batch:
     def _versions(self, index: int) -> list[int] | None:
         return None if self.versions is None else self.versions[index]
 
+    def trust_sampler(self, verified: float, seed: int, step: int) -> None:
+        """Take the sampler's log-probs as `logp_old` of responses of earlier versions, except for a random share.
+
+        verified: the share. It depends on (seed, step) which ones are taken.
+        """
+        stale = [i for i in range(len(self)) if self.stale(i)]
+        count = len(stale) - math.ceil(verified * len(stale))
+        if trusted := self.part(sorted(random.Random(f"verify-{seed}-{step}").sample(stale, count))):
+            self.logp_old.fill(trusted, trusted.logp_sampler)
+
     def in_advance(self, minibatches: Sequence[Part]) -> Iterator[tuple[int, Part]]:
         """Yield the forwards that fill `logp_old` before the first update: (policy version, part), newest first.
 
         Responses of the first minibatch whose tokens are all of `version` need none: their training forward fills it.
+        Those whose `logp_old` is known already need none either.
         """
         later = {i for minibatch in minibatches[1:] for i in minibatch.indices}
         yield self.version, self.part([i for m in minibatches for i in m.indices if i in later and not self.stale(i)])
         by_version: dict[int, list[int]] = {}
         for i in (i for minibatch in minibatches for i in minibatch.indices):
-            for version in set(self._versions(i) or ()):
+            for version in set(self._versions(i) or ()) if not self.logp_old.known(self.part([i])) else ():
                 by_version.setdefault(version, []).append(i)
         for version in sorted(by_version, reverse=True):
             yield version, self.part(by_version[version])

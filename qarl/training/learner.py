@@ -87,6 +87,8 @@ class Learner:
             batch.chosen = RoutingColumn(len(batch))
         if self.objective.needs.router_shift:
             batch.router = Column.empty(len(batch))
+        if (ahead := self.config.rollout.asynchronous) is not None and ahead.verify_frac < 1:
+            batch.trust_sampler(ahead.verify_frac, self.config.train.seed, step)
         self.totals = LearnerTotals()
         self._minibatches = self._left = self.config.train.epochs * math.ceil(len(batch) / self.config.minibatch_size)
         # The first optimizer step allocates the optimizer's state; "deployed" has a forward after the last one.

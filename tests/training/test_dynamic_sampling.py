@@ -11,7 +11,8 @@ from qarl.config.rollout import DynamicSampling
 from qarl.data.stream import PromptStream
 from qarl.rewards import RewardResult
 from qarl.training.batch import build_batch
-from qarl.training.dynamic_sampling import Sampled, round_seed, sample_until_full
+from qarl.rollout.engine import round_seed
+from qarl.training.dynamic_sampling import Sampled, sample_until_full
 from qarl.types import Prompt, Rollout
 
 N = 2

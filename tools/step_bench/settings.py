@@ -41,6 +41,14 @@ def learner_config(options: argparse.Namespace, shape: Shape, device: torch.devi
     return decide_sizes(make_config(data, "bench_step", options.set), device.type, shape.architecture(), gpu_bytes())
 
 
+def stop_tokens(mean: int | None, vocabulary: int) -> list[int]:
+    """Token ids that end a response of a model with random weights after about `mean` tokens; None: none.
+
+    Such a model gives all tokens similar probabilities, so lengths are nearly geometric.
+    """
+    return [] if mean is None else list(range(5, vocabulary, max(1, mean)))
+
+
 def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place: Path, engine: str) -> dict[str, Any]:
     """Of a whole run, as its YAML would give it. place: holds prompts and reward, and gets the run."""
     return {
@@ -54,7 +62,8 @@ def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place:
             "engine": engine,
             "n": options.responses,
             "max_response_length": options.new_tokens,
-            "ignore_eos": True,  # each response has exactly as many
+            "ignore_eos": True,  # each response has exactly as many, unless stop tokens end it
+            "stop_token_ids": stop_tokens(options.mean_tokens, shape.vocabulary),
             "max_num_seqs": options.prompts * options.responses,
             "vllm": {"memory_frac": options.memory_frac},
         },

@@ -17,7 +17,8 @@ from harness import Record
 from model_sizes import Shape
 
 from qarl.training.metrics import peak_memory_gib
-from step_bench.shapes import REWARD, model_directory, questions
+from step_bench.settings import stop_tokens
+from step_bench.shapes import REWARD, VOCABULARY, model_directory, questions
 
 
 def engine_of(device: torch.device) -> str:
@@ -29,6 +30,7 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu
     """Of `trl.GRPOConfig`. A training step generates once, for all its prompts, and steps the optimizer once."""
     responses = options.prompts * options.responses
     assert responses % options.device_batch == 0, "bench_step.parse refuses it"
+    stops = stop_tokens(options.mean_tokens, options.vocabulary or VOCABULARY)
     arguments: dict[str, Any] = {
         "output_dir": str(place),
         "max_steps": options.steps,
@@ -37,7 +39,9 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu
         "num_generations": options.responses,
         "max_completion_length": options.new_tokens,
         # each response has exactly as many tokens
-        "generation_kwargs": {"ignore_eos": True} if engine == "vllm" else {"min_new_tokens": options.new_tokens},
+        "generation_kwargs": {"ignore_eos": True, "stop_token_ids": stops}
+        if engine == "vllm"
+        else {"min_new_tokens": options.new_tokens},
         "temperature": 1.0,
         "beta": 0.0,
         "shuffle_dataset": False,
@@ -75,6 +79,7 @@ def trl_records(options: argparse.Namespace, shape: Shape, device: torch.device)
         "prompts": options.prompts * options.steps,
         "seed": options.seed,
         "new_tokens": options.new_tokens,
+        "tail": options.mean_tokens is not None,
     }
     result = train(task, device)
     sampled = result["responses"]
@@ -131,7 +136,7 @@ def train(task: Record, device: torch.device) -> Record:
     """steps: seconds of each; total_s: with the start; peak_gib; responses: how many were sampled.
 
     task: `model`, a directory; `grpo`, arguments of `trl.GRPOConfig`; `prompts`, how many, and their `seed`;
-    `new_tokens` that each response must have.
+    `new_tokens` that each response must have, unless `tail` is true.
     """
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -173,7 +178,7 @@ def train(task: Record, device: torch.device) -> Record:
         spent.within(trainer, "_generate_single_turn", "generate_s")
     trainer.train()
     total = time.perf_counter() - begin
-    assert lengths and set(lengths) == {task["new_tokens"]}, "nothing ends a response early"
+    assert lengths and (task["tail"] or set(lengths) == {task["new_tokens"]}), "nothing ends a response early"
     return {
         "steps": steps,
         "total_s": total,

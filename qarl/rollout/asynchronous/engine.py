@@ -349,6 +349,7 @@ class AsyncEngine:
         except SamplerFault as fault:
             raise SamplerError(f"rollout.async: the sampler did not start: {fault}{see(self.place / LOG)}") from fault
         self._started = True
+        self._mark = time.monotonic(), 0.0, 0.0, 0.0
         for thread in self._threads:
             thread.start()
 
