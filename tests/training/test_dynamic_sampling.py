@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from qarl.config.rollout import DynamicSampling
 from qarl.data.stream import PromptStream
 from qarl.rewards import RewardResult
-from qarl.training.batch import build_batch
 from qarl.rollout.engine import round_seed
+from qarl.training.batch import build_batch
 from qarl.training.dynamic_sampling import Sampled, sample_until_full
 from qarl.types import Prompt, Rollout
 

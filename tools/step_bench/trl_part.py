@@ -30,7 +30,8 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu
     """Of `trl.GRPOConfig`. A training step generates once, for all its prompts, and steps the optimizer once."""
     responses = options.prompts * options.responses
     assert responses % options.device_batch == 0, "bench_step.parse refuses it"
-    stops = stop_tokens(options.mean_tokens, options.vocabulary or VOCABULARY)
+    tokens = stop_tokens(options.mean_tokens, options.vocabulary or VOCABULARY)
+    stops = {"stop_token_ids": tokens} if tokens else {}
     arguments: dict[str, Any] = {
         "output_dir": str(place),
         "max_steps": options.steps,
@@ -39,7 +40,7 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu
         "num_generations": options.responses,
         "max_completion_length": options.new_tokens,
         # each response has exactly as many tokens
-        "generation_kwargs": {"ignore_eos": True, "stop_token_ids": stops}
+        "generation_kwargs": {"ignore_eos": True, **stops}
         if engine == "vllm"
         else {"min_new_tokens": options.new_tokens},
         "temperature": 1.0,
