@@ -2,35 +2,51 @@
 
     python tools/config_reference.py
 
-With --check nothing is written, and the exit code is 1 where the page is not what the schema says.
+With --check nothing is written; the exit code is 1 if the page differs from the schema.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration_keys.md"
 HEAD = """\
 # Configuration keys
 
-Every key, its type with bounds, its default and what it means; written by `python tools/config_reference.py` from what
-`qarl schema` prints. A list of sections has `[]` in its keys. A default of null stands for what the text says, or for
-off. `qarl check my.yaml` prints a configuration with all of them, after what depends on other keys is decided.
+Every key of every section, generated from the schema (`qarl schema`) by `python tools/config_reference.py`. Keys are
+relative to their section: `path` under [model](#model) is `model.path`. `[]` marks a list of sections. Bounds are
+intervals: (0, 1] excludes 0 and includes 1. A key without a default is null, which means off or what the text says.
+`qarl check my.yaml` prints a configuration with all defaults resolved.
 """
 NAMES = {"object": "mapping", "string": "text", "integer": "integer", "number": "number", "boolean": "boolean"}
-SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 Schema = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """A key of a section: its path in the section, its type, its default (as YAML, empty if null), its description."""
+
+    key: str
+    kind: str
+    default: str
+    text: str
+
+    @property
+    def meaning(self) -> tuple[str, str, str]:
+        """What two kinds of a section have in common if they share the key: all but the default."""
+        return self.key, self.kind, self.text
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page is another")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
     check = parser.parse_args().check
     sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
     from qarl.config import Config
@@ -38,7 +54,7 @@ def main() -> int:
     text = page(Config.model_json_schema())
     if check:
         if PAGE.read_text() != text:
-            print(f"{PAGE.relative_to(ROOT)} is not what the schema says; run python tools/config_reference.py")
+            print(f"{PAGE.relative_to(ROOT)} is out of date; run python tools/config_reference.py")
             return 1
         return 0
     PAGE.write_text(text)
@@ -47,66 +63,108 @@ def main() -> int:
 
 def page(schema: Schema) -> str:
     """The page as Markdown."""
-    definitions = schema["$defs"]
+    definitions, seen = schema["$defs"], {}
     parts = [HEAD]
     for name, entry in schema["properties"].items():
         section = section_of(entry, definitions)
-        parts.append(f"## {name}\n\n{described(section, entry)}\n\n{tables(name, section, definitions)}")
+        seen[json.dumps(section)] = name
+        parts.append(f"## {name}\n\n{described(section, entry)}\n\n{tables(section, definitions, seen)}")
     return "\n".join(parts)
 
 
+def keys(schema: Schema) -> Iterator[str]:
+    """Every key with its section, such as `rollout.vllm.process`; lists of sections without an index."""
+    for name, entry in schema["properties"].items():
+        section = section_of(entry, schema["$defs"])
+        yield name
+        for kind in kinds_of(section, schema["$defs"]) or [section]:
+            for row in rows("", kind, schema["$defs"], {}):
+                yield f"{name}.{row.key}".replace("[]", "")
+
+
 def resolved(entry: Schema, definitions: dict[str, Schema]) -> Schema:
-    """The definition that an entry refers to; the entry itself where it refers to none."""
+    """The definition that an entry refers to, or the entry itself."""
     while "$ref" in entry:
         entry = definitions[entry["$ref"].removeprefix("#/$defs/")]
     return entry
 
 
 def section_of(entry: Schema, definitions: dict[str, Schema]) -> Schema:
-    """The definition of a section, also of one that may be null or a text instead."""
+    """The definition of a section, also if the key may be null or a text instead."""
     section = resolved(entry, definitions)
     inner = [resolved(part, definitions) for part in section.get("anyOf", [])]
     return next((part for part in inner if "oneOf" in part or "properties" in part), section)
 
 
 def described(section: Schema, entry: Schema) -> str:
-    """The first paragraph of what a section says of itself, and of a text that may stand in its place."""
+    """The first paragraph of a section's description, and the description of a text that is accepted instead."""
     own = str(entry.get("description") or section.get("description", "")).split("\n\n")[0]
     texts = [f"Or a text: {part['description']}" for part in entry.get("anyOf", []) if part.get("type") == "string"]
     return " ".join(" ".join([own, *texts]).split())
 
 
-def tables(path: str, section: Schema, definitions: dict[str, Schema]) -> str:
-    """The keys of a section; of one that comes in several kinds, first those that all have, then those of each."""
-    kinds = [resolved(kind, definitions) for kind in section.get("oneOf", [])]
+def kinds_of(section: Schema, definitions: dict[str, Schema]) -> list[Schema]:
+    return [resolved(kind, definitions) for kind in section.get("oneOf", [])]
+
+
+def tables(section: Schema, definitions: dict[str, Schema], seen: dict[str, str]) -> str:
+    """The keys of a section. A section with several kinds has three tables: kinds, shared keys, other keys."""
+    kinds = kinds_of(section, definitions)
     if not kinds:
-        return table(list(rows(path, section, definitions)))
-    each = [list(rows(path, kind, definitions)) for kind in kinds]
-    common = [row for row in each[0] if all(row in own for own in each)]
-    parts = [table(common)]
-    for kind, own in zip(kinds, each, strict=True):
-        name, found = kind_name(section, kind), table([row for row in own if row not in common])
-        parts.append(f"### {path} of {name}\n\n{described(kind, {})}\n\n{found}")
-    return "\n".join(parts)
+        return table(["key", "type, default", "meaning"], [cells(row) for row in rows("", section, definitions, seen)])
+    selector = section.get("discriminator", {}).get("propertyName", "name")
+    own = {}
+    for kind in kinds:
+        name = str(kind["properties"][selector].get("const", kind.get("title")))
+        own[name] = {row.key: row for row in rows("", kind, definitions, seen)}
+    names = [[f"`{name}`", found.pop(selector).text] for name, found in own.items()]
+    grouped: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for name, found in own.items():
+        for row in found.values():
+            grouped.setdefault(row.meaning, {}).setdefault(row.default, []).append(f"`{name}`")
+    shared, others = [], []
+    for (key, type_, text), by_default in grouped.items():
+        common = max(by_default, key=lambda default: len(by_default[default]))
+        first, value, meaning = cells(Row(key, type_, common, text))
+        for default in (default for default in by_default if default != common):
+            value += f"; default for {', '.join(by_default[default])}: {default or 'null'}"
+        having = [name for name in names if any(name[0] in some for some in by_default.values())]
+        if len(having) == len(own):
+            shared.append([first, value, meaning])
+        else:
+            others.append([first, ", ".join(name[0] for name in having), value, meaning])
+    return "\n".join(
+        [
+            table([f"`{selector}`", "meaning"], names),
+            table(["key", "type, default", "meaning"], shared),
+            table(["key", f"`{selector}`", "type, default", "meaning"], others),
+        ]
+    )
 
 
-def kind_name(section: Schema, kind: Schema) -> str:
-    """`name: tbpo`, by the key that tells the kinds apart."""
-    key = section.get("discriminator", {}).get("propertyName", "name")
-    return f"`{key}: {kind['properties'][key].get('const', kind.get('title'))}`"
+def rows(path: str, section: Schema, definitions: dict[str, Schema], seen: dict[str, str]) -> Iterator[Row]:
+    """The keys of a section and of the sections in it.
 
-
-def rows(path: str, section: Schema, definitions: dict[str, Schema]) -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, description) of each key of a section and of the sections in it."""
+    Args:
+        path: Prefix of the keys, with a trailing dot unless it is empty.
+        section: The section's definition.
+        definitions: `$defs` of the schema.
+        seen: Section names by definition; a section that the page already has is a link to it.
+    """
     required = section.get("required", [])
     for name, entry in section.get("properties", {}).items():
-        key, inner = f"{path}.{name}", _section_of(entry, definitions)
+        inner = _section_of(entry, definitions)
         text = " ".join(entry.get("description", described(inner or {}, {})).split())
         default = "required" if name in required else shown(entry.get("default"))
-        yield key, kind_of(entry, definitions), default, text
-        if inner is not None:
+        if default:
+            text = re.sub(r" \(default [\d.e-]+\)", "", text)
+        known = seen.get(json.dumps(inner)) if inner is not None else None
+        if known is not None:
+            text += f" The keys of [{known}](#{known.split('.')[0]})."
+        yield Row(f"{path}{name}", kind_of(entry, definitions), default, text)
+        if inner is not None and known is None:
             suffix = "[]" if "array" in _types(entry, definitions) else ""
-            yield from rows(f"{key}{suffix}", inner, definitions)
+            yield from rows(f"{path}{name}{suffix}.", inner, definitions, seen)
 
 
 def _alternatives(entry: Schema, definitions: dict[str, Schema]) -> list[Schema]:
@@ -129,7 +187,7 @@ def _section_of(entry: Schema, definitions: dict[str, Schema]) -> Schema | None:
 
 
 def kind_of(entry: Schema, definitions: dict[str, Schema]) -> str:
-    """The type of a value, with its choices or bounds."""
+    """The type of a value, with its choices or bounds; null is left out if it is the default."""
     kinds = []
     for part in _alternatives(entry, definitions):
         if "enum" in part or "const" in part:
@@ -140,40 +198,57 @@ def kind_of(entry: Schema, definitions: dict[str, Schema]) -> str:
             inner = kind_of(items, definitions) if isinstance(items, dict) else "value"
             kinds.append(f"list of {inner}")
         elif part.get("type") == "null":
-            kinds.append("null")
+            kinds += ["null"] if entry.get("default") is not None else []
         elif part.get("properties"):
             kinds.append("section")
         else:
-            names = {
-                "object": "mapping",
-                "string": "text",
-                "integer": "integer",
-                "number": "number",
-                "boolean": "boolean",
-            }
-            kinds.append(names.get(str(part.get("type")), "value") + bounds_of(part))
+            kinds.append(NAMES.get(str(part.get("type")), "value") + bounds_of(part))
     return ", ".join(dict.fromkeys(kinds))
 
 
 def bounds_of(part: Schema) -> str:
-    """` > 0, <= 1`, of a number; nothing where it has none."""
-    numbers = [(sign, part[key]) for key, sign in SIGNS.items() if key in part]
-    return "".join(f" {sign} {number:,}" if number >= 1 else f" {sign} {number:g}" for sign, number in numbers)
+    """` (0, 1]`, for a number with bounds; empty if it has none."""
+    if not part.keys() & {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}:
+        return ""
+    low = part["minimum"] if "minimum" in part else part.get("exclusiveMinimum", -math.inf)
+    high = part["maximum"] if "maximum" in part else part.get("exclusiveMaximum", math.inf)
+    return f" {'[' if 'minimum' in part else '('}{plain(low)}, {plain(high)}{']' if 'maximum' in part else ')'}"
+
+
+def plain(number: float) -> str:
+    """A number in few characters, exactly: 1e8, 0.0001, 1024, 2^31."""
+    if 2**30 <= number < math.inf and math.log2(number).is_integer():
+        return f"2^{int(math.log2(number))}"
+    short = f"{number:g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+    if 10_000 <= abs(number) < math.inf and number % 10_000 == 0:
+        digits = str(int(number)).rstrip("0")
+        short = f"{digits}e{len(str(int(number))) - len(digits)}"
+    return short if float(short) == number else str(number)
 
 
 def shown(value: Any) -> str:
     """A default, as YAML has it."""
-    return "" if value is None else f"`{json.dumps(value, ensure_ascii=False)}`"
+    return "" if value is None else f"`{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}`"
 
 
-def table(found: list[tuple[str, str, str, str]]) -> str:
-    if not found:
-        return "No keys of its own.\n"
-    lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]
-    for key, kind, default, text in found:
-        cells = (f"`{key}`", kind, default or "null", text)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
+def cells(row: Row) -> list[str]:
+    """Key, type with default, and description."""
+    choices = row.kind.split(", ")
+    if row.default in choices:
+        value = ", ".join(f"{choice} (default)" if choice == row.default else choice for choice in choices)
+    elif row.default in ("", "required"):
+        value = ", ".join(part for part in (row.kind, row.default) if part)
+    else:
+        value = f"{row.kind}, default {row.default}"
+    return [f"`{row.key}`", value, row.text]
+
+
+def table(heads: list[str], found: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    return (
+        "\n".join(lines + [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in found])
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

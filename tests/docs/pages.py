@@ -64,9 +64,7 @@ def config_reference() -> ModuleType:
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Every key of the configuration, sections too; of lists of sections without an index."""
+    """Every key and section of the configuration; lists of sections without an index."""
     from qarl.config import Config
 
-    text = config_reference().page(Config.model_json_schema())
-    found = {key.replace("[]", "") for key in re.findall(r"^\| `([\w.\[\]]+)`", text, re.MULTILINE)}
-    return frozenset(found | {key.split(".")[0] for key in found})
+    return frozenset(config_reference().keys(Config.model_json_schema()))
