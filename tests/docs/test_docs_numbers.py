@@ -298,7 +298,7 @@ def test_the_speeds_of_exact_numerics_in_vllm_are_the_record() -> None:
 
 def test_the_table_of_exact_tokens_is_the_record() -> None:
     found = {(row["scheme"], row["engine"], row["tokens"]): row["differing"] for row in results("exact_gpu")["found"]}
-    text = (ROOT / "docs/exact.md").read_text().partition("Seen on an H200 with SmolLM2")[2]
+    text = (ROOT / "benchmarks/vllm.md").read_text().partition("Seen on an H200 with SmolLM2")[2]
     rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d,]+) \|$", text, re.MULTILINE)
     assert len(rows) == 12
     assert all(found[scheme, engine, int(tokens.replace(",", ""))] == 0 for scheme, engine, tokens in rows)
@@ -306,7 +306,7 @@ def test_the_table_of_exact_tokens_is_the_record() -> None:
 
 def test_the_exact_tokens_of_larger_shapes_are_the_record() -> None:
     found = {(row["target"], row["scheme"], row["engine"]): row for row in results("exact_gpu")["found"]}
-    behind = (ROOT / "docs/exact.md").read_text().partition("With Qwen3-1.7B's shapes and random weights")[2]
+    behind = (ROOT / "benchmarks/vllm.md").read_text().partition("With Qwen3-1.7B's shapes and random weights")[2]
     native, _, vllm = behind.partition("none off")
     for engine, text in (("native", native), ("vllm", vllm.partition("none off")[0])):
         named = re.findall(r"(\w+) ([\d,]*\d)", text)
