@@ -74,6 +74,9 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
     if gpus is not None and count > gpus:
         text = f"{count} ranks, but this machine shows {gpus} GPUs; start at most one for each"
         yield Fault(("model", "device"), config.model.device, text)
+    if config.rollout.replay is not None:
+        text = "a replay runs on one rank; start one, or leave it out"
+        yield Fault(("rollout", "replay"), with_ranks, text)
     if config.rollout.asynchronous is not None:
         text = "the learner of asynchronous rollouts is one rank; start one, or leave async out"
         yield Fault(("rollout", "async"), with_ranks, text)

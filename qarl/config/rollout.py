@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from qarl.config.base import Fault, Field, Renamed, Section
+from qarl.config.base import Fault, Field, Renamed, Section, path_faults
 from qarl.config.by_device import ByDevice
 from qarl.config.limits import (
     DEVICES,
@@ -20,6 +20,7 @@ from qarl.config.limits import (
     SEQUENCES,
     SMALLEST_TEMPERATURE,
     TEMPERATURE,
+    TEXT,
     TOKENS,
     VOCABULARY,
 )
@@ -161,6 +162,13 @@ class RolloutConfig(Section):
     # `async` is a keyword of Python, and the word that users of other frameworks look for.
     __annotations__["async"] = "AsyncConfig | None"
     vars()["async"] = Field(None, description="Sample while the learner learns; null: one after the other.")
+    replay: str | None = Field(
+        None,
+        min_length=1,
+        max_length=TEXT,
+        description="Directory of a run whose recorded responses the learner gets, instead of sampling; to repeat a "
+        "run exactly. It needs logging.rollouts_every: 1.",
+    )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="Settings of engine vllm.")
 
     @property
@@ -202,6 +210,11 @@ class RolloutConfig(Section):
         return "vLLM, exact numerics" if self.numerics == "exact" else "vLLM"
 
     def faults(self) -> Iterator[Fault]:
+        yield from path_faults("replay", self.replay)
+        if self.replay is not None and self.dynamic_sampling is not None:
+            yield Fault(("replay",), self.replay, "records the chosen groups only; leave rollout.dynamic_sampling out")
+        if self.replay is not None and self.engine != "native":
+            yield Fault(("engine",), self.engine, "rollout.replay samples nothing but evaluations; use engine native")
         if self.asynchronous is not None and self.engine != "native":
             text = "asynchronous rollouts run on engine native; set rollout.engine: native, or leave async out"
             yield Fault(("engine",), self.engine, text)

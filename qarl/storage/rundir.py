@@ -66,6 +66,9 @@ RESUMABLE_KEYS = (
     "rollout.vllm.memory_frac",
     "rollout.vllm.timeout_s",
     "rollout.vllm.max_restarts",
+    "rollout.async.device",
+    "rollout.async.timeout_s",
+    "rollout.async.max_restarts",
 )
 
 # A forked child inherits the lock, and a reward worker may outlive a killed run. So children close it at once.

@@ -176,13 +176,14 @@ def rollout_rows(
     return rows
 
 
-def rollout_tensors(batch: Batch, rewards: list[float]) -> dict[str, Tensor]:
+def rollout_tensors(batch: Batch, rewards: list[float], versions: list[list[int]] | None = None) -> dict[str, Tensor]:
     """The responses of a step for rollouts/NNNNNN.safetensors, R responses with T tokens together, in order.
 
     int32: prompt_lengths, response_lengths, groups (R), prompt_tokens, response_tokens (T), one after the other, a
     prompt once for each of its responses. float32: advantages, rewards (R); logp_sampler, logp_old and logp (T), of the
     learner's last training forward. If the policy did not write all tokens: written (T), uint8; the log-probs are then
-    of the tokens that it wrote. version: int64 (1), of the sampling policy. If the sampler reported its experts:
+    of the tokens that it wrote. version: int64 (1), of the policy when the step begins; if earlier versions sampled
+    tokens, versions: int64 (T), of each. If the sampler reported its experts:
     routing, uint8 or int16 (N, L, k), each response's prompt + response - 1 rows after the other's (`Rollout.routing`).
     """
     whole = batch.whole(CPU)
@@ -193,6 +194,8 @@ def rollout_tensors(batch: Batch, rewards: list[float]) -> dict[str, Tensor]:
     extra = {} if batch.routing is None else {"routing": torch.cat(batch.routing)}
     if batch.written is not None:
         extra["written"] = torch.tensor([flag for response in batch.written for flag in response], dtype=torch.uint8)
+    if versions is not None:
+        extra["versions"] = torch.tensor([version for own in versions for version in own])
     return {
         **extra,
         "prompt_lengths": integers(len(prompt) for prompt in batch.prompts),

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from qarl.rollout.asynchronous.engine import AsyncEngine
     from qarl.rollout.asynchronous.process import AsyncProcess
     from qarl.rollout.vllm.process import Sampler
+    from qarl.training.replay import ReplayEngine
 
 ALONE = SingleProcess()
 
@@ -74,7 +75,7 @@ class Run:
     evaluation: TrainingEvaluation
     inputs: Inputs
     started: str | None  # see `PolicyState`
-    ahead: AsyncEngine | None = None  # `engine`, if rollouts are asynchronous
+    ahead: AsyncEngine | ReplayEngine | None = None  # `engine`, if rollouts are asynchronous or replayed
 
     def close(self) -> None:
         with ExitStack() as parts:  # each of them, even if another raises
@@ -140,8 +141,12 @@ def build_run(
         policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, policy, asked.tokenizer)
         say = console.warn if ranks.first else partial(_say, ranks.rank)
-        ahead: AsyncEngine | None = None
-        if process is not None:
+        ahead: AsyncEngine | ReplayEngine | None = None
+        if config.rollout.replay is not None:
+            from qarl.training.replay import ReplayEngine
+
+            ahead = ReplayEngine(config, policy, asked.tokenizer, asked.stream, rewards, sampling)
+        elif process is not None:
             from qarl.rollout.asynchronous.engine import AsyncEngine
 
             shared = asked.tokenizer, asked.prompts, asked.stream, rewards, sampling
@@ -329,7 +334,7 @@ def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ran
 
 def _async_process(config: Config, device: torch.device, place: Path) -> AsyncProcess | None:
     """Start the sampler's process of asynchronous rollouts, so that it imports while the policy is loaded."""
-    if config.rollout.asynchronous is None:
+    if config.rollout.asynchronous is None or config.rollout.replay is not None:
         return None
     from qarl.rollout.asynchronous.engine import launch
 

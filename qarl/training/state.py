@@ -15,6 +15,7 @@ from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.policy.model_identity import changed_inputs
 from qarl.policy.policy import Policy
+from qarl.rollout.asynchronous.engine import AsyncEngine
 from qarl.storage.checkpoint import Checkpoint
 from qarl.storage.pieces import ROLLOUTS, Piece
 from qarl.storage.saved_state import DataPosition, SavedState, saved_state
@@ -59,7 +60,7 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]
         "inputs": run.inputs.digests,
         "model_files": run.inputs.files,
     }
-    if run.ahead is not None:
+    if isinstance(run.ahead, AsyncEngine):
         tensors, state["rollouts"] = run.ahead.state()
         flat = ((name, tensor.detach().contiguous()) for name, tensor in tensors.items())
         pieces += [Piece(ROLLOUTS, name, tuple(tensor.shape), 0, tensor.view(-1)) for name, tensor in flat]
@@ -119,9 +120,10 @@ def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
     saved, place = state.rollouts, checkpoint.path
     if saved is None:
         return
-    if run.ahead is None or saved["n"] != run.sampling.n:
-        what = "is not asynchronous" if run.ahead is None else f"samples {run.sampling.n} responses per prompt"
-        fix = "set rollout.async as it was" if run.ahead is None else f"set rollout.n: {saved['n']}"
+    if not isinstance(run.ahead, AsyncEngine) or saved["n"] != run.sampling.n:
+        other = saved["n"] != run.sampling.n
+        what = f"samples {run.sampling.n} responses per prompt" if other else "is not asynchronous"
+        fix = f"set rollout.n: {saved['n']}" if other else "set rollout.async as it was"
         waiting = len(saved["groups"])
         if waiting:
             raise UserError(

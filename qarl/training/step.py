@@ -29,6 +29,7 @@ from qarl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from qarl.rollout.asynchronous.engine import AsyncEngine
+    from qarl.training.replay import ReplayEngine
 
 
 def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
@@ -78,8 +79,8 @@ def sample(config: Config, run: Run, step: int, watch: Observers) -> Sampled:
     return sampled
 
 
-def take(config: Config, ahead: AsyncEngine, prompts: int, step: int, watch: Observers) -> Sampled:
-    """Take the next groups of responses from asynchronous rollouts, with their scores."""
+def take(config: Config, ahead: AsyncEngine | ReplayEngine, prompts: int, step: int, watch: Observers) -> Sampled:
+    """Take the next groups of responses from asynchronous rollouts or a recorded run, with their scores."""
     with watch.phase("rollout", prompts * config.rollout.n):
         ahead.fill(step)
         return Sampled(*ahead.take(prompts, step, lambda: watch.progress(0)))

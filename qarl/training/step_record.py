@@ -123,7 +123,10 @@ def trace_of(
     trace = Trace()
     if rollouts_due:
         trace.rows = rollout_rows(prompts, rollouts, scores, batch)
-        trace.tensors = rollout_tensors(batch, scores.total)
+        versions = None
+        if any(version != batch.version for r in rollouts for version in r.versions or [r.version]):
+            versions = [r.versions or [r.version] * len(r.token_ids) for r in rollouts]
+        trace.tensors = rollout_tensors(batch, scores.total, versions)
     if probe.record:
         trace.tokens = probe.tokens(batch)
         trace.layers = crossed if "crossings" in probe.due else None

@@ -12,6 +12,7 @@ from qarl.diagnostics.diagnose.measure import Diagnosis, diagnose
 from qarl.diagnostics.diagnose.policies import RunPolicy
 from qarl.diagnostics.diagnose.reading import Finding, read
 from qarl.diagnostics.diagnose.saved import pick_step, read_rollouts
+from qarl.errors import UserError
 from qarl.inference.target import resolve_target
 from qarl.report.charts import chart_files
 from qarl.report.page import write_page
@@ -50,6 +51,11 @@ def diagnose_run(
     record = read_run(run)
     chosen = pick_step(run, step)
     saved = read_rollouts(run, chosen)
+    if saved.versions is not None:
+        raise UserError(
+            f"--step: step {chosen} has tokens of earlier policy versions, whose weights are not in the checkpoint; "
+            "give a step of a synchronous run"
+        )
     target = resolve_target(str(run), step=chosen, model=model)
     directory = run / "diagnose" / f"{chosen:06d}" if out is None else out
     names_in_out(directory, ("diagnosis.json", "index.html"), ("plots",), "a diagnosis")

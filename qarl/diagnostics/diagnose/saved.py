@@ -26,7 +26,8 @@ class SavedStep:
 
     prompts, responses: token ids of each response's prompt and of the response. groups: of each response, the position
     of its prompt in the step. version: of the policy that sampled. written: whether the policy wrote each response
-    token; None: all. T counts the tokens that it wrote. logp_sampler, logp_old, logp: (T,) float32, packed;
+    token; None: all. versions: of the policy that sampled each response token; None: all `version`. T counts the tokens
+    that the policy wrote. logp_sampler, logp_old, logp: (T,) float32, packed;
     logp is the learner's last training forward over the token. advantages, rewards: (R,) float32. routing: of each
     response as `Rollout.routing`, where the sampler told its experts.
     """
@@ -43,6 +44,7 @@ class SavedStep:
     rewards: Tensor
     routing: list[Tensor] | None = None
     written: list[list[bool]] | None = None
+    versions: list[list[int]] | None = None
 
     @property
     def own_tokens(self) -> list[list[int]]:
@@ -162,9 +164,27 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     columns = {name: tensors[name] for name in _FLOATS}
     routing = _routing(path, tensors.get("routing"), [p + r - 1 for p, r in zip(*lengths.values(), strict=True)])
     version = int(tensors["version"])
+    versions = _versions(path, tensors.get("versions"), lengths["response_lengths"])
     return SavedStep(
-        step, version, parts["prompt"], parts["response"], groups, **columns, routing=routing, written=written
+        step,
+        version,
+        parts["prompt"],
+        parts["response"],
+        groups,
+        routing=routing,
+        written=written,
+        versions=versions,
+        **columns,
     )
+
+
+def _versions(path: Path, found: Tensor | None, lengths: list[int]) -> list[list[int]] | None:
+    """Per response. Raises UserError for what a run does not write."""
+    if found is None:
+        return None
+    if found.dtype != torch.int64 or found.shape != (sum(lengths),):
+        raise UserError(f"{path}: versions is not int64 [{sum(lengths)}]; give another --step")
+    return [part.tolist() for part in found.split(lengths)]
 
 
 def _written(path: Path, found: Tensor | None, lengths: list[int]) -> list[list[bool]] | None:

@@ -329,10 +329,11 @@ class AsyncEngine:
             self._to_score.extend(group for group in groups if group.complete)
             for operation, what in state["log"]:
                 if operation == "add":
-                    self._enqueue(Added([by_number[number] for number in what if number in by_number]))
+                    self._log.append(Added([by_number[number] for number in what if number in by_number]))
                 else:
                     snapshot = current if what == current.version else snapshot_of(what)
-                    self._enqueue(Published(snapshot, []))
+                    self._log.append(Published(snapshot, []))
+            self._orders = deque((entry, None) for entry in self._log.repeat(self.settings.in_flight == "wait"))
         stored = {name.split("/")[0] for name in tensors if "/" in name and not name.startswith("routing/")}
         for version in map(int, stored):
             snapshot = self._log.snapshots.get(version) or snapshot_of(version)
@@ -536,8 +537,7 @@ class AsyncEngine:
             self._process, self._unanswered = process, None
             self._earlier_s = self._sampler_s
             self._asks_partials = self._asks_partials or self._partials is None
-            self._log.prune()
-            self._orders = deque((entry, None) for entry in self._log.entries)
+            self._orders = deque((entry, None) for entry in self._log.repeat(self.settings.in_flight == "wait"))
 
     def _score(self) -> None:
         """Score complete groups, those of one step together, until the engine closes."""

@@ -73,7 +73,7 @@ class PendingGroup:
         if routing is not None:
             dtype, shape, data = routing
             experts = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape)
-        mixed = versions if versions[0] != versions[-1] else None
+        mixed = versions if len(set(versions)) > 1 else None
         last = versions[-1]
         rollout = Rollout(
             self.prompt.id, sample, tokens, logprobs, reason, last, self.seed, text, experts, versions=mixed
@@ -116,6 +116,15 @@ class OrderLog:
         while len(entries) > 1 and isinstance(entries[0], Published) and isinstance(entries[1], Published):
             del entries[0]
         self.entries = entries
+
+    def repeat(self, waits: bool) -> list[Published | Added]:
+        """Return the orders for a new process. waits: Responses keep the weights that they were ordered with.
+
+        Otherwise all missing responses are sampled with the newest weights.
+        """
+        self.prune()
+        newest = [entry for entry in self.entries if isinstance(entry, Published)][-1:]
+        return self.entries if waits else [*newest, *(e for e in self.entries if isinstance(e, Added))]
 
     @property
     def snapshots(self) -> dict[int, Snapshot]:

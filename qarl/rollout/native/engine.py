@@ -135,7 +135,7 @@ class Generation:
         routing = None if self._record is None else self._record.of(response)
         r = response
         assert r.finish_reason is not None, "a response has not ended"
-        versions = None if r.versions[0] == r.versions[-1] else r.versions
+        versions = r.versions if len(set(r.versions)) > 1 else None
         return Rollout(
             r.prompt.id,
             r.sample,

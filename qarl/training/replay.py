@@ -1,0 +1,140 @@
+"""Replay: a run learns from the responses that another run recorded, instead of sampling.
+
+Asynchronous rollouts with weights that change in flight depend on timing. The recorded responses, with the policy
+version of each token, repeat such a run exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from qarl.config import Config
+from qarl.data import PromptStream
+from qarl.diagnostics.diagnose.saved import read_rollouts, rollout_steps
+from qarl.errors import UserError
+from qarl.policy.policy import Policy
+from qarl.rewards import RewardPool, RewardResult
+from qarl.rollout.engine import Progress, SamplingParams, first_samples, ignore_progress
+from qarl.rollout.native.engine import NativeEngine
+from qarl.rollout.native.sequence import Sequence as Response
+from qarl.rollout.stopping import Stopping
+from qarl.types import Prompt, Rollout
+from qarl.weight_sync.snapshot import Snapshot
+
+
+class ReplayEngine:
+    """Gives the recorded responses of each step; evaluations sample with the native engine.
+
+    See `RolloutEngine` for `publish`, `generate`, `sleep`, `wake` and `close`.
+
+    Args:
+        stream: Must give the prompts of the recorded run.
+        rewards: Scores the responses again.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        stream: PromptStream,
+        rewards: RewardPool,
+        sampling: SamplingParams,
+    ) -> None:
+        assert config.rollout.replay is not None, "the run replays"
+        self.run = Path(config.rollout.replay).expanduser()
+        self.policy, self.stream, self.rewards, self.sampling = policy, stream, rewards, sampling
+        self.version: int | None = None
+        self.metrics: dict[str, float] = {}
+        self._local = NativeEngine(policy.sampler, tokenizer, config.rollout)
+        self._stopping = Stopping(tokenizer, sampling)
+        ahead = config.rollout.asynchronous
+        self._newest = ahead is not None and ahead.proximal == "newest"
+        self._keeps = 0 if ahead is None or self._newest else ahead.max_staleness + 1
+        steps = rollout_steps(self.run)
+        if missing := sorted(set(range(1, config.train.steps + 1)) - set(steps)):
+            raise UserError(
+                f"rollout.replay: {self.run} has no rollouts of step {missing[0]}; record a run with "
+                "logging.rollouts_every: 1 and logging.rollout_tensors: true, or lower train.steps"
+            )
+
+    def publish(self, snapshot: Snapshot) -> None:
+        self._local.publish(snapshot)
+        self.version = snapshot.version
+        if self._keeps:
+            self.policy.kept[snapshot.version] = self.policy.weights
+            for version in sorted(self.policy.kept)[: -self._keeps]:
+                del self.policy.kept[version]
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        version: int,
+        progress: Progress = ignore_progress,
+        first: Sequence[int] | None = None,
+    ) -> list[Rollout]:
+        return self._local.generate(prompts, sampling, version, progress, first)
+
+    def sleep(self) -> None:
+        self._local.sleep()
+
+    def wake(self) -> None:
+        """Do nothing: nothing sleeps that a replay needs."""
+
+    def close(self) -> None:
+        self._local.close()
+        self.version = None
+
+    def take(self, count: int, step: int, tick: Callable[[], None]) -> tuple[list[Prompt], list[Rollout], RewardResult]:
+        """Return the prompts, responses and scores of a step, counted from 0; see `AsyncEngine.take`."""
+        saved = read_rollouts(self.run, step + 1)
+        prompts, n = self.stream.next(count), self.sampling.n
+        asked = [prompt for prompt in prompts for _ in range(n)]
+        samples = [begin + i for begin in first_samples(prompts, n) for i in range(n)]
+        if [prompt.token_ids for prompt in asked] != saved.prompts:
+            raise UserError(
+                f"rollout.replay: step {step + 1} of {self.run} has other prompts than this run; use its data, seed, "
+                "train.prompts_per_step and rollout.n"
+            )
+        versions = saved.versions or [[saved.version] * len(tokens) for tokens in saved.responses]
+        needed = {version for own in versions for version in own} - {self.policy.version}
+        if not self._newest and (lost := needed - self.policy.kept.keys()):
+            raise UserError(
+                f"rollout.replay: step {step + 1} has tokens of policy version {max(lost)}, and this run is at "
+                f"{self.policy.version}; use the configuration of {self.run}, and start with checkpoint.resume: never"
+            )
+        logprobs = [part.tolist() for part in saved.logp_sampler.split(saved.lengths)]
+        rollouts = []
+        for i, (prompt, tokens) in enumerate(zip(asked, saved.responses, strict=True)):
+            response = Response(prompt, samples[i], np.empty(0), tokens)
+            self._stopping.check(response)
+            mixed = versions[i] if len(set(versions[i])) > 1 else None
+            rollouts.append(
+                Rollout(
+                    prompt.id,
+                    samples[i],
+                    tokens,
+                    logprobs[i],
+                    response.finish_reason or "length",
+                    versions[i][-1],
+                    self.sampling.seed + step,
+                    response.text,
+                    None if saved.routing is None else saved.routing[i],
+                    versions=mixed,
+                )
+            )
+        tick()
+        columns = {name: [prompt.columns[name] for prompt in asked] for name in asked[0].columns}
+        texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
+        return prompts, rollouts, self.rewards.score(texts, [prompt.text for prompt in asked], columns, ids)
+
+    def fill(self, step: int) -> None:
+        """Do nothing: the responses are there."""
+
+    def finish(self) -> None:
+        """Do nothing: each step reads its own responses."""

@@ -1,0 +1,180 @@
+"""Whole runs with asynchronous rollouts, whose sampler has its own process: equality, kills, restarts, replay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import Qarl, settings, write_config
+
+pytestmark = pytest.mark.slow
+
+# Kills the sampler's process at the N-th take of a step's responses.
+KILL_SAMPLER = """
+import os, signal
+from qarl.rollout.asynchronous.engine import AsyncEngine
+real, calls = AsyncEngine.take, []
+def take(self, *arguments):
+    calls.append(1)
+    if len(calls) == N:
+        os.kill(self._process.pid, signal.SIGKILL)
+    return real(self, *arguments)
+AsyncEngine.take = take
+"""
+# Kills the run itself after N steps were recorded, as `kill -9` does.
+KILL_RUN = """
+import os, signal
+from qarl.training.recorder import Recorder
+real = Recorder.log
+def log(self, step, metrics):
+    real(self, step, metrics)
+    if step == N:
+        os.kill(os.getpid(), signal.SIGKILL)
+Recorder.log = log
+"""
+SLOW_REWARD = """
+import time
+def slow(completions, **columns):
+    time.sleep(0.5)
+    return [float(len(text) % 5) for text in completions]
+"""
+OF_TIMES = ("time/", "memory/", "throughput/", "async/", "publish/")
+
+
+class Runs:
+    """Runs of one configuration, each in a directory of its own."""
+
+    def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
+        self.qarl, self.folder = qarl, folder
+        data = settings(
+            model,
+            rollout={"max_response_length": 40},
+            train={"steps": 6, "threads": 1},
+            logging={"rollouts_every": 1, "samples": 0},
+        )
+        self.config = write_config(folder / "c.yaml", data)
+
+    def train(self, name: str, *overrides: str, before: str = "", code: int = 0, **ahead: Any) -> list[dict[str, Any]]:
+        """The metrics of a run, without those that depend on time. ahead: `rollout.async`; nothing: synchronous."""
+        given = [f"rollout.async={json.dumps(ahead)}"] if ahead else []
+        run = [f"train.run_dir={self.folder / name}", *given, *overrides]
+        done = self.qarl.run("train", self.config, *run, before=before, cwd=self.folder)
+        assert done.code == code, done.err
+        self.out, self.err = done.out, done.err
+        if code:
+            return []
+        return [
+            {key: value for key, value in row.items() if not key.startswith(OF_TIMES)} for row in self.metrics(name)
+        ]
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+    def prompts(self, name: str) -> list[int]:
+        """Ids of the prompts that the run learned from, in order."""
+        files = sorted((self.folder / name / "rollouts").glob("*.jsonl"))
+        rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        return [row["prompt_id"] for row in rows[::4]]
+
+
+@pytest.fixture(scope="module")
+def runs(qarl, llama, tmp_path_factory) -> Runs:
+    return Runs(qarl, llama, tmp_path_factory.mktemp("async"))
+
+
+@pytest.fixture(scope="module")
+def synchronous(runs) -> list[dict[str, Any]]:
+    return runs.train("sync")
+
+
+def test_staleness_0_gives_the_numbers_of_the_synchronous_run(runs, synchronous):
+    assert runs.train("zero", max_staleness=0) == synchronous
+    ages = [row["async/staleness_max"] for row in runs.metrics("zero")]
+    assert ages == [0.0] * 6
+
+
+def test_staleness_0_with_dynamic_sampling_and_a_pass_rate(runs):
+    more = (
+        "rollout.dynamic_sampling={max_rounds: 3, oversample: 1.5}",
+        "data.pass_rate=[-30, -1]",
+        "train.steps=4",
+    )
+    assert runs.train("dynamic", *more, max_staleness=0) == runs.train("dynamic_sync", *more)
+
+
+def test_waiting_runs_repeat_bit_for_bit_after_a_kill_of_either_process(runs, synchronous):
+    """The kill of the learner resumes from a checkpoint with responses of earlier versions in it."""
+    ahead = {"max_staleness": 2, "in_flight": "wait"}
+    whole = runs.train("whole", **ahead)
+    assert [row["async/staleness_max"] for row in runs.metrics("whole")] == [0.0, 1.0, 2.0, 2.0, 2.0, 2.0]
+    assert all(row["mismatch/delta_abs_max"] == 0.0 for row in whole)
+    assert runs.train("sampler_killed", before=KILL_SAMPLER.replace("N", "3"), **ahead) == whole
+    assert "the sampler failed: its process was ended by SIGKILL" in runs.out and "restart 1 of 2" in runs.out
+    runs.train("killed", before=KILL_RUN.replace("== N", "== 5"), code=-9, **ahead)
+    assert runs.train("killed", **ahead) == whole
+    assert runs.prompts("killed") == runs.prompts("whole") == runs.prompts("sync")
+
+
+def test_weights_that_change_in_flight_stay_exact_and_a_kill_loses_and_repeats_no_prompt(runs, synchronous):
+    ahead = {"max_staleness": 4, "in_flight": "recompute_kv"}
+    runs.train("flight", before=KILL_RUN.replace("== N", "== 5"), code=-9, **ahead)
+    rows = runs.train("flight", **ahead)
+    assert len(rows) == 6 and all(row["mismatch/delta_abs_max"] == 0.0 for row in rows)
+    assert runs.prompts("flight") == runs.prompts("sync")
+    assert max(row["async/continued_frac"] for row in runs.metrics("flight")) > 0, "no response saw new weights"
+    assert max(row["async/staleness_max"] for row in runs.metrics("flight")) <= 4
+    assert runs.train("again", "rollout.replay=" + str(runs.folder / "flight"), **ahead) == rows
+
+
+def test_kept_keys_and_values_are_not_exact_and_nobody_is_warned(runs):
+    rows = runs.train("kept", max_staleness=2, in_flight="keep_kv")
+    assert max(row["mismatch/delta_abs_max"] for row in rows) > 0
+    assert "agree" not in runs.out.partition("mismatch/delta_abs_max")[0] and runs.err == ""
+
+
+def test_the_newest_policy_as_proximal_one_leaves_staleness_to_the_correction(runs):
+    rows = runs.train("newest", max_staleness=2, proximal="newest")
+    assert rows[0]["mismatch/delta_abs_max"] == 0.0 < rows[3]["mismatch/delta_abs_max"]
+
+
+def test_verifying_a_share_of_the_log_probs_changes_nothing_that_is_learned(runs):
+    """Entropy is of the responses that the learner ran at their version."""
+    few = runs.train("few", max_staleness=2, verify_frac=0.25)
+    for row, other in zip(few, runs.train("all", max_staleness=2), strict=True):
+        assert {k: v for k, v in row.items() if "entropy" not in k} == {
+            k: v for k, v in other.items() if "entropy" not in k
+        }
+
+
+def test_rewards_are_computed_while_the_sampler_and_the_learner_work(runs):
+    """A step's reward takes 0.5 s or more. With two steps ahead the learner waits for less than that in total."""
+    (runs.folder / "slow.py").write_text(SLOW_REWARD)
+    functions = json.dumps([{"name": f"{runs.folder / 'slow.py'}:slow"}])
+    runs.train("slow", f"reward.functions={functions}", "train.steps=4", max_staleness=3)
+    waited = [row["time/rollout_s"] for row in runs.metrics("slow")]
+    assert waited[0] > 0.5, "the first step waits for its rewards"
+
+
+def test_a_sampler_that_fails_again_and_again_ends_the_run_in_one_line(runs):
+    before = KILL_SAMPLER.replace("len(calls) == N", "True")
+    runs.train("failing", before=before, code=2, max_staleness=1, max_restarts=1)
+    last = runs.err.strip().splitlines()[-1]
+    assert "rollout.async: the sampler failed: its process was ended by SIGKILL" in last
+    assert "restarted 1 times already (rollout.async.max_restarts)" in last
+
+
+def test_a_synchronous_run_does_not_drop_what_was_sampled_ahead(runs):
+    runs.train("ahead", before=KILL_RUN.replace("== N", "== 3"), code=-9, max_staleness=1)
+    runs.train("switch", f"checkpoint.resume={runs.folder / 'ahead' / 'checkpoints' / 'latest'}", code=2)
+    assert "prompts were sampled ahead of the learner" in runs.err and "set rollout.async as it was" in runs.err
+
+
+def test_a_replay_names_what_does_not_fit(runs, synchronous):
+    recorded = "rollout.replay=" + str(runs.folder / "sync")
+    assert runs.train("replayed", recorded) == synchronous
+    runs.train("longer", recorded, "train.steps=7", code=2)
+    assert "has no rollouts of step 7" in runs.err
+    runs.train("other_seed", recorded, "train.seed=5", code=2)
+    assert "has other prompts than this run" in runs.err
