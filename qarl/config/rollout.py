@@ -61,6 +61,12 @@ class AsyncConfig(Section):
         "and their keys and values are computed again (exact); keep_kv: they continue on the old keys and values "
         "(faster, and log-probs are not exact).",
     )
+    order: Literal["prompts", "finished"] = Field(
+        "prompts",
+        description="Which groups a step learns from. prompts: the next ones of the data, also if it waits for a long "
+        "response; finished: complete ones first, and unfinished ones in a later step (partial rollouts), within "
+        "max_staleness.",
+    )
     proximal: Literal["sampled", "newest"] = Field(
         "sampled",
         description="Weights of logp_old. sampled: for each token the version that sampled it, whose codes are kept; "

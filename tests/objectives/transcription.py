@@ -118,12 +118,30 @@ def unpruned_values(cfg: Any, r: Response, frozen: Row, center: float) -> Row:
     if cfg.name == "sapo":
         tau = cfg.sapo_tau_pos if r.a > 0 else cfg.sapo_tau_neg
         return [4 / tau / (1 + math.exp(-tau * (x - 1))) * r.a for x in ratios]
+    if cfg.name == "m2po":
+        at = Response(frozen, r.o, r.b, r.q, r.ref, r.h, r.a)
+        moved = [abs(math.log(x)) if x > 0 else math.inf for x in token_ratios(cfg.ratio_kind, at, frozen)]
+        return [0.0 if x > center + 1e-12 else ratio * r.a for x, ratio in zip(moved, ratios, strict=True)]
     if cfg.name == "positive_only" and r.a < 0:
         return [0.0] * len(ratios)
     low, high = (0.0, 11.0) if cfg.loss == "no_clip" else (1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_high)
     if cfg.loss in ("detach", "detach_center"):
         return [(w - center) * x for w, x in zip(unpruned_w(cfg, r, frozen), r.l, strict=True)]
     return [ppo(x, r.a, low, high, _c(cfg)) for x in ratios]
+
+
+def m2po_edge(cfg: Any, responses: list[Response], frozen: list[Row], pruning: str) -> float:
+    """The largest |log r| that stays after dropping the largest, one by one, until the mean square is small enough."""
+    moved: Row = []
+    for r, f in zip(responses, frozen, strict=True):
+        out = outside(cfg, r, f)
+        if not (pruning == "response" and any(out)):
+            own = token_ratios(cfg.ratio_kind, Response(f, r.o, r.b, r.q, r.ref, r.h, r.a), f)
+            moved += [abs(math.log(x)) for x, gone in zip(own, out, strict=True) if not gone]
+    moved.sort()
+    while moved and math.fsum(x * x for x in moved) / len(moved) > cfg.m2_threshold:
+        moved.pop()
+    return moved[-1] if moved else -1.0
 
 
 def weights_w(cfg: Any, r: Response, frozen: Row, pruning: str = "token") -> Row:
@@ -272,7 +290,9 @@ def loss(
     still = [Response(f, r.o, r.b, r.q, r.ref, r.h, r.a) for f, r in zip(frozen, responses, strict=True)]
     weights = correction(objective, cfg, still, pruning)
     center = 0.0
-    if objective.centers:
+    if objective.name == "m2po":
+        center = m2po_edge(objective, responses, frozen, pruning)
+    elif objective.centers:
         center = mean([w for f, r in zip(frozen, responses, strict=True) for w in weights_w(objective, r, f, pruning)])
     tokens = sum(len(r.l) for r in responses)
     total = 0.0

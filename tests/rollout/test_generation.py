@@ -120,7 +120,7 @@ def test_a_response_goes_on_from_its_tokens(tiny_model):
 
 
 def group(number: int, finished: int, partial: bool = False) -> PendingGroup:
-    found = PendingGroup(number, 3, PROMPTS[number % 3], 100 + number, 2, 2)
+    found = PendingGroup(number, 3, 2, PROMPTS[number % 3], 100 + number, 2, 2)
     for sample in range(2, 2 + finished):
         versions = [0, 0, 1] if sample % 2 else [1, 1, 1]
         found.finish(sample, [number, sample, 9], [-0.1, -1e-7, -3.0], "stop", "a\udcff\n", versions, None)

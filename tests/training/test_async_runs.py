@@ -134,6 +134,17 @@ def test_kept_keys_and_values_are_not_exact_and_nobody_is_warned(runs):
     assert "agree" not in runs.out.partition("mismatch/delta_abs_max")[0] and runs.err == ""
 
 
+def test_partial_rollouts_are_learned_from_later_and_none_is_lost(runs, synchronous):
+    """Responses of very different lengths: a step takes complete groups, and the bound on staleness holds."""
+    ahead = {"max_staleness": 3, "in_flight": "recompute_kv", "order": "finished"}
+    more = "rollout.stop_token_ids=[70, 71, 72, 73, 74, 75, 76, 77, 78, 79]", "rollout.max_response_length=80"
+    runs.train("partial", *more, before=KILL_RUN.replace("== N", "== 3"), code=-9, **ahead)
+    rows = runs.train("partial", *more, **ahead)
+    assert all(row["mismatch/delta_abs_max"] == 0.0 for row in rows)
+    assert sorted(runs.prompts("partial")) == sorted(runs.prompts("sync"))
+    assert max(row["async/staleness_max"] for row in runs.metrics("partial")) <= 3
+
+
 def test_the_newest_policy_as_proximal_one_leaves_staleness_to_the_correction(runs):
     rows = runs.train("newest", max_staleness=2, proximal="newest")
     assert rows[0]["mismatch/delta_abs_max"] == 0.0 < rows[3]["mismatch/delta_abs_max"]

@@ -1,9 +1,9 @@
 """Asynchronous rollouts as the training loop uses them.
 
 A thread owns the connection to the sampler's process, and another one scores complete groups, so sampling and rewards
-go on while the learner learns. Groups are learned from in the order of their prompts. After the publish for step s,
-prompts for the steps up to s + max_staleness are with the sampler. So a token is at most `max_staleness` steps old
-when it is learned from, and no response is skipped for being long.
+go on while the learner learns. After the publish for step s, the sampler has prompts for the steps up to
+s + max_staleness. A group is learned from at most `max_staleness` steps after the sampler got its prompt. So no token
+is older than that, and no response is dropped for being long.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class AsyncEngine:
         # Shared with the two threads, and read and written under the condition's lock.
         self._changed = threading.Condition()
         self._groups: deque[PendingGroup] = deque()  # in the order in which they are learned from
-        self._taken = 0  # groups at the front that the current step learns from
+        self._taken: set[int] = set()  # numbers of the groups that the current step learns from
         self._log = OrderLog()
         self._orders: deque[tuple[Published | Added, WeightUpdate | None]] = deque()  # still to be sent
         self._unanswered: Published | None = None  # publish that the sampler has not answered
@@ -216,11 +216,11 @@ class AsyncEngine:
     def fill(self, step: int) -> None:
         """Give the sampler the prompts that its staleness allows before training step `step`, counted from 0."""
         with self._changed:
-            waiting = len(self._groups) - self._taken
+            waiting = len(self._groups) - len(self._taken)
             limit = (self.settings.max_staleness + 1) * self._per_step
             while waiting < limit and (target := step + waiting // self._per_step) < self.config.train.steps:
                 count = min(self._per_step, limit - waiting)
-                self._submit(count, target)
+                self._submit(count, target, step)
                 waiting += count
 
     def take(self, count: int, step: int, tick: Callable[[], None]) -> tuple[list[Prompt], list[Rollout], RewardResult]:
@@ -232,27 +232,42 @@ class AsyncEngine:
             tick: Called while waiting. If it raises, the groups stay.
         """
         with self._changed:
-            missing = count - (len(self._groups) - self._taken)
+            missing = count - (len(self._groups) - len(self._taken))
             if missing > 0:  # a further round of dynamic sampling
-                self._submit(missing, step)
-            groups = list(self._groups)[self._taken : self._taken + count]
-            ready = sum(group.scores is not None for group in list(self._groups)[self._taken :])
+                self._submit(missing, step, step)
+            ready = sum(group.scores is not None for group in self._waiting())
         begin = time.monotonic()
-        self._wait(lambda: all(group.scores is not None for group in groups), tick)
+        self._wait(lambda: all(group.scores is not None for group in self._next(count, step)), tick)
+        with self._changed:
+            groups = self._next(count, step)
+            self._taken |= {group.number for group in groups}
         self._waited_s += time.monotonic() - begin
-        self._taken += count
         self._measure(groups, ready)
         scores = RewardResult.joined([group.scores for group in groups if group.scores is not None])
         judge(scores, self.config.reward.max_failed_frac)
         rollouts = [rollout for group in groups for rollout in group.ordered]
         return [group.prompt for group in groups], rollouts, scores
 
+    def _waiting(self) -> list[PendingGroup]:
+        """Groups that no step has taken."""
+        return [group for group in self._groups if group.number not in self._taken]
+
+    def _next(self, count: int, step: int) -> list[PendingGroup]:
+        """Choose the groups of a step, in the order of their prompts, whether they are complete or not.
+
+        With order `finished` those come first that may not wait longer, then complete ones.
+        """
+        waiting = self._waiting()
+        if self.settings.order == "finished":
+            oldest = step - self.settings.max_staleness
+            waiting.sort(key=lambda group: (group.submitted > oldest, group.scores is None))  # a stable sort
+        return sorted(waiting[:count], key=lambda group: group.number)
+
     def finish(self) -> None:
         """Forget the groups of the step that was learned from, and the weights that no waiting response needs."""
         with self._changed:
-            for _ in range(self._taken):
-                self._groups.popleft()
-            self._taken = 0
+            self._groups = deque(self._waiting())
+            self._taken.clear()
         needed = self._needed()
         for versions in (self.policy.kept, self._snapshots):
             for version in versions.keys() - needed:
@@ -368,8 +383,8 @@ class AsyncEngine:
         process.begin_with(settings)
         process.wait_until_ready(self._raise_fault)
 
-    def _submit(self, count: int, step: int) -> None:
-        """Give the sampler the next prompts of the data, for a step."""
+    def _submit(self, count: int, step: int, now: int) -> None:
+        """Give the sampler the next prompts of the data, with the random numbers of `step`, before step `now`."""
         serial = self._submitted[step]
         self._submitted[step] += 1
         for old in [one for one in self._submitted if one < step - 2 * self.settings.max_staleness - 2]:
@@ -377,7 +392,7 @@ class AsyncEngine:
         prompts, n = self._stream.next(count), self.sampling.n
         seed = round_seed(self.sampling.seed + step, serial)
         groups = [
-            PendingGroup(self._number + i, step, prompt, seed, first, n)
+            PendingGroup(self._number + i, step, now, prompt, seed, first, n)
             for i, (prompt, first) in enumerate(zip(prompts, first_samples(prompts, n), strict=True))
         ]
         self._number += count

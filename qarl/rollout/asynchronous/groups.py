@@ -23,7 +23,8 @@ class PendingGroup:
 
     Attributes:
         number: Counts the groups of a run.
-        step: Training step that it was sampled for, from 0. It seeds the random stream and numbers the responses.
+        step: Training step whose random numbers it has, from 0.
+        submitted: Training step before which the sampler got it; it is learned from `max_staleness` steps later at most.
         seed: Of the random stream.
         first: Number of the first sample.
         rollouts: Finished responses by sample number.
@@ -33,6 +34,7 @@ class PendingGroup:
 
     number: int
     step: int
+    submitted: int
     prompt: Prompt
     seed: int
     first: int
@@ -164,8 +166,8 @@ def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list
             tokens += own
             logprobs += values
             responses.append({"sample": sample, "reason": None, "text": "", "versions": run_lengths(versions)})
-        row = {"number": group.number, "step": group.step, "prompt": group.prompt.id, "seed": group.seed}
-        rows.append({**row, "first": group.first, "responses": responses})
+        row = {"number": group.number, "step": group.step, "submitted": group.submitted, "prompt": group.prompt.id}
+        rows.append({**row, "seed": group.seed, "first": group.first, "responses": responses})
     tensors["tokens"] = torch.tensor(tokens, dtype=torch.int64)
     tensors["logprobs"] = torch.tensor(logprobs, dtype=torch.float64)
     return tensors, rows
@@ -178,7 +180,8 @@ def load_groups(
     ids, values = tensors["tokens"].tolist(), tensors["logprobs"].tolist()
     groups, at = [], 0
     for row in rows:
-        group = PendingGroup(row["number"], row["step"], prompt_of(row["prompt"]), row["seed"], row["first"], n)
+        prompt = prompt_of(row["prompt"])
+        group = PendingGroup(row["number"], row["step"], row["submitted"], prompt, row["seed"], row["first"], n)
         for response in row["responses"]:
             versions = [version for version, count in response["versions"] for _ in range(count)]
             span = slice(at, at + len(versions))
