@@ -68,7 +68,7 @@ def page(schema: Schema) -> str:
     for name, entry in schema["properties"].items():
         section = section_of(entry, definitions)
         seen[json.dumps(section)] = name
-        parts.append(f"## {name}\n\n{described(section, entry)}\n\n{tables(section, definitions, seen)}")
+        parts.append(f"## {name}\n\n{described(section, entry)}\n\n{tables(name, section, definitions, seen)}")
     return "\n".join(parts)
 
 
@@ -78,7 +78,7 @@ def keys(schema: Schema) -> Iterator[str]:
         section = section_of(entry, schema["$defs"])
         yield name
         for kind in kinds_of(section, schema["$defs"]) or [section]:
-            for row in rows("", kind, schema["$defs"], {}):
+            for row in rows("", kind, schema["$defs"], {}, name):
                 yield f"{name}.{row.key}".replace("[]", "")
 
 
@@ -107,16 +107,19 @@ def kinds_of(section: Schema, definitions: dict[str, Schema]) -> list[Schema]:
     return [resolved(kind, definitions) for kind in section.get("oneOf", [])]
 
 
-def tables(section: Schema, definitions: dict[str, Schema], seen: dict[str, str]) -> str:
+def tables(section_name: str, section: Schema, definitions: dict[str, Schema], seen: dict[str, str]) -> str:
     """The keys of a section. A section with several kinds has three tables: kinds, shared keys, other keys."""
     kinds = kinds_of(section, definitions)
     if not kinds:
-        return table(["key", "type, default", "meaning"], [cells(row) for row in rows("", section, definitions, seen)])
+        return table(
+            ["key", "type, default", "meaning"],
+            [cells(row) for row in rows("", section, definitions, seen, section_name)],
+        )
     selector = section.get("discriminator", {}).get("propertyName", "name")
     own = {}
     for kind in kinds:
         name = str(kind["properties"][selector].get("const", kind.get("title")))
-        own[name] = {row.key: row for row in rows("", kind, definitions, seen)}
+        own[name] = {row.key: row for row in rows("", kind, definitions, seen, section_name)}
     names = [[f"`{name}`", found.pop(selector).text] for name, found in own.items()]
     grouped: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for name, found in own.items():
@@ -142,14 +145,17 @@ def tables(section: Schema, definitions: dict[str, Schema], seen: dict[str, str]
     )
 
 
-def rows(path: str, section: Schema, definitions: dict[str, Schema], seen: dict[str, str]) -> Iterator[Row]:
+def rows(
+    path: str, section: Schema, definitions: dict[str, Schema], seen: dict[str, str], section_name: str
+) -> Iterator[Row]:
     """The keys of a section and of the sections in it.
 
     Args:
         path: Prefix of the keys, with a trailing dot unless it is empty.
         section: The section's definition.
         definitions: `$defs` of the schema.
-        seen: Section names by definition; a section that the page already has is a link to it.
+        seen: Section names by definition, extended here; a section that the page already has is a link to it.
+        section_name: Name of the top-level section.
     """
     required = section.get("required", [])
     for name, entry in section.get("properties", {}).items():
@@ -163,8 +169,9 @@ def rows(path: str, section: Schema, definitions: dict[str, Schema], seen: dict[
             text += f" The keys of [{known}](#{known.split('.')[0]})."
         yield Row(f"{path}{name}", kind_of(entry, definitions), default, text)
         if inner is not None and known is None:
-            suffix = "[]" if "array" in _types(entry, definitions) else ""
-            yield from rows(f"{path}{name}{suffix}.", inner, definitions, seen)
+            below = f"{path}{name}[]" if "array" in _types(entry, definitions) else f"{path}{name}"
+            seen.setdefault(json.dumps(inner), f"{section_name}.{below}")
+            yield from rows(f"{below}.", inner, definitions, seen, section_name)
 
 
 def _alternatives(entry: Schema, definitions: dict[str, Schema]) -> list[Schema]:
