@@ -60,16 +60,21 @@ def test_numbers_have_both_bounds_and_they_fit():
         assert max(map(abs, low + high)) <= (INT64 if kind is int else FLOAT32), path
 
 
-BOTTOMS = {  # written down apart from the models: 0 where it turns something off, 1 for a count of what must be there
+BOUNDS = {  # independent of the models: 0 if it turns something off, 1 for a count of what must be there
     ("ge", 0): "train.seed rollout.top_k objective.tbpo.kl_coef rollout.vllm.max_restarts reward.max_failed_frac"
     " diagnostics.shadow_every diagnostics.backward_every",
-    ("ge", 1): "train.steps rollout.n rollout.max_batched_tokens rollout.vllm.data_parallel diagnostics.tokens",
+    ("ge", 1): "train.steps rollout.n rollout.max_batched_tokens rollout.vllm.data_parallel diagnostics.tokens"
+    " objective.tbpo.seq_tis_imp_ratio_cap",
+    ("ge", 0.0001): "rollout.temperature objective.sapo.sapo_tau_neg",
     ("gt", 0): "rollout.top_p rollout.vllm.timeout_s correction.upper",
+    ("gt", 1): "objective.dual_clip_grpo.clip_ratio_c",
+    ("le", 1): "rollout.top_p",
+    ("lt", 1): "rollout.min_p optim.betas.[] objective.tbpo.dvp_rho correction.veto rollout.vllm.memory_frac",
 }
 
 
-@pytest.mark.parametrize(("bound", "keys"), BOTTOMS.items(), ids=str)
-def test_the_bottom_is_what_the_meaning_of_the_number_allows(bound, keys):
+@pytest.mark.parametrize(("bound", "keys"), BOUNDS.items(), ids=str)
+def test_a_bound_is_what_the_meaning_of_the_number_allows(bound, keys):
     bounds = {path: found for path, _, found in NUMBERS}
     assert {key: bounds[key].get(bound[0]) for key in keys.split()} == dict.fromkeys(keys.split(), bound[1])
 

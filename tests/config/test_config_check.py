@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from pathlib import Path
 
 import pytest
+from test_gguf_header import MODEL, TENSORS, gguf
 
 from qarl.config import check_inputs, load_config
-from qarl.config.architecture import read_config_json, read_gguf
+from qarl.config.architecture import read_config_json
 from qarl.errors import UserError
 
+HEADER = gguf(MODEL, TENSORS)
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 96,
@@ -161,27 +162,16 @@ def test_existing_files_are_accepted(inspect, tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
     (tmp_path / "mine.py").write_text("")
     inspect(f"data.source={tmp_path}/rows.jsonl", f"reward.functions.0.name={tmp_path}/mine.py:f")
-    inspect(f"data.source={tmp_path}")
-
-
-def test_a_data_directory_may_hold_its_files_in_folders(inspect, tmp_path):
     (tmp_path / "sets" / "train").mkdir(parents=True)
-    (tmp_path / "sets" / "train" / "rows.JSONL").write_text("{}\n")
+    (tmp_path / "rows.jsonl").rename(tmp_path / "sets" / "train" / "rows.JSONL")
     inspect(f"data.source={tmp_path}/sets")
 
 
-def test_a_data_directory_without_data_is_refused(inspect, model):
-    (model / "config.json").rename(model.parent / "config.txt")
-    assert "holds none of .json, .jsonl" in refused(inspect, f"data.source={model}", "model.path=an/absent-model")
-
-
-def test_a_data_file_of_another_type_is_refused(inspect, tmp_path):
+def test_data_of_another_type_is_refused(inspect, model, tmp_path):
     (tmp_path / "rows.txt").write_text("x")
     assert "must be one of .json, .jsonl, .parquet, .csv" in refused(inspect, f"data.source={tmp_path}/rows.txt")
-
-
-def test_a_model_directory_without_config_is_refused(inspect, model):
-    (model / "config.json").unlink()
+    (model / "config.json").rename(model / "config.txt")
+    assert "holds none of .json, .jsonl" in refused(inspect, f"data.source={model}", "model.path=an/absent-model")
     assert "holds no config.json" in refused(inspect)
 
 
@@ -238,56 +228,10 @@ def test_parameter_count(model, changes, parameters):
     assert read_config_json(model / "config.json").parameters == parameters
 
 
-def _gguf(metadata: dict[str, object], tensors: list[str]) -> bytes:
-    def string(text: str) -> bytes:
-        return struct.pack("<Q", len(text)) + text.encode()
-
-    def value(given) -> bytes:
-        if isinstance(given, list):
-            return struct.pack("<IIQ", 9, 8, len(given)) + b"".join(map(string, given))
-        return struct.pack("<I", 8) + string(given) if isinstance(given, str) else struct.pack("<II", 4, given)
-
-    body = b"".join(string(key) + value(given) for key, given in metadata.items())
-    infos = b"".join(string(name) + struct.pack("<IQQIQ", 2, 96, 96, 0, 0) for name in tensors)
-    return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)) + body + infos
-
-
-GGUF = {
-    "general.architecture": "llama",
-    "tokenizer.ggml.tokens": ["a", "bb", ""],
-    "llama.embedding_length": 96,
-    "llama.feed_forward_length": 160,
-    "llama.block_count": 2,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.context_length": 1024,
-}
-
-
-def test_gguf_header_gives_the_architecture(tmp_path):
-    path = tmp_path / "m.gguf"
-    path.write_bytes(_gguf(GGUF, ["token_embd.weight"]))
-    architecture = read_gguf(path)
-    assert (architecture.vocab_size, architecture.head_dim, architecture.num_kv_heads) == (3, 24, 2)
-    assert architecture.context_length == 1024
-    assert architecture.tied_embeddings
-
-
-def test_gguf_with_an_output_weight_is_untied(tmp_path):
-    path = tmp_path / "m.gguf"
-    path.write_bytes(_gguf(GGUF, ["token_embd.weight", "output.weight"]))
-    assert not read_gguf(path).tied_embeddings
-
-
-@pytest.mark.parametrize("length", [3, 30, 200])
-def test_a_gguf_cut_short_is_refused(inspect, model, length):
-    (model / "m.gguf").write_bytes(_gguf(GGUF, ["token_embd.weight"])[:length])
-    assert re.search("too short|damaged", refused(inspect, "model.gguf_file=m.gguf"))
-
-
 def test_a_file_that_is_no_gguf_is_refused(inspect, model):
-    (model / "m.gguf").write_bytes(b"x" * 100)
-    assert "is not a GGUF file" in refused(inspect, "model.gguf_file=m.gguf")
+    for content in (b"x" * 100, HEADER[:200]):
+        (model / "m.gguf").write_bytes(content)
+        assert re.search("not a GGUF file|too short|damaged", refused(inspect, "model.gguf_file=m.gguf"))
 
 
 @pytest.fixture
@@ -301,13 +245,13 @@ def package(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_package_with_one_gguf_file_is_read_without_importing_it(inspect, package):
-    (package / "m.gguf").write_bytes(_gguf(GGUF, ["token_embd.weight"]))
+    (package / "m.gguf").write_bytes(HEADER)
     assert inspect("model.path=package:qarl_test_weights").architecture.num_layers == 2
 
 
 def test_a_package_with_several_gguf_files_needs_a_name(inspect, package):
     for name in ("a.gguf", "b.gguf"):
-        (package / name).write_bytes(_gguf(GGUF, ["token_embd.weight"]))
+        (package / name).write_bytes(HEADER)
     assert "has 2 .gguf files" in refused(inspect, "model.path=package:qarl_test_weights")
     inspect("model.path=package:qarl_test_weights", "model.gguf_file=b.gguf")
 
@@ -351,21 +295,10 @@ def test_a_path_that_leads_nowhere_is_one_line_at_its_key(inspect, places, key, 
     assert refused(inspect, *overrides).startswith(f"command line: {named} = ")
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "~nosuchuser/x",
-        "{here}/loop",
-        "{here}/dangling",
-        "{here}/file",
-        "{here}/file/x/y",
-        "{here}/pipe",
-        "/dev/null",
-        "/dev/null/x",
-    ],
-)
+@pytest.mark.parametrize("place", ["~nosuchuser/x", "/dev/null/x", *WRONG_PLACES.values()])
 def test_a_run_directory_that_cannot_be_made_is_refused(inspect, places, place):
-    assert refused(inspect, f"train.run_dir={place.format(here=places)}").startswith("command line: train.run_dir = ")
+    path = place.format(here=places).removesuffix(".jsonl")
+    assert refused(inspect, f"train.run_dir={path}").startswith("command line: train.run_dir = ")
 
 
 def test_a_run_directory_that_is_there_or_can_be_made_is_accepted(inspect, places):

@@ -17,9 +17,7 @@ FAST = [*VLLM, "rollout.numerics=fast"]
 REFUSALS = [
     # types, ranges, choices
     (["train.steps=ten"], 'train.steps = "ten"', "must be an integer"),
-    (["train.steps=0"], "train.steps = 0", "greater than or equal to 1"),
     (["rollout.n=8.0"], "rollout.n = 8.0", "must be an integer"),
-    (["rollout.n=true"], "rollout.n = true", "must be an integer"),
     (["optim.lr=fast"], 'optim.lr = "fast"', "must be a number"),
     (["optim.lr=.nan"], "optim.lr = NaN", "must be a finite number"),
     (["data.shuffle=yes"], 'data.shuffle = "yes"', "must be true or false"),
@@ -31,18 +29,12 @@ REFUSALS = [
     (["data.task=3"], "data.task = 3", "must be a mapping"),
     (["quant=w4a16"], 'quant = "w4a16"', "must be a mapping"),
     (["optim.betas=[0.9]"], "optim.betas", "must be a list of 2"),
-    (["optim.betas=[0.9, 1.0]"], "optim.betas.1 = 1.0", "less than 1"),
     (["quant.scheme=w4a15"], 'quant.scheme = "w4a15"', "did you mean w4a16?"),
     (["quant.kernels=triton"], 'quant.kernels = "triton"', "must be 'auto' or 'reference'"),
     (["quant.group_size=48"], "quant.group_size = 48", "32, 64, 128 or -1 (or null)"),
-    (["rollout.top_p=0.0"], "rollout.top_p = 0.0", "greater than 0"),
-    (["rollout.top_p=1.5"], "rollout.top_p = 1.5", "less than or equal to 1"),
-    (["rollout.min_p=1.0"], "rollout.min_p = 1.0", "less than 1"),
-    (["rollout.temperature=0"], "rollout.temperature = 0", "greater than or equal to 0.0001"),
     (["rollout.stop=['']"], 'rollout.stop.0 = ""', "at least 1 character"),
     (["rollout.engine=vlm"], 'rollout.engine = "vlm"', "did you mean vllm?"),
     (["reward.functions=[]"], "reward.functions = []", "at least 1 item"),
-    (["correction.upper=0"], "correction.upper = 0", "greater than 0"),
     # keys
     (["quant.group=64"], "quant.group = 64", "did you mean quant.group_size?"),
     (["train.lr=1"], "train.lr = 1", "did you mean optim.lr?"),
@@ -108,10 +100,8 @@ REFUSALS = [
         "objective.seq_tis_imp_ratio_cap = 2",
         "read by tbpo",
     ),
-    (["objective.seq_tis_imp_ratio_cap=0.5"], "objective.seq_tis_imp_ratio_cap = 0.5", "greater than or equal to 1"),
     (["objective={name: rloo, clip_ratio_high: 0.2}"], "objective.clip_ratio_high = 0.2", "not by rloo; leave null"),
     (["objective={name: gspo, clip_ratio_c: 3}"], "objective.clip_ratio_c = 3", "read by dual_clip_grpo, not by gspo"),
-    (["objective={name: dual_clip_grpo, clip_ratio_c: 1}"], "objective.clip_ratio_c = 1", "greater than 1"),
     (["objective={name: gspo, loss: detach}"], 'objective.loss = "detach"', "not by gspo"),
     (
         ["objective={name: grpo, loss: no_clip, clip_ratio_low: 0.2}"],
@@ -127,9 +117,7 @@ REFUSALS = [
         "objective.mis_ratio_low = 3.0",
         "below objective.mis_ratio_high (2)",
     ),
-    (["objective={name: sapo, sapo_tau_neg: 0}"], "objective.sapo_tau_neg = 0", "greater than or equal to 0.0001"),
     (["objective.kl_estimator=k1"], 'objective.kl_estimator = "k1"', "set objective.kl_coef"),
-    (["objective.dvp_rho=1.0"], "objective.dvp_rho = 1.0", "less than 1"),
     (["objective.dvp_rho=1e-6", "rollout.min_p=0.1"], "rollout.min_p = 0.1", "leave 0, or the same"),
     (["objective.name=on_policy", "train.epochs=2"], "train.epochs = 2", "must be 1"),
     (
@@ -141,7 +129,6 @@ REFUSALS = [
     (["objective.seq_clip=0.1"], "objective.seq_clip = 0.1", "did you mean objective.seq_clip_ratio_low?"),
     (["objective.name=grppo"], 'objective.name = "grppo"', "'rloo', 'on_policy' or 'custom'; did you mean grpo?"),
     (["objective.name=null"], "objective.name = null", "must be 'tbpo', 'grpo'"),
-    (["objective.name=[grpo]"], 'objective.name = ["grpo"]', "must be 'tbpo', 'grpo'"),
     (["objective=[]"], "objective = []", "must be a mapping of keys"),
     (["objective=grpo"], 'objective = "grpo"', "as {name: grpo}, or file.py:name"),
     (["objective={name: 'mine.py:f'}"], 'objective.name = "mine.py:f"', "is name: custom, with path: file.py:name"),
@@ -165,7 +152,6 @@ REFUSALS = [
         "must be below correction.upper (0.4)",
     ),
     (["correction.upper=3.0"], "correction.upper = 3.0", "set level token, sequence or geometric"),
-    (["correction.lower=0.5"], "correction.lower = 0.5", "set level token, sequence or geometric"),
     (["correction.signal=rollout"], 'correction.signal = "rollout"', "set level token, sequence or geometric"),
     (
         ["objective.name=grpo", "correction={level: token, signal: rollout}"],
@@ -185,7 +171,6 @@ REFUSALS = [
     (["objective.truncation_set=replay"], 'objective.truncation_set = "replay"', "set rollout.top_p or rollout.top_k"),
     (["objective={name: gspo, truncation_set: replay, dvp_rho: 1e-6}"], "objective.truncation_set", "use own"),
     (["objective.dvp_outside=token"], 'objective.dvp_outside = "token"', "leave null, or set objective.dvp_rho"),
-    (["correction.veto=1.5"], "correction.veto = 1.5", "less than 1"),
     (["correction.reject=[{estimator: k3}]"], "correction.reject.0.aggregate", "required"),
     (["correction.reject=[{estimator: k3, aggregate: sum}]"], "correction.reject.0.upper = null", "is required for"),
     (
@@ -240,7 +225,6 @@ REFUSALS = [
     (["objective.name=grpo", "correction={level: token, cap: auto, mode: raw}"], 'correction.cap = "auto"', "mode raw"),
     # optim
     (["optim.momentum=0.9"], "optim.momentum = 0.9", "set optim.name: muon"),
-    (["optim.adamw_lr=1e-5"], "optim.adamw_lr = 1e-05", "set optim.name: muon"),
     (["optim.offload=all", "model.device=cpu"], 'optim.offload = "all"', "no device to offload from"),
     (["optim.min_lr_ratio=0.1"], "optim.min_lr_ratio = 0.1", "use linear or cosine, or 0"),
     # rollout, and vLLM in it
@@ -258,9 +242,7 @@ REFUSALS = [
         "rollout.max_num_seqs = 64",
     ),
     (["rollout.vllm.process=thread"], 'rollout.vllm.process = "thread"', "'separate' or 'inline'"),
-    (["rollout.vllm.memory_frac=1.0"], "rollout.vllm.memory_frac = 1.0", "less than 1"),
     (["rollout.vllm.sleep_level=3"], "rollout.vllm.sleep_level = 3", "0, 1 or 2"),
-    (["rollout.vllm.timeout_s=0"], "rollout.vllm.timeout_s = 0", "greater than 0"),
     (["rollout.vllm.devices=1"], "rollout.vllm.devices = 1", "did you mean rollout.vllm.device?"),
     (["rollout.vllm={process: inline, device: 1}"], "rollout.vllm.device = 1", "use separate, or leave null"),
     (["rollout.vllm.args.model=x"], 'rollout.vllm.args.model = "x"', "set model.path"),
@@ -283,7 +265,6 @@ REFUSALS = [
     ([*VLLM, "rollout.vllm.tensor_parallel=2", "rollout.linear_kernels=qarl"], "tensor_parallel = 2", "must be 1"),
     ([*EXACT, "rollout.vllm.tensor_parallel=2"], "rollout.vllm.tensor_parallel = 2", "adds up in one product"),
     (["rollout.vllm.args={block-size: 16}"], "args.block-size = 16", "write block_size"),
-    (["rollout.vllm.args.a=.nan"], "rollout.vllm.args.a = NaN", "must be a finite number"),
     ([*VLLM, "model.device=cpu", "rollout.vllm.device=0"], "rollout.vllm.device = 0", "leave null"),
     ([*VLLM, "quant.scale_dtype=float32"], 'quant.scale_dtype = "float32"', "must be bfloat16"),
     (
@@ -314,7 +295,6 @@ REFUSALS = [
     (["rollout.n=1"], "rollout.n = 1", "must be 2 or more, or use objective.advantage: reinforce"),
     (["rollout.n=1", "objective.advantage=rloo"], "rollout.n = 1", "advantage rloo compares"),
     (["train.minibatch_size=24"], "train.minibatch_size = 24", "prompts_per_step * rollout.n = 64; nearest: 16"),
-    (["train.minibatch_size=128"], "train.minibatch_size = 128", "must divide"),
     (["model.max_length=100"], "model.max_length = 100", "512 + 256 = 768"),
     (["rollout.kv_cache_tokens=767"], "rollout.kv_cache_tokens = 767", "512 + 256 = 768 or more"),
 ]
@@ -384,15 +364,12 @@ def test_a_value_that_was_replaced_is_accepted_with_one_notice(load, caplog):
     assert [record.message for record in caplog.records] == [gone]
 
 
-def test_a_fault_of_the_file_names_the_file(minimal):
+def test_a_fault_names_the_file_or_the_command_line(minimal):
+    with pytest.raises(UserError, match=r"^command line: quant.scheme = "):
+        load_config(minimal, ["quant.scheme=w5"])
     minimal.write_text(minimal.read_text() + "quant: {scheme: w5}\n")
     with pytest.raises(UserError, match=rf"^{minimal}: quant.scheme = "):
         load_config(minimal)
-
-
-def test_a_fault_of_an_override_names_the_command_line(load):
-    with pytest.raises(UserError, match=r"^command line: quant.scheme = "):
-        load("quant.scheme=w5")
 
 
 def test_all_faults_are_reported_each_on_its_line(load):

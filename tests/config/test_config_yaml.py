@@ -99,12 +99,9 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content, message):
         load_config(path)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path):
+def test_what_is_no_file_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="no such file"):
         load_config(tmp_path / "absent.yaml")
-
-
-def test_a_directory_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="is a directory, not a file"):
         load_config(tmp_path)
 

@@ -123,10 +123,17 @@ def test_metadata_that_no_model_has_is_refused_by_its_key(tmp_path: Path, change
         read_gguf(path)
 
 
-def test_shapes_are_those_of_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("untied", [True, False])
+def test_a_header_gives_shapes_as_torch_has_them_and_the_architecture(tmp_path: Path, untied: bool) -> None:
     path = tmp_path / "m.gguf"
-    path.write_bytes(gguf(MODEL, TENSORS))
-    assert read_gguf_header(path).tensors == {"token_embd.weight": (3, 64), "blk.0.ffn_up.weight": (128, 64)}
+    more = [number("llama.attention.head_count_kv", 2), number("llama.context_length", 1024)]
+    output = [tensor("output.weight", 64, 3)] if untied else []
+    path.write_bytes(gguf([*MODEL, *more], [*TENSORS, *output]))
+    found = read_gguf_header(path).tensors
+    assert {"token_embd.weight": (3, 64), "blk.0.ffn_up.weight": (128, 64)}.items() <= found.items()
+    architecture = read_gguf(path)
+    assert (architecture.vocab_size, architecture.head_dim, architecture.num_kv_heads) == (3, 16, 2)
+    assert architecture.context_length == 1024 and architecture.tied_embeddings == (not untied)
 
 
 def test_a_header_cut_or_changed_anywhere_is_refused_or_read(tmp_path: Path) -> None:
