@@ -192,7 +192,7 @@ def test_what_a_program_started_ends_with_it():
 )
 def test_a_program_that_takes_too_much_is_ended_in_time(program):
     begin = time.monotonic()
-    ran = run_program(program, "", Limits(wall_s=1.5), ISOLATION)
+    ran = run_program(program, "", Limits(wall_s=1.0), ISOLATION)
     assert not ran.ok and time.monotonic() - begin < 8.0
 
 

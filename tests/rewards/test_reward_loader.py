@@ -23,16 +23,17 @@ def write(path, text: str) -> None:
     path.write_text(text)
 
 
-def test_function_of_a_file(tmp_path):
-    write(tmp_path / "sub" / "mine.py", GOOD)
-    with pool("sub/mine.py:f") as rewards:
-        assert rewards.score(["abc"], ["p"], {}).total == [3.0]
-
-
-def test_function_of_a_file_can_import_its_neighbour(tmp_path):
-    write(tmp_path / "sub" / "neighbour.py", GOOD)
-    write(tmp_path / "sub" / "mine.py", "from neighbour import f\n")
-    with pool("sub/mine.py:f") as rewards:
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("sub/mine.py:f", {"sub/mine.py": "from neighbour import f\n", "sub/neighbour.py": GOOD}),
+        ("my_rewards.lengths:f", {"my_rewards/__init__.py": "", "my_rewards/lengths.py": GOOD}),
+    ],
+)
+def test_function_of_a_file_with_a_neighbour_and_of_a_package(tmp_path, name, files):
+    for file, text in files.items():
+        write(tmp_path / file, text)
+    with pool(name) as rewards:
         assert rewards.score(["abc"], ["p"], {}).total == [3.0]
 
 
@@ -42,13 +43,6 @@ def test_files_of_one_stem_are_two_modules(tmp_path):
     config = RewardConfig(functions=[{"name": "a/mine.py:f"}, {"name": "b/mine.py:f"}])
     with RewardPool(config) as rewards:
         assert rewards.score(["abc"], ["p"], {}).by_function == {"f": [3.0], "f#2": [7.0]}
-
-
-def test_function_of_a_package_in_the_working_directory(tmp_path):
-    write(tmp_path / "my_rewards" / "__init__.py", "")
-    write(tmp_path / "my_rewards" / "lengths.py", GOOD)
-    with pool("my_rewards.lengths:f") as rewards:
-        assert rewards.score(["abc"], ["p"], {}).total == [3.0]
 
 
 def test_options_reach_the_users_function(tmp_path):

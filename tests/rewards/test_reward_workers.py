@@ -25,12 +25,12 @@ from qarl.rewards.process import Worker
 def test_hanging_function_is_killed_and_replaced(pool, monkeypatch):
     order = "hold the GIL"  # where no signal handler of Python runs
     limit_only(monkeypatch, [order])
-    rewards = pool(timeout_s=1.0)
+    rewards = pool(timeout_s=0.5)
     started = time.monotonic()
     result = score(rewards, "1", order, "3")
     assert time.monotonic() - started < 60.0
     assert result.total == [1.0, 0.0, 3.0]
-    assert "no answer within 1 s" in result.messages[1]
+    assert "no answer within 0.5 s" in result.messages[1]
     assert score(rewards, "7").total == [7.0]
 
 

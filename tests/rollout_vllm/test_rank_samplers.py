@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -96,25 +98,39 @@ def train(folder: Path, config: Path, count: int, before: str, *overrides: str) 
     return Done(done.returncode, done.stdout, done.stderr, run)
 
 
+def run_fake(
+    model: Path,
+    folder: Path,
+    *troubles: list[str],
+    timeout_s: float = 600,
+    forked: bool = False,
+    vllm: dict[str, Any],
+) -> Done:
+    """A run on two ranks, by `qarl train`, or in forks of a server. troubles: of rank 0, of rank 1."""
+    for rank, lines in enumerate(troubles):
+        (folder / f"troubles-{rank}").write_text("\n".join(lines))
+    rollout = {"engine": "vllm", "vllm": {"args": {"troubles": str(folder / "troubles")}, **vllm}}
+    data = settings(model, rollout=rollout, train={"steps": 2}, checkpoint={"every": 100})
+    data["model"]["device"] = "cpu"
+    data["distributed"] = {"timeout_s": timeout_s}
+    config, run = write_config(folder / "c.yaml", data), folder / "run"
+    if not forked:
+        return train(folder, config, 2, faked(folder))
+    codes, printed = on_two(config, run, before=faked(folder))
+    return Done(max(codes), printed[0], "", run)
+
+
 @pytest.fixture
-def fake(even_model: Path, tmp_path: Path):
-    """fake(troubles of rank 0, troubles of rank 1) -> a run on two ranks, by `qarl train`, or in forks of a server."""
+def fake(even_model: Path, tmp_path: Path) -> Callable[..., Done]:
+    """`run_fake` with a model, in a directory of the test's own."""
+    return partial(run_fake, even_model, tmp_path)
 
-    def start(*troubles: list[str], timeout_s: float = 600, forked: bool = False, vllm: dict[str, Any]) -> Done:
-        for rank, lines in enumerate(troubles):
-            (tmp_path / f"troubles-{rank}").write_text("\n".join(lines))
-        rollout = {"engine": "vllm", "vllm": {"args": {"troubles": str(tmp_path / "troubles")}, **vllm}}
-        data = settings(even_model, rollout=rollout, train={"steps": 2}, checkpoint={"every": 100})
-        data["model"]["device"] = "cpu"
-        data["distributed"] = {"timeout_s": timeout_s}
-        config, run = write_config(tmp_path / "c.yaml", data), tmp_path / "run"
-        before = faked(tmp_path)
-        if not forked:
-            return train(tmp_path, config, 2, before)
-        codes, printed = on_two(config, run, before=before)
-        return Done(max(codes), printed[0], "", run)
 
-    return start
+@pytest.fixture(scope="module")
+def one(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """The undisturbed run of two ranks with one sampler."""
+    folder = tmp_path_factory.mktemp("one")
+    return run_fake(even_model, folder, [], forked=True, vllm={"data_parallel": 1})
 
 
 def pids(done: Done, rank: int) -> list[int]:
@@ -123,28 +139,17 @@ def pids(done: Done, rank: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_sampler_of_each_rank_draws_what_one_draws_and_is_started_again(fake, tmp_path) -> None:
-    done = fake(
-        ["generate none", "generate kill"],
-        ["generate hang"],
-        timeout_s=10,
-        vllm={"timeout_s": 12},
-    )
+def test_a_sampler_of_each_rank_draws_what_one_draws_and_is_started_again(fake, one) -> None:
+    done = fake(["generate none", "generate kill"], ["generate hang"], timeout_s=6, vllm={"timeout_s": 7})
     assert done.code == 0, done.err
     assert len(pids(done, 0)) == len(pids(done, 1)) == 2  # each was started twice
     assert not any(map(fake_sampler.alive, pids(done, 0) + pids(done, 1)))
     assert "restart 1 of 2" in done.out
-    assert "rank 1: vLLM failed: it gave no sign of life for 12 s" in (done.run / "rank-001.log").read_text()
+    assert "rank 1: vLLM failed: it gave no sign of life for 7 s" in (done.run / "rank-001.log").read_text()
     logs = [done.run / "sampler.log", done.run / "rank-001" / "sampler.log"]
     assert [line for log in logs for line in log.read_text().splitlines() if MARK in line] == [f"{MARK} []"] * 4
-    # One sampler of two ranks draws the same.
-    (tmp_path / "one").mkdir()
-    for name in ("run", "troubles-0", "troubles-1", "troubles-0.pids", "troubles-1.pids"):
-        (tmp_path / name).rename(tmp_path / "one" / name)
-    one = fake([], forked=True, vllm={"data_parallel": 1})
     assert one.code == 0, one.out
     assert len(pids(one, 0)) == 1 and not (one.run / "rank-001" / "sampler.log").exists()
-    done.run = tmp_path / "one" / "run"
     assert one.rollouts == done.rollouts and len(done.rollouts) == 2
     assert [set(step) ^ set(other) for step, other in zip(done.metrics, one.metrics, strict=True)]
 
@@ -171,7 +176,7 @@ step.learn, torch.cuda.empty_cache = noted("learn", step.learn), noted("give bac
 
 
 @pytest.mark.slow
-def test_a_vllm_over_two_ranks_is_asleep_while_either_learns(fake, tmp_path, monkeypatch) -> None:
+def test_a_vllm_over_two_ranks_is_asleep_while_either_learns(fake, one, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(globals(), "FAKE", FAKE + ORDER)
     done = fake([], forked=True, vllm={"tensor_parallel": 2})
     assert done.code == 0, done.out
@@ -191,12 +196,7 @@ def test_a_vllm_over_two_ranks_is_asleep_while_either_learns(fake, tmp_path, mon
     ):
         assert asleep[1] < min(begin for begin, _ in learns)
         assert learns[1][1] < given[1] < publish[0]
-    (tmp_path / "both").mkdir()
-    for name in ("run", "troubles-0", "troubles-0.pids"):
-        (tmp_path / name).rename(tmp_path / "both" / name)
-    each = fake([], [], forked=True, vllm={})
-    done.run = tmp_path / "both" / "run"
-    assert each.code == 0 and each.rollouts == done.rollouts and len(done.rollouts) == 2
+    assert one.rollouts == done.rollouts and len(done.rollouts) == 2
 
 
 # A vLLM over both ranks that sleeps, and what each of them then says of the room on its GPU.

@@ -97,20 +97,16 @@ def test_a_missing_vllm_is_named_with_the_command_that_installs_it(tiny, monkeyp
         require_vllm(tiny.config, tiny.policy.device, tiny.policy.max_length)
 
 
-def test_kv_cache_holds_all_sequences_at_full_length(tiny) -> None:
-    # 64 + 8 tokens take a block of 128; and a block is vLLM's own
-    assert kv_cache_bytes(tiny.config, tiny.policy.sampler.layout) == (8 * 128 + 128) * BYTES_PER_TOKEN
-
-
-def test_kv_cache_holds_at_least_one_sequence_of_the_whole_context(tiny) -> None:
-    assert kv_cache_bytes(changed(tiny, max_num_seqs=1), tiny.policy.sampler.layout) == (512 + 128) * BYTES_PER_TOKEN
-
-
-def test_kv_cache_tokens_that_the_user_gives_are_rounded_up_to_blocks(tiny) -> None:
-    assert (
-        kv_cache_bytes(changed(tiny, kv_cache_tokens=1000), tiny.policy.sampler.layout)
-        == (1024 + 128) * BYTES_PER_TOKEN
-    )
+@pytest.mark.parametrize(
+    ("rollout", "tokens"),
+    [
+        ({}, 8 * 128),  # all sequences at full length: 64 + 8 tokens take a block of 128
+        ({"max_num_seqs": 1}, 512),  # at least one sequence of the whole context
+        ({"kv_cache_tokens": 1000}, 1024),  # what the user gives, rounded up to blocks
+    ],
+)
+def test_kv_cache_holds_its_tokens_and_a_block_of_vllms_own(tiny, rollout, tokens) -> None:
+    assert kv_cache_bytes(changed(tiny, **rollout), tiny.policy.sampler.layout) == (tokens + 128) * BYTES_PER_TOKEN
 
 
 def test_an_fp8_kv_cache_is_vllms_own_or_the_policys(tiny) -> None:
