@@ -5,7 +5,7 @@ import pytest
 from ranks import run_ranks
 
 
-@pytest.mark.parametrize("count", [0, 2, 3])
+@pytest.mark.parametrize("count", [0, 3])
 def test_every_rank_has_the_snapshot_of_one_process(count: int) -> None:
     done = run_ranks(count, f"{codes_cases.__file__}:digests") if count else [codes_cases.digests(None)]
     for cases in zip(*done, strict=True):

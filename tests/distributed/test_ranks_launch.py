@@ -68,6 +68,8 @@ class Run:
 
     def begun(self) -> list[int]:
         """The ranks' pids, once all are there."""
+        if self._pids:
+            return self._pids
         end, ended = time.monotonic() + LIMIT_S, False
         while time.monotonic() < end and not ended:
             ended = self.process.poll() is not None  # before looking: a run may be over when it is first looked at
@@ -80,7 +82,7 @@ class Run:
 
     def end(self) -> tuple[int, str]:
         """(exit code, stderr). Afterwards no rank is left."""
-        pids = self._pids or self.begun()
+        pids = self.begun()
         try:
             _, said = self.process.communicate(timeout=LIMIT_S)
         finally:
@@ -105,14 +107,6 @@ def errors(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith("error: ")]
 
 
-def test_ranks_that_end_well(tmp_path: Path) -> None:
-    run = nproc(tmp_path, "end")
-    assert run.end() == (0, "")
-    assert run.fault is None
-    logs = {path.name: path.read_text() for path in run.out.glob("rank-*")}
-    assert logs == {"rank-001.log": "rank 1 of 2 has begun\n"}
-
-
 FAULTS = {  # fault -> exit code, rank, code and line in fault.json, the error's lines
     "tensors 2": (137, 2, 137, "was ended by SIGKILL", ["error: rank 2: was ended by SIGKILL, perhaps for"]),
     "stop 1": (75, 1, None, "gave no sign of life for", ["error: rank 1: gave no sign of life for"]),
@@ -125,9 +119,20 @@ FAULTS = {  # fault -> exit code, rank, code and line in fault.json, the error's
 }
 
 
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The runs of FAULTS that end by a timeout: one starts after the other, and they wait at the same time."""
+    runs = {}
+    for fault in FAULTS:
+        if fault.startswith(HANGS):
+            runs[fault] = nproc(tmp_path_factory.mktemp("hanging"), fault)
+            runs[fault].begun()
+    return runs
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_rank_ends_all_of_them_and_is_named(tmp_path: Path, fault: str) -> None:
-    run = nproc(tmp_path, fault, 3 if fault.endswith("2") else 2)
+def test_one_rank_ends_all_of_them_and_is_named(tmp_path: Path, hanging: dict[str, Run], fault: str) -> None:
+    run = hanging.get(fault) or nproc(tmp_path, fault, 3 if fault.endswith("2") else 2)
     run.begun()
     began = time.monotonic()
     code, said = run.end()
@@ -201,7 +206,11 @@ def test_ranks_stop_when_their_launcher_is_gone_and_the_next_one_removes_what_it
     while any(runs(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
     assert run.end()[0] == -signal.SIGKILL
-    assert nproc(tmp_path / "next", "end").end() == (0, "")
+    following = nproc(tmp_path / "next", "end")
+    assert following.end() == (0, "") and following.fault is None
+    assert {path.name: path.read_text() for path in following.out.glob("rank-*")} == {
+        "rank-001.log": "rank 1 of 2 has begun\n"
+    }
     assert list(temporary.iterdir()) == []
 
 

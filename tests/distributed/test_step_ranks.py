@@ -138,9 +138,7 @@ EXACT = ("policy/entropy_tokens", "policy/zero_advantage_frac", "policy/version"
 REPLAY = {"rollout": {"top_p": 0.8}, "objective": {"name": "grpo", "truncation_set": "replay"}}
 
 
-@pytest.mark.parametrize(
-    ("count", "tokens", "more"), [(2, 24, {}), (3, 24, {}), (2, 4096, {}), (3, 4096, {}), (3, 24, REPLAY)]
-)
+@pytest.mark.parametrize(("count", "tokens", "more"), [(2, 4096, {}), (3, 24, {}), (3, 24, REPLAY)])
 def test_a_step_is_the_same_on_any_number_of_ranks(llama, count, tokens, more):
     # In 16 bits the backward rounds what responses share of a prompt, which depends on how they are cut.
     sections = {"train": {"micro_batch_tokens": tokens, "epochs": 2}, "model": {"dtype": "float32"}, **more}

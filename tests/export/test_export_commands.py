@@ -185,8 +185,10 @@ def test_export_of_a_step_that_is_missing_lists_those_there(run, refusal):
     assert "--step: " in (line := refusal("export", run.path, "--step", 3)) and "it has 2, 4" in line
 
 
-def test_export_of_a_model_points_to_quantize(tiny_model, refusal, tmp_path):
+def test_export_points_to_quantize_and_quantize_to_export(tiny_model, run, refusal, tmp_path):
     assert "use qarl quantize" in refusal("export", tiny_model(), tmp_path / "out")
+    assert "use qarl export" in refusal("quantize", run.path, tmp_path / "out", "--scheme", "fp8")
+    assert "no such directory" in refusal("quantize", tmp_path / "gone", tmp_path / "out", "--scheme", "fp8")
 
 
 def test_export_of_an_export_is_refused(run, qarl, refusal, tmp_path):
@@ -236,19 +238,9 @@ def test_what_vllm_cannot_fuse_is_exported_on_request_only(tiny_model, qarl, ref
 
 
 def test_quantize_leaves_ignored_layers_alone(tiny_model, qarl, tmp_path):
-    qarl(
-        "quantize",
-        tiny_model(),
-        tmp_path / "out",
-        "--scheme",
-        "w8a8",
-        "--ignore",
-        "re:.*down_proj",
-        "--ignore",
-        "model.layers.0.mlp.up_proj",
-        "--ignore",
-        "model.layers.0.mlp.gate_proj",
-    )
+    ignored = ("re:.*down_proj", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj")
+    options = [option for name in ignored for option in ("--ignore", name)]
+    qarl("quantize", tiny_model(), tmp_path / "out", "--scheme", "w8a8", *options)
     stored = stored_tensors(tmp_path / "out")
     kept = {f"model.layers.0.mlp.{name}_proj" for name in ("down", "up", "gate")} | {"model.layers.1.mlp.down_proj"}
     assert {
@@ -283,11 +275,3 @@ def test_quantize_of_a_quantized_checkpoint_is_refused(tiny_model, qarl, refusal
     qarl("quantize", tiny_model(), tmp_path / "once", "--scheme", "fp8")
     line = refusal("quantize", tmp_path / "once", tmp_path / "twice", "--scheme", "w8a8")
     assert "is quantized already" in line and entries(tmp_path) == ["once"]
-
-
-def test_quantize_of_a_run_points_to_export(run, refusal, tmp_path):
-    assert "use qarl export" in refusal("quantize", run.path, tmp_path / "out", "--scheme", "fp8")
-
-
-def test_quantize_of_nothing_is_refused(refusal, tmp_path):
-    assert "no such directory" in refusal("quantize", tmp_path / "gone", tmp_path / "out", "--scheme", "fp8")

@@ -161,7 +161,7 @@ def test_the_windows_of_a_file_are_those_of_the_configuration_that_transformers_
     rng, read = random.Random(f"windows {family}"), 0
     plain = json.loads((saved(tmp_path / "plain", family, {}) / "config.json").read_text())
     keys = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-    for _ in range(60):
+    for _ in range(30):
         layers = rng.randrange(1, 6)
         kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
         values = [rng.choice([None, 0, 8]), rng.choice([True, False]), rng.randrange(7), rng.choice([None, kinds])]
@@ -178,4 +178,4 @@ def test_the_windows_of_a_file_are_those_of_the_configuration_that_transformers_
         config = AutoConfig.from_pretrained(tmp_path)
         assert found == layer_windows(family, vars(config)), given
         read += 1
-    assert read > 10
+    assert read > 5

@@ -26,71 +26,21 @@ from qarl.policy.load_config import load_generation_config, load_model_config, s
 from qarl.policy.policy import Policy
 
 ODD: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    2,
-    3,
-    7,
-    2**31,
-    2**63 - 1,
-    10**18,
-    10**9,
-    0.5,
-    -1.5,
-    1e300,
-    1e-300,
-    "",
-    "x",
-    "64",
-    [],
-    [1],
-    {},
-    {"a": 1},
-    [[1]],
-    "default",
-    [0] * 2000,
+    *[None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63 - 1, 10**18, 10**9, 0.5, -1.5, 1e300, 1e-300],
+    *["", "x", "64", [], [1], {}, {"a": 1}, [[1]], "default", [0] * 2000],
 ]
 MORE_KEYS = [
-    "rope_scaling",
-    "rope_parameters",
-    "rope_theta",
-    "sliding_window",
-    "use_sliding_window",
-    "layer_types",
-    "head_dim",
-    "auto_map",
-    "quantization_config",
-    "torch_dtype",
-    "partial_rotary_factor",
-    "max_window_layers",
-    "text_config",
-    "attn_implementation",
-    "_attn_implementation",
-    "num_labels",
-    "id2label",
-    "label2id",
-    "output_hidden_states",
-    "output_attentions",
-    "return_dict",
-    "pruned_heads",
-    "problem_type",
-    "tokenizer_class",
-    "is_decoder",
-    "chunk_size_feed_forward",
-    "use_return_dict",
-    "name_or_path",
-    "transformers_version",
-    "experts_implementation",
-    "transformers_weights",
-    "fusion_config",
-    "attribute_map",
-    "per_layer_config",
-    "to_dict",
-    "mlp_bias",
+    *["rope_scaling", "rope_parameters", "rope_theta", "sliding_window", "use_sliding_window", "layer_types"],
+    *["head_dim", "auto_map", "quantization_config", "torch_dtype", "partial_rotary_factor", "max_window_layers"],
+    *["text_config", "attn_implementation", "_attn_implementation", "num_labels", "id2label", "label2id"],
+    *["output_hidden_states", "output_attentions", "return_dict", "pruned_heads", "problem_type", "tokenizer_class"],
+    *["is_decoder", "chunk_size_feed_forward", "use_return_dict", "name_or_path", "transformers_version"],
+    *["experts_implementation", "transformers_weights", "fusion_config", "attribute_map", "per_layer_config"],
+    *["to_dict", "mlp_bias"],
+]
+ROPE_KEYS = [
+    *["original_max_position_embeddings", "beta_fast", "mscale", "attention_factor", "partial_rotary_factor"],
+    *["short_factor", "rope_theta"],
 ]
 
 
@@ -126,17 +76,7 @@ def changed_config(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]
                 "rope_theta": 10000.0,
                 "low_freq_factor": rng.choice([1.0, 4.0]),
                 "high_freq_factor": 4.0,
-                rng.choice(
-                    [
-                        "original_max_position_embeddings",
-                        "beta_fast",
-                        "mscale",
-                        "attention_factor",
-                        "partial_rotary_factor",
-                        "short_factor",
-                        "rope_theta",
-                    ]
-                ): rng.choice(ODD),
+                rng.choice(ROPE_KEYS): rng.choice(ODD),
             }
         else:
             config[key] = rng.choice(ODD)
@@ -149,7 +89,7 @@ def test_a_configuration_with_anything_in_it_is_refused_or_runs(tiny_model, tmp_
     directory = shutil.copytree(tiny_model(family), tmp_path / "model")
     original = json.loads((directory / "config.json").read_text())
     ran = 0
-    for _ in range(100):
+    for _ in range(50):
         changed = changed_config(rng, dict(original))
         (directory / "config.json").write_text(json.dumps(changed))
         try:
@@ -157,7 +97,7 @@ def test_a_configuration_with_anything_in_it_is_refused_or_runs(tiny_model, tmp_
             ran += 1
         except UserError as error:
             one_line(error)
-    assert 10 < ran < 90  # neither everything nor nothing is refused
+    assert 5 < ran < 45  # neither everything nor nothing is refused
 
 
 def _nodes(rng: random.Random, value: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -212,7 +152,7 @@ def damage(rng: random.Random, path: Path) -> str:
 def test_a_directory_with_a_damaged_file_is_refused_or_runs(tiny_model, tmp_path):
     rng = random.Random(23)
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    for number in range(120):
+    for number in range(60):
         directory = shutil.copytree(tiny_model(rng.choice(["llama", "qwen2"])), tmp_path / str(number))
         (directory / "special_tokens_map.json").write_text(json.dumps(tokens))
         file = rng.choice(sorted(directory.iterdir()))
@@ -283,10 +223,13 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tiny_model, tmp_path):
 # --- code of the model's own --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "unknown-to-all"])
+BEYOND = {"AutoConfig": "../evil.Config"}
+ODD_MAPS: list[Any] = [None, [], 5, "x", {"AutoConfig": 5}, {"AutoConfig": ["a"]}, {"AutoConfig": {}}, BEYOND]
+
+
 @pytest.mark.parametrize(
-    "odd",
-    [None, [], 5, "x", {"AutoConfig": 5}, {"AutoConfig": ["a"]}, {"AutoConfig": {}}, {"AutoConfig": "../evil.Config"}],
+    ("family", "odd"),
+    [*(("llama", odd) for odd in ODD_MAPS), ("unknown-to-all", None), ("unknown-to-all", BEYOND)],
 )
 def test_code_in_the_directory_does_not_run_unless_it_is_trusted(tiny_model, tmp_path, family, odd):
     directory, trace = shutil.copytree(tiny_model(), tmp_path / "model"), tmp_path / "ran"
@@ -306,145 +249,117 @@ def test_code_in_the_directory_does_not_run_unless_it_is_trusted(tiny_model, tmp
 
 # --- configurations of published models, as their config.json has them ----------------------------------------------
 
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "llama-2-7b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 32000,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "pretraining_tp": 1,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "llama-7b-old": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "vocab_size": 32000,
-        "pad_token_id": -1,
-        "rms_norm_eps": 1e-06,
-        "max_sequence_length": 2048,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "mlp_bias": False,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "eos_token_id": [128001, 128009],
-        "rope_scaling": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
+SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+PUBLISHED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {  # values of SIZES, and the other keys
+    "llama-2-7b": (
+        ("llama", 4096, 11008, 32, 32, 32000),
+        {
+            "num_key_value_heads": 32,
+            "hidden_act": "silu",
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "pretraining_tp": 1,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float16",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
         },
-    },
-    "llama-3.1-405b": {
-        "model_type": "llama",
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-    },
-    "mistral-7b": {
-        "model_type": "mistral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-        "sliding_window": 4096,
-        "max_position_embeddings": 32768,
-        "rope_theta": 10000.0,
-        "torch_dtype": "bfloat16",
-    },
-    "mistral-nemo": {
-        "model_type": "mistral",
-        "hidden_size": 5120,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 131072,
-        "sliding_window": None,
-        "max_position_embeddings": 1024000,
-        "rope_theta": 1000000.0,
-    },
-    "qwen2.5-1m": {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "rope_theta": 10000000.0,
-        "max_position_embeddings": 1010000,
-        "sliding_window": 32768,
-        "use_sliding_window": False,
-        "max_window_layers": 28,
-        "dual_chunk_attention_config": {"chunk_size": 262144},
-    },
-    "qwen2.5-yarn": {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        "use_mrope": False,
-        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
-    },
-    "qwen3-0.6b": {
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000,
-        "attention_bias": False,
-        "rope_scaling": None,
-        "sliding_window": None,
-        "max_window_layers": 28,
-        "rms_norm_eps": 1e-06,
-    },
+    ),
+    "llama-7b-old": (
+        ("llama", 4096, 11008, 32, 32, 32000),
+        {
+            "pad_token_id": -1,
+            "rms_norm_eps": 1e-06,
+            "max_sequence_length": 2048,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+        },
+    ),
+    "llama-3.1-8b": (
+        ("llama", 4096, 14336, 32, 32, 128256),
+        {
+            "num_key_value_heads": 8,
+            "mlp_bias": False,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "eos_token_id": [128001, 128009],
+            "rope_scaling": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+    ),
+    "llama-3.1-405b": (
+        ("llama", 16384, 53248, 126, 128, 128256),
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    ),
+    "mistral-7b": (
+        ("mistral", 4096, 14336, 32, 32, 32000),
+        {
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "max_position_embeddings": 32768,
+            "rope_theta": 10000.0,
+            "torch_dtype": "bfloat16",
+        },
+    ),
+    "mistral-nemo": (
+        ("mistral", 5120, 14336, 40, 32, 131072),
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "sliding_window": None,
+            "max_position_embeddings": 1024000,
+            "rope_theta": 1000000.0,
+        },
+    ),
+    "qwen2.5-1m": (
+        ("qwen2", 3584, 18944, 28, 28, 152064),
+        {
+            "num_key_value_heads": 4,
+            "rope_theta": 10000000.0,
+            "max_position_embeddings": 1010000,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "max_window_layers": 28,
+            "dual_chunk_attention_config": {"chunk_size": 262144},
+        },
+    ),
+    "qwen2.5-yarn": (
+        ("qwen2", 896, 4864, 24, 14, 151936),
+        {
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "use_mrope": False,
+            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+        },
+    ),
+    "qwen3-0.6b": (
+        ("qwen3", 1024, 3072, 28, 16, 151936),
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1000000,
+            "attention_bias": False,
+            "rope_scaling": None,
+            "sliding_window": None,
+            "max_window_layers": 28,
+            "rms_norm_eps": 1e-06,
+        },
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_accepted(tmp_path, name):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    sizes, others = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(dict(zip(SIZES, sizes, strict=True)) | others))
     assert read_config_json(tmp_path / "config.json").parameters > 4e8
     load_model_config(ModelConfig(path=str(tmp_path)))
 
@@ -491,7 +406,7 @@ def test_an_export_with_a_changed_quantization_config_is_refused_or_runs(tiny_mo
     out = quantized_copy(tiny_model(), tmp_path / "export", {"scheme": "w4a16", "group_size": 32})
     original = json.loads((out / "config.json").read_text())
     rng, ran = random.Random(7), 0
-    for _ in range(150):
+    for _ in range(75):
         changed = json.loads(json.dumps(original))
         changed["quantization_config"] = _changed_json(rng, changed["quantization_config"])
         (out / "config.json").write_text(json.dumps(changed))
@@ -502,7 +417,7 @@ def test_an_export_with_a_changed_quantization_config_is_refused_or_runs(tiny_mo
             ran += 1
         except UserError as error:
             one_line(error)
-    assert 10 < ran < 140
+    assert 5 < ran < 70
 
 
 @pytest.mark.parametrize(
@@ -532,7 +447,7 @@ def test_a_gguf_file_that_is_damaged_anywhere_is_refused_or_loads(tiny_model, tm
     path = gguf_of(Weights.of(tiny_model()), tmp_path / "model" / "m.gguf")
     config, original, rng = ModelConfig(path=str(path.parent), gguf_file="m.gguf"), path.read_bytes(), random.Random(9)
     header = original.index(b"output_norm.weight") + 100
-    for _ in range(25):
+    for _ in range(15):
         damaged = bytearray(original)
         if rng.random() < 0.3:
             damaged = damaged[: rng.randrange(len(damaged))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,42 +93,44 @@ def test_broken_weights_are_one_line(tiny_model, tmp_path: Path) -> None:
         load_model(ModelConfig(path=str(broken)))
 
 
-def test_a_quantized_checkpoint_is_refused(tiny_model, tmp_path: Path) -> None:
-    quantized = tmp_path / "quantized"
-    shutil.copytree(tiny_model("llama"), quantized)
-    config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    (quantized / "config.json").write_text(json.dumps(config))
+@pytest.fixture
+def changed(tiny_model, tmp_path: Path) -> Callable[..., Path]:
+    """changed(**entries) -> a tiny Llama with these entries in its config.json."""
+
+    def make(**entries) -> Path:
+        directory = shutil.copytree(tiny_model("llama"), tmp_path / "changed")
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | entries))
+        return directory
+
+    return make
+
+
+def test_a_quantized_checkpoint_is_refused(changed) -> None:
+    quantized = changed(quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"})
     with pytest.raises(UserError, match="is a quantized checkpoint; train from the unquantized model"):
         load_model(ModelConfig(path=str(quantized)))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_that_changes_with_length_is_refused(tiny_model, tmp_path: Path, kind: str) -> None:
-    changed = tmp_path / kind
-    shutil.copytree(tiny_model("llama"), changed)
-    config = json.loads((changed / "config.json").read_text())
-    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 256}
-    config["rope_parameters"] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
-    config["rope_parameters"] |= factors if kind == "longrope" else {}
-    (changed / "config.json").write_text(json.dumps(config))
+ROPE = {"rope_theta": 10000.0, "factor": 2.0}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+OF_256 = {"original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(("kind", "more"), [("dynamic", {}), ("longrope", FACTORS | OF_256)])
+def test_rope_that_changes_with_length_is_refused(changed, kind: str, more: dict) -> None:
     with pytest.raises(UserError, match=f'rope_parameters.rope_type = "{kind}": changes with the sequence length'):
-        make_policy(changed)
+        make_policy(changed(rope_parameters={"rope_type": kind, **ROPE, **more}))
 
 
-@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
-def test_rope_that_is_fixed_is_that_of_the_hugging_face_model(tiny_model, tmp_path: Path, kind: str) -> None:
-    changed = tmp_path / kind
-    shutil.copytree(tiny_model("llama"), changed)
-    config = json.loads((changed / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
-    if kind != "linear":
-        config["rope_parameters"]["original_max_position_embeddings"] = 256
-    if kind == "llama3":
-        config["rope_parameters"] |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    (changed / "config.json").write_text(json.dumps(config))
-    model = load_model(ModelConfig(path=str(changed)))
-    torch.testing.assert_close(logprobs(make_policy(changed)), hf_logprobs(model), rtol=0, atol=1e-4)
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("linear", {}), ("llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **OF_256}), ("yarn", OF_256)],
+)
+def test_rope_that_is_fixed_is_that_of_the_hugging_face_model(changed, kind: str, more: dict) -> None:
+    directory = changed(rope_parameters={"rope_type": kind, **ROPE, **more})
+    model = load_model(ModelConfig(path=str(directory)))
+    torch.testing.assert_close(logprobs(make_policy(directory)), hf_logprobs(model), rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
