@@ -57,7 +57,7 @@ def listing(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-@pytest.mark.parametrize("seed", [None, *range(6)])
+@pytest.mark.parametrize("seed", [None, *range(3)])
 def test_any_cut_comes_back_whole_and_in_ranges(tmp_path, count, seed):
     paths = save(tmp_path, count, 3, seed=seed)
     assert paths == [tmp_path / "000003"] * count and os.readlink(tmp_path / "latest") == "000003"
@@ -143,9 +143,14 @@ def refuse_on(monkeypatch: pytest.MonkeyPatch, word: str, code: int) -> None:
     monkeypatch.setattr(os, "fsync", fsync)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize(
-    "file, culprit", [("masters-r0001", 0), ("optimizer-r0002", 1), ("state.json", 0), ("manifest.json", 0)]
+    "file, culprit, code",
+    [
+        ("masters-r0001", 0, errno.EDQUOT),
+        ("optimizer-r0002", 1, errno.ENOSPC),
+        ("state.json", 0, errno.EIO),
+        ("manifest.json", 0, errno.ENOSPC),
+    ],
 )
 def test_a_refusing_disk_of_one_rank_leaves_only_the_previous_checkpoint(tmp_path, monkeypatch, code, file, culprit):
     save(tmp_path, 2, 1)
@@ -320,7 +325,7 @@ def redigest(folder: Path) -> None:
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", ONE, TWO.replace("masters", "optimizer")])
 def test_any_damage_is_a_result_or_one_line(two, tmp_path, file):
     refused = 0
-    for number, (rng, spoil) in enumerate(damages(3, 60, file.endswith(".json"))):
+    for number, (rng, spoil) in enumerate(damages(3, 30, file.endswith(".json"))):
         folder = tmp_path / str(number) / "000002"
         shutil.copytree(two / "000002", folder)
         what = spoil(folder / file, rng)
@@ -336,4 +341,4 @@ def test_any_damage_is_a_result_or_one_line(two, tmp_path, file):
         except Exception as error:
             raise AssertionError(f"{number}: {spoil.__name__}: {what}") from error
         shutil.rmtree(folder)
-    assert refused > 10
+    assert refused > 5

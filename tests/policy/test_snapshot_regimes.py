@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairwise import pairwise
 from policy_models import CPU, hf_logprobs, load, logprobs, make_policy, parts_of, put_dequantized, sampled
 from qarl_formats.registry import make_scheme
 from qarl_formats.schemes.bf16 import OrdinaryProduct
@@ -212,11 +213,10 @@ def test_group_size_of_an_ignored_layer_does_not_matter(tiny_model) -> None:
     assert set(policy.current.weights) == {f"model.layers.{i}.mlp.down_proj" for i in (0, 1)}
 
 
-@pytest.mark.parametrize("scheme", ["bf16", *QUANTIZED])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize(
-    "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
-)
+NAMES = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(("scheme", "value", "name"), pairwise(["bf16", *QUANTIZED], [torch.nan, torch.inf], NAMES))
 def test_a_master_that_is_not_finite_is_named(tiny_model, name: str, value: float, scheme: str) -> None:
     policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme))
     with torch.no_grad():

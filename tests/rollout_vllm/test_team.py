@@ -85,12 +85,12 @@ def test_each_gets_its_own_payload(start) -> None:
         (("", "generate kill"), "its process was ended by SIGKILL"),
         (("generate exit", "generate hang"), "its process ended with exit code 3"),
         (("generate hang", "generate fail"), "RuntimeError: out of blocks"),
-        (("generate hang", ""), "no sign of life for 3 s"),
+        (("generate hang", ""), "no sign of life for 1 s"),
     ],
 )
 def test_what_ends_one_ends_all(start, tmp_path, monkeypatch, troubles, message) -> None:
     fake_sampler.limit_only_hangs(tmp_path, monkeypatch.setattr)
-    team = start(*troubles, timeout_s=3 if "3 s" in message else 30)
+    team = start(*troubles, timeout_s=1 if "1 s" in message else 30)
     with pytest.raises(SamplerFault, match=message):
         team.call("generate", ORDER, ignore)
     assert gone(team)
