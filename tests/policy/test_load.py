@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_once import parsed_once
 from policy_models import hf_logprobs, logprobs, make_policy
 from qarl_kernels.logprob import Truncation
 
@@ -136,7 +137,8 @@ def test_rope_that_is_fixed_is_that_of_the_hugging_face_model(changed, kind: str
 @pytest.mark.slow
 def test_smollm2_from_gguf_speaks_as_the_hugging_face_model_does(smollm2: str) -> None:
     config = ModelConfig(path=smollm2)
-    tokenizer, model = load_tokenizer(config), load_model(config)
+    with parsed_once():
+        tokenizer, model = load_tokenizer(config), load_model(config)
     assert getattr(model.config, "quantization_config", None) is None
     prompt = tokenizer("The capital of France is")["input_ids"]
     response = tokenizer(" Paris, and the capital of Italy is Rome.")["input_ids"]
