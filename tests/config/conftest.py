@@ -27,3 +27,14 @@ def minimal(tmp_path: Path) -> Path:
 def load(minimal: Path) -> Callable[..., Config]:
     """load(overrides...) of the minimal configuration."""
     return lambda *overrides: load_config(minimal, list(overrides))
+
+
+@pytest.fixture
+def reloaded(tmp_path: Path) -> Callable[[Config], Config]:
+    """reloaded(config) -> the configuration that its YAML gives."""
+
+    def reload(config: Config) -> Config:
+        (tmp_path / "config.yaml").write_text(config.to_yaml())
+        return load_config(tmp_path / "config.yaml")
+
+    return reload

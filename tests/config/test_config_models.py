@@ -20,7 +20,10 @@ def test_every_shipped_config_loads(path):
     assert load_config(path).run_dir.parent == Path("runs")
 
 
-def test_no_two_shipped_configs_share_a_run_directory():
+def test_the_shipped_configs_are_found_and_no_two_share_a_run_directory():
+    found = {str(path.relative_to(CONFIGS).with_suffix("")) for path in SHIPPED}
+    regimes = {f"regimes/{name}" for name in ("bf16_rl", "quantized_rollout", "qat", "qarl")}
+    assert {"quickstart", "gsm8k_w4a16", "paper/qarl"} | regimes <= found
     assert len({load_config(path).run_dir for path in SHIPPED}) == len(SHIPPED)
 
 
@@ -29,12 +32,6 @@ def test_no_two_shipped_configs_share_a_run_directory():
 def test_shipped_configs_fit_smollm2(name):
     path = CONFIGS / f"{name}.yaml"
     assert check_inputs(load_config(path), str(path), []).architecture.parameters == 134_515_008
-
-
-def test_the_shipped_configs_are_found():
-    found = {str(path.relative_to(CONFIGS).with_suffix("")) for path in SHIPPED}
-    regimes = {f"regimes/{name}" for name in ("bf16_rl", "quantized_rollout", "qat", "qarl")}
-    assert {"quickstart", "gsm8k_w4a16", "paper/qarl"} | regimes <= found
 
 
 def test_the_paper_s_configuration_counts_as_the_paper_does():
@@ -61,33 +58,15 @@ def test_the_four_regimes_differ_in_one_line():
     assert all(line.startswith("quant: ") for line in differing[0])
 
 
-def test_run_dir_given_wins_over_the_file_name(load):
+def test_defaults_follow_from_other_keys_and_what_is_given_stands(load):
     assert load("train.run_dir=/tmp/there").run_dir == Path("/tmp/there")
-
-
-def test_minibatch_defaults_to_all_responses_of_a_step(load):
     config = load("train.prompts_per_step=4", "rollout.n=3")
     assert (config.responses_per_step, config.minibatch_size) == (12, 12)
-
-
-def test_minibatch_given_is_kept(load):
     assert load("train.minibatch_size=16").minibatch_size == 16
-
-
-def test_kv_cache_defaults_to_max_num_seqs_full_sequences(load):
     assert load("rollout.max_num_seqs=3").kv_cache_tokens == 3 * (512 + 256)
-
-
-def test_kv_cache_defaults_to_no_more_than_the_responses_of_a_step(load):
     assert load("train.prompts_per_step=1", "rollout.n=2").kv_cache_tokens == 2 * (512 + 256)
-
-
-def test_group_size_defaults_to_128_for_int4_only(load):
     assert load("quant.scheme=w4a8").quant.group_size == 128
     assert load("quant.scheme=fp8").quant.group_size is None
-
-
-def test_muon_resolves_momentum_and_the_rate_of_its_adamw_part(load):
     optim = load("optim={name: muon, lr: 2e-5}").optim
     assert (optim.momentum, optim.adamw_lr) == (0.95, 2e-5)
 

@@ -96,14 +96,12 @@ def test_another_name_on_the_command_line_brings_its_own_defaults(load):
         load("objective={name: dual_clip_grpo, clip_ratio_c: 3.0}", "objective.name=gspo")
 
 
-def test_a_users_objective_is_a_path_in_one_word_or_a_section(load, tmp_path):
+def test_a_users_objective_is_a_path_in_one_word_or_a_section(load, reloaded):
     short = load("objective=mine/own.py:f")
     assert short == load("objective={name: custom, path: 'mine/own.py:f'}")
     assert (short.objective.file, short.objective.kwargs, short.objective.ratio) == ("mine/own.py", {}, "train")
     assert load("objective={name: custom, path: 'pkg.own:f', kwargs: {a: [1]}}").objective.file is None
-    copy = tmp_path / "config.yaml"
-    copy.write_text(short.to_yaml())
-    assert load_config(copy) == short
+    assert reloaded(short) == short
 
 
 def test_no_clip_reads_no_bounds():
@@ -152,20 +150,18 @@ def test_every_preset_has_an_expansion_here():
 
 
 @pytest.mark.parametrize("preset", EXPANSIONS)
-def test_a_preset_expands_and_its_yaml_loads_back_to_an_equal_config(load, tmp_path, preset):
+def test_a_preset_expands_and_its_yaml_loads_back_to_an_equal_config(load, reloaded, preset):
     name = "rloo" if PRESETS[preset].policy_gradient else "grpo"
     config = load(f"objective.name={name}", f"correction.preset={preset}")
     assert (str(config.correction), getattr(config.objective, "ratio", None)) == EXPANSIONS[preset]
-    copy = tmp_path / "config.yaml"
-    copy.write_text(config.to_yaml())
-    assert load_config(copy) == config
+    assert reloaded(config) == config
 
 
-def test_an_automatic_cap_replaces_the_bounds_of_a_preset_and_its_yaml_loads_back(load):
+def test_an_automatic_cap_replaces_the_bounds_of_a_preset_and_its_yaml_loads_back(load, reloaded):
     config = load("objective.name=grpo", "correction={preset: icepop, cap: auto}")
     assert str(config.correction) == "token mask [none, auto]"
     assert (config.correction.lower, config.correction.upper) == (None, None)
-    assert Config.model_validate(yaml.safe_load(config.to_yaml())) == config
+    assert reloaded(config) == config
 
 
 def test_presets_of_vexact_sum_the_loss_over_tokens_unless_the_aggregation_is_given(load):
@@ -252,12 +248,9 @@ def test_min_p_is_that_of_vocabulary_pruning_or_the_rollout_s(load, overrides, m
         (["objective.name=tbpo"], None),
     ],
 )
-def test_a_token_outside_drops_its_response_with_dvp_alone_and_one_ratio_per_response(load, tmp_path, overrides, level):
+def test_a_token_outside_drops_its_response_with_dvp_alone_and_one_ratio_per_response(load, reloaded, overrides, level):
     config = load(*overrides)
-    assert config.objective.dvp_outside == level
-    copy = tmp_path / "config.yaml"
-    copy.write_text(config.to_yaml())
-    assert load_config(copy) == config
+    assert config.objective.dvp_outside == level and reloaded(config) == config
 
 
 def test_the_sections_of_all_objectives_are_read_without_torch():

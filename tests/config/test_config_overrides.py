@@ -19,25 +19,13 @@ def test_a_value_is_read_as_yaml(load):
     assert config.data.columns == {"prompt": "question"}
 
 
-def test_a_number_indexes_a_list_of_the_file(load):
+def test_a_path_reaches_lists_free_mappings_and_null_sections_and_the_last_value_wins(load):
     assert load("reward.functions.0.weight=2").reward.functions[0].weight == 2.0
-
-
-def test_keys_below_a_free_mapping_are_free(load):
     config = load("data.task.size=10", "reward.functions.0.options.pattern=a=b")
     assert config.data.task == {"size": 10}
     assert config.reward.functions[0].options == {"pattern": "a=b"}
-
-
-def test_a_null_section_is_created(load):
     assert load("logging.wandb.project=p").logging.wandb.project == "p"
-
-
-def test_nothing_after_the_equals_sign_is_null(load):
     assert load("rollout.kv_cache_tokens=").rollout.kv_cache_tokens is None
-
-
-def test_the_last_of_two_overrides_wins(load):
     assert load("train.steps=5", "train.steps=6").train.steps == 6
 
 

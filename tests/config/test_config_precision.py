@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from qarl.config import Config, load_config
 from qarl.config.diagnostics import COSTLY, DiagnosticsConfig
 from qarl.errors import UserError
 
@@ -62,7 +61,7 @@ def test_costly_diagnostics_are_off_and_due_at_every_nth_step_counted_from_1(loa
     assert DiagnosticsConfig(**{f"{name}_every": 2 for name in COSTLY}).due(2) == set(COSTLY)
 
 
-def test_the_resolved_file_holds_the_new_keys_and_loads_to_the_same(load, tmp_path):
+def test_the_resolved_file_holds_the_new_keys_and_loads_to_the_same(load, reloaded):
     config = load(
         "quant.learner=full_precision",
         "model.learner_dtype=float16",
@@ -70,7 +69,5 @@ def test_the_resolved_file_holds_the_new_keys_and_loads_to_the_same(load, tmp_pa
         "optim.master_dtype=bfloat16",
         "logging.rollout_tensors=false",
     )
-    path = tmp_path / "resolved.yaml"
-    path.write_text(config.to_yaml())
-    again = load_config(path)
-    assert isinstance(again, Config) and again == config and again.loss_scale == 65536.0 and again.dynamic_loss_scale
+    again = reloaded(config)
+    assert again == config and again.loss_scale == 65536.0 and again.dynamic_loss_scale
