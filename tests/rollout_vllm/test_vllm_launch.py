@@ -170,7 +170,7 @@ def test_sampling_parameters_keep_their_meaning(exact: bool, monkeypatch: pytest
 
 
 def test_final_texts_are_the_native_engines_own(tiny) -> None:
-    prompts = [Prompt(i, [5 + i, 70, 90 + i], "", {}) for i in range(6)]
+    prompts = [Prompt(i, [5 + i, 70, 90 + i], "", {}) for i in range(12)]
     sampling = replace(tiny.sampling, n=8, max_response_length=24, stop=("a", "\n"), stop_token_ids=frozenset({1, 40}))
     tiny.engine.publish(tiny.policy.current)
     stopping, ends = Stopping(tiny.engine.tokenizer, sampling), set()
