@@ -188,7 +188,6 @@ def test_export_of_a_step_that_is_missing_lists_those_there(run, refusal):
 def test_export_points_to_quantize_and_quantize_to_export(tiny_model, run, refusal, tmp_path):
     assert "use qarl quantize" in refusal("export", tiny_model(), tmp_path / "out")
     assert "use qarl export" in refusal("quantize", run.path, tmp_path / "out", "--scheme", "fp8")
-    assert "no such directory" in refusal("quantize", tmp_path / "gone", tmp_path / "out", "--scheme", "fp8")
 
 
 def test_export_of_an_export_is_refused(run, qarl, refusal, tmp_path):
@@ -275,3 +274,7 @@ def test_quantize_of_a_quantized_checkpoint_is_refused(tiny_model, qarl, refusal
     qarl("quantize", tiny_model(), tmp_path / "once", "--scheme", "fp8")
     line = refusal("quantize", tmp_path / "once", tmp_path / "twice", "--scheme", "w8a8")
     assert "is quantized already" in line and entries(tmp_path) == ["once"]
+
+
+def test_quantize_of_nothing_is_refused(refusal, tmp_path):
+    assert "no such directory" in refusal("quantize", tmp_path / "gone", tmp_path / "out", "--scheme", "fp8")
