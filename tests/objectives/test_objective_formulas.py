@@ -188,18 +188,6 @@ def test_the_weights_are_those_of_the_formula_before_normalization(options):
     assert int((weights != 1).sum()) > 0  # it corrects something
 
 
-def test_a_weight_of_learner_now_over_sampler_is_the_bypass_policy_gradient():
-    """min(prod_t l/b, C) A grad l, summed over the response, in a loop (verl's bypass mode with REINFORCE)."""
-    batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
-    cfg = correction_config({"preset": "bypass_pg_is", "upper": 1.4})
-    computed(objective_config(name="reinforce"), cfg, batch).backward()
-    expected = []
-    for l, _, b, a in batch.responses():  # noqa: E741
-        weight = min(math.exp(math.fsum(x - y for x, y in zip(l, b, strict=True))), 1.4)
-        expected += [-weight * a / len(LENGTHS)] * len(l)
-    assert batch.logp.grad.tolist() == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("options", [CORRECTIONS[1], CORRECTIONS[2]], ids=["token", "sequence"])
 def test_normalized_weights_have_mean_one_before_rules_and_veto(options):
     batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)

@@ -46,7 +46,7 @@ def kl_gradient(learner: torch.Tensor, reference: torch.Tensor, reverse: bool = 
     return logits.grad
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("estimator", "reverse"), [("k1", False), ("k2", False), ("k3", True)])
 def test_the_expected_gradient_of_the_loss_is_that_of_a_kl(estimator, reverse, seed):
     """Exactly, by enumeration of five tokens: sum over tokens of probability * gradient of the token's estimate."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qarl.objectives.segments import Segments
+from qarl.objectives.segments import Segments, Totals, aggregate
 
 
 def test_index_and_position_follow_the_packing_order():
@@ -48,6 +48,29 @@ def test_sum_backward_gives_each_token_the_gradient_of_its_response():
 
 def test_expand_repeats_each_response_over_its_tokens():
     assert Segments.from_lengths([1, 0, 2]).expand(torch.tensor([4.0, 5.0, 6.0])).tolist() == [4.0, 6.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("seq-mean-token-mean", (2.0 + 0.0 + 5.0 - 8.0) / 4),
+        ("token-mean", 11.0 / 6),
+        ("seq-mean-token-sum", (4.0 + 0.0 + 15.0 - 8.0) / 4),
+        ("seq-mean-token-sum-norm", (4.0 + 0.0 + 15.0 - 8.0) / 4 / 16),
+    ],
+)
+def test_an_aggregation_matches_its_name(mode, expected):
+    value = torch.tensor([1.0, 3.0, 2.0, 4.0, 9.0, -8.0]).double()
+    got = aggregate(value, Segments.from_lengths([2, 0, 3, 1]), mode, Totals(4, 6, 16))
+    assert got.item() == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+def test_a_micro_batch_of_empty_responses_gives_zero(mode):
+    value = torch.zeros(0, requires_grad=True)
+    share = aggregate(value, Segments.from_lengths([0, 0]), mode, Totals(4, 6, 16))
+    share.backward()
+    assert share.item() == 0.0
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from objective_sections import objective_config
-from ragged import Batch, clip, geometric_mean, random_batch
+from ragged import Batch, random_batch
 
 from qarl.config import CorrectionConfig, ObjectiveConfig
 from qarl.objectives.common import finish_stats
@@ -27,43 +27,6 @@ def run(batch: Batch, options: ObjectiveConfig):
         batch.logps, batch.advantages, batch.segments, Totals(1, 1, 1)
     )
     return -loss, stats
-
-
-def surrogate(l: list[float], o: list[float], b: list[float], a: float, options: ObjectiveConfig) -> float:  # noqa: E741
-    """J of one response by the formula, with w' constant. For a dropped A < 0: s held at the bound it left through."""
-    s, w = geometric_mean(l, o), geometric_mean(o, b)
-    weight = clip(w, 1 / options.seq_tis_imp_ratio_cap, options.seq_tis_imp_ratio_cap)
-    if a > 0:
-        return weight * min(s * a, min(s, 1 + options.seq_clip_ratio_high) * a)
-    return weight * a * clip(s, 1 - options.neg_seq_clip_ratio_low, 1 + options.neg_seq_clip_ratio_high)
-
-
-@pytest.mark.parametrize("spread", [0.02, 0.2, 3.0])
-def test_value_matches_the_formula(spread):
-    batch = random_batch(LENGTHS, ADVANTAGES, spread)
-    expected = math.fsum(surrogate(*response, wide()) for response in batch.responses() for _ in response[0])
-    # float64 rounding of exp and a mean of at most 30 terms
-    assert run(batch, wide())[0].item() == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("spread", [0.02, 0.2])
-def test_gradient_matches_finite_differences_of_the_formula(spread):
-    batch = random_batch(LENGTHS, ADVANTAGES, spread)
-    run(batch, wide())[0].backward()
-
-    step, t, expected = 1e-6, 0, []
-    for l, o, b, a in batch.responses():  # noqa: E741
-        for i in range(len(l)):
-            up, down = [*l], [*l]
-            up[i] += step
-            down[i] -= step
-            # every one of the response's T tokens carries J
-            slope = (surrogate(up, o, b, a, wide()) - surrogate(down, o, b, a, wide())) / (2 * step)
-            expected.append(slope * len(l))
-            t += 1
-    # central differences: step^2 truncation and 1e-16 / step rounding, times the length
-    torch.testing.assert_close(batch.logp.grad, torch.tensor(expected, dtype=torch.float64), atol=1e-7, rtol=1e-6)
-    assert 0 < int((batch.logp.grad == 0).sum()) < t  # some responses were dropped and some were not
 
 
 def test_float32_inputs_give_float32_values_near_float64():

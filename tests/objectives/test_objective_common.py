@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from qarl.objectives.common import clamped_exp, log_ratio, score
+from qarl.objectives.common import add_stats, clamped_exp, finish_stats, log_ratio, score, stat, weight_stats
 from qarl.objectives.segments import Segments
 
 INF = math.inf
@@ -53,3 +53,29 @@ def test_the_score_is_zero_with_gradient_one_where_the_log_prob_is_finite():
     value.sum().backward()
     assert value.tolist() == [0.0] * 4
     assert logp.grad.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_stat_counts_only_what_is_under_the_mask_and_no_nan_outside():
+    assert stat(torch.tensor([1.0, float("nan"), 3.0]), torch.tensor([True, False, True])).tolist() == [4.0, 2.0]
+
+
+def test_adding_keeps_names_that_only_one_side_has():
+    total = add_stats({"a": stat(torch.tensor([1.0]))}, {"b": stat(torch.tensor([3.0, 5.0]))})
+    assert finish_stats(total) == {"a": 1.0, "b": 4.0}
+
+
+def test_nothing_counted_is_zero():
+    assert finish_stats({"a": stat(torch.zeros(0))}) == {"a": 0.0}
+
+
+def test_ess_is_that_of_all_parts_together():
+    parts = [torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0, 4.0])]
+    metrics = finish_stats(add_stats(weight_stats(parts[0]), weight_stats(parts[1])))
+    weights = torch.cat(parts).tolist()
+    assert metrics["correction/ess"] == pytest.approx(sum(weights) ** 2 / (5 * sum(w * w for w in weights)))
+    assert set(metrics) == {"correction/weight_mean", "correction/ess"}
+
+
+@pytest.mark.parametrize(("weight", "ess"), [(1.5, 1.0), (0.0, 0.0)])
+def test_ess_of_equal_weights_is_one_and_of_zeros_is_zero(weight, ess):
+    assert finish_stats(weight_stats(torch.full((7,), weight)))["correction/ess"] == ess
