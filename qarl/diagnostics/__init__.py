@@ -1,5 +1,5 @@
-"""Everything that watches a run: what it measures of precision and mismatch, and never part of the gradient.
+"""Diagnostics of precision and mismatch. They observe a run and never contribute to the gradient.
 
-Pure functions of log-probs (mismatch, precision, error_tokens, crossings, gradients), what runs forwards and backwards
-of its own (probe, gradient_passes), what a step leaves of it (record, layout), and `qarl diagnose` (diagnose/).
+Pure functions of log-probs: mismatch, precision, error_tokens, crossings, gradients. Extra forwards and backwards:
+probe, gradient_passes. The record of a step: record, layout. `qarl diagnose`: diagnose/.
 """

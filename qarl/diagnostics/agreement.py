@@ -1,4 +1,4 @@
-"""The promise of an exact run, watched: sampler and learner give every drawn token the same log-prob, bit for bit."""
+"""Check during an exact run that sampler and learner log-probs of the sampled tokens are bitwise equal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from qarl.utils.threads import one_thread
 
 
 class Agreement(Observer):
-    """Warns, once in a run, of the first step whose log-probs differ where the run promises that they do not.
+    """Warns once per run, at the first step in which sampler and learner log-probs differ in an exact run.
 
-    It does so where the learner is aligned and the engine computes with the learner's own operations.
+    A run is exact if the learner is aligned and the engine computes with the learner's own operations.
     """
 
     def __init__(self, config: Config, policy: Policy, warn: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ class Agreement(Observer):
 
 
 def command(config: Config) -> str:
-    """The check of a run's model, scheme and engine, on what it draws from."""
+    """The `qarl verify-exact` command for a run's model, scheme, engine and sampling distribution."""
     quant, rollout = config.quant, config.rollout
     group = "" if quant.group_size is None else f" --group-size {quant.group_size}"
     cache = "" if quant.kv_cache_dtype == "auto" else f" --kv-cache-dtype {quant.kv_cache_dtype}"
@@ -63,7 +63,7 @@ def command(config: Config) -> str:
 
 
 def promised(config: Config, policy: Policy) -> bool:
-    """Whether the run's sampler computes with the operations of its learner."""
+    """Whether the run is exact: an aligned learner, and a sampler that computes with the learner's operations."""
     exact = config.rollout.engine == "native" or config.rollout.numerics == "exact"
     if (ahead := config.rollout.asynchronous) is not None:
         exact = ahead.exact

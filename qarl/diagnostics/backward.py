@@ -1,4 +1,4 @@
-"""What an FP8 backward does to a gradient: the one it makes beside the 16-bit one of the same minibatch and weights."""
+"""Error of the FP8 backward: its gradient against the 16-bit gradient of the same minibatch and weights."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Modules = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class BackwardError:
-    """metrics: backward/*. modules: of each linear layer whose 16-bit gradient is not 0."""
+    """metrics: backward/*. modules: errors of the linear layers with a nonzero 16-bit gradient."""
 
     metrics: dict[str, float]
     modules: Modules
 
 
 def backward_error(passes: Passes) -> BackwardError:
-    """The FP8 gradient g beside the 16-bit one h, each of the learner's own forward, ratio and score (gradient D).
+    """Compare the FP8 gradient g with the 16-bit gradient h, both with the learner's forward, ratio and score (D).
 
         backward/cosine          of g and h, over all masters
         backward/relative_error  |g - h| / |h|, over all masters
-        backward/cosine_min      the least of the linear layers, each over its weight
+        backward/cosine_min      lowest cosine of any linear layer, over its weight
 
-    Nothing where h is 0. A gradient of zeros beside one that is not has cosine 0, and NaN stays NaN. Whichever backward
-    the policy is set to, also after an exception, it is set to afterwards.
+    Returns no metrics if h is 0. If only g is 0, the cosine is 0. NaN propagates. The policy's backward setting is
+    restored afterwards, including after an exception.
 
-    Memory: h is held in float32 on the host, beside g.
+    Memory: holds h in float32 on the host, in addition to g.
     """
     policy = passes.policy
     assert policy.weights.fused, "layers in plain torch have no FP8 backward"
@@ -73,7 +73,7 @@ def worst_module(modules: Modules) -> str:
 
 
 def require_fp8_backward(config: Config, device: torch.device) -> None:
-    """Raise UserError where `diagnostics.backward_every` asks for what the learner's device does not have."""
+    """Raise UserError if `diagnostics.backward_every` is set and the learner's device has no FP8 products."""
     if not config.diagnostics.backward_every:
         return
     gpu = device if device.type == "cuda" else None
@@ -101,7 +101,7 @@ def _products(g: Tensor, h: Tensor) -> Tensor:
 
 
 def _compared(row: Tensor) -> tuple[float, float]:
-    """(cosine, relative error) from what `_products` gives; <h, h> is not 0."""
+    """(cosine, relative error) from the result of `_products`; <h, h> must be nonzero."""
     inner, found, exact, difference = row.tolist()
     cosine = 0.0 if found == 0.0 else inner / (math.sqrt(found) * math.sqrt(exact))
     # not min and max, which would turn NaN into a number

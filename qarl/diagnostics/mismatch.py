@@ -1,4 +1,4 @@
-"""How far the sampler's log-probs are from the learner's, on the sampled tokens: raw, before any correction."""
+"""Mismatch between sampler and learner log-probs on the sampled tokens, before any correction."""
 
 from __future__ import annotations
 
@@ -15,38 +15,47 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
 @torch.no_grad()
 def mismatch_metrics(logp_old: Tensor, logp_sampler: Tensor, segments: Segments) -> dict[str, float]:
-    """Mismatch of a batch: logp_old [T] (learner at the rollout's snapshot), logp_sampler [T] -> metrics.
+    """Compute the sampler-learner mismatch metrics of a batch.
 
-    With delta_t = o_t - b_t and r_t = exp(delta_t), learner over sampler (VeXact, equation 1):
+    With o_t from `logp_old`, b_t from `logp_sampler`, delta_t = o_t - b_t and r_t = exp(delta_t) (VeXact, equation 1):
 
         mismatch/delta_abs_mean, mismatch/delta_abs_max   of |delta_t|, nats
-        mismatch/delta_abs_p50, _p90, _p99, _p999         the smallest |delta_t| that as many of the tokens stay within
+        mismatch/delta_abs_p50, _p90, _p99, _p999         quantiles of |delta_t| over the tokens, nats
         mismatch/k1         mean(-log r)
         mismatch/k3         mean(r - 1 - log r)
-        mismatch/k3_inside  the same over the tokens of which both sides' log-prob is finite
-        mismatch/ppl_learner, mismatch/ppl_sampler  exp(-mean o), exp(-mean b), over the tokens where it is finite
+        mismatch/k3_inside  k3 over the tokens with finite log-probs on both sides
+        mismatch/ppl_learner, mismatch/ppl_sampler  exp(-mean o), exp(-mean b), over finite values
         mismatch/ppl_ratio  learner's perplexity over the sampler's, exp(-mean delta)
         mismatch/chi2_token mean_t(exp(2 delta_t)) - 1
         mismatch/chi2_seq   mean over non-empty responses of exp(2 sum_t delta_t), - 1
         mismatch/tv         mean_t |1 - r_t| / 2, and mismatch/tv_seq, mean over non-empty responses of
-                            |1 - exp(sum_t delta_t)| / 2: total variation distance, sum |p_b - p_o| / 2, which is
-                            E_b |1 - p_o / p_b| / 2, of the next token and of the response, on what the sampler drew
-        mismatch/optimal_cap_token, mismatch/optimal_cap_seq  C* = sqrt(2 (1 + chi2)), the cap of a truncated weight
-                            that minimises the bound of its mean squared error, of the two chi2 above
-        mismatch/ess        (sum r)^2 / sum r^2: how many tokens the batch is worth after weighting by r
-        mismatch/ess_frac   that over the tokens there are, in (0, 1]
-        mismatch/rollout_probs_diff_mean, _max, _std      of |exp(o_t) - exp(b_t)|, the names and definition of verl
-        mismatch/tail_delta_mean, mismatch/head_delta_mean  mean of delta_t, with its sign, over the tokens inside both
-                            distributions to which the sampler gave a probability below 0.1, of 0.9 or more: negative
-                            in the tail where the sampler draws what it overrates (DVP, proposition 4.3). Left out
-                            without such tokens
-        mismatch/outside_frac  tokens of which one side's log-prob is infinite: outside its truncated distribution
-        mismatch/clamped_frac  responses in which an exponent was clamped to +-20 or a delta_t was infinite
+                            |1 - exp(sum_t delta_t)| / 2. Both estimate the total variation distance,
+                            sum |p_b - p_o| / 2 = E_b |1 - p_o / p_b| / 2, per token and per response, from the
+                            sampled tokens
+        mismatch/optimal_cap_token, mismatch/optimal_cap_seq  C* = sqrt(2 (1 + chi2)), from chi2_token and chi2_seq:
+                            the cap that minimises the mean squared error bound of a truncated weight
+        mismatch/ess        (sum r)^2 / sum r^2: effective number of tokens after weighting by r
+        mismatch/ess_frac   ess over the number of tokens, in (0, 1]
+        mismatch/rollout_probs_diff_mean, _max, _std      of |exp(o_t) - exp(b_t)|; names and definition as in verl
+        mismatch/tail_delta_mean, mismatch/head_delta_mean  signed mean of delta_t over the tokens inside both
+                            distributions whose sampler probability is below 0.1 (tail) or at least 0.9 (head). The
+                            tail mean is negative if the sampler draws tokens that it overrates (DVP, proposition
+                            4.3). Omitted if there are no such tokens
+        mismatch/outside_frac  share of tokens outside either truncated distribution (infinite log-prob)
+        mismatch/clamped_frac  share of responses in which an exponent was clamped to +-20 or a delta_t was infinite
 
-    An infinite delta_t (one side's log-prob is -inf) enters as +-20; two equal infinities are no mismatch. Equal
-    log-probs give exactly 0.0, and ppl_ratio and ess_frac exactly 1.0. Computed in float64; one transfer from the
-    device. Total variation, chi2 and the cap: the survey of determinism and off-policy correction, sections on bias and
-    variance and on truncated importance sampling.
+    An infinite delta_t (one side's log-prob is -inf) counts as +-20; two equal infinities count as no mismatch.
+    Equal log-probs give exactly 0.0, and exactly 1.0 for ppl_ratio and ess_frac. Total variation, chi2 and the cap
+    follow the survey of determinism and off-policy correction (sections on bias and variance and on truncated
+    importance sampling). Computes in float64, with one transfer from the device.
+
+    Args:
+        logp_old: (T,) learner log-probs at the rollout's weights, nats.
+        logp_sampler: (T,) log-probs as the sampler reported them, nats.
+        segments: The response of each token.
+
+    Returns:
+        The metrics above by name.
     """
     old, sampler = logp_old.double(), logp_sampler.double()
     delta, infinite = log_prob_gap(old, sampler)
@@ -104,13 +113,19 @@ def mismatch_metrics(logp_old: Tensor, logp_sampler: Tensor, segments: Segments)
 
 @torch.no_grad()
 def probability_deciles(logp_old: Tensor, logp_sampler: Tensor) -> list[dict[str, Any]]:
-    """|delta| by the probability the sampler gave the token: [T], [T] -> ten rows, one a tenth of [0, 1].
+    """Tabulate the log-prob gap by the sampler's probability of the token, in ten equal ranges of [0, 1].
 
-    A row: low, high (bounds of the probability; the last holds 1), count, delta_abs_mean (nats; None without tokens)
-    and delta_mean (nats, over the tokens inside both distributions; None without any). Rounding of size eps in the
-    logits moves the log-prob of a token of probability p by 2 eps (1 - p) at most (DVP, proposition 4.2), so a gap that
-    grows towards the tail is what low precision looks like. In the tail delta = o - b of what the sampler drew is
-    negative in the mean: it draws what it overrates (proposition 4.3).
+    Rounding of size eps in the logits changes the log-prob of a token with probability p by at most 2 eps (1 - p) (DVP,
+    proposition 4.2). A gap that grows towards the tail therefore indicates low precision. In the tail, the mean of
+    delta = o - b is negative, because the sampler draws tokens that it overrates (proposition 4.3).
+
+    Args:
+        logp_old: (T,) learner log-probs at the rollout's weights, nats.
+        logp_sampler: (T,) log-probs as the sampler reported them, nats.
+
+    Returns:
+        One row per range: low, high (probability bounds; the last range includes 1), count, delta_abs_mean (nats; None
+        if the range is empty) and delta_mean (nats, over the tokens inside both distributions; None if there are none).
     """
     delta, infinite = log_prob_gap(logp_old.double(), logp_sampler.double())
     row = (logp_sampler.double().exp() * 10).nan_to_num(0.0).long().clamp(0, 9)
@@ -130,7 +145,7 @@ def probability_deciles(logp_old: Tensor, logp_sampler: Tensor) -> list[dict[str
 
 
 def gap_tables(logp_old: Tensor, logp_sampler: Tensor, segments: Segments) -> dict[str, list[dict[str, Any]]]:
-    """|delta| by where a token stands (VeXact, section 3) and by its probability in the tail (DVP, section 4).
+    """Tabulate |delta| by token position (VeXact, section 3) and by tail probability (DVP, section 4).
 
     Args:
         logp_old: (T,) learner at the rollout's weights.

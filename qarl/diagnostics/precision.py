@@ -1,10 +1,10 @@
-"""Precision split: how much of a ratio is the policy's change, and how much is precision alone.
+"""Split a log ratio into the policy's change and the effect of precision.
 
-TRL study (Dirhoussi et al. 2026), sections 6, 7.7 and 10.3. q_t is the log-prob of a forward in the sampler's precision
-at the learner's current weights, the shadow; with l_t the learner's and b_t the sampler's,
+TRL study (Dirhoussi et al. 2026), sections 6, 7.7 and 10.3. The shadow log-prob q_t comes from a forward in the
+sampler's precision at the learner's current weights. With l_t from the learner and b_t from the sampler,
 
-    alpha_t = q_t - b_t    what the policy, as it is deployed, has changed since the rollout
-    beta_t  = l_t - q_t    what the learner's precision adds to that; l_t - b_t = alpha_t + beta_t
+    alpha_t = q_t - b_t    change of the deployed policy since the rollout
+    beta_t  = l_t - q_t    effect of the learner's precision; l_t - b_t = alpha_t + beta_t
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qarl.objectives.segments import Segments
 if TYPE_CHECKING:
     from qarl.objectives.base import Band
 
-PARTS = ("eos_", "rest_", "beta_abs_logp_")  # left out if they are of no token
+PARTS = ("eos_", "rest_", "beta_abs_logp_")  # omitted if no token belongs to the part
 LOG_PROBS = (math.inf, 20.0, 10.0, 5.0, 2.0, 0.5, 0.0)  # minus the bounds of the ranges, in nats
 
 
@@ -31,33 +31,33 @@ def precision_metrics(
     logp: Tensor,  # (T,) learner
     logp_shadow: Tensor,  # (T,) the sampler's arithmetic at the same weights
     logp_sampler: Tensor,  # (T,) as the sampler reported
-    log_ratio: Tensor,  # (T,) what the objective clips, `Objective.log_ratio`
+    log_ratio: Tensor,  # (T,) clipped by the objective, `Objective.log_ratio`
     advantages: Tensor,  # (R,)
     segments: Segments,
     band: Band | None,
     ends: Tensor | None = None,  # (T,) bool, tokens that ended their response
 ) -> dict[str, float]:
-    """precision/* of a batch:
+    """Compute the precision/* metrics of a batch:
 
         alpha_abs_mean, beta_abs_mean, beta_abs_max, beta_mean, beta_std  nats
-        snr                 mean|alpha| / mean|beta|; below 1 the ratio is mostly precision. Left out where beta is 0
-        beta_advantage_mean mean of beta A, the effective advantage that precision adds to first order
-        beta_advantage_corr Pearson correlation of beta with the token's advantage. Left out where one is constant
+        snr                 mean|alpha| / mean|beta|; below 1 the ratio is mostly precision. Omitted if beta is 0
+        beta_advantage_mean mean of beta A: first-order effect of precision on the effective advantage
+        beta_advantage_corr Pearson correlation of beta with the token's advantage. Omitted if either is constant
         ratio_off_10_frac, ratio_off_50_frac  |exp(beta) - 1| above 0.1, above 0.5
         clipped_frac        outside the objective's bounds under exp(alpha), on either side whatever the sign of A: the
                             policy moved. clipped_lost_frac: of the side that binds, so without gradient
         phantom_frac        outside under the objective's ratio (exp(alpha + beta) for ratio rollout) and inside under
                             exp(alpha), on either side whatever the sign of A: precision alone, as the study counts.
-                            phantom_lost_frac: those of them that have no gradient. All four are left out without a band
+                            phantom_lost_frac: those of them that have no gradient. All four are omitted without a band
         outside_frac        one of the three log-probs is infinite: outside its truncated distribution
         eos_frac            tokens that end a response; of them and of the rest (section 8.3): eos_ and rest_ before
-                            alpha_abs_mean, beta_abs_mean, beta_mean, beta_std, phantom_frac. Left out where there
+                            alpha_abs_mean, beta_abs_mean, beta_mean, beta_std, phantom_frac. Omitted if there
                             are none
         beta_abs_logp_LOW_HIGH  mean |beta| of tokens whose learner's log-prob is in [-LOW, -HIGH), the last one up to
-                            0 (section 8.2: rare tokens have the largest). Left out without such tokens
+                            0 (section 8.2: rare tokens have the largest). Omitted if there are none
 
-    A token outside has no alpha and no beta, and is in the counts of clipping and outside_frac alone; those are over
-    all tokens. In a band per response it is clipped if its response is.
+    Only the clipping fractions and outside_frac include tokens outside a distribution, because these have no alpha or
+    beta. If the band applies per response, such a token counts as clipped if its response is clipped.
     """
     tokens = max(logp.numel(), 1)
     learner, shadow, sampler = logp.double(), logp_shadow.double(), logp_sampler.double()
@@ -121,9 +121,9 @@ class Clipped(NamedTuple):
 def clipped_tokens(
     log_ratio: Tensor, logp_shadow: Tensor, logp_sampler: Tensor, advantages: Tensor, segments: Segments, band: Band
 ) -> Clipped:
-    """Tell what the policy's movement clips from what precision alone clips (TRL study, section 10.3).
+    """Separate tokens clipped by the policy's change from tokens clipped by precision alone (TRL study, section 10.3).
 
-    In a band per response, tokens outside the shadow's distribution count as unmoved, as in the objective.
+    If the band applies per response, tokens outside the shadow's distribution count as unchanged, as in the objective.
     """
     alpha = band.comparable(finite_log_ratio(logp_shadow, logp_sampler))
     clipped = band.beyond(alpha, segments)
@@ -135,7 +135,7 @@ def clipped_tokens(
 def _part(
     name: str, part: Tensor, alpha: Tensor, beta: Tensor, infinite: Tensor, phantom: Tensor | None
 ) -> dict[str, Tensor]:
-    """Means over the tokens of `part` (T,); alpha, beta: of the tokens that are not infinite. NaN without tokens."""
+    """Average over the tokens of `part` (T,); NaN if it is empty. alpha, beta: values of the finite tokens only."""
     finite = part[~infinite].double()
     mean = (beta * finite).sum() / finite.sum()
     found = {
@@ -156,14 +156,15 @@ def deployed_metrics(
     advantages: Tensor,  # (R,)
     segments: Segments,
 ) -> dict[str, float]:
-    """Did the step move the policy that is served towards its advantages? (TRL study, sections 6.5 and 7.7)
+    """Measure whether the step moved the deployed policy towards its advantages (TRL study, sections 6.5 and 7.7).
 
         deployed/improvement     mean over the tokens of sign(A) (q_after - q_before), nats
         deployed/delta_abs_mean  mean |q_after - q_before|, nats
-        deployed/efficiency      the first over the second, in [-1, 1]; left out where nothing moved
-        deployed/outside_frac    tokens outside the truncated distribution before or after, which are in no mean
+        deployed/efficiency      improvement / delta_abs_mean, in [-1, 1]; omitted if nothing moved
+        deployed/outside_frac    share of tokens outside the truncated distribution before or after, excluded
+                                 from the means
 
-    Tokens with A = 0 move for others' sake: they are in both means and count as no improvement.
+    Tokens with A = 0 contribute to both means, with an improvement of 0: only other tokens' gradients move them.
     """
     before, after = shadow_before.double(), shadow_after.double()
     infinite = torch.isinf(before) | torch.isinf(after)

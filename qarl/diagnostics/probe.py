@@ -33,8 +33,8 @@ from qarl.utils.threads import one_thread
 
 @dataclass
 class _Seen:
-    """The training forwards of one optimizer step. log_ratio: what the objective clips. shadow: log-probs. weights: of
-    the correction, where there is one."""
+    """The training forwards of one optimizer step. log_ratio: clipped by the objective. shadow: log-probs.
+    weights: correction weights, if there is a correction."""
 
     minibatch: Part
     logp: Column
@@ -47,10 +47,10 @@ class Probe(Observer):
     """Watches one step.
 
     due: the costly diagnostics of the step (`DiagnosticsConfig.due`). record: keep what `tokens` gives.
-    stop_token_ids: token ids that end a response, which precision/* tells apart. ranks: of the run, None for one
-    process; each watches its own forwards, and in the end all have the columns of all.
-    metrics: complete once `learned` is told: precision/*, deployed/*, gradients/* and backward/*. backward: of each
-    linear layer, see `BackwardError`; None where it is not due.
+    stop_token_ids: token ids that end a response, which precision/* tells apart. ranks: None for a single
+    process; each rank observes its own forwards, and the columns are gathered on all ranks at the end.
+    metrics: precision/*, deployed/*, gradients/* and backward/*; complete after `learned`. backward: errors per linear
+    layer, see `BackwardError`; None if not due.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a step leaves in RUN/diagnostics/NNNNNN.json: its metrics, and a sample of its tokens for the plots."""
+"""The record of a step, RUN/diagnostics/NNNNNN.json: metrics, and a sample of tokens for the plots."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class StepTokens:
     """The tokens a step trained on, on the CPU, packed response after response.
 
-    logp_sampler, logp_old, logp: (T,) float32; logp is the learner's last forward over the token. logp_shadow: (T,) the
-    sampler's arithmetic at the weights of that forward, where it was run. log_ratio: (T,) what the objective clips.
-    weights: (T,) correction weights, None if it has none. advantages: (R,). band: where the ratio still gives gradient,
-    None if it always does.
+    logp_sampler, logp_old, logp: (T,) float32; logp is the learner's last forward over the token. logp_shadow: (T,) in
+    the sampler's arithmetic at the weights of that forward, None if it did not run. log_ratio: (T,) log ratio that the
+    objective clips. weights: (T,) correction weights, None without a correction. advantages: (R,). band: range of
+    ratios with a gradient, None if unbounded.
     """
 
     logp_sampler: Tensor
