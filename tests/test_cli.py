@@ -83,7 +83,7 @@ def test_check_prints_the_resolved_config_and_the_estimate(config, capsys, tmp_p
     copy = tmp_path / "copy.yaml"
     copy.write_text(text)
     assert load_config(copy) == load_config(config, ["optim.lr=1e-5"])
-    assert "64 responses a step" in rest
+    assert "64 responses per step" in rest
     assert "Memory estimate (cpu)" in rest
     assert "master weights" in rest and "peak" in rest
 
@@ -105,7 +105,7 @@ def test_check_warns_of_what_needs_a_gpu_where_there_is_none(device, config, cap
     monkeypatch.setattr("qarl.cli.expected_device", lambda config: device)
     assert run("check", config, "quant.backward=fp8", "diagnostics.backward_every=2") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    here = "a machine without a GPU has no Triton kernels, and no products in FP8"
+    here = "a machine without a GPU has no Triton kernels and no FP8 matrix products"
     expected = [
         f'warning: will not train here: quant.backward = "fp8": {here}; use bf16',
         f"warning: will not train here: diagnostics.backward_every = 2: {here}; must be 0",

@@ -151,7 +151,7 @@ def check(config: ConfigFile, overrides: Overrides = None, nproc: Processes = No
         check_weights(loaded.model, inspection.architecture)
     typer.echo(loaded.to_yaml())
     typer.echo(
-        f"{loaded.responses_per_step} responses a step, {loaded.minibatch_size} per optimizer step; run directory "
+        f"{loaded.responses_per_step} responses per step, {loaded.minibatch_size} per optimizer step; run directory "
         f"{loaded.run_dir}"
     )
     device = expected_device(loaded)

@@ -1,4 +1,4 @@
-"""The configuration: strict pydantic models, one file a section. Imports no torch."""
+"""The configuration: strict pydantic models, one file per section. Imports no torch."""
 
 from qarl.config.check import Inspection, check_inputs, check_model
 from qarl.config.checkpoint import CheckpointConfig

@@ -14,26 +14,26 @@ from qarl.config.model_schema import DEFAULT_KV_HEADS, FAMILIES, ConfigJson, GGU
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json
 
-KERNEL_HEADS = range(8, 257, 8)  # features of a head that `qarl_kernels.flash` takes, which imports torch
+KERNEL_HEADS = range(8, 257, 8)  # head sizes of `qarl_kernels.flash`; repeated here because it imports torch
 
 
 def unserved_heads(head_dim: int) -> str | None:
-    """Why Triton kernels do not attend with heads of this size, and what would do; None where they do."""
+    """Why the Triton attention kernels do not support this head size, and the fix; None if they do."""
     if head_dim in KERNEL_HEADS:
         return None
     return (
-        f"has heads of {head_dim} features, and the attention kernels of a GPU take 8 to {KERNEL_HEADS[-1]} in steps "
+        f"has heads of {head_dim} features, but the GPU attention kernels support 8 to {KERNEL_HEADS[-1]} in steps "
         f"of {KERNEL_HEADS.step}; set quant.kernels: reference (plain torch, slow), or model.device: cpu"
     )
 
 
 MAX_LINEARS = 2**17
-"""Limit of Linear layers in one model. `qarl check` and estimates list them, at some 20 us each: 3 seconds in all. A
-mixture of 61 layers with 384 experts has 70,518."""
+"""Maximum number of Linear layers in a model. `qarl check` and the estimates list them at about 20 us per layer, so the
+limit costs 3 seconds. For scale: a mixture of 61 layers with 384 experts has 70,518."""
 
 
 class UnknownFamily(ValueError):
-    """A model whose layers this module cannot list, and that transformers may still run."""
+    """The model's layers are not known to this module. transformers may still run it."""
 
 
 class LinearShape(NamedTuple):
@@ -46,7 +46,10 @@ class LinearShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of the Llama layout (fused nothing, gated MLP or a mixture of such experts). Sizes in elements."""
+    """A decoder of the Llama layout: unfused projections, and a gated MLP or a mixture of such experts.
+
+    All sizes are numbers of elements.
+    """
 
     family: str
     hidden_size: int
@@ -58,14 +61,14 @@ class Architecture:
     vocab_size: int
     context_length: int | None
     tied_embeddings: bool
-    attention_bias: bool = False  # q, k, v and o; Qwen2 has those of q, k and v without it
+    attention_bias: bool = False  # biases of q, k, v and o; Qwen2 always has those of q, k and v
     mlp_bias: bool = False
     mixture: Mixture | None = None
-    windows: tuple[int | None, ...] = ()  # tokens that a query of each layer sees, None: all; empty: all layers see all
-    vllm_fault: str = ""  # why vLLM's model would compute something else
+    windows: tuple[int | None, ...] = ()  # attention window per layer in tokens, None: unlimited; empty: all unlimited
+    vllm_fault: str = ""  # why vLLM's model would compute different results; empty if it does not
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every parameter by its Hugging Face name, with its shape; tied weights once."""
+        """Yield (Hugging Face name, shape) of every parameter. Tied weights occur once."""
         yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
         biased = {name for name, _ in self._biases()}
         for name, n, k in self.linears():
@@ -83,17 +86,17 @@ class Architecture:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 
     def _norms(self) -> list[tuple[str, int]]:
-        """Of one layer, with their sizes."""
+        """(name, size) of the norms in one layer."""
         norms = [("input_layernorm", self.hidden_size), ("post_attention_layernorm", self.hidden_size)]
         if self.family in ("qwen3", "qwen3_moe"):
             norms += [("self_attn.q_norm", self.head_dim), ("self_attn.k_norm", self.head_dim)]
-        if self.family == "olmoe":  # over all heads at once
+        if self.family == "olmoe":  # normalizes over all heads together
             heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
             norms += [("self_attn.q_norm", heads), ("self_attn.k_norm", kv)]
         return norms
 
     def _biases(self) -> list[tuple[str, int]]:
-        """The Linears of one layer that have a bias, with its size."""
+        """(name, size) of the biases in one layer."""
         hidden, inner = self.hidden_size, self.intermediate_size
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         biases = []
@@ -107,12 +110,12 @@ class Architecture:
 
     @property
     def linear_count(self) -> int:
-        """The length of `linears()`, without listing them."""
+        """`len(self.linears())` without building the list."""
         dense, mixture = self.num_layers * 4 + self.dense_layers * 3, self.mixture
         return dense if mixture is None else dense + len(mixture.layers) * 3 * (mixture.experts + (mixture.shared > 0))
 
     def linears(self) -> list[LinearShape]:
-        """Every Linear but the output layer, in the order of the forward."""
+        """Every Linear except the output layer, in forward order."""
         return [
             LinearShape(f"model.layers.{layer}.{name}", n, k)
             for layer in range(self.num_layers)
@@ -156,39 +159,39 @@ class Architecture:
 
     @property
     def active_size(self) -> int:
-        """Features inside the MLP that a token goes through, summed over its experts if a layer has some."""
+        """Intermediate MLP features per token, summed over the token's experts in a mixture."""
         return self.intermediate_size if self.mixture is None else self.mixture.active_size
 
     @property
     def dense_layers(self) -> int:
-        """Layers with an MLP."""
+        """Number of layers with a dense MLP."""
         return self.num_layers - (0 if self.mixture is None else len(self.mixture.layers))
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding, and of the output layer where it has its own weight."""
+        """Parameters of the embedding, plus those of the output layer if it is not tied."""
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
     @property
     def vector_parameters(self) -> int:
-        """Norm weights, biases and routers: what is never quantized, and no matrix of muon's."""
+        """Parameters of norms, biases and routers, which are never quantized and never updated by Muon."""
         layer = sum(size for _, size in self._norms() + self._biases())
         return self.num_layers * layer + self.hidden_size + self.router_parameters
 
     @property
     def router_parameters(self) -> int:
-        """Of routers, and of the gates of shared experts."""
+        """Parameters of the routers and of the gates of shared experts."""
         mixture = self.mixture
         return 0 if mixture is None else len(mixture.layers) * sum(rows for _, rows in mixture.gates) * self.hidden_size
 
     @property
     def matrix_parameters(self) -> int:
-        """Of the Linear layers but the output layer: what muon updates and a scheme quantizes."""
+        """Parameters of all Linear layers except the output layer: Muon updates them, schemes quantize them."""
         return sum(n * k for _, n, k in self.linears())
 
     @property
     def multiplied_parameters(self) -> int:
-        """Of the Linear layers, those that a token is multiplied with: of experts as many as it goes through."""
+        """Linear parameters that one token is multiplied with, counting only the experts that it is routed to."""
         mixture = self.mixture
         if mixture is None:
             return self.matrix_parameters
@@ -197,15 +200,16 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """All of them, tied weights once."""
+        """Number of parameters. Tied weights count once."""
         return self.embedding_parameters + self.vector_parameters + self.matrix_parameters
 
 
 def read_config_json(path: Path) -> Architecture:
-    """Architecture of a Hugging Face config.json.
+    """Read the architecture from a Hugging Face config.json.
 
-    Raises ValueError (one line, without the path): no JSON, a key that is missing or holds what no model can have;
-    UnknownFamily.
+    Raises:
+        ValueError: The file is not JSON, or a key is missing or invalid. One line, without the path.
+        UnknownFamily: The model's family is not supported.
     """
     try:
         config = read_json(path, nonfinite=True)  # as Python writes it
@@ -246,7 +250,7 @@ def read_config_json(path: Path) -> Architecture:
 
 
 def read_gguf(path: Path) -> Architecture:
-    """Architecture of a GGUF file. Raises ValueError as `read_config_json` does."""
+    """Read the architecture from a GGUF header. Raises ValueError as `read_config_json` does."""
     header = read_gguf_header(path)
     family = _family(header.metadata, "general.architecture")
     values = {

@@ -1,4 +1,4 @@
-"""What every section shares: strict types, no unknown keys, and refusals that name the key at fault."""
+"""Base class of all sections: strict types, no unknown keys, and errors that name the invalid key."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ __all__ = ["Fault", "Field", "Renamed", "Replaced", "Section", "path_faults", "r
 
 
 class Fault(NamedTuple):
-    """A value that has the right type and still cannot be used.
+    """A value that has the right type but is invalid.
 
-    key: path of the key below the section that reports it. value: what was given. text: what would be valid.
+    Attributes:
+        key: Path of the key, relative to the section that reports the fault.
+        value: The given value.
+        text: Which values are valid.
     """
 
     key: tuple[str | int, ...]
@@ -29,28 +32,28 @@ class Fault(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """What a key of an earlier version is called now. values: new names of its values, where those changed."""
+    """New name of a key that an earlier version had. values: old value -> new value, for values that changed too."""
 
     key: str
     values: Mapping[str, str]
 
 
 class Replaced(NamedTuple):
-    """Values of an earlier version that another one replaces. key: full path. values: old value -> new value."""
+    """Replacements for values of an earlier version. key: full path. values: old value -> new value."""
 
     key: str
     values: Mapping[str, str]
 
 
-@cache  # once per process
+@cache
 def notice(text: str) -> None:
-    """Log one line about the configuration, on the first rank."""
+    """Log one line about the configuration on the first rank, once per process."""
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger("qarl.config").warning(text)
 
 
 def refusal(faults: list[Fault]) -> PydanticCustomError:
-    """A pydantic error that carries several faults, each with its own key (`faults` in the error's context)."""
+    """Wrap several faults in one pydantic error. Its context holds them as `faults`."""
     summary = "; ".join(f"{'.'.join(map(str, fault.key))} = {fault.value!r}: {fault.text}" for fault in faults)
     # Doubled braces: pydantic formats the template, and a user's value may contain `{`.
     template = summary.replace("{", "{{").replace("}", "}}")
@@ -58,15 +61,16 @@ def refusal(faults: list[Fault]) -> PydanticCustomError:
 
 
 def path_faults(key: str, text: str | None) -> Iterator[Fault]:
-    """Why a text can be no path, on any machine; a home directory (`~name`) is looked up where the path is used."""
+    """Faults of a text that cannot be a path on any machine. `~name` is only resolved when the path is used."""
     if text is not None and (fault := path_fault(text, home=False)):
         yield Fault((key,), text, fault)
 
 
 def value_faults(value: Any, key: tuple[str | int, ...]) -> Iterator[Fault]:
-    """Texts that no file can hold, and what is nested or large beyond use, in the values of a section. No recursion.
+    """Faults of values that cannot be written to a file, or that are too large or too deeply nested.
 
-    A value of a section is a number, text, or lists and mappings of them; sections in it have seen to themselves.
+    A value is a number, a text, or nested lists and mappings of them; nested sections validate themselves. The
+    traversal is iterative, so that deep nesting cannot exhaust the stack.
     """
     pending, count = [(key, value, 0)], 0
     while pending:
@@ -102,8 +106,9 @@ def _encodes(text: str) -> bool:
 class Section(BaseModel):
     """One section of the configuration. Immutable: change a value with an override, or `model_copy(update=...)`.
 
-    renamed: what earlier versions called its keys and their values; they are refused with the new names.
-    replaced: values that earlier versions had, by key; they are accepted with a notice.
+    Attributes:
+        renamed: Keys and values that earlier versions named differently. They are rejected with a hint to the new name.
+        replaced: Values of earlier versions, by key. They are accepted with a notice.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
@@ -111,11 +116,11 @@ class Section(BaseModel):
     replaced: ClassVar[Mapping[str, Replaced]] = {}
 
     def faults(self) -> Iterator[Fault]:
-        """Combinations of this section's keys that make no sense."""
+        """Yield invalid combinations of this section's keys."""
         yield from ()
 
     def resolved(self) -> dict[str, Any]:
-        """Values for keys left null whose default depends on other keys of the section."""
+        """Defaults of null keys that depend on other keys of the section."""
         return {}
 
     @model_validator(mode="before")
@@ -149,5 +154,5 @@ class Section(BaseModel):
         faults = values or list(self.faults())
         if faults:
             raise refusal(faults)
-        self.__dict__.update(self.resolved())  # the section is frozen for its users, not for itself
+        self.__dict__.update(self.resolved())  # bypasses `frozen`, which is meant for users of the section
         return self

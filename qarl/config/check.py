@@ -1,4 +1,4 @@
-"""What a valid configuration demands of the world: files that exist, and a model that the scheme and lengths fit."""
+"""Checks beyond the schema: the files exist, and the scheme and the lengths fit the model."""
 
 from __future__ import annotations
 
@@ -34,16 +34,22 @@ from qarl.utils.text import visible
 
 @dataclass(frozen=True)
 class Inspection:
-    """architecture: of the model, if it can be read on this machine; otherwise None, and `note` says why."""
+    """architecture: The model's, or None if it cannot be read on this machine; `note` then says why."""
 
     architecture: Architecture | None
     note: str = ""
 
 
 def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
-    """Check files, group size and context without loading anything. file, overrides: as given to `load_config`.
+    """Check files, group size and context without loading anything.
 
-    Relative paths count from the working directory. Raises UserError with one line per fault.
+    Args:
+        config: The configuration. Relative paths are relative to the working directory.
+        file: As given to `load_config`.
+        overrides: As given to `load_config`.
+
+    Raises:
+        UserError: One line per fault.
     """
     faults = [*file_faults(config), *task_faults(config), *thread_faults(config)]
     inspection = Inspection(None)
@@ -58,9 +64,15 @@ def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
 
 
 def check_ranks(config: Config, count: int, gpus: int | None, file: str, overrides: list[str]) -> None:
-    """Check that a configuration works on `count` ranks. gpus: see `several_ranks_faults`; the others: `check_inputs`.
+    """Check that a configuration works on `count` ranks.
 
-    Raises UserError with one line per fault.
+    Args:
+        config, file, overrides: See `check_inputs`.
+        count: Number of ranks.
+        gpus: See `several_ranks_faults`.
+
+    Raises:
+        UserError: One line per fault.
     """
     _refuse(list(several_ranks_faults(config, count, gpus)), file, overrides)
 
@@ -73,10 +85,7 @@ def _refuse(faults: list[Fault], file: str, overrides: list[str]) -> None:
 
 
 def check_model(model: ModelConfig) -> Inspection:
-    """Check that a model is there, and read its architecture where it is on this machine.
-
-    Raises UserError with one line.
-    """
+    """Check that a model exists, and read its architecture if it is on this machine. Raises UserError with one line."""
     try:
         return _inspect(model)
     except UnusableModel as error:
@@ -100,7 +109,7 @@ def _inspect(model: ModelConfig) -> Inspection:
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1:
         what = "no such directory; give a model directory, a hub name, or package:NAME"
         raise UnusableModel("path", model.path, what)
-    # Imported here: it costs a fifth of a second that local models need not pay.
+    # Imported lazily: the import takes 0.2 seconds, and local models do not need it.
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -148,7 +157,7 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
             check_shape(scheme, name, out_features, in_features)
         except ValueError as error:
             yield Fault(("quant", "group_size"), quant.group_size, str(error))
-            break  # the layers repeat: the first one says it
+            break  # layers repeat, so the first fault is enough
     names = {"lm_head", *(linear.name for linear in linears)}
     for index, entry in enumerate(quant.ignore):
         if not entry.startswith("re:") and entry not in names:
@@ -176,7 +185,7 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
         return
     context, pool = min(limit, config.model.max_length or limit), config.rollout.kv_cache_tokens
     if config.rollout.engine == "vllm" and pool is not None and pool < context:
-        text = f"vLLM demands room for the whole context; must be {context} or more, or lower model.max_length"
+        text = f"vLLM requires space for the whole context; must be {context} or more, or lower model.max_length"
         yield Fault(("rollout", "kv_cache_tokens"), pool, text)
     if config.model.max_length is not None and config.model.max_length > limit:
         yield Fault(
@@ -198,7 +207,7 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
 
 
 def _fused_faults(config: Config, linears: list[LinearShape]) -> Iterator[Fault]:
-    """Layers that vLLM fuses and that cannot be fused as `quant` has them; see `fusion_fault`."""
+    """Layers that vLLM fuses but that `quant` treats differently; see `fusion_fault`."""
     rows = {linear.name: linear.out_features for linear in linears}
     fault = fusion_fault(scheme_of(config.quant), config.quant.ignore, rows)
     if fault is not None:
@@ -208,7 +217,7 @@ def _fused_faults(config: Config, linears: list[LinearShape]) -> Iterator[Fault]
 
 
 def _cut_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
-    """What cannot be cut over `rollout.vllm.tensor_parallel` GPUs evenly: heads, and what shares a scale."""
+    """Heads and scale groups that `rollout.vllm.tensor_parallel` GPUs cannot split evenly."""
     gpus, scheme = config.rollout.vllm.tensor_parallel, scheme_of(config.quant)
     key = ("rollout", "vllm", "tensor_parallel")
     for what, heads in (
@@ -222,17 +231,17 @@ def _cut_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
         by_columns = name.endswith(("o_proj", "down_proj"))
         features = in_features if by_columns else out_features
         unit = 1
-        if not is_ignored(name, config.quant.ignore):  # what shares a scale, or lies in one word
+        if not is_ignored(name, config.quant.ignore):  # a scale group or a packed word must not be split
             words = 16 if by_columns else 1 if scheme.symmetric else 8
             unit = math.lcm(words, scheme.row_block, (scheme.group_size or 1) if by_columns else 1)
         if features % (gpus * unit):
             text = f"{name} has {features} {'input' if by_columns else 'output'} features in blocks of {unit}"
             yield Fault(key, gpus, f"{text}, which cannot be cut evenly; use fewer GPUs")
-            return  # the layers repeat
+            return  # layers repeat, so the first fault is enough
 
 
 def _expert_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
-    """What vLLM cannot do with a mixture of experts."""
+    """Settings that vLLM does not support for a mixture of experts."""
     if architecture.mixture is None:
         return
     gpus = config.rollout.vllm.tensor_parallel
@@ -243,7 +252,7 @@ def _expert_faults(config: Config, architecture: Architecture) -> Iterator[Fault
 
 
 def _evaluation_faults(config: Config, context: int) -> Iterator[Fault]:
-    """Lengths that cannot fit; how long the prompts of a preset are, loading them tells."""
+    """Evaluation lengths that exceed the context. Prompt lengths of presets are only known after loading them."""
     length = config.eval_response_length
     for index, task in enumerate(config.evaluation.tasks):
         prompt = 1 if task.data is None else task.data.max_prompt_length

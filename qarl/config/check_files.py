@@ -1,4 +1,4 @@
-"""What a valid configuration demands of the machine: paths, files, rows of a task, threads. Loads nothing of them."""
+"""Checks of a configuration against the machine: paths, files, rows of a task, threads. Loads no data."""
 
 from __future__ import annotations
 
@@ -28,17 +28,20 @@ from qarl.objectives.custom import Custom
 Kind = Literal["file", "directory", "other", "missing"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
-_LOOKED_AT = 20_000  # entries of a data directory; more of them than that are found to be wrong when they are loaded
+_LOOKED_AT = 20_000  # entries of a data directory; faults in further entries show when they are loaded
 
 
 class Unusable(Exception):
-    """A path that cannot be looked at. The message is the reason."""
+    """The path cannot be inspected. The message is the reason."""
 
 
 def look(text: str) -> tuple[Path, Kind]:
-    """A user's path, `~` expanded, and what is there. Raises Unusable: no path at all, or the system refuses to look.
+    """Expand `~` in a user's path, and say what kind of entry exists there.
 
-    What stands behind a file that is no directory, and at the end of a dangling link, is missing.
+    A path below a regular file counts as missing, and so does a dangling link.
+
+    Raises:
+        Unusable: The text is not a path, or the system denies access.
     """
     if fault := path_fault(text):
         raise Unusable(fault)
@@ -55,7 +58,7 @@ def look(text: str) -> tuple[Path, Kind]:
 
 
 def file_faults(config: Config) -> Iterator[Fault]:
-    """What of the paths that a configuration names is missing, unreadable or of the wrong kind."""
+    """Configured paths that are missing, unreadable or of the wrong kind."""
     yield from _source_faults(("data", "source"), config.data)
     yield from _reward_faults(("reward", "functions"), config.reward.functions)
     if isinstance(config.objective, Custom) and config.objective.file is not None:
@@ -74,12 +77,12 @@ def file_faults(config: Config) -> Iterator[Fault]:
 
 
 def task_faults(config: Config) -> Iterator[Fault]:
-    """Options of `task:` sources, and whether their rows have the requested columns and number."""
+    """Invalid options of `task:` sources, and columns or row numbers that they do not have."""
     faults = list(_task_faults(("data",), config.data))
     yield from faults
     if config.data.kind == "task" and not faults:
         size = config.data.task.get("size", 1000)
-        assert isinstance(size, int)  # the task was asked for a row just now
+        assert isinstance(size, int)  # a row was read above, so the size is valid
         rows = min(size, config.data.max_rows or size)
         if rows < config.train.prompts_per_step:
             text = f"is more than the {rows} rows of {config.data.source}; lower it, or raise data.task.size"
@@ -90,7 +93,7 @@ def task_faults(config: Config) -> Iterator[Fault]:
 
 
 def thread_faults(config: Config) -> Iterator[Fault]:
-    """More threads than the system lets this user start; torch has two pools of them."""
+    """More threads than the system allows this user. torch has two thread pools."""
     threads = config.train.threads
     if threads is None:
         return
@@ -107,7 +110,7 @@ def thread_faults(config: Config) -> Iterator[Fault]:
 
 
 def _expect(key: Loc, text: str, kind: Kind, missing: str, value: str | None = None) -> Iterator[Fault]:
-    """A fault where there is something else than a `kind` at the path. missing: what to say then. value: of the key."""
+    """Fault if the path is not a `kind`. missing: Message for a missing path. value: The key's value, if not `text`."""
     try:
         path, found = look(text)
     except Unusable as error:
@@ -157,14 +160,14 @@ def _source_faults(key: Loc, data: DataConfig) -> Iterator[Fault]:
 
 
 def _holds_data(directory: Path) -> bool:
-    """Whether a data file is below, as far as a look at some thousand entries tells."""
+    """Whether the directory contains a data file within its first `_LOOKED_AT` entries."""
     count = 0
     try:
         for entry in islice(directory.rglob("*"), _LOOKED_AT):
             count += 1
             if entry.suffix.lower() in LOCAL_SUFFIXES:
                 return True
-    except OSError:  # it changes while it is read: loading it tells
+    except OSError:  # the directory changed during the scan; loading reports real faults
         return True
     return count == _LOOKED_AT
 
@@ -241,7 +244,7 @@ def _task_faults(key: Loc, data: DataConfig) -> Iterator[Fault]:
 
 
 def _spec_fault(spec: str) -> str | None:
-    """Why a format cannot be used with text, which a task's columns are."""
+    """Why a format specification does not apply to text, the type of all task columns."""
     try:
         format("", spec if len(spec) <= 12 else "")
     except ValueError as error:

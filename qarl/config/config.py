@@ -1,4 +1,4 @@
-"""The whole configuration, and what its sections demand of each other."""
+"""The whole configuration, and the constraints between its sections."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ from qarl.objectives.tbpo import TBPO
 
 
 class Config(Section):
-    """A training run. Defaults that depend on one section are filled in, and objective.ratio and dvp_outside,
-    which depend on the correction; others that span sections are properties."""
+    """A training run.
+
+    Validation fills in defaults that depend on one section, and objective.ratio and dvp_outside, which depend on the
+    correction. Other values that depend on several sections are properties.
+    """
 
     model: ModelConfig = Field(description="The model to train.")
     quant: QuantConfig = Field(default_factory=QuantConfig, description="Quantization scheme and regime.")
@@ -41,37 +44,37 @@ class Config(Section):
     reward: RewardConfig = Field(description="Reward functions.")
     objective: AnyObjective = Field(
         default_factory=TBPO,
-        description="What is maximised, by its name; a text is the path of your own, file.py:name.",
+        description="Training objective, selected by name; a string is the path of a custom one, file.py:name.",
     )
     correction: CorrectionConfig = Field(
         default_factory=CorrectionConfig, description="Importance correction of the sampler-learner mismatch."
     )
     optim: OptimConfig = Field(default_factory=OptimConfig, description="Optimizer and schedule.")
     train: TrainConfig = Field(description="The training loop.")
-    distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="A run on several GPUs.")
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="Training on several GPUs.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints and resuming.")
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation, when and on what.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation tasks and schedule.")
     diagnostics: DiagnosticsConfig = Field(
         default_factory=DiagnosticsConfig, description="Costly measurements of precision and mismatch."
     )
-    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is shown and recorded.")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="Console output and metric recorders.")
 
     @model_validator(mode="before")
     @classmethod
     def _empty_sections(cls, data: Any) -> Any:
-        """A section header with nothing below it (`quant:`) means its defaults."""
+        """Treat an empty section (`quant:` with nothing below it) as its defaults."""
         if not isinstance(data, dict):
             return data
         return {key: {} if value is None and key in cls.model_fields else value for key, value in data.items()}
 
     @property
     def run_dir(self) -> Path:
-        """Where the run is written. `load_config` sets train.run_dir; without it and a file: runs/unnamed."""
+        """Output directory of the run. `load_config` sets train.run_dir; the fallback is runs/unnamed."""
         return Path(self.train.run_dir or "runs/unnamed").expanduser()
 
     @property
     def responses_per_step(self) -> int:
-        """Responses sampled in a training step."""
+        """Responses sampled per training step."""
         return self.train.prompts_per_step * self.rollout.n
 
     @property
@@ -81,17 +84,17 @@ class Config(Section):
 
     @property
     def min_p(self) -> float:
-        """Sampler and learner drop tokens less probable than this fraction of the most probable; 0 is off."""
+        """Drop tokens less probable than this fraction of the most probable, in sampler and learner; 0 is off."""
         return self.objective.dvp_rho or self.rollout.min_p
 
     @property
     def truncated(self) -> bool:
-        """Sampler and learner cut the vocabulary, so a sampled token may be outside the learner's set."""
+        """Whether sampling is truncated, so that a sampled token may be outside the learner's set."""
         return self.min_p > 0 or self.ranked
 
     @property
     def ranked(self) -> bool:
-        """The sampler cuts by rank (top-p or top-k)."""
+        """Whether the sampler truncates by rank (top-p or top-k)."""
         return self.rollout.top_p < 1 or self.rollout.top_k > 0
 
     @property
@@ -107,34 +110,34 @@ class Config(Section):
 
     @property
     def loss_scale(self) -> float:
-        """The first loss scale of a run, which keeps a float16 learner's gradients from underflowing."""
+        """Initial loss scale. It keeps the gradients of a float16 learner from underflowing."""
         return self.optim.loss_scale or (DYNAMIC_LOSS_SCALE if self.dynamic_loss_scale else 1.0)
 
     @property
     def diagnostic_loss_scale(self) -> float:
-        """The loss scale of backwards beside the training; it cancels there, so a moderate one serves float16."""
+        """Loss scale of diagnostic backwards. It cancels out of their results, so float16 needs only a moderate one."""
         return 1024.0 if self.dynamic_loss_scale else self.loss_scale
 
     def experts_unserved(self, device: str) -> str:
-        """Why vLLM's own kernels do not serve a mixture's experts on a device ("cpu", "cuda", "auto"); "": they do."""
+        """Why vLLM's own expert kernels do not work on a device ("cpu", "cuda", "auto"); empty if they do."""
         if device == "cpu":
-            return "vLLM's build for CPUs goes on with a model's first experts when others are published"
+            return "vLLM's CPU build keeps using a model's first experts after new weights are published"
         if device != "auto" and self.quant.scheme == "w4a8":
-            return "vLLM has no experts of int4 weights with int8 activations on a GPU"
+            return "vLLM does not support experts with int4 weights and int8 activations on a GPU"
         return ""
 
     @property
     def records_routing(self) -> bool:
-        """Whether the sampler of a mixture of experts is ever asked which experts its tokens went through."""
+        """Whether any step records which experts the sampler routes its tokens to."""
         return self.model.routing == "replay" or self.diagnostics.routing_every > 0
 
     def records_routing_at(self, step: int) -> bool:
-        """Whether it is in training step `step`, counted from 1."""
+        """Whether training step `step` (counted from 1) records the sampler's routing."""
         return self.model.routing == "replay" or "routing" in self.diagnostics.due(step)
 
     @property
     def learns_stale(self) -> bool | None:
-        """Whether the learner needs the log-probs of earlier versions; None: it learns from their tokens without."""
+        """Whether the learner needs log-probs of earlier versions. None: it trains on their tokens without them."""
         ahead = self.rollout.asynchronous
         if ahead is None:
             return False
@@ -142,26 +145,26 @@ class Config(Section):
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the longest prompt with the longest response."""
+        """Maximum tokens of a prompt plus its response."""
         return self.data.max_prompt_length + self.rollout.max_response_length
 
     @property
     def sequences(self) -> int:
-        """Sequences decoded together; if left to the device, those of a CPU, which are the fewest."""
+        """Sequences decoded together. If null, the CPU default, which is the lowest."""
         return min(self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"], self.responses_per_step)
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens of the KV pool, at least one full sequence."""
+        """Capacity of the KV cache in tokens, at least one full sequence."""
         return self.rollout.kv_cache_tokens or self.sequences * self.max_sequence_length
 
     @property
     def eval_response_length(self) -> int:
-        """Tokens of the longest response of an evaluation."""
+        """Maximum response length of evaluations in tokens."""
         return self.evaluation.max_response_length or self.rollout.max_response_length
 
     def to_yaml(self) -> str:
-        """Every key with its value, in the order of the sections; `load_config` of the text gives an equal Config."""
+        """Write every key and its value as YAML. `load_config` of the result gives an equal Config."""
         return dump_yaml(self.model_dump())
 
     def faults(self) -> Iterator[Fault]:
@@ -216,7 +219,7 @@ class Config(Section):
             yield from self._async_faults(self.rollout.asynchronous)
 
     def _async_faults(self, ahead: AsyncConfig) -> Iterator[Fault]:
-        """What asynchronous rollouts do not combine with."""
+        """Settings that cannot be combined with asynchronous rollouts."""
         if self.model.device == "cpu" and ahead.device is not None:
             yield Fault(("rollout", "async", "device"), ahead.device, "model.device is cpu; leave null")
         if self.model.device == "cuda" and (reason := self.inexact_on_gpu):
@@ -240,7 +243,7 @@ class Config(Section):
             yield Fault(("objective", "router_shift_floor"), floor, text)
 
     def _unverified_faults(self, frac: float) -> Iterator[Fault]:
-        """What needs a forward of the learner at the version of every response."""
+        """Settings that require a learner forward at the policy version of every response."""
         key = ("rollout", "async", "verify_frac")
         if self.quant.learner != "aligned":
             yield Fault(key, frac, f"a {self.quant.learner} learner's log-probs are not the sampler's; must be 1")
@@ -252,7 +255,7 @@ class Config(Section):
             yield Fault(key, frac, "objective.router_shift_floor needs the router at that version; must be 1")
 
     def _fp8_faults(self) -> Iterator[Fault]:
-        """A backward in FP8 for a learner whose layers are in plain torch."""
+        """FP8 backward requested for a learner whose layers run in plain torch."""
         if self.quant.kernels == "reference":
             plain = "quant.kernels: reference"
         elif self.model.device == "cpu":
@@ -264,28 +267,28 @@ class Config(Section):
         yield from self._without_fp8(plain)
 
     def faults_without_gpu(self) -> Iterator[Fault]:
-        """What of a valid configuration whose device is `auto` does not train on a machine that has no GPU."""
+        """Settings of a configuration with device `auto` that cannot train on a machine without a GPU."""
         yield from self._without_fp8("a machine without a GPU")
 
     def _without_fp8(self, plain: str) -> Iterator[Fault]:
-        text = f"{plain} has no Triton kernels, and no products in FP8"
+        text = f"{plain} has no Triton kernels and no FP8 matrix products"
         if self.quant.backward == "fp8":
             yield Fault(("quant", "backward"), "fp8", f"{text}; use bf16")
         if self.diagnostics.backward_every:
             yield Fault(("diagnostics", "backward_every"), self.diagnostics.backward_every, f"{text}; must be 0")
 
     def _whole_pages(self, pool: int) -> int:
-        """Tokens of a KV pool that the sampler can use."""
+        """Tokens in whole pages of a KV pool; the sampler cannot use the rest."""
         return pool // KV_PAGE * KV_PAGE if self.rollout.engine == "native" else pool
 
     def _size_faults(self) -> Iterator[Fault]:
-        """Products of sizes that are each within their bounds."""
+        """Products of sizes that exceed a limit although each size is valid."""
         responses, longest, rollout = self.responses_per_step, self.max_sequence_length, self.rollout
         if responses > RESPONSES:
-            text = f"with train.prompts_per_step = {self.train.prompts_per_step} {responses:,} responses a step"
+            text = f"with train.prompts_per_step = {self.train.prompts_per_step} {responses:,} responses per step"
             yield Fault(("rollout", "n"), rollout.n, f"{text}; at most {RESPONSES:,} are possible")
         elif responses * longest > STEP_TOKENS:
-            text = f"{responses:,} responses a step have {responses * longest:,} tokens with their prompts"
+            text = f"{responses:,} responses per step have {responses * longest:,} tokens with their prompts"
             key = ("rollout", "max_response_length")
             yield Fault(key, rollout.max_response_length, f"{text}; at most {STEP_TOKENS:,} are possible")
         elif self.kv_cache_tokens > POOL_TOKENS:
@@ -297,14 +300,14 @@ class Config(Section):
         return {"objective": resolved_objective(self), "rollout": self._resolved_rollout()}
 
     def _resolved_rollout(self) -> RolloutConfig:
-        """The rollout section with its numerics decided; vLLM's own only if something rules exact ones out."""
+        """Resolve `rollout.numerics`: exact, unless another setting rules it out."""
         rollout = self.rollout
         if rollout.engine != "vllm" or rollout.numerics == self.vllm_numerics:
             return rollout
         if rollout.numerics == "fast":
             notice("rollout.linear_kernels: qarl runs numerics exact, which multiply with the same kernels")
         decided = rollout.model_copy()
-        decided.__dict__["numerics"] = self.vllm_numerics  # not a field that was set: see `keep_sizes`
+        decided.__dict__["numerics"] = self.vllm_numerics  # so that it does not count as set: see `keep_sizes`
         if self.vllm_numerics == "fast":
             notice(
                 f"rollout.numerics: fast, because {self._inexact} rules out exact; vLLM's log-probs will differ from "
@@ -329,7 +332,7 @@ class Config(Section):
         return "quant.kernels: reference" if self.quant.kernels == "reference" else ""
 
     def _vllm_faults(self) -> Iterator[Fault]:
-        """What vLLM cannot hold or multiply (0.24 to 0.32, its compressed-tensors schemes and linear kernels)."""
+        """Schemes and dtypes that vLLM (compressed-tensors, linear kernels) does not support (0.24 to 0.32)."""
         model, quant, vllm = self.model, self.quant, self.rollout.vllm
         if model.device == "cpu" and vllm.device is not None:
             yield Fault(("rollout", "vllm", "device"), vllm.device, "model.device is cpu, and so is vLLM's; leave null")
@@ -343,10 +346,12 @@ class Config(Section):
         for section in ("rollout", "evaluation"):
             temperature = getattr(self, section).temperature
             if fast and temperature != 0 and not coldest <= temperature <= hottest:
-                text = f"vLLM draws at {coldest:g} to {hottest:g}; must be so, or use rollout.numerics: exact"
+                text = (
+                    f"vLLM samples at {coldest:g} to {hottest:g}; must be in this range, or use rollout.numerics: exact"
+                )
                 yield Fault((section, "temperature"), temperature, text)
-        # Seen on a CPU: float32 runs unquantized, w8a8 and fp8. Its int4 product, and every product of a GPU, is for 16
-        # bits.
+        # Tested on a CPU: float32 works unquantized and with w8a8 and fp8. The int4 product and all GPU products
+        # require 16-bit activations.
         if model.dtype == "float32" and quant.scheme != "bf16":
             valid = "use bfloat16 or float16"
             if model.device == "cuda":
@@ -366,17 +371,17 @@ class Config(Section):
 
     @property
     def inexact_on_gpu(self) -> str | None:
-        """Why a GPU cannot run `rollout.numerics: exact`, and what would do; None where it can."""
+        """Why a GPU cannot run `rollout.numerics: exact`, and the fix; None if it can."""
         fix = "or use numerics fast"
         if self.model.dtype == "float32":
-            return f"a GPU has no float32 kernels whose bits are the same in every batch; use bfloat16, {fix}"
+            return f"there are no batch-invariant float32 kernels for GPUs; use bfloat16, {fix}"
         if self.quant.kernels == "reference":
-            return f"quant.kernels: reference has bits that depend on the batch on a GPU; leave it out, {fix}"
+            return f"quant.kernels: reference is not batch-invariant on a GPU; leave it out, {fix}"
         return None
 
 
 def mixture_faults(config: Config) -> Iterator[Fault]:
-    """Report settings for a mixture of experts if the model is none."""
+    """Report settings for mixtures of experts if the model is dense."""
     text = "the model has no experts"
     if config.model.routing != "own":
         yield Fault(("model", "routing"), config.model.routing, f"{text}; must be own")
@@ -390,6 +395,6 @@ def mixture_faults(config: Config) -> Iterator[Fault]:
 
 
 def _nearest_divisor(total: int, wanted: int) -> int:
-    """The divisor of `total` nearest to `wanted`, the smaller of two. Looks at sqrt(total) numbers."""
+    """The divisor of `total` nearest to `wanted`; the smaller one in a tie. Takes O(sqrt(total)) time."""
     low = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
     return min((*low, *(total // d for d in low)), key=lambda d: (abs(d - wanted), d))

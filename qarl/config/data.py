@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""The `data` section: prompts, columns and templates."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from qarl.inputs.paths import PATH_BYTES
 
 LOCAL_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 TASKS = ("arithmetic",)
-# Rewards take these names as arguments of their own, so a column of that name cannot be handed to them.
+# Reward functions receive these arguments from qarl, so no data column can have one of these names.
 RESERVED_COLUMNS = frozenset({"prompt", "prompts", "completions", "completion_ids"})
-TEMPLATE_OPTION = "--chat-template-kwargs"  # of commands, for messages
-WIDTH_LIMIT = 1000  # of a field of data.prompt_template, in characters
+TEMPLATE_OPTION = "--chat-template-kwargs"  # option name for messages
+WIDTH_LIMIT = 1000  # characters per field of data.prompt_template
 
 
 # Arguments of transformers' `apply_chat_template`, names that it gives to templates, and jinja's own globals.
@@ -37,12 +37,12 @@ RESERVED_TEMPLATE_ARGUMENTS = re.findall(
 
 
 def is_generator(source: str) -> bool:
-    """Whether a source is made by a task generator, and not read."""
+    """Whether a task generator creates the source's rows."""
     return source.startswith(("task:", "reasoning-gym:"))
 
 
 def template_argument_faults(arguments: Mapping[str, JsonValue], key: str = "chat_template_kwargs") -> Iterator[Fault]:
-    """Names that cannot be arguments of a chat template. key: where they are given."""
+    """Names that cannot be arguments of a chat template. key: The key that holds them."""
     for name in arguments:
         if name in RESERVED_TEMPLATE_ARGUMENTS:
             yield Fault((key, name), arguments[name], "is set by qarl or the tokenizer; leave it out")
@@ -51,7 +51,7 @@ def template_argument_faults(arguments: Mapping[str, JsonValue], key: str = "cha
 
 
 def template_arguments(arguments: Mapping[str, Any], option: str) -> dict[str, Any]:
-    """Validate `data.chat_template_kwargs` that a command gives. Raises UserError, which names `option`."""
+    """Validate chat template arguments from the command line. Raises UserError that names `option`."""
     values = {"source": "task:arithmetic", "chat_template_kwargs": dict(arguments)}
     try:
         return DataConfig.model_validate(values).chat_template_kwargs
@@ -60,24 +60,24 @@ def template_arguments(arguments: Mapping[str, Any], option: str) -> dict[str, A
 
 
 class ChoicesConfig(Section):
-    """Multiple-choice rows: adds the columns `choices`, lettered options, and `answer`, the letter of the right one."""
+    """Multiple-choice rows. Adds the columns `choices` (lettered options) and `answer` (letter of the correct one)."""
 
     options: list[Annotated[str, Field(min_length=1, max_length=NAME)]] = Field(
         min_length=1,
         max_length=26,
-        description="One column with the list of options (choices.text), or one column for each option.",
+        description="Column with the list of options (e.g. choices.text), or one column per option.",
     )
     right: str | None = Field(
         None,
         min_length=1,
         max_length=NAME,
-        description="Column that says which option is right: its label, letter, index from 0 or text. null: the first.",
+        description="Column with the correct option: its label, letter, 0-based index or text. null: the first option.",
     )
     labels: str | None = Field(
-        None, min_length=1, max_length=NAME, description="Column with the list of labels; null: A, B, C and so on."
+        None, min_length=1, max_length=NAME, description="Column with the list of labels; null: A, B, C, ..."
     )
     shuffle_seed: int | None = Field(
-        None, ge=0, lt=2**31, description="Options are shuffled by this seed and the row; null: in the order given."
+        None, ge=0, lt=2**31, description="Seed that shuffles the options of each row; null: keep their order."
     )
 
 
@@ -99,11 +99,11 @@ class DataConfig(Section):
     columns: dict[str, Annotated[str, Field(min_length=1, max_length=NAME)]] = Field(
         {},
         max_length=ITEMS,
-        description="Our name -> dataset column, or a field inside one, e.g. {prompt: question, answer: "
-        "reward_model.ground_truth}. A `prompt` must exist afterwards.",
+        description="Rename columns: new name -> dataset column or nested field, e.g. {prompt: question, answer: "
+        "reward_model.ground_truth}. The result must have a column `prompt`.",
     )
     choices: ChoicesConfig | None = Field(
-        None, description="Options of multiple-choice rows, for prompt_template's {choices}; null: none."
+        None, description="Options of multiple-choice rows, shown by {choices} in prompt_template; null: off."
     )
     prompt_template: str | None = Field(
         None,
@@ -116,24 +116,26 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, JsonValue] = Field(
         {},
         max_length=ITEMS,
-        description="Arguments of the chat template, e.g. {enable_thinking: false}. Arguments that the template does "
-        "not use are refused when the data is loaded.",
+        description="Arguments of the chat template, e.g. {enable_thinking: false}. Loading fails if the template "
+        "does not use one of them.",
     )
     max_prompt_length: int = Field(
-        512, ge=1, le=TOKENS, description="Tokens; rows with longer prompts are dropped and counted."
+        512, ge=1, le=TOKENS, description="Maximum prompt length in tokens; longer rows are dropped and counted."
     )
     max_rows: int | None = Field(None, ge=1, le=ROWS, description="Use only the first rows of the source.")
     pass_rate: tuple[Rate, Rate] | None = Field(
         None,
         strict=False,
-        description="Difficulty filter: from its second use on, a prompt is skipped if the mean reward of its last "
-        "responses is outside [low, high], e.g. [0.1, 0.9]; null: off.",
+        description="Difficulty filter [low, high], e.g. [0.1, 0.9]: skip a prompt if the mean reward of its last "
+        "responses is outside this range. Applies from the prompt's second use on. null: off.",
     )
-    shuffle: bool = Field(True, description="New order every epoch, from train.seed; false: in the source's order.")
+    shuffle: bool = Field(
+        True, description="Shuffle the rows every epoch, seeded by train.seed; false: keep the source's order."
+    )
 
     @property
     def kind(self) -> Literal["task", "reasoning_gym", "local", "hub"]:
-        """What `source` names, judged by its spelling alone (a directory with a hub-like name counts as hub)."""
+        """Type of `source`, judged by its spelling only: a directory with a hub-like name counts as hub."""
         if self.source.startswith("task:"):
             return "task"
         if self.source.startswith("reasoning-gym:"):

@@ -329,7 +329,7 @@ def test_a_run_directory_that_is_there_or_can_be_made_is_accepted(inspect, place
             ["rollout.kv_cache_tokens=769", "rollout.max_response_length=257"],
             "its whole pages of 64 tokens must hold one full sequence",
         ),
-        (["rollout.engine=vllm", "rollout.kv_cache_tokens=800"], "vLLM demands room for the whole context"),
+        (["rollout.engine=vllm", "rollout.kv_cache_tokens=800"], "vLLM requires space for the whole context"),
         (["data.source=an/odd/name.txt"], "no such file or directory"),
         (["data.source='not a name'"], "neither an existing path nor the name of a hub dataset"),
     ],

@@ -41,10 +41,10 @@ def test_the_learner_computes_in_its_own_dtype_or_the_samplers(load, overrides, 
 )
 def test_a_learner_in_plain_torch_has_no_fp8_backward_to_run_or_to_measure(load, override, why):
     common = ["quant={scheme: bf16, learner: full_precision}", override]
-    measured = rf"diagnostics\.backward_every = 5: {why} has no Triton kernels, and no products in FP8; must be 0$"
+    measured = rf"diagnostics\.backward_every = 5: {why} has no Triton kernels and no FP8 matrix products; must be 0$"
     with pytest.raises(UserError, match=measured):
         load(*common, "diagnostics.backward_every=5")
-    with pytest.raises(UserError, match=r"quant\.backward = .*no products in FP8; use bf16$"):
+    with pytest.raises(UserError, match=r"quant\.backward = .*no FP8 matrix products; use bf16$"):
         load(*common, "quant.backward=fp8")
     load(*common)
 
