@@ -1,4 +1,4 @@
-"""What a user may say in a DeepSpeed JSON, given in the configuration or as a file of its own."""
+"""Validation of a DeepSpeed JSON, given inside the configuration or as a separate file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from qarl.config.base import Fault
 from qarl.inputs.json import read_json_object
 
-# What qarl decides, and the key that says it.
+# Keys that qarl sets itself, and the qarl key to use instead.
 DECIDED = {
     "optimizer": "set optim.name",
     "scheduler": "set optim.schedule",
@@ -36,10 +36,10 @@ DECIDED_ZERO = {
     "offload_optimizer": "use distributed.engine: rows with optim.offload",
     "offload_param": "use distributed.engine: rows with optim.offload",
     "cpu_offload": "use distributed.engine: rows with optim.offload",
-    "overlap_comm": "a group of gradients is reduced once it is complete; leave it out",
-    "contiguous_gradients": "gradients are; leave it out",
+    "overlap_comm": "gradient buckets are always reduced as soon as they are complete; leave it out",
+    "contiguous_gradients": "gradients are always contiguous; leave it out",
 }
-# What does something where DeepSpeed's module never runs a forward.
+# Keys that have an effect although DeepSpeed's module never runs a forward.
 READ = ("comms_logger", "dump_state", "zero_optimization")
 READ_COMMS = {"enabled": bool, "verbose": bool, "debug": bool, "prof_all": bool, "prof_ops": list}
 READ_ZERO = {
@@ -53,12 +53,12 @@ READ_ZERO = {
 
 
 def deepspeed_keys(config: dict[str, Any] | str) -> dict[str, Any]:
-    """The keys of `distributed.config`, a mapping or the path of a JSON file. Raises NoSuchFile, Unreadable."""
+    """Read `distributed.config`, a mapping or the path of a JSON file. Raises NoSuchFile or Unreadable."""
     return read_json_object(Path(config).expanduser()) if isinstance(config, str) else config
 
 
 def key_faults(keys: Mapping[str, Any]) -> Iterator[Fault]:
-    """What of a DeepSpeed JSON qarl decides, and what would do nothing."""
+    """Faults of keys that qarl sets itself or that would have no effect."""
     yield from _faults(keys, (), DECIDED, READ)
     if "dump_state" in keys and (fault := _value_fault(keys["dump_state"], bool)):
         yield Fault(("dump_state",), keys["dump_state"], fault)
@@ -96,4 +96,4 @@ def _faults(
         if key in decided:
             yield Fault((*place, key), value, f"is decided elsewhere; {decided[key]}")
         elif key not in read:
-            yield Fault((*place, key), value, f"does nothing here; leave it out. Read are {', '.join(read)}")
+            yield Fault((*place, key), value, f"has no effect here; leave it out. Supported keys: {', '.join(read)}")

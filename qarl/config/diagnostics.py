@@ -1,4 +1,4 @@
-"""Measurements beside the training itself that cost additional forwards and backwards."""
+"""The `diagnostics` section: measurements that cost additional forwards and backwards."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ COSTLY: tuple[Costly, ...] = ("shadow", "deployed", "crossings", "gradients", "b
 
 
 class DiagnosticsConfig(Section):
-    """Costly diagnostics: due at every so many steps; 0 is off. None of them changes the run."""
+    """Costly diagnostics. Each key is an interval in training steps; 0 is off. None of them changes the run."""
 
     shadow_every: int = Field(
         0,
         ge=0,
         le=STEPS,
-        description="precision/*: what the learner's precision alone does to the ratios; a shadow forward (the "
-        "sampler's arithmetic at the learner's weights) for every training forward.",
+        description="precision/*: effect of the learner's precision alone on the ratios. Costs a shadow forward (the "
+        "sampler's arithmetic at the learner's weights) per training forward.",
     )
     deployed_every: int = Field(
         0,
         ge=0,
         le=STEPS,
-        description="deployed/*: whether the step moved the served policy towards its advantages; a shadow forward "
-        "over the step's responses before and after it.",
+        description="deployed/*: whether the step moved the served policy in the direction of the advantages. Costs a "
+        "shadow forward over the step's responses before and after it.",
     )
-    crossings_every: int = Field(0, ge=0, le=STEPS, description="Changed codes (or 16-bit values) of each layer.")
+    crossings_every: int = Field(0, ge=0, le=STEPS, description="Number of changed codes (or 16-bit values) per layer.")
     gradients_every: int = Field(
         0,
         ge=0,
         le=STEPS,
-        description="gradients/*: four backwards over the step's first minibatch, with the ratio and the score of "
-        "learner and shadow, up to two with what either ratio clips, and two that compare the gradient that trains "
-        "with REINFORCE; up to five more gradients in host memory.",
+        description="gradients/*: gradient error due to precision. Costs four backwards over the first minibatch "
+        "(ratio and score of learner and shadow), up to two with clipping, two that compare the training gradient "
+        "with REINFORCE, and up to five gradients in host memory.",
     )
     backward_every: int = Field(
         0,
         ge=0,
         le=STEPS,
-        description="backward/*: what quant.backward: fp8 does to the gradient, in use or not; the step's first "
-        "minibatch forwards and backwards twice, with 16-bit and with FP8 products; one more gradient in host memory. "
-        "For the Triton kernels of a GPU of compute capability 8.9 or later.",
+        description="backward/*: gradient error of quant.backward: fp8, in use or not. Costs two forwards "
+        "and backwards over the step's first minibatch (16-bit and FP8) and a gradient in host memory. Requires the "
+        "Triton kernels on a GPU of compute capability 8.9 or later.",
     )
     routing_every: int = Field(
         0,
         ge=0,
         le=STEPS,
-        description="mismatch/routing_*: how often sampler and learner choose other experts for a token, of a mixture "
-        "of experts; the sampler records its choice, a byte for each token, layer and chosen expert.",
+        description="mismatch/routing_*: how often sampler and learner route a token to different experts (mixtures of "
+        "experts only). The sampler records its choice, one byte per token, layer and chosen expert.",
     )
     tokens: int = Field(
-        2000, ge=1, le=TOKENS, description="Tokens of a step that diagnostics/NNNNNN.json keeps for plots."
+        2000, ge=1, le=TOKENS, description="Tokens per step that diagnostics/NNNNNN.json keeps for plots."
     )
 
     def due(self, step: int) -> frozenset[Costly]:

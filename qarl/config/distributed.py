@@ -1,4 +1,4 @@
-"""One run on several GPUs: who steps the optimizer, and how long ranks wait for each other."""
+"""The `distributed` section: optimizer engine, sharding and timeouts of a run on several GPUs."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 
 class DistributedConfig(Section):
-    """Read where there are several ranks: `qarl train --nproc`, torchrun or the deepspeed launcher start them."""
+    """Settings for several ranks, as started by `qarl train --nproc`, torchrun or the deepspeed launcher."""
 
     engine: Literal["rows", "deepspeed"] = Field(
         "rows",
-        description="What shards masters, gradients and optimizer state. rows: qarl, by rows of every matrix, with all "
-        "codes on every rank; deepspeed: DeepSpeed's ZeRO.",
+        description="Engine that shards master weights, gradients and optimizer state. rows: qarl's own, shards every "
+        "matrix by rows and keeps all codes on every rank; deepspeed: DeepSpeed ZeRO.",
     )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         None,
-        description="With engine deepspeed: what is sharded over the ranks. 0: nothing; 1: the optimizer state; 2: "
-        "gradients too; 3: masters too. null: 3.",
+        description="With engine deepspeed: ZeRO stage. 0: no sharding; 1: optimizer state; 2: and gradients; 3: and "
+        "master weights. null: 3.",
     )
     timeout_s: float = Field(
         600.0,
         ge=1,
         le=SECONDS,
-        description="Seconds that a rank waits for the others, at the start and at each collective, and that one may "
-        "give no sign of life; then the run ends. No rank may be behind another for longer, such as by a slow reward.",
+        description="Timeout in seconds, at startup, at each collective and for a rank without a sign of life; the run "
+        "ends when it expires. Must exceed the largest delay between ranks, e.g. by a slow reward.",
     )
     config: dict[str, JsonValue] | str = Field(
         {},
-        description="With engine deepspeed: further keys of a DeepSpeed JSON, or the path of one; what qarl decides, "
-        "and what does nothing here, is refused.",
+        description="With engine deepspeed: further DeepSpeed JSON keys, or the path of a JSON file. Keys set by qarl "
+        "itself, or without effect, are errors.",
     )
 
     def faults(self) -> Iterator[Fault]:
@@ -58,9 +58,12 @@ class DistributedConfig(Section):
 
 
 def several_ranks_faults(config: Config, count: int, gpus: int | None = None) -> Iterator[Fault]:
-    """What of a configuration does not work on `count` ranks.
+    """Settings that do not work on `count` ranks.
 
-    gpus: how many this machine has for ranks that are all on it; None where that is not known, or there is none.
+    Args:
+        config: The configuration.
+        count: Number of ranks.
+        gpus: Number of GPUs on this machine if all ranks run on it; None if unknown or there are none.
     """
     with_ranks = f"with {count} ranks"
     vllm = config.rollout.vllm

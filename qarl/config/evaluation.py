@@ -1,4 +1,4 @@
-"""What a policy is evaluated on, and when."""
+"""The `evaluation` section: tasks, schedule and sampling parameters."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from qarl.config.reward import RewardFunction, shadowed_column_faults
 from qarl.inputs.paths import PATH_BYTES
 
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # goes into metric names and file names
-TASK_NAME_LENGTH = 100  # so that a file name holds several
+TASK_NAME_LENGTH = 100  # short enough for a file name to hold several
 
 
 class EvalTask(Section):
     """One set of prompts with its reward: a preset, or a data section with reward functions."""
 
-    preset: str | None = Field(None, max_length=NAME, description=f"One of the papers' sets: {', '.join(PRESETS)}.")
+    preset: str | None = Field(None, max_length=NAME, description=f"Built-in evaluation set: {', '.join(PRESETS)}.")
     path: str | None = Field(
         None,
         min_length=1,
         max_length=PATH_BYTES,
-        description="Local file or directory with the preset's columns, instead of the hub.",
+        description="Local file or directory with the preset's columns; replaces the hub dataset.",
     )
     name: str | None = Field(
         None,
         pattern=TASK_NAME,
         max_length=TASK_NAME_LENGTH,
-        description="Name in reports and metrics; default: the preset's.",
+        description="Name in reports and metrics; default: the name of the preset.",
     )
-    data: DataConfig | None = Field(None, description="Prompts of your own set.")
-    reward: list[RewardFunction] = Field([], max_length=ITEMS, description="Reward functions of your own set.")
+    data: DataConfig | None = Field(None, description="Prompts of a custom set.")
+    reward: list[RewardFunction] = Field([], max_length=ITEMS, description="Reward functions of a custom set.")
     chat_template_kwargs: dict[str, JsonValue] = Field(
         {},
         max_length=ITEMS,
-        description="Arguments of the chat template for a preset; a task with its own data sets them in `data`.",
+        description="Arguments of the chat template, for presets only; custom sets give them in `data`.",
     )
     max_prompts: int | None = Field(None, ge=1, le=ROWS, description="Use only the first prompts.")
 
@@ -103,11 +103,11 @@ class EvalTask(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluations of the published, quantized policy. They change nothing in the training steps."""
+    """Evaluations of the published, quantized policy. They do not affect training."""
 
-    tasks: list[EvalTask] = Field([], max_length=ITEMS, description="What to evaluate on; empty: no evaluation.")
+    tasks: list[EvalTask] = Field([], max_length=ITEMS, description="Evaluation tasks; empty: no evaluation.")
     every: int | None = Field(
-        None, ge=1, le=STEPS, description="Training steps between evaluations; null: not in between."
+        None, ge=1, le=STEPS, description="Training steps between evaluations; null: none during training."
     )
     before_training: bool = Field(True, description="Evaluate the policy that training starts from (step 0).")
     at_end: bool = Field(True, description="Evaluate after the last step.")
@@ -115,19 +115,23 @@ class EvaluationConfig(Section):
     pass_at: list[Annotated[int, Field(ge=1, le=SAMPLES)]] | None = Field(
         None, min_length=1, max_length=ITEMS, description="Every k of pass@k; null: 1 and `samples`."
     )
-    temperature: float = Field(1.0, ge=0, le=TEMPERATURE, description="Of the logits; 0 is greedy, with samples: 1.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of tokens with this probability; 1 is off.")
-    top_k: int = Field(0, ge=0, le=VOCABULARY, description="Only the k most probable tokens; 0 is off.")
+    temperature: float = Field(
+        1.0, ge=0, le=TEMPERATURE, description="Sampling temperature; 0 is greedy and requires samples: 1."
+    )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this total probability; 1 is off."
+    )
+    top_k: int = Field(0, ge=0, le=VOCABULARY, description="Sample from the k most probable tokens; 0 is off.")
     min_p: float = Field(
         0.0, ge=0, lt=1, description="Drop tokens less probable than this fraction of the most probable; 0 is off."
     )
     max_response_length: int | None = Field(
-        None, ge=1, le=TOKENS, description="Tokens; null: rollout.max_response_length."
+        None, ge=1, le=TOKENS, description="Maximum response length in tokens; null: rollout.max_response_length."
     )
     stop: list[Annotated[str, Field(min_length=1, max_length=NAME)]] | None = Field(
         None, max_length=ITEMS, description="Strings that end a response; null: those of rollout.stop."
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="Of the random streams: one each task, prompt and sample.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Random seed; each task, prompt and sample has its own stream.")
     correct_threshold: float = Field(
         1.0, ge=-SCORE, le=SCORE, description="A completion is correct if its total reward is at least this."
     )
@@ -154,7 +158,7 @@ class EvaluationConfig(Section):
         return {"pass_at": sorted({1, self.samples})} if self.pass_at is None else {}
 
     def due(self, step: int, last_step: int) -> bool:
-        """Whether the policy after `step` of `last_step` training steps is to be evaluated."""
+        """Whether to evaluate the policy after `step` of `last_step` training steps."""
         if not self.tasks:
             return False
         if step == 0:

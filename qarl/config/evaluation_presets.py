@@ -1,6 +1,6 @@
-"""The papers' evaluation sets: where each is on the hub, its columns, and how a problem is put to the model.
+"""Built-in evaluation sets: hub dataset, columns and prompt template of each.
 
-Plain data: the configuration turns it into a `data` section, so it imports nothing of the rest.
+Plain data that the configuration turns into `data` sections, so this module imports nothing else from qarl.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CODE = "{prompt}\n\n{starter_code}\n\nWrite a Python program that solves this, a
 
 @dataclass(frozen=True)
 class Preset:
-    """One set.
+    """One evaluation set.
 
     Attributes:
-        source, subset, split: As `datasets.load_dataset` takes them.
+        source, subset, split: Arguments of `datasets.load_dataset`.
         prompt: Column of the question.
-        answer: Column of the answer; None: there is none, or `choices` makes it.
+        answer: Column of the answer; None if there is no such column or `choices` creates it.
         template: `data.prompt_template`.
         choices: `data.choices`, for multiple-choice questions.
         reward: `reward.functions`.
@@ -107,7 +107,7 @@ PRESETS = {
 
 
 def unknown_preset(name: str) -> str:
-    """What to say of a name that is no preset."""
+    """Error text for an unknown preset name."""
     near = get_close_matches(name.lower().replace("-", "").replace("_", ""), PRESETS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PRESETS)}"
+    hint = f"did you mean {near[0]}?" if near else f"known sets: {', '.join(PRESETS)}"
     return f"no such evaluation set; {hint}"

@@ -15,25 +15,29 @@ from qarl.inputs.files import Unreadable, read_prefix
 
 _SCALAR = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-# Tops far above any real file, so that no header takes longer than a second to read.
+# Limits far above any real file, so that reading a header never takes more than a second.
 _ENTRIES = 2**16  # keys of the metadata
 _TENSORS = 2**18
-_ITEMS = 2**21  # texts of a list: a vocabulary has some hundred thousand
-_TEXT_BYTES = 2**24  # of a key, a name, a text: a chat template has some thousand
+_ITEMS = 2**21  # texts per list; a vocabulary has a few hundred thousand
+_TEXT_BYTES = 2**24  # per key, name or text; a chat template has a few thousand
 _DIMENSIONS = 4  # GGML_MAX_DIMS
 
 
 @dataclass(frozen=True)
 class GGUFArray:
-    """A list of the metadata, of which only the length is read."""
+    """A list in the metadata. Only its length is read."""
 
     length: int
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """metadata: key -> value, lists as `GGUFArray`. tensors: name -> shape as torch has it, the
-    output features of a matrix first, in the order of the file."""
+    """Header of a GGUF file.
+
+    Attributes:
+        metadata: Key -> value; lists are `GGUFArray`.
+        tensors: Name -> shape in torch order (output features first), in file order.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, tuple[int, ...]]
@@ -42,8 +46,9 @@ class GGUFHeader:
 def read_gguf_header(path: Path) -> GGUFHeader:
     """Read a GGUF file's metadata and the names and shapes of its tensors.
 
-    Raises ValueError (one line, without the path) when it is no regular file, no GGUF of a known version, cut short,
-    or holds more than any model does.
+    Raises:
+        ValueError: Not a regular file, not a GGUF file of a known version, truncated, or beyond the limits of this
+            module. One line, without the path.
     """
     try:
         start, size = read_prefix(path, 24)
@@ -64,7 +69,7 @@ class _Reader:
         self.at = 0
 
     def number(self, format: str) -> Any:
-        if self.at > len(self.data):  # further than struct could count
+        if self.at > len(self.data):  # beyond the offsets that struct supports
             raise struct.error
         (value,) = struct.unpack_from(format, self.data, self.at)
         self.at += struct.calcsize(format)

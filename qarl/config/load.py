@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a `Config`, or to one line per fault."""
+"""Load a `Config` from a YAML file and overrides. Errors have one line per fault."""
 
 from __future__ import annotations
 
@@ -18,22 +18,28 @@ from qarl.inputs.files import NoSuchFile, Unreadable, read_text
 from qarl.inputs.paths import user_path
 from qarl.utils.text import visible
 
-# A value takes no more than this in YAML: its indentation and key's punctuation, and a character as an escape.
+# Upper bounds of a value's size in YAML: indentation and punctuation per value, and an escape per character.
 _NODE_BYTES, _CHARACTER_BYTES = 80, 14
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read, override and validate a configuration.
 
-    path: a YAML file, or a pipe. overrides: `key.path=value`, the value read as YAML. A run directory that is not
-    given becomes runs/<stem of path>, and stands in the result, so that a copy of it elsewhere names the same run.
-    Raises UserError with one line per fault.
+    If the run directory is missing, the result has runs/<stem of path>, so that a copy of the configuration under
+    another name still refers to the same run.
+
+    Args:
+        path: A YAML file or a pipe.
+        overrides: `key.path=value` texts; the value is parsed as YAML.
+
+    Raises:
+        UserError: One line per fault.
     """
     return make_config(read_yaml(path, stream=True), path, overrides)
 
 
 def make_config(data: Any, path: str | Path, overrides: list[str] | None = None) -> Config:
-    """As `load_config`, of what the file holds; `data` is changed."""
+    """Like `load_config`, from the parsed content of the file. Modifies `data`."""
     path = Path(path)
     place = visible(str(path))
     if data is None:
@@ -52,9 +58,14 @@ def make_config(data: Any, path: str | Path, overrides: list[str] | None = None)
 
 
 def validate(data: dict[str, Any], place: Callable[[Loc], str]) -> Config:
-    """The configuration that `data` describes. place: where a key's value was given, for messages.
+    """Validate `data` as a configuration.
 
-    Raises UserError with one line per fault, and where its own YAML would be more than is read of such a file.
+    Args:
+        data: The parsed YAML.
+        place: Returns where the value of a key was given, for messages.
+
+    Raises:
+        UserError: One line per fault, or the configuration with its defaults is too large to be read back.
     """
     try:
         config = Config.model_validate(data)
@@ -72,7 +83,7 @@ def validate(data: dict[str, Any], place: Callable[[Loc], str]) -> Config:
 
 
 def read_yaml(path: str | Path, stream: bool = False) -> Any:
-    """What a YAML file holds. stream: whether it may be a pipe. Raises UserError: it cannot be read, or is not YAML."""
+    """Parse a YAML file. stream: Allow a pipe. Raises UserError if it cannot be read or is not YAML."""
     file, place = user_path(path, "CONFIG"), visible(str(path))
     try:
         return parse_yaml(read_text(file, YAML_BYTES, stream), place)
@@ -82,14 +93,14 @@ def read_yaml(path: str | Path, stream: bool = False) -> Any:
 
 
 def key_place(loc: Loc, file: str, overridden: set[KeyPath]) -> str:
-    """Where the value of a key was given: the file, or the command line, which may have made the sections above it."""
+    """Where the value of a key was given: the file, or the command line if an override set it or a section above it."""
     keys = tuple(map(str, loc))
     given = any(all(ours == theirs for ours, theirs in zip(keys, path, strict=False)) for path in overridden)
     return "command line" if keys and given else file
 
 
 def _size(value: Any) -> tuple[int, int]:
-    """Values and keys in `value`, and the characters of them."""
+    """(number of values and keys in `value`, their total characters)."""
     if isinstance(value, dict):
         parts = [_size(child) for child in value.values()]
         return 1 + len(value) + sum(n for n, _ in parts), sum(map(len, value)) + sum(c for _, c in parts)

@@ -1,4 +1,4 @@
-"""What is shown and recorded. metrics.jsonl is always written."""
+"""The `logging` section. metrics.jsonl is always written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SwanlabConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Recorders and console."""
+    """Metric recorders and console output."""
 
     tensorboard: bool = Field(True, description="Write TensorBoard events to the run directory.")
     wandb: WandbConfig | None = Field(None, description="Log to Weights & Biases; null: off.")
@@ -58,9 +58,9 @@ class LoggingConfig(Section):
     mlflow: MlflowConfig | None = Field(None, description="Log to MLflow; null: off.")
     swanlab: SwanlabConfig | None = Field(None, description="Log to SwanLab; null: off.")
     rollouts_every: int = Field(10, ge=1, le=STEPS, description="Steps between files of sampled completions.")
-    samples: int = Field(8, ge=0, le=FILES, description="Completions in such a file; 0: all.")
+    samples: int = Field(8, ge=0, le=FILES, description="Completions per file of rollouts_every; 0: all.")
     rollout_tensors: bool = Field(
-        True, description="Beside such a file, one with the tokens and log-probs of all responses (qarl diagnose)."
+        True, description="Also save tokens and log-probs of all responses in these steps (for qarl diagnose)."
     )
     console: Literal["rich", "plain", "none"] = Field(
         "rich", description="Live table and progress bars, one line per step, or nothing."

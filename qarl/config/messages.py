@@ -1,4 +1,4 @@
-"""From a validation error to one line per fault: the place, the key, the value given, what would be valid."""
+"""Convert a validation error to one line per fault: place, key, given value, and valid values."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from pydantic import BaseModel, ValidationError
 
 Loc = tuple[str | int, ...]
 
-MOST_LINES = 20  # of faults; a list of a thousand wrong entries says no more than its first
+MOST_LINES = 20  # a list with a thousand wrong entries needs no line for each
 
 
 def fault_lines(
     error: ValidationError, root: type[BaseModel], data: dict[str, Any], place: Callable[[Loc], str]
 ) -> list[str]:
-    """One line for each fault of `error`.
+    """One line per fault of `error`, capped at MOST_LINES plus a line with the number of further faults.
 
-    root: the model that was validated. data: what it was given. place: says for a key where its value stands (file
-    or command line). Of more than MOST_LINES the last says how many more there are.
+    Args:
+        error: The validation error.
+        root: The validated model.
+        data: Its input.
+        place: Returns where the value of a key was given (file or command line).
     """
     return capped([f"{place(loc)}: {line}" for loc, line in _lines(error, root, data)], place(()))
 
 
 def capped(lines: list[str], place: str) -> list[str]:
-    """The first MOST_LINES of `lines`, and how many more there are."""
+    """The first MOST_LINES of `lines`, plus a line with the number of further ones."""
     more = len(lines) - MOST_LINES
     return lines if more <= 0 else [*lines[:MOST_LINES], f"{place}: and {more:,} more faults"]
 
@@ -72,7 +75,7 @@ def _lines(error: ValidationError, root: type[BaseModel], data: dict[str, Any]) 
 
 
 def _keys_only(loc: Loc, data: Any) -> Loc:
-    """`loc` without the steps that are no keys of the data: in free mappings pydantic adds the types it tried."""
+    """Remove the parts of `loc` that are not keys of `data`: in free mappings pydantic adds the types it tried."""
     keys: list[str | int] = []
     step: Any
     for step in loc:
@@ -83,7 +86,7 @@ def _keys_only(loc: Loc, data: Any) -> Loc:
 
 
 def _show(value: Any) -> str:
-    """As JSON writes it, so that a text stands in quotes."""
+    """Format a value as JSON, so that texts are quoted."""
     return shown(json.dumps(value, ensure_ascii=False, default=str))
 
 
@@ -126,7 +129,7 @@ def _all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[
 
 
 def _members(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The sections of a union that a `name` tells apart, by name; {} of any other type."""
+    """The sections of a union discriminated by `name`, by name; {} for any other type."""
     arguments = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
     if not arguments or not all(isinstance(part, type) and issubclass(part, BaseModel) for part in arguments):
         return {}
@@ -134,12 +137,12 @@ def _members(annotation: Any) -> dict[str, type[BaseModel]]:
 
 
 def _untagged(root: type[BaseModel], steps: Loc) -> Loc:
-    """The keys of `steps`: pydantic says the name of a union's section as if it were a key."""
+    """Remove the union tags from `steps`: pydantic lists the name of a union's section as if it were a key."""
     return tuple(step for end, step in enumerate(steps) if step not in _members(_annotation(root, steps[:end])))
 
 
 def _annotation(root: type[BaseModel], steps: Loc) -> Any:
-    """The type at `steps`, its optional None kept at the last one; Any where the path leaves the models."""
+    """The type at `steps`, including None if the last key is optional; Any if the path leaves the models."""
     current: Any = root
     for step in steps:
         if step in (members := _members(current)):

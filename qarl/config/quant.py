@@ -1,4 +1,4 @@
-"""Which low-bit scheme the sampler runs, and how much of it the learner shares."""
+"""The `quant` section: the sampler's low-bit scheme, and how far the learner follows it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_TRAINING = {"learner", "ste_input", "backward"}  # keys of `quant` that only 
 
 
 def _known(name: str) -> str:
-    """As a `Literal` of the registered schemes refuses, but schemes that are registered later count too."""
+    """Validate a scheme's name like a `Literal`, but also accept schemes that are registered later."""
     names = scheme_names()
     if name not in names:
         *most, last = (f"'{known}'" for known in names)
@@ -58,14 +58,15 @@ class QuantConfig(Section):
     (full_precision), QAT (fake_quant) or QaRL (aligned)."""
 
     scheme: SchemeName = Field(
-        "w4a16", description="What the sampler runs. Weights: per group (w4*) or channel; activations: per token."
+        "w4a16",
+        description="Scheme of the sampler. Scales: per group (w4*) or channel for weights, per token for activations.",
     )
     group_size: GroupSize | None = Field(
         None,
         description=f"Input features that share a scale, for {GROUPED} (default {DEFAULT_GROUP_SIZE}; -1: one group "
         "per channel); must divide the input size of every quantized layer. Null for other schemes.",
     )
-    symmetric: bool = Field(True, description=f"No zero points; false only for {ZERO_POINTS}.")
+    symmetric: bool = Field(True, description=f"Quantize without zero points; false is for {ZERO_POINTS} only.")
     grid: Grid = Field(
         GRIDS[0],
         description="int4 grid: codes [-8, 7] with absmax / 7.5, or [-7, 7] with absmax / 7 (symmetric w4* only).",
@@ -85,30 +86,29 @@ class QuantConfig(Section):
     )
     ste_input: Literal["unquantized", "dequantized"] = Field(
         "unquantized",
-        description="Which input the straight-through weight gradient uses; dequantized needs quantized activations.",
+        description="Input in the straight-through weight gradient; dequantized requires quantized activations.",
     )
     backward: Literal["bf16", "fp8"] = Field(
         "bf16",
-        description="Operands of the backward's products, dX = dY W and dW = dY^T X. bf16: its own dtype's; fp8: "
-        "e4m3 with a scale per row of each side, faster and noisier, for the Triton kernels of a GPU of compute "
-        "capability 8.9 or later; the routed experts of a mixture stay with bf16. diagnostics.backward_every measures "
-        "what it does to the gradient.",
+        description="Precision of the backward products dX = dY W and dW = dY^T X. bf16: the learner's dtype; fp8: "
+        "e4m3 with one scale per row of each operand, faster and noisier. fp8 requires the Triton kernels on a GPU of "
+        "compute capability 8.9 or later; routed experts stay in bf16. diagnostics.backward_every measures the error.",
     )
     kv_cache_dtype: KVCacheDtype = Field(
         "auto",
-        description="What the sampler's KV cache holds. auto: model.dtype. fp8: e4m3 with a scale of 1, in half the "
-        "memory on a GPU of compute capability 8.9 or later; an aligned or fake_quant learner rounds its keys and "
-        "values alike, and gradients go straight through.",
+        description="Dtype of the sampler's KV cache. auto: model.dtype; fp8: e4m3 with a scale of 1, half the memory, "
+        "on a GPU of compute capability 8.9 or later. An aligned or fake_quant learner rounds its keys and values "
+        "the same way, with straight-through gradients.",
     )
     kernels: Literal["auto", "reference"] = Field(
         "auto",
-        description="auto: Triton kernels on CUDA (bfloat16 and float16); reference: the plain-torch products, for "
-        "debugging. The CPU, and model.dtype float32, have only the latter.",
+        description="auto: Triton kernels on CUDA (bfloat16 and float16); reference: plain torch, for debugging. The "
+        "CPU and model.dtype float32 always use plain torch.",
     )
 
     @property
     def label(self) -> str:
-        """For people: what the sampler runs in."""
+        """Name of the sampler's scheme for reports."""
         return self.scheme + (", FP8 KV cache" if self.kv_cache_dtype == "fp8" else "")
 
     def faults(self) -> Iterator[Fault]:
@@ -127,7 +127,7 @@ class QuantConfig(Section):
             text = f"scheme {self.scheme} has nothing to quantize; use aligned or full_precision"
             yield Fault(("learner",), self.learner, text)
         if self.backward == "fp8" and self.kernels == "reference":
-            yield Fault(("backward",), self.backward, "kernels: reference has no products in FP8; use bf16")
+            yield Fault(("backward",), self.backward, "kernels: reference has no FP8 matrix products; use bf16")
         if self.ste_input == "dequantized":
             if kind.activation is None:
                 yield Fault(("ste_input",), self.ste_input, f"scheme {self.scheme} keeps activations; use unquantized")

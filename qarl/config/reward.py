@@ -1,4 +1,4 @@
-"""What a response is worth."""
+"""The `reward` section."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RewardFunction(Section):
         max_length=PATH_BYTES,
         description=f"Built-in ({', '.join(BUILTIN_REWARDS)}), path/to/file.py:function, or package.module:function.",
     )
-    weight: float = Field(1.0, ge=-FACTOR, le=FACTOR, description="Factor in the total reward; 0 only logs it.")
+    weight: float = Field(1.0, ge=-FACTOR, le=FACTOR, description="Weight in the total reward; 0 only logs the score.")
     options: dict[str, JsonValue] = Field({}, description="Keyword arguments of the function.")
 
     @property
@@ -41,7 +41,7 @@ class RewardFunction(Section):
 
 
 def shadowed_column_faults(columns: Mapping[str, str], functions: Sequence[RewardFunction]) -> Iterator[Fault]:
-    """Names of `data.columns` that are options of a user's reward function too: it would get the option's value.
+    """Names of `data.columns` that a custom reward function also has as options, which would hide the column.
 
     Options of built-in functions are not passed as columns.
     """
@@ -63,17 +63,17 @@ class RewardConfig(Section):
         10.0,
         gt=0,
         le=SECONDS,
-        description="Seconds one worker may take for its chunk of completions; past them they are scored one by one, "
-        "within 6 x timeout_s in all, and once two hung each within timeout_s / 10. What has no score then scores 0 "
-        "and counts as failed.",
+        description="Time limit in seconds for a worker's chunk of completions. After a timeout, the completions are "
+        "scored one by one, within 6 x timeout_s in total; once two have hung, each gets timeout_s / 10. Completions "
+        "without a score then score 0 and count as failed.",
     )
     memory_gib: float | None = Field(
         16.0,
         gt=0,
         le=2**20,
-        description="Resident memory that a worker and what it starts may take; over it the worker is killed, and its "
-        "call failed. null: no limit (nor is there one without /proc).",
+        description="Limit on the resident memory of a worker and its child processes. A worker above it is killed, "
+        "and its call fails. null: no limit. The limit requires /proc.",
     )
     max_failed_frac: float = Field(
-        0.5, ge=0, le=1, description="The run stops when a larger fraction of a step's scores failed."
+        0.5, ge=0, le=1, description="Maximum fraction of failed scores per step; the run stops above it."
     )

@@ -1,4 +1,4 @@
-"""How responses are sampled."""
+"""The `rollout` section: engine, sampling parameters, dynamic sampling and asynchronous rollouts."""
 
 from __future__ import annotations
 
@@ -34,53 +34,53 @@ class DynamicSampling(Section):
         4,
         ge=1,
         le=1000,
-        description="Rounds of sampling per step. If the step is short after them, groups of equal rewards fill it.",
+        description="Maximum sampling rounds per step. If groups are still missing, groups of equal rewards fill the "
+        "step.",
     )
     oversample: float = Field(
-        1.0, ge=1, le=16, description="A round samples this times the prompts that the step still lacks, rounded up."
+        1.0, ge=1, le=16, description="Prompts per round, as a multiple of those that the step still lacks; rounded up."
     )
 
 
 class AsyncConfig(Section):
-    """Asynchronous rollouts: a native engine in a process of its own samples the next steps while the learner learns.
+    """Asynchronous rollouts: a native engine in a separate process samples the next steps while the learner trains.
 
-    On GPUs it has one of its own. The responses of a step are those to the same prompts as without this section.
+    On GPUs, the engine has its own GPU. Each step has the same prompts as without this section.
     """
 
     max_staleness: int = Field(
         1,
         ge=0,
         le=MOST_STALE,
-        description="Steps by which a token may be older than the policy that learns from it. 0 gives the results of "
-        "the synchronous run bit for bit.",
+        description="Maximum age of a token in steps, relative to the policy that trains on it. 0 gives bit for bit "
+        "the results of the synchronous run.",
     )
     in_flight: Literal["wait", "keep_kv", "recompute_kv"] = Field(
         "wait",
-        description="What happens to unfinished responses when new weights arrive. wait: they are finished with the "
-        "old weights first, so a run can be repeated bit for bit; recompute_kv: they continue with the new weights, "
-        "and their keys and values are computed again (exact); keep_kv: they continue on the old keys and values "
-        "(faster, and log-probs are not exact).",
+        description="Handling of unfinished responses when new weights arrive. wait: finish them with the old weights "
+        "first, so that the run is reproducible bit for bit; recompute_kv: continue with the new weights and "
+        "recompute keys and values (exact log-probs); keep_kv: continue with the old keys and values (faster, "
+        "log-probs are not exact).",
     )
     order: Literal["prompts", "finished"] = Field(
         "prompts",
-        description="Which groups a step learns from. prompts: the next ones of the data, also if it waits for a long "
-        "response; finished: complete ones first, and unfinished ones in a later step (partial rollouts), within "
-        "max_staleness.",
+        description="Order in which steps consume groups. prompts: data order, waiting for long responses; finished: "
+        "complete groups first, unfinished ones in a later step (partial rollouts) within max_staleness.",
     )
     proximal: Literal["sampled", "newest"] = Field(
         "sampled",
-        description="Weights of logp_old. sampled: for each token the version that sampled it, whose codes are kept; "
-        "newest: the policy at the start of the step, so that corrections weight by staleness (decoupled PPO).",
+        description="Policy version of logp_old. sampled: the version that sampled each token, from kept codes; "
+        "newest: the policy at the start of the step, so that corrections include staleness (decoupled PPO).",
     )
     verify_frac: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Share of the responses of earlier versions whose logp_old the learner computes. The others get "
-        "the sampler's log-probs, which are the same bit for bit, and save the learner a forward.",
+        description="Fraction of the responses of earlier versions whose logp_old the learner recomputes. The others "
+        "use the sampler's log-probs, which are bit-identical, and save a learner forward.",
     )
     device: int | None = Field(
-        None, ge=0, lt=DEVICES, description="CUDA index of the sampler's GPU. null: the one after the learner's."
+        None, ge=0, lt=DEVICES, description="CUDA index of the sampler's GPU; null: the index after the learner's."
     )
     timeout_s: float = Field(
         600.0, gt=0, le=SECONDS, description="Seconds without a sign of life after which the sampler counts as hung."
@@ -91,7 +91,7 @@ class AsyncConfig(Section):
 
     @property
     def exact(self) -> bool:
-        """Whether the sampler's log-probs are those of the learner at the version of each token, bit for bit."""
+        """Whether the sampler's log-probs equal, bit for bit, the learner's at the version of each token."""
         return self.in_flight != "keep_kv" and self.proximal == "sampled"
 
     def faults(self) -> Iterator[Fault]:
@@ -107,19 +107,19 @@ class RolloutConfig(Section):
     renamed: ClassVar = {"kernels": Renamed("linear_kernels", {"native": "vllm", "qarl": "qarl"})}
     engine: Literal["native", "vllm"] = Field(
         "native",
-        description="native: in the learner's process, on the policy's own modules and quantized tensors; vllm: vLLM, "
-        "to which each version is published.",
+        description="native: qarl's engine in the learner's process, on the policy's modules and quantized tensors; "
+        "vllm: vLLM, with new weights published after every step.",
     )
     numerics: Literal["exact", "fast"] | None = Field(
         None,
-        description="With engine vllm: the policy's own forward inside vLLM, whose log-probs are the learner's bit for "
-        "bit (exact), or vLLM's own model, attention and sampler (fast). null: exact, or fast where exact is not "
-        "available: with linear_kernels vllm, tensor_parallel above 1, engine arguments that may change results, and "
-        "on a GPU with model.dtype float32 or quant.kernels reference. Engine native is always exact.",
+        description="With engine vllm. exact: qarl's forward inside vLLM, with log-probs bit-identical to the "
+        "learner's; fast: vLLM's own model, attention and sampler. null: exact if available, else fast. exact is not available "
+        "with linear_kernels vllm, tensor_parallel above 1, or engine arguments that may change results, nor on a "
+        "GPU with model.dtype float32 or quant.kernels reference. Engine native is always exact.",
     )
     linear_kernels: Literal["vllm", "qarl"] | None = Field(
         None,
-        description="With engine vllm, of earlier versions: vllm asks for numerics fast, qarl for numerics exact.",
+        description="Legacy key for engine vllm: vllm selects numerics fast, qarl selects numerics exact.",
     )
     n: int = Field(
         8, ge=1, le=SAMPLES, description="Responses per prompt (the group size of group-relative advantages)."
@@ -128,52 +128,57 @@ class RolloutConfig(Section):
         1.0,
         ge=SMALLEST_TEMPERATURE,
         le=TEMPERATURE,
-        description="Logits are divided by it; log-probs are reported after it.",
+        description="Sampling temperature: divides the logits. Log-probs are those after division.",
     )
-    top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of tokens with this probability; 1 is off.")
-    top_k: int = Field(0, ge=0, le=VOCABULARY, description="Only the k most probable tokens; 0 is off.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this total probability; 1 is off."
+    )
+    top_k: int = Field(0, ge=0, le=VOCABULARY, description="Sample from the k most probable tokens; 0 is off.")
     min_p: float = Field(
         0.0, ge=0, lt=1, description="Drop tokens less probable than this fraction of the most probable; 0 is off."
     )
     max_response_length: int = Field(
-        256, ge=1, le=TOKENS, description="Tokens; a longer response is cut and counts as truncated."
+        256,
+        ge=1,
+        le=TOKENS,
+        description="Maximum response length in tokens; longer responses are cut and count as truncated.",
     )
     stop: list[Annotated[str, Field(min_length=1, max_length=NAME)]] = Field(
         [], max_length=ITEMS, description="Strings that end a response; not part of its text."
     )
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=VOCABULARY)]] = Field(
-        [], max_length=IDS, description="Token ids that end a response, beside the model's end of sequence."
+        [], max_length=IDS, description="Token ids that end a response, in addition to the model's end of sequence."
     )
     ignore_eos: bool = Field(False, description="Continue after the model's end of sequence (for benchmarks).")
     max_num_seqs: ByDevice = Field(
-        None, ge=1, le=SEQUENCES, description="Sequences decoded together; null: as the engine and device allow."
+        None, ge=1, le=SEQUENCES, description="Maximum sequences decoded together; null: set by engine and device."
     )
     max_batched_tokens: ByDevice = Field(
         None,
         ge=1,
         le=TOKENS,
-        description="Token budget of one engine step: prefill chunks and decodes together; null: as the engine and "
-        "device allow.",
+        description="Token budget of an engine step, for prefill chunks and decodes together; null: set by engine and "
+        "device.",
     )
     kv_cache_tokens: int | None = Field(
         None,
         ge=1,
         le=POOL_TOKENS,
-        description="KV pool size in tokens; default holds max_num_seqs full-length sequences. Sequences are "
-        "preempted when it is full.",
+        description="KV cache size in tokens; default: max_num_seqs full-length sequences. If it is full, sequences are "
+        "preempted.",
     )
     dynamic_sampling: DynamicSampling | None = Field(
-        None, description="Train on groups whose rewards differ only, and sample until the step has enough; null: off."
+        None, description="Train only on groups whose rewards differ, and sample until the step is full; null: off."
     )
     # `async` is a keyword of Python, and the word that users of other frameworks look for.
     __annotations__["async"] = "AsyncConfig | None"
-    vars()["async"] = Field(None, description="Sample while the learner learns; null: one after the other.")
+    vars()["async"] = Field(None, description="Sample the next steps while the learner trains; null: alternate.")
     replay: str | None = Field(
         None,
         min_length=1,
         max_length=TEXT,
-        description="Directory of a run whose recorded responses the learner gets, instead of sampling; to repeat a "
-        "run exactly. It needs logging.rollouts_every: 1.",
+        description="Directory of a run whose recorded responses replace sampling, to repeat a run exactly. The recorded "
+        "run must have logging.rollouts_every: 1.",
     )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="Settings of engine vllm.")
 
@@ -186,7 +191,7 @@ class RolloutConfig(Section):
 
     @property
     def inexact(self) -> str:
-        """Which of the section's keys rules out exact numerics in vLLM; "" if none does."""
+        """The key of this section that rules out exact numerics in vLLM; "" if none does."""
         if self.linear_kernels == "vllm":
             return "rollout.linear_kernels: vllm"
         if self.vllm.tensor_parallel > 1:
@@ -195,7 +200,7 @@ class RolloutConfig(Section):
         return f"rollout.vllm.args.{other}" if other else ""
 
     def samplers(self, ranks: int) -> range:
-        """The ranks, of so many, that sample responses."""
+        """The ranks that sample responses, out of `ranks`."""
         return self.vllm.samplers(ranks) if self.engine == "vllm" else range(ranks)
 
     @property
@@ -205,7 +210,7 @@ class RolloutConfig(Section):
 
     @property
     def restarts_s(self) -> float:
-        """Most seconds that restarts of a sampler take: to detect that it hangs, and to start another."""
+        """Maximum seconds spent on restarts of a sampler: detecting the hang, and starting a new process."""
         return 2 * self.vllm.timeout_s * self.vllm.max_restarts if self.engine == "vllm" else 0.0
 
     @property

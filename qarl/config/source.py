@@ -1,4 +1,4 @@
-"""A configuration as Python code gives it: a YAML file, a dict, or a `Config`, with values that replace some of it."""
+"""Configurations given in Python: a YAML file, a dict or a `Config`, with overrides."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ from qarl.config.yaml_io import parse_yaml
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 Overrides = Sequence[str] | Mapping[str, Any]
 
-UNNAMED = "runs/unnamed"  # where a configuration runs that is no file and names no run directory
+UNNAMED = "runs/unnamed"  # run directory of a configuration that has neither a file nor train.run_dir
 
 
 @dataclass(frozen=True)
 class Given:
-    """What was given. data: as YAML holds it. place: the file, for messages. overrides: `key.path=value` each."""
+    """A configuration source. data: As parsed YAML. place: File name. overrides: `key.path=value` texts."""
 
     data: Any
     place: str
     overrides: list[str]
 
     def config(self) -> Config:
-        """The configuration. Raises UserError with one line per fault."""
+        """Validate. Raises UserError with one line per fault."""
         return make_config(copy.deepcopy(self.data), self.place, self.overrides)
 
 
 def read_source(source: ConfigSource, overrides: Overrides = ()) -> Given:
     """Read `source`.
 
-    source: a path is read as `qarl train` reads it; a dict has the keys of the YAML, paths and tuples allowed as
-    values; a Config is taken with all its values. overrides: `key.path=value` texts, or a dict of key path to value.
-    Raises UserError: a file that cannot be read, or is no YAML.
+    Args:
+        source: A path, read as `qarl train` does; a dict with the keys of the YAML, which may also hold paths and
+            tuples; or a Config.
+        overrides: `key.path=value` texts, or a dict of key path to value.
+
+    Raises:
+        UserError: The file cannot be read or is not YAML.
     """
     texts = override_texts(overrides)
     if isinstance(source, (str, os.PathLike)):
@@ -49,14 +53,14 @@ def read_source(source: ConfigSource, overrides: Overrides = ()) -> Given:
 
 
 def override_texts(overrides: Overrides) -> list[str]:
-    """`key.path=value` of each, the value as YAML."""
+    """Format overrides as `key.path=value` texts with YAML values."""
     if isinstance(overrides, Mapping):
         return [f"{key}={json.dumps(_plain(value), ensure_ascii=False)}" for key, value in overrides.items()]
     return list(overrides)
 
 
 def _plain(value: Any) -> Any:
-    """`value` with what YAML has: dicts, lists and texts in place of other mappings, sequences and paths."""
+    """Convert mappings, sequences and paths to the dicts, lists and texts of YAML."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

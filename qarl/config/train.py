@@ -1,4 +1,4 @@
-"""The loop: how many steps, how large, how reproducible."""
+"""The `train` section: number and size of steps, seeds, reproducibility."""
 
 from __future__ import annotations
 
@@ -34,42 +34,44 @@ class TrainConfig(Section):
         None,
         ge=1,
         le=TOKENS,
-        description="Tokens (prompt and response) of one forward and backward, never less than a response; null: up to "
-        "16,384, as a GPU's memory allows.",
+        description="Tokens (prompt and response) per forward and backward, at least one response; null: up to 16,384, "
+        "depending on GPU memory.",
     )
     epochs: int = Field(1, ge=1, le=EPOCHS, description="Passes over a step's responses.")
     recompute: Recompute = Field(
         None,
-        description="What the backward computes again instead of keeping it. elementwise: norms, rotation and "
-        "activation; mlp: gate and up too; products: all products but the MLP's last; layer: everything. null: the "
-        "first of them that a GPU's memory allows at 8,192 tokens. In plain torch (a CPU) the first three keep all.",
+        description="Activations that the backward recomputes instead of storing. elementwise: norms, rotary embedding "
+        "and activation function; mlp: also gate and up; products: all products except the MLP's last; layer: "
+        "everything. null: the first that fits GPU memory at 8,192 tokens. In plain torch (on a CPU), the first "
+        "three store everything.",
     )
     logprob_chunk: ByDevice = Field(
         None,
         ge=1,
         le=TOKENS,
-        description="Rows of logits held at once, where they are: in plain torch, and where rollout.top_k or top_p "
-        "ranks tokens; null: as the device's memory allows.",
+        description="Rows of logits in memory at once. Applies in plain torch, and if rollout.top_k or top_p is used; "
+        "null: depending on device memory.",
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="Seed of data order, sampling and everything else that is random.")
-    deterministic: bool = Field(True, description="Bit-reproducible algorithms, also across a resume.")
-    threads: int | None = Field(None, ge=1, le=THREADS, description="CPU threads of torch; default torch's own choice.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of data order, sampling and all other randomness.")
+    deterministic: bool = Field(True, description="Use bit-reproducible algorithms, also across a resume.")
+    threads: int | None = Field(None, ge=1, le=THREADS, description="CPU threads of torch; null: torch's default.")
     max_skipped_steps: int = Field(
         3,
         ge=0,
         le=STEPS,
-        description="Consecutive optimizer steps that may be skipped for a non-finite gradient before the run ends.",
+        description="Maximum consecutive optimizer steps skipped because of a non-finite gradient; one more ends the "
+        "run.",
     )
     run_dir: str | None = Field(
         None,
         min_length=1,
         max_length=PATH_BYTES,
-        description="Where everything is written; default runs/<config file stem>.",
+        description="Run directory for all outputs; default: runs/<config file stem>.",
     )
 
     profile: ProfileConfig | None = Field(
         None,
-        description="Trace one step with torch.profiler: where the time of learner and publish goes; null: off.",
+        description="Trace one step of learner and publish with torch.profiler; null: off.",
     )
 
     def faults(self) -> Iterator[Fault]:

@@ -1,4 +1,4 @@
-"""vLLM as the rollout engine: where it runs, how much GPU memory it uses, and how it gets new weights."""
+"""The `rollout.vllm` section: placement, GPU memory and weight publishing of vLLM."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ARGS_OF_ONE = {
     "decode_context_parallel_size": "leave it out",
     "nnodes": "leave it out",
 }
-# Arguments that schedule, and do not change what is computed.
+# Arguments that affect scheduling only, not results.
 EXACT_ARGS = (
     "async_scheduling",
     "cudagraph_capture_sizes",
@@ -150,7 +150,7 @@ class VLLMConfig(Section):
         return self.tensor_parallel > 1 and self.device is None
 
     def samplers(self, ranks: int) -> range:
-        """The ranks, of so many, that have a vLLM."""
+        """The ranks that run vLLM, out of `ranks`."""
         every = range(0, ranks, self.tensor_parallel if self.spans else 1)
         return every if self.data_parallel is None else every[: self.data_parallel]
 

@@ -1,7 +1,7 @@
-"""What a model's files must hold, by name, shape and type, and whether they do: from headers, no weights read.
+"""Check names, shapes and types of a model's tensors against its configuration, from file headers only.
 
-transformers initialises at random what a checkpoint lacks, and ignores what it has too much; a policy made that way
-is another one at every start. So nothing is loaded before its names and shapes are those of its configuration.
+transformers initializes missing tensors at random and ignores extra ones, so a policy loaded from such files would
+differ at every start. Therefore nothing is loaded before its names and shapes match the configuration.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STORED = {
     "float32": "F32",
 }
 _SCALES = ("BF16", "F16", "F32")
-# Buffers of old checkpoints, which transformers computes itself and passes over.
+# Buffers in old checkpoints. transformers ignores them and computes its own.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
 _PICKLED = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
 # Parts of names, Hugging Face's and GGUF's (gguf.tensor_mapping).
@@ -61,7 +61,7 @@ _GGUF_LAYER = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor that must be there. dtypes: any of these, as safetensors spells them."""
+    """A required tensor. dtypes: Allowed types, in the spelling of safetensors."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = _FLOATS
@@ -70,11 +70,14 @@ class Wanted:
 def require_weights(
     directory: Path, architecture: Architecture, quantization: Mapping[str, Any] | None = None
 ) -> dict[str, StoredTensor]:
-    """The tensors of a model directory, proved to be those of its configuration.
+    """Check that the tensors of a model directory match its configuration, and return them.
 
-    quantization: the `quantization_config` of an exported checkpoint. A tied output layer may be missing or stored
-    too; whether it then equals the embedding, its values tell (`qarl.policy.load`).
-    Raises UserError that names what is missing, too much, of another shape or another type.
+    A tied output layer may be missing or stored. If it is stored, `qarl.policy.load` compares its values with the
+    embedding. A checkpoint with a `quantization` (the `quantization_config` of an export) must hold its codes and
+    scales.
+
+    Raises:
+        UserError: Tensors are missing, extra, or of another shape or type. The message names them.
     """
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{directory}: holds an adapter (adapter_config.json); merge it into its base model first")
@@ -91,7 +94,7 @@ def require_weights(
 
 
 def require_gguf(path: Path, architecture: Architecture) -> None:
-    """As `require_weights`, of a GGUF file, whose types are for its reader to judge."""
+    """Like `require_weights`, for a GGUF file. Types are checked by its reader."""
     try:
         header = read_gguf_header(path)
     except ValueError as error:
@@ -103,10 +106,12 @@ def require_gguf(path: Path, architecture: Architecture) -> None:
 
 
 def check_weights(model: ModelConfig, architecture: Architecture) -> None:
-    """As `require_weights`, of a model to train from that is on this machine.
+    """Like `require_weights`, for a local model to train from.
 
-    A model whose weights are not there (yet, or not in the cache) passes: loading it says so. Raises UserError also for
-    a quantized checkpoint.
+    A model without weights on this machine passes, since loading it reports that.
+
+    Raises:
+        UserError: The tensors do not match, or the checkpoint is quantized.
     """
     if model.path.startswith(PREFIX):
         require_gguf(package_gguf(model), architecture)
@@ -132,12 +137,12 @@ def quantized_checkpoint(model: ModelConfig) -> str:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether there is a safetensors file or an index of such files."""
+    """Whether the directory has a safetensors file or an index of such files."""
     return os.path.lexists(directory / SINGLE) or os.path.lexists(directory / INDEX)
 
 
 def gguf_name(name: str) -> str:
-    """What GGUF calls a parameter of the families in `FAMILIES`."""
+    """GGUF name of a parameter of the families in `FAMILIES`."""
     module, _, kind = name.rpartition(".")
     if module in _GGUF_WHOLE:
         return f"{_GGUF_WHOLE[module]}.{kind}"
@@ -152,7 +157,7 @@ def _plain(architecture: Architecture) -> dict[str, Wanted]:
 def _quantized(
     architecture: Architecture, quantization: Mapping[str, Any], found: Mapping[str, StoredTensor], directory: Path
 ) -> dict[str, Wanted]:
-    """Codes and scales in place of the weights that the scheme quantizes. int4 codes may lie one to a byte."""
+    """Replace quantized weights by their codes and scales. int4 codes may be stored one per byte."""
     try:
         scheme, ignore = parse_quantization_config(quantization)
         linears = {name: (n, k) for name, n, k in architecture.linears() if not is_ignored(name, ignore)}
@@ -177,7 +182,7 @@ def _quantized(
 def _difference(
     wanted: Mapping[str, Wanted], held: Mapping[str, tuple[tuple[int, ...], str]], source: str
 ) -> str | None:
-    """One line: what is missing, too much, of another shape, of another type; None if nothing is."""
+    """Describe missing and extra tensors and other shapes or types in one line; None if all match."""
     missing = [name for name in wanted if name not in held]
     extra = [name for name in held if name not in wanted and not _IGNORED.search(name)]
     both = [name for name in wanted if name in held]

@@ -1,4 +1,4 @@
-"""YAML in and out: YAML 1.2 scalars (1e-6 is a number, `no` is a string), and no key twice.
+"""Read and write YAML with YAML 1.2 scalars (1e-6 is a number, `no` is a string) and without duplicate keys.
 
 PyYAML reads YAML 1.1, where `lr: 1e-6` is a string, `no` is false and `1:30` is 90. The loader here keeps PyYAML's
 scanner and parser, and replaces the patterns that decide what a plain scalar is by those of YAML 1.2's core schema.
@@ -24,7 +24,7 @@ class _Loader(LimitedComposer):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a string when YAML 1.1 *or* 1.2 would read it as something else."""
+    """Quotes a string if YAML 1.1 *or* 1.2 would parse it as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -41,11 +41,15 @@ for _tag, (_pattern, _first) in SCALARS.items():
 
 
 def parse_yaml(text: str, place: str) -> Any:
-    """The value of one YAML document: None, bool, int of 64 bits, float, str, and lists and dicts of them.
+    """Parse one YAML document into None, bool, 64-bit int, float, str, and lists and dicts of them.
 
-    place: what the text is (a file name), for messages.
-    Raises UserError: not YAML, several documents, beyond the limits of `qarl.config.yaml_nodes`, a tag of another type,
-    a key that is no string or stands twice.
+    Args:
+        text: The document.
+        place: Name of the source (a file name), for messages.
+
+    Raises:
+        UserError: Not YAML, several documents, beyond the limits of `qarl.config.yaml_nodes`, an unsupported tag, or a
+            key that is not a string or occurs twice.
     """
     if len(text) > YAML_BYTES:
         raise UserError(f"{place}: has {len(text):,} characters, more than the {YAML_BYTES:,} that are read of YAML")
@@ -73,9 +77,9 @@ def parse_yaml(text: str, place: str) -> Any:
 
 
 def dump_yaml(data: dict[str, Any]) -> str:
-    """Block-style YAML, keys in their order, that `parse_yaml` reads back as equal data (tuples as lists).
+    """Write block-style YAML, in key order, that `parse_yaml` reads back as equal data (tuples as lists).
 
-    Where a character in it would drive a terminal, as bidirectional ones do, it is ASCII, with YAML's own escapes.
+    If the data contains control or bidirectional characters, the output is ASCII with YAML escapes.
     """
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     if visible(text, keep_newlines=True) != text:

@@ -1,9 +1,9 @@
-"""YAML nodes within limits, and the plain values that they stand for.
+"""Compose YAML nodes within limits, and construct plain values from them.
 
-PyYAML composes without limits: an alias may hold itself, or stand for more values than memory holds, and brackets
-nested a thousand deep end its recursion. Its constructors make dates, sets and bytes, and raise ValueError for text
-that a tag calls a number. Here every node is counted as it is composed, an alias as all that it stands for, and there
-are only the types of JSON. Each use of an alias gives separate values, so that an override of one leaves the others.
+PyYAML has no limits: an alias may contain itself or expand beyond memory, and brackets nested a thousand deep overflow
+its recursion. Its constructors create dates, sets and bytes, and raise ValueError for invalid tagged numbers. This
+module counts every node during composition, aliases with their full expansion, and supports the types of JSON only.
+Each use of an alias creates separate values, so that an override of one does not change the others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-YAML_BYTES = 256 * 1024  # of a document, and characters with every alias written out: half a second to read
-NODES = 20_000  # with every alias written out
+YAML_BYTES = 256 * 1024  # per document, and characters with all aliases expanded; takes 0.5 seconds to read
+NODES = 20_000  # with all aliases expanded
 DEPTH = 32
 FLOAT_CHARACTERS = 1000
 
@@ -38,7 +38,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Refused(Exception):
-    """A node that is not read. mark: where it stands, as PyYAML says it."""
+    """A rejected node. mark: Its position, as a PyYAML mark."""
 
     def __init__(self, mark: Any, text: str) -> None:
         super().__init__(text)
@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 class LimitedComposer(yaml.SafeLoader):
-    """Refuses what exceeds the limits, and aliases that hold themselves."""
+    """Rejects documents beyond the limits, and aliases that contain themselves."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -88,13 +88,13 @@ class LimitedComposer(yaml.SafeLoader):
 
 
 class Values:
-    """Plain values of a document's nodes. faults: key path and what is wrong, of keys that are no strings or twice."""
+    """Constructs plain values from nodes. faults: (key path, message) of non-string and duplicate keys."""
 
     def __init__(self) -> None:
         self.faults: dict[int, tuple[tuple[str, ...], str]] = {}
 
     def of(self, node: yaml.Node, path: tuple[str, ...] = ()) -> Any:
-        """Raises Refused for a scalar that is not what its tag says, and for tags beside those of JSON's types."""
+        """Convert a node. Raises Refused if a scalar does not match its tag, or the tag is not one of JSON's types."""
         if isinstance(node, yaml.ScalarNode):
             return _scalar(node)
         _require_tag(node, "seq" if isinstance(node, yaml.SequenceNode) else "map")
@@ -125,7 +125,7 @@ class Values:
         return {**merged, **own}
 
     def _merged(self, node: yaml.Node, path: tuple[str, ...]) -> dict[str, Any]:
-        """What `<<` brings; of a list the earlier mapping counts."""
+        """Values merged by `<<`. In a list of mappings, earlier ones take precedence."""
         parts = list(reversed(node.value)) if isinstance(node, yaml.SequenceNode) else [node]
         found: dict[str, Any] = {}
         for part in parts:

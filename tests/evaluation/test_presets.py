@@ -176,7 +176,7 @@ def test_a_task_whose_reward_misses_its_column_is_refused_by_name(tokenizer):
         ("MATH-50", "no such evaluation set; did you mean math500?"),
         (
             "zebra",
-            "no such evaluation set; there are math500, aime24, aime25, amc, gsm8k, minerva, olympiadbench, "
+            "no such evaluation set; known sets: math500, aime24, aime25, amc, gsm8k, minerva, olympiadbench, "
             "arc_challenge, gpqa_diamond, mmlu_pro, livecodebench",
         ),
     ],
