@@ -113,7 +113,7 @@ class RolloutConfig(Section):
     numerics: Literal["exact", "fast"] | None = Field(
         None,
         description="With engine vllm. exact: qarl's forward inside vLLM, with log-probs bit-identical to the "
-        "learner's; fast: vLLM's own model, attention and sampler. null: exact if available, else fast. exact is not available "
+        "learner's; fast: vLLM's own model, attention and sampler. null: exact if available. exact is not available "
         "with linear_kernels vllm, tensor_parallel above 1, or engine arguments that may change results, nor on a "
         "GPU with model.dtype float32 or quant.kernels reference. Engine native is always exact.",
     )
@@ -164,7 +164,7 @@ class RolloutConfig(Section):
         None,
         ge=1,
         le=POOL_TOKENS,
-        description="KV cache size in tokens; default: max_num_seqs full-length sequences. If it is full, sequences are "
+        description="KV cache size in tokens; default: max_num_seqs full-length sequences. If full, sequences are "
         "preempted.",
     )
     dynamic_sampling: DynamicSampling | None = Field(
@@ -177,7 +177,7 @@ class RolloutConfig(Section):
         None,
         min_length=1,
         max_length=TEXT,
-        description="Directory of a run whose recorded responses replace sampling, to repeat a run exactly. The recorded "
+        description="Directory of a run whose recorded responses replace sampling, to repeat it exactly. That "
         "run must have logging.rollouts_every: 1.",
     )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="Settings of engine vllm.")
