@@ -1,4 +1,4 @@
-"""The command line. Parses and prints; the work is done elsewhere. Each further command is a module of its own."""
+"""The command line: parsing and printing only. The other commands have one module each."""
 
 from __future__ import annotations
 

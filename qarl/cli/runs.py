@@ -34,7 +34,7 @@ def runs(
 
 
 def summary(record: RunRecord, root: Path) -> dict[str, Any]:
-    """What the list says of a run, for JSON. age_s: seconds since its last step, or its start."""
+    """One run's entry in the list, for JSON. age_s: Seconds since its last step, or since its start."""
     evaluation: Any = record.evaluations[-1] if record.evaluations else {}
     for key in ("overall", "avg", "mean"):
         evaluation = evaluation.get(key) if isinstance(evaluation, dict) else None

@@ -1,4 +1,4 @@
-"""Where tables are printed."""
+"""Console for tables."""
 
 from __future__ import annotations
 

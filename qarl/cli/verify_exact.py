@@ -102,7 +102,7 @@ def verify_exact(
 
 
 def lines(found: Exactness) -> list[str]:
-    """What was found, for people."""
+    """Format the result as text lines."""
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     cache = ", FP8 KV cache" if found.kv_cache_dtype == "fp8" else ""
     preempted = "" if found.preemptions is None else f", {found.preemptions:,} preemptions"

@@ -113,9 +113,9 @@ class RolloutConfig(Section):
     numerics: Literal["exact", "fast"] | None = Field(
         None,
         description="With engine vllm. exact: qarl's forward inside vLLM, with log-probs bit-identical to the "
-        "learner's; fast: vLLM's own model, attention and sampler. null: exact if available. exact is not available "
-        "with linear_kernels vllm, tensor_parallel above 1, or engine arguments that may change results, nor on a "
-        "GPU with model.dtype float32 or quant.kernels reference. Engine native is always exact.",
+        "learner's; fast: vLLM's own model, attention and sampler. null: exact if available, else fast. It is "
+        "unavailable with linear_kernels vllm, tensor_parallel above 1, or engine arguments that may change results, "
+        "nor on a GPU with model.dtype float32 or quant.kernels reference. Engine native is always exact.",
     )
     linear_kernels: Literal["vllm", "qarl"] | None = Field(
         None,

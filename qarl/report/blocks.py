@@ -1,4 +1,4 @@
-"""What a page is made of. All content is plain text, hostile or not: escaping happens where it is rendered."""
+"""Building blocks of a page. All content is untrusted plain text, escaped during rendering."""
 
 from __future__ import annotations
 

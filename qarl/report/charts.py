@@ -77,7 +77,7 @@ def _slug(title: str) -> str:
 
 
 def chart_note(chart: Chart) -> str:
-    """The chart's note, and what its drawing left out or summed up."""
+    """The chart's note, plus which values were omitted or averaged."""
     parts = [chart.note] if chart.note else []
     if isinstance(chart, LineChart):
         each = max((thin(series)[1] for series in chart.series), default=1)

@@ -1,4 +1,4 @@
-"""Which metrics share a chart, under which title and unit. A metric that no chart knows gets one of its own."""
+"""Charts of metrics: title, unit and curves. A metric without an entry gets a separate chart."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ MISMATCH = (
         log_y=True,
         note="So many of the tokens stay within it.",
     ),
-    Curves("Divergence estimates", "nats a token", (("mismatch/k1", "k1"), ("mismatch/k3", "k3"))),
-    Curves("Divergence inside both distributions", "k3 (nats a token)", (("mismatch/k3_inside", "k3"),)),
+    Curves("Divergence estimates", "nats per token", (("mismatch/k1", "k1"), ("mismatch/k3", "k3"))),
+    Curves("Divergence inside both distributions", "k3 (nats per token)", (("mismatch/k3_inside", "k3"),)),
     Curves(
         "Bias of the log-prob difference",
         "mean delta, learner less sampler (nats)",
@@ -135,7 +135,7 @@ MISMATCH = (
     ),
 )
 POLICY = (
-    Curves("Entropy", "nats a token", (("policy/entropy", "entropy"),)),
+    Curves("Entropy", "nats per token", (("policy/entropy", "entropy"),)),
     Curves("Gradient norm", "before clipping", (("policy/grad_norm", "norm"),)),
     Curves("Weight of a token's score", "mean of W = min(r A, clip(r) A)", (("policy/mu_w", "W"),)),
     Curves("Loss", "objective's own scale", (("policy/loss", "loss"),)),
@@ -168,7 +168,7 @@ POLICY = (
         "nats per token",
         (("policy/kl_k1", "learner at the rollout's weights"), ("policy/rollout_k1", "sampler")),
     ),
-    Curves("KL from the reference policy", "nats a token", (("policy/kl_ref", "KL"),)),
+    Curves("KL from the reference policy", "nats per token", (("policy/kl_ref", "KL"),)),
     Curves(
         "Contribution against the rollout's learner",
         "mean of -(r - 1) A",
@@ -207,7 +207,7 @@ POLICY = (
         (("router/aux_loss", "load balancing"), ("router/z_loss", "z-loss")),
     ),
     Curves("Largest load of an expert", "over an equal share", (("router/load_max", "largest"),)),
-    Curves("Entropy of the routers", "nats a token", (("router/entropy", "entropy"),)),
+    Curves("Entropy of the routers", "nats per token", (("router/entropy", "entropy"),)),
     Curves("Router-shift ratio", "mean before the floor", (("router/shift_mean", "ratio"),)),
     Curves("Router-shift ratios below the floor", "fraction of tokens", (("router/shift_floored_frac", "below"),)),
     Curves("Optimizer steps skipped", "gradient not finite, a step", (("policy/skipped_steps", "skipped"),)),
@@ -336,7 +336,7 @@ PRECISION = (
         "nats per token, along the sign of A",
         (("deployed/improvement", "per training step"), ("deployed/improvement_per_update", "per optimizer step")),
     ),
-    Curves("Movement of what is served", "nats a token, absolute", (("deployed/delta_abs_mean", "mean"),)),
+    Curves("Movement of what is served", "nats per token, absolute", (("deployed/delta_abs_mean", "mean"),)),
     Curves("Efficiency of a step", "improvement over movement", (("deployed/efficiency", "efficiency"),)),
     Curves(
         "Errors of the gradient",
@@ -391,7 +391,7 @@ COST = (
     Curves("Time of a step by phase", "seconds", (("time/step_s", "whole step"), (r"time/(.+)_s", r"\1"))),
     Curves(
         "Throughput",
-        "tokens a second",
+        "tokens per second",
         (("throughput/rollout_tokens_per_s", "rollout"), ("throughput/learner_tokens_per_s", "learner")),
     ),
     Curves("Peak memory", "GiB, highest so far", (("memory/peak_gib", "peak"),)),

@@ -217,7 +217,7 @@ def _routing(record: Mapping[str, Any]) -> list[Block]:
         LineChart(
             "Entropy of the routers, by layer",
             "layer with experts",
-            "nats a token",
+            "nats per token",
             [Series("entropy", depth, record["entropy"])],
         ),
     ]

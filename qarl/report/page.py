@@ -1,4 +1,4 @@
-"""A page from its sections: one HTML file without scripts, that needs no network.
+"""Render sections to one HTML file without scripts or network access.
 
 Everything that came from outside is hostile text. It is escaped in one place, jinja2's autoescape, after `visible` has
 turned control, bidirectional and invisible characters into escapes; only the SVG of `charts` goes in as markup.

@@ -1,4 +1,4 @@
-"""What the policy wrote: completions of a run by reward, from its rollouts/NNNNNN.jsonl."""
+"""Sample completions of a run by reward, from rollouts/NNNNNN.jsonl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One batch on its way through the workers: what is still to be asked, and what came back."""
+"""State of a batch while workers score it: pending tasks, retries and results."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Share:
-    """Completions that are scored here, of a batch that several ranks score. first: their place in it. total: all."""
+    """This rank's part of a batch that several ranks score. first: Index of its first completion. total: Batch size."""
 
     first: int
     total: int
@@ -124,7 +124,7 @@ class Batch:
         return bool(self._waiting or self._retried)
 
     def next_task(self, now: float) -> tuple[Task, float] | None:
-        """What to ask next, and for how many seconds at most; None if there is nothing. now: time.monotonic."""
+        """Next task and its time limit in seconds; None if there is none. now: time.monotonic()."""
         while self._retried:
             task = self._retried.popleft()
             retries = self._retries[task.function]
@@ -136,7 +136,7 @@ class Batch:
         return (self._waiting.popleft(), self._timeout_s) if self._waiting else None
 
     def arguments(self, task: Task) -> dict[str, Any]:
-        """What the function is called with, as it is sent."""
+        """Arguments of the function call, packed for sending."""
         picked = {name: [pack(values[i]) for i in task.indices] for name, values in self._columns.items()}
         if self._completion_ids is not None and self._reads_tokens[task.function]:
             picked["completion_ids"] = [list(self._completion_ids[i]) for i in task.indices]

@@ -1,4 +1,4 @@
-"""What a run's rewards are made of, as digests: an edited reward file is another reward."""
+"""Digests of reward functions and their source files, to detect edited rewards."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _MARK = "%"  # key of an object that stands for something else
 
 
 class BadFrame(ValueError):
-    """Bytes that are no frame of ours. The message says what they are instead."""
+    """Bytes that are not a valid frame. The message describes them."""
 
 
 def frame(value: Any) -> bytes:
@@ -82,7 +82,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(text: bytes) -> Any:
-    """The value of a packed text."""
+    """Inverse of `pack`, from the JSON text."""
     return json.loads(text, object_hook=_unmarked)
 
 

@@ -1,4 +1,4 @@
-"""Numbers as answers: their exact values, units and number bases, and when two are equal.
+"""Numeric answers: exact values, units, number bases and equality.
 
 Values are fractions, so that `1/2^99` differs from `1/2^98`. Beyond `_BITS` they are decimals of 60 digits with a huge
 exponent, so that no input takes more than a moment.

@@ -1,4 +1,4 @@
-"""Where a response says its final answer: after its think block, and there in a box, a formula or a sentence."""
+"""Extract the final answer of a response: after its think block, from a box, a formula or a sentence."""
 
 # ruff: noqa: RUF001 (characters that look like ASCII are meant)
 
