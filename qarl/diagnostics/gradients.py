@@ -1,4 +1,4 @@
-"""Gradient decomposition: what a precision gap does to the gradient through the ratio, and what through the score."""
+"""Decompose the effect of a precision gap on the gradient into a ratio part and a score part."""
 
 from __future__ import annotations
 
@@ -24,27 +24,32 @@ _CLIPPED = {
 
 
 def gradient_metrics(gram: Tensor) -> dict[str, float]:
-    """gradients/* from the inner products of gradients: gram (6, 6) float64, symmetric, in the order A, B, C, D, E, F;
-    (4, 4) of an objective that clips nothing.
+    """Compute the gradients/* metrics from the inner products of the gradients.
 
     TRL study, section 7.3, with ratio e^alpha or e^(alpha + beta) and the score of the shadow or of the learner:
 
         A  clean ratio, shadow score     B  clean ratio, learner score
         C  full ratio, shadow score      D  full ratio, learner score
-        E  D without what the full ratio clips    F  D without what the clean ratio clips
+        E  D, tokens clipped by full ratio excluded    F  D, tokens clipped by clean ratio excluded
         d_ratio = C - A    d_score = B - A    interaction = D - C - B + A
 
-        gradients/ratio_rel, score_rel, interaction_rel  norms of the three over |A|
+        gradients/ratio_rel, score_rel, interaction_rel  norms of d_ratio, d_score and interaction over |A|
         gradients/total_rel        |D - A| / |A|
         gradients/cos_total        cosine of D and A
         gradients/cos_ratio_clean, cos_score_clean   of d_ratio and A, of d_score and A
         gradients/cos_ratio_score  of d_ratio and d_score
-        gradients/clip_rel     |E - F| / |A|: d_clip, what precision does through the clip indicator (section 10.3)
-        gradients/clipped_rel, cos_clipped  |E - A| / |A|, cosine of E and A: the gradient as it is clipped and the
-                               clean one, in which nothing is. `trained_metrics` compares what really trains
+        gradients/clip_rel     |E - F| / |A|: d_clip, effect of precision on the clip indicator (section 10.3)
+        gradients/clipped_rel, cos_clipped  |E - A| / |A|, cosine of E and A: clipped gradient against the unclipped
+                               clean gradient. `trained_metrics` compares the gradient that really trains
 
-    Norms of differences come from differences of inner products, so what is below about 1e-8 |A| is rounding and
-    reads as 0. A cosine with a zero vector is left out, and all of them are if A is 0. NaN stays NaN.
+    Norms of differences come from differences of inner products, so norms below about 1e-8 |A| are rounding error and
+    count as 0. Cosines with a zero vector are omitted, and all metrics are omitted if A is 0. NaN propagates.
+
+    Args:
+        gram: (6, 6) float64, symmetric, in the order A, B, C, D, E, F; (4, 4) if the objective does not clip.
+
+    Returns:
+        The metrics above by name.
     """
     assert gram.shape in ((4, 4), (6, 6)), f"inner products of four or six gradients, not {tuple(gram.shape)}"
     inner, chosen = gram.double().cpu(), _VECTORS | (_CLIPPED if len(gram) == 6 else {})

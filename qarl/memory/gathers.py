@@ -1,7 +1,7 @@
-"""What messages of codes take of a rank's memory while a version is gathered: formulas, which import no torch.
+"""Memory of the messages in flight on a rank while a weight version is gathered. Imports no torch.
 
-Gathers are counted as `qarl.distributed.gathers` sends them: of stacks, runs of rows at a time; in messages that leave
-when they are full, the next one before the first has arrived.
+The formulas follow `qarl.distributed.gathers`: packed linears are sent in runs of rows, a message is sent when it is
+full, and the next message starts before the previous one has arrived.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ MESSAGE_BYTES, IN_FLIGHT, RUN_BYTES, FILLED = 2**26, 2, 2**28, 1.25
 
 
 class _Rows(NamedTuple):
-    """Rows of a tensor that are gathered together: bytes of all ranks' and of the first's, which has the most."""
+    """Rows of a tensor that are gathered together. everyone, first: bytes of all ranks and of rank 0 (the largest)."""
 
     everyone: int
     first: int
-    in_place: bool  # can arrive where they belong
+    in_place: bool  # received directly into the destination
 
 
 def codes_in_flight(config: Config, architecture: Architecture, ranks: int) -> int:
-    """Messages in memory at once while a version is gathered, as `qarl.distributed.gathers` sends them.
+    """Peak bytes of the messages in memory at once while a version is gathered by `qarl.distributed.gathers`.
 
-    Of each message this rank's rows; where it is of several tensors or of a part of one, these packed, and those of
-    all ranks before they go to their places, which are the version's. A learner that is not aligned gathers values of
-    its own afterwards.
+    Each message holds this rank's rows. A message with several tensors, or with part of one, also holds a packed copy
+    of these rows, and the rows of all ranks until they are copied into the version's tensors. A learner that is not
+    aligned gathers its own values afterwards.
     """
     width, learner_width = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.learner_dtype]
     blocks = blocks_of(config, architecture)
@@ -47,7 +47,7 @@ def codes_in_flight(config: Config, architecture: Architecture, ranks: int) -> i
 
 
 def _stored(block: Block, scheme: Scheme | None, width: int) -> list[int]:
-    """Bytes of the tensors of all rows. width: of an element that is not quantized."""
+    """Bytes of each tensor of a block, over all rows. width: bytes of an unquantized element."""
     if scheme is None:
         return [width * block.rows * block.columns]
     specs = scheme.tensor_specs(block.rows, block.columns)
@@ -84,7 +84,7 @@ def _rows_of(block: Block, sizes: list[int], ranks: int) -> Iterator[_Rows]:
 
 
 def _most_held(messages: Iterable[list[_Rows]], ranks: int) -> int:
-    """The most bytes of messages one after the other, of which one begins before the first is done."""
+    """Peak bytes over a sequence of messages; at most `IN_FLIGHT` + 1 are held at once."""
     held: deque[int] = deque(maxlen=IN_FLIGHT + 1)
     most = 0
     for message in messages:

@@ -1,4 +1,4 @@
-"""A fault that is neither the user's nor qarl's: a machine without enough memory. Imports no torch."""
+"""Detect out-of-memory errors and report them in one line. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 from qarl.errors import UserError
 
-# What torch says of a GPU and on the CPU, in RuntimeErrors of several classes, and what drivers say.
+# Messages of torch (GPU and CPU) and of drivers, which raise several classes of RuntimeError.
 _SAID = ("can't allocate memory", "not enough memory", "cannot allocate memory", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a machine or a GPU refused memory, in any of the classes that say so."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+    """Whether the error reports that the host or a GPU ran out of memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, for a GPU
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
@@ -23,7 +23,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors(fix: str) -> Iterator[None]:
-    """Turn running out of memory into a one-line UserError. fix: what to lower."""
+    """Convert out-of-memory errors to a one-line UserError.
+
+    Args:
+        fix: Advice at the end of the message: the setting to lower.
+
+    Raises:
+        UserError: The body ran out of memory.
+    """
     try:
         yield
     except Exception as error:

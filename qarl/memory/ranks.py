@@ -1,8 +1,8 @@
-"""What one of several ranks holds of masters, gradients and optimizer state, and what a step brings to it: formulas.
+"""Memory per rank for masters, gradients and optimizer state, and the temporary memory of a step. Imports no torch.
 
-n ranks, P parameters, all numbers in bytes. Masters in rows (`distributed.engine: rows`): masters, gradients and state
-1/n each, and gradients of a few layers on their way. DeepSpeed's stages are counted from its code, 0.19.8, driven as
-`qarl.training.zero_stages` does it. Imports no torch.
+Formulas for n ranks and P parameters, in bytes. Row-sharded masters (`distributed.engine: rows`): each rank holds 1/n
+of masters, gradients and state, plus the gradients of a few layers in flight. The DeepSpeed stages follow the code
+of DeepSpeed 0.19.8 as `qarl.training.zero_stages` drives it.
 """
 
 from __future__ import annotations
