@@ -88,7 +88,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     step.add_argument("--memory-frac", type=positive, default=0.4, help="share of the GPU for vLLM")
     step.add_argument("--nproc", type=count, default=1, help="step: ranks, a GPU each")
     step.add_argument("--engine", choices=("vllm", "native"), help="of qarl; default vllm on a GPU")
-    step.add_argument("--trl-server", metavar="URL", help="of `trl vllm-serve` on another GPU, which samples for TRL")
     step.add_argument("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
     place = Path(tempfile.gettempdir()) / "qarl_step_bench"
     step.add_argument("--model-dir", type=Path, default=place, help="keeps random models; default %(default)s")

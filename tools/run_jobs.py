@@ -3,7 +3,6 @@
 
     python tools/run_jobs.py benchmarks/gpu_jobs.yaml --out DIR
     python tools/run_jobs.py benchmarks/gpu_jobs.yaml --only canary experts --out DIR
-    python tools/run_jobs.py benchmarks/gpu_jobs.yaml --list
 
 The file is a YAML list of jobs: `name`, `command` (for bash, in the repository's root; python is the one that runs this
 tool), `gpus` (how many, default 1) and `seconds` (its limit). Jobs start in the file's order as GPUs come free; one of
@@ -168,7 +167,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these jobs alone, in this order")
     parser.add_argument("--out", type=Path, help="folder for logs and for what the commands write")
     parser.add_argument("--gpus", type=int, nargs="+", metavar="INDEX", help="default: all that there are")
-    parser.add_argument("--list", action="store_true", help="print the jobs and stop")
     options = parser.parse_args()
     try:
         jobs = read_jobs(options.file)
@@ -176,12 +174,8 @@ def main() -> None:
         sys.exit(f"error: {error}")
     by_name = {job.name: job for job in jobs}
     if unknown := sorted(set(options.only or []) - set(by_name)):
-        sys.exit(f"error: --only: no job is called {', '.join(unknown)}; --list prints all")
+        sys.exit(f"error: --only: no job is called {', '.join(unknown)}; use the names in {options.file}")
     jobs = [by_name[name] for name in options.only or by_name]
-    if options.list:
-        for job in jobs:
-            print(f"{job.name}  ({job.gpus} GPU{'s' * (job.gpus > 1)}, {job.seconds:g} s)\n    {job.command.strip()}")
-        return
     if options.out is None:
         sys.exit("error: --out is needed: a folder for logs and results")
     if options.gpus and (len(set(options.gpus)) < len(options.gpus) or min(options.gpus) < 0):

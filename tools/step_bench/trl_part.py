@@ -65,8 +65,6 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu
             "vllm_gpu_memory_utilization": options.memory_frac,
             "vllm_max_model_length": options.prompt_tokens + options.new_tokens,
         }
-    if engine == "vllm" and options.trl_server:
-        arguments |= {"vllm_mode": "server", "vllm_server_base_url": options.trl_server}
     return arguments
 
 
