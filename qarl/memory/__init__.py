@@ -1,1 +1,1 @@
-"""Estimates of memory, and the sizes that follow from it. Imports no torch at its top."""
+"""Memory estimates, and the batch sizes derived from them. Imports no torch at module level."""

@@ -1,7 +1,7 @@
-"""How much memory a run needs: plain functions of numbers, in bytes, and the sum for a configuration.
+"""Estimate the memory that a run needs, in bytes, per item and for a whole configuration.
 
-An estimate of what is alive at the same time, not a measurement: allocator slack and short-lived temporaries smaller
-than the ones named here are left out.
+The estimate counts tensors that are alive at the same time. It leaves out allocator slack and short-lived temporaries
+smaller than the items listed here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from qarl.utils.machine import machine_bytes
 from qarl.utils.packed_linears import fused_groups
 
 Owner = Literal["process", "learner", "optimizer", "sampler"]
-# Python, torch and transformers imported, measured as resident memory: 0.33 GiB, and as much again for the tokenizer,
-# the data and the reward workers. A GPU holds a CUDA context of about the same size.
+# Resident memory with torch and transformers imported is 0.33 GiB (measured). Tokenizer, data and reward workers take
+# about the same again. A CUDA context on the GPU has about this size too.
 PROCESS_BYTES = 600 * 2**20
-# vLLM 0.32 on a CPU, started on a model of a few MB: resident memory of its process, and what it adds to the learner's.
+# vLLM 0.32 on a CPU with a model of a few MB (measured): resident memory of its own process, or added to the learner's.
 VLLM_BYTES = {"separate": 1600 * 2**20, "inline": 1250 * 2**20}
-# Two buckets of what passes through a GPU in a step where the host keeps it (`optim.offload`).
+# Two buckets of offloaded state, which passes through the GPU during an optimizer step (`optim.offload`).
 OFFLOAD_BYTES = 2 * 2**28
 MUON_BYTES = 2**30  # `qarl.training.muon.BATCH_BYTES`, which imports torch
 DRAWN_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
@@ -45,12 +45,12 @@ def gradient_bytes(parameters: int) -> int:
 
 
 def optimizer_bytes(name: str, matrix_parameters: int, other_parameters: int) -> int:
-    """Optimizer state: AdamW holds two FP32 moments a parameter; muon one on matrices, AdamW's two on the rest."""
+    """Optimizer state: AdamW keeps two FP32 moments per parameter; Muon keeps one per matrix element."""
     return (4 if name == "muon" else 8) * matrix_parameters + 8 * other_parameters
 
 
 def saved_bytes(config: Config, architecture: Architecture) -> int:
-    """A training checkpoint on the disk: masters and optimizer state, without its kilobytes of headers."""
+    """Size of a training checkpoint on disk: masters and optimizer state. Headers (kilobytes) are not counted."""
     other = architecture.parameters - architecture.matrix_parameters
     return master_bytes(architecture.parameters) + optimizer_bytes(
         config.optim.name, architecture.matrix_parameters, other
@@ -60,18 +60,19 @@ def saved_bytes(config: Config, architecture: Architecture) -> int:
 def quantized_weight_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
     """Codes, scales and zero points of one weight as stored (compressed-tensors layout)."""
     stored = scheme.tensor_specs(out_features, in_features)
-    return sum(spec.nbytes for suffix, spec in stored.items() if suffix != "weight_shape")  # which is on no GPU
+    return sum(spec.nbytes for suffix, spec in stored.items() if suffix != "weight_shape")  # not on the GPU
 
 
 def operand_bytes(
     scheme: Scheme, out_features: int, in_features: int, quantized: bool, device: Device, width: int, kernels: bool
 ) -> int:
-    """What the products keep of one weight beside the published tensors.
+    """Bytes that matrix products keep for one weight in addition to the published tensors.
 
-    width: bytes of the compute dtype. The CPU multiplies in float32, so it keeps a float32 copy of every weight. A GPU
-    multiplies an unquantized weight as it is published. Its kernels read published codes too, int4 ones in a tiled
-    copy of 16 x 128 blocks with 4 bytes per group and row; without them (`quant.kernels: reference`) it keeps
-    dequantized weights in the compute dtype, and codes for quantized activations in float32.
+    The CPU multiplies in float32, so it keeps a float32 copy of every weight. A GPU multiplies unquantized weights as
+    published. Triton kernels read published codes directly, except int4 codes: these need a tiled copy in blocks of
+    16 x 128 with 4 bytes per group and row. Without kernels (`quant.kernels: reference`) the GPU keeps dequantized
+    weights in the compute dtype, or codes in float32 if activations are quantized. width: bytes per value of the
+    compute dtype.
     """
     weights = out_features * in_features
     if device == "cpu":
@@ -84,12 +85,12 @@ def operand_bytes(
 
 
 def kv_cache_bytes(tokens: int, layers: int, kv_heads: int, head_dim: int, width: int) -> int:
-    """Keys and values of `tokens` tokens in every layer. width: bytes of a value, see `kv_cache_width`."""
+    """Keys and values of `tokens` tokens in all layers. width: bytes per value, see `kv_cache_width`."""
     return 2 * tokens * layers * kv_heads * head_dim * width
 
 
 def kv_cache_width(config: Config, device: Device) -> int:
-    """Bytes of a value in the sampler's KV cache. The policy's own layers in plain torch keep e4m3 in model.dtype."""
+    """Bytes per value in the sampler's KV cache. Layers in plain torch store e4m3 values in model.dtype."""
     own = config.rollout.engine == "native" or config.rollout.numerics == "exact"
     plain = own and not uses_kernels(config, device)
     return DTYPE_BYTES[config.model.dtype] if plain or config.quant.kv_cache_dtype == "auto" else 1
@@ -97,14 +98,14 @@ def kv_cache_width(config: Config, device: Device) -> int:
 
 @dataclass(frozen=True)
 class Item:
-    """A line of the estimate.
+    """One line of the estimate.
 
     Attributes:
-        name: As `qarl check` prints it.
-        bytes: Its size.
-        phase: When it is held: always, or only in rollouts, in forwards and backwards (update), in optimizer steps or
-            in publishes.
-        owner: Whose memory it is.
+        name: Name in the output of `qarl check`.
+        bytes: Size in bytes.
+        phase: When it is held: always, or only during rollouts, forwards and backwards (update), optimizer steps, or
+            weight publication.
+        owner: The component that holds it.
     """
 
     name: str
@@ -121,11 +122,19 @@ def estimate(
     ranks: int = 1,
     memory: int | None = None,
 ) -> list[Item]:
-    """The memory of a training run on `device`, line by line; `peak_bytes` adds them up.
+    """Estimate the memory of a training run on `device`, line by line; `peak_bytes` gives the total.
 
-    tokens: of the largest micro-batch; None: what the configuration allows, which is one response at least. ranks: of
-    the run; the memory is that of one of them, the first, which has no less than another. memory: of the GPU in bytes,
-    where it is known.
+    Args:
+        config: Configuration of the run, with all sizes decided.
+        architecture: The model.
+        device: Where the learner computes.
+        tokens: Tokens of the largest micro-batch. None: the largest that the configuration allows, at least one
+            response.
+        ranks: Number of ranks. The estimate is for rank 0, which holds at least as much as any other.
+        memory: Memory of the GPU in bytes, if known.
+
+    Returns:
+        The items, in the order of the report.
     """
     quant, a = config.quant, architecture
     scheme = scheme_of(quant)
@@ -143,18 +152,18 @@ def estimate(
         linear_elements += n * k
         sampler_operands += operand_bytes(scheme, n, k, quantized, device, width, kernels)
         if quant.learner == "full_precision" or own_dtype or (quant.learner == "fake_quant" and quantized):
-            # the sampler's operand is not the learner's: the learner holds its own in its compute dtype
+            # the learner cannot use the sampler's operand, so it holds one in its own compute dtype
             learner_operands += (4 if device == "cpu" else learner_width) * n * k
     operands = learner_operands + sampler_operands
     head = operand_bytes(scheme, a.vocab_size, a.hidden_size, False, device, width, kernels)
     unquantized = width * (a.parameters - quantized_elements)
-    rest = (learner_width * (a.parameters - linear_elements) + head) if own_dtype else 0  # of the learner alone
+    rest = (learner_width * (a.parameters - linear_elements) + head) if own_dtype else 0  # held by the learner only
     version = stored + unquantized
     reference = version + sampler_operands + head
     if quant.learner != "aligned":
         codes = stored if quant.learner == "fake_quant" else 0
         reference = codes + learner_operands + (rest or width * (a.parameters - linear_elements) + head)
-    # Weights with one input are concatenated before operands are made of them, and are in memory twice meanwhile.
+    # Linears with the same input are concatenated before their operands are built; until then they exist twice.
     stacks = [sum(published[name] for name in group) for group in fused_groups(published)] if kernels else []
     following = version + max(operands + head + rest, *stacks, 0)
     between = version + (sampler_operands + head if quant.learner == "aligned" else 0)
@@ -179,7 +188,7 @@ def estimate(
 
 
 def state_items(config: Config, architecture: Architecture, device: Device, ranks: int) -> list[Item]:
-    """Masters, gradients and optimizer state of one rank, and what of them is on its way."""
+    """Masters, gradients and optimizer state of one rank, and their messages in flight."""
     distributed = config.distributed
     more: list[Item] = []
     if ranks > 1 and distributed.engine == "deepspeed":
@@ -191,14 +200,14 @@ def state_items(config: Config, architecture: Architecture, device: Device, rank
         masters = gradients = optimizer = row_share(config, architecture, ranks)
         if ranks > 1:
             flying = rows_in_flight(architecture, ranks)
-            # Gone when operands are made, and counted beside them: an allocator may keep these blocks.
+            # Freed before operands are built, but counted together with them: the allocator may keep the blocks.
             codes = codes_in_flight(config, architecture, ranks)
             more = [
                 Item("gradients of layers on their way between ranks", flying, "update"),
                 Item("messages of codes between ranks", codes, "publish"),
             ]
     if config.optim.name == "muon" and device == "cuda":
-        # Of each at most a stack in bf16, two more like it, and two products of its shorter side.
+        # 10 bytes per element at most: the stack in bf16, two copies of it, and two products of its shorter side.
         batch = min(MUON_BYTES, 10 * architecture.matrix_parameters)
         more.append(Item("matrices that Muon orthogonalizes at once", batch, "optimizer", "optimizer"))
     return [
@@ -210,7 +219,7 @@ def state_items(config: Config, architecture: Architecture, device: Device, rank
 
 
 def masters_item(config: Config, architecture: Architecture, device: Device, share: Share) -> Item:
-    """The masters, or the largest, which comes to a GPU to be quantized where the host keeps them."""
+    """The masters; if they are offloaded, the largest one, which is copied to the GPU to be quantized."""
     if config.optim.offload == "all" and device == "cuda":
         linears = (n * k for _, n, k in architecture.linears())
         largest = max(architecture.vocab_size * architecture.hidden_size, *linears)
@@ -220,12 +229,12 @@ def masters_item(config: Config, architecture: Architecture, device: Device, sha
 
 
 def optimizer_item(config: Config, device: Device, share: Share) -> Item:
-    """The optimizer's state, or what passes through a GPU of a state that the host keeps."""
+    """The optimizer state; if it is offloaded, the part that passes through the GPU at once."""
     name = config.optim.name
     whole = optimizer_bytes(name, share.matrices, share.others)
     if config.optim.offload and device == "cuda":
         passing, rows = OFFLOAD_BYTES, 2 if config.optim.offload == "all" else 1
-        if name == "muon":  # two batches, whose matrices take 6 bytes an element and more while they are orthogonalized
+        if name == "muon":  # two batches; a matrix takes at least 6 bytes per element while it is orthogonalized
             passing = max(passing, 2 * rows * 4 * (MUON_BYTES // 6))
         line = f"optimizer state ({name}) on its way, the rest on the host"
         return Item(line, min(passing, rows * whole), "optimizer", "optimizer")
@@ -235,11 +244,18 @@ def optimizer_item(config: Config, device: Device, share: Share) -> Item:
 def learner_items(
     config: Config, parameters: int, rest: int, shadow: int, reference: int, device: Device
 ) -> list[Item]:
-    """What only some runs' learners hold.
+    """Items that the learner holds only with certain settings.
 
-    rest: bytes of the parameters beside the linears, for a learner in a dtype of its own. shadow: of the sampler's
-    operands of a version that is not published yet. reference: of what a learner's forward stands on. An aligned
-    learner is its own shadow, and its gradients are one, or two where the objective clips.
+    An aligned learner is its own shadow. The gradient decomposition then holds no gradient, or one if the objective
+    clips.
+
+    Args:
+        config: Configuration of the run.
+        parameters: Number of parameters.
+        rest: Bytes of the parameters other than linears, if the learner has its own dtype; else 0.
+        shadow: Bytes of the sampler's operands for a version that is not published yet.
+        reference: Bytes of the weights that a learner's forward reads.
+        device: Where the learner computes.
     """
     every, aligned, objective = config.diagnostics, config.quant.learner == "aligned", config.objective
     measured = every.shadow_every or every.deployed_every or every.gradients_every
@@ -252,7 +268,7 @@ def learner_items(
     if shadowed and not aligned:
         items.append(Item("shadow: the sampler's operands of the version in training", shadow, "update"))
     held = (0 if aligned else 3) + (objective.band is not None) * (1 if aligned else 2)
-    if every.gradients_every and held and device == "cpu":  # a GPU's are held by the host
+    if every.gradients_every and held and device == "cpu":  # with a GPU they are kept in host memory
         items.append(Item("gradients of the decomposition (float32)", held * gradient_bytes(parameters), "update"))
     return items
 
@@ -260,21 +276,21 @@ def learner_items(
 def sampler_items(
     config: Config, kv_cache: int, published: int, operands: int, device: Device, memory: int | None
 ) -> list[Item]:
-    """What sampling adds to the learner's memory on `device`.
+    """Memory that sampling adds on `device`.
 
-    The native engine has a KV cache, on the learner's weights; on a GPU it is freed while the learner learns. vLLM has
-    weights of its own. On a GPU it takes its share of the memory at once, however little fills it, unless
-    `rollout.kv_cache_tokens` says how many tokens it holds. A GPU of its own is not the learner's; of several, each has
-    a part. Asleep it holds nothing there, so it counts beside a publish, except for tensors staged for layers that it
-    repacks.
+    The native engine uses the learner's weights and has a KV cache, which is freed on a GPU while the learner trains.
+    vLLM has its own weights. On a GPU it allocates `memory_frac` of the memory at startup, unless
+    `rollout.kv_cache_tokens` sets the size of its cache. Nothing is counted if vLLM has a GPU of its own. With tensor
+    parallelism each GPU holds a part. A sleeping vLLM holds nothing on the GPU except tensors staged for layers that it
+    repacks, so it counts only during publication.
 
     Args:
         config: Configuration of the run.
         kv_cache: Bytes of the KV cache.
         published: Bytes of a version's tensors.
-        operands: Bytes that qarl's own products keep beside them.
+        operands: Bytes that qarl's own products keep in addition to them.
         device: Where the learner computes.
-        memory: Of the GPU, in bytes; None: unknown.
+        memory: Memory of the GPU in bytes; None if unknown.
     """
     rollout, vllm = config.rollout, config.rollout.vllm
     cache = f"KV cache ({config.kv_cache_tokens:,} tokens)"
@@ -310,9 +326,10 @@ def sampler_items(
 
 
 def decode_item(config: Config, vocabulary: int) -> Item:
-    """Logits of the native engine's decodes on a GPU: those of a CUDA graph, and of a step that is not captured yet.
+    """Logits of the native engine's decode steps on a GPU.
 
-    Where tokens are ranked no graph has them, and a few rows are drawn at a time.
+    A CUDA graph holds the logits of all sequences. If tokens are ranked (top-k, top-p), the logits are outside the
+    graphs, and at most `DRAWN_ROWS` rows are sampled at a time.
     """
     ranked = config.rollout.top_p < 1 or config.rollout.top_k > 0
     rows = min(config.sequences, DRAWN_ROWS) if ranked else config.sequences
@@ -320,10 +337,16 @@ def decode_item(config: Config, vocabulary: int) -> Item:
 
 
 def certain_bytes(config: Config, architecture: Architecture, device: Device, ranks: int = 1) -> int:
-    """What a run holds in this machine's own memory at the same time, whatever else it does: a lower bound.
+    """Lower bound of the host memory that a run needs, in bytes.
 
-    On a CPU masters, their gradients and the optimizer's state; for a GPU the masters, which are read here first, or
-    once they are there the state that is offloaded. ranks: all on this machine; in rows they hold no more than one.
+    On a CPU: masters, gradients and optimizer state. For a GPU: the masters, which are read into host memory first, or
+    the offloaded state if that is larger.
+
+    Args:
+        config: Configuration of the run.
+        architecture: The model.
+        device: Where the learner computes.
+        ranks: Ranks on this machine. Sharded by rows they hold one copy together; with DeepSpeed each reads its own.
     """
     copies = ranks if config.distributed.engine == "deepspeed" else 1
     masters = copies * master_bytes(architecture.parameters)
@@ -333,15 +356,15 @@ def certain_bytes(config: Config, architecture: Architecture, device: Device, ra
 
 
 def _offloaded(config: Config, architecture: Architecture) -> int:
-    """What the host keeps of the optimizer of a GPU, and of its masters."""
+    """Bytes of masters and optimizer state that `optim.offload` keeps in host memory."""
     on_gpu = master_bytes(architecture.parameters) if config.optim.offload == "moments" else 0
     return saved_bytes(config, architecture) - on_gpu if config.optim.offload else 0
 
 
 def too_large(config: Config, architecture: Architecture, device: Device, ranks: int = 1) -> str | None:
-    """One line where a run cannot fit this machine's memory, whatever is freed; None where it may.
+    """Return an error message if a run cannot fit into this machine's memory, else None.
 
-    ranks: all of them on this machine. What a GPU has, only its driver could say: it is not counted.
+    GPU memory is not checked, because only the driver knows it. ranks: ranks on this machine.
     """
     certain, there = certain_bytes(config, architecture, device, ranks), machine_bytes()
     if certain <= there:
@@ -361,23 +384,23 @@ def too_large(config: Config, architecture: Architecture, device: Device, ranks:
 
 
 def expected_device(config: Config) -> Device:
-    """Where the run will compute, without torch: what the driver shows, since only torch could say what it will use."""
+    """Device that the run will use, guessed without torch: cuda if an NVIDIA driver is loaded."""
     if config.model.device == "auto":
         return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
     return config.model.device
 
 
 def peak_bytes(items: list[Item]) -> int:
-    """What is always held, and the largest of the phases, which do not happen at the same time."""
+    """Peak memory: items that are always held, plus the largest phase. Phases do not overlap."""
     return max(phase_bytes(items, phase) for phase in get_args(Phase))
 
 
 def forward_peak(
     config: Config, architecture: Architecture, device: Device, tokens: int, gradients: bool
 ) -> int | None:
-    """What a learner alone holds in a forward without gradient; None of one in plain torch, which nothing counts.
+    """Peak bytes of the learner in a forward without gradient; None in plain torch, for which there is no estimate.
 
-    gradients: whether those of an earlier backward are there.
+    gradients: whether gradients of an earlier backward are in memory.
     """
     fused = fused_pass(config, architecture, device, tokens)
     if fused is None:
@@ -388,8 +411,10 @@ def forward_peak(
 
 
 def update_bytes(config: Config, architecture: Architecture, device: Device, ranks: int = 1) -> int:
-    """What an optimizer step and the making of the next version take beside what is always held, on a rank's device;
-    all but the optimizer's state of the first one."""
+    """Bytes that an optimizer step and the next version need on a rank's device, in addition to what is always held.
+
+    The optimizer state, which the first step allocates, is not included.
+    """
     items = [item for item in estimate(config, architecture, device, ranks=ranks) if item.phase == "publish"]
     moving = [
         item for item in state_items(config, architecture, device, ranks) if item.phase in ("update", "optimizer")
@@ -398,5 +423,5 @@ def update_bytes(config: Config, architecture: Architecture, device: Device, ran
 
 
 def phase_bytes(items: list[Item], phase: Phase) -> int:
-    """What is held in a phase, with what is always held."""
+    """Bytes held in a phase, including what is always held."""
     return sum(item.bytes for item in items if item.phase in ("always", phase))

@@ -55,7 +55,7 @@ def _stored(block: Block, scheme: Scheme | None, width: int) -> list[int]:
 
 
 def _messages(gather: Iterable[tuple[Block, list[int]]], ranks: int) -> Iterator[list[_Rows]]:
-    """As `BucketedGather` fills them with what `own_rows` gives. gather: bytes of a block's tensors."""
+    """Messages that `BucketedGather` fills with the rows of `own_rows`. gather: blocks and bytes of their tensors."""
     waiting: list[_Rows] = []
     for block, sizes in gather:
         for rows in _rows_of(block, sizes, ranks):
@@ -71,7 +71,7 @@ def _messages(gather: Iterable[tuple[Block, list[int]]], ranks: int) -> Iterator
 
 
 def _rows_of(block: Block, sizes: list[int], ranks: int) -> Iterator[_Rows]:
-    """A stack's come in runs, one run of each rank at a time."""
+    """Rows of a block. A packed linear is sent in runs, one run per rank at a time."""
     each = most_rows(block.rows, block.unit, ranks)
     step = max(RUN_BYTES // (4 * block.columns * block.unit), 1) * block.unit if block.stack else each
     full, rest = divmod(block.rows, each)

@@ -23,14 +23,14 @@ from qarl.distributed.rows import most_rows, row_unit, stacked_experts
 
 Phase = Literal["always", "rollout", "update", "optimizer", "publish"]
 VECTOR = 64  # `qarl.training.row_setup.VECTOR`, which imports torch
-WINDOW = 3  # groups of masters whose gradients are there: two on their way (`qarl.training.row_sums`), one computed
-BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size, and of its all-reduce
+WINDOW = 3  # groups of masters with gradients in memory: two in flight (`qarl.training.row_sums`), one computed
+BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size, also used for its all-reduce
 SUB_GROUP = 1_000_000_000  # elements: DeepSpeed's sub_group_size
 
 
 @dataclass(frozen=True)
 class Share:
-    """Elements that a rank has: of the layers' matrices, and of all else."""
+    """Number of elements that a rank holds: matrices of the layers, and all other parameters."""
 
     matrices: int
     others: int
@@ -41,18 +41,18 @@ class Share:
 
 
 class Block(NamedTuple):
-    """Masters that are cut as one: rows, elements of a row, and rows that are not separated."""
+    """Masters that are sharded together. columns: elements per row. unit: rows that stay on one rank."""
 
     rows: int
     columns: int
     unit: int
     scheme: Scheme | None  # None: not quantized
     stack: bool
-    matrix: bool  # of a layer
+    matrix: bool  # a weight matrix of a layer
 
 
 def row_share(config: Config, architecture: Architecture, ranks: int) -> Share:
-    """Of the first rank, which has the most."""
+    """Share of rank 0, which holds the most, with row sharding."""
     matrices, others = 0, 0
     for block in blocks_of(config, architecture):
         elements = most_rows(block.rows, block.unit, ranks) * block.columns
@@ -64,11 +64,11 @@ def row_share(config: Config, architecture: Architecture, ranks: int) -> Share:
 
 
 def blocks_of(config: Config, architecture: Architecture) -> tuple[Block, ...]:
-    """In the order in which a run gathers them."""
+    """Blocks of a model, in the order in which a run gathers them."""
     return _blocks(scheme_of(config.quant), tuple(config.quant.ignore), architecture)
 
 
-@functools.lru_cache(maxsize=1)  # a mixture has tens of thousands of masters, and sizes are decided by many estimates
+@functools.lru_cache(maxsize=1)  # a mixture has tens of thousands of masters, and deciding sizes takes many estimates
 def _blocks(scheme: Scheme, ignore: tuple[str, ...], architecture: Architecture) -> tuple[Block, ...]:
     ignored = list(ignore)
     inner, shapes = {f"{name}.weight" for name, _, _ in architecture.linears()}, dict(architecture.tensors())
@@ -90,14 +90,16 @@ def _blocks(scheme: Scheme, ignore: tuple[str, ...], architecture: Architecture)
 
 
 def even_share(architecture: Architecture, ranks: int) -> Share:
-    """Of one rank where tensors are cut anywhere."""
+    """Share of one rank if tensors are split at any element (DeepSpeed)."""
     matrices = architecture.matrix_parameters
     return Share(math.ceil(matrices / ranks), math.ceil((architecture.parameters - matrices) / ranks))
 
 
 def rows_in_flight(architecture: Architecture, ranks: int) -> int:
-    """Gradients on their way in a backward, at the output layer: those of WINDOW groups, float32, and of each what
-    arrives of it from the other ranks, (n - 1)/n."""
+    """Peak bytes of gradients in flight during a backward, reached at the output layer.
+
+    These are the float32 gradients of WINDOW groups, and for each group the (n - 1)/n of it received from other ranks.
+    """
     vocabulary, layer = architecture.vocab_size * architecture.hidden_size, _layer(architecture)
     return (vocabulary + (WINDOW - 1) * layer) * 4 * (2 * ranks - 1) // ranks
 
@@ -105,11 +107,20 @@ def rows_in_flight(architecture: Architecture, ranks: int) -> int:
 def zero_lines(
     architecture: Architecture, stage: int, ranks: int, given: Mapping[str, Any] = MappingProxyType({})
 ) -> list[tuple[str, int, Phase]]:
-    """(what, bytes, when) beside the masters, gradients and state of which `zero_elements` says how many.
+    """Temporary memory of a ZeRO stage, in addition to masters, gradients and optimizer state (`zero_elements`).
 
-    0: what is all-reduced at once. 1 to 3: the float32 copy of its part that DeepSpeed steps, and a bucket. 1, 2:
-    gradients of the part once more, flat in a step. 3: those of a sub-group, and a master that is gathered, twice.
-    given: the section `zero_optimization` of a DeepSpeed JSON.
+    Stage 0 holds one all-reduce bucket. Stages 1 to 3 hold the float32 copy of the rank's partition that DeepSpeed
+    updates, and a reduce bucket. Stages 1 and 2 add a flat copy of the partition's gradients during a step; stage 3
+    adds those of a sub-group, and a gathered master twice.
+
+    Args:
+        architecture: The model.
+        stage: ZeRO stage, 0 to 3.
+        ranks: Number of ranks.
+        given: Section `zero_optimization` of the DeepSpeed JSON.
+
+    Returns:
+        (name, bytes, phase) per item.
     """
     bucket = int(given.get("reduce_bucket_size", BUCKET))
     parameters, group = architecture.parameters, _layer(architecture)
@@ -133,15 +144,21 @@ def zero_lines(
 
 
 def zero_elements(architecture: Architecture, stage: int, ranks: int) -> tuple[Share, Share, Share]:
-    """Of (masters, gradients, optimizer state) that a rank has in a stage."""
+    """Shares (masters, gradients, optimizer state) of one rank in a ZeRO stage."""
     whole, part = even_share(architecture, 1), even_share(architecture, ranks)
     return (part if stage == 3 else whole), (part if stage >= 2 else whole), (part if stage >= 1 else whole)
 
 
 def received_in_rows(architecture: Architecture, published: int, ranks: int, rounds: int) -> dict[str, int]:
-    """What comes to a rank in an optimizer step. published: bytes of a version. rounds: micro-batches of the rank.
+    """Bytes that one rank receives per optimizer step with row sharding.
 
-    Gradients: rounds * 4 P (n - 1)/n, as a reduce-scatter. Codes: (n - 1)/n of a version, once.
+    Gradients are reduce-scattered: rounds * 4 P (n - 1)/n. Codes are gathered once: (n - 1)/n of a version.
+
+    Args:
+        architecture: The model, with P parameters.
+        published: Bytes of a version.
+        ranks: Number of ranks n.
+        rounds: Micro-batches per rank.
     """
     others = ranks - 1
     return {
@@ -151,10 +168,10 @@ def received_in_rows(architecture: Architecture, published: int, ranks: int, rou
 
 
 def received_in_zero(architecture: Architecture, stage: int, ranks: int, rounds: int) -> dict[str, int]:
-    """The same in a stage driven by hand, in which codes are made of whole float32 masters on every rank.
+    """Bytes that one rank receives per optimizer step in a ZeRO stage in which every rank quantizes whole masters.
 
-    Stages 0 to 2 all-reduce, 2 * 4 P (n - 1)/n, once or in each round; stage 3 reduce-scatters in each round. The
-    masters come once, by DeepSpeed or to be quantized, but where every rank steps all of them.
+    Stages 0 to 2 all-reduce, 2 * 4 P (n - 1)/n, once (0, 1) or in each round (2); stage 3 reduce-scatters in each
+    round. The float32 masters are gathered once, except in stage 0, where every rank updates all of them.
     """
     whole = 4 * architecture.parameters * (ranks - 1) // ranks
     times = {0: 2, 1: 2, 2: 2 * rounds, 3: rounds}[stage]
@@ -162,7 +179,7 @@ def received_in_zero(architecture: Architecture, stage: int, ranks: int, rounds:
 
 
 def received_of_weights(architecture: Architecture, ranks: int, rounds: int) -> int:
-    """What ZeRO-3 over 16-bit weights gathers in a step, beside gradients: 2 P in each forward and each backward."""
+    """Bytes of weights received per step by ZeRO-3 over 16-bit weights: 2 P (n - 1)/n per forward and per backward."""
     return rounds * 2 * 2 * architecture.parameters * (ranks - 1) // ranks
 
 

@@ -1,10 +1,9 @@
-"""What null means for `rollout.max_num_seqs`, `rollout.max_batched_tokens`, `train.micro_batch_tokens`,
-`train.recompute` and `train.logprob_chunk`: how much the sampler and the learner do at once, and how much the learner
-keeps of it. Imports no torch.
+"""Choose the sizes that the configuration leaves null. Imports no torch.
 
-They change speed and memory, and in low bits also results; so they are decided once, stand as numbers in a run's
-config.yaml, and a resumed run keeps them, on whatever device. On a CPU they are constants. On a GPU they follow
-from its whole memory, not from what is free at the moment, so that the same machine gives the same numbers.
+The sizes are `rollout.max_num_seqs`, `rollout.max_batched_tokens`, `train.micro_batch_tokens`, `train.recompute` and
+`train.logprob_chunk`. They change speed and memory, and the low bits of results. Therefore they are decided once and
+recorded in the run's config.yaml, and a resumed run keeps them on any device. On a CPU they are constants. On a GPU
+they depend on the total memory, not on the free memory, so the same machine always gives the same numbers.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from qarl.config.by_device import ON_CPU
 from qarl.memory.activations import logit_bytes
 from qarl.memory.estimate import Device, estimate, kv_cache_bytes, kv_cache_width, phase_bytes
 
-# vLLM's own defaults for a GPU (0.24 to 0.32; it has larger ones for more than 70 GiB). The native engine runs prefills
-# beside decodes and not in one batch with them, so it gains nothing from longer ones.
+# vLLM's own defaults for a GPU (0.24 to 0.32; its defaults are larger above 70 GiB). The native engine does not batch
+# prefills with decodes, so it gains nothing from a larger token budget.
 SEQUENCES = 256
 BATCHED_TOKENS = {"vllm": 8192, "native": 4096}
 FEWEST_SEQUENCES = 64
-# Of the GPU's memory, that the native engine's KV cache may take by itself, and that it takes for FEWEST_SEQUENCES.
+# Fractions of GPU memory for the native engine's KV cache: normally, and at most to reach FEWEST_SEQUENCES.
 KV_SHARE, MOST_KV_SHARE = 1 / 4, 1 / 2
 
-# More tokens than the first gain nothing, and fewer than ENOUGH_TOKENS leave parts of a GPU idle.
+# More tokens than the first value gain nothing; fewer than ENOUGH_TOKENS leave parts of a GPU idle.
 MICRO_BATCH_TOKENS = (16384, 8192, 4096, 2048, 1024)
 ENOUGH_TOKENS = 8192
-RECOMPUTE = ("elementwise", "mlp", "products", "layer")  # from the fastest to the smallest
-# Of the GPU's memory, that the estimate may reach: it leaves out fragments of freed memory, and kernels' code.
+RECOMPUTE = ("elementwise", "mlp", "products", "layer")  # from the fastest to the least memory
+# Fraction of GPU memory that the estimate may reach. The estimate leaves out fragmentation and kernel code.
 UPDATE_SHARE = 0.8
 LOGPROB_ROWS = (4096, 2048, 1024, 512, 256, 128)
-LOGITS_SHARE = 1 / 32  # of the GPU's memory, for a chunk of logits and what is made of them
+LOGITS_SHARE = 1 / 32  # fraction of GPU memory for a chunk of logits and its temporaries
 
 
 def decide_sizes(
@@ -43,10 +42,14 @@ def decide_sizes(
     memory: int | None = None,
     ranks: int = 1,
 ) -> Config:
-    """The configuration with a value for each size that it leaves null; what it gives stands.
+    """Return the configuration with a value for each size that it leaves null.
 
-    device: where the learner computes. architecture, memory: of the model and of the GPU in bytes; without them a GPU
-    gets what fits most. ranks: that share the learner's state, each on a GPU of its own.
+    Args:
+        config: The configuration; sizes that it sets are kept.
+        device: Where the learner computes.
+        architecture: The model.
+        memory: Memory of the GPU in bytes. Without it or `architecture`, a GPU gets conservative sizes.
+        ranks: Ranks that share the learner's state, one GPU per rank.
     """
     longest = config.data.max_prompt_length + max(config.rollout.max_response_length, config.eval_response_length)
     width = kv_cache_width(config, device)
@@ -64,9 +67,15 @@ def decide_sizes(
 def sampler_sizes(
     rollout: RolloutConfig, device: Device, sequence_bytes: int | None = None, memory: int | None = None
 ) -> RolloutConfig:
-    """The rollout section with numbers for its two sizes, which agree: vLLM gives each sequence a token of the budget.
+    """Return the rollout section with its two sizes decided.
 
-    sequence_bytes: keys and values of the longest sequence. memory: of the GPU, in bytes.
+    For vLLM the token budget is at least the number of sequences, because each sequence needs one token of it.
+
+    Args:
+        rollout: The section; sizes that it sets are kept.
+        device: Where the sampler computes.
+        sequence_bytes: Bytes of keys and values of the longest sequence, if known.
+        memory: Memory of the GPU in bytes, if known.
     """
     sequences, tokens = rollout.max_num_seqs, rollout.max_batched_tokens
     if sequences is None:
@@ -81,8 +90,10 @@ def sampler_sizes(
 
 
 def keep_sizes(config: Config, begun: Config | None) -> Config:
-    """The configuration with the sizes that a run began with, where it leaves them null. begun: what the run recorded,
-    None of a new one."""
+    """Return the configuration with null sizes replaced by those that the run started with.
+
+    begun: configuration recorded by the run; None for a new run.
+    """
     if begun is None:
         return config
     if "numerics" not in config.rollout.model_fields_set:
@@ -94,7 +105,7 @@ def keep_sizes(config: Config, begun: Config | None) -> Config:
 
 
 def decided(given: Config, used: Config, device: Device) -> Iterator[str]:
-    """`key: null -> number (device)` for each size that was left to the device."""
+    """`key: null -> number (device)` for each size that the configuration left null."""
     for key in ON_CPU:
         if _value(given, key) is None:
             yield f"{key}: null -> {_value(used, key)} ({device})"
@@ -106,7 +117,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _filled(config: Config, section: str, values: dict[str, Any]) -> Config:
-    """Those of `values` that are sizes of the section and null in it."""
+    """Set the sizes of a section that are null to those in `values`."""
     own = getattr(config, section)
     names = [key.split(".")[1] for key in ON_CPU if key.startswith(f"{section}.")]
     update = {name: values[name] for name in names if name in values and getattr(own, name) is None}
@@ -118,7 +129,11 @@ def _kv_bytes(a: Architecture, tokens: int, width: int) -> int:
 
 
 def _sequences(rollout: RolloutConfig, sequence_bytes: int | None, memory: int | None) -> int:
-    """Of a GPU. vLLM's KV cache, and one of a given size, hold what they can; the native engine's holds them all."""
+    """Number of sequences on a GPU.
+
+    vLLM, and a KV cache of configured size, admit as many sequences as fit. The native engine's own cache holds all of
+    them, so their number is reduced until it fits.
+    """
     if rollout.engine == "vllm" or rollout.kv_cache_tokens is not None:
         return SEQUENCES
     if sequence_bytes is None or memory is None:
@@ -137,10 +152,10 @@ def _logprob_chunk(config: Config, architecture: Architecture | None, memory: in
 
 
 def _fastest_that_fits(config: Config, architecture: Architecture, memory: int, ranks: int) -> Config:
-    """The micro batch of a GPU, and what its backward computes again, as far as the configuration leaves them null.
+    """Choose micro-batch size and recompute mode on a GPU, if the configuration leaves them null.
 
-    As little again as the estimate leaves room for, with as many tokens as fill the GPU or a step has, then as many as
-    fit. Where not even the least fits, that. A response that is longer makes a micro-batch by itself.
+    Takes the least recomputation that fits with enough tokens to fill the GPU or a whole step, then the most tokens
+    that fit. If nothing fits, takes the smallest candidate. A response longer than the micro-batch is one by itself.
     """
     for tokens, recompute in _candidates(config):
         found = _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
@@ -151,10 +166,10 @@ def _fastest_that_fits(config: Config, architecture: Architecture, memory: int, 
 
 
 def _candidates(config: Config) -> Iterator[tuple[int, str]]:
-    """Micro-batches and what is computed again, the best first, the smallest last. What is given is in all of them."""
+    """(micro-batch tokens, recompute mode), best first, smallest last. Values set by the configuration are fixed."""
     step = config.responses_per_step * config.max_sequence_length
     given = config.train.micro_batch_tokens
-    # None whose half has room for a whole step.
+    # Skip sizes of which half is enough for a whole step.
     sizes = [given] if given else [n for n in MICRO_BATCH_TOKENS if n // 2 < step or n == MICRO_BATCH_TOKENS[-1]]
     modes = [config.train.recompute] if config.train.recompute else RECOMPUTE
     enough = [n for n in sizes if n >= ENOUGH_TOKENS] or sizes[:1]
