@@ -151,7 +151,9 @@ class Config(Section):
     @property
     def sequences(self) -> int:
         """Sequences decoded together. If null, the CPU default, which is the lowest."""
-        return min(self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"], self.responses_per_step)
+        ahead = self.rollout.asynchronous
+        steps = 1 if ahead is None else ahead.max_staleness + 1  # whose responses are in progress together
+        return min(self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"], steps * self.responses_per_step)
 
     @property
     def kv_cache_tokens(self) -> int:

@@ -6,7 +6,7 @@ smaller than the items listed here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -101,11 +101,19 @@ class Item:
     """One line of the estimate.
 
     Attributes:
+<<<<<<< HEAD
         name: Name in the output of `qarl check`.
         bytes: Size in bytes.
         phase: When it is held: always, or only during rollouts, forwards and backwards (update), optimizer steps, or
             weight publication.
         owner: The component that holds it.
+=======
+        name: As `qarl check` prints it.
+        bytes: Its size.
+        phase: When it is held: always, or only in rollouts, in forwards and backwards (update), in optimizer steps or
+            in publishes. `sampler GPU`: always, and not on the learner's GPU, so it is not part of a sum.
+        owner: Whose memory it is.
+>>>>>>> 59e74ba (Asynchronous rollouts: documentation page, curves, memory estimate)
     """
 
     name: str
@@ -179,7 +187,8 @@ def estimate(
         Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
         Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
         *sampler_items(config, kv_cache, version, sampler_operands + head, device, memory),
-        *([decode_item(config, a.vocab_size)] if kernels and config.rollout.engine == "native" else []),
+        *([decode_item(config, a.vocab_size)] if kernels and _samples_here(config) else []),
+        *kept_items(config, version + sampler_operands + head),
         *(Item(name, size, "update") for name, size in activations(config, a, device, tokens or micro_batch)),
         *([Item("version in training, beside the sampler's", between, "always")] if several else []),
         Item("next version, beside the one in use", following, "publish"),
@@ -278,11 +287,20 @@ def sampler_items(
 ) -> list[Item]:
     """Memory that sampling adds on `device`.
 
+<<<<<<< HEAD
     The native engine uses the learner's weights and has a KV cache, which is freed on a GPU while the learner trains.
     vLLM has its own weights. On a GPU it allocates `memory_frac` of the memory at startup, unless
     `rollout.kv_cache_tokens` sets the size of its cache. Nothing is counted if vLLM has a GPU of its own. With tensor
     parallelism each GPU holds a part. A sleeping vLLM holds nothing on the GPU except tensors staged for layers that it
     repacks, so it counts only during publication.
+=======
+    The native engine has a KV cache, on the learner's weights; on a GPU it is freed while the learner learns. With
+    asynchronous rollouts it is a process with weights of its own, on a GPU of its own (`async_sampler_items`). vLLM has
+    weights of its own. On a GPU it takes its share of the memory at once, however little fills it, unless
+    `rollout.kv_cache_tokens` says how many tokens it holds. A GPU of its own is not the learner's; of several, each has
+    a part. Asleep it holds nothing there, so it counts beside a publish, except for tensors staged for layers that it
+    repacks.
+>>>>>>> 59e74ba (Asynchronous rollouts: documentation page, curves, memory estimate)
 
     Args:
         config: Configuration of the run.
@@ -294,6 +312,9 @@ def sampler_items(
     """
     rollout, vllm = config.rollout, config.rollout.vllm
     cache = f"KV cache ({config.kv_cache_tokens:,} tokens)"
+    if rollout.asynchronous is not None and rollout.replay is None:
+        items = async_sampler_items(config, kv_cache, published, operands)
+        return items if device == "cpu" else [replace(item, phase="sampler GPU") for item in items]
     if rollout.engine == "native":
         return [Item(cache, kv_cache, "always" if device == "cpu" else "rollout", "sampler")]
     fast, delta = rollout.numerics == "fast", vllm.publish == "delta"  # exact numerics keep no second copy
@@ -323,6 +344,32 @@ def sampler_items(
         Item(f"vLLM {cache}", kv_cache, "always", "sampler"),
         Item("tensors on their way to vLLM", on_the_way, "publish", "sampler"),
     ]
+
+
+def async_sampler_items(config: Config, kv_cache: int, published: int, operands: int) -> list[Item]:
+    """What the sampler's process of asynchronous rollouts holds, on its own GPU if there is one."""
+    return [
+        Item("sampler's process", PROCESS_BYTES, "always", "sampler"),
+        Item("sampler's weights", published + operands, "always", "sampler"),
+        Item(f"sampler's KV cache ({config.kv_cache_tokens:,} tokens)", kv_cache, "always", "sampler"),
+    ]
+
+
+def kept_items(config: Config, version: int) -> list[Item]:
+    """Weights of earlier versions, which the learner keeps for responses that asynchronous rollouts sampled with them.
+
+    version: Bytes of one version with the operands of its products.
+    """
+    ahead = config.rollout.asynchronous
+    if ahead is None or ahead.proximal == "newest" or ahead.max_staleness == 0:
+        return []
+    return [Item(f"weights of {ahead.max_staleness} earlier versions", ahead.max_staleness * version, "always")]
+
+
+def _samples_here(config: Config) -> bool:
+    """Whether the native engine samples a step's responses on the learner's device."""
+    rollout = config.rollout
+    return rollout.engine == "native" and (rollout.asynchronous is None or rollout.replay is not None)
 
 
 def decode_item(config: Config, vocabulary: int) -> Item:
@@ -391,8 +438,13 @@ def expected_device(config: Config) -> Device:
 
 
 def peak_bytes(items: list[Item]) -> int:
+<<<<<<< HEAD
     """Peak memory: items that are always held, plus the largest phase. Phases do not overlap."""
     return max(phase_bytes(items, phase) for phase in get_args(Phase))
+=======
+    """What is always held, and the largest of the phases, which do not happen at the same time."""
+    return max(phase_bytes(items, phase) for phase in get_args(Phase) if phase != "sampler GPU")
+>>>>>>> 59e74ba (Asynchronous rollouts: documentation page, curves, memory estimate)
 
 
 def forward_peak(

@@ -240,6 +240,22 @@ CORRECTION = (
         (("correction/veto_frac", "veto"), (r"correction/reject_(.+)_frac", r"\1")),
     ),
 )
+ASYNC = (
+    Curves(
+        "Staleness of the tokens",
+        "steps",
+        (("async/staleness_mean", "mean"), ("async/staleness_max", "largest")),
+    ),
+    Curves(
+        "Idle time",
+        "fraction of the step",
+        (("async/sampler_idle_frac", "sampler"), ("async/learner_idle_frac", "learner")),
+    ),
+    Curves("Groups that were complete before they were asked for", "groups", (("async/queue_groups", "complete"),)),
+    Curves("Responses with tokens of several versions", "fraction", (("async/continued_frac", "continued"),)),
+    Curves("Time without generation during a publish", "seconds", (("publish/pause_s", "pause"),)),
+    Curves("Restarts of the sampler so far", "restarts", (("async/restarts", "restarts"),)),
+)
 QUANTIZATION = (
     Curves("Published values that a step changed", "fraction", (("quant/codes_changed_frac", "changed"),)),
     Curves(
@@ -398,7 +414,7 @@ COST = (
 )
 # Shown elsewhere: in the reward's own chart, in the evaluation section, and among the facts.
 ELSEWHERE = ("step", "reward/mean", "reward/std", "policy/version")
-GROUPS = (REWARD, MISMATCH, POLICY, CORRECTION, QUANTIZATION, PRECISION, ERROR_TOKENS, COST)
+GROUPS = (REWARD, MISMATCH, POLICY, CORRECTION, ASYNC, QUANTIZATION, PRECISION, ERROR_TOKENS, COST)
 
 
 def names_of(records: list[dict[str, Any]]) -> list[str]:

@@ -25,6 +25,7 @@ from qarl.report.blocks import (
 )
 from qarl.report.charts import chart_files
 from qarl.report.curves import (
+    ASYNC,
     CORRECTION,
     COST,
     ERROR_TOKENS,
@@ -89,6 +90,7 @@ def report_sections(record: RunRecord) -> list[Section]:
             ("Mismatch between sampler and learner", MISMATCH),
             ("Policy", POLICY),
             ("Correction", CORRECTION),
+            ("Asynchronous rollouts", ASYNC),
             ("Quantization", QUANTIZATION),
             ("Precision of learner and sampler", PRECISION),
             ("Error tokens", ERROR_TOKENS),

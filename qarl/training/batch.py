@@ -82,10 +82,11 @@ class Batch:
     def in_advance(self, minibatches: Sequence[Part]) -> Iterator[tuple[int, Part]]:
         """Yield the forwards that fill `logp_old` before the first update: (policy version, part), newest first.
 
-        Responses of the first minibatch whose tokens are all of `version` need none: their training forward fills it.
-        Those whose `logp_old` is known already need none either.
+        The first minibatch needs none if all of its tokens are of `version`: its training forward fills the column. Nor
+        do responses whose `logp_old` is known already.
         """
-        later = {i for minibatch in minibatches[1:] for i in minibatch.indices}
+        skipped = 0 if minibatches[0].stale else 1
+        later = {i for minibatch in minibatches[skipped:] for i in minibatch.indices}
         yield self.version, self.part([i for m in minibatches for i in m.indices if i in later and not self.stale(i)])
         by_version: dict[int, list[int]] = {}
         for i in (i for minibatch in minibatches for i in minibatch.indices):

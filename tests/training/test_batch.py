@@ -248,3 +248,21 @@ def test_parts_of_more_ranks_than_responses_leave_the_others_idle():
     part = ragged(0).part([3, 4])
     assert rounds(part.micro_batches(10_000, 5), 5)[0].count(None) == 3
     assert rounds(ragged(0).part([]).micro_batches(10_000, 5), 5) == []
+
+
+def test_stale_responses_and_their_minibatch_are_run_before_the_first_update():
+    """A training forward fills `logp_old` of a whole part, so the first minibatch is run ahead if any of it is stale."""
+    batch = ragged(0, groups=4, n=2)
+    first, second = batch.part([0, 1, 2, 3]), batch.part([4, 5, 6, 7])
+
+    def ahead() -> list[tuple[int, tuple[int, ...]]]:
+        return [(version, part.indices) for version, part in batch.in_advance([first, second])]
+
+    assert ahead() == [(3, (4, 5, 6, 7))]
+    mixed = [1] * (len(batch.responses[6]) - 1) + [3]
+    batch.versions = [None] * 6 + [mixed, [2] * len(batch.responses[7])]
+    assert ahead() == [(3, (4, 5)), (3, (6,)), (2, (7,)), (1, (6,))]
+    batch.versions[1] = [2] * len(batch.responses[1])
+    assert ahead() == [(3, (0, 2, 3, 4, 5)), (3, (6,)), (2, (1, 7)), (1, (6,))]
+    assert batch.part([5, 6]).sampled_at(1).sum() == len(mixed) - 1
+    assert batch.part([7]).sampled_at(2) is None
