@@ -101,19 +101,11 @@ class Item:
     """One line of the estimate.
 
     Attributes:
-<<<<<<< HEAD
         name: Name in the output of `qarl check`.
         bytes: Size in bytes.
         phase: When it is held: always, or only during rollouts, forwards and backwards (update), optimizer steps, or
-            weight publication.
+            weight publication. `sampler GPU`: always, on another GPU than the learner's, so no sum has it.
         owner: The component that holds it.
-=======
-        name: As `qarl check` prints it.
-        bytes: Its size.
-        phase: When it is held: always, or only in rollouts, in forwards and backwards (update), in optimizer steps or
-            in publishes. `sampler GPU`: always, and not on the learner's GPU, so it is not part of a sum.
-        owner: Whose memory it is.
->>>>>>> 59e74ba (Asynchronous rollouts: documentation page, curves, memory estimate)
     """
 
     name: str
@@ -287,20 +279,12 @@ def sampler_items(
 ) -> list[Item]:
     """Memory that sampling adds on `device`.
 
-<<<<<<< HEAD
     The native engine uses the learner's weights and has a KV cache, which is freed on a GPU while the learner trains.
+    With asynchronous rollouts it is a process with its own weights, on its own GPU (`async_sampler_items`).
     vLLM has its own weights. On a GPU it allocates `memory_frac` of the memory at startup, unless
     `rollout.kv_cache_tokens` sets the size of its cache. Nothing is counted if vLLM has a GPU of its own. With tensor
     parallelism each GPU holds a part. A sleeping vLLM holds nothing on the GPU except tensors staged for layers that it
     repacks, so it counts only during publication.
-=======
-    The native engine has a KV cache, on the learner's weights; on a GPU it is freed while the learner learns. With
-    asynchronous rollouts it is a process with weights of its own, on a GPU of its own (`async_sampler_items`). vLLM has
-    weights of its own. On a GPU it takes its share of the memory at once, however little fills it, unless
-    `rollout.kv_cache_tokens` says how many tokens it holds. A GPU of its own is not the learner's; of several, each has
-    a part. Asleep it holds nothing there, so it counts beside a publish, except for tensors staged for layers that it
-    repacks.
->>>>>>> 59e74ba (Asynchronous rollouts: documentation page, curves, memory estimate)
 
     Args:
         config: Configuration of the run.
@@ -438,13 +422,8 @@ def expected_device(config: Config) -> Device:
 
 
 def peak_bytes(items: list[Item]) -> int:
-<<<<<<< HEAD
     """Peak memory: items that are always held, plus the largest phase. Phases do not overlap."""
-    return max(phase_bytes(items, phase) for phase in get_args(Phase))
-=======
-    """What is always held, and the largest of the phases, which do not happen at the same time."""
     return max(phase_bytes(items, phase) for phase in get_args(Phase) if phase != "sampler GPU")
->>>>>>> 59e74ba (Asynchronous rollouts: documentation page, curves, memory estimate)
 
 
 def forward_peak(

@@ -251,7 +251,7 @@ def test_parts_of_more_ranks_than_responses_leave_the_others_idle():
 
 
 def test_stale_responses_and_their_minibatch_are_run_before_the_first_update():
-    """A training forward fills `logp_old` of a whole part, so the first minibatch is run ahead if any of it is stale."""
+    """A training forward fills `logp_old` of a whole part. So a minibatch with any stale response is run ahead."""
     batch = ragged(0, groups=4, n=2)
     first, second = batch.part([0, 1, 2, 3]), batch.part([4, 5, 6, 7])
 
