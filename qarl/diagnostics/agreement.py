@@ -44,9 +44,9 @@ class Agreement(Observer):
         response = int(torch.searchsorted(ends, first, right=True))
         token = first - int(ends[response] - lengths[response])
         self._warn(
-            f"policy version {batch.version}: sampler and learner should agree bit for bit, and {len(differing):,} of "
-            f"{gap.numel():,} tokens differ, by {float(gap.max()):.3g} nats at most; the first is token {token + 1} of "
-            f"response {response + 1}. {command(self._config)} finds out where"
+            f"policy version {batch.version}: sampler and learner should agree bit for bit, but {len(differing):,} of "
+            f"{gap.numel():,} tokens differ, by up to {float(gap.max()):.3g} nats; the first is token {token + 1} of "
+            f"response {response + 1}. To find the operation that differs, run {command(self._config)}"
         )
 
 

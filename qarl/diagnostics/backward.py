@@ -68,7 +68,7 @@ def backward_error(passes: Passes) -> BackwardError:
 
 
 def worst_module(modules: Modules) -> str:
-    """The name of the first with the least cosine; NaN is less than any number."""
+    """Name of the first module with the lowest cosine; NaN counts as lowest."""
     return min(modules, key=lambda name: -math.inf if math.isnan(modules[name][0]) else modules[name][0])
 
 

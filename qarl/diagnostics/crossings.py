@@ -1,5 +1,8 @@
-"""Code flips: which published values an update changed. A master that stays on its side of a rounding boundary
-publishes the same value, so the sampler does not see that it moved (TRL study, section 6.4)."""
+"""Code flips: count the published values that an update changed.
+
+A master that does not cross a rounding boundary publishes the same value, so the sampler does not see its change (TRL
+study, section 6.4).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ Crossings = dict[str, tuple[int, int]]
 
 
 def crossings(before: Snapshot, after: Snapshot) -> Crossings:
-    """Changed values per linear between two snapshots of one policy.
+    """Count changed values per linear between two snapshots of the same policy.
 
     With a quantized scheme these are the codes of the quantized linears, without scales. Otherwise they are the 16-bit
     values of the layers' weight matrices, without embeddings and output layer.
@@ -36,7 +39,7 @@ def crossings(before: Snapshot, after: Snapshot) -> Crossings:
 
 
 def crossing_metrics(crossed: Crossings) -> dict[str, float]:
-    """quant/codes_changed_frac and quant/codes_changed_count over all modules; empty without modules."""
+    """Compute quant/codes_changed_frac and quant/codes_changed_count over all modules; empty without modules."""
     total = sum(values for _, values in crossed.values())
     if not total:
         return {}
@@ -48,9 +51,9 @@ def crossing_metrics(crossed: Crossings) -> dict[str, float]:
 def predicted_steps(snapshot: Snapshot, lr: float) -> dict[str, float]:
     """Predict how long a weight keeps its published value (TRL study, section 2.3).
 
-    quant/crossing_steps: half the distance to the next published value, over the learning rate, as a mean over the
-    values that are not 0. Adam moves a master by about the learning rate per step. For bf16 this is about
-    |W| / (256 lr). Left out for codes with a zero point, and without a learning rate.
+    quant/crossing_steps is half the distance to the next published value divided by the learning rate, averaged over
+    nonzero values. Adam changes a master by about the learning rate per step. For bf16 the result is about
+    |W| / (256 lr). Omitted for schemes with a zero point and for learning rate 0.
     """
     total, count = 0.0, 0
     for name in _linears(snapshot) if lr > 0 else ():
@@ -67,12 +70,12 @@ def predicted_steps(snapshot: Snapshot, lr: float) -> dict[str, float]:
 
 
 def _spacing(codes: Tensor, bits: int | None) -> Tensor:
-    """Distance from each code to the next larger magnitude: 1 for integers, a unit in the last place for floats."""
+    """Distance from each code to the next larger magnitude: 1 for integers, one ulp for floats."""
     if not codes.dtype.is_floating_point:
         return torch.ones_like(codes, dtype=torch.float32)
     info = torch.finfo(codes.dtype)
     digits, least = round(-math.log2(info.eps)), info.smallest_normal
-    if bits == 4:  # e2m1, in a wider dtype
+    if bits == 4:  # e2m1, stored in a wider dtype
         digits, least = 1, 1.0
     exponent = codes.float().abs().clamp(min=least).log2().floor()
     return torch.exp2(exponent - digits)
@@ -80,16 +83,16 @@ def _spacing(codes: Tensor, bits: int | None) -> Tensor:
 
 @torch.no_grad()
 def sign_agreement(before: Snapshot, after: Snapshot, signs: Mapping[str, Tensor]) -> dict[str, float]:
-    """Tell how often a changed code moved down the clean gradient (TRL study, A.4, which found it not predictive).
+    """Measure how often a changed value moved against the clean gradient (TRL study, A.4: not predictive there).
 
     Args:
-        before: The version that the step began with.
-        after: The version that it ended with.
-        signs: By name of the master, the sign of the clean gradient of the loss, int8 in the master's shape.
+        before: Published weights before the step.
+        after: Published weights after the step.
+        signs: Sign of the clean loss gradient by master name, int8 in the master's shape.
 
     Returns:
-        quant/sign_agreement: the share of the changed values whose change has the sign of minus that gradient. Left out
-        if none changed.
+        quant/sign_agreement: fraction of changed values whose change has the sign of the negative gradient. Empty if
+        no value changed.
     """
     agree = changed = 0
     for name in _linears(after):
@@ -97,7 +100,7 @@ def sign_agreement(before: Snapshot, after: Snapshot, signs: Mapping[str, Tensor
             continue
         old, new = before.weight(name), after.weight(name)
         moved = new.dequantize(torch.float32) - old.dequantize(torch.float32)
-        if new.quantized:  # a scale that changed moves a whole group
+        if new.quantized:  # a changed scale changes the values of a whole group
             moved = moved.masked_fill(new.codes().float() == old.codes().float(), 0.0)
         sign = sign.to(moved.device)
         agree += int(((moved != 0) & (moved.sign() == -sign)).sum())
@@ -106,7 +109,7 @@ def sign_agreement(before: Snapshot, after: Snapshot, signs: Mapping[str, Tensor
 
 
 def by_layer(crossed: Crossings) -> Crossings:
-    """The same, with the experts of a layer added up per projection."""
+    """Sum the counts over the experts of each layer, per projection."""
     found: Crossings = {}
     for name, (changed, total) in crossed.items():
         together = of_experts(name) or name
@@ -116,7 +119,7 @@ def by_layer(crossed: Crossings) -> Crossings:
 
 
 def _linears(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:
-    """Shapes (N, K) of the linears whose values count, by module name."""
+    """Shapes (N, K) of the counted linears by module name."""
     if snapshot.weights:
         return {name: weight.shape for name, weight in snapshot.weights.items()}
     return {
@@ -129,7 +132,7 @@ def _linears(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:
 def _compared(
     before: Snapshot, after: Snapshot, names: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[Sequence[str], LowBitWeight, LowBitWeight]]:
-    """Modules, each once, and their weights in both snapshots; packed linears at once if both have them."""
+    """Yield (module names, weight before, weight after). Packed linears stay whole if both snapshots have them."""
     left = dict.fromkeys(names)
     for together, whole in after.groups.items():
         if together in before.groups and all(name in left for name in together):

@@ -1,13 +1,13 @@
 """Error tokens: repetitive and garbled stretches of a response (QaRL, section 3.2 and table 6).
 
-Low-bit sampling adds noise that grows along a response, until it repeats itself or turns into tokens that the policy
-itself finds improbable. The paper shows such stretches and names no detector; these are ours:
+Low-bit sampling adds noise that accumulates along a response. Then the response repeats itself, or contains tokens that
+are improbable under the policy itself. The paper shows such stretches but defines no detector; these are ours:
 
-repetitive  a period of 1 to 32 tokens, repeated without a change over 24 tokens and 4 periods at least. Fewer would
-            catch the zeros of a large number, a vector of zeros, or a ruled line.
-garbled     8 or more tokens in a row whose mean log-prob is below -4 nats under the sampler, in its truncated
-            distribution. A token counts as -8 at least, so that four of eight are improbable, and not one of them
-            very improbable. Overlapping windows are one stretch.
+repetitive  a period of 1 to 32 tokens, repeated exactly over at least 24 tokens and at least 4 periods. Lower limits
+            would catch the zeros of a large number, a vector of zeros, or a ruled line.
+garbled     8 or more consecutive tokens with mean log-prob below -4 nats under the sampler's truncated distribution.
+            Log-probs are clamped at -8, so that one very improbable token is not enough: at least four of eight must
+            be improbable. Overlapping windows are merged.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 MAX_PERIOD = 32
 MIN_TOKENS, MIN_PERIODS = 24, 4
 WINDOW, MEAN_LOGP, LOWEST_LOGP = 8, -4.0, -8.0
-CONTEXT_TOKENS = 40  # of an example, on either side
+CONTEXT_TOKENS = 40  # shown on each side of an example
 
 Kind = Literal["repetitive", "garbled"]
 
 
 class Stretch(NamedTuple):
-    """Tokens start to stop (exclusive) of a response."""
+    """Tokens from start to stop (exclusive) of a response."""
 
     start: int
     stop: int
@@ -41,7 +41,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(token_ids: Sequence[int], logp_sampler: Sequence[float]) -> list[Stretch]:
-    """The error stretches of one response by their start; a repetitive and a garbled one may overlap."""
+    """Find the error stretches of one response, ordered by start. A repetitive and a garbled stretch may overlap."""
     ids = np.asarray(token_ids, dtype=np.int64)
     response = np.zeros(len(ids), dtype=np.int64)
     logp = np.asarray(logp_sampler, dtype=np.float64)
@@ -56,13 +56,13 @@ def error_token_metrics(
     advantages: Tensor,  # (R,)
     segments: Segments,
 ) -> dict[str, float]:
-    """error_tokens/* of a batch:
+    """Compute the error_tokens/* metrics of a batch:
 
-        frac, repetitive_frac, garbled_frac  share of the tokens in a stretch: of either kind, of each
-        positive_frac, negative_frac         of the tokens of responses with A > 0, with A < 0; 0.0 without any
-        responses_frac                       share of the responses with one at least
+        frac, repetitive_frac, garbled_frac  fraction of tokens in a stretch: of any kind, of each kind
+        positive_frac, negative_frac         the same among tokens of responses with A > 0, A < 0; 0.0 without any
+        responses_frac                       fraction of responses with at least one stretch
 
-    On the CPU with numpy, about 0.3 s for a million tokens.
+    Runs on the CPU with numpy: about 0.3 s for a million tokens.
     """
     response = segments.index.cpu().numpy()
     repetitive = _repetitive(token_ids.cpu().numpy(), response)
@@ -89,10 +89,10 @@ def error_examples(
     decode: Callable[[list[int]], str],
     limit: int,
 ) -> list[dict[str, Any]]:
-    """Up to `limit` stretches as text, the longest of each response, longest first, for diagnostics/NNNNNN.json.
+    """Return up to `limit` stretches as text for diagnostics/NNNNNN.json: the longest per response, longest first.
 
-    A row: text (the stretch), before and after (CONTEXT_TOKENS at most on either side), kind, response (its index),
-    start, stop (tokens), advantage.
+    Each row has text (the stretch), before and after (up to CONTEXT_TOKENS tokens of context), kind, response (index),
+    start and stop (token positions), and advantage.
     """
     longest: list[tuple[int, Stretch]] = []
     for index, (ids, logp) in enumerate(zip(responses, logp_sampler, strict=True)):
@@ -116,7 +116,7 @@ def error_examples(
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """The text of one sequence of token ids."""
+    """Return a function that decodes one sequence of token ids."""
 
     def decode(token_ids: list[int]) -> str:
         text = tokenizer.decode(token_ids)
@@ -127,7 +127,7 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
 
 
 def _repetitive(ids: np.ndarray, response: np.ndarray) -> np.ndarray:
-    """bool (T,). ids, response: (T,), of packed responses."""
+    """(T,) bool mask of repetitive stretches. ids, response: (T,), packed."""
     marked = np.zeros(len(ids), dtype=bool)
     for period in range(1, MAX_PERIOD + 1):
         tokens = max(MIN_TOKENS, MIN_PERIODS * period)
@@ -138,7 +138,7 @@ def _repetitive(ids: np.ndarray, response: np.ndarray) -> np.ndarray:
 
 
 def _garbled(logp: np.ndarray, response: np.ndarray) -> np.ndarray:
-    """bool (T,). logp: (T,) float64, response: (T,), of packed responses."""
+    """(T,) bool mask of garbled stretches. logp: (T,) float64, response: (T,), packed."""
     marked = np.zeros(len(logp), dtype=bool)
     if len(logp) < WINDOW:
         return marked
@@ -151,10 +151,10 @@ def _garbled(logp: np.ndarray, response: np.ndarray) -> np.ndarray:
 
 
 def _long_runs(mask: np.ndarray, length: int) -> list[tuple[int, int]]:
-    """(start, stop) of the runs of True that are at least `length` long.
+    """(start, stop) of the runs of True of at least `length` elements.
 
-    Every such run holds a position that is a multiple of `length`, so only the neighbourhoods of those that are True
-    are looked at: most of a batch repeats nothing.
+    Each such run contains a multiple of `length`. Therefore only the neighbourhoods of True elements at multiples are
+    searched, which is fast because most of a batch repeats nothing.
     """
     hits = np.flatnonzero(mask[::length]) * length
     if not len(hits):
@@ -163,7 +163,7 @@ def _long_runs(mask: np.ndarray, length: int) -> list[tuple[int, int]]:
     around = hits[:, None] + offsets
     inside = (around >= 0) & (around < len(mask))
     values = mask[np.where(inside, around, 0)] & inside
-    # Per hit, the True stretch that contains it: its reach to the left and to the right.
+    # Extent of the run around each hit, to the left and to the right.
     left = np.minimum.accumulate(values[:, length - 1 :: -1], axis=1).sum(axis=1)
     right = np.minimum.accumulate(values[:, length - 1 :], axis=1).sum(axis=1)
     found: list[tuple[int, int]] = []
@@ -179,7 +179,7 @@ def _long_runs(mask: np.ndarray, length: int) -> list[tuple[int, int]]:
 
 
 def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """(start, stop) of the runs of True."""
+    """(start, stop) of all runs of True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 

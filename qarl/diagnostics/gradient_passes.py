@@ -1,14 +1,14 @@
-"""Backward passes over one minibatch: what precision does to the gradient through ratio, score and clipping.
+"""Backward passes over one minibatch that separate effects of precision: through ratio, score and clipping.
 
-TRL study, sections 7.3 and 10.3. With q the shadow's log-prob, l the learner's and b the sampler's, alpha = q - b,
-beta = l - q, ratios detached; C0 and C are 0 where the objective's band takes the gradient under e^alpha and under
-e^(alpha + beta), else 1:
+TRL study, sections 7.3 and 10.3. Log-probs are q (shadow), l (learner) and b (sampler), alpha = q - b, beta = l - q,
+and ratios are detached. C0 is 0 for tokens without gradient in the objective's band under e^alpha, else 1; C is the
+same under e^(alpha + beta):
 
     A = -1/N sum_t A_t e^alpha          grad q        B = -1/N sum_t A_t e^alpha             grad l
     C = -1/N sum_t A_t e^(alpha + beta) grad q        D = -1/N sum_t A_t e^(alpha + beta)    grad l
     E = -1/N sum_t A_t e^(alpha + beta) C grad l      F = -1/N sum_t A_t e^(alpha + beta) C0 grad l
 
-E - F is the study's d_clip. A pass that would repeat another is not run: where nothing is clipped E and F are D.
+E - F is the study's d_clip. Passes that would repeat another are skipped: without clipped tokens, E and F equal D.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
 from qarl.training.batch import Part
 
-CHUNK = 1 << 24  # elements of two gradients that are float64 at a time
+CHUNK = 1 << 24  # elements per gradient that are converted to float64 at once
 
 
 class Pass(NamedTuple):
-    """Whose score, whose ratio, and whose ratio clips: True the shadow's, False the learner's, None nobody's."""
+    """Sources of the score, of the ratio and of the clip mask: True shadow, False learner, None no clipping."""
 
     score: bool
     ratio: bool
@@ -54,22 +54,31 @@ def gradient_gram(
     loss_scale: float = 1.0,
     band: Band | None = None,
 ) -> Tensor:
-    """Inner products of the gradients A to F at the current weights: (6, 6) float64, in that order; (4, 4) of A to D
-    without a band.
+    """Compute the inner products of the gradients A to F at the current weights.
 
-    parts: the responses of the minibatch, cut into micro batches; those with advantage 0 may be left out. tokens: N, of
-    the whole minibatch. loss_scale: see `optim.loss_scale`; it cancels. Masters' `.grad`, the learner's own sums and
-    the optimizer are left as they were. An aligned learner has no beta: A to D are one gradient, E and F another if
-    anything is clipped.
+    Does not change the masters' `.grad`, the learner's gradient sums or the optimizer. For an aligned learner beta is
+    0: A to D are the same gradient, and E and F are another one if tokens are clipped.
 
-    Memory: up to five gradients are held in float32 on the host, three where nothing is clipped, beside the one being
-    made.
+    Memory: holds up to five gradients in float32 on the host, three if nothing is clipped, in addition to the current
+    one.
+
+    Args:
+        policy: The policy; all passes use its current weights.
+        parts: Responses of the minibatch as micro-batches. Responses with advantage 0 may be left out.
+        tokens: Number of tokens N of the whole minibatch.
+        truncation: Truncation of the sampling distribution.
+        chunk: Rows of logits computed at once (`train.logprob_chunk`).
+        loss_scale: See `optim.loss_scale`. The result does not depend on it.
+        band: Ratios with a gradient; None if the objective does not clip.
+
+    Returns:
+        (6, 6) float64 in the order A to F, or (4, 4) of A to D without a band.
     """
     return Passes(policy, parts, tokens, truncation, chunk, loss_scale, band).gram()
 
 
 class Passes:
-    """Arguments: see `gradient_gram`."""
+    """The backward passes of one minibatch. For the arguments see `gradient_gram`."""
 
     def __init__(
         self,
@@ -84,7 +93,7 @@ class Passes:
         self.policy, self.parts, self.tokens = policy, parts, tokens
         self.truncation, self.chunk, self.loss_scale, self.band = truncation, chunk, loss_scale, band
         self.sums = GradientAccumulator([master for _, master in policy.named_parameters()])
-        # By micro batch, the log-probs of the first forward of either arithmetic; an aligned learner has one.
+        # Log-probs per micro-batch of the first forward of shadow and learner; an aligned learner shares one list.
         shadow: list[Tensor] = []
         self.logp = {True: shadow, False: shadow if policy.aligned else []}
 
@@ -108,7 +117,7 @@ class Passes:
         return inner[order][:, order]
 
     def _simplest(self, one: Pass) -> Pass:
-        """The pass that gives the same gradient and does least. Its clip needs the log-probs of passes before it."""
+        """The cheapest pass with the same gradient. Its clip mask needs the log-probs of earlier passes."""
         clip = one.clip
         if clip is not None:
             masks = {which: self._clipped(which) for which in (True, False)}
@@ -119,11 +128,11 @@ class Passes:
         return Pass(True, True, clip) if self.policy.aligned else one._replace(clip=clip)
 
     def _ratio(self, number: int, which: bool) -> Tensor:
-        """(T,) log ratio of a micro batch over what the sampler reported."""
+        """(T,) log ratio of a micro-batch against the sampler's reported log-probs."""
         return log_ratio(self.logp[which][number], self.parts[number].logp_sampler)
 
     def _clipped(self, which: bool) -> list[Tensor]:
-        """bool (T,) of each micro batch: tokens without gradient under this ratio."""
+        """(T,) bool per micro-batch: tokens without gradient under this ratio."""
         assert self.band is not None, "nothing clips without a band"
         return [
             self.band.outside(self.band.comparable(self._ratio(number, which)), part.advantages, part.segments)
@@ -131,7 +140,7 @@ class Passes:
         ]
 
     def gradients(self, one: Pass) -> list[Tensor | None]:
-        """Of each master, on its device, times the loss scale; None for one that nothing came to."""
+        """Gradient of each master on its device, times the loss scale; None for masters without a gradient."""
         clipped = None if one.clip is None else self._clipped(one.clip)
         for number, part in enumerate(self.parts):
             weights = self.policy.shadow if one.score else self.policy.weights
@@ -151,20 +160,21 @@ class Passes:
 def trained_gram(
     passes: Passes, objective: Objective, parts: list[Part], totals: Totals
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Inner products of the gradient that trains and the clean one: (2, 2) float64 (TRL study, section 8.4).
+    """Compute the inner products of the training gradient and the clean gradient (TRL study, section 8.4).
 
-    The first is that of the configured objective with its ratio, clip and correction, without KL, entropy and router
-    losses. The clean one is the learner's score weighted with A, with ratio one and nothing clipped: REINFORCE, under
-    the objective's aggregation. Both are at the rollout's weights, where the learner's log-probs are `logp_old`.
+    The training gradient is that of the configured objective with its ratio, clip and correction, but without KL,
+    entropy and router losses. The clean gradient is the learner's score weighted by A, with ratio 1 and no clipping:
+    REINFORCE with the objective's aggregation. Both are computed at the rollout's weights, where the learner's
+    log-probs are `logp_old`.
 
     Args:
-        passes: Its policy and sums; its log-probs are not used.
+        passes: Provides the policy and the gradient sums; its log-probs are not used.
         objective: The configured objective.
         parts: All responses of the first minibatch, as micro-batches.
         totals: Divisors of the minibatch's loss.
 
     Returns:
-        The products, and the signs of the clean gradient by name of the master, int8 on the CPU.
+        The products, (2, 2) float64, and the signs of the clean gradient by master name, int8 on the CPU.
     """
     policy, sums, scale = passes.policy, passes.sums, passes.loss_scale
     config = objective.config.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0})
@@ -206,7 +216,7 @@ def trained_gram(
 
 
 def _constants(objective: Objective, parts: list[Part], seen: list[TokenLogProbs]) -> Constants:
-    """The objective's constants of a whole minibatch."""
+    """The objective's constants for the whole minibatch."""
     shadows = [logps.logp_shadow for logps in seen if logps.logp_shadow is not None]
     logps = TokenLogProbs(
         torch.cat([logps.logp for logps in seen]),

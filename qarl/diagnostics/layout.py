@@ -1,4 +1,4 @@
-"""The layout of RUN/diagnostics/NNNNNN.json, for those who write it and those who read it. Imports no torch."""
+"""Schema of RUN/diagnostics/NNNNNN.json, for writers and readers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from qarl.inputs.schema import Record, Step
 
-FORMAT_VERSION = 1  # of the record; raised when what is in it changes its name or its meaning
+FORMAT_VERSION = 1  # increased if an entry of the record changes its name or meaning
 
 Number = Annotated[float, Field(ge=-1e100, le=1e100)]  # squares and sums of such values are finite
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -76,7 +76,7 @@ class _Example(Record):
 
 
 class DiagnosticsRecord(Record):
-    """What the plots read of a record."""
+    """The entries of a record that the plots read."""
 
     format_version: int
     step: Step

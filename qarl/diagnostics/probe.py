@@ -1,7 +1,7 @@
-"""A watcher of one training step: the costly diagnostics that are due in it, and the tokens for its plots.
+"""Observer of one training step: runs the costly diagnostics that are due and records tokens for plots.
 
-It runs forwards and backwards of its own beside the learner's, and leaves gradients, weights, optimizer and objective
-as they are: a run has the same bits with and without.
+It runs additional forwards and backwards and does not change gradients, weights, optimizer or objective. A run is
+bitwise the same with and without it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from qarl.utils.threads import one_thread
 
 @dataclass
 class _Seen:
-    """The training forwards of one optimizer step. log_ratio: clipped by the objective. shadow: log-probs.
-    weights: correction weights, if there is a correction."""
+    """Values of the training forwards of one optimizer step.
+
+    log_ratio: log ratio that the objective clips. shadow: log-probs in the sampler's arithmetic. weights: correction
+    weights, if there is a correction.
+    """
 
     minibatch: Part
     logp: Column
@@ -44,13 +47,23 @@ class _Seen:
 
 
 class Probe(Observer):
-    """Watches one step.
+    """Runs the due diagnostics of one step.
 
-    due: the costly diagnostics of the step (`DiagnosticsConfig.due`). record: keep what `tokens` gives.
-    stop_token_ids: token ids that end a response, which precision/* tells apart. ranks: None for a single
-    process; each rank observes its own forwards, and the columns are gathered on all ranks at the end.
-    metrics: precision/*, deployed/*, gradients/* and backward/*; complete after `learned`. backward: errors per linear
-    layer, see `BackwardError`; None if not due.
+    Args:
+        policy: The policy that is trained.
+        objective: The objective of the run.
+        config: Configuration of the run.
+        truncation: Truncation of the sampling distribution.
+        due: The costly diagnostics of the step (`DiagnosticsConfig.due`).
+        record: Keep the values that `tokens` returns.
+        stop_token_ids: Token ids that end a response; precision/* reports these tokens separately.
+        ranks: Ranks of the run; None for a single process. Each rank observes its own forwards, and the columns are
+            gathered on all ranks at the end.
+
+    Attributes:
+        metrics: precision/*, deployed/*, gradients/* and backward/*. Complete after `learned`.
+        backward: Errors per linear layer, see `BackwardError`; None if not due.
+        gradient_signs: Signs of the clean gradient by master name, int8 on the CPU; empty if not due.
     """
 
     def __init__(
@@ -69,8 +82,8 @@ class Probe(Observer):
         self.ranks = ranks or SingleProcess()
         self.metrics: dict[str, float] = {}
         self.backward: Modules | None = None
-        self.gradient_signs: dict[str, Tensor] = {}  # of the clean gradient, by name of the master
-        self._seen: list[_Seen] = []  # of each optimizer step
+        self.gradient_signs: dict[str, Tensor] = {}
+        self._seen: list[_Seen] = []  # one per optimizer step
         self._weighted = False
         self._before: Tensor | None = None
 
@@ -108,13 +121,13 @@ class Probe(Observer):
             self.metrics |= self._deployed(batch)
 
     def _share(self) -> None:
-        self._weighted = any(self.ranks.gather(self._weighted))  # a rank without responses has none
+        self._weighted = any(self.ranks.gather(self._weighted))  # a rank without responses has no weights
         for seen in self._seen:
             for column in (seen.logp, seen.log_ratio, seen.shadow, *([seen.weights] if self._weighted else [])):
                 column.share(self.ranks)
 
     def _gradients(self, minibatch: Part) -> None:
-        """What backwards of its own say, at the weights of the step's first minibatch."""
+        """Run the additional backwards at the weights of the step's first minibatch."""
         train = self.config.train
         passes = Passes(
             self.policy,
@@ -137,7 +150,7 @@ class Probe(Observer):
             self.backward = found.modules
 
     def tokens(self, batch: Batch) -> StepTokens:
-        """The step's tokens, each at the learner's last training forward over it; on the CPU, by response."""
+        """The step's tokens on the CPU, by response, with values of the learner's last training forward over each."""
         whole = batch.whole(CPU)
         last = {i: seen for seen in self._seen for i in seen.minibatch.indices}
         by_response = [last[i] for i in whole.indices]
@@ -156,7 +169,7 @@ class Probe(Observer):
         )
 
     def _precision(self, batch: Batch) -> dict[str, float]:
-        """Over the tokens of all optimizer steps, in their order."""
+        """precision/* over the tokens of all optimizer steps, in order."""
         parts = [batch.part(seen.minibatch.indices, CPU) for seen in self._seen]
         everything = batch.part([i for part in parts for i in part.indices], CPU)
         return precision_metrics(
@@ -187,7 +200,7 @@ class Probe(Observer):
         return logps.logp if self.policy.aligned else self._shadow(part)
 
     def _shadow_of_all(self, batch: Batch) -> Tensor:
-        """The sampler's arithmetic at the current weights over every response: (T,) on the CPU."""
+        """Log-probs of all responses in the sampler's arithmetic at the current weights: (T,) on the CPU."""
         found, ranks = Column.empty(len(batch)), self.ranks
         for round_ in rounds(
             batch.whole().micro_batches(self.config.train.micro_batch_tokens, ranks.count), ranks.count

@@ -1,4 +1,4 @@
-"""The record of a step, RUN/diagnostics/NNNNNN.json: metrics, and a sample of tokens for the plots."""
+"""Build the record of a step, RUN/diagnostics/NNNNNN.json: metrics, and a sample of tokens for plots."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The tokens a step trained on, on the CPU, packed response after response.
+    """The T tokens of R responses that a step trained on, on the CPU, packed.
 
-    logp_sampler, logp_old, logp: (T,) float32; logp is the learner's last forward over the token. logp_shadow: (T,) in
-    the sampler's arithmetic at the weights of that forward, None if it did not run. log_ratio: (T,) log ratio that the
-    objective clips. weights: (T,) correction weights, None without a correction. advantages: (R,). band: range of
-    ratios with a gradient, None if unbounded.
+    Attributes:
+        logp_sampler: (T,) float32, as the sampler reported.
+        logp_old: (T,) float32, learner at the rollout's weights.
+        logp: (T,) float32, the learner's last training forward over the token.
+        logp_shadow: (T,) in the sampler's arithmetic at the weights of that forward; None if it did not run.
+        log_ratio: (T,) log ratio that the objective clips.
+        weights: (T,) correction weights; None without a correction.
+        advantages: (R,).
+        segments: The response of each token.
+        band: Ratios with a gradient; None if unbounded.
     """
 
     logp_sampler: Tensor
@@ -53,19 +59,33 @@ def diagnostics_record(
     backward: Modules | None = None,
     routing: dict[str, list[float]] | None = None,
 ) -> dict[str, Any]:
-    """The record of a step, of JSON types alone; -inf and NaN are null.
+    """Build the record of a step from JSON types only; infinities and NaN become null.
 
-    metrics: the step's, as in metrics.jsonl. layers: crossings of each module. examples: `error_examples`.
-    max_tokens: at most so many tokens are kept, drawn by (seed, step) alone, in their order; the deciles are over all.
-    backward: what an FP8 backward does to the gradient of each module; the record names the worst beside them.
-    routing: of the layers with experts, in their order, see `RoutingTotals.layers`.
+    Experts are combined: code flips of a projection are summed over the experts of a layer (`...mlp.experts.up_proj`),
+    and of the FP8 backward errors only the worst expert's is kept.
 
-    Experts stand together: a layer's crossings of one projection are those of all experts (`...mlp.experts.up_proj`),
-    and of an FP8 backward's errors only the worst expert's is kept.
+    "tokens" has the columns of `StepTokens` and three masks. They are null without a band, and the last two also
+    without a shadow:
 
-    Beside the values of `StepTokens`, "tokens" has "outside", without gradient by the band under the objective's ratio,
-    "phantom", those by precision alone, and "phantom_either_side", outside the bounds by precision alone whatever the
-    sign of A (`precision/phantom_lost_frac`, `phantom_frac`); null without a band, and the two without a shadow.
+        outside              no gradient in the band under the objective's ratio
+        phantom              no gradient because of precision alone (`precision/phantom_lost_frac`)
+        phantom_either_side  outside the bounds because of precision alone, for either sign of A
+                             (`precision/phantom_frac`)
+
+    Args:
+        step: The training step.
+        metrics: Metrics of the step, as in metrics.jsonl.
+        tokens: The tokens of the step.
+        layers: Code flips per module; None if not measured.
+        examples: Result of `error_examples`.
+        max_tokens: Maximum number of tokens kept. The sample depends on (seed, step) only and keeps the order. Deciles
+            and tables are computed over all tokens.
+        seed: Seed of the sample.
+        backward: Gradient error of an FP8 backward per module; the record also names the worst module.
+        routing: Routing statistics of the layers with experts, in order, see `RoutingTotals.layers`.
+
+    Returns:
+        The record in the format of `qarl.diagnostics.layout`.
     """
     count = tokens.logp.numel()
     chosen: range | list[int] = range(count)

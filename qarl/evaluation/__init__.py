@@ -1,1 +1,1 @@
-"""Evaluation: estimators with intervals, the papers' task sets, and running them on a quantized policy."""
+"""Evaluation of quantized policies on the papers' task sets, with confidence intervals."""

@@ -1,9 +1,9 @@
-"""A results directory: what was evaluated, its completions as they come, and the results at the end.
+"""Results directory of a resumable evaluation.
 
-evaluation.json     what decides the results; another evaluation is refused
-completions.jsonl   one line a completion, appended durably
-rewards.log         what the reward functions print, and each of their failures
-results.json        written last
+evaluation.json     identity: everything that determines the results; a different evaluation is rejected
+completions.jsonl   one line per completion, appended durably
+rewards.log         output of the reward functions, and their failures
+results.json        results, written last
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from qarl.storage.rundir import config_difference
 
 PLACE = "--out"
 FILES = ("evaluation.json", "completions.jsonl", "rewards.log", "results.json")
-LEFT_BY_A_START = (".lock", "rewards.log")  # of one that was killed before `begin`
+LEFT_BY_A_START = (".lock", "rewards.log")  # left by an evaluation that was killed before `begin`
 
 
 class ResultsDirectory:
-    """The `Sink` of a resumable evaluation; a context manager that holds the directory for this process.
+    """The `Sink` of a resumable evaluation. A context manager that locks the directory for this process.
 
-    A directory that `open` created, and in which no evaluation did `begin`, is removed by `close`.
+    `close` removes a directory that `open` created if no evaluation called `begin`.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], lock: int, created: list[Path]) -> None:
@@ -40,14 +40,18 @@ class ResultsDirectory:
         self.rows: list[Row] = []
         self._identity = identity
         self._lock: int | None = lock
-        self._created = created  # directories that were not there before, innermost first
+        self._created = created  # directories created by `open`, innermost first
 
     @classmethod
     def open(cls, path: Path, identity: dict[str, Any]) -> ResultsDirectory:
         """Create or reuse `path`, and lock it.
 
-        identity: JSON values that decide the results, as far as they are known before the weights are loaded.
-        Raises UserError for a directory of another evaluation, of another program, in use, or not writable.
+        Args:
+            path: The directory.
+            identity: JSON values that determine the results and are known before the weights are loaded.
+
+        Raises:
+            UserError: The directory belongs to another evaluation or program, is in use, or is not writable.
         """
         identity = json.loads(json.dumps(identity))
         require_output(path, PLACE, folder=True)
@@ -63,11 +67,14 @@ class ResultsDirectory:
         return self.path / "completions.jsonl"
 
     def begin(self, late: dict[str, Any], samples: int) -> None:
-        """Read the existing completions; from now on the directory is kept.
+        """Read the existing completions. From now on `close` keeps the directory.
 
-        late: the rest of the identity, such as a digest of the weights. samples: for each prompt; a prompt with fewer
-        was cut short and is drawn again.
-        Raises UserError if the directory holds results of another identity, or cannot be written.
+        Args:
+            late: The rest of the identity, such as a digest of the weights.
+            samples: Completions per prompt. Prompts with fewer were interrupted and are sampled again.
+
+        Raises:
+            UserError: The directory holds results of another identity, or cannot be written.
         """
         identity = {**self._identity, **late}
         _require_same(self.path, identity)
@@ -97,7 +104,7 @@ class ResultsDirectory:
         if self._lock is not None:
             if self._created:
                 shutil.rmtree(self.path, ignore_errors=True)
-                with suppress(OSError):  # up to the first that is in use
+                with suppress(OSError):  # stops at the first that is not empty
                     for folder in self._created[1:]:
                         folder.rmdir()
             os.close(self._lock)
@@ -111,7 +118,7 @@ class ResultsDirectory:
 
 
 def _require_same(path: Path, identity: dict[str, Any]) -> None:
-    """Raise UserError if `path` holds another evaluation, judged by the keys of `identity`, or something else."""
+    """Raise UserError if `path` holds an evaluation with other values for the keys of `identity`, or other files."""
     if not path.exists():
         return
     stored = path / "evaluation.json"
@@ -119,7 +126,7 @@ def _require_same(path: Path, identity: dict[str, Any]) -> None:
         foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in LEFT_BY_A_START)
         if foreign:
             raise UserError(
-                f"{path}: no results of an evaluation (it holds {foreign[0]!r} but no evaluation.json); "
+                f"{path}: not a results directory (it holds {foreign[0]!r} but no evaluation.json); "
                 f"choose another {PLACE}"
             )
         return
@@ -129,8 +136,8 @@ def _require_same(path: Path, identity: dict[str, Any]) -> None:
         raise UserError(f"{error}; choose another {PLACE}") from error
     if missing := [key for key in identity if key not in theirs]:
         raise UserError(
-            f"{path}: its evaluation.json does not record {missing[0]!r} (an older qarl wrote it), so it is unknown "
-            f"whether it holds the same evaluation; choose another {PLACE}"
+            f"{path}: its evaluation.json, written by an older qarl, does not record {missing[0]!r}, so it may hold a "
+            f"different evaluation; choose another {PLACE}"
         )
     difference = config_difference({key: theirs[key] for key in identity}, identity)
     if difference:
@@ -146,5 +153,7 @@ def _lock(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise UserError(f"{path}: in use by another evaluation; wait for it, or choose another {PLACE}") from None
+        raise UserError(
+            f"{path}: in use by another evaluation; wait until it ends, or choose another {PLACE}"
+        ) from None
     return fd

@@ -1,4 +1,4 @@
-"""`qarl eval`: from what a user asked for to a results directory."""
+"""`qarl eval`: run an evaluation and write its results directory."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ def evaluate_target(
     show: str = "rich",
     prompting: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Path]:
-    """Evaluate, or finish an evaluation that was interrupted; a KeyboardInterrupt leaves what is finished.
+    """Evaluate, or resume an interrupted evaluation. A KeyboardInterrupt keeps the finished completions.
 
     Args:
         target: The policy.
         section: What to evaluate.
-        own_data: The tasks are the run's, so its rollout section says how a response ends.
+        own_data: The tasks are those of the run, so its rollout section defines how a response ends.
         out: Results directory; default below the run, or ./eval.
         device: auto, cpu or cuda.
-        notes: Lines for the user.
+        notes: Lines to show to the user.
         show: rich, plain or none, as `logging.console`.
-        prompting: Keys of `data` that replace those of every task.
+        prompting: Keys of `data` that override those of every task.
 
     Returns:
         The results and their directory.
 
     Raises:
-        UserError: Something cannot be read or does not fit.
+        UserError: An input cannot be read, a prompt does not fit, or the directory holds another evaluation.
     """
     if out is not None:
         require_output(out, PLACE, folder=True)
     rollout = target.run.rollout if target.run else None
-    ends = rollout if own_data else None  # what says how a response ends
+    ends = rollout if own_data else None  # defines how a response ends
     stop = tuple(ends.stop) if ends else ()
     length = ends.max_response_length if ends else DEFAULT_RESPONSE_LENGTH
     console = RunConsole(show)
@@ -76,7 +76,7 @@ def evaluate_target(
             tasks = _loaded(section, target, tokenizer, dict(prompting or {}), console.message)
         for task in tasks:
             if task.dropped:
-                console.warn(f"{task.name}: {task.dropped} prompts dropped, longer than its data.max_prompt_length")
+                console.warn(f"{task.name}: dropped {task.dropped} prompts longer than data.max_prompt_length")
         settings = Settings.of(section, length, stop, frozenset())
         room, key = context_of(target), "--max-response-length"
         require_room(tasks, settings.max_response_length, room, "the context", key)
@@ -106,15 +106,15 @@ def evaluate_target(
                     }
                     directory.begin(late, settings.samples)
                     if directory.rows:
-                        console.message(f"{len(directory.rows)} completions are there already, in {path}")
+                        console.message(f"resuming: {path} already has {len(directory.rows)} completions")
                     try:
                         summary = evaluate(
                             opened.engine, opened.policy.version, tasks, settings, rewards, directory, console.phase
                         )
                     except KeyboardInterrupt:
                         console.message(
-                            f"stopped with {len(directory.rows)} completions in {path}; the same command "
-                            "resumes from there"
+                            f"stopped with {len(directory.rows)} completions in {path}; rerun the same command "
+                            "to resume"
                         )
                         raise
                 finally:
@@ -140,7 +140,7 @@ def evaluate_target(
 def _identity(
     target: Target, tokenizer: PreTrainedTokenizerBase, tasks: list[LoadedTask], settings: Settings
 ) -> dict[str, Any]:
-    """What decides the results, except the weights and the stop tokens, which are known once the policy is loaded."""
+    """Everything that determines the results, except weights and stop tokens (known once the policy is loaded)."""
     sampling = settings.describe()
     del sampling["stop_token_ids"]
     quant = target.quant.model_dump(exclude=OF_TRAINING)
@@ -157,9 +157,9 @@ def _identity(
 
 
 def _default_directory(target: Target, tasks: list[LoadedTask], identity: dict[str, Any]) -> Path:
-    """Readable, and another one for another evaluation."""
+    """Default results directory: a readable name, unique per evaluation."""
     names = "-".join(task.name for task in tasks[:3]) + ("-more" if len(tasks) > 3 else "")
-    names = names[:100]  # a directory's name has 255 bytes at most
+    names = names[:100]  # directory names are limited to 255 bytes
     mark = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
     quant = target.quant.scheme + ("-kv-fp8" if target.quant.kv_cache_dtype == "fp8" else "")
     if target.run_dir is not None:
@@ -175,7 +175,7 @@ def _loaded(
     prompting: dict[str, Any],
     say: Callable[[str], None],
 ) -> list[LoadedTask]:
-    """The tasks. A model of unknown prompting, whose tokenizer has no chat template, gets plain text, and `say` so."""
+    """Load the tasks. Without a chat template and without a run, prompts are plain text; `say` reports the choice."""
     shape = load_architecture(target.model)
     if target.prompting is None and not tokenizer.chat_template:
         prompting.setdefault("chat_template", False)

@@ -1,4 +1,4 @@
-"""JSON-lines files that a kill can only cut short, and what they say after one."""
+"""Durable JSON-lines files: a kill can only truncate the last line, and readers ignore a truncated line."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ Row = dict[str, Any]
 
 
 def to_line(row: Row) -> str:
-    """Strict JSON in ASCII, newline included: hostile text, lone surrogates too, is escaped; an infinity is null."""
+    """Strict ASCII JSON with newline. Escapes all other text, including lone surrogates; infinities become null."""
     return json.dumps(strict(row), allow_nan=False, default=str) + "\n"
 
 
 def read_rows(path: Path, model: type[BaseModel]) -> list[Row]:
-    """The rows of a JSON-lines file, which hold what `model` wants; a last line that a kill cut short is left out.
+    """Read the rows of a JSON-lines file. A truncated last line is ignored; a missing file has no rows.
 
-    No file: no rows. Raises Unreadable for any other line that is no such row.
+    Raises:
+        Unreadable: Any other line does not match `model`.
     """
     try:
         lines = list(read_lines(path))
@@ -42,13 +43,13 @@ def read_rows(path: Path, model: type[BaseModel]) -> list[Row]:
         except Unreadable as error:
             if number == len(lines) and not line.endswith(b"\n"):
                 break
-            raise Unreadable(place, f"{error.reason}; restore the file, or remove that line") from None
+            raise Unreadable(place, f"{error.reason}; restore the file, or remove this line") from None
         rows.append(row)
     return rows
 
 
 def append_rows(path: Path, rows: Iterable[Row], place: str) -> None:
-    """Append durably. Raises UserError if the disk refuses, and takes a part that was written back."""
+    """Append rows durably. On a write error removes what was written, and raises UserError."""
     text = "".join(map(to_line, rows)).encode()
     with disk_errors(path, len(text), place), open(path, "ab", buffering=0) as file:
         end = os.fstat(file.fileno()).st_size
@@ -58,15 +59,20 @@ def append_rows(path: Path, rows: Iterable[Row], place: str) -> None:
                 written += file.write(text[written:])
             os.fsync(file.fileno())
         except OSError:
-            with suppress(OSError):  # the first error is the one to report; `read_rows` copes with a torn line
+            with suppress(OSError):  # report the first error; `read_rows` ignores a truncated line
                 file.truncate(end)
             raise
 
 
 def keep_rows(path: Path, model: type[BaseModel], wanted: Callable[[Row], bool], place: str) -> list[Row]:
-    """Drop the rows that are not wanted and a torn end from a file, atomically. Returns what is left.
+    """Remove unwanted rows and a truncated last line from a file, atomically.
 
-    Raises Unreadable as `read_rows` does, and UserError if the disk refuses.
+    Returns:
+        The remaining rows.
+
+    Raises:
+        Unreadable: As `read_rows`.
+        UserError: The file cannot be written.
     """
     rows = [row for row in read_rows(path, model) if wanted(row)]
     if path.exists():

@@ -1,4 +1,4 @@
-"""What `qarl eval` was asked for, as an `evaluation` section. Torch-free: refusals come at once."""
+"""Convert the options of `qarl eval` to an `evaluation` section. Imports no torch, so that errors appear at once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from qarl.errors import UserError
 from qarl.inference.target import Target
 from qarl.utils.text import visible
 
-DEFAULT_RESPONSE_LENGTH = 1024  # of the papers' sets, where neither the command nor the run says
+DEFAULT_RESPONSE_LENGTH = 1024  # for presets, if neither the command nor the run sets it
 DEFAULT_TRAINING_PROMPTS = 128
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for. None: not given. chat, system, template_kwargs: see `prompting`."""
+    """Options of the command line; None if not given. chat, system, template_kwargs: see `prompting`."""
 
     data: tuple[str, ...] = ()  # NAME or NAME=PATH
     samples: int | None = None
@@ -39,9 +39,13 @@ class Request:
 
 
 def evaluation_section(target: Target, request: Request) -> tuple[EvaluationConfig, list[str]]:
-    """The `evaluation` section to run, and what a user should know about it.
+    """Build the `evaluation` section: from the request, then the run's own section, then the defaults.
 
-    The request comes first, then the run's own section, then the defaults. Raises UserError.
+    Returns:
+        The section, and lines to show to the user.
+
+    Raises:
+        UserError: The request is invalid.
     """
     section: dict[str, Any] = target.run.evaluation.model_dump() if target.run else {}
     notes = []
@@ -52,14 +56,14 @@ def evaluation_section(target: Target, request: Request) -> tuple[EvaluationConf
             section["max_response_length"] = DEFAULT_RESPONSE_LENGTH
         section["stop"] = section.get("stop") or []
     elif target.run is None:
-        raise UserError(f"--data: {target.name} is no run, and has no data of its own; give {', '.join(PRESETS)}")
+        raise UserError(f"--data: {target.name} is not a run and has no data of its own; give {', '.join(PRESETS)}")
     elif not section["tasks"]:
         limit = request.max_prompts or DEFAULT_TRAINING_PROMPTS
         own = target.run.model_dump()
         section["tasks"] = [
             {"name": "train", "data": own["data"], "reward": own["reward"]["functions"], "max_prompts": limit}
         ]
-        notes.append(f"no --data, and no evaluation.tasks in the run: its training data, at most {limit} rows")
+        notes.append(f"no --data and no evaluation.tasks in the run: using its training data, at most {limit} rows")
     if request.max_prompts is not None:
         for task in section["tasks"]:
             task["max_prompts"] = min(request.max_prompts, task.get("max_prompts") or request.max_prompts)
@@ -82,9 +86,12 @@ def evaluation_section(target: Target, request: Request) -> tuple[EvaluationConf
 
 
 def prompting(target: Target, request: Request) -> dict[str, Any]:
-    """Keys of `data` that replace those of every task: the request's, then for --data those of the run.
+    """Keys of `data` that override those of every task: those of the request, and with --data those of the run.
 
-    A run's own tasks say themselves how they are prompted. Raises UserError for a system message without a template.
+    A run's own tasks define their prompting themselves.
+
+    Raises:
+        UserError: A system message or template arguments are given without a chat template.
     """
     own = target.prompting if request.data else None
     found = {} if own is None else own.model_dump(include={"chat_template", "chat_template_kwargs", "system_prompt"})
@@ -105,7 +112,7 @@ def prompting(target: Target, request: Request) -> dict[str, Any]:
 
 
 def _option(loc: Loc) -> str:
-    """The option that sets a key of the section."""
+    """The command-line option that sets a key of the section."""
     names = {
         "pass_at": "--k",
         "samples": "--samples",

@@ -1,4 +1,4 @@
-"""From scored completions to the numbers of `results.json` and `evaluations.jsonl`. Torch-free."""
+"""Summarize scored completions for `results.json` and `evaluations.jsonl`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 class CompletionRow(Record):
-    """What `summarise` and a resumed evaluation read of a line of completions.jsonl."""
+    """The entries of a completions.jsonl line that `summarise` and a resumed evaluation read."""
 
     task: str
     prompt_id: Count
@@ -28,9 +28,17 @@ class CompletionRow(Record):
 
 
 def summarise(tasks: Sequence[str], rows: Iterable[Row], samples: int, pass_at: Sequence[int]) -> dict[str, Any]:
-    """{"tasks": [...], "overall": {...}}: every value with its 95 % interval as {"mean", "low", "high"}.
+    """Compute avg and pass@k per task and overall.
 
-    rows: completions, `samples` for each prompt. `overall` is the mean over tasks, each counting the same.
+    Args:
+        tasks: Names of the tasks, in order.
+        rows: Completions, `samples` per prompt.
+        samples: Completions per prompt.
+        pass_at: Values of k.
+
+    Returns:
+        {"tasks": [...], "overall": {...}}, each value with its 95 % interval as {"mean", "low", "high"}. `overall` is
+        the unweighted mean over tasks.
     """
     by_task: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -61,7 +69,7 @@ def summarise(tasks: Sequence[str], rows: Iterable[Row], samples: int, pass_at: 
 
 
 def metrics_of(summary: dict[str, Any]) -> dict[str, float]:
-    """The summary as metrics for trackers: eval/<task>/avg, eval/<task>/pass@k, ..., eval/avg, eval/pass@k."""
+    """Convert a summary to tracker metrics: eval/<task>/avg, eval/<task>/pass@k, ..., eval/avg, eval/pass@k."""
     metrics: dict[str, float] = {}
     for entry in summary["tasks"]:
         name = f"eval/{entry['name']}"

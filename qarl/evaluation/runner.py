@@ -1,4 +1,4 @@
-"""Evaluating one policy: batches of prompts through a rollout engine, scored, each kept as soon as it is done."""
+"""Evaluate one policy: generate batches of responses, score them, and save each batch when it is done."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.rollout.engine import Generates, SamplingParams
 from qarl.types import Prompt, Rollout
 
-BATCH_RESPONSES = 128  # drawn and kept together: what an interruption can cost
+BATCH_RESPONSES = 128  # per batch, which is generated and saved as a whole; an interruption loses one batch at most
 
 Phase = Callable[[str, int], AbstractContextManager[Callable[..., None]]]  # `RunConsole.phase`
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How an evaluation draws and judges. The lengths are tokens."""
+    """Sampling and scoring settings of an evaluation. Lengths are in tokens."""
 
     samples: int
     pass_at: tuple[int, ...]
@@ -39,7 +39,7 @@ class Settings:
     def of(
         cls, config: EvaluationConfig, max_response_length: int, stop: Sequence[str], stop_token_ids: frozenset[int]
     ) -> Settings:
-        """Of an `evaluation` section; the other arguments are what it may leave to the `rollout` section."""
+        """Settings of an `evaluation` section. The other arguments are fallbacks from the `rollout` section."""
         return cls(
             samples=config.samples,
             pass_at=tuple(sorted(set(config.pass_at or ()))),
@@ -52,9 +52,9 @@ class Settings:
         )
 
     def sampling(self, task: str) -> SamplingParams:
-        """Sampling parameters of one task. Its random streams are its own, and apart from those of training.
+        """Sampling parameters of one task. Its random streams differ from those of training and of other tasks.
 
-        Policies evaluated with the same seed meet the same random numbers, so that their difference has less noise.
+        Policies evaluated with the same seed use the same random numbers, which reduces the noise of their difference.
         """
         digest = hashlib.sha256(f"{self.seed}/{task}".encode()).digest()
         seed = 1 << 63 | int.from_bytes(digest[:8]) >> 1  # training's seeds are below 2**63
@@ -63,7 +63,7 @@ class Settings:
         )
 
     def describe(self) -> dict[str, Any]:
-        """JSON values that decide the completions and what counts as correct; not which pass@k is reported."""
+        """JSON values that determine completions and correctness. The reported values of pass@k are not included."""
         return {
             "samples": self.samples,
             "temperature": self.truncation.temperature,
@@ -79,7 +79,7 @@ class Settings:
 
 
 class Sink(Protocol):
-    """Where finished completions go. rows: all so far, those of earlier starts included."""
+    """Destination of finished completions. rows: all completions so far, including those of earlier starts."""
 
     rows: list[Row]
 
@@ -87,7 +87,7 @@ class Sink(Protocol):
 
 
 class MemorySink:
-    """Keeps completions for the caller."""
+    """Keeps completions in memory."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -107,19 +107,34 @@ def evaluate(
     check: Callable[[], None] = lambda: None,
     ranks: int = 1,
 ) -> dict[str, Any]:
-    """Draw and score what `sink` does not hold yet. Returns `summarise` of everything.
+    """Generate and score the completions that `sink` does not have yet.
 
-    version: of the policy that `engine` holds. phase(name, responses): shows progress. check: called between forwards;
-    what it raises ends the evaluation, with the finished batches in the sink. ranks: that `engine` draws on.
-    A token depends on the policy, (seed, task, prompt, sample, position) and nothing else, so neither batches nor
-    interruptions change a result.
+    A token depends only on the policy and on (seed, task, prompt, sample, position). Therefore batching and
+    interruptions do not change results.
+
+    Args:
+        engine: The rollout engine.
+        version: Policy version in `engine`.
+        tasks: The tasks.
+        settings: Sampling and scoring settings.
+        rewards: Reward functions of the tasks.
+        sink: Destination of the completions.
+        phase: Called with (name, number of responses); shows progress.
+        check: Called between forwards. An exception from it ends the evaluation; finished batches stay in the sink.
+        ranks: Number of ranks that `engine` generates on.
+
+    Returns:
+        `summarise` of all completions.
+
+    Raises:
+        UserError: The sink holds completions of other prompts.
     """
     asked = {(task.name, prompt.id): prompt.text for task in tasks for prompt in task.prompts}
     for row in sink.rows:
         if asked.get((row["task"], row["prompt_id"])) != row["prompt"]:
             raise UserError(
-                f"--out: its completions.jsonl holds an answer to prompt {row['prompt_id']} of task "
-                f"{row['task']!r} that is not asked here; choose another --out"
+                f"--out: its completions.jsonl holds a completion for prompt {row['prompt_id']} of task "
+                f"{row['task']!r}, which is not part of this evaluation; choose another --out"
             )
     done = {(row["task"], row["prompt_id"]) for row in sink.rows}
     for task in tasks:
@@ -151,7 +166,7 @@ def _progress(advance: Callable[..., None], check: Callable[[], None]) -> Callab
 def _rows(
     task: LoadedTask, prompts: list[Prompt], rollouts: list[Rollout], rewards: TaskRewards, settings: Settings
 ) -> list[Row]:
-    """One record a completion, in the order (prompt, sample)."""
+    """One row per completion, in the order (prompt, sample)."""
     scores = rewards.score(task, prompts, rollouts)
     by_id = {prompt.id: prompt for prompt in prompts}
     return [

@@ -1,4 +1,4 @@
-"""From the configured tasks to prompts that fit, and to what scores them."""
+"""Load evaluation tasks: tokenized prompts and the reward functions that score them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task ready to run. dropped: rows that its own `data.max_prompt_length` left out."""
+    """A task ready to run. dropped: number of rows dropped because of its own `data.max_prompt_length`."""
 
     name: str
     prompts: list[Prompt]
@@ -39,12 +39,12 @@ class LoadedTask:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Number of tokens of the longest prompt."""
         return max(len(prompt.token_ids) for prompt in self.prompts)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides its scores: prompts as tokens, their columns, reward functions."""
+        """SHA-256 of everything that determines the scores: prompt tokens, their columns, reward functions."""
         files = [reward_fingerprint(RewardConfig(functions=[f])) for f in self.functions if f.name not in BUILTINS]
         prompts = [[p.id, p.token_ids, p.columns] for p in self.prompts]
         content = [self.name, prompts, [f.model_dump() for f in self.functions], files]
@@ -60,14 +60,14 @@ def load_tasks(
 ) -> list[LoadedTask]:
     """Read the rows of each task and tokenize them.
 
-    All rows of a preset are kept, however long. Of its columns only those are kept that its reward reads, so presets
-    share their reward workers.
+    A preset keeps all its rows, whatever their length. It keeps only the columns that its reward reads, so that presets
+    can share reward workers.
 
     Args:
         tasks: The tasks.
-        tokenizer: Of the policy.
+        tokenizer: Tokenizer of the policy.
         vocabulary: See `build_prompts`.
-        prompting: Keys of `data` that replace those of every task.
+        prompting: Keys of `data` that override those of every task.
         now: See `build_prompts`.
 
     Raises:
@@ -94,9 +94,14 @@ def load_tasks(
 
 
 def require_room(tasks: Sequence[LoadedTask], max_response_length: int, limit: int, what: str, key: str) -> None:
-    """Raise UserError for a task with a prompt that, with its response, exceeds `limit` tokens.
+    """Raise UserError if a prompt and its response can exceed `limit` tokens.
 
-    what: has the limit. key: or option, which the user sets `max_response_length` with.
+    Args:
+        tasks: The tasks.
+        max_response_length: Tokens of a response.
+        limit: Maximum number of tokens of prompt and response.
+        what: What has the limit, for the message.
+        key: Key or option that sets `max_response_length`, for the message.
     """
     for task in tasks:
         over = sum(len(prompt.token_ids) + max_response_length > limit for prompt in task.prompts)
@@ -110,11 +115,15 @@ def require_room(tasks: Sequence[LoadedTask], max_response_length: int, limit: i
 
 
 class TaskRewards:
-    """The reward pools of some tasks; tasks of equal functions and columns share one.
+    """Reward worker pools of the tasks. Tasks with equal functions and columns share a pool.
 
-    limits: workers, time and failures allowed, as in the `reward` section; its functions are not used. ranks: that
-    score together, None for one process.
-    Raises UserError if a function cannot be loaded or misses a column.
+    Args:
+        tasks: The tasks.
+        limits: A `reward` section for workers, timeouts and allowed failures; its functions are not used.
+        ranks: Ranks that score together; None for a single process.
+
+    Raises:
+        UserError: A function cannot be loaded, or a column that it needs is missing.
     """
 
     def __init__(
@@ -143,7 +152,7 @@ class TaskRewards:
             raise
 
     def score(self, task: LoadedTask, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> RewardResult:
-        """Scores of `rollouts`, which are the same number for each of `prompts`, in their order."""
+        """Score `rollouts`, which are ordered by prompt with the same number for each of `prompts`."""
         ranks, n = self._ranks, len(rollouts) // len(prompts)
         own = ranks.share(len(prompts))
         place = f"evaluation task {task.name}: "

@@ -1,9 +1,10 @@
-"""Evaluations inside a training run: of the published policy, through the run's own engine.
+"""Evaluate the published policy during a training run, with the run's own rollout engine.
 
-    RUN/evaluations.jsonl          one line an evaluation: values with intervals, seconds
+    RUN/evaluations.jsonl          one line per evaluation: values with intervals, seconds
     RUN/evaluations/NNNNNN.jsonl   its completions
 
-Trackers get the values too. metrics.jsonl does not: a run's training record is the same with and without evaluations.
+The values are also sent to trackers, but not written to metrics.jsonl, so that a run's training record is the same with
+and without evaluations.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def load_training_tasks(
 
     Args:
         config: The run's configuration.
-        tokenizer: Of the policy.
-        context: Tokens that the policy may attend to.
+        tokenizer: Tokenizer of the policy.
+        context: Context length of the policy in tokens.
         vocabulary: See `build_prompts`.
-        now: The time of the run's first start.
+        now: Time of the run's first start.
 
     Raises:
-        UserError: A task cannot be read, or a prompt with its response exceeds the context.
+        UserError: A task cannot be read, or prompt and response can exceed the context.
     """
     tasks = load_tasks(config.evaluation.tasks, tokenizer, vocabulary, now=now)
     length = config.eval_response_length
@@ -72,10 +73,14 @@ def load_training_tasks(
 
 
 class TrainingEvaluation:
-    """The evaluations of one run. Without tasks it does nothing.
+    """The evaluations of one run. Does nothing if there are no tasks.
 
-    sampling: of the rollouts, whose stop tokens end a response here too. ranks: of the run, None for one process; all
-    of them draw and score, and the first one writes.
+    Args:
+        config: The run's configuration.
+        tasks: The loaded tasks.
+        rewards: Reward functions of the tasks.
+        sampling: Sampling parameters of the rollouts; their stop tokens also end responses here.
+        ranks: Ranks of the run; None for a single process. All ranks generate and score, rank 0 writes.
     """
 
     def __init__(
@@ -100,17 +105,17 @@ class TrainingEvaluation:
         self._rewards.close()
 
     def check(self, run_dir: Path, step: int) -> list[str]:
-        """Require that the tasks are those of the run's earlier evaluations; changes nothing. A collective.
+        """Check that the tasks are the same as in the run's earlier evaluations. A collective.
 
-        A curve must not go on with values over other prompts, answers or rewards. Settings such as `samples` may
-        change.
+        Otherwise a curve would continue with values for other prompts, answers or rewards. Settings such as `samples`
+        may change.
 
         Args:
             run_dir: The run directory.
-            step: The run resumes from here; later evaluations do not count.
+            step: Step from which the run resumes; later evaluations are ignored.
 
         Returns:
-            A line about tasks whose earlier evaluations, by an older qarl, did not record their data.
+            At most one line, which names tasks that cannot be checked because an older qarl did not record their data.
 
         Raises:
             UserError: A task of the same name had other data.
@@ -132,11 +137,13 @@ class TrainingEvaluation:
                 if task.name not in there and any(entry["name"] == task.name for entry in row["tasks"]):
                     unknown.append(task.name)
         names = ", ".join(dict.fromkeys(unknown))
-        line = f"{path}: an older qarl did not record the data of task {names}; it is unknown whether it is the same"
+        line = (
+            f"{path}: an older qarl did not record the data of task {names}; it cannot be checked that it is the same"
+        )
         return [line] if unknown else []
 
     def begin(self, run_dir: Path, step: int) -> None:
-        """Forget the evaluations after `step`, from which the run resumes. Raises UserError if the disk refuses."""
+        """Remove the evaluations after `step`, from which the run resumes. Raises UserError if that fails."""
         self._run_dir = run_dir
         on_first(self._ranks, lambda: self._forget(run_dir, step))
 
@@ -147,7 +154,7 @@ class TrainingEvaluation:
             remove_later(folder, ".jsonl", step)
 
     def due(self, step: int) -> bool:
-        """Whether `evaluation` asks for one after `step`."""
+        """Whether an evaluation is due after `step`."""
         return step <= self._config.train.steps and self._config.evaluation.due(step, self._config.train.steps)
 
     def at(
@@ -159,10 +166,18 @@ class TrainingEvaluation:
         check: Callable[[], None],
         track: Callable[[int, dict[str, float]], None],
     ) -> None:
-        """Evaluate the policy after `step`, unless that is recorded already.
+        """Evaluate the policy after `step`, unless this evaluation is already recorded.
 
-        check: raises where a signal has come; then nothing of this evaluation is kept. track: gets the metrics.
-        Raises UserError if a reward function is out of order or the disk refuses.
+        Args:
+            step: The training step.
+            engine: The run's rollout engine.
+            policy: The policy.
+            console: Shows progress.
+            check: Raises if a signal was received; then nothing of this evaluation is kept.
+            track: Called with the step and the metrics.
+
+        Raises:
+            UserError: A reward function fails too often, or a file cannot be written.
         """
         started, ranks = time.perf_counter(), self._ranks
         fingerprint = self._fingerprint(policy) if ranks.first else ""
@@ -199,7 +214,7 @@ class TrainingEvaluation:
 
     def _write(self, step: int, rows: list[Row], record: dict[str, Any]) -> None:
         self._write_completions(step, rows)
-        # One evaluation a step: an earlier one here was of other settings, or of a run that never took a step.
+        # One evaluation per step: replace one with other settings, or of a run that never took a step.
         self._recorded = [*keep_rows(self._path, Evaluation, lambda row: row["step"] != step, PLACE), record]
         append_rows(self._path, [record], PLACE)
 
@@ -209,7 +224,7 @@ class TrainingEvaluation:
         return self._run_dir / EVALUATIONS
 
     def _fingerprint(self, policy: Policy) -> str:
-        """Of what decides the results, policy included."""
+        """Fingerprint of everything that determines the results, including the policy."""
         content = [
             self._settings.describe(),
             self._settings.pass_at,
@@ -227,4 +242,4 @@ class TrainingEvaluation:
 
 
 def _no_check() -> None:
-    """On several ranks a signal is looked for where all of them are."""
+    """Check of a run on several ranks, which polls for signals only at points that all ranks reach together."""

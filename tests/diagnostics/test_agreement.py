@@ -36,9 +36,9 @@ def test_what_agrees_is_not_spoken_of_and_the_first_difference_is_once(run):
     learned(run, watch, {(1, 1): 0.5})
     tokens = sum(map(len, batch.responses))
     assert said == [
-        f"policy version {version}: sampler and learner should agree bit for bit, and 2 of {tokens} tokens differ, by "
-        f"0.5 nats at most; the first is token 3 of response 4. qarl verify-exact {run.config.model.path} --scheme "
-        "w4a16 --group-size 32 finds out where"
+        f"policy version {version}: sampler and learner should agree bit for bit, but 2 of {tokens} tokens differ, by "
+        "up to 0.5 nats; the first is token 3 of response 4. To find the operation that differs, run qarl verify-exact "
+        f"{run.config.model.path} --scheme w4a16 --group-size 32"
     ]
 
 

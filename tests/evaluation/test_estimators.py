@@ -45,7 +45,7 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_k_outside_the_samples_is_refused(k):
-    with pytest.raises(UserError, match=f"pass@{k}: needs k from 1 to the number of samples, which is 4"):
+    with pytest.raises(UserError, match=f"pass@{k}: k must be from 1 to the number of samples \\(4\\)"):
         task_pass_at_k([1, 2], 4, k)
 
 

@@ -90,7 +90,7 @@ def test_interrupted_and_run_again_it_ends_as_if_never_interrupted(commands):
     assert stopped.code == 130 and "stopped with 8 completions in parts" in stopped.out
     assert not (commands.folder / "parts" / "results.json").exists()
     done = commands.gsm8k("--out", "parts")
-    assert done.code == 0 and "8 completions are there already" in done.out
+    assert done.code == 0 and "already has 8 completions" in done.out
     whole, parts = (commands.folder / name for name in ("whole", "parts"))
     assert (parts / "completions.jsonl").read_bytes() == (whole / "completions.jsonl").read_bytes()
     results = [json.loads((p / "results.json").read_text()) for p in (whole, parts)]
@@ -181,14 +181,14 @@ def test_an_evaluation_does_not_go_on_after_any_of_its_inputs_changed(commands):
         elif line:
             assert (commands.folder / "r/completions.jsonl").read_bytes() == before
         else:
-            assert "8 completions are there already" in done.out
+            assert "already has 8 completions" in done.out
     assert not wrong
 
 
 def test_a_run_without_tasks_is_evaluated_on_its_training_data(commands, trained):
     done = commands.eval(trained, "--max-prompts", 2, "--samples", 1)
     assert done.code == 0, done.err
-    assert "no --data, and no evaluation.tasks in the run: its training data, at most 2 rows" in done.out
+    assert "no --data and no evaluation.tasks in the run: using its training data, at most 2 rows" in done.out
     (folder,) = (trained / "eval").iterdir()
     assert folder.name.startswith("000001-w4a16-train-")
     results = json.loads((folder / "results.json").read_text())

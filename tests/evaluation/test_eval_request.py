@@ -39,7 +39,7 @@ def test_without_tasks_a_run_is_evaluated_on_its_training_data_and_says_so():
     (task,) = section.tasks
     assert (task.name, task.dataset.source, task.dataset.max_rows) == ("train", "task:arithmetic", 5)
     assert [f.name for f in task.functions] == ["exact"]
-    assert notes == ["no --data, and no evaluation.tasks in the run: its training data, at most 5 rows"]
+    assert notes == ["no --data and no evaluation.tasks in the run: using its training data, at most 5 rows"]
 
 
 def test_the_command_line_comes_before_the_runs_section():
@@ -70,7 +70,7 @@ def test_max_prompts_lowers_a_tasks_own_limit_and_does_not_raise_it():
 @pytest.mark.parametrize(
     "request_, message",
     [
-        (Request(), r"^--data: m is no run, and has no data of its own; give math500, "),
+        (Request(), r"^--data: m is not a run and has no data of its own; give math500, "),
         (Request(data=("gsm-8",)), r"^--data gsm-8: no such evaluation set; did you mean gsm8k\?$"),
         (Request(data=("gsm8k=/nowhere.jsonl",)), r"^--data gsm8k=/nowhere\.jsonl: no such file or directory"),
         (Request(data=("amc",), samples=2, pass_at=(4,)), r"^--k: pass_at\.0 = 4: must be 2 \(samples\) or less"),

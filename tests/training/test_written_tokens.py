@@ -137,7 +137,7 @@ def test_saved_rollouts_come_back_with_their_marks(llama, tmp_path) -> None:
     assert torch.equal(saved.logp_old, batch.logp_old.read(batch.whole()))
     for spoiled in (tensors["written"][1:], tensors["written"].float()):
         save_file(tensors | {"written": spoiled}, path)
-        with pytest.raises(UserError, match=r"written is .*, which is not how a run writes it"):
+        with pytest.raises(UserError, match=r"written is .*, expected uint8 \[\d+\]; give another --step"):
             read_rollouts(tmp_path, 1)
 
 

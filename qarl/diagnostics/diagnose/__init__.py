@@ -1,1 +1,1 @@
-"""Looking at a finished step again: its rollouts under its checkpoint's weights, the numbers, and what they say."""
+"""Diagnose a finished step: recompute its log-probs with the checkpoint's weights, measure, and interpret."""

@@ -1,4 +1,4 @@
-"""The page of a diagnosis: the reading, the numbers it rests on, the plots. Imports no torch."""
+"""The HTML page of a diagnosis: findings, plots and metrics. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ GROUPS = {
     "precision": "Precision, at the weights after the step",
     "policy": "Contributions C(r) = -(r - 1) A",
     "weights": "Correction weights",
-    "gradients": "Gradient, clipping left aside",
-    "deployed": "What is served, before and after the step",
+    "gradients": "Gradient, without clipping",
+    "deployed": "Served policy, before and after the step",
     "quant": "Published values that the step changed",
     "error_tokens": "Repetitive and garbled stretches",
 }
 THRESHOLDS = (
-    "Thresholds come from the runs that the papers show, and are ours where a paper gives none: they say where to "
-    "look, and prove nothing."
+    "Thresholds come from the runs in the papers, or are ours if a paper gives none. They show where to look; they "
+    "prove nothing."
 )
-# Of the metrics that no run records, so that no chart of a run has words for them.
+# Metrics that no run records, so the charts of a run do not describe them.
 MEANINGS = {
     "mismatch/inside_abs_mean": "Log-prob difference: mean over tokens inside both distributions (nats)",
-    "mismatch/inside_abs_max": "Log-prob difference: largest inside both distributions (nats)",
+    "mismatch/inside_abs_max": "Log-prob difference: maximum over tokens inside both distributions (nats)",
     "mismatch/tail_abs_mean": "Log-prob difference: mean over tokens of probability below 0.1 (nats)",
-    "mismatch/head_abs_mean": "Log-prob difference: mean over tokens of probability from 0.9 on (nats)",
-    "history/k3_first": "Divergence estimate k3: first quarter of the run's steps (nats a token)",
-    "history/k3_last": "Divergence estimate k3: last quarter of the run's steps (nats a token)",
-    "precision/argmax_flip_frac": "Places where learner and sampler's arithmetic prefer another token (fraction)",
-    "weights/mean": "Correction weight of a token: mean",
-    "weights/max": "Correction weight of a token: largest",
+    "mismatch/head_abs_mean": "Log-prob difference: mean over tokens of probability 0.9 or more (nats)",
+    "history/k3_first": "Divergence estimate k3: first quarter of the run's steps (nats per token)",
+    "history/k3_last": "Divergence estimate k3: last quarter of the run's steps (nats per token)",
+    "precision/argmax_flip_frac": "Positions where learner and sampler prefer different tokens (fraction)",
+    "weights/mean": "Correction weight per token: mean",
+    "weights/max": "Correction weight per token: maximum",
     "weights/ess_frac": "Effective sample size of the weights (fraction of the tokens)",
     "weights/zero_frac": "Tokens that the correction drops (fraction)",
 }
@@ -47,7 +47,7 @@ MARKS = {"problem": "Problem", "watch": "Watch", "fine": "Fine"}
 
 
 def diagnosis_sections(diagnosis: Diagnosis, findings: list[Finding]) -> list[Section]:
-    """Reading, plots, numbers."""
+    """Sections of the page: findings, plots, metrics."""
     reading: list[Block] = [
         Text(f"{MARKS[f.level]}: {f.text}", "plain" if f.level == "fine" else "warning") for f in findings
     ]
@@ -64,7 +64,7 @@ def diagnosis_sections(diagnosis: Diagnosis, findings: list[Finding]) -> list[Se
 
 
 def grouped(metrics: Mapping[str, float]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """(what they are about, (metric, value)...) in the order of GROUPS."""
+    """(title, [(metric, value), ...]) per group, in the order of GROUPS."""
     found = []
     for prefix, title in GROUPS.items():
         rows = [(name, value) for name, value in metrics.items() if name.startswith(f"{prefix}/")]
@@ -74,7 +74,7 @@ def grouped(metrics: Mapping[str, float]) -> list[tuple[str, list[tuple[str, flo
 
 
 def explained(name: str) -> str:
-    """What a metric is, with its unit, for page and terminal; empty for one that nobody knows."""
+    """Description of a metric with its unit, for page and terminal; empty for an unknown metric."""
     return MEANINGS.get(name) or meaning(name)
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a saved step, recomputed with the model."""
+"""Recompute the metrics of a saved step with the model."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found at one step.
+    """Measurements of one step.
 
-    metrics: under the names of metrics.jsonl, and those that `reading.read` lists. record: as diagnostics/NNNNNN.json
-    has it. left_out: one line for each thing that could not be measured, with the key that makes it.
+    Attributes:
+        step: The training step.
+        metrics: Metrics by name, those of metrics.jsonl and those listed by `reading.read`.
+        record: Record in the format of diagnostics/NNNNNN.json.
+        left_out: One line per measurement that was not possible, with the setting that enables it.
     """
 
     step: int
@@ -44,14 +47,22 @@ class Diagnosis:
 def diagnose(
     policy: RunPolicy, saved: SavedStep, previous: bool, gradients: bool, history: list[dict[str, Any]], say: Say
 ) -> Diagnosis:
-    """Recompute a step's log-probs at the weights after it, and measure.
+    """Recompute a step's log-probs with the weights after the step, and measure.
 
-    previous: the checkpoint of the step before is there, for what the step changed; a damaged one is left out with a
-    line on why. gradients: run the four backwards too. history: the records of metrics.jsonl up to the step. say: gets
-    a line before whatever takes long. Raises UserError if the step's own checkpoint is damaged.
+    mismatch/* is computed from the saved log-probs at the rollout's version. Everything else is measured at the
+    checkpoint's weights, after all optimizer steps of the step.
 
-    mismatch/* comes from the saved log-probs, of the rollout's version. Everything else is at the checkpoint's weights,
-    after all optimizer steps of the step: the policy has moved as far as it will on these responses.
+    Args:
+        policy: The policy of the run.
+        saved: The responses of the step.
+        previous: The checkpoint of the step before exists, so that the changes of the step can be measured. If it is
+            damaged, these measurements are left out with a note.
+        gradients: Also run the backward passes for gradients/*.
+        history: Rows of metrics.jsonl up to the step.
+        say: Called with a line before each slow part.
+
+    Raises:
+        UserError: The checkpoint of the step is damaged.
     """
     policy.check_tokens(saved)
     config, segments = policy.config, saved.segments
@@ -79,7 +90,9 @@ def diagnose(
     metrics |= weight_metrics(weights)
     metrics |= error_token_metrics(ids, saved.logp_sampler, advantages, segments)
     split, no_gradients = _gradients(policy, saved, gradients, say)
-    changes, layers, no_changes = _changes(policy, saved, previous, after, shadow, say)  # last: it changes the weights
+    changes, layers, no_changes = _changes(
+        policy, saved, previous, after, shadow, say
+    )  # last, because it replaces the policy's weights
     metrics |= changes | split
 
     examples = error_examples(
@@ -92,11 +105,10 @@ def diagnose(
         saved.step, metrics, tokens, layers, examples, config.diagnostics.tokens, config.train.seed
     )
     vllm = [
-        "vLLM's own arithmetic: the shadow is qarl's of the same scheme, and alpha also holds what the two differ by"
+        "vLLM's own arithmetic: the shadow uses qarl's kernels of the same scheme, so alpha includes the difference "
+        "between the two"
     ]
-    sets = [
-        "the kept sets of the rollout (objective.truncation_set: replay): log-probs are over the sets after the step"
-    ]
+    sets = ["the rollout's truncation sets (objective.truncation_set: replay): log-probs use the sets after the step"]
     left_out = [
         *(sets if config.objective.truncation_set == "replay" else []),
         *(vllm if config.rollout.engine == "vllm" else []),
@@ -107,8 +119,12 @@ def diagnose(
 
 
 def weight_metrics(weights: Tensor | None) -> dict[str, float]:
-    """weights/mean, max, ess_frac (as `mismatch/ess_frac` has it) and zero_frac (dropped) of the correction weights
-    over the tokens; nothing without a correction or without tokens."""
+    """Statistics of the correction weights over the tokens; empty without a correction or without tokens.
+
+    weights/mean, weights/max
+    weights/ess_frac   effective sample size over the number of tokens, as `mismatch/ess_frac`
+    weights/zero_frac  fraction of tokens with weight 0
+    """
     if weights is None or not weights.numel():
         return {}
     values = weights.double()
@@ -122,30 +138,38 @@ def weight_metrics(weights: Tensor | None) -> dict[str, float]:
 
 
 def _gradients(policy: RunPolicy, saved: SavedStep, wanted: bool, say: Say) -> tuple[dict[str, float], list[str]]:
-    """gradients/* at the policy's weights, or a line on why they were not measured."""
+    """gradients/* at the policy's weights, or a line that explains why they were not measured."""
     if not wanted:
-        return {}, ["the backwards of the gradient (gradients/*): --no-gradients"]
+        return {}, ["the gradient decomposition (gradients/*): --no-gradients"]
     if not saved.advantages.any():
         return {}, ["the gradient (gradients/*): every advantage of the step is 0"]
-    say("the gradient's backwards over the step's first minibatch")
+    say("backward passes over the step's first minibatch")
     return gradient_metrics(policy.gradient_gram(saved)), []
 
 
 def _changes(
     policy: RunPolicy, saved: SavedStep, previous: bool, after: Snapshot, shadow: Tensor, say: Say
 ) -> tuple[dict[str, float], Crossings | None, list[str]]:
-    """deployed/*, quant/* and the crossings of each layer, or a line on why they were not measured.
+    """deployed/*, quant/* and the code flips per layer, or a line that explains why they were not measured.
 
-    after, shadow: what the step published, and the sampler's log-probs of it. Leaves the weights before the step in.
+    Loads the weights before the step into the policy and leaves them there.
+
+    Args:
+        policy: The policy of the run.
+        saved: The responses of the step.
+        previous: The checkpoint of the step before exists.
+        after: Published weights after the step.
+        shadow: (T,) log-probs of the sampler's arithmetic at `after`.
+        say: Called with a line before the slow part.
     """
-    what = "what the step changed (deployed/*, crossings)"
+    what = "changes made by the step (deployed/*, code flips)"
     if not previous:
         return (
             {},
             None,
             [
-                f"{what}: no checkpoint of step {saved.step - 1}; checkpoint.every: 1 and "
-                "checkpoint.keep_last: 0 keep one of every step"
+                f"{what}: no checkpoint of step {saved.step - 1}; set checkpoint.every: 1 and "
+                "checkpoint.keep_last: 0 to keep the checkpoint of every step"
             ],
         )
     say(f"the sampler's arithmetic at the weights before step {saved.step}")
@@ -159,8 +183,8 @@ def _changes(
 
 
 def _inside(logp_old: Tensor, logp_sampler: Tensor) -> dict[str, float]:
-    """|delta| of the tokens that are inside both distributions: mean and largest, and the means of improbable and of
-    probable ones where there are any."""
+    """|delta| of the tokens inside both distributions: mean and maximum, and the means over improbable (tail) and over
+    probable tokens (head). Empty groups are left out."""
     delta, infinite = log_prob_gap(logp_old.double(), logp_sampler.double())
     gap, probability = delta.abs()[~infinite], logp_sampler.double().exp()[~infinite]
     parts = {"inside": gap, "tail": gap[probability < 0.1], "head": gap[probability >= 0.9]}
@@ -169,7 +193,7 @@ def _inside(logp_old: Tensor, logp_sampler: Tensor) -> dict[str, float]:
 
 
 def _growth(history: list[dict[str, Any]]) -> dict[str, float]:
-    """The mean mismatch/k3 of the run's first and last quarter, of eight steps or more."""
+    """Mean mismatch/k3 over the first and the last quarter of the run; empty with fewer than eight steps."""
     values = [v for row in history if isinstance(v := row.get("mismatch/k3"), (int, float))]
     quarter = len(values) // 4
     if quarter < 2:

@@ -1,4 +1,4 @@
-"""A run's policy at its checkpoints: the learner's forward and the sampler's, on the weights of a step."""
+"""Load a run's policy at a checkpoint and run the forwards of learner and sampler."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from qarl.weight_sync.snapshot import Snapshot
 
 
 class RunPolicy:
-    """The policy of a run, with the learner it was trained with; `load` puts the weights of a checkpoint in.
+    """The policy of a run, with the run's learner. `load` sets its weights to those of a checkpoint.
 
-    Raises UserError for a model that cannot be read or has moved.
+    Raises:
+        UserError: The model cannot be read, or was moved.
     """
 
     def __init__(self, target: Target, device: str) -> None:
         assert target.run is not None and target.run_dir is not None, "the policy of a run"
-        # A run records its sizes; a configuration written by hand may leave them to the device.
+        # A run records its sizes; a handwritten configuration may leave them null.
         self.config: Config = decide_sizes(target.run, "cuda" if pick_device(device).type == "cuda" else "cpu")
         self._target, self._checkpoints = target, target.run_dir / "checkpoints"
         set_determinism(self.config)
@@ -53,15 +54,16 @@ class RunPolicy:
 
     @torch.no_grad()
     def load(self, step: int) -> Snapshot:
-        """Put the masters after `step` in and quantize them; proved against the digest that the run recorded.
+        """Load the masters after `step`, quantize them, and verify the codes against the digest that the run recorded.
 
-        Raises UserError for a checkpoint that is damaged, of another model, or quantizes to other codes.
+        Raises:
+            UserError: The checkpoint is damaged or of another model, or quantizes to other codes.
         """
         path = self._checkpoints / f"{step:06d}"
         if not path.exists():
             raise UserError(
-                f"{path}: the resumed run has removed it (checkpoint.keep_last); diagnose it again, "
-                "or when it has ended"
+                f"{path}: the resumed run has removed it (checkpoint.keep_last); rerun qarl diagnose for a later step, "
+                "or after the run has ended"
             )
         try:
             checkpoint = CheckpointStore.load(path, groups=("masters",))
@@ -73,8 +75,8 @@ class RunPolicy:
         for name in sorted(masters.keys() ^ parameters.keys()) or parameters:
             if name not in masters or name not in parameters or masters.shape(name) != parameters[name].shape:
                 raise UserError(
-                    f"{checkpoint.path}: made for another model ('{name}' is not the same in both); give "
-                    "the model that the run started from with --model"
+                    f"{checkpoint.path}: made for another model ('{name}' differs); give the model that the run "
+                    "started from with --model"
                 )
         for name, parameter in parameters.items():
             parameter.copy_(masters[name])
@@ -87,19 +89,19 @@ class RunPolicy:
         return snapshot
 
     def check_tokens(self, saved: SavedStep) -> None:
-        """Raise UserError if the step holds tokens that the model does not have."""
+        """Raise UserError if the step contains token ids outside the model's vocabulary."""
         largest, vocabulary = max(map(max, saved.prompts + saved.responses)), self.policy.head_master.shape[0]
         if largest >= vocabulary:
             path = self._checkpoints.parent / "rollouts" / f"{saved.step:06d}.safetensors"
             raise UserError(
-                f"{path}: holds token {largest}, and the model has {vocabulary:,}; give another --step, or "
+                f"{path}: holds token {largest}, and the model has {vocabulary:,} tokens; give another --step, or "
                 "the model that the run started from with --model"
             )
 
         self._check_routing(saved)
 
     def _check_routing(self, saved: SavedStep) -> None:
-        """Raise UserError where the run replays experts that the step does not hold, or the model does not have."""
+        """Raise UserError if the run replays expert routing that is missing or does not match the model."""
         path = self._checkpoints.parent / "rollouts" / f"{saved.step:06d}.safetensors"
         if saved.routing is None:
             if self._replays:
@@ -109,7 +111,7 @@ class RunPolicy:
         expected = [len(layers), layers[0].per_token] if layers else None
         known = numbers[numbers[:, 0, 0] >= 0] if numbers.numel() else numbers
         if list(numbers.shape[1:]) != expected or (known.numel() and not _valid(known, layers[0].count)):
-            raise UserError(f"{path}: its routing is not of the model's experts; give another --step")
+            raise UserError(f"{path}: its routing does not match the model's experts; give another --step")
 
     @property
     def _replays(self) -> bool:
@@ -120,11 +122,11 @@ class RunPolicy:
         return self._packed(saved, partial(self.policy.frozen_logprobs, self.policy.weights))
 
     def shadow_logprobs(self, saved: SavedStep) -> Tensor:
-        """The sampler's arithmetic at the same weights, (T,) float32 on the CPU."""
+        """Log-probs in the sampler's arithmetic at the same weights, (T,) float32 on the CPU."""
         return self._packed(saved, partial(self.policy.frozen_logprobs, self.policy.shadow))
 
     def argmax_flips(self, saved: SavedStep) -> Tensor:
-        """bool (T,): places where learner and sampler's arithmetic hold another token for the likeliest."""
+        """(T,) bool: positions where learner and sampler arithmetic differ in the most probable token."""
 
         def flips(
             prompts: list[list[int]],
@@ -164,7 +166,7 @@ class RunPolicy:
         return found.read(batch.whole(CPU))
 
     def _batch(self, saved: SavedStep) -> Batch:
-        """The step's responses, read on the policy's device."""
+        """The responses of the step as a batch on the policy's device."""
         return Batch(
             version=saved.version,
             device=self.policy.device,
@@ -180,5 +182,5 @@ class RunPolicy:
 
 
 def _valid(numbers: Tensor, experts: int) -> bool:
-    """Whether all are numbers of experts, the first of a layer the least."""
+    """Whether all numbers are valid experts, with the smallest first in each layer."""
     return bool((numbers >= 0).all() and (numbers < experts).all() and (numbers.diff(dim=-1) > 0).all())

@@ -1,7 +1,7 @@
-"""What the numbers say, in words: which failure mode of the papers they point to, if any. Imports no torch.
+"""Interpret the metrics of a step: findings that point to known failure modes of the papers. Imports no torch.
 
-Thresholds come from the runs that the papers show, one model and one task each, so they say where to look and prove
-nothing. Where a paper gives no number the threshold is ours and is called so here.
+Thresholds come from the runs in the papers, with one model and one task each. They show where to look and prove
+nothing. If a paper gives no number, the threshold is ours and marked as such.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from qarl.report.formatting import number, percent
 Level = Literal["problem", "watch", "fine"]
 Metrics = Mapping[str, float | None]
 
-# TRL precision study: 12.5 to 18 % in the run that did not learn, 1.0 % clipped in all in the one that did (10.3).
+# TRL precision study: 12.5 to 18 % in the run that did not learn; in the run that did, 1.0 % were clipped (10.3).
 PHANTOM_PROBLEM, PHANTOM_WATCH = 0.03, 0.005
-# The same: 1.3 % in the run that stalled, 7.9 % in the one that learned (7.7, 10.4). Ours: half of that.
+# TRL study: 1.3 % in the run that stalled, 7.9 % in the one that learned (7.7, 10.4). Ours: half of that.
 EFFICIENCY_FINE = 0.04
-# The same: gradient and clean gradient stay above 0.95 without clipping (7.5).
+# TRL study: the cosine of gradient and clean gradient stays above 0.95 without clipping (7.5).
 COSINE_WATCH, COSINE_PROBLEM = 0.95, 0.8
 # TRL study: |beta| was 0.076 in the run that did not learn (6.2). Ours: two thirds of that.
 DELTA_MEAN_WATCH = 0.05
-# VeXact, figure 1: extremes near 1.0 beside a small mean, in runs that later collapsed. Ours: half of that.
+# VeXact, figure 1: maxima near 1.0 with a small mean, in runs that later collapsed. Ours: half of that.
 DELTA_MAX_WATCH = 0.5
-# Ours: the ratio of a token varies by 100 %, and by 10 %, half a usual clip range.
+# Ours: the ratio of a token varies by 100 %, and by 10 %, which is half of a usual clip range.
 CHI2_PROBLEM, ESS_PROBLEM, CHI2_WATCH = 1.0, 0.5, 0.01
 # VeXact, figure 4: K3 grows in bypass mode before the reward falls. Ours: the factor and the floor.
 K3_GROWTH, K3_FLOOR = 3.0, 1e-3
-# VeXact, figure 5: contributions of one sign distorted more than of the other. Ours: a quarter of their size.
+# VeXact, figure 5: contributions of one sign are distorted more than the other. Ours: a quarter of their size.
 SKEW_WATCH, SKEW_FLOOR = 0.25, 1e-4
-# DVP, proposition 4.2 and appendix: the tail's gap. Ours: a tenth of a nat is half of a usual clip range.
+# DVP, proposition 4.2 and appendix: the gap in the tail. Ours: a tenth of a nat, half of a usual clip range.
 TAIL_WATCH = 0.1
 # QaRL, section 3.2: error tokens rare in positive responses, prevalent in negative ones. Ours: both numbers.
 ERROR_FRAC, ERROR_SIGN = 0.01, 2.0
@@ -42,10 +42,12 @@ WEIGHT_ESS_WATCH, DROPPED_WATCH, CLIPPED_WATCH = 0.5, 0.5, 0.3
 
 @dataclass(frozen=True)
 class Finding:
-    """What some of the numbers say, in a sentence or two.
+    """One interpretation of the metrics.
 
-    level: `problem`, the numbers of a known failure mode; `watch`, on the way there; `fine`. evidence: the metrics it
-    rests on.
+    Attributes:
+        level: `problem`, a known failure mode; `watch`, close to one; `fine`.
+        text: One or two sentences.
+        evidence: The metrics that support it.
     """
 
     level: Level
@@ -54,12 +56,15 @@ class Finding:
 
 
 def read(metrics: Metrics) -> list[Finding]:
-    """Findings from a step's metrics, problems first; what was not measured is not judged, NaN and None included.
+    """Return the findings for a step's metrics, problems first. Missing, NaN and None metrics are skipped.
 
-    Beside the names of metrics.jsonl: mismatch/inside_abs_mean and inside_abs_max (|delta| where both log-probs are
-    finite; without them, of all tokens), mismatch/tail_abs_mean and head_abs_mean (of those of probability below 0.1,
-    and of 0.9 and more), history/k3_first and history/k3_last (mean mismatch/k3 of the run's
-    first and last quarter), weights/ess_frac and weights/zero_frac (of the correction weights over the tokens).
+    In addition to the metrics of metrics.jsonl it reads:
+
+        mismatch/inside_abs_mean, inside_abs_max  |delta| of tokens with finite log-probs; default: of all tokens
+        mismatch/tail_abs_mean                    the same for tokens of probability below 0.1
+        mismatch/head_abs_mean                    the same for tokens of probability 0.9 or more
+        history/k3_first, history/k3_last         mean mismatch/k3 over the first and last quarter of the run
+        weights/ess_frac, weights/zero_frac       of the correction weights over the tokens
     """
     known = {name: value for name, value in metrics.items() if value is not None and value == value}
     found = [finding for check in _CHECKS for finding in check(known)]
@@ -77,37 +82,40 @@ def _mismatch(m: Mapping[str, float]) -> Iterable[Finding]:
     evidence = _evidence(m, *names)
     mean = m.get("mismatch/inside_abs_mean", m.get("mismatch/delta_abs_mean", 0.0))
     largest = m.get("mismatch/inside_abs_max", m["mismatch/delta_abs_max"])
-    sizes = f"|delta| is {number(mean)} nats in the mean and {number(largest)} at most"
+    sizes = f"mean |delta| is {number(mean)} nats, the maximum {number(largest)}"
     outside = m.get("mismatch/outside_frac", 0.0)
     if outside > 0.0:
         yield Finding(
             "watch" if outside > OUTSIDE_WATCH else "fine",
-            f"{percent(outside)} of the tokens are outside the learner's truncated distribution, or the sampler's. "
-            "They have ratio 0 and give no gradient; mismatch/delta_* counts them as 20 nats, this reading does not.",
+            f"{percent(outside)} of the tokens are outside the truncated distribution of the learner or of the "
+            "sampler. They have ratio 0 and no gradient. mismatch/delta_* counts them as 20 nats; the findings here "
+            "leave them out.",
             _evidence(m, "mismatch/outside_frac", "mismatch/delta_abs_mean", "mismatch/delta_abs_max"),
         )
     if m["mismatch/delta_abs_max"] == 0.0:
-        yield Finding("fine", "Sampler and learner gave every sampled token the same log-prob, bit for bit.", evidence)
+        yield Finding(
+            "fine", "The log-probs of sampler and learner agree bit for bit at every sampled token.", evidence
+        )
     elif m.get("mismatch/chi2_token", 0.0) >= CHI2_PROBLEM or m.get("mismatch/ess_frac", 1.0) < ESS_PROBLEM:
         yield Finding(
             "problem",
-            f"The sampler is another policy than the learner: {sizes}, and weighting by the ratio leaves "
-            f"{percent(m.get('mismatch/ess_frac'))} of the tokens' worth. quant.learner: aligned removes it; a "
-            "correction (correction.preset) only bounds it.",
+            f"Sampler and learner are different policies: {sizes}, and the effective sample size with importance "
+            f"weights is {percent(m.get('mismatch/ess_frac'))} of the tokens. quant.learner: aligned removes the "
+            "mismatch; a correction (correction.preset) only bounds it.",
             evidence,
         )
     elif largest >= DELTA_MAX_WATCH:
         yield Finding(
             "watch",
-            f"A few tokens differ much: {sizes}. VeXact saw extremes near 1.0 beside a small mean in runs that "
-            "later collapsed; a token-level truncation (correction.preset: tis) bounds what they weigh.",
+            f"A few tokens differ strongly: {sizes}. VeXact saw maxima near 1.0 with a small mean in runs that later "
+            "collapsed. Truncation per token (correction.preset: tis) bounds their weight.",
             evidence,
         )
     elif mean >= DELTA_MEAN_WATCH or m.get("mismatch/chi2_token", 0.0) >= CHI2_WATCH:
         yield Finding(
             "watch",
-            f"Sampler and learner differ at many tokens: {sizes}. A usual clip range of 0.2 is soon used up by "
-            "that alone; quant.learner: aligned removes it, a correction bounds it.",
+            f"Sampler and learner differ at many tokens: {sizes}. This alone uses up much of a usual clip range of "
+            "0.2. quant.learner: aligned removes the mismatch, a correction bounds it.",
             evidence,
         )
     else:
@@ -120,9 +128,9 @@ def _growth(m: Mapping[str, float]) -> Iterable[Finding]:
         return
     yield Finding(
         "watch",
-        f"K3 between learner and sampler grew from {number(first)} to {number(last)} nats a token over the run. VeXact "
-        "saw it grow before the reward fell (with the ratio against the sampler; against the learner's own recomputed "
-        "log-probs it stayed flat while training failed, so a flat K3 is no proof).",
+        f"K3 between learner and sampler grew from {number(first)} to {number(last)} nats per token over the run. "
+        "VeXact saw it grow before the reward fell, with the ratio against the sampler. With the ratio against the "
+        "learner's recomputed log-probs it stayed flat while training failed, so a flat K3 proves nothing.",
         _evidence(m, "history/k3_first", "history/k3_last"),
     )
 
@@ -132,19 +140,19 @@ def _skew(m: Mapping[str, float]) -> Iterable[Finding]:
     if any(name not in m for name in names):
         return
     train_pos, train_neg, rollout_pos, rollout_neg = (m[name] for name in names)
-    if train_pos == train_neg == 0.0:  # the policy has not moved: there is nothing that could be uneven
+    if train_pos == train_neg == 0.0:  # the policy has not moved
         return
     shift_pos, shift_neg = train_pos - rollout_pos, train_neg - rollout_neg
     size = abs(rollout_pos) + abs(rollout_neg)
-    # A shift that pushes both signs alike in size, one up and one down, cancels in the sum.
+    # A shift of equal size for both signs, in opposite directions, cancels in the sum.
     skew = abs(shift_pos + shift_neg)
     if skew > max(SKEW_WATCH * size, SKEW_FLOOR):
         yield Finding(
             "watch",
-            f"The recomputed ratio pushes the two signs unevenly: C(r) = -(r - 1) A is {number(train_pos)} for A > 0 "
-            f"and {number(train_neg)} for A < 0 against the learner's own log-probs, {number(rollout_pos)} and "
-            f"{number(rollout_neg)} against the sampler's. VeXact takes such a skew for the first sign of trouble; "
-            "objective.ratio: rollout (correction.preset: bypass) works with the latter.",
+            f"The recomputed ratio shifts the two signs unevenly: C(r) = -(r - 1) A is {number(train_pos)} for A > 0 "
+            f"and {number(train_neg)} for A < 0 with the learner's recomputed log-probs, but {number(rollout_pos)} and "
+            f"{number(rollout_neg)} with the sampler's. VeXact reports such a skew as the first sign of instability. "
+            "objective.ratio: rollout (correction.preset: bypass) uses the ratio against the sampler.",
             _evidence(m, *names),
         )
 
@@ -155,9 +163,9 @@ def _tail(m: Mapping[str, float]) -> Iterable[Finding]:
         return
     yield Finding(
         "watch",
-        f"The gap is in the tail: {number(tail)} nats for tokens of probability below 0.1, {number(head)} from 0.9 on. "
-        "Rounding does that (DVP bounds it by 2 eps (1 - p)); objective.dvp_rho takes the least probable tokens out of "
-        "both sides.",
+        f"The gap is in the tail: {number(tail)} nats for tokens of probability below 0.1, {number(head)} for tokens "
+        "of 0.9 or more. Rounding causes this pattern (DVP bounds it by 2 eps (1 - p)). objective.dvp_rho removes the "
+        "least probable tokens from both distributions.",
         _evidence(m, "mismatch/tail_abs_mean", "mismatch/head_abs_mean"),
     )
 
@@ -178,14 +186,14 @@ def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
     phantom, clipped = m.get("precision/phantom_frac"), m.get("precision/clipped_frac", 0.0)
     lost = ""
     if (share := m.get("precision/phantom_lost_frac")) is not None:
-        lost = f" {percent(share)} of all tokens lose their gradient by it, although they have not changed."
+        lost = f" {percent(share)} of all tokens lose their gradient this way, although the policy has not moved there."
     if m["precision/beta_abs_max"] == 0.0:
-        yield Finding("fine", "The learner computes as the sampler does: beta is 0 at every token.", evidence)
+        yield Finding("fine", "The learner computes exactly as the sampler: beta is 0 at every token.", evidence)
     elif phantom is None:
         yield Finding(
             "fine",
-            "The objective clips nothing, so precision takes no token's gradient; it moves the "
-            f"log-probs by {number(m.get('precision/beta_abs_mean'))} nats in the mean.",
+            "The objective clips nothing, so no token loses its gradient because of precision. Precision changes the "
+            f"log-probs by {number(m.get('precision/beta_abs_mean'))} nats on average.",
             evidence,
         )
     elif phantom >= PHANTOM_PROBLEM:
@@ -199,15 +207,15 @@ def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
     elif phantom >= PHANTOM_WATCH:
         yield Finding(
             "watch",
-            f"{percent(phantom)} of the tokens are outside the clip bounds by precision alone, "
+            f"{percent(phantom)} of the tokens are outside the clip bounds because of precision alone, "
             f"{percent(clipped)} because the policy moved.{lost}",
             evidence,
         )
     else:
         yield Finding(
             "fine",
-            f"Precision alone takes {percent(phantom)} of the tokens out of the clip bounds, the "
-            f"policy's movement alone (alpha) {percent(clipped)}.",
+            f"Precision alone moves {percent(phantom)} of the tokens outside the clip bounds; the policy's movement "
+            f"alone (alpha) moves {percent(clipped)}.",
             evidence,
         )
     snr = m.get("precision/snr")
@@ -215,15 +223,15 @@ def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
         yield Finding(
             "watch",
             f"The ratio is mostly precision: mean |alpha| is {number(m.get('precision/alpha_abs_mean'))} nats, mean "
-            f"|beta| {number(m.get('precision/beta_abs_mean'))}. Early in a run that is usual, since the policy has "
-            "hardly moved; what it costs is phantom clipping, if there is any.",
+            f"|beta| {number(m.get('precision/beta_abs_mean'))}. This is usual early in a run, when the policy has "
+            "hardly moved. It does harm only through phantom clipping.",
             evidence,
         )
     if clipped > CLIPPED_WATCH:
         yield Finding(
             "watch",
-            f"The policy's movement alone (alpha) takes {percent(clipped)} of the tokens out of the "
-            "band; lower optim.lr, take fewer optimizer steps a batch, or widen the band.",
+            f"The policy's movement alone (alpha) moves {percent(clipped)} of the tokens outside the band; lower "
+            "optim.lr, take fewer optimizer steps per batch, or widen the band.",
             evidence,
         )
 
@@ -236,17 +244,17 @@ def _gradients(m: Mapping[str, float]) -> Iterable[Finding]:
     if cosine >= COSINE_WATCH:
         yield Finding(
             "fine",
-            f"The gradient points where it would without the precision gap (cosine {number(cosine)}, "
-            "clipping left aside).",
+            f"The gradient has the direction it would have without the precision gap (cosine {number(cosine)}, "
+            "without clipping).",
             evidence,
         )
         return
     ratio, score = m.get("gradients/ratio_rel", 0.0), m.get("gradients/score_rel", 0.0)
-    source = "through the ratio" if ratio > score else "through the score, which no choice of ratio mends"
+    source = "through the ratio" if ratio > score else "through the score, which no choice of ratio fixes"
     yield Finding(
         "problem" if cosine < COSINE_PROBLEM else "watch",
-        f"The precision gap turns the gradient: its cosine with the clean one is {number(cosine)}, above 0.95 in the "
-        f"TRL study; most of it comes {source}.",
+        f"The precision gap changes the direction of the gradient: its cosine with the clean gradient is "
+        f"{number(cosine)} (above 0.95 in the TRL study). Most of the effect comes {source}.",
         evidence,
     )
 
@@ -257,21 +265,22 @@ def _clipped_gradient(m: Mapping[str, float]) -> Iterable[Finding]:
         return
     yield Finding(
         "problem" if cosine < COSINE_PROBLEM else "watch",
-        f"What precision alone clips turns the gradient: with clipping its cosine with the clean one is "
-        f"{number(cosine)} (0.55 in the TRL study's failing run), and what is clipped or not by precision alone makes "
-        f"{number(clip)} of its size. objective.loss: no_clip or detach, or objective.ratio: shadow leaves them in.",
+        f"Phantom clipping changes the direction of the gradient: with clipping, its cosine with the clean gradient is "
+        f"{number(cosine)} (0.55 in the failing run of the TRL study). Tokens clipped or not by precision alone "
+        f"change it by {number(clip)} of its norm. objective.loss: no_clip or detach, or objective.ratio: shadow keeps "
+        "these tokens.",
         _evidence(m, "gradients/cos_clipped", "gradients/clip_rel", "gradients/clipped_rel"),
     )
 
 
 def _deployed(m: Mapping[str, float]) -> Iterable[Finding]:
     if "deployed/delta_abs_mean" in m and m["deployed/delta_abs_mean"] == 0.0:
-        why = "The update may be too small for any rounding boundary; raise optim.lr."
+        why = "The update may be too small to cross any rounding boundary; raise optim.lr."
         if m.get("weights/zero_frac") == 1.0:
             why = "The correction left no token to learn from."
         yield Finding(
             "watch",
-            f"The step changed nothing that is served: every log-prob is what it was. {why}",
+            f"The step did not change the served policy: every log-prob is the same as before. {why}",
             _evidence(m, "deployed/delta_abs_mean", "quant/codes_changed_frac", "weights/zero_frac"),
         )
     efficiency = m.get("deployed/efficiency")
@@ -279,14 +288,14 @@ def _deployed(m: Mapping[str, float]) -> Iterable[Finding]:
         return
     evidence = _evidence(m, "deployed/improvement", "deployed/delta_abs_mean", "deployed/efficiency")
     what = f"{percent(efficiency)} of the served policy's movement was along the advantages"
-    paper = "the TRL study has 7.9% where training worked and 1.3% where it stalled, over 100 steps"
+    paper = "the TRL study reports 7.9% for a run that learned and 1.3% for a run that stalled, over 100 steps"
     if efficiency >= EFFICIENCY_FINE:
-        yield Finding("fine", f"The step improved what is served: {what} ({paper}).", evidence)
+        yield Finding("fine", f"The step improved the served policy: {what} ({paper}).", evidence)
     else:
         yield Finding(
             "watch",
-            f"The step hardly improved what is served: {what}; {paper}. One step is noisy: look at "
-            "several (diagnostics.deployed_every).",
+            f"The step hardly improved the served policy: {what} ({paper}). One step is noisy: measure several "
+            "(diagnostics.deployed_every).",
             evidence,
         )
 
@@ -304,16 +313,16 @@ def _error_tokens(m: Mapping[str, float]) -> Iterable[Finding]:
         yield Finding(
             "problem",
             f"Error tokens: {percent(share)} of the tokens are in repetitive or garbled stretches, {percent(negative)} "
-            f"where A < 0 and {percent(positive)} where A > 0. QaRL found such tokens to drive the ratios of punished "
-            "responses to extremes; objective.name: tbpo drops the response once it leaves its band.",
+            f"where A < 0 and {percent(positive)} where A > 0. QaRL found that such tokens drive the ratios of "
+            "responses with A < 0 to extremes. objective.name: tbpo drops a response that leaves its band.",
             evidence,
         )
     else:
         yield Finding(
             "watch",
             f"{percent(share)} of the tokens are in repetitive or garbled stretches, {percent(negative)} where A < 0 "
-            f"and {percent(positive)} where A > 0. That is not QaRL's pattern: the model is that uncertain or "
-            "repetitive by itself, or the task asks for it.",
+            f"and {percent(positive)} where A > 0. This is not QaRL's pattern: the model itself is uncertain or "
+            "repetitive, or the task requires such text.",
             evidence,
         )
 
@@ -324,19 +333,21 @@ def _weights(m: Mapping[str, float]) -> Iterable[Finding]:
     if zero is not None and zero > DROPPED_WATCH:
         yield Finding(
             "watch",
-            f"The correction drops {percent(zero)} of the tokens; what is left may be too little to "
-            "learn from. Widen its bounds, or remove the mismatch at its source.",
+            f"The correction drops {percent(zero)} of the tokens; the rest may be too little to learn from. Widen its "
+            "bounds, or remove the mismatch at its source.",
             evidence,
         )
     elif ess is not None and ess < WEIGHT_ESS_WATCH:
         yield Finding(
             "watch",
-            f"The correction's weights are far from 1: the tokens are worth {percent(ess)} of their "
-            "number after weighting.",
+            f"The correction's weights are far from 1: the effective sample size is {percent(ess)} of the number of "
+            "tokens.",
             evidence,
         )
     elif ess is not None:
-        yield Finding("fine", f"The correction keeps {percent(ess)} of the tokens' worth.", evidence)
+        yield Finding(
+            "fine", f"The correction keeps an effective sample size of {percent(ess)} of the tokens.", evidence
+        )
 
 
 def _evidence(m: Mapping[str, float], *names: str) -> dict[str, float]:

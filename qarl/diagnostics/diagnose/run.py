@@ -1,4 +1,4 @@
-"""`qarl diagnose`: from a run to RUN/diagnose/NNNNNN/ with diagnosis.json, index.html and plots/*.png."""
+"""`qarl diagnose`: diagnose a step of a run and write RUN/diagnose/NNNNNN/ (diagnosis.json, index.html, plots/)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Diagnosed:
-    """What was found, what it says, and the page that shows it."""
+    """A diagnosis, its findings, and the path of the page that shows them."""
 
     diagnosis: Diagnosis
     findings: list[Finding]
@@ -43,17 +43,26 @@ def diagnose_run(
     model: str | None,
     say: Callable[[str], None],
 ) -> Diagnosed:
-    """Look at a step again, and write what was found to `out` (default RUN/diagnose/NNNNNN). The run stays as it is.
+    """Diagnose a step and write the results. The run's own files are not changed.
 
-    step: default the last one with both rollouts and a checkpoint. model: where the base model is now, if it moved.
-    Raises UserError for whatever is missing or damaged, before the model is read where that can be known.
+    Args:
+        run: The run directory.
+        step: The step. None: the last step with both rollouts and a checkpoint.
+        device: auto, cpu or cuda.
+        gradients: Also measure gradients/*.
+        out: Output directory; default RUN/diagnose/NNNNNN.
+        model: Path of the base model, if it was moved.
+        say: Called with a line before each slow part.
+
+    Raises:
+        UserError: A file is missing or damaged. Checked before the model is loaded if possible.
     """
     record = read_run(run)
     chosen = pick_step(run, step)
     saved = read_rollouts(run, chosen)
     if saved.versions is not None:
         raise UserError(
-            f"--step: step {chosen} has tokens of earlier policy versions, whose weights are not in the checkpoint; "
+            f"--step: step {chosen} has tokens from earlier policy versions, whose weights are not in the checkpoint; "
             "give a step of a synchronous run"
         )
     target = resolve_target(str(run), step=chosen, model=model)

@@ -1,4 +1,4 @@
-"""What a run saved of one step: RUN/rollouts/NNNNNN.safetensors, and which steps can be looked at again."""
+"""Read the saved rollouts of a step, RUN/rollouts/NNNNNN.safetensors, and choose a step to diagnose."""
 
 from __future__ import annotations
 
@@ -22,14 +22,22 @@ _FLOATS = ("logp_sampler", "logp_old", "logp", "advantages", "rewards")
 
 @dataclass(frozen=True)
 class SavedStep:
-    """All responses of a training step, on the CPU.
+    """All R responses of a training step, on the CPU. T is the number of tokens written by the policy.
 
-    prompts, responses: token ids of each response's prompt and of the response. groups: of each response, the position
-    of its prompt in the step. version: of the policy that sampled. written: whether the policy wrote each response
-    token; None: all. versions: of the policy that sampled each response token; None: all `version`. T counts the tokens
-    that the policy wrote. logp_sampler, logp_old, logp: (T,) float32, packed;
-    logp is the learner's last training forward over the token. advantages, rewards: (R,) float32. routing: of each
-    response as `Rollout.routing`, where the sampler told its experts.
+    Attributes:
+        step: The training step.
+        version: Policy version that sampled.
+        prompts: Prompt token ids per response.
+        responses: Response token ids per response.
+        groups: Index of the prompt in the step, per response.
+        logp_sampler: (T,) float32, packed, as the sampler reported.
+        logp_old: (T,) float32, learner at the rollout's weights.
+        logp: (T,) float32, the learner's last training forward over the token.
+        advantages: (R,) float32.
+        rewards: (R,) float32.
+        routing: Expert routing per response, see `Rollout.routing`; None if the sampler did not report it.
+        written: Whether the policy wrote each response token; None: all tokens.
+        versions: Policy version that sampled each response token; None: `version` for all tokens.
     """
 
     step: int
@@ -65,25 +73,26 @@ class SavedStep:
 
 
 def pick_step(run: Path, step: int | None) -> int:
-    """The step to look at: `step`, or the last one with both rollouts and a checkpoint.
+    """Return `step`, or the last step with both rollouts and a checkpoint if it is None.
 
-    Raises UserError that names what is missing and the key that makes it.
+    Raises:
+        UserError: Rollouts or checkpoint are missing; the message names the key that enables them.
     """
     drawn, saved = rollout_steps(run), checkpoint_steps(run / "checkpoints")
     if not drawn:
         raise UserError(
-            f"{run}: holds no rollouts/*.safetensors; train with logging.rollout_tensors: true, and "
-            "logging.rollouts_every says how often"
+            f"{run}: holds no rollouts/*.safetensors; train with logging.rollout_tensors: true "
+            "(logging.rollouts_every sets how often they are saved)"
         )
     if not saved:
-        raise UserError(f"{run}: holds no checkpoint; train until checkpoint.every steps are done, or to the end")
+        raise UserError(f"{run}: holds no checkpoint; train for at least checkpoint.every steps, or to the end")
     if step is None:
         both = sorted(set(drawn) & set(saved))
         if not both:
             raise UserError(
                 f"{run}: no step has both rollouts ({_listed(drawn)}) and a checkpoint ({_listed(saved)}); "
-                "make logging.rollouts_every and checkpoint.every meet, and checkpoint.keep_last 0 keeps "
-                "them all"
+                "set logging.rollouts_every and checkpoint.every to coincide, and checkpoint.keep_last: 0 to keep "
+                "all checkpoints"
             )
         return both[-1]
     if step not in drawn:
@@ -100,7 +109,7 @@ def pick_step(run: Path, step: int | None) -> int:
 
 
 def rollout_steps(run: Path) -> list[int]:
-    """Steps with rollouts as tensors, ascending."""
+    """Steps with rollouts saved as tensors, ascending."""
     return list(step_files(run / "rollouts", ".safetensors"))
 
 
@@ -119,7 +128,7 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     if wrong:
         raise UserError(
             f"{path}: {wrong[0]} is {str(tensors[wrong[0]].dtype).removeprefix('torch.')}, which is not "
-            "how a run writes it; give another --step"
+            "the dtype that a run writes; give another --step"
         )
     flat = [name for name in (*_INTEGERS, *_FLOATS) if tensors[name].ndim != 1]
     if flat:
@@ -128,7 +137,7 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
         )
     lengths = {name: tensors[name].tolist() for name in ("prompt_lengths", "response_lengths")}
     if not all(lengths.values()) or min(map(min, lengths.values())) < 1:
-        raise UserError(f"{path}: holds an empty prompt or response, or none at all; give another --step")
+        raise UserError(f"{path}: holds an empty prompt or response, or no responses; give another --step")
     tokens, responses = sum(lengths["response_lengths"]), len(lengths["response_lengths"])
     written = _written(path, tensors.get("written"), lengths["response_lengths"])
     own = tokens if written is None else sum(map(sum, written))
@@ -155,7 +164,7 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     members = groups.count(groups[0])
     if groups != [i // members for i in range(responses)]:
         raise UserError(
-            f"{path}: groups does not number the prompts, responses of one side by side; give another --step"
+            f"{path}: groups does not number the prompts in order, with equal group sizes; give another --step"
         )
     parts = {
         name: [part.tolist() for part in tensors[f"{name}_tokens"].split(lengths[f"{name}_lengths"])]
@@ -179,7 +188,7 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
 
 
 def _versions(path: Path, found: Tensor | None, lengths: list[int]) -> list[list[int]] | None:
-    """Per response. Raises UserError for what a run does not write."""
+    """Policy versions per response. Raises UserError if dtype or shape is wrong."""
     if found is None:
         return None
     if found.dtype != torch.int64 or found.shape != (sum(lengths),):
@@ -188,22 +197,24 @@ def _versions(path: Path, found: Tensor | None, lengths: list[int]) -> list[list
 
 
 def _written(path: Path, found: Tensor | None, lengths: list[int]) -> list[list[bool]] | None:
-    """Per response. Raises UserError for what a run does not write."""
+    """Mask of the policy's own tokens per response. Raises UserError if dtype or shape is wrong."""
     if found is None:
         return None
     if found.dtype != torch.uint8 or found.shape != (sum(lengths),):
         what = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
-        raise UserError(f"{path}: written is {what}, which is not how a run writes it; give another --step")
+        raise UserError(f"{path}: written is {what}, expected uint8 [{sum(lengths)}]; give another --step")
     return [part.bool().tolist() for part in found.split(lengths)]
 
 
 def _routing(path: Path, found: Tensor | None, rows: list[int]) -> list[Tensor] | None:
-    """Of each response; rows: of each. Raises UserError for what a run does not write."""
+    """Routing per response, with the given number of rows each. Raises UserError if dtype or shape is wrong."""
     if found is None:
         return None
     if found.dtype not in (torch.uint8, torch.int16) or found.ndim != 3 or len(found) != sum(rows):
         what = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
-        raise UserError(f"{path}: routing is {what}, which is not how a run writes it; give another --step")
+        raise UserError(
+            f"{path}: routing is {what}, expected uint8 or int16 [{sum(rows)}, layers, experts]; give another --step"
+        )
     return list(found.split(rows))
 
 

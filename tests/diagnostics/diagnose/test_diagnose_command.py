@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_of_the_step_before_leaves_out_what_needs_it_alone(
     masters.write_bytes(masters.read_bytes()[:100])
     found = diagnose(policy, saved, True, True, read_metrics(mismatched / "metrics.jsonl"), say=lambda line: None)
     (line,) = found.left_out
-    where = r"^what the step changed \(deployed/\*, crossings\): .*/000001/masters.safetensors: "
+    where = r"^changes made by the step \(deployed/\*, code flips\): .*/000001/masters.safetensors: "
     assert re.search(where + r"100 bytes, [\d,]+ were written; restore it from a copy, or give another --step$", line)
     whole = diagnosis[0]["record"]["metrics"]
     assert found.metrics == pytest.approx(
@@ -226,8 +226,8 @@ def test_a_step_of_replayed_experts_comes_back_bit_for_bit(qarl, tiny_model, tmp
     told = saved.routing
     for spoiled, words in (
         (None, "holds no routing, which the run replays"),
-        ([rows[:, :1] for rows in told], "its routing is not of the model's experts"),
-        ([torch.full_like(rows, 4) for rows in told], "its routing is not of the model's experts"),
+        ([rows[:, :1] for rows in told], "its routing does not match the model's experts"),
+        ([torch.full_like(rows, 4) for rows in told], "its routing does not match the model's experts"),
     ):
         with pytest.raises(UserError, match=words):
             policy.check_tokens(replace(saved, routing=spoiled))
