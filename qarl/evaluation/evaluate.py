@@ -106,7 +106,7 @@ def evaluate_target(
                     }
                     directory.begin(late, settings.samples)
                     if directory.rows:
-                        console.message(f"resuming: {path} already has {len(directory.rows)} completions")
+                        console.message(f"resuming from {len(directory.rows)} completions in {path}")
                     try:
                         summary = evaluate(
                             opened.engine, opened.policy.version, tasks, settings, rewards, directory, console.phase

@@ -1,4 +1,4 @@
-"""Base classes of the objectives: shared keys, what an objective may override, and its trust band.
+"""Base classes of the objectives: shared keys, methods that an objective may override, and the trust band.
 
 `qarl check` imports these files and the objectives, so none of them imports torch at its top.
 """
@@ -38,7 +38,7 @@ AggregationKey = Annotated[Aggregation, Field(description="How token values beco
 
 
 def _require_name(schema: dict[str, Any], model: type[Section]) -> None:
-    """In the schema, a section without a name is the default objective's alone."""
+    """Make `name` required in the schema, except for the default objective."""
     if model.model_fields["name"].default != DEFAULT:
         schema["required"] = ["name", *schema.get("required", ())]
 
@@ -47,7 +47,7 @@ DEFAULT = "tbpo"
 
 
 class ObjectiveConfig(Section):
-    """Keys that every objective reads. A subclass has its `name`, its own keys, and `surrogate`."""
+    """Keys that every objective reads. A subclass adds `name`, its own keys, and `surrogate`."""
 
     model_config = ConfigDict(json_schema_extra=_require_name)
 
@@ -60,27 +60,27 @@ class ObjectiveConfig(Section):
         "group are computed (DAPO's overlong filtering). They stay in the denominators of the aggregation.",
     )
     kl_coef: float = Field(
-        0.0, ge=0, le=FACTOR, description="Weight of the KL to the policy the run started from; 0 is off."
+        0.0, ge=0, le=FACTOR, description="Weight of the KL divergence to the initial policy of the run. 0: off."
     )
     kl_estimator: Estimator | None = Field(
         None,
         description="Estimator of that KL, per token, with r reference over learner: k1 = -log r, k2 = (log r)^2 / 2, "
         "k3 = r - 1 - log r (default). k1 has the gradient of k2, which is the KL's; its own is 0 in expectation.",
     )
-    entropy_coef: float = Field(0.0, ge=0, le=FACTOR, description="Weight of an entropy bonus; 0 is off.")
+    entropy_coef: float = Field(0.0, ge=0, le=FACTOR, description="Weight of an entropy bonus. 0: off.")
     router_aux_coef: float = Field(
         0.0,
         ge=0,
         le=FACTOR,
         description="Weight of the load-balancing loss of a mixture of experts, on the scale of transformers' "
-        "router_aux_loss_coef: over all layers together, and k for k experts per token that are used equally often; "
-        "0 is off.",
+        "router_aux_loss_coef: computed over all layers together; equal to k if all experts are used equally often and "
+        "each token uses k. 0: off.",
     )
     router_z_coef: float = Field(
         0.0,
         ge=0,
         le=FACTOR,
-        description="Weight of every router's z-loss, the mean square of its logits' log-sum-exp; 0 is off.",
+        description="Weight of the router z-loss, the mean square of the log-sum-exp of the router logits. 0: off.",
     )
     dvp_rho: float | None = Field(
         None,
@@ -104,7 +104,7 @@ class ObjectiveConfig(Section):
     )
 
     own_ratio: ClassVar[RatioKind] = "one"
-    """The ratio of an objective without the key `ratio`."""
+    """Ratio of objectives without the key `ratio`."""
     sequence_ratio: ClassVar[bool] = False
     """The objective has one ratio per response, not one per token."""
     idle_at_zero: ClassVar[bool] = True
@@ -125,17 +125,17 @@ class ObjectiveConfig(Section):
 
     @property
     def router_floor(self) -> float | None:
-        """Least router-shift ratio that multiplies the ratio; None: it is not used."""
+        """Lower bound of the router-shift ratio that multiplies the ratio; None if it is not used."""
         return None
 
     @property
     def band(self) -> Band | None:
-        """Where the ratio still gives gradient; None if no token loses its gradient at a bound."""
+        """Ratios that give a gradient; None if no token loses its gradient at a bound."""
         return None
 
     @property
     def centers(self) -> bool:
-        """`surrogate` reads `SurrogateInputs.center`."""
+        """Whether `surrogate` reads `SurrogateInputs.center`."""
         return False
 
     def center(self, inputs: SurrogateInputs) -> float:
@@ -147,7 +147,7 @@ class ObjectiveConfig(Section):
         return correction
 
     def one_ratio_per_response(self, level: str | None) -> bool:
-        """The estimator weights whole responses (DVP, eq. 22), given `correction.level`."""
+        """Whether the estimator weights whole responses (DVP, eq. 22), given `correction.level`."""
         return self.sequence_ratio or level in ("sequence", "geometric")
 
     def default_pruning(self, level: str | None) -> PruningLevel:
@@ -171,7 +171,7 @@ class ObjectiveConfig(Section):
 
 
 class RatioObjective(ObjectiveConfig):
-    """An objective that clips or gates the ratio chosen by `ratio`."""
+    """Base of objectives that clip or gate the ratio chosen by `ratio`."""
 
     ratio: RatioKind | None = Field(
         None,
@@ -185,8 +185,8 @@ class RatioObjective(ObjectiveConfig):
         gt=0,
         le=1,
         description="Router-shift ratio of a mixture of experts (RSPO, arXiv 2510.23027): the ratio of a token is "
-        "multiplied by exp(-d), at least by this, with d the mean over layers and over the experts at the rollout's "
-        "weights of how far their router log-probs have moved. It has no gradient. null: off.",
+        "multiplied by max(exp(-d), this value). d is the mean change of the router log-probs since the rollout, over "
+        "layers and over the experts used at the rollout's weights. It has no gradient. null: off.",
     )
 
     @property
@@ -206,7 +206,7 @@ class RatioObjective(ObjectiveConfig):
 
 @dataclass(frozen=True)
 class Band:
-    """The ratios that give gradient, bounds included, as reported to diagnostics. A surrogate clips by itself."""
+    """Ratios that give a gradient, bounds included, as reported to diagnostics. Surrogates do their own clipping."""
 
     level: Literal["token", "sequence"]  # one ratio per token, or per response: the geometric mean over its tokens
     high: float  # upper bound for A > 0

@@ -1,8 +1,8 @@
 """What objectives share: their inputs, safe ratios, their result, and statistics that add over micro-batches.
 
-Log-probs are natural, of the sampled token, under the sampling temperature and truncation. -inf is a token outside the
-truncated distribution: it gives finite ratios and no gradient. A NaN is never hidden: it reaches the loss and the
-gradient, and the learner skips the step.
+Log-probs are natural logarithms for the sampled token, with the sampling temperature and truncation applied. A token
+outside the truncated distribution has log-prob -inf; its ratios are finite and it has no gradient. A NaN is never
+hidden: it reaches the loss and the gradient, and the learner skips the step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 Estimator = Literal["k1", "k2", "k3"]
 
 Stats = dict[str, "Tensor"]
-"""Metric name -> float64 (2,): the sum and the count. Those of micro-batches add; `finish_stats` divides once."""
+"""Metric name -> (2,) float64: sum and count. They add over micro-batches; `finish_stats` divides once."""
 
 MAX_EXPONENT = 20.0
-"""Exponents are clamped to +-20 before exp, and the clamped ones are counted (`*_clamped_frac`)."""
+"""Exponents are clamped to +-20 before exp; `*_clamped_frac` counts clamped exponents."""
 
 INFINITE = 1e12
-"""Stands for an infinite log ratio. A mean over fewer than 10^10 tokens still exceeds MAX_EXPONENT, no fp32 sum
-overflows, and two of opposite sign in one response cancel instead of making NaN."""
+"""Replaces an infinite log ratio. A mean over fewer than 10^10 tokens that includes it still exceeds MAX_EXPONENT, fp32
+sums do not overflow, and two of opposite sign in one response cancel instead of giving NaN."""
 
 WEIGHT_MEAN, ESS = "correction/weight_mean", "correction/ess"
 _WEIGHT_SQ_MEAN = "correction/weight_sq_mean"  # intermediate of the effective sample size
@@ -48,7 +48,7 @@ class TokenLogProbs:
 
 
 class Pruned(NamedTuple):
-    """Masks of what has weight 0 because of tokens outside the learner's truncated distribution."""
+    """Tokens and responses with weight 0 because of tokens outside the learner's truncated distribution."""
 
     tokens: Tensor  # (T,) bool, tokens with weight 0
     responses: Tensor  # (R,) bool, responses dropped as a whole because of one of their tokens
@@ -91,7 +91,7 @@ class Surrogate:
 
 
 class Needs(NamedTuple):
-    """What an objective needs beside the three log-probs that are always there."""
+    """What an objective needs in addition to the three log-probs that are always available."""
 
     shadow: bool = False  # logp_shadow (objective.ratio shadow)
     reference: bool = False  # logp_ref (objective.kl_coef > 0)
@@ -101,7 +101,7 @@ class Needs(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Numbers of a whole minibatch that each micro-batch needs."""
+    """Numbers of the whole minibatch that each micro-batch needs."""
 
     center: float = 0.0  # mean over the minibatch's tokens that loss detach_center subtracts
     weight_mean: float = 1.0  # mean correction weight, the divisor of correction.normalize
@@ -165,15 +165,15 @@ def stat(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def ratio_stats(ratio: Tensor, clipped: Tensor, clamped: Tensor, mask: Tensor | None) -> Stats:
-    """Statistics of every objective with a ratio: its mean, clipped and clamped shares, per token or per response."""
+    """Statistics of a ratio, per token or per response: its mean, and the fractions clipped and clamped."""
     return {name: stat(x, mask) for name, x in zip(RATIO_STATS, (ratio, clipped, clamped), strict=True)}
 
 
 def weight_balance(w: Tensor, counted: Tensor) -> Stats:
     """The balance of W, the weight of a token's score (TRL precision study, section 10.2).
 
-    `policy/mu_w`: its mean. `policy/w_negative_frac`: the share below 0. `policy/w_imbalance`: the sum of positive ones
-    over the absolute sum of negative ones, 0.0 without any of the latter.
+    `policy/mu_w`: mean of W. `policy/w_negative_frac`: fraction below 0. `policy/w_imbalance`: sum of the positive
+    weights over the absolute sum of the negative ones; 0.0 if no weight is negative.
     """
     import torch
 
@@ -187,7 +187,7 @@ def weight_balance(w: Tensor, counted: Tensor) -> Stats:
 
 
 def bound_stats(bounded: Tensor, ratio: Tensor, mask: Tensor | None) -> Stats:
-    """Bias and variance that bounding the ratios to weights brings, per token or response (survey, section on TIS).
+    """Bias and variance caused by bounding the ratios to weights, per token or response (survey, section on TIS).
 
     `correction/bias` = mean(w - r), `correction/variance` = mean(w^2) - mean(w)^2, before rules and veto.
     """
@@ -201,7 +201,7 @@ def weight_stats(weights: Tensor, mask: Tensor | None = None) -> Stats:
 
 
 def add_stats(total: Stats, part: Stats) -> Stats:
-    """Statistics of two disjoint parts together. A name may occur in one of them only."""
+    """Combine the statistics of two disjoint parts. A name may be missing in one of them."""
     both = total.keys() & part.keys()
     return total | part | {name: total[name] + part[name] for name in both}
 

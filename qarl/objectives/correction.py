@@ -1,9 +1,9 @@
 """Correction of the mismatch between sampler and learner: importance weights, rejection rules and a veto.
 
-A correction multiplies the surrogate with a weight per token, without gradient. Bounds are on ratios learner over
-sampler, never on the inverse. Rejected tokens keep their place in the denominators of the aggregation (VeXact,
-equations 8 to 11). Pruned tokens have weight 0 and count as unmoved (ratio 1) in everything computed over a response:
-whether they drop their response is decided by the pruning alone.
+A correction multiplies the surrogate by a weight per token, without gradient. Bounds apply to the ratio learner over
+sampler, never to its inverse. Rejected tokens still count in the denominators of the aggregation (VeXact, equations 8
+to 11). Pruned tokens have weight 0 and count as unmoved (ratio 1) in everything computed over a response. Only pruning
+itself decides whether they drop their response.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REJECTED = "correction/rejected_frac"
 
 
 def per_token(config: CorrectionConfig) -> bool:
-    """Tokens of a response may have different weights. Statistics are then per token, else per response."""
+    """Whether tokens of a response may have different weights. If so, statistics are per token, else per response."""
     return config.level == "token" or any(rule.per_token for rule in config.reject or ())
 
 
@@ -46,14 +46,14 @@ def correct(
     per non-empty response:
 
         correction/weight_mean, correction/ess  of the final weights
-        correction/rejected_frac    weight 0 for any reason; a response counts if all its tokens have weight 0
-        correction/raw_ratio_mean   weights before bounding
+        correction/rejected_frac    fraction with weight 0; a response counts if all its tokens have weight 0
+        correction/raw_ratio_mean   mean ratio before bounding
         correction/bias, correction/variance  see `bound_stats`
         correction/cap              upper bound of the weights, if `correction.cap` is auto
-        correction/clamped_frac     exponents of weights clamped to +-20
+        correction/clamped_frac     fraction of weights with an exponent clamped to +-20
 
-    Per non-empty response: `correction/veto_frac`, the share that each rule rejects (rules of aggregate token: per
-    token), and `correction/rule_clamped_frac` (an exponent of a rule was clamped).
+    Always per non-empty response: `correction/veto_frac`, `correction/rule_clamped_frac` (an exponent of a rule was
+    clamped), and the fraction that each rule rejects (per token for rules with aggregate token).
     """
     present, stats = segments.present, Stats()
     keep, keep_tokens = torch.ones_like(present), torch.ones_like(segments.index, dtype=torch.bool)
@@ -100,14 +100,14 @@ def importance_weights(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the bounded ratio learner over sampler, 0 if pruned: (T,) at level token, else (R,), without gradient.
 
-    level: `token` exp(o_t - b_t); `sequence` exp(sum_t); `geometric` exp(mean_t), shared by the response's tokens.
-    mode: `truncate` the ratio to [lower, upper] (TIS); `mask` it to 0 outside, bounds included (MIS, IcePop); `raw`,
-    unbiased if per response, with a variance that grows with the length.
+    level: `token` is exp(o_t - b_t), `sequence` exp(sum_t) and `geometric` exp(mean_t); the tokens of a response share
+    the last two. mode: `truncate` clips the ratio to [lower, upper] (TIS); `mask` sets it to 0 outside of the bounds
+    (MIS, IcePop); `raw` keeps it, which is unbiased per response, with a variance that grows with the length.
 
     Returns:
         The weights, the ratio before bounding, and the bool mask of exponents clamped to +-20.
     """
-    assert config.signal is not None, "a checked configuration says it"
+    assert config.signal is not None, "config.signal is set by validation"
     x, gone = _log_ratio(config.signal, logps, pruned), pruned.responses
     if config.level == "token":
         exponent, gone = x, pruned.tokens
@@ -131,10 +131,10 @@ def importance_weights(
 
 @torch.no_grad()
 def optimal_cap(config: CorrectionConfig, logps: TokenLogProbs, segments: Segments, pruned: Pruned) -> float | None:
-    """C* = sqrt(2 (1 + chi2)), the cap that minimises the bound of a truncated weight's mean squared error.
+    """Compute C* = sqrt(2 (1 + chi2)), the cap that minimises the bound of a truncated weight's mean squared error.
 
-    1 + chi2 is the mean square of the ratio learner over sampler, per token or per response as `config.level` says,
-    over what is not pruned (survey, section on sequence-level truncation).
+    1 + chi2 is the mean square of the ratio learner over sampler, per token or per response according to
+    `config.level`, without pruned tokens (survey, section on sequence-level truncation).
 
     Returns:
         The cap; None unless `correction.cap` is auto, or if nothing is left to average.
@@ -151,7 +151,7 @@ def optimal_cap(config: CorrectionConfig, logps: TokenLogProbs, segments: Segmen
 def mean_weight(config: CorrectionConfig, logps: TokenLogProbs, segments: Segments, pruned: Pruned) -> float:
     """Mean importance weight before rules and veto, over tokens at level token, else over non-empty responses.
 
-    What is pruned counts with weight 0. The mean is 1.0 without weights, or if all of them are 0.
+    Pruned tokens and responses count with weight 0. Returns 1.0 if there are no weights, or if all are 0.
     """
     if config.level == "none":
         return 1.0
@@ -163,10 +163,10 @@ def mean_weight(config: CorrectionConfig, logps: TokenLogProbs, segments: Segmen
 
 
 def kept(log_ratio: Tensor, segments: Segments, rule: RejectRule) -> tuple[Tensor, Tensor]:
-    """Find what a rule keeps, lower <= score <= upper, given the log ratio (T,) of the rule's signal.
+    """Find the responses or tokens that a rule keeps (lower <= score <= upper), given its signal's log ratio (T,).
 
     Computed in float64: k3 of a small mismatch is a difference of nearly equal numbers, and thresholds are of order
-    1e-3. An empty response is kept, and so is one with a NaN: it has to reach the loss.
+    1e-3. Empty responses are kept. Responses with a NaN are kept too, because the NaN has to reach the loss.
 
     Returns:
         (R,) bool, responses kept, or (T,) bool, tokens kept, for aggregate token; and (R,) bool, responses with an

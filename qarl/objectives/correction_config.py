@@ -1,8 +1,8 @@
 """The `correction` section: importance weights, rejection rules, a veto, and named presets of them.
 
-Presets have the names and bounds of verl (trainer/config/algorithm.py, RolloutCorrectionConfig), whose rejection by k1
-between two ratio bounds is a ratio rule here, with bounds on the ratio itself; and of VeXact (section 4.2 and appendix
-A.4, with tau_tok 2 and tau_seq 1e-3).
+Presets have the names and bounds of verl (trainer/config/algorithm.py, RolloutCorrectionConfig) and of VeXact (section
+4.2 and appendix A.4, with tau_tok 2 and tau_seq 1e-3). verl rejects by k1 between two ratio bounds; here this is a rule
+with estimator ratio and bounds on the ratio itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PRESETS: dict[str, Preset] = {
     "k3_rs": Preset(reject=_K3_RS),
     "k3_rs_token_tis": Preset(_TOKEN_TIS, _K3_RS),
     "k3_rs_seq_tis": Preset(_SEQ_TIS, _K3_RS),
-    # In verl's bypass the rejected ratio is that of the loss, learner now over sampler.
+    # In verl's bypass mode, rejection uses the ratio of the loss, learner now over sampler.
     "bypass_geo_rs": Preset(reject=_BYPASS_GEO_RS, ratio="rollout"),
     "bypass_k3_rs": Preset(reject=(_rule("k3", "mean", 0.01, signal="rollout"),), ratio="rollout"),
     # verl's bypass mode with loss_type reinforce: the weight is learner now over sampler, and nothing is clipped.
@@ -70,10 +70,10 @@ else:
 
 
 class RejectRule(Section):
-    """Drop responses, or tokens, whose score is outside the bounds. Bounds are on learner over sampler."""
+    """Drops responses or tokens with a score outside the bounds. Bounds apply to learner over sampler."""
 
     estimator: Literal["k1", "k2", "k3", "ratio"] = Field(
-        description="What a token shows, with r learner over sampler: k1 = -log r, k2 = (log r)^2 / 2, "
+        description="Score of a token, with r learner over sampler: k1 = -log r, k2 = (log r)^2 / 2, "
         "k3 = r - 1 - log r, or the ratio r itself."
     )
     signal: Literal["corr", "rollout"] = Field(
@@ -85,10 +85,10 @@ class RejectRule(Section):
         "response; can be combined with any weight."
     )
     lower: float | None = Field(
-        None, ge=-SCORE, le=SCORE, description="Dropped below this; for k1 and ratio. null: no lower bound."
+        None, ge=-SCORE, le=SCORE, description="Scores below this are dropped; for k1 and ratio. null: no lower bound."
     )
     upper: float | None = Field(
-        None, ge=-SCORE, le=SCORE, description="Dropped above this. null: no upper bound (ratio only)."
+        None, ge=-SCORE, le=SCORE, description="Scores above this are dropped. null: no upper bound (ratio only)."
     )
 
     def faults(self) -> Iterator[Fault]:
@@ -110,17 +110,17 @@ class RejectRule(Section):
 
     @property
     def per_token(self) -> bool:
-        """The rule drops tokens, not responses."""
+        """Whether the rule drops tokens, not responses."""
         return self.aggregate == "token"
 
     @property
     def metric(self) -> str:
-        """Name of the share that the rule rejects, of responses or of tokens."""
+        """Metric name of the fraction of responses or tokens that the rule rejects."""
         return f"correction/reject_{self.signal}_{self.estimator}_{self.aggregate}_frac"
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """What the rule measures; two rules of one configuration must not share it."""
+        """What the rule measures. Two rules of a configuration must differ in it."""
         return self.signal, self.estimator, self.aggregate
 
     def __str__(self) -> str:
@@ -162,7 +162,7 @@ class CorrectionConfig(Section):
     reject: list[RejectRule] | None = Field(
         None,
         max_length=ITEMS,
-        description="Rules that drop responses, or tokens; training uses those that pass all rules.",
+        description="Rules that drop responses or tokens. Training uses those that pass all rules.",
     )
     veto: float | None = Field(
         None,
@@ -178,12 +178,12 @@ class CorrectionConfig(Section):
 
     @property
     def active(self) -> bool:
-        """Anything is weighted, rejected or vetoed."""
+        """Whether the correction weights, rejects or vetoes anything."""
         return self.level != "none" or bool(self.reject) or self.veto is not None
 
     @property
     def needs_minibatch(self) -> bool:
-        """The weights depend on the whole minibatch."""
+        """Whether the weights depend on the whole minibatch."""
         return self.normalize or self.cap == "auto"
 
     def capped(self, cap: float | None) -> CorrectionConfig:
@@ -233,7 +233,7 @@ class CorrectionConfig(Section):
         seen: set[tuple[str, str, str]] = set()
         for index, rule in enumerate(self.reject or ()):
             if rule.identity in seen:
-                text = "measures the same as a rule before it; write one rule with both bounds"
+                text = "measures the same as an earlier rule; write one rule with both bounds"
                 yield Fault(("reject", index), str(rule), text)
             seen.add(rule.identity)
 

@@ -2,7 +2,7 @@
 
     def name(inputs: SurrogateInputs, **kwargs) -> Surrogate
 
-or a class that is instantiated once per run with the kwargs and whose instance is called with the inputs. Ratio,
+or a class. A class is instantiated once per run with the kwargs, and the instance is called with the inputs. Ratio,
 advantages, correction, vocabulary pruning, penalties and aggregation are keys of the section, as for every objective.
 Example: `examples/custom_objective.py`.
 """
@@ -44,7 +44,7 @@ class Custom(RatioObjective):
     )
     kwargs: dict[str, JsonValue] = Field({}, description="Keyword arguments of the function, or of the class.")
 
-    idle_at_zero: ClassVar[bool] = False  # it may give a response with advantage 0 a value
+    idle_at_zero: ClassVar[bool] = False  # a response with advantage 0 may have a value
 
     @property
     def file(self) -> str | None:
@@ -115,7 +115,7 @@ def _check_call(function: Callable[..., Any], arguments: tuple[Any, ...], kwargs
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:  # for example a function written in C
-        raise UserError("does not say its arguments, must be f(inputs, **kwargs)") from error
+        raise UserError("has no signature that can be read; must be f(inputs, **kwargs)") from error
     try:
         signature.bind(*arguments, **kwargs)
     except TypeError as error:
@@ -124,7 +124,7 @@ def _check_call(function: Callable[..., Any], arguments: tuple[Any, ...], kwargs
 
 
 def _fault(result: Any, inputs: SurrogateInputs) -> str | None:
-    """Say why the result is not a surrogate of these tokens; None if it is."""
+    """Explain why the result is not a surrogate of these tokens; None if it is."""
     import torch
 
     if not isinstance(result, Surrogate):

@@ -3,11 +3,11 @@
     log s = mean_t c_t    J = s A
     c_t = min(log r_t, clip_ratio_high) if A > 0, else max(log r_t, -clip_ratio_low)
 
-A token beyond its bound has no gradient, and counts in s with the bound; the other tokens of its response keep theirs.
-GSPO clips whole responses instead. Both bounds are of the log ratio; the paper's are 0.4.
+A token beyond its bound has no gradient and counts in s with the bound. The other tokens of its response keep their
+gradient, whereas GSPO clips whole responses. Both bounds apply to the log ratio; the paper uses 0.4.
 
-rspo is gmpo whose ratios are multiplied by the router-shift ratio before they are clipped (Zhang et al. 2025,
-arXiv 2510.23027): see `objective.router_shift_floor`, which every objective with a ratio has.
+rspo is gmpo with ratios multiplied by the router-shift ratio before clipping (Zhang et al. 2025, arXiv 2510.23027).
+Every objective with a ratio supports this through `objective.router_shift_floor`.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ class RSPO(GMPO):
         0.8,
         gt=0,
         le=1,
-        description="The least router-shift ratio (default 0.8, a choice of this project).",
+        description="Lower bound of the router-shift ratio (default 0.8, a choice of this project).",
     )

@@ -4,7 +4,7 @@
 
 dapo            a higher upper bound (clip-higher), averaged over all tokens (Yu et al. 2025). Dynamic sampling, DAPO's
                 other half, is not part of an objective.
-dual_clip_grpo  A < 0: J_t = max(that, clip_ratio_c A), so a ratio above clip_ratio_c gives no gradient (Ye et al. 2020)
+dual_clip_grpo  A < 0: J_t = max(J_t, clip_ratio_c A), so a ratio above clip_ratio_c has no gradient (Ye et al. 2020)
 positive_only   grpo without the responses of A < 0 (an ablation of QaRL, figure 8)
 
 `objective.loss` detach and detach_center (TRL precision study, section 10.1) keep min and clip out of the backward, so

@@ -64,14 +64,21 @@ class Objective:
     ) -> tuple[Tensor, Stats]:
         """Compute the loss of one micro-batch: minus the aggregate of w * surrogate - kl_coef * K + entropy_coef * H.
 
-        The correction weight w multiplies the surrogate alone. The KL and the entropy count at every token, rejected,
-        pruned or not, because they are of the learner's own distribution. Losses of the micro-batches of a minibatch
-        add up to its loss, and their statistics by `add_stats`.
+        The correction weight w multiplies only the surrogate. KL and entropy are properties of the learner's own
+        distribution, so they count at every token, including rejected and pruned ones. The losses of the micro-batches
+        add up to the loss of the minibatch; `add_stats` adds their statistics.
+
+        Args:
+            logps: Log-probs of the T tokens.
+            advantages: (R,) advantages.
+            segments: The response of each token.
+            totals: Sizes of the whole minibatch.
+            constants: Result of `constants` for the whole minibatch, if `needs.minibatch`.
 
         Returns:
-            The loss, and the statistics of the surrogate, of the correction and of `_token_stats`. With them
-            `policy/zero_weight_responses_frac`: non-empty responses whose tokens all have weight 0, because of the
-            correction (mask, rule, veto), pruning, or both.
+            The loss, and the statistics of the surrogate, the correction and `_token_stats`. They include
+            `policy/zero_weight_responses_frac`: fraction of non-empty responses in which all tokens have weight 0,
+            because of the correction (mask, rule, veto), pruning, or both.
         """
         config = self.config
         inputs = self._inputs(logps, advantages, segments, constants.center)
@@ -108,7 +115,7 @@ class Objective:
 
     @property
     def needs(self) -> Needs:
-        """What the learner has to compute beside the three log-probs."""
+        """What the learner has to compute in addition to the three log-probs."""
         return Needs(
             shadow=self.ratio == "shadow",
             reference=self.config.kl_coef > 0.0,
@@ -119,7 +126,7 @@ class Objective:
 
     @property
     def zero_advantage_is_idle(self) -> bool:
-        """A response with advantage 0 has exactly no gradient, so it needs no backward."""
+        """Whether responses with advantage 0 have exactly zero gradient, so that they need no backward."""
         config = self.config
         everywhere = (config.kl_coef, config.entropy_coef, config.router_aux_coef, config.router_z_coef)
         return config.idle_at_zero and not config.centers and not any(everywhere)
@@ -160,13 +167,14 @@ class Objective:
 
     @torch.no_grad()
     def pruned(self, logps: TokenLogProbs, segments: Segments) -> Pruned:
-        """Find what has weight 0 because of sampled tokens outside the learner's truncated distribution.
+        """Find tokens and responses that get weight 0 because of tokens outside the learner's truncated distribution.
 
-        A token is outside if the learner's log-prob is -inf, now or at the rollout's weights; with ratio shadow also if
-        the shadow's is. Dynamic vocabulary pruning (DVP, theorem 5.3, equation 22) has an estimator over trajectories:
-        the ratio of a response with a token outside is 0, so the whole response is dropped. This holds for DVP only.
-        After an update the learner's top-p or top-k set differs from the rollout's, and a few tokens per thousand fall
-        out of it. Dropping their responses would drop most long responses, so only the token gets weight 0.
+        A token is outside if the learner's log-prob is -inf, now or at the rollout's weights. With ratio shadow, it is
+        also outside if the shadow's log-prob is -inf. Dynamic vocabulary pruning (DVP, theorem 5.3, equation 22) has an
+        estimator over trajectories: the ratio of a response with a token outside is 0, so the whole response is
+        dropped. This does not apply to top-p and top-k. After an update the learner's set differs from the rollout's,
+        and a few tokens per thousand fall outside. Dropping their responses would drop most long responses, so only
+        the token gets weight 0.
 
         Weight 0 is exact: no value and no gradient. Pruned tokens stay in the denominators of the aggregation, like
         rejected ones. A token with a NaN is never pruned, nor is its response: the NaN has to reach the loss.
@@ -282,8 +290,8 @@ def _token_stats(logps: TokenLogProbs, inputs: SurrogateInputs) -> Stats:
 def contribution_stats(logps: TokenLogProbs, advantages: Tensor, segments: Segments, pruned: Pruned) -> Stats:
     """Means of the zero-centred contribution C(r) = -(r - 1) A by the sign of A (VeXact section 4.1, figure 5).
 
-    `train` has r = exp(l - o), which drives a recomputed update; `rollout` has r = exp(l - b). They are equal without
-    mismatch. A gap for one sign only is the paper's early sign of instability. Pruned tokens do not count.
+    `train` uses r = exp(l - o), the ratio of a recomputed update; `rollout` uses r = exp(l - b). They are equal without
+    mismatch. A gap for only one sign is the paper's early sign of instability. Pruned tokens do not count.
     """
     advantage, live = segments.expand(advantages), ~pruned.tokens
     stats = Stats()

@@ -1,4 +1,4 @@
-"""The registered objectives; `objective.name` chooses one. A new one is its file and its entry here."""
+"""The registered objectives; `objective.name` selects one. To add one, write its file and add it here."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Reinforce(ObjectiveConfig):
     """The policy gradient, with rewards whitened over the batch."""
 
     name: Literal["reinforce"] = Field(
-        "reinforce", description="The policy gradient, without a ratio, of batch-whitened rewards (Williams 1992)."
+        "reinforce", description="The policy gradient without a ratio, with batch-whitened rewards (Williams 1992)."
     )
     advantage: AdvantageKey = "reinforce"
     aggregation: AggregationKey = "seq-mean-token-sum"
@@ -30,7 +30,7 @@ class Reinforce(ObjectiveConfig):
         return Surrogate(inputs.token_advantages * logp.masked_fill(logp.isinf(), 0.0))
 
     def one_ratio_per_response(self, level: str | None) -> bool:
-        """Without a weight this is the paper's estimator over trajectories. A weight per token makes it per token."""
+        """True without token weights: the estimator over trajectories. Weights per token make it per token."""
         return level != "token"
 
 

@@ -2,8 +2,8 @@
 
     J_t = f(r_t) A    f(r) = sigmoid(tau (r - 1)) 4 / tau    tau = sapo_tau_pos for A > 0, else sapo_tau_neg
 
-Ratios far from 1 fade out instead of losing their gradient at a bound, faster for A < 0 with the larger temperature.
-f'(1) = 1, so on policy the gradient is that of r A.
+The gradient decays smoothly for ratios far from 1 instead of vanishing at a bound. It decays faster for A < 0, which
+has the larger temperature. f'(1) = 1, so the on-policy gradient is that of r A.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 A minibatch is a vector of T tokens: R responses of different lengths, one after another.
 
-The order of a sum decides whether a run is repeatable. `index_add` uses atomics on CUDA, so its order varies. A
-difference of cumulative sums is too inexact for the narrow bands of TBPO in a long pack. `segment_reduce` and a row
-sum over a padded matrix choose their order by alignment and width, so a response's sum depends on its neighbours. Here
-tokens are scattered into a zero-padded matrix (R, power of two), each cell written once, and adjacent cells are added
-pairwise. Padding adds exact zeros: a response's sum has the same bits in every micro-batch and on every device, its
-rounding error grows with log2 of the length, and the backward is a gather.
+A run is repeatable only if sums have a fixed order. Rejected alternatives: `index_add` uses atomics on CUDA, so its
+order varies. A difference of cumulative sums is too inexact for the narrow bands of TBPO in a long pack.
+`segment_reduce` and a row sum over a padded matrix choose their order by alignment and width, so the sum of a response
+would depend on its neighbours.
+
+Here tokens are scattered into a zero-padded matrix (R, power of two), each cell written once, and adjacent cells are
+added pairwise. Padding adds exact zeros, so the sum of a response has the same bits in every micro-batch and on every
+device. Its rounding error grows with log2 of the length, and the backward is a gather.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Segments:
 
     @cached_property
     def max_length(self) -> int:
-        """Tokens of the longest response; 0 without responses."""
+        """Number of tokens of the longest response; 0 without responses."""
         return int(self.lengths.max()) if self.lengths.numel() else 0
 
     @property
@@ -100,8 +102,14 @@ def aggregate(value: Tensor, segments: Segments, mode: Aggregation, totals: Tota
     seq-mean-token-sum       mean over responses of the sum over tokens
     seq-mean-token-sum-norm  the same, divided by the constant max_tokens    (Dr. GRPO)
 
-    Each token is divided by its own constant. So its gradient has the same bits however the minibatch is cut, and the
-    shares of the micro-batches add up to the minibatch. Without tokens the result is 0, attached to the graph.
+    Each token is divided by its own constant. So its gradient has the same bits for any split into micro-batches, and
+    the shares of the micro-batches add up to the minibatch. Without tokens the result is 0, attached to the graph.
+
+    Args:
+        value: (T,) values to maximise.
+        segments: The response of each token.
+        mode: The aggregation.
+        totals: Sizes of the whole minibatch.
     """
     if mode == "seq-mean-token-mean":
         return (value / (segments.expand(segments.lengths) * totals.total_responses)).sum()

@@ -1,15 +1,15 @@
 """TBPO, Trust-Band Policy Optimization (QaRL, section 3.2 and appendix E).
 
-The response is one action: its ratio is the geometric mean over its tokens, and a response outside its band gives no
-gradient at all, because after one error token the rest of a response is off its trajectory (the paper's figure 6).
+The response is one action: its ratio is the geometric mean over its tokens. A response outside its band has no
+gradient, because after an error token the rest of the response is off the trajectory (the paper's figure 6).
 
     s = exp(mean_t(l_t - o_t))    w' = clip(exp(mean_t(o_t - b_t)), 1/C, C), no gradient
 
     A > 0:  J = w' min(s A, min(s, 1 + high) A)
     A < 0:  J = w' A s   if 1 - neg_low <= s <= 1 + neg_high, else constant (s at the bound it left through)
 
-The paper's seq_clip_ratio_low has no effect: for A > 0 a lower bound never binds in min(). w' is a correction weight of
-level geometric, truncated on both sides, so `correction.py` multiplies it from outside like every correction.
+The paper's seq_clip_ratio_low has no effect, because for A > 0 a lower bound never binds in min(). w' is a correction
+weight with level geometric, truncated on both sides, so `correction.py` applies it like every correction.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_the_check_that_is_told_draws_from_what_the_run_draws_from(run):
 def test_a_log_prob_that_is_no_number_differs(run, value):
     said: list[str] = []
     learned(run, Agreement(run.config, run.policy, said.append), {(0, 0): value})
-    assert len(said) == 1 and "and 1 of" in said[0] and "token 1 of response 1" in said[0]
+    assert len(said) == 1 and "but 1 of" in said[0] and "token 1 of response 1" in said[0]
 
 
 def test_only_an_aligned_learner_of_the_engines_own_operations_promises_it(run, tiny_model, monkeypatch):

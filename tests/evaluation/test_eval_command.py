@@ -90,7 +90,7 @@ def test_interrupted_and_run_again_it_ends_as_if_never_interrupted(commands):
     assert stopped.code == 130 and "stopped with 8 completions in parts" in stopped.out
     assert not (commands.folder / "parts" / "results.json").exists()
     done = commands.gsm8k("--out", "parts")
-    assert done.code == 0 and "already has 8 completions" in done.out
+    assert done.code == 0 and "resuming from 8 completions" in done.out
     whole, parts = (commands.folder / name for name in ("whole", "parts"))
     assert (parts / "completions.jsonl").read_bytes() == (whole / "completions.jsonl").read_bytes()
     results = [json.loads((p / "results.json").read_text()) for p in (whole, parts)]
@@ -181,7 +181,7 @@ def test_an_evaluation_does_not_go_on_after_any_of_its_inputs_changed(commands):
         elif line:
             assert (commands.folder / "r/completions.jsonl").read_bytes() == before
         else:
-            assert "already has 8 completions" in done.out
+            assert "resuming from 8 completions" in done.out
     assert not wrong
 
 
