@@ -182,8 +182,8 @@ def estimate(
         *([decode_item(config, a.vocab_size)] if kernels and _samples_here(config) else []),
         *kept_items(config, version + sampler_operands + head),
         *(Item(name, size, "update") for name, size in activations(config, a, device, tokens or micro_batch)),
-        *([Item("version in training, beside the sampler's", between, "always")] if several else []),
-        Item("next version, beside the one in use", following, "publish"),
+        *([Item("version in training, in addition to the sampler's", between, "always")] if several else []),
+        Item("next version, in addition to the current one", following, "publish"),
         *learner_items(config, a.parameters, rest, sampler_operands + (head if own_dtype else 0), reference, device),
     ]
 
@@ -204,13 +204,13 @@ def state_items(config: Config, architecture: Architecture, device: Device, rank
             # Freed before operands are built, but counted together with them: the allocator may keep the blocks.
             codes = codes_in_flight(config, architecture, ranks)
             more = [
-                Item("gradients of layers on their way between ranks", flying, "update"),
-                Item("messages of codes between ranks", codes, "publish"),
+                Item("gradients in transfer between ranks", flying, "update"),
+                Item("code messages in transfer between ranks", codes, "publish"),
             ]
     if config.optim.name == "muon" and device == "cuda":
         # 10 bytes per element at most: the stack in bf16, two copies of it, and two products of its shorter side.
         batch = min(MUON_BYTES, 10 * architecture.matrix_parameters)
-        more.append(Item("matrices that Muon orthogonalizes at once", batch, "optimizer", "optimizer"))
+        more.append(Item("batch of matrices that Muon orthogonalizes", batch, "optimizer", "optimizer"))
     return [
         masters_item(config, architecture, device, masters),
         Item("gradients (float32)", gradient_bytes(gradients.parameters), "always"),
@@ -225,7 +225,7 @@ def masters_item(config: Config, architecture: Architecture, device: Device, sha
         linears = (n * k for _, n, k in architecture.linears())
         largest = max(architecture.vocab_size * architecture.hidden_size, *linears)
         own = min(largest, share.parameters)
-        return Item("largest master on its way, the rest on the host", master_bytes(own), "publish")
+        return Item("largest master in transfer, the rest on the host", master_bytes(own), "publish")
     return Item("master weights (float32)", master_bytes(share.parameters), "always")
 
 
@@ -237,7 +237,7 @@ def optimizer_item(config: Config, device: Device, share: Share) -> Item:
         passing, rows = OFFLOAD_BYTES, 2 if config.optim.offload == "all" else 1
         if name == "muon":  # two batches; a matrix takes at least 6 bytes per element while it is orthogonalized
             passing = max(passing, 2 * rows * 4 * (MUON_BYTES // 6))
-        line = f"optimizer state ({name}) on its way, the rest on the host"
+        line = f"optimizer state ({name}) in transfer, the rest on the host"
         return Item(line, min(passing, rows * whole), "optimizer", "optimizer")
     return Item(f"optimizer state ({name})", whole, "always", "optimizer")
 
@@ -326,12 +326,12 @@ def sampler_items(
         Item("vLLM process", VLLM_BYTES[vllm.process], "always", "sampler"),
         Item("vLLM weights", weights, "always", "sampler"),
         Item(f"vLLM {cache}", kv_cache, "always", "sampler"),
-        Item("tensors on their way to vLLM", on_the_way, "publish", "sampler"),
+        Item("tensors in transfer to vLLM", on_the_way, "publish", "sampler"),
     ]
 
 
 def async_sampler_items(config: Config, kv_cache: int, published: int, operands: int) -> list[Item]:
-    """What the sampler's process of asynchronous rollouts holds, on its own GPU if there is one."""
+    """Memory of the sampler process of asynchronous rollouts, on its own GPU if it has one."""
     return [
         Item("sampler's process", PROCESS_BYTES, "always", "sampler"),
         Item("sampler's weights", published + operands, "always", "sampler"),
@@ -401,15 +401,15 @@ def too_large(config: Config, architecture: Architecture, device: Device, ranks:
     if certain <= there:
         return None
     if device == "cpu":
-        what = "masters, gradients and optimizer state alone"
+        what = "masters, gradients and optimizer state"
     elif config.optim.offload:
         kept = "masters and moments" if config.optim.offload == "all" else "moments"
-        what = f"the {kept} that optim.offload keeps here alone"
+        what = f"the {kept} that optim.offload keeps in host memory"
     else:
-        each = f"of each of {ranks} ranks " if ranks > 1 and config.distributed.engine == "deepspeed" else ""
-        what = f"masters {each}alone, which are read before they go to the GPU,"
+        each = f" of each of {ranks} ranks" if ranks > 1 and config.distributed.engine == "deepspeed" else ""
+        what = f"masters{each}, which are read into host memory first,"
     return (
-        f"model.path: '{config.model.path}': {what} take {certain / 2**30:,.1f} GiB, and this machine gives "
+        f"model.path: '{config.model.path}': {what} need {certain / 2**30:,.1f} GiB, but this machine has "
         f"{there / 2**30:,.1f} GiB of memory and swap; use a smaller model or a larger machine"
     )
 

@@ -126,9 +126,9 @@ def zero_lines(
     parameters, group = architecture.parameters, _layer(architecture)
     part = math.ceil(parameters / ranks)
     if stage == 0:
-        return [("gradients that are all-reduced at once", 4 * min(parameters, BUCKET), "update")]
+        return [("all-reduce bucket of gradients", 4 * min(parameters, BUCKET), "update")]
     lines: list[tuple[str, int, Phase]] = [
-        ("masters of this rank's part, once more", 4 * part, "always"),
+        ("second copy of this rank's masters", 4 * part, "always"),
         ("bucket of gradients", 4 * bucket, "update"),
     ]
     if stage >= 2:
@@ -137,9 +137,11 @@ def zero_lines(
         lines.append(
             ("gradients of a sub-group, flat", 4 * min(part, int(given.get("sub_group_size", SUB_GROUP))), "update")
         )
-        lines.append(("a whole master, twice", 2 * 4 * architecture.vocab_size * architecture.hidden_size, "publish"))
+        lines.append(
+            ("gathered master, two copies", 2 * 4 * architecture.vocab_size * architecture.hidden_size, "publish")
+        )
     else:
-        lines.append(("gradients of this rank's part, once more", 4 * part, "update"))
+        lines.append(("second copy of this rank's gradients", 4 * part, "update"))
     return lines
 
 

@@ -95,7 +95,7 @@ def _checked(place: str, function: Callable[[SurrogateInputs], Any], inputs: Sur
 
 
 def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[[SurrogateInputs], Any]:
-    """Bind kwargs, or instantiate the class with them: the result is called with the inputs alone."""
+    """Bind kwargs, or instantiate the class with them: the result takes only the inputs."""
     if isinstance(function, type):
         _check_call(function, (), kwargs)
         try:

@@ -59,12 +59,12 @@ def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_th
     assert memory.certain_bytes(offloaded, TINY, "cuda") == 8 * PARAMETERS
     assert memory.certain_bytes(config(), TINY, "cuda") == 4 * PARAMETERS
     monkeypatch.setattr(memory, "machine_bytes", lambda: 6 * PARAMETERS)
-    assert "the moments that optim.offload keeps here alone take" in memory.too_large(offloaded, TINY, "cuda")
+    assert "the moments that optim.offload keeps in host memory need" in memory.too_large(offloaded, TINY, "cuda")
     assert memory.too_large(config(), TINY, "cuda") is None
 
 
 def test_muon_works_on_a_gpu_on_as_much_as_it_takes_at_once(monkeypatch):
-    name = "matrices that Muon orthogonalizes at once"
+    name = "batch of matrices that Muon orthogonalizes"
     muon = config(optim={"name": "muon"})
     items = {item.name: (item.bytes, item.phase) for item in memory.estimate(muon, TINY, "cuda")}
     assert items[name] == (10 * MATRICES, "optimizer")
@@ -78,7 +78,7 @@ def test_an_offloaded_muon_holds_two_batches_on_the_gpu(monkeypatch, offload, ro
     muon = config(optim={"name": "muon", "offload": offload})
     whole = memory.optimizer_bytes("muon", MATRICES, PARAMETERS - MATRICES)
     found = {item.name: (item.bytes, item.phase) for item in memory.estimate(muon, TINY, "cuda")}
-    name = "optimizer state (muon) on its way, the rest on the host"
+    name = "optimizer state (muon) in transfer, the rest on the host"
     assert found[name] == (rows * whole, "optimizer")  # of so small a model all of it
     monkeypatch.setattr(memory, "MUON_BYTES", 6000)
     monkeypatch.setattr(memory, "OFFLOAD_BYTES", 1000)
@@ -100,7 +100,9 @@ def test_masters_that_the_host_keeps_come_to_the_gpu_one_at_a_time(monkeypatch):
     assert [(item.bytes, item.phase) for item in items.values()] == [(4 * largest, "publish")]
     assert memory.certain_bytes(offloaded, TINY, "cuda") == 12 * PARAMETERS
     monkeypatch.setattr(memory, "machine_bytes", lambda: 10 * PARAMETERS)
-    assert "the masters and moments that optim.offload keeps here alone" in memory.too_large(offloaded, TINY, "cuda")
+    assert "the masters and moments that optim.offload keeps in host memory" in memory.too_large(
+        offloaded, TINY, "cuda"
+    )
     assert memory.too_large(config(optim={"offload": "moments"}), TINY, "cuda") is None
 
 
@@ -177,7 +179,7 @@ def test_vllm_on_a_cpu_adds_its_process_weights_and_what_is_sent():
     native, found = sizes(), sizes(rollout=vllm())
     published = native["codes and scales"] + native["unquantized parameters"]
     assert found["vLLM process"] > memory.PROCESS_BYTES
-    assert found["vLLM weights"] == found["tensors on their way to vLLM"] == published
+    assert found["vLLM weights"] == found["tensors in transfer to vLLM"] == published
     assert found["vLLM KV cache"] == native["KV cache"] and "KV cache" not in found
     assert {k: v for k, v in found.items() if "vLLM" not in k} == {k: v for k, v in native.items() if k != "KV cache"}
 
@@ -190,7 +192,7 @@ def test_vllm_with_qarls_kernels_keeps_their_float32_operands_too():
 def test_patches_need_the_weights_twice_and_in_process_nothing_is_sent():
     changed = sizes(rollout=vllm())["vLLM weights"]
     assert sizes(rollout=vllm(publish="delta"))["vLLM weights"] == 2 * changed
-    assert sizes(rollout=vllm(process="inline"))["tensors on their way to vLLM"] == 0
+    assert sizes(rollout=vllm(process="inline"))["tensors in transfer to vLLM"] == 0
 
 
 def test_vllm_on_the_learners_gpu_leaves_it_during_an_update_unless_it_never_sleeps():
@@ -217,14 +219,17 @@ def test_vllm_takes_its_share_of_a_gpu_whose_memory_is_known_and_never_what_woul
 def test_an_update_takes_the_next_version_and_what_passes_through_the_gpu(offload):
     own = config(rollout=vllm(), optim={"offload": offload} if offload else {})
     items = {item.name: item.bytes for item in memory.estimate(own, TINY, "cuda")}
-    expected = items["next version, beside the one in use"]
+    expected = items["next version, in addition to the current one"]
     if offload:
-        expected += items["optimizer state (adamw) on its way, the rest on the host"]
+        expected += items["optimizer state (adamw) in transfer, the rest on the host"]
     assert memory.update_bytes(own, TINY, "cuda") == expected > 0
     messages = next(
-        item.bytes for item in memory.estimate(own, TINY, "cuda", ranks=2) if item.name.startswith("messages of codes")
+        item.bytes for item in memory.estimate(own, TINY, "cuda", ranks=2) if item.name.startswith("code messages")
     )
-    assert memory.update_bytes(own, TINY, "cuda", ranks=2) > messages + items["next version, beside the one in use"]
+    assert (
+        memory.update_bytes(own, TINY, "cuda", ranks=2)
+        > messages + items["next version, in addition to the current one"]
+    )
 
 
 def test_a_vllm_over_the_gpus_of_two_ranks_has_half_of_its_model_and_cache_on_each():
@@ -251,18 +256,18 @@ def test_several_updates_a_step_hold_the_version_in_training_beside_the_samplers
     published = sizes("cuda")["codes and scales"] + sizes("cuda")["unquantized parameters"]
     several = {"train": {"epochs": 2}}
     aligned = published + sizes("cuda")["GEMM operands"]
-    assert sizes("cuda", **several)["version in training, beside the sampler's"] == aligned
+    assert sizes("cuda", **several)["version in training, in addition to the sampler's"] == aligned
     other = sizes("cuda", **several, quant={"learner": "fake_quant"})
-    assert other["version in training, beside the sampler's"] == published
-    assert "version in training, beside the sampler's" not in sizes("cuda")
+    assert other["version in training, in addition to the sampler's"] == published
+    assert "version in training, in addition to the sampler's" not in sizes("cuda")
 
 
 def test_the_largest_of_the_next_versions_weights_under_one_another_are_there_twice():
     quant = {"scheme": "bf16", "group_size": None}
     together = 2 * 2 * 128 * 64  # gate and up of a layer, in bf16
-    assert sizes("cuda", quant=quant)["next version, beside the one in use"] == 2 * PARAMETERS + together
+    assert sizes("cuda", quant=quant)["next version, in addition to the current one"] == 2 * PARAMETERS + together
     reference = sizes("cuda", quant=quant | {"kernels": "reference"})
-    assert reference["next version, beside the one in use"] == 2 * PARAMETERS
+    assert reference["next version, in addition to the current one"] == 2 * PARAMETERS
 
 
 def test_peak_takes_the_larger_of_update_and_publish():
@@ -367,7 +372,7 @@ def test_a_model_that_cannot_fit_is_said_in_one_line(monkeypatch):
     assert memory.too_large(config(), TINY, "cpu") is None
     monkeypatch.setattr(memory, "machine_bytes", lambda: 16 * PARAMETERS - 1)
     said = memory.too_large(config(), TINY, "cpu")
-    assert "masters, gradients and optimizer state alone take" in said and "\n" not in said
+    assert "masters, gradients and optimizer state need" in said and "\n" not in said
     assert memory.too_large(config(), TINY, "cuda") is None
 
 
@@ -375,4 +380,4 @@ def test_the_largest_model_that_a_configuration_can_say_is_counted_at_once():
     largest = Architecture("llama", 2**20, 2**22, 10_000, 2**14, 2**14, 2**14, 2**26, 2**24, tied_embeddings=False)
     found = memory.estimate(config(quant={"ignore": ["lm_head", "re:.*mlp"]}), largest, "cpu")
     assert memory.peak_bytes(found) > 2**60
-    assert "this machine gives" in memory.too_large(config(), largest, "cpu")
+    assert "but this machine has" in memory.too_large(config(), largest, "cpu")

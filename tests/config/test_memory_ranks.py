@@ -89,15 +89,15 @@ def test_rows_share_masters_gradients_and_state():
     assert found["master weights"] == found["gradients"] == 4 * share
     assert found["optimizer state"] == 8 * share
     # The output layer and two layers, and half of them from the other rank.
-    assert found["gradients of layers on their way between ranks"] == (6400 + 2 * LAYER) * 4 * 3 // 2
-    assert "gradients of layers on their way between ranks" not in sizes(1)
-    for name in ("codes and scales", "next version, beside the one in use"):
+    assert found["gradients in transfer between ranks"] == (6400 + 2 * LAYER) * 4 * 3 // 2
+    assert "gradients in transfer between ranks" not in sizes(1)
+    for name in ("codes and scales", "next version, in addition to the current one"):
         assert found[name] == sizes(1)[name]
 
 
 def test_messages_of_codes_are_counted_beside_the_next_version():
     items = memory.estimate(config(), TINY, "cuda", ranks=2)
-    (messages,) = (item for item in items if item.name == "messages of codes between ranks")
+    (messages,) = (item for item in items if item.name == "code messages in transfer between ranks")
     version = sum(item.bytes for item in items if item.name.startswith(("codes and scales", "unquantized")))
     norms = 5 * 64 * 2  # all on the first rank
     first = (version - norms) // 2 + norms
@@ -134,7 +134,7 @@ def test_what_a_stage_cuts(stage, masters, gradients, state):
     assert found == [PARAMETERS // masters, PARAMETERS // gradients, PARAMETERS // state]
     items = sizes(2, distributed={"engine": "deepspeed", "zero_stage": stage})
     assert items["master weights"] == 4 * found[0] and items["optimizer state"] == 8 * found[2]
-    assert ("masters of this rank's part, once more" in items) == (stage > 0)
+    assert ("second copy of this rank's masters" in items) == (stage > 0)
 
 
 def test_deepspeed_cuts_masters_where_the_stage_is_not_given():
@@ -157,7 +157,9 @@ def test_every_deepspeed_rank_reads_all_masters(monkeypatch):
     monkeypatch.setattr(memory, "machine_bytes", lambda: 6 * PARAMETERS)
     assert memory.too_large(config(), TINY, "cuda", 2) is None
     zero = config(distributed={"engine": "deepspeed"})
-    assert "masters of each of 2 ranks alone" in memory.too_large(zero, TINY, "cuda", 2)
+    assert "masters of each of 2 ranks, which are read into host memory first, need" in memory.too_large(
+        zero, TINY, "cuda", 2
+    )
     assert memory.too_large(zero, TINY, "cuda") is None
 
 

@@ -90,9 +90,8 @@ def diagnose(
     metrics |= weight_metrics(weights)
     metrics |= error_token_metrics(ids, saved.logp_sampler, advantages, segments)
     split, no_gradients = _gradients(policy, saved, gradients, say)
-    changes, layers, no_changes = _changes(
-        policy, saved, previous, after, shadow, say
-    )  # last, because it replaces the policy's weights
+    # Last, because it replaces the policy's weights.
+    changes, layers, no_changes = _changes(policy, saved, previous, after, shadow, say)
     metrics |= changes | split
 
     examples = error_examples(
