@@ -90,7 +90,7 @@ def _backward(decoder: Decoder, backward: Backward) -> Iterator[None]:
 
 
 def _products(g: Tensor, h: Tensor) -> Tensor:
-    """<g, h>, <g, g>, <h, h> and |g - h|^2 in float64, (4,) on g's device, a chunk at a time."""
+    """<g, h>, <g, g>, <h, h> and |g - h|^2 in float64, (4,) on g's device, computed in chunks."""
     total = torch.zeros(4, dtype=torch.float64, device=g.device)
     for x, y in zip(g.reshape(-1).split(CHUNK), h.reshape(-1).split(CHUNK), strict=True):
         a, b = x.double(), y.to(x.device).double()

@@ -85,16 +85,16 @@ def gradient_metrics(gram: Tensor) -> dict[str, float]:
 
 
 def trained_metrics(gram: Tensor) -> dict[str, float]:
-    """gradients/* of the gradient that trains against the clean one (TRL study, section 8.4).
+    """Compare the training gradient with the clean gradient (TRL study, section 8.4).
 
         gradients/cos_trained  cosine of the two; 0.55 in the study's failing run
-        gradients/trained_rel  norm of their difference over the norm of the clean one; 0.68 to 0.85 there
+        gradients/trained_rel  norm of the difference over the norm of the clean gradient; 0.68 to 0.85 in that run
 
     Args:
-        gram: (2, 2) float64 inner products, the trained gradient first; see `trained_gram`.
+        gram: (2, 2) float64 inner products, training gradient first; see `trained_gram`.
 
     Returns:
-        Nothing if the clean gradient is 0. The cosine is left out if the trained one is 0.
+        The metrics by name. Empty if the clean gradient is 0; without the cosine if the training gradient is 0.
     """
     (own, both), (_, base) = gram.double().tolist()
     if base == 0.0:

@@ -174,7 +174,7 @@ def gap_tables(logp_old: Tensor, logp_sampler: Tensor, segments: Segments) -> di
 
 
 def _table(where: Tensor, edges: list[float], gap: Tensor) -> list[dict[str, Any]]:
-    """Mean gap by the row of `edges` that `where` is in: [low, high), the last row open."""
+    """Average `gap` per range of `where`: [low, high) between consecutive `edges`, the last range open."""
     row = torch.bucketize(where, torch.tensor(edges, dtype=torch.float64, device=where.device), right=True) - 1
     empty = gap.new_zeros(len(edges))
     counts = empty.index_add(0, row.clamp(min=0), torch.ones_like(gap)).tolist()
@@ -188,7 +188,7 @@ def _table(where: Tensor, edges: list[float], gap: Tensor) -> list[dict[str, Any
 
 
 def log_prob_gap(logp: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """logp - other with an infinite difference as +-20 and equal infinities as 0, and which were infinite: [T], [T]."""
+    """(T,) logp - other, with infinite differences as +-20 and equal infinities as 0, and (T,) bool: infinite ones."""
     difference = (logp - other).masked_fill(logp == other, 0.0)
     infinite = torch.isinf(difference)
     return torch.where(infinite, difference.sign() * MAX_EXPONENT, difference), infinite
@@ -198,7 +198,7 @@ def _quantiles(values: Tensor) -> dict[str, Tensor]:
     """The order statistic of rank ceil(q n) for each of QUANTILES; 0 without values."""
     if not values.numel():
         return dict.fromkeys(QUANTILES, values.new_zeros(()))
-    ordered = values.float().sort().values  # of float32 inputs differences are float32 to within half a step
+    ordered = values.float().sort().values  # float32 is enough: inputs are float32
     ranks = {name: max(-(-int(q * 1000) * len(ordered) // 1000), 1) - 1 for name, q in QUANTILES.items()}
     return {name: ordered[rank] for name, rank in ranks.items()}
 

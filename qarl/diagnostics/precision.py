@@ -44,17 +44,17 @@ def precision_metrics(
         beta_advantage_mean mean of beta A: first-order effect of precision on the effective advantage
         beta_advantage_corr Pearson correlation of beta with the token's advantage. Omitted if either is constant
         ratio_off_10_frac, ratio_off_50_frac  |exp(beta) - 1| above 0.1, above 0.5
-        clipped_frac        outside the objective's bounds under exp(alpha), on either side whatever the sign of A: the
-                            policy moved. clipped_lost_frac: of the side that binds, so without gradient
-        phantom_frac        outside under the objective's ratio (exp(alpha + beta) for ratio rollout) and inside under
-                            exp(alpha), on either side whatever the sign of A: precision alone, as the study counts.
-                            phantom_lost_frac: those of them that have no gradient. All four are omitted without a band
+        clipped_frac        outside the objective's bounds under exp(alpha), for either sign of A: the policy moved
+        clipped_lost_frac   those of clipped_frac on the side that binds, so without gradient
+        phantom_frac        outside under the objective's ratio (exp(alpha + beta) for ratio rollout) but inside under
+                            exp(alpha), for either sign of A: precision alone, as the study counts
+        phantom_lost_frac   those of phantom_frac without gradient. All four are omitted without a band
         outside_frac        one of the three log-probs is infinite: outside its truncated distribution
-        eos_frac            tokens that end a response; of them and of the rest (section 8.3): eos_ and rest_ before
-                            alpha_abs_mean, beta_abs_mean, beta_mean, beta_std, phantom_frac. Omitted if there
-                            are none
-        beta_abs_logp_LOW_HIGH  mean |beta| of tokens whose learner's log-prob is in [-LOW, -HIGH), the last one up to
-                            0 (section 8.2: rare tokens have the largest). Omitted if there are none
+        eos_frac            tokens that end a response. For these tokens and for the rest (section 8.3) there are
+                            alpha_abs_mean, beta_abs_mean, beta_mean, beta_std and phantom_frac with the prefixes eos_
+                            and rest_. Omitted if there are no such tokens
+        beta_abs_logp_LOW_HIGH  mean |beta| of tokens with a learner log-prob in [-LOW, -HIGH); the last range
+                            includes 0 (section 8.2: rare tokens have the largest). Omitted for empty ranges
 
     Only the clipping fractions and outside_frac include tokens outside a distribution, because these have no alpha or
     beta. If the band applies per response, such a token counts as clipped if its response is clipped.
@@ -109,8 +109,11 @@ def _by_log_prob(logp: Tensor, beta: Tensor) -> dict[str, Tensor]:
 
 
 class Clipped(NamedTuple):
-    """bool (T,) each. clipped: outside the clip bounds under exp(alpha). phantom: outside under the objective's ratio
-    and inside under exp(alpha). clipped_lost, phantom_lost: those without gradient."""
+    """(T,) bool masks.
+
+    clipped: outside the clip bounds under exp(alpha). phantom: outside under the objective's ratio but inside under
+    exp(alpha). clipped_lost, phantom_lost: the same, restricted to tokens without gradient.
+    """
 
     clipped: Tensor
     clipped_lost: Tensor
