@@ -1,4 +1,4 @@
-"""Floating-point operations that a model needs: its products and attention, and nothing done twice. No torch."""
+"""Model FLOPs: matrix products and attention, without recomputation. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-BACKWARD = 2  # of a forward's: each product gives the gradient of its input and of its weight
+BACKWARD = 2  # times the forward: each product has a gradient for its input and one for its weight
 
 
 class Shape(Protocol):
-    """What `qarl.config.architecture.Architecture` knows of a model."""
+    """The fields of `qarl.config.architecture.Architecture` that FLOP counts depend on."""
 
     @property
     def multiplied_parameters(self) -> int: ...
@@ -32,14 +32,24 @@ def forward_flops(
     responses: Sequence[Sequence[int]],
     windows: Sequence[int | None] | None = None,
 ) -> float:
-    """Of the log-probs of responses, as `Policy.logprobs` packs them: neighbours with the same prompt share it.
+    """Count the FLOPs of one forward that computes the log-probs of responses.
 
-    2 for each weight of a linear layer that a token goes through, 2 for each weight of the output layer and response
-    token, and 4 x heads x head size for each pair of a query and a key that it sees. windows: of each layer, the tokens
-    that a query sees, None for all; None: no layer has one.
+    The responses are packed as in `Policy.logprobs`: adjacent responses with equal prompts share one prompt. The count
+    is the sum of 2 per linear weight and token, 2 per output-layer weight and response token, and
+    4 x heads x head size per visible (query, key) pair.
+
+    Args:
+        shape: Sizes of the model.
+        prompts: Token ids of the prompt, per response.
+        responses: Token ids, per response.
+        windows: Attention window in tokens per layer; None for a layer with full attention. None: full attention in
+            all layers.
+
+    Returns:
+        FLOPs of the forward. The backward takes `BACKWARD` times as many.
     """
     tokens = predicted = 0
-    stretches: list[tuple[int, int]] = []  # of queries: tokens before them, and how many they are
+    stretches: list[tuple[int, int]] = []  # runs of queries: (tokens before the run, queries)
     before: Sequence[int] | None = None
     for prompt, response in zip(prompts, responses, strict=True):
         known, run = len(prompt), len(response) - 1  # the last token of a response predicts nothing
@@ -58,10 +68,10 @@ def forward_flops(
 
 
 def _pairs(first: int, count: int, window: int | None) -> int:
-    """Keys seen by `count` queries behind `first` tokens, each by itself and `window` tokens at most."""
+    """Count the visible keys of `count` queries that follow `first` tokens; a query sees at most `window` keys."""
     seen = count * first + count * (count + 1) // 2
-    hidden = 0 if window is None else first + count - window  # of the last query
+    hidden = 0 if window is None else first + count - window  # keys outside the last query's window
     if hidden <= 0:
         return seen
-    several = min(count, hidden)  # queries from which some keys are hidden, one more from each
+    several = min(count, hidden)  # queries with hidden keys; each hides one key more than the query before it
     return seen - several * hidden + several * (several - 1) // 2

@@ -1,7 +1,8 @@
-"""Muon on a GPU: `torch.optim.Muon`'s update with the Newton-Schulz iterations of equal shapes in one batch.
+"""Muon on a GPU: `torch.optim.Muon`'s update with batched Newton-Schulz iterations.
 
-torch runs them matrix by matrix, 15 products each, of which the small ones leave most of a GPU idle. A stack of
-matrices of one shape takes the same products batched. On a CPU nothing is gained, and torch's own step runs.
+torch iterates matrix by matrix, with 15 products per matrix, and small products leave most of a GPU idle. This module
+stacks matrices of equal shape and runs the same products batched. Batching gains nothing on a CPU, so torch's own step
+runs there.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-# Of bf16 stacks and products alive at a time. The largest matrices of an 8B model come 3 at a time, its k_proj 40.
+# Limit for the bf16 stacks and products of one batch: 3 of the largest matrices of an 8B model, or 40 of its k_proj.
 BATCH_BYTES = 2**30
 
 
 class BatchedMuon(torch.optim.Muon):
-    """`torch.optim.Muon` with its options, state and checkpoints; the same step up to the rounding of bf16 products."""
+    """`torch.optim.Muon` with the same options, state and checkpoints; steps differ only by bf16 product rounding."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there before a step"
+        assert closure is None, "step takes no closure: compute the gradients before the step"
         for group in self.param_groups:
             if any(not parameter.is_cuda for parameter in group["params"]):
                 super().step()
@@ -35,7 +36,7 @@ class BatchedMuon(torch.optim.Muon):
 
 
 def momentum_of(parameter: Parameter, states: dict[Any, Any]) -> Tensor:
-    """Of a parameter with a gradient; zero where it had none yet. states: of the optimizer, by parameter."""
+    """Return the momentum buffer of a parameter with a gradient; create it with zeros if it is missing."""
     state = states[parameter]
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(_gradient(parameter))
@@ -46,9 +47,13 @@ def momentum_of(parameter: Parameter, states: dict[Any, Any]) -> Tensor:
 def batched_step(
     parameters: Sequence[Parameter], momenta: Sequence[Tensor], options: dict[str, Any], budget: int = BATCH_BYTES
 ) -> None:
-    """One step of Muon. parameters: matrices (N, K) with gradients. momenta: float32, of their shapes, updated too.
+    """Run one Muon step in place.
 
-    options: as `torch.optim.Muon` names them. budget: bytes of `BATCH_BYTES`.
+    Args:
+        parameters: Matrices (N, K) with gradients; shapes may differ.
+        momenta: float32 momentum buffer per parameter, updated in place.
+        options: Options of `torch.optim.Muon`, by its names.
+        budget: Limit in bytes, see `BATCH_BYTES`.
     """
     gradients = [_gradient(parameter) for parameter in parameters]
     for batch in batches([parameter.shape for parameter in parameters], budget):
@@ -57,7 +62,7 @@ def batched_step(
 
 
 def newton_schulz(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """`orthogonalized` where that is faster, on a GPU, and on a CPU torch's own; the result is contiguous."""
+    """Run `orthogonalized` on a GPU, or torch's own iterations on a CPU; the result is contiguous."""
     if not len(stack):
         return stack
     if stack.is_cuda:
@@ -72,9 +77,14 @@ def update_batch(
     options: dict[str, Any],
     iterate: Callable[..., Tensor] = newton_schulz,
 ) -> None:
-    """One step of Muon on matrices of one shape (N, K), float32: masters and momenta are updated.
+    """Run one Muon step in place on matrices of equal shape.
 
-    options: as `torch.optim.Muon` names them. iterate: as `orthogonalized`.
+    Args:
+        masters: (N, K) float32 each, updated in place.
+        gradients: (N, K) float32 each.
+        momenta: (N, K) float32 each, updated in place.
+        options: Options of `torch.optim.Muon`, by its names.
+        iterate: Newton-Schulz function with the signature of `orthogonalized`.
     """
     momentum, lr, shape = options["momentum"], options["lr"], masters[0].shape
     torch._foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
@@ -88,7 +98,17 @@ def update_batch(
 
 
 def orthogonalized(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz on every matrix: singular values to about 1. stack: (B, N, K) bf16, overwritten; of that shape."""
+    """Bring the singular values of every matrix to about 1 with Newton-Schulz iterations.
+
+    Args:
+        stack: (B, N, K) bf16, overwritten.
+        coefficients: Coefficients (a, b, c) of the quintic polynomial.
+        steps: Number of iterations.
+        eps: Lower bound for the norm by which a matrix is divided first.
+
+    Returns:
+        (B, N, K) bf16, not contiguous if N > K.
+    """
     a, b, c = coefficients
     tall = stack.shape[1] > stack.shape[2]
     x = stack.mT if tall else stack
@@ -101,7 +121,7 @@ def orthogonalized(stack: Tensor, coefficients: tuple[float, float, float], step
 
 
 def batches(of: Sequence[torch.Size], budget: int) -> Iterator[list[int]]:
-    """Places of matrices of one shape, as many at a time as the budget holds. of: their shapes."""
+    """Yield the indices of matrices of equal shape, as many per batch as fit in `budget` bytes. of: All shapes."""
     shapes: dict[torch.Size, list[int]] = {}
     for place, shape in enumerate(of):
         shapes.setdefault(shape, []).append(place)
@@ -111,7 +131,7 @@ def batches(of: Sequence[torch.Size], budget: int) -> Iterator[list[int]]:
 
 
 def at_once(shape: torch.Size, budget: int) -> int:
-    """How many matrices of a shape the budget holds, at least one."""
+    """Return how many matrices of a shape fit in `budget` bytes, at least 1."""
     least = min(shape)
     each = 2 * (3 * shape.numel() + 2 * least * least)  # the stack, x and the next x; gram and polynomial
     return max(1, budget // each)
@@ -123,7 +143,7 @@ def _gradient(parameter: Parameter) -> Tensor:
 
 
 def adjusted(lr: float, kind: str | None, shape: torch.Size) -> float:
-    """The learning rate for a matrix of this shape."""
+    """Return the learning rate for a matrix of this shape; `kind` is torch's `adjust_lr_fn`."""
     n, k = shape
     if kind == "match_rms_adamw":
         return lr * 0.2 * math.sqrt(max(n, k))

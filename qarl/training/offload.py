@@ -59,7 +59,7 @@ class OffloadedAdamW(Offloaded, torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there before a step"
+        assert closure is None, "step takes no closure: compute the gradients before the step"
         for group in self.param_groups:
             members = [parameter for parameter in group["params"] if parameter.grad is not None]
             if members:

@@ -73,7 +73,7 @@ class OffloadedMuon(_Momenta, torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there before a step"
+        assert closure is None, "step takes no closure: compute the gradients before the step"
         for group in self.param_groups:
             members = [parameter for parameter in group["params"] if parameter.grad is not None]
             together = [[members[i] for i in batch] for batch in batches([p.shape for p in members], self._budget)]
@@ -96,7 +96,7 @@ class OffloadedRowMuon(_Momenta, RowMuon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there before a step"
+        assert closure is None, "step takes no closure: compute the gradients before the step"
         (group,) = self.param_groups
         waves = list(self._waves())
         names = [self._own(wave) for wave in waves]

@@ -47,7 +47,7 @@ class RowMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there before a step"
+        assert closure is None, "step takes no closure: compute the gradients before the step"
         (group,) = self.param_groups
         for wave in self._waves():
             own = {name: self._matrices[name] for name in self._own(wave)}

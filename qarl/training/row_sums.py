@@ -1,8 +1,8 @@
-"""Gradients of several ranks, added up in a fixed order while the backward continues, each rank keeping its own rows.
+"""Reduce-scatter of gradients in a fixed order, overlapped with the backward; each rank keeps its own rows.
 
-A round is one micro-batch on every rank that has one left. As soon as a layer's gradients are complete the rows of the
-others leave for them, and while the layer before it is computed theirs arrive. The sum of a round is over ranks, in
-their order, and that of an optimizer step over rounds: the same bits however the network orders messages.
+A round is one micro-batch on every rank that has one left. When the gradients of a layer are complete, each rank sends
+the other ranks their rows and receives its own rows while the backward computes the layer below. Gradients are summed
+over ranks in rank order, then over rounds. The result is bitwise the same for any order of network messages.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from qarl.distributed.exchange import Exchange, Pending
 from qarl.distributed.rows import Block, RowPlan
 from qarl.policy.policy import Policy
 
-IN_FLIGHT = 2  # groups whose sums are under way, and whose gradients are whole
+IN_FLIGHT = 2  # groups being summed at a time; each keeps its full gradients in memory
 
 
 class Rounds(ABC):
-    """Gradients of one micro-batch after the other, sent on in the order in which a backward completes them.
+    """Sends the gradients of each micro-batch, group by group, in the order in which the backward completes them.
 
-    policy: its masters may be placeholders; their `.grad` is used in a `round` alone. blocks: names of all masters,
-    those together whose gradients are sent as one, concatenated along dimension 0.
+    Args:
+        policy: Its master weights may be placeholders. Their `.grad` is used only during `round`.
+        blocks: Names of all master weights. The gradients of one block are concatenated along dimension 0 and sent as
+            one tensor.
     """
 
     def __init__(self, policy: Policy, blocks: Iterable[Block]) -> None:
         self._device = policy.device
-        self._names = {parameter: name for name, parameter in policy.named_parameters()}  # a hash is its identity
+        self._names = {parameter: name for name, parameter in policy.named_parameters()}  # parameters hash by identity
         self._groups = backward_order(policy)
         block_of, named = {name: block for block in blocks for name in block}, dict(policy.named_parameters())
-        self._blocks = [  # of each group
+        self._blocks = [  # per group
             [
                 (block, [named[name] for name in block])
                 for block in dict.fromkeys(block_of[self._names[p]] for p in group)
@@ -53,18 +55,28 @@ class Rounds(ABC):
 
     @abstractmethod
     def send(self, blocks: Sequence[Block], gradients: Sequence[Tensor]) -> None:
-        """A group's gradients of one round, each whole and contiguous, which are the receiver's from now on."""
+        """Send the gradients of one group in one round.
+
+        Args:
+            blocks: Blocks of the group.
+            gradients: Full contiguous gradient per block. The callee owns and may overwrite them.
+        """
 
     @abstractmethod
     def settle(self) -> None:
-        """All groups of a round were sent."""
+        """Finish the round after all of its groups were sent."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """The round is over, with an exception or without."""
+        """Release the state of a round; called after every round, also after an exception."""
 
     def round(self, loss: Tensor | None) -> None:
-        """Send the gradient of a loss; None: this rank has none, and sends zeros in the others' order."""
+        """Run the backward and send its gradients.
+
+        Args:
+            loss: Scalar loss of this rank's micro-batch. None if this rank has no micro-batch left: it sends zeros, in
+                the same order as the other ranks.
+        """
         assert all(master.grad is None for master in self._names), "somebody else uses the masters' gradients"
         self._begun, self._complete, self._running = 0, set(), True
         try:
@@ -84,7 +96,7 @@ class Rounds(ABC):
             return
         self._complete.update(masters)
         if self._head is not None and self._norm in self._complete:
-            self._complete.add(self._head)  # the output layer's backward is over before the last norm's begins
+            self._complete.add(self._head)  # the backward of the output layer ends before that of the last norm begins
         while self._begun < len(self._groups) and self._complete.issuperset(self._groups[self._begun]):
             self._begin()
 
@@ -97,7 +109,7 @@ class Rounds(ABC):
         self.send([block for block, _ in blocks], gradients)
 
     def _taken(self, masters: Sequence[nn.Parameter]) -> Tensor:
-        """Concatenate the gradients of a block along dimension 0, zeros for missing ones, and clear them."""
+        """Concatenate and clear the gradients of a block; missing gradients count as zeros."""
         found = [master.grad for master in masters]
         if all(grad is None for grad in found):
             return torch.zeros(sum(map(len, masters)), *masters[0].shape[1:], device=self._device)
@@ -113,7 +125,7 @@ class Rounds(ABC):
 
 
 class RowSums(Rounds):
-    """The gradient's rows of one rank."""
+    """Sums of this rank's gradient rows over ranks and rounds."""
 
     def __init__(self, policy: Policy, plan: RowPlan, exchange: Exchange) -> None:
         super().__init__(policy, plan.blocks)
@@ -123,8 +135,11 @@ class RowSums(Rounds):
         self._flight: deque[list[tuple[Block, Tensor, Pending]]] = deque()
 
     def take(self) -> dict[str, Tensor]:
-        """The sums by name, (rows, ...) float32, those of a stack concatenated; none before the first round. They are
-        forgotten here."""
+        """Return the sums and reset them.
+
+        Returns:
+            This rank's rows (rows, ...) float32, by name; empty before the first round.
+        """
         sums, self._sums = self._sums, {}
         return {
             name: rows
@@ -153,7 +168,7 @@ class RowSums(Rounds):
 
 
 def backward_order(policy: Policy) -> list[list[nn.Parameter]]:
-    """The masters in groups that a backward completes one after the other, whichever forward was fused."""
+    """Group the master weights in the order in which the backward completes them, with or without fused kernels."""
     decoder = policy.decoder
     first = [decoder.norm.master] if policy.tied else [policy.head_master, decoder.norm.master]
     return [first, *(layer.parameters() for layer in reversed(decoder.layers)), [decoder.embedding]]
