@@ -1,4 +1,4 @@
-"""Keeps what libraries print out of the run's own display."""
+"""Suppress library output that would disturb the run's display."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from qarl.rewards.log import RewardLog, RewardLogHandler
 
 @contextmanager
 def quiet_libraries(say: Callable[[str], None]) -> Iterator[None]:
-    """While entered, no progress bars, notices and Python warnings of libraries; warnings stay with `python -W`.
+    """Suppress progress bars, notices and Python warnings of libraries. `python -W` keeps the warnings.
 
-    say: gets one line for each operation that torch cannot run reproducibly, and for each thread of a library that ends
-    with an exception, a tracker's whose disk is full. transformers and the hub client keep quiet
-    afterwards too.
+    transformers and the hub client stay quiet after the context ends.
+
+    Args:
+        say: Called with one line per operation without a deterministic implementation in torch, and per library thread
+            that ends with an exception, such as a tracker's thread on a full disk.
     """
-    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported, which is seldom needed
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported, which few runs do
     huggingface_hub.utils.disable_progress_bars()
     huggingface_hub.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
@@ -50,9 +52,9 @@ def _in_thread(fault: threading.ExceptHookArgs) -> str:
 
 @contextmanager
 def rewards_logged(path: Path) -> Iterator[None]:
-    """While entered, all failures that the reward pool logs go to the `RewardLog` at `path`, and nowhere else."""
+    """Redirect all failures that the reward pool logs to the `RewardLog` at `path`."""
     logger = logging.getLogger("qarl.rewards")
-    RewardLog(path).write(b"")  # a run has one, though nothing may come
+    RewardLog(path).write(b"")  # creates the file even if no failure follows
     handler = RewardLogHandler(path)
     before = logger.propagate
     logger.addHandler(handler)

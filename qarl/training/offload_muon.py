@@ -1,7 +1,7 @@
-"""Muon with its momentum in pinned memory of the host (`optim.offload`), 4 bytes per parameter, and the masters too.
+"""Muon with momentum, and optionally master weights, in pinned host memory (`optim.offload`).
 
-What a batch of equal shapes needs passes through the GPU while another one is orthogonalized
-(`qarl.training.host_state`). Batches are those of Muon on the GPU, and so are the bits.
+The momentum takes 4 bytes per parameter. The state of one batch of equal shapes is copied while another batch is
+orthogonalized (`qarl.training.host_state`). Batches are the same as without offloading, so results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from qarl.training.row_muon import RowMuon
 
 
 class _Momenta(Offloaded):
-    """What both have in common.
+    """Host-side momentum, shared by `OffloadedMuon` and `OffloadedRowMuon`.
 
-    groups, options: of the Muon that it is. masters: whether the parameters' values go to the host too, see
-    `HostState`; after an update they are rounded to `rounded`.
+    Args:
+        groups: Parameter groups of the Muon base class.
+        masters: Whether to keep the parameters' values on the host too, see `HostState`.
+        rounded: dtype to which master weights on the host are rounded after an update.
+        options: Options of the Muon base class.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class _Momenta(Offloaded):
     def _there(
         self, members: Sequence[Parameter], load: Sequence[Passing], slot: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """(momenta, masters) on the device, while a load is in its slot."""
+        """Return (momenta, masters) on the device; valid while the load is in its slot."""
         found = [[row.view(p.shape) for row in own.on_device(slot)] for p, own in zip(members, load, strict=True)]
         masters = [rows[-1] if self.values else p.detach() for p, rows in zip(members, found, strict=True)]
         return [rows[0] for rows in found], masters
@@ -62,9 +65,12 @@ class _Momenta(Offloaded):
 
 
 class OffloadedMuon(_Momenta, torch.optim.Muon):
-    """`qarl.training.muon.BatchedMuon`, on a CPU `torch.optim.Muon`, with `momentum_buffer` on the host.
+    """`qarl.training.muon.BatchedMuon` with `momentum_buffer` on the host; on a CPU, `torch.optim.Muon`.
 
-    budget: see `BATCH_BYTES`. groups, options: of `_Momenta`.
+    Args:
+        groups: See `_Momenta`.
+        budget: Limit in bytes, see `BATCH_BYTES`.
+        options: See `_Momenta`.
     """
 
     def __init__(self, groups: list[dict[str, Any]], budget: int = BATCH_BYTES, **options: Any) -> None:
@@ -92,7 +98,7 @@ class OffloadedMuon(_Momenta, torch.optim.Muon):
 
 
 class OffloadedRowMuon(_Momenta, RowMuon):
-    """`RowMuon` with the momentum of this rank's rows on the host. Its arguments, and those of `_Momenta`, by name."""
+    """`RowMuon` with the momentum of this rank's rows on the host. Takes the arguments of both bases by name."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

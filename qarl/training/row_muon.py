@@ -1,8 +1,8 @@
-"""Muon on matrices whose rows lie on several ranks: each matrix is orthogonalized by one of them, whole.
+"""Muon on row-sharded matrices: one rank gathers and orthogonalizes each whole matrix.
 
-Momentum and masters stay where their rows are. Of what Muon makes its update of the rows go to the matrix's rank in
-bf16, as it rounds them anyway, and come back orthogonalized: 4 bytes per parameter in each step, spread over the ranks.
-An expert that a rank has all rows of is that rank's, and goes nowhere.
+Momentum and master weights stay on the rank of their rows. Each rank sends its update rows to the owner of the
+matrix in bf16, to which Muon rounds them anyway, and receives the orthogonalized rows: 4 bytes per parameter and step,
+spread over the ranks. An expert whose rows are all on one rank is owned by that rank and is not sent.
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ from qarl.training.muon import BATCH_BYTES, adjusted, at_once, momentum_of, newt
 
 
 class RowMuon(torch.optim.Muon):
-    """`BatchedMuon` over rows: on a CPU its bits, on a GPU those up to what batches of other sizes round otherwise.
+    """`BatchedMuon` on row-sharded matrices. A step is a collective.
 
-    groups: one, with those of `matrices` that are not empty. matrices: this rank's rows of each matrix, by name, in an
-    order that all ranks share. A step is a collective. budget: see `BATCH_BYTES`.
+    Results are bitwise those of `BatchedMuon` on a CPU. On a GPU they differ by rounding if the batch sizes differ.
+
+    Args:
+        groups: One group with the non-empty entries of `matrices`.
+        matrices: This rank's rows of each matrix, by name, in the same order on all ranks.
+        plan: Rows of each rank.
+        exchange: Moves rows between ranks.
+        budget: Limit in bytes, see `BATCH_BYTES`.
+        options: Options of `torch.optim.Muon`.
     """
 
     def __init__(
@@ -38,9 +45,9 @@ class RowMuon(torch.optim.Muon):
         super().__init__(groups, **options)
         self._matrices, self._plan, self._exchange, self._budget = matrices, plan, exchange, budget
         self._everyone = range(exchange.count)
-        self._owners = {name: self._everyone for name in matrices}  # a matrix is one's of these who has fewest
+        self._owners = {name: self._everyone for name in matrices}  # candidates; the least loaded one owns it
         for block in plan.blocks:
-            for name in block if len(block) > 1 else ():  # each rank has as many of a stack's as any other
+            for name in block if len(block) > 1 else ():  # stacked experts are spread evenly over ranks
                 holders = [rank for rank, rows in enumerate(plan.cut(name)) if rows]
                 if len(holders) == 1 and name in matrices:
                     self._owners[name] = range(holders[0], holders[0] + 1)
@@ -54,11 +61,11 @@ class RowMuon(torch.optim.Muon):
             self._update(wave, group, {name: momentum_of(rows, self.state) for name, rows in own.items()}, own)
 
     def _own(self, wave: list[list[str]]) -> list[str]:
-        """Those of which this rank has rows."""
+        """Return the names of the matrices with rows on this rank."""
         return [name for names in wave for name in names if self._matrices[name].numel()]
 
     def _waves(self) -> Iterator[list[list[str]]]:
-        """Matrices of one shape with a gradient, a batch for each rank; some may be empty."""
+        """Yield names of matrices of equal shape with gradients, as one batch per owner; batches may be empty."""
         shapes: dict[torch.Size, list[list[str]]] = {}
         for name, rows in self._matrices.items():
             if rows.grad is not None:
@@ -72,7 +79,7 @@ class RowMuon(torch.optim.Muon):
     def _update(
         self, wave: list[list[str]], group: dict[str, Any], momenta: Mapping[str, Tensor], masters: Mapping[str, Tensor]
     ) -> None:
-        """momenta, masters: this rank's rows where it has any, which are updated."""
+        """Update `momenta` and `masters` in place; both hold this rank's non-empty rows."""
         shape = torch.Size(self._plan.shapes[next(name for names in wave for name in names)])
         rank = self._exchange.rank
         inputs = {name: self._input(name, group, momenta) for names in wave for name in names}
@@ -101,7 +108,7 @@ class RowMuon(torch.optim.Muon):
             master.add_(kept, alpha=-adjusted(group["lr"], group["adjust_lr_fn"], shape))
 
     def _input(self, name: str, group: dict[str, Any], momenta: Mapping[str, Tensor]) -> Tensor:
-        """This rank's rows of what is orthogonalized, in memory of their own; the momentum moves on."""
+        """Update the momentum and return this rank's rows to orthogonalize, as a new bf16 tensor."""
         gradient, momentum = self._matrices[name].grad, group["momentum"]
         assert gradient is not None
         if name not in momenta:
@@ -111,5 +118,5 @@ class RowMuon(torch.optim.Muon):
         return (gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
 
     def _rows(self, matrix: Tensor, name: str) -> list[Tensor]:
-        """Each rank's, sharing memory with the matrix."""
+        """Return a view of the matrix per rank, with its rows."""
         return [matrix[rows.start : rows.stop] for rows in self._plan.cut(name)]
