@@ -170,10 +170,12 @@ def test_rewards_are_computed_while_the_sampler_and_the_learner_work(runs):
 
 def test_a_sampler_that_fails_again_and_again_ends_the_run_in_one_line(runs):
     before = KILL_SAMPLER.replace("len(calls) == N", "True")
-    runs.train("failing", before=before, code=2, max_staleness=1, max_restarts=1)
+    runs.train("failing", before=before, code=2, max_staleness=1, max_restarts=1, in_flight="recompute_kv")
     last = runs.err.strip().splitlines()[-1]
     assert "rollout.async: the sampler failed: its process was ended by SIGKILL" in last
     assert "restarted 1 times already (rollout.async.max_restarts)" in last
+    saved = [row["step"] for row in runs.metrics("failing")]
+    assert (runs.folder / "failing" / "checkpoints" / f"{saved[-1]:06d}").is_dir(), "finished steps are saved"
 
 
 def test_a_synchronous_run_does_not_drop_what_was_sampled_ahead(runs):

@@ -53,6 +53,7 @@ from qarl.weight_sync.update import WeightUpdate
 LOG = "sampler.log"  # in the run directory
 POLL_S = 0.01  # for a message of the sampler's process
 LOOK_S = 0.05  # between two looks of the learner that waits
+CLOSE_S = 5.0  # for a thread, when the run ends
 
 
 def launch(config: Config, device: torch.device, place: Path) -> AsyncProcess:
@@ -206,7 +207,7 @@ class AsyncEngine:
             self._changed.notify_all()
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join()
+                thread.join(CLOSE_S)  # a reward function may take longer; its worker is ended next
         self._process.close()
         self._local.close()
         self.version = None
@@ -292,7 +293,8 @@ class AsyncEngine:
         if self.settings.in_flight != "wait" and self._started:
             with self._changed:
                 self._partials, self._asks_partials = None, True
-            self._wait(lambda: self._partials is not None)
+                while self._partials is None and self._fault is None:  # after a fault, what is here is saved
+                    self._changed.wait(LOOK_S)
         with self._changed:
             by_number = {group.number: group for group in self._groups}
             for number, sample, *partial in self._partials or ():
