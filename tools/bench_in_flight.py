@@ -3,9 +3,9 @@
 
     python tools/bench_in_flight.py --out out.json
 
-Samples responses with SmolLM2-135M in W4A16. Half-way every master moves by --lr with a random sign, about an AdamW step,
-and the responses go on with the new weights, on kept or on recomputed keys and values. Reports |sampler - learner| in
-nats over the tokens after the change, and how far the policy itself has moved on them.
+Samples responses with SmolLM2-135M in W4A16. Half-way every master moves by --lr with a random sign, about an AdamW
+step, and the responses go on with the new weights, on kept or on recomputed keys and values. Reports |sampler - learner|
+in nats over the tokens after the change, and how far the policy itself has moved on them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def measured(config: Config, model: torch.nn.Module, tokens: int, lr: float, rec
     found = {
         "gap_mean": gap.mean(),
         "gap_max": gap.max(),
-        "policy_moved_mean": move.mean(),
-        "policy_moved_max": move.max(),
+        "moved_mean": move.mean(),
+        "moved_max": move.max(),
     }
     in_flight = "recompute_kv" if recompute else "keep_kv"
     return {"in_flight": in_flight, "lr": lr, "tokens": len(gap), **{name: float(x) for name, x in found.items()}}
@@ -74,8 +74,8 @@ def measured(config: Config, model: torch.nn.Module, tokens: int, lr: float, rec
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lr", type=positive, nargs="+", default=[1e-6, 1e-5], help="how far every master moves")
-    parser.add_argument("--tokens", type=count, default=96, help="of each of the four responses")
+    parser.add_argument("--lr", type=positive, nargs="+", default=[1e-6], help="how far every master moves")
+    parser.add_argument("--tokens", type=count, default=64, help="of each of the four responses")
     parser.add_argument("--out", type=out_file, required=True, help="JSON file to write")
     options = parser.parse_args()
     config = Config.model_validate(
