@@ -4,8 +4,8 @@
     python tools/bench_in_flight.py --out out.json
 
 Samples responses with SmolLM2-135M in W4A16. Half-way every master moves by --lr with a random sign, about an AdamW
-step, and the responses go on with the new weights, on kept or on recomputed keys and values. Reports |sampler - learner|
-in nats over the tokens after the change, and how far the policy itself has moved on them.
+step, and the responses go on with the new weights, on kept or on recomputed keys and values. Reports the difference of
+sampler and learner in nats over the tokens after the change, and how far the policy itself has moved on them.
 """
 
 from __future__ import annotations
