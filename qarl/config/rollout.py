@@ -83,7 +83,7 @@ class AsyncConfig(Section):
         None, ge=0, lt=DEVICES, description="CUDA index of the sampler's GPU; null: the index after the learner's."
     )
     timeout_s: float = Field(
-        600.0, gt=0, le=SECONDS, description="Seconds without a sign of life after which the sampler counts as hung."
+        600.0, ge=10, le=SECONDS, description="Seconds without a sign of life after which the sampler counts as hung."
     )
     max_restarts: int = Field(
         2, ge=0, le=FILES, description="Restarts of a failed sampler per run; one more failure ends the run."

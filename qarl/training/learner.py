@@ -179,8 +179,8 @@ class Learner:
             routes = replace(routes, scores=scores)
         recording = Recording.of(self.truncation) if first and batch.kept is not None else None
         truncation = recording or part.truncation(self.truncation)
-        how = truncation, chunk, retained, routes, weights
-        logp, entropy = self.policy.logprobs(part.prompts, part.responses, *how, written=part.written)
+        how = truncation, chunk, retained, routes
+        logp, entropy = self.policy.logprobs(part.prompts, part.responses, *how, weights=weights, written=part.written)
         if recording is not None and batch.kept is not None:
             batch.kept.fill(part, recording.into)
         if scores is not None and batch.router is not None:

@@ -287,7 +287,9 @@ def test_a_master_that_is_not_finite_is_named_alike(scheme: str, value: float) -
 @interpreted
 def test_heads_that_attention_has_no_kernel_for_are_refused(tiny_model, monkeypatch) -> None:
     monkeypatch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
-    with pytest.raises(UserError, match=r"^model\.path: the model has heads of 20 features, and the attention kernels"):
+    with pytest.raises(
+        UserError, match=r"^model\.path: the model has heads of 20 features, but the GPU attention kernels"
+    ):
         make_policy(tiny_model("qwen3", head_dim=20), "bf16")
 
 

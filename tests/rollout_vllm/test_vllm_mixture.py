@@ -45,12 +45,12 @@ def test_a_run_replays_what_vllm_chose_and_every_publish_of_experts_is_proved(
         (
             {"rollout": {"engine": "vllm", "numerics": "fast"}},
             "cpu",
-            "rollout.numerics: vLLM's build for CPUs goes on with",
+            "rollout.numerics: vLLM's CPU build keeps using",
         ),
         (
             {"rollout": {"engine": "vllm", "numerics": "fast"}, "quant": {"scheme": "w4a8"}},
             "cuda",
-            "rollout.numerics: vLLM has no",
+            "rollout.numerics: vLLM does not support experts",
         ),
         ({"rollout": {"engine": "vllm", "vllm": {"tensor_parallel": 2, "device": 0}}}, "cuda", "experts are not cut"),
     ],

@@ -40,6 +40,8 @@ def slow(completions, **columns):
     time.sleep(0.5)
     return [float(len(text) % 5) for text in completions]
 """
+# Long responses, two at a time, so that weights arrive while some are in progress.
+SLOW_SAMPLER = "rollout.max_response_length=120", "rollout.max_num_seqs=2"
 OF_TIMES = ("time/", "memory/", "throughput/", "async/", "publish/")
 
 
@@ -119,17 +121,17 @@ def test_waiting_runs_repeat_bit_for_bit_after_a_kill_of_either_process(runs, sy
 
 def test_weights_that_change_in_flight_stay_exact_and_a_kill_loses_and_repeats_no_prompt(runs, synchronous):
     ahead = {"max_staleness": 4, "in_flight": "recompute_kv"}
-    runs.train("flight", before=KILL_RUN.replace("== N", "== 5"), code=-9, **ahead)
-    rows = runs.train("flight", **ahead)
+    runs.train("flight", *SLOW_SAMPLER, before=KILL_RUN.replace("== N", "== 5"), code=-9, **ahead)
+    rows = runs.train("flight", *SLOW_SAMPLER, **ahead)
     assert len(rows) == 6 and all(row["mismatch/delta_abs_max"] == 0.0 for row in rows)
     assert runs.prompts("flight") == runs.prompts("sync")
     assert max(row["async/continued_frac"] for row in runs.metrics("flight")) > 0, "no response saw new weights"
     assert max(row["async/staleness_max"] for row in runs.metrics("flight")) <= 4
-    assert runs.train("again", "rollout.replay=" + str(runs.folder / "flight"), **ahead) == rows
+    assert runs.train("again", *SLOW_SAMPLER, "rollout.replay=" + str(runs.folder / "flight"), **ahead) == rows
 
 
 def test_kept_keys_and_values_are_not_exact_and_nobody_is_warned(runs):
-    rows = runs.train("kept", max_staleness=2, in_flight="keep_kv")
+    rows = runs.train("kept", *SLOW_SAMPLER, max_staleness=2, in_flight="keep_kv")
     assert max(row["mismatch/delta_abs_max"] for row in rows) > 0
     assert "agree" not in runs.out.partition("mismatch/delta_abs_max")[0] and runs.err == ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from qarl.rollout.vllm.channel import register
 from qarl.rollout.vllm.process import TICK_S, SamplerProcess
 from qarl.weight_sync.sender import SamplerFault
 
+START_S = 300.0  # for imports and the model
 Partial = tuple[list[int], list[float], list[int]]  # tokens, log-probs and versions so far
 
 
@@ -69,6 +71,7 @@ class AsyncProcess(SamplerProcess):
         """Send the settings. The process then imports and builds the model."""
         self.begin("start", (settings, self._plan))
         self.expect_answer()
+        self._deadline = max(self._deadline, time.monotonic() + START_S)  # it imports and builds without a sign of life
 
     def wait_until_ready(self, look: Any) -> None:
         """Wait until the model is built, calling `look()`. Raises SamplerFault."""
