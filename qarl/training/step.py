@@ -83,7 +83,9 @@ def take(config: Config, ahead: AsyncEngine | ReplayEngine, prompts: int, step: 
     """Take the next groups of responses from asynchronous rollouts or a recorded run, with their scores."""
     with watch.phase("rollout", prompts * config.rollout.n):
         ahead.fill(step)
-        return Sampled(*ahead.take(prompts, step, lambda: watch.progress(0)))
+        sampled = Sampled(*ahead.take(prompts, step, lambda: watch.progress(0)))
+    with watch.phase("reward", None):  # computed meanwhile; readers of the phases' times expect it
+        return sampled
 
 
 def sample_and_score(
