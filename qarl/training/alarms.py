@@ -1,4 +1,4 @@
-"""Warnings during training: responses or tokens that give no gradient, and importance weights at their bound."""
+"""Warnings during training: responses or tokens without gradient, and clamped importance weights."""
 
 from __future__ import annotations
 
@@ -14,49 +14,59 @@ MOST = 0.5
 IN_A_ROW = 10
 CLAMPED = "correction/clamped_frac"
 
-# Limits per minibatch for what tokens outside the learner's truncated distribution take from the loss. A tiny model at
-# lr 1e-4 loses 0.2 to 0.6 % of a minibatch's tokens with top-p 0.9, which is below the limit, and 2 to 4 % with top-k
-# 20. With level `response` the same 0.2 to 0.6 % drop 25 to 70 % of its responses.
+# Largest fraction of a minibatch's responses or tokens that may lie outside the learner's truncated distribution and
+# thus have weight 0. A tiny model at lr 1e-4 loses 0.2 to 0.6 % of its tokens with top-p 0.9 (below the limit) and 2 to
+# 4 % with top-k 20 (above it). With `dvp_outside: response` the same 0.2 to 0.6 % drop 25 to 70 % of its responses.
 OUTSIDE_LIMITS = {"response": (OUTSIDE_RESPONSES, 0.1), "token": (OUTSIDE, 0.01)}
 
 
 class Alarms:
-    """Warn once per cause, from the metrics of a run's steps.
+    """Warn once per cause, based on the metrics of each step.
 
     Causes:
-        A minibatch in which tokens outside the learner's truncated distribution drop more than 10 % of the responses
-        (`objective.dvp_outside: response`) or 1 % of the tokens (`token`).
-        A rule, a veto, a mask or all of a correction together that rejects more than half of the responses (or tokens)
-        in ten consecutive steps.
-        Importance weights whose exponent was clamped to +-20, so that they are not their ratio.
+        - Tokens outside the learner's truncated distribution drop more than 10 % of a minibatch's responses
+          (`objective.dvp_outside: response`) or 1 % of its tokens (`token`).
+        - A rejection rule, a veto, a mask, or the whole correction rejects more than half of the responses (or tokens)
+          in ten consecutive steps.
+        - Importance weights were clamped, because their exponent was outside +-20.
+
+    Args:
+        config: Configuration of the run.
+        objective: The objective; its correction and pruning decide which metrics are watched.
+        warn: Called with one line per warning.
     """
 
     def __init__(self, config: Config, objective: Objective, warn: Callable[[str], None]) -> None:
         self._warn, self._config, self._pruning = warn, config, objective.pruning
         self._watched = watched(config, objective)
         self._in_a_row = dict.fromkeys(self._watched, 0)
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Look at one step. step: counted from 1. metrics: of the step."""
+        """Check the metrics of one step.
+
+        Args:
+            step: Step number, counted from 1.
+            metrics: Metrics of the step.
+        """
         if self._config.truncated:
             self._outside(step, metrics)
         for name, what in self._watched.items():
             above = metrics.get(name, 0.0) > MOST
             self._in_a_row[name] = self._in_a_row[name] + 1 if above else 0
-            # All of the correction together adds nothing if one of its parts was named.
-            if self._in_a_row[name] < IN_A_ROW or (name == REJECTED and self._said & self._watched.keys()):
+            # A warning about the whole correction is redundant after a warning about one of its parts.
+            if self._in_a_row[name] < IN_A_ROW or (name == REJECTED and self._reported & self._watched.keys()):
                 continue
             self._once(
                 name,
-                f"step {step}: {what} {metrics[name]:.2%} here, and more than half in each of the last "
-                f"{IN_A_ROW} steps; what is left teaches little",
+                f"step {step}: {what} {metrics[name]:.2%} in this step, and more than half in each of the last "
+                f"{IN_A_ROW} steps; little training signal remains",
             )
         if metrics.get(CLAMPED, 0.0) > 0.0:
             self._once(
                 CLAMPED,
-                f"step {step}: {metrics[CLAMPED]:.2%} of the importance weights had an exponent beyond "
-                "+-20, and were made with 20 (correction/clamped_frac)",
+                f"step {step}: {metrics[CLAMPED]:.2%} of the importance weights had an exponent outside "
+                "+-20 and were clamped (correction/clamped_frac)",
             )
 
     def _outside(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -67,7 +77,7 @@ class Alarms:
             return
         fix = loosen(self._config)
         if self._pruning == "response":
-            text = "responses have weight 0, each for a token outside the learner's truncated distribution"
+            text = "responses have weight 0, because they have a token outside the learner's truncated distribution"
             fix = f"set objective.dvp_outside: token, or {fix}"
         else:
             text = "tokens are outside the learner's truncated distribution and have weight 0"
@@ -75,13 +85,13 @@ class Alarms:
         self._once(name, f"step {step}: in one minibatch {share:.2%} of the {text} (limit {limit:.0%}); {fix}")
 
     def _once(self, name: str, text: str) -> None:
-        if name not in self._said:
-            self._said.add(name)
+        if name not in self._reported:
+            self._reported.add(name)
             self._warn(text)
 
 
 def watched(config: Config, objective: Objective) -> dict[str, str]:
-    """Return metric -> what to say of it, for each part of the correction that rejects responses or tokens."""
+    """Map each metric of the correction that rejects responses or tokens to the text of its warning."""
     correction, found = objective.correction, dict[str, str]()
     if correction is None:
         return found
@@ -95,13 +105,16 @@ def watched(config: Config, objective: Objective) -> dict[str, str]:
 
 
 def idle_correction(config: Config, objective: Objective, history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say that a correction rejected nothing, or changed nothing at all, in any step of a run.
+    """Report a correction that never rejected anything, or never changed anything, during a run.
 
     Args:
+        config: Configuration of the run.
+        objective: The objective with its correction.
         history: Metrics of all steps.
 
     Returns:
-        One line; None if it did something, or if it is only the weight of an objective that rejects nothing (`tbpo`).
+        One line, or None if the correction had an effect. Also None for objectives whose built-in weight rejects
+        nothing (`tbpo`).
     """
     correction = objective.correction
     if correction is None or not history or not (config.correction.active or correction.mode == "mask"):
@@ -116,7 +129,7 @@ def idle_correction(config: Config, objective: Objective, history: Sequence[Mapp
 
 
 def loosen(config: Config) -> str:
-    """Return how to lose fewer tokens: `set objective.truncation_set: replay or raise rollout.top_p (0.9)`."""
+    """Suggest settings that prune fewer tokens: `set objective.truncation_set: replay or raise rollout.top_p (0.9)`."""
     rollout, rho = config.rollout, config.objective.dvp_rho
     replays = not config.ranked or config.objective.truncation_set == "replay"
     keys = [

@@ -1,4 +1,4 @@
-"""What a run keeps of itself: going on from a checkpoint, saving finished steps, and rescuing them after a fault."""
+"""Checkpoints during a run: resuming, saving finished steps, and saving after an error."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ from qarl.utils.signals import is_stop
 
 @dataclass(frozen=True)
 class Finished:
-    """After a step: what a checkpoint of it holds beside masters and optimizer, while these are still its own.
+    """State of a finished step that a checkpoint stores beside master weights and optimizer.
 
-    position: of the data. skipped: `Learner.skipped_in_a_row`. begun: `Updates.begun`. loss_scale: `LossScale.state`.
+    Attributes:
+        step: Number of the step.
+        position: Position in the data.
+        skipped: `Learner.skipped_in_a_row`.
+        begun: `Updates.begun`. If it has grown since, the master weights belong to a later step.
+        loss_scale: `LossScale.state`.
     """
 
     step: int
@@ -36,19 +41,28 @@ class Finished:
 
 
 def refuse_vanished(resume: str, directory: RunDirectory, ranks: Ranks) -> None:
-    """Before anything is loaded: where no checkpoint of a begun run is there any more. A collective.
+    """Check before loading anything that a run with history still has a checkpoint. A collective.
 
-    resume: `checkpoint.resume`. Raises UserError as `RunDirectory.history_at`.
+    Args:
+        resume: Value of `checkpoint.resume`.
+        directory: The run directory.
+        ranks: All ranks of the run.
+
+    Raises:
+        UserError: The run has taken steps but its checkpoints are gone; see `RunDirectory.history_at`.
     """
     if resume == "auto" and not ranks.gather(checkpoint_steps(directory.checkpoints))[0]:
         directory.history_at(0, own=False)
 
 
 class CheckpointManager:
-    """The checkpoints of one run. Call `resume` first, then `finish` after every step. All ranks of a run have one, and
-    call `resume`, `save` and `rescue` together.
+    """Resumes, saves and rescues one run.
 
-    unrecorded: a step that was learned from and is not yet in metrics.jsonl, with the metrics that are known of it.
+    Call `resume` first, then `finish` after every step. Every rank has a manager, and all ranks call `resume`, `save`
+    and `rescue` together.
+
+    Attributes:
+        unrecorded: (step, metrics so far) of a step that has updated the weights but is not in metrics.jsonl yet.
     """
 
     def __init__(self, config: CheckpointConfig, run: Run, directory: RunDirectory, console: RunConsole) -> None:
@@ -56,14 +70,18 @@ class CheckpointManager:
         self.ranks = run.learner.ranks
         self.store = CheckpointStore(directory.checkpoints, config.keep_last, self.ranks)
         self.history = History()
-        self.saved_step = 0  # of a new run there is nothing to save before its first step
+        self.saved_step = 0  # a new run has nothing to save before its first step
         self.unrecorded: tuple[int, dict[str, float]] | None = None
-        self._refused_step = 0  # one that could not be saved
+        self._refused_step = 0  # last step whose checkpoint could not be written
 
     def resume(self) -> int:
-        """The step to go on from; a checkpoint, if there is one to take, is put back, and later ones are removed.
+        """Restore the configured checkpoint, if any, and remove later ones.
 
-        Raises UserError, with the directory as it was, where something of the run is gone or its inputs have changed.
+        Returns:
+            The step to continue from; 0 for a new run.
+
+        Raises:
+            UserError: Files of the run are missing or its inputs have changed. The directory is left as it was.
         """
         found = None
         if self.config.resume == "auto":
@@ -73,12 +91,12 @@ class CheckpointManager:
         if found is None:
             self.history = self.directory.history_at(0, own=False)
             return 0
-        own = found.path == self.store.path(found.step).resolve()  # and not that of another run
+        own = found.path == self.store.path(found.step).resolve()  # False for another run's checkpoint
         self.history = self.directory.history_at(found.step, own)
         for change in restore(self.run, found, self.config.allow_changed):
             self.console.warn(change)
         for step in self.store.discard_after(found.step):
-            self.console.warn(f"checkpoint {step} is later than the one resumed from, and was removed")
+            self.console.warn(f"removed checkpoint {step}, which is later than the resumed one")
         if own:
             self.saved_step = found.step
         self.console.message(f"resumed from {found.path} (step {found.step})")
@@ -89,11 +107,16 @@ class CheckpointManager:
         return same if self.config.resume == "auto" else f"{same} with checkpoint.resume=auto"
 
     def learned(self, step: int, metrics: dict[str, float]) -> None:
-        """The weights are those after `step`, whose metrics are not on the disk yet. metrics: are filled further."""
+        """Note that the weights are those after `step`, whose metrics are not on disk yet.
+
+        Args:
+            step: Number of the step.
+            metrics: Its metrics so far; the caller keeps adding to this dictionary.
+        """
         self.unrecorded = step, metrics
 
     def finish(self, step: int) -> None:
-        """The run is now exactly after `step`, and its metrics are on the disk."""
+        """Note that `step` is complete and its metrics are on disk."""
         run = self.run
         self.unrecorded = None
         if run.ahead is not None:
@@ -103,11 +126,15 @@ class CheckpointManager:
         self.finished = Finished(step, *state)
 
     def save(self) -> None:
-        """A checkpoint of the finished step, unless there is one. Raises UserError if the disk refuses."""
+        """Write a checkpoint of the finished step unless it already has one. A collective.
+
+        Raises:
+            UserError: The checkpoint cannot be written.
+        """
         finished = self.finished
         if finished.step == self.saved_step:
             return
-        assert self.run.updates.begun == finished.begun, "the masters are those of a later step"
+        assert self.run.updates.begun == finished.begun, "the master weights belong to a later step"
         self.run.learner.skipped_in_a_row = finished.skipped
         self.run.updates.scale.load(finished.loss_scale)
         self._refused_step = finished.step
@@ -118,35 +145,36 @@ class CheckpointManager:
         on_first(self.ranks, lambda: write_history(self.directory.path, self.history))
 
     def rescue(self, recorder: Recorder, fault: BaseException) -> None:
-        """Save the finished step after an exception, and print from which step the run can go on.
+        """Save the finished step after an exception, and print where the run resumes.
 
-        The newest checkpoint stands if the learner has begun an optimizer step, because the masters are then between
-        two steps. A step that the learner completed and that only lacks its metrics is finished here, with the metrics
-        that are known. With several ranks, saving is a collective: it is attempted only if all ranks raised together
-        (`Ranks.all_agree`). If one rank raised alone, the others are elsewhere or gone, and a collective would hang.
+        If the learner has begun an optimizer step, the master weights are between two steps and the previous checkpoint
+        is kept. If a step only lacks its metrics, it is finished here with the metrics known so far.
+
+        With several ranks, saving is a collective, so it is attempted only if all ranks raised together
+        (`Ranks.all_agree`). If one rank raised alone, a collective would hang.
 
         Args:
             recorder: Writes the metrics of a step that lacks them.
-            fault: The exception that ended the run, of any class.
+            fault: The exception that ended the run.
 
         Raises:
-            StoppedAtOnce: A second Ctrl-C came meanwhile. Nothing else is raised: `fault` is the error to report.
+            StoppedAtOnce: A second Ctrl-C arrived. No other exception is raised; `fault` is the error to report.
         """
-        reason = "the step that broke off had begun to change the weights"
+        reason = "the interrupted step had already changed the weights"
         try:
             if self.ranks.count > 1 and self.ranks.agreed is not fault:
-                reason = "that takes all ranks, and one broke off alone"
+                reason = "saving needs all ranks, and one rank failed alone"
             else:
                 reason = self._rescue(recorder) or reason
-        except BaseException as failure:  # the fault that ended the run may break this too
+        except BaseException as failure:  # whatever ended the run may break saving, too
             if is_stop(failure):
                 raise
             reason = " ".join(str(failure).split()) or type(failure).__name__
         with suppress(Exception):
-            self._say_where_it_resumes(reason)
+            self._report_resume_step(reason)
 
     def _rescue(self, recorder: Recorder) -> str | None:
-        """Save the finished step, if it can be; otherwise why it cannot, None where the weights are half-way."""
+        """Save the finished step if possible. Return why not, or None if saved or if weights are between two steps."""
         if self.unrecorded is not None:
             step, metrics = self.unrecorded
 
@@ -162,7 +190,7 @@ class CheckpointManager:
             self.save()
         return None
 
-    def _say_where_it_resumes(self, reason: str) -> None:
+    def _report_resume_step(self, reason: str) -> None:
         saved, finished = self.saved_step, self.finished.step
         if saved == finished:
             if saved:

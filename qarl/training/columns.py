@@ -1,4 +1,4 @@
-"""Values per response token of a batch, filled and read one part at a time, and shared among ranks."""
+"""Per-token values of a batch, filled and read in parts and shared between ranks."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ if TYPE_CHECKING:
 class Column:
     """Float32 values per response token of a batch, without gradient: one tensor (T_r,) or (T_r, W) per response.
 
-    T_r counts the tokens that the policy wrote (`Rollout.written`).
-
-    Values stay on the device that filled them. The first read on the CPU copies all of them at once; only this read
-    synchronizes with the device.
+    T_r counts the tokens that the policy wrote (`Rollout.written`). Values stay on the device that filled them. The
+    first read on the CPU copies all of them and is the only operation that synchronizes with the device.
     """
 
     def __init__(self, values: Sequence[Tensor | None]) -> None:
         self._values = list(values)
-        self._new: set[int] = set()  # responses filled in on this rank since the last `share`
+        self._new: set[int] = set()  # responses filled on this rank since the last `share`
 
     @classmethod
     def empty(cls, responses: int) -> Column:
         return cls([None] * responses)
 
     def fill(self, part: Part, packed: Tensor, mask: Tensor | None = None) -> None:
-        """Store the values of a part's responses, packed: (T,) or (T, W), on any device.
+        """Store the values of a part's responses.
 
-        mask: (T,) bool, values to store; the others stay what they were, or are 0. None: all.
+        Args:
+            part: The part.
+            packed: (T,) or (T, W), concatenated over the responses, on any device.
+            mask: (T,) bool, values to store; the others keep their value (initially 0). Default: all.
         """
         if mask is not None:
             before = [self._values[index] for index in part.indices]
@@ -47,13 +48,13 @@ class Column:
         self._new.update(part.indices)
 
     def known(self, part: Part) -> bool:
-        """Return whether all of the part's responses are filled in."""
+        """Return whether all of the part's responses are filled."""
         return all(self._values[index] is not None for index in part.indices)
 
     def share(self, ranks: Ranks) -> None:
-        """Give every rank what any rank has filled in since the last time; a collective.
+        """Send newly filled responses to all ranks. A collective.
 
-        If several ranks have filled in a response, their values are equal.
+        If several ranks filled the same response, their values are equal.
         """
         if ranks.count == 1:
             return
@@ -68,7 +69,7 @@ class Column:
                 self._values[index] = value if width == 1 else value.view(-1, width)
 
     def read(self, part: Part) -> Tensor:
-        """Return the values of the part's responses, packed: (T,) or (T, W), on the part's device."""
+        """Return the values of the part's responses, concatenated: (T,) or (T, W), on the part's device."""
         if {self._filled(index).device.type for index in part.indices} not in ({"cpu"}, {part.device.type}):
             self._fetch()
         return upload(torch.cat([self._filled(index) for index in part.indices]), part.device)
@@ -87,7 +88,7 @@ class Column:
 
     def _filled(self, response: int) -> Tensor:
         values = self._values[response]
-        assert values is not None, f"response {response} was not filled in yet"
+        assert values is not None, f"response {response} has not been filled"
         return values
 
     def _fetch(self) -> None:
@@ -100,30 +101,35 @@ class Column:
 
 
 class KeptColumn:
-    """The set of tokens that truncation kept, per response token of a batch; on the CPU.
+    """Tokens that truncation kept, as one set per response token of a batch. On the CPU.
 
-    The first forward over each response, at the rollout's weights, fills it. Later forwards of the step normalize over
-    these sets, so no token falls out of the learner's set because the learner has moved (DeepSeek-V3.2, "keep sampling
-    mask").
+    The first forward over each response, at the rollout's weights, fills the sets. Later forwards of the step normalize
+    over the same sets, so a token cannot leave the learner's set because the learner has moved ("keep sampling mask",
+    DeepSeek-V3.2).
     """
 
     def __init__(self, responses: int) -> None:
         self._values: list[KeptSets | None] = [None] * responses
-        self._new: set[int] = set()  # responses filled in on this rank since the last `share`
+        self._new: set[int] = set()  # responses filled on this rank since the last `share`
 
     def fill(self, part: Part, chunks: Sequence[KeptSets]) -> None:
-        """Store the sets of a part's response tokens, packed, in chunks of any number of rows."""
+        """Store the sets of a part's response tokens.
+
+        Args:
+            part: The part.
+            chunks: Sets of consecutive tokens, in chunks of any size.
+        """
         for index, values in zip(part.indices, KeptSets.cat(chunks).split(part.lengths), strict=True):
             self._values[index] = values
         self._new.update(part.indices)
 
     def read(self, part: Part) -> KeptSets | None:
-        """Return the sets of a part's response tokens, packed; None unless all of its responses are filled in."""
+        """Return the sets of a part's response tokens, concatenated; None if any response is not filled."""
         found = [values for index in part.indices if (values := self._values[index]) is not None]
         return KeptSets.cat(found) if len(found) == len(part) else None
 
     def share(self, ranks: Ranks) -> None:
-        """Give every rank what any of them has filled in since the last time; a collective."""
+        """Send newly filled responses to all ranks. A collective."""
         if ranks.count == 1:
             return
         own = [(index, values) for index in sorted(self._new) if (values := self._values[index]) is not None]
@@ -138,18 +144,23 @@ class KeptColumn:
 
 
 class RoutingColumn:
-    """The experts that the learner chose at the rollout's weights, for the rows of each response; on the CPU.
+    """Experts that the learner chose at the rollout's weights, per row of each response. On the CPU.
 
-    The first forward over each response fills it; later forwards of the step replay it, so that a token goes through
-    the same experts in both policies of a ratio (GSPO's routing replay).
+    The first forward over each response fills it and later forwards of the step replay it. A token thus uses the same
+    experts in both policies of a ratio (routing replay, GSPO).
     """
 
     def __init__(self, responses: int) -> None:
         self._values: list[Tensor | None] = [None] * responses  # (prompt + response - 1, L, k) int16 each
-        self._new: set[int] = set()  # responses filled in on this rank since the last `share`
+        self._new: set[int] = set()  # responses filled on this rank since the last `share`
 
     def fill(self, part: Part, chosen: Tensor) -> None:
-        """Store the experts (rows, L, k) of one forward over a part. A shared prompt is stored with each response."""
+        """Store the experts of one forward over a part. A shared prompt is stored with each of its responses.
+
+        Args:
+            part: The part.
+            chosen: (rows, L, k) expert indices.
+        """
         rows, prompt, at = chosen.to(torch.int16).cpu(), chosen.new_empty(0).cpu(), 0
         for index, own in zip(part.indices, part.own_rows, strict=True):
             if own.prompt:
@@ -160,7 +171,7 @@ class RoutingColumn:
         self._new.update(part.indices)
 
     def read(self, part: Part) -> Tensor | None:
-        """Return the experts of one forward over a part, (rows, L, k) int16 on its device; None if any is unknown."""
+        """Return the experts of a forward over a part, (rows, L, k) int16 on its device; None if any is unknown."""
         found = []
         for index, own in zip(part.indices, part.own_rows, strict=True):
             if (values := self._values[index]) is None:
@@ -169,7 +180,7 @@ class RoutingColumn:
         return upload(torch.cat(found), part.device)
 
     def share(self, ranks: Ranks) -> None:
-        """Give every rank what any of them has filled in since the last time; a collective."""
+        """Send newly filled responses to all ranks. A collective."""
         if ranks.count == 1:
             return
         own = [(index, values) for index in sorted(self._new) if (values := self._values[index]) is not None]

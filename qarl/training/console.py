@@ -1,6 +1,6 @@
-"""What a run shows while it works: progress of long phases, a table of metrics, samples, a summary.
+"""Terminal output of a run: progress of long phases, a table of metrics, samples, a summary.
 
-Modes: `rich`, a live display at a terminal; `plain`, one short line per step, for pipes and logs; `none`, nothing.
+Modes: `rich` is a live display in a terminal, `plain` one short line per step for pipes and logs, `none` silent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.text import Text
 from qarl.terminal.console import Console
 from qarl.utils.text import visible
 
-TABLE_METRICS = (  # the most telling first: a narrow terminal shows those
+TABLE_METRICS = (  # most important first: a narrow terminal shows only the first ones
     "reward/mean",
     "response/length_mean",
     "mismatch/delta_abs_max",
@@ -36,22 +36,25 @@ TABLE_METRICS = (  # the most telling first: a narrow terminal shows those
 TABLE_ROWS = 8
 SHOWN_SAMPLES = 3
 SHOWN_CHARACTERS = 600
-SLOW_SECONDS = 1.0  # a phase is worth showing from here on
+SLOW_SECONDS = 1.0  # shorter phases are not shown
 
 
 class _Count(ProgressColumn):
-    """`3/64 responses`; nothing for a phase whose length is not known."""
+    """`3/64 responses`; empty for a phase of unknown length."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f} responses")
 
 
 class RunConsole:
-    """The display of one run; use it as a context manager, so that the terminal is restored.
+    """Display of one run. A context manager, which restores the terminal.
 
-    mode: `rich`, `plain` or `none` (`logging.console`); `rich` becomes `plain` where the stream is no terminal.
-    total_steps: shown behind the step number. A stream that goes away (closed pipe, lost terminal) silences the
-    console and does not stop the run.
+    A stream that goes away (closed pipe, lost terminal) silences the console and does not stop the run.
+
+    Args:
+        mode: `logging.console`: `rich`, `plain` or `none`. `rich` becomes `plain` if the stream is not a terminal.
+        total_steps: Number of steps, shown after the step number.
+        stream: Where to print. Default: stdout.
     """
 
     def __init__(self, mode: str, total_steps: int | None = None, stream: TextIO | None = None) -> None:
@@ -84,10 +87,16 @@ class RunConsole:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-        """Show progress while the body runs, from its second second on; yields `advance(n=1)`.
+        """Show progress while the body runs, starting one second into it.
 
-        total: responses to work through, if that takes most of the time.
-        Plain mode prints a line for a slow phase before the first step only: afterwards `time/*_s` tell.
+        In plain mode, only slow phases before the first step are printed; later ones are in `time/*_s`.
+
+        Args:
+            name: Name of the phase.
+            total: Number of responses to process, if they take most of the time.
+
+        Yields:
+            `advance(n=1)`, which adds to the number of processed responses.
         """
         started = time.monotonic()
         task = self._progress.add_task(name, total=total)
@@ -107,7 +116,7 @@ class RunConsole:
             self.message(f"step {self._step_text(step)}  {shown}")
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Print the first rows: `prompt`, `completion` (hostile text) and `reward` of each."""
+        """Print `prompt`, `completion` (untrusted text) and `reward` of the first rows."""
         for number, row in enumerate(rows[:SHOWN_SAMPLES], 1):
             head = f"step {step}, sample {number}, reward {_format(row.get('reward'))}"
             multiline = self.mode == "rich"
@@ -119,16 +128,19 @@ class RunConsole:
                 self.message(f"{head}: {prompt} => {completion}")
 
     def message(self, text: str) -> None:
-        """Print one line as it is: no markup, control characters escaped."""
+        """Print one line without markup; control characters are escaped."""
         self._print(Text(visible(text)))
 
     def warn(self, text: str) -> None:
         self._print(Text(f"warning: {visible(text)}", style="yellow"))
 
     def summary(self, run_dir: Path, history: list[dict[str, Any]], next_commands: list[tuple[str, str]]) -> None:
-        """Print where the run is, what was learned (first against last quarter of `history`), and what to do next.
+        """Print the run directory, the change from the first to the last quarter of the run, and follow-up commands.
 
-        history: the records of metrics.jsonl, oldest first. next_commands: (what for, command).
+        Args:
+            run_dir: The run directory.
+            history: Records of metrics.jsonl, oldest first.
+            next_commands: (purpose, command) pairs.
         """
         lines = [f"run: {run_dir}"]
         if history:
@@ -140,7 +152,7 @@ class RunConsole:
                 first, last = _mean(history[:quarter], name), _mean(history[-quarter:], name)
                 lines.append(f"{name}: {_format(first)} over the first {span}, {_format(last)} over the last")
             gaps = [record.get("mismatch/delta_abs_max") for record in history]
-            worst = None if None in gaps else max(gap for gap in gaps if gap is not None)  # null: not finite
+            worst = None if None in gaps else max(gap for gap in gaps if gap is not None)  # null: NaN or infinity
             agreement = "in every step: sampler and learner agree bit for bit" if worst == 0 else "at most"
             lines.append(f"mismatch/delta_abs_max: {_format(worst)} {agreement}")
         width = max((len(purpose) for purpose, _ in next_commands), default=0)
@@ -153,7 +165,7 @@ class RunConsole:
     def _print(self, text: Text) -> None:
         if self.mode == "none":
             return
-        # A stream that is not UTF-8 gets escapes for what it cannot say, instead of an exception.
+        # A stream that is not UTF-8 gets escapes instead of raising UnicodeEncodeError.
         encoding = self._console.encoding
         if text.plain.encode(encoding, "replace").decode(encoding) != text.plain:
             text.plain = text.plain.encode(encoding, "backslashreplace").decode(encoding)
@@ -174,8 +186,8 @@ class RunConsole:
         return Group(*parts)
 
     def _table(self) -> Table:
-        """As many of the metrics as the terminal has room for, at least one; all of them are in metrics.jsonl."""
-        rows = list(self._history)  # the display thread reads while the loop appends
+        """Table of as many metrics as fit the terminal's width, at least one. metrics.jsonl has all of them."""
+        rows = list(self._history)  # the display thread reads while the training loop appends
         names = [name for name in TABLE_METRICS if any(name in row for row in rows)]
         unbounded = self._console.options.update(max_width=1000)
         while True:

@@ -1,4 +1,4 @@
-"""A step on the console: the progress of its phases, and what failed in its rewards."""
+"""Progress and failed rewards of one step, on the console."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from qarl.training.observer import Observer, Phase
 from qarl.types import Prompt, Rollout
 
 SHOWN: dict[Phase, str] = {"rollout": "rollout", "reward": "rewards", "learner": "learner"}
-FAILURES = 3  # failed rewards of a step that are reported one by one
+FAILURES = 3  # failed rewards per step that are printed individually
 
 
 class StepDisplay(Observer):
-    """Shows one step on `console` while it runs."""
+    """Observer that shows a running step on `console`."""
 
     def __init__(self, console: RunConsole) -> None:
         self._console = console
@@ -38,4 +38,4 @@ class StepDisplay(Observer):
             self._console.warn(message)
         if len(scores.messages) > FAILURES:
             left = len(scores.messages) - FAILURES
-            self._console.warn(f"and {left} more failed rewards in this step, see rewards.log")
+            self._console.warn(f"and {left} more failed rewards in this step; see rewards.log")

@@ -1,7 +1,7 @@
-"""Dynamic sampling (DAPO, Yu et al. 2025): only groups whose rewards differ are trained on.
+"""Dynamic sampling (DAPO, Yu et al. 2025): train only on groups whose rewards differ.
 
-A group of responses with equal rewards has advantage 0, so it gives no gradient. Such groups are dropped, and more
-prompts are sampled until the step has as many groups as configured, or the bound on sampling rounds is reached.
+A group of responses with equal rewards has advantage 0 and gives no gradient. Such groups are dropped, and more prompts
+are sampled until the step has the configured number of groups or the limit on sampling rounds is reached.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class _Group(NamedTuple):
 def sample_until_full(
     settings: DynamicSampling, wanted: int, sample: Callable[[int, int], Sampled]
 ) -> tuple[Sampled, dict[str, float]]:
-    """Sample rounds of prompts until `wanted` groups have rewards that differ.
+    """Sample rounds of prompts until `wanted` groups have differing rewards.
 
-    If they are still too few after the last round, groups with equal rewards fill the step, so its size never changes.
-    Groups beyond `wanted` are dropped: in the next step they would be of an older policy.
+    If too few groups differ after the last round, groups with equal rewards fill the step, so its size never changes.
+    Surplus groups are dropped rather than kept for the next step, where they would come from an older policy.
 
     Args:
-        settings: Bound on the rounds, and how many prompts a round asks for.
-        wanted: Groups of the step.
-        sample: sample(prompts, round) samples and scores that many prompts; rounds count from 0.
+        settings: Limit on rounds, and number of prompts per round.
+        wanted: Number of groups per step.
+        sample: `sample(prompts, round)` samples and scores that many prompts; rounds count from 0.
 
     Returns:
-        The groups to train on, in the order in which they were sampled, and metrics over all groups sampled:
+        The groups to train on, in sampling order, and metrics over all sampled groups:
 
-            sampling/rounds             rounds of this step
-            sampling/groups             groups sampled
-            sampling/equal_frac         share whose rewards are all equal; they are dropped unless the step is short
-            sampling/surplus_frac       share beyond the size of the step
-            sampling/short_frac         share of the step that equal groups fill
-            sampling/reward_mean        mean reward of everything sampled; reward/mean is that of the step
-            sampling/tokens             response tokens sampled
+            sampling/rounds          rounds in this step
+            sampling/groups          groups sampled
+            sampling/equal_frac      fraction of groups with equal rewards, dropped unless the step would be short
+            sampling/surplus_frac    fraction of groups beyond the size of the step
+            sampling/short_frac      fraction of the step filled with equal groups
+            sampling/reward_mean     mean reward of everything sampled (reward/mean covers only the step)
+            sampling/tokens          response tokens sampled
     """
     varied: list[_Group] = []
     equal: list[_Group] = []
@@ -89,7 +89,7 @@ def _groups(sampled: Sampled) -> list[_Group]:
 
 
 def _joined(groups: list[_Group], rounds: list[Sampled]) -> Sampled:
-    """The chosen groups as one; failures and messages are those of all rounds."""
+    """Merge the chosen groups; keep the failures and messages of all rounds."""
     of_groups = RewardResult.joined([group.source.scores.part(group.rows, first=False) for group in groups])
     whole = RewardResult.joined([one.scores for one in rounds])
     scores = replace(of_groups, failed=whole.failed, messages=whole.messages)

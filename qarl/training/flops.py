@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-BACKWARD = 2  # times the forward: each product has a gradient for its input and one for its weight
+BACKWARD = 2  # relative to the forward: each product has an input gradient and a weight gradient
 
 
 class Shape(Protocol):
-    """The fields of `qarl.config.architecture.Architecture` that FLOP counts depend on."""
+    """Fields of `qarl.config.architecture.Architecture` that determine FLOPs."""
 
     @property
     def multiplied_parameters(self) -> int: ...
@@ -32,17 +32,17 @@ def forward_flops(
     responses: Sequence[Sequence[int]],
     windows: Sequence[int | None] | None = None,
 ) -> float:
-    """Count the FLOPs of one forward that computes the log-probs of responses.
+    """Count the FLOPs of a forward that computes the log-probs of responses.
 
-    The responses are packed as in `Policy.logprobs`: adjacent responses with equal prompts share one prompt. The count
-    is the sum of 2 per linear weight and token, 2 per output-layer weight and response token, and
-    4 x heads x head size per visible (query, key) pair.
+    Responses are packed as in `Policy.logprobs`: adjacent responses with equal prompts share one prompt. The count is 2
+    per linear weight and token, plus 2 per output-layer weight and response token, plus 4 x heads x head size per
+    visible (query, key) pair.
 
     Args:
         shape: Sizes of the model.
         prompts: Token ids of the prompt, per response.
         responses: Token ids, per response.
-        windows: Attention window in tokens per layer; None for a layer with full attention. None: full attention in
+        windows: Attention window in tokens per layer; an entry of None means full attention. Default: full attention in
             all layers.
 
     Returns:
@@ -52,7 +52,7 @@ def forward_flops(
     stretches: list[tuple[int, int]] = []  # runs of queries: (tokens before the run, queries)
     before: Sequence[int] | None = None
     for prompt, response in zip(prompts, responses, strict=True):
-        known, run = len(prompt), len(response) - 1  # the last token of a response predicts nothing
+        known, run = len(prompt), len(response) - 1  # the last token of a response is not an input
         if prompt != before:
             tokens += known
             stretches.append((0, known))
@@ -68,10 +68,10 @@ def forward_flops(
 
 
 def _pairs(first: int, count: int, window: int | None) -> int:
-    """Count the visible keys of `count` queries that follow `first` tokens; a query sees at most `window` keys."""
+    """Count visible (query, key) pairs of `count` queries after `first` tokens; a query sees at most `window` keys."""
     seen = count * first + count * (count + 1) // 2
     hidden = 0 if window is None else first + count - window  # keys outside the last query's window
     if hidden <= 0:
         return seen
-    several = min(count, hidden)  # queries with hidden keys; each hides one key more than the query before it
+    several = min(count, hidden)  # queries with hidden keys; each hides one more key than the previous query
     return seen - several * hidden + several * (several - 1) // 2

@@ -1,7 +1,7 @@
-"""What an optimizer keeps in memory of the host, and how it passes through the GPU in a step (`optim.offload`).
+"""Optimizer state in host memory, streamed through the GPU in each step (`optim.offload`).
 
-Loads follow one another through two slots of the GPU: while one is worked on, the next is on its way in and the last on
-its way out, each on its own stream.
+Loads are double-buffered: while one is processed on the GPU, the next is copied in and the previous is copied out, each
+on its own stream.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from torch.nn import Parameter
 from qarl.policy.skeleton import drop_values
 
 ARENA_BYTES = 2**33
-ALIGNED = 64  # elements: vectors of the kernels and lines of the bus
+ALIGNED = 64  # elements; a multiple of kernel vectors and PCIe lines
 
 
 @dataclass(frozen=True)
-class Passing:
-    """Elements that pass together. host: flat tensors of one length, each of which has a row of the slot. start: in
-    it."""
+class StateSlice:
+    """A slice of optimizer state that is copied to the GPU together.
+
+    Attributes:
+        host: Flat host tensors of equal length, one per row of the GPU slot.
+        start: First element in the slot.
+    """
 
     host: tuple[Tensor, ...]
     start: int
@@ -34,15 +38,20 @@ class Passing:
         return self.start + self.host[0].numel()
 
     def on_device(self, slot: Tensor) -> list[Tensor]:
-        """What `host` is while it is there. slot: (rows, elements)."""
+        """Return the GPU copies of `host` in a slot (rows, elements)."""
         return [row[self.start : self.end] for row in slot]
 
 
 class HostState:
-    """float32 tensors of the parameters' shapes: `moments` for each, and with `masters` its values too.
+    """Float32 state tensors in host memory: `moments` per parameter and, optionally, the parameter's value.
 
-    members: float32 parameters of one device, contiguous; with `masters` they become placeholders
-    (`qarl.policy.skeleton`), and `values` has their values. On a CPU, as in tests, loads pass one after the other.
+    On a CPU, as in tests, loads are processed sequentially.
+
+    Args:
+        members: Contiguous float32 parameters on one device.
+        moments: Number of state tensors per parameter.
+        masters: Also keep the parameters' values on the host, in `values`. The parameters become placeholders
+            (`qarl.policy.skeleton`).
     """
 
     def __init__(self, members: Sequence[Parameter], moments: int, masters: bool) -> None:
@@ -61,57 +70,61 @@ class HostState:
         self._streams = [torch.cuda.Stream(self.device) for _ in range(2)] if pinned else []
 
     def of(self, parameter: Parameter) -> tuple[Tensor, ...]:
-        """All tensors of a parameter that pass through, its value last."""
+        """Return all tensors of a parameter that are streamed, its value last."""
         value = self.values.get(parameter)
         return self.moments[parameter] if value is None else (*self.moments[parameter], value)
 
     def settle(self) -> None:
-        """Wait until the last step's results are on the host."""
+        """Wait until the results of the last step are on the host."""
         for stream in self._streams:
             stream.synchronize()
 
-    def pass_through(self, loads: Sequence[Sequence[Passing]], work: Callable[[int, Tensor], None]) -> None:
-        """work(place, slot): on the load of that place, which is in `slot`, (rows, elements); what it makes of it there
-        goes back to the host. A load may be empty."""
-        size = max((passing.end for load in loads for passing in load), default=0)
+    def stream_through_device(self, loads: Sequence[Sequence[StateSlice]], work: Callable[[int, Tensor], None]) -> None:
+        """Copy each load to the GPU, process it, and copy it back.
+
+        Args:
+            loads: State slices per load. A load may be empty.
+            work: `work(index, slot)` updates load `index` in place in `slot`, (rows, elements).
+        """
+        size = max((part.end for load in loads for part in load), default=0)
         slots = [torch.empty(self.rows, size, device=self.device) for _ in loads[:2]]
         if not self._streams:
-            for place, load in enumerate(loads):
-                _bring(load, slots[0])
-                work(place, slots[0])
-                _return(load, slots[0])
+            for index, load in enumerate(loads):
+                _copy_in(load, slots[0])
+                work(index, slots[0])
+                _copy_out(load, slots[0])
             return
-        here, (inward, outward) = torch.cuda.current_stream(self.device), self._streams
-        inward.wait_stream(here)  # which waited for the last step's way out, and whose memory the slots were
+        compute, (copy_in, copy_out) = torch.cuda.current_stream(self.device), self._streams
+        copy_in.wait_stream(compute)  # `compute` already waits for the last copies out, and owns the slots' memory
         free: list[torch.cuda.Event | None] = [None, None]
         try:
-            for place, load in enumerate(loads):
-                slot = slots[place % 2]
-                with torch.cuda.stream(inward):
-                    if (event := free[place % 2]) is not None:
-                        inward.wait_event(event)
-                    _bring(load, slot)
-                    arrived = inward.record_event()
-                here.wait_event(arrived)
-                work(place, slot)
-                updated = here.record_event()
-                with torch.cuda.stream(outward):
-                    outward.wait_event(updated)
-                    _return(load, slot)
-                    free[place % 2] = outward.record_event()
-        finally:  # after an interrupt too, the slots' memory is handed out again in the order of this stream
-            here.wait_stream(inward)
-            here.wait_stream(outward)
+            for index, load in enumerate(loads):
+                slot = slots[index % 2]
+                with torch.cuda.stream(copy_in):
+                    if (event := free[index % 2]) is not None:
+                        copy_in.wait_event(event)
+                    _copy_in(load, slot)
+                    arrived = copy_in.record_event()
+                compute.wait_event(arrived)
+                work(index, slot)
+                updated = compute.record_event()
+                with torch.cuda.stream(copy_out):
+                    copy_out.wait_event(updated)
+                    _copy_out(load, slot)
+                    free[index % 2] = copy_out.record_event()
+        finally:  # also after an interrupt: the allocator reuses the slots in this stream's order
+            compute.wait_stream(copy_in)
+            compute.wait_stream(copy_out)
 
 
 class Offloaded(torch.optim.Optimizer, ABC):
-    """An optimizer whose state is a `HostState`. Its kinds say what torch calls the state of a parameter."""
+    """Optimizer whose state is a `HostState`. Subclasses map it to torch's state names."""
 
     host: HostState
 
     @property
     def values(self) -> dict[Parameter, Tensor]:
-        """The masters that the host has, by parameter; they may be about to change until `settle`."""
+        """Master weights on the host, by parameter. Copies may be in flight until `settle`."""
         return self.host.values
 
     def settle(self) -> None:
@@ -119,45 +132,49 @@ class Offloaded(torch.optim.Optimizer, ABC):
         self.host.settle()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies the state to where it is kept. The groups' options stay as they are."""
+        """Copy the state to the host tensors. The options of the groups stay as they are."""
         members = list(self.host.moments)
         self.settle()
         self.state.clear()
-        for place, found in state_dict["state"].items():
-            for name, tensor in self._state(members[place]).items():
+        for index, found in state_dict["state"].items():
+            for name, tensor in self._state(members[index]).items():
                 tensor.copy_(found[name])
 
     @abstractmethod
     def _state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """State of a parameter with a gradient, by torch's names; zero if it had none yet."""
+        """Return the state of a parameter with a gradient, by torch's names; create it with zeros if missing."""
 
 
-def in_order(members: Sequence[tuple[Tensor, ...]]) -> list[Passing]:
-    """One load of whole tensors, aligned. members: of each what passes of it."""
+def aligned_load(members: Sequence[tuple[Tensor, ...]]) -> list[StateSlice]:
+    """Return one load of whole tensors at aligned offsets.
+
+    Args:
+        members: Host tensors of each parameter.
+    """
     found, end = [], 0
     for host in members:
-        found.append(Passing(tuple(tensor.view(-1) for tensor in host), end))
+        found.append(StateSlice(tuple(tensor.view(-1) for tensor in host), end))
         end = padded(found[-1].end)
     return found
 
 
-def _bring(load: Sequence[Passing], slot: Tensor) -> None:
-    for passing in load:
-        for row, host in zip(passing.on_device(slot), passing.host, strict=True):
+def _copy_in(load: Sequence[StateSlice], slot: Tensor) -> None:
+    for part in load:
+        for row, host in zip(part.on_device(slot), part.host, strict=True):
             row.copy_(host, non_blocking=True)
 
 
-def _return(load: Sequence[Passing], slot: Tensor) -> None:
-    for passing in load:
-        for row, host in zip(passing.on_device(slot), passing.host, strict=True):
+def _copy_out(load: Sequence[StateSlice], slot: Tensor) -> None:
+    for part in load:
+        for row, host in zip(part.on_device(slot), part.host, strict=True):
             host.copy_(row, non_blocking=True)
 
 
 def host_tensors(shapes: Sequence[torch.Size], pinned: bool) -> Iterator[Tensor]:
-    """Float32 tensors of the host, of unknown content.
+    """Yield uninitialized float32 host tensors of the given shapes.
 
-    torch rounds every pinned allocation up to a power of two, which for single tensors wastes up to half of it. So they
-    are cut from arenas of such a size, that hold at least the largest.
+    torch rounds each pinned allocation up to a power of two, which wastes up to half of it. The tensors are therefore
+    cut from large arenas whose size is a power of two.
     """
     arena, used = torch.empty(0), 0
     left = sum(padded(shape.numel()) for shape in shapes)

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP: stop at the next safe point with a checkpoint; a second SIGINT stops at once."""
+"""SIGINT, SIGTERM and SIGHUP: stop at the next safe point with a checkpoint; a second SIGINT stops immediately."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from qarl.utils.signals import Interrupted, StoppedAtOnce, stop_signals
 
 
 class InterruptGuard:
-    """Turns stop signals (`qarl.utils.signals.stop_signals`) into exceptions while it is entered.
+    """Context manager that turns stop signals (`qarl.utils.signals.stop_signals`) into exceptions.
 
-    At first a signal raises `Interrupted` immediately, because there is nothing to save yet. After `defer` the first
-    signal is only recorded: `check` raises `Interrupted` where stopping is safe, and a second SIGINT raises
-    `StoppedAtOnce` immediately. Python delivers signals to the main thread only; in any other thread this does nothing.
+    Initially a signal raises `Interrupted` immediately, because there is nothing to save. After `defer` the first
+    signal is only recorded: `check` raises `Interrupted` at a safe point, and a second SIGINT raises `StoppedAtOnce`
+    immediately. Python delivers signals only to the main thread; in other threads the guard does nothing.
 
     Args:
         say: Called with one line at the first signal after `defer`.
-        ranks: The ranks of the run; a signal to one rank stops all of them. None for a single process.
+        ranks: Ranks of the run; a signal to one rank stops all of them. Default: a single process.
     """
 
     def __init__(self, say: Callable[[str], None], ranks: Ranks | None = None) -> None:
@@ -33,7 +33,7 @@ class InterruptGuard:
         self.ranks = ranks or SingleProcess()
         self.signum: int | None = None
         self._deferred = False
-        self._previous: dict[int, Any] = {}  # as `signal.signal` gave them
+        self._previous: dict[int, Any] = {}  # handlers to restore, as returned by `signal.signal`
 
     def __enter__(self) -> InterruptGuard:
         main = threading.current_thread() is threading.main_thread()
@@ -46,7 +46,7 @@ class InterruptGuard:
             signal.signal(signum, handler)
 
     def defer(self) -> None:
-        """From now on the run has something to lose: stop at `check` only."""
+        """From now on, stop only at `check`: the run has state to save."""
         self._deferred = True
 
     def _note(self, signum: int, frame: object) -> None:
@@ -57,25 +57,30 @@ class InterruptGuard:
         self.signum = signum
         if not self._deferred:
             raise Interrupted(signum)
-        with suppress(RuntimeError):  # the signal came in the middle of a write to the same stream
-            self.say(f"{signal.Signals(signum).name}: stopping at the next safe point; Ctrl-C stops at once, unsaved")
+        with suppress(RuntimeError):  # the signal interrupted a write to the same stream
+            self.say(f"{signal.Signals(signum).name}: stopping at the next safe point; Ctrl-C stops now without saving")
 
     def check(self) -> None:
-        """Raise `Interrupted` if any rank received a signal; a collective. Nothing else decides to stop."""
+        """Stop the run if any rank has received a signal. A collective, and the only place that decides to stop.
+
+        Raises:
+            Interrupted: A rank has received a signal.
+        """
         signum = self.ranks.signal(self.signum)
         if signum is not None:
             raise Interrupted(signum)
 
-    def check_alone(self) -> None:
-        """`check`, between steps of work that other ranks may have less of: on several ranks it waits for the next."""
+    def check_if_single_process(self) -> None:
+        """Call `check` in a single-process run. With several ranks do nothing: other ranks may not reach this point."""
         if self.ranks.count == 1:
             self.check()
 
 
 class SafePoints(Observer):
-    """Where a signal may end a step: before its first update, when nothing but the data's position has changed.
+    """Checks for signals at the points of a step where only the position in the data has changed.
 
-    On several ranks that is before sampling, after scoring and before the first minibatches, where all of them are.
+    In a single process these are all points before the first update. With several ranks they are the points that all
+    ranks reach: before sampling, after scoring, and before the first minibatch.
     """
 
     def __init__(self, guard: InterruptGuard) -> None:
@@ -93,7 +98,7 @@ class SafePoints(Observer):
 
     def progress(self, responses: int) -> None:
         if not self._updated:
-            self._guard.check_alone()
+            self._guard.check_if_single_process()
 
     def minibatch(self, minibatch: Part) -> None:
         if not self._updated:

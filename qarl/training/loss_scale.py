@@ -1,4 +1,4 @@
-"""The loss scale, which keeps a float16 learner's gradients from underflowing; follows `torch.amp.GradScaler`."""
+"""Loss scaling for float16 learners, following `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ LARGEST = 2.0**100  # the scaled loss stays far below float32's 3.4e38
 
 @dataclass
 class LossScale:
-    """The current loss scale. All ranks see the same gradient norms, so they all have the same one.
+    """Loss scale. All ranks see the same gradient norms and therefore have the same scale.
 
     Attributes:
-        value: The loss is multiplied by it, and the gradients are divided by it.
-        dynamic: Whether `update` changes it.
-        good: Finite gradients since the last change.
-        settled: Whether any gradient was finite at a dynamic scale; until then the scale is still being searched.
+        value: The loss is multiplied and the gradients are divided by this factor.
+        dynamic: Whether `update` changes the scale.
+        good: Consecutive finite gradients since the last change.
+        settled: Whether a gradient has been finite at a dynamic scale. Before that, the initial scale is being
+            searched.
     """
 
     value: float
@@ -34,11 +35,11 @@ class LossScale:
 
     @property
     def searching(self) -> bool:
-        """Whether an overflow only means that the first scale was too large."""
+        """Whether an overflow only means that the initial scale was too large."""
         return self.dynamic and not self.settled and self.value >= 1.0
 
     def update(self, finite: bool) -> None:
-        """Halve the scale after a gradient that is not finite; double it after `GROWTH_INTERVAL` finite ones."""
+        """Halve the scale after a non-finite gradient; double it after `GROWTH_INTERVAL` finite ones."""
         if not self.dynamic:
             return
         if not finite:
@@ -50,10 +51,10 @@ class LossScale:
             self.value, self.good = min(self.value * GROWTH, LARGEST), 0
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, see `load`."""
+        """Return the state for a checkpoint; see `load`."""
         return asdict(self)
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Continue from a state. None, or a state of a fixed scale, or a fixed scale here: keep the configured one."""
+        """Restore a state. Keep the configured scale if the state is None, or if either scale is fixed."""
         if self.dynamic and state is not None and state["dynamic"]:
             self.value, self.good, self.settled = state["value"], state["good"], state["settled"]

@@ -1,4 +1,4 @@
-"""A step's metrics from its parts, under the names of the run directory's interface. Units stand in the names."""
+"""Metrics of a step. Names are part of the run directory's interface and carry their unit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qarl.utils.threads import one_thread
 
 
 class Clock(Observer):
-    """Wall time of a step's phases, in seconds; starts when it is made."""
+    """Wall time per phase of a step, in seconds, from construction on."""
 
     def __init__(self) -> None:
         self._start = self._last = time.perf_counter()
@@ -39,18 +39,23 @@ class Clock(Observer):
             self.lap(name)
 
     def lap(self, phase: str) -> None:
-        """The time since the last lap (or the start) belongs to `phase`."""
+        """Add the time since the last lap (or the start) to `phase`."""
         now = time.perf_counter()
         self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
         self._last = now
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Fraction of what was counted as `source` that belongs to `target`."""
+        """Move `seconds` of the time counted as `source` to `target`."""
         self.laps[source] -= seconds
         self.laps[target] = self.laps.get(target, 0.0) + seconds
 
     def metrics(self, rollout_tokens: int, learner_tokens: int) -> dict[str, float]:
-        """rollout_tokens: sampled in this step. learner_tokens: run by the learner, see `Part.forward_tokens`."""
+        """Return time/* and throughput/*.
+
+        Args:
+            rollout_tokens: Tokens sampled in this step.
+            learner_tokens: Tokens of the learner's forwards, see `Part.forward_tokens`.
+        """
         named = {f"time/{phase}_s": seconds for phase, seconds in self.laps.items()}
         return {
             "time/step_s": time.perf_counter() - self._start,
@@ -61,10 +66,10 @@ class Clock(Observer):
 
 
 def reward_metrics(scores: RewardResult) -> dict[str, float]:
-    """Mean and deviation of the total, the mean of each function, and the numbers of failed and skipped scores.
+    """Return mean and standard deviation of the total reward, the mean per function, and counts of failures and skips.
 
-    A function's mean is over the responses that it scored, and missing if it skipped all. `reward/LABEL_skipped`
-    is there if the function skipped any.
+    A function's mean covers the responses that it scored and is omitted if it skipped all. `reward/LABEL_skipped` is
+    present only if the function skipped a response.
     """
     metrics = {"reward/mean": mean(scores.total), "reward/std": deviation(scores.total)}
     if len(scores.by_function) > 1:
@@ -76,7 +81,7 @@ def reward_metrics(scores: RewardResult) -> dict[str, float]:
 
 
 def response_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Lengths in tokens, and the share that hit the length limit."""
+    """Return response lengths in tokens and the fraction of responses at the length limit."""
     lengths = [len(r.token_ids) for r in rollouts]
     return {
         "response/length_mean": mean(lengths),
@@ -86,23 +91,29 @@ def response_metrics(rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def truncation_bias_bound(rollouts: list[Rollout], scores: RewardResult, retained: float) -> float:
-    """Bound of what truncating the distribution does to the expected reward (DVP, proposition 5.5).
+    """Bound the bias of the expected reward due to truncated sampling (DVP, proposition 5.5).
 
-    2 max |R| T (1 - alpha): the total variation of two trajectory distributions of T steps is at most T times that of a
-    step, which is the mass outside the kept set.
+    The bound is 2 max |R| T (1 - alpha): the total variation between two distributions over trajectories of T steps is
+    at most T times that of one step, which is the probability mass outside the kept set.
 
     Args:
-        rollouts: T is the longest of them.
-        scores: R, the total rewards.
-        retained: alpha, the least probability of a kept set.
+        rollouts: Responses; T is the longest length.
+        scores: Total rewards R.
+        retained: alpha, the smallest probability of a kept set.
+
+    Returns:
+        The bound, in units of the reward.
     """
     longest = max(len(rollout.token_ids) for rollout in rollouts)
     return 2.0 * max(map(abs, scores.total)) * longest * (1.0 - retained)
 
 
 def token_metrics(batch: Batch) -> dict[str, float]:
-    """What the sampled tokens show: `mismatch/*`, the learner at the rollout's snapshot against what the sampler
-    reported, and `error_tokens/*`."""
+    """Return metrics of the sampled tokens.
+
+    `mismatch/*` compares the learner at the rollout's weights with the sampler's log-probs. `error_tokens/*` counts
+    repetitive or garbled stretches.
+    """
     with one_thread():
         whole = batch.whole(CPU)
         ids = torch.tensor([token for response in batch.own_tokens for token in response])
@@ -112,8 +123,17 @@ def token_metrics(batch: Batch) -> dict[str, float]:
 
 
 def over_ranks(metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
-    """NAME_min, NAME_mean and NAME_max over the ranks of each time and memory that all of them have, and throughput by
-    the slowest rank's times; a collective. metrics: of this rank. Nothing on one rank.
+    """Return min, mean and max over ranks of the time and memory metrics, and throughput. A collective.
+
+    Throughput uses the times of the slowest rank.
+
+    Args:
+        metrics: Metrics of this rank.
+        ranks: All ranks of the run.
+
+    Returns:
+        `NAME_min`, `NAME_mean` and `NAME_max` for each `time/*` and `memory/*` that all ranks have. Empty for a single
+        rank.
     """
     if ranks.count == 1:
         return {}
@@ -126,7 +146,7 @@ def over_ranks(metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
 
 
 def spread(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """NAME_min, NAME_mean and NAME_max of each number that all ranks have."""
+    """Return `NAME_min`, `NAME_mean` and `NAME_max` of each number that all ranks have."""
     found: dict[str, float] = {}
     for name in ranks[0]:
         if all(name in rank for rank in ranks):
@@ -136,10 +156,10 @@ def spread(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most this process has held: device memory on a GPU, resident memory on the CPU."""
+    """Return the peak memory of this process in GiB: device memory on a GPU, resident memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    status = Path("/proc/self/status")  # not getrusage: its peak survives exec, so a large parent's would show
+    status = Path("/proc/self/status")  # not getrusage: its peak survives exec and would include a large parent's
     if status.exists():
         peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(peak.split()[1]) / 2**20
@@ -150,7 +170,7 @@ def peak_memory_gib(device: torch.device) -> float:
 def rollout_rows(
     prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult, batch: Batch
 ) -> list[dict[str, Any]]:
-    """One record a response for rollouts/NNNNNN.jsonl."""
+    """Return one record per response for rollouts/NNNNNN.jsonl."""
     by_id = {p.id: p for p in prompts}
     rows = []
     for i, rollout in enumerate(rollouts):
@@ -177,14 +197,24 @@ def rollout_rows(
 
 
 def rollout_tensors(batch: Batch, rewards: list[float], versions: list[list[int]] | None = None) -> dict[str, Tensor]:
-    """The responses of a step for rollouts/NNNNNN.safetensors, R responses with T tokens together, in order.
+    """Return the tensors of rollouts/NNNNNN.safetensors: R responses with T tokens in total, concatenated in order.
 
-    int32: prompt_lengths, response_lengths, groups (R), prompt_tokens, response_tokens (T), one after the other, a
-    prompt once for each of its responses. float32: advantages, rewards (R); logp_sampler, logp_old and logp (T), of the
-    learner's last training forward. If the policy did not write all tokens: written (T), uint8; the log-probs are then
-    of the tokens that it wrote. version: int64 (1), of the policy when the step begins; if earlier versions sampled
-    tokens, versions: int64 (T), of each. If the sampler reported its experts:
-    routing, uint8 or int16 (N, L, k), each response's prompt + response - 1 rows after the other's (`Rollout.routing`).
+    Args:
+        batch: The batch of the step.
+        rewards: Total reward per response.
+        versions: Policy version of each token, per response, if earlier versions sampled any of them.
+
+    Returns:
+            prompt_lengths, response_lengths, groups   (R,) int32
+            prompt_tokens, response_tokens             (T,) int32; a prompt is repeated for each of its responses
+            advantages, rewards                        (R,) float32
+            logp_sampler, logp_old, logp               (T,) float32; logp is of the learner's last training forward
+            version                                    (1,) int64, policy version at the start of the step
+            versions                                   (T,) int64, if `versions` is given
+            written                                    (T,) uint8, if the policy did not write all tokens; log-probs then
+                                                       cover only the tokens it wrote
+            routing                                    (N, L, k) uint8 or int16, if the sampler reported its experts:
+                                                       prompt + response - 1 rows per response (`Rollout.routing`)
     """
     whole = batch.whole(CPU)
 

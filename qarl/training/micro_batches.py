@@ -1,7 +1,7 @@
-"""Micro-batching: where a minibatch is split, and which rank runs which micro-batch.
+"""Micro-batching: how a minibatch is split, and which rank computes which micro-batch.
 
-Responses have a fixed order in which those to one prompt are neighbours. A micro-batch is a run of neighbours; it runs
-a prompt that they share once. The result of a response's forward does not depend on the split.
+Responses have a fixed order in which those to one prompt are adjacent. A micro-batch is a run of adjacent responses and
+computes a shared prompt once. The result of a response's forward does not depend on the split.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 EVEN_LENGTH = 8192
-"""Context length at which attention takes as long as all matrix products of a token. This is about right for models of
-1 to 8 billion parameters on a GPU, which is accurate enough for balancing."""
+"""Context length at which attention takes as long as all matrix products of a token. An approximation for models of 1
+to 8 billion parameters on a GPU, accurate enough for balancing."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """Sizes of a response."""
+    """Size of a response."""
 
     group: int  # responses of a group have the same prompt
     prompt: int  # tokens
@@ -29,7 +29,7 @@ class Response:
 
 
 def by_tokens(responses: Sequence[Response], max_tokens: int) -> list[int]:
-    """Ends of micro-batches that are filled until the next response would exceed `max_tokens` tokens."""
+    """Return the ends of micro-batches that are each filled up to `max_tokens` tokens."""
     ends: list[int] = []
     while (ends[-1] if ends else 0) < len(responses):
         ends.append(_furthest(responses, ends[-1] if ends else 0, max_tokens))
@@ -37,18 +37,18 @@ def by_tokens(responses: Sequence[Response], max_tokens: int) -> list[int]:
 
 
 def by_work(responses: Sequence[Response], max_tokens: int) -> list[int]:
-    """Ends of as many micro-batches as `by_tokens` makes, within the same budget, but of similar work.
+    """Return the ends of equally many micro-batches as `by_tokens`, within the same budget, but of similar work.
 
-    The last micro-batch is not a small remainder, and micro-batches of long responses, whose tokens attend to more, are
-    smaller. Each takes its share of the remaining work, as closely as the budget and the number of parts allow. A split
-    that runs a prompt twice is charged for it.
+    This avoids a small remainder at the end, and makes micro-batches of long responses smaller, because their tokens
+    attend to more. Each micro-batch takes an equal share of the remaining work, as closely as the budget and the number
+    of micro-batches allow. A split within a group costs the work of repeating the prompt.
     """
     count = len(responses)
     furthest = [_furthest(responses, start, max_tokens) for start in range(count)]
-    parts = [0] * (count + 1)  # micro-batches needed from here on
+    parts = [0] * (count + 1)  # micro-batches needed from each response on
     for start in reversed(range(count)):
         parts[start] = 1 + parts[furthest[start]]
-    left = [0.0] * (count + 1)  # work from here on, in one micro-batch
+    left = [0.0] * (count + 1)  # work from each response on, if in one micro-batch
     for start in reversed(range(count)):
         left[start] = left[start + 1] + _added_work(responses, start)
     ends: list[int] = []
@@ -61,29 +61,32 @@ def by_work(responses: Sequence[Response], max_tokens: int) -> list[int]:
             repeated = _prompt_work(responses[end]) if _shared(responses, end) else 0.0
             return abs(again + left[start] - left[end] - share) + repeated
 
-        # With fewer responses the rest would need one more part.
+        # A smaller micro-batch would leave a rest that needs one more part.
         allowed = [end for end in range(start + 1, furthest[start] + 1) if parts[end] < parts[start]]
         ends.append(min(allowed, key=distance))
     return ends
 
 
 def micro_batch_ends(responses: Sequence[Response], max_tokens: int, ranks: int, even: bool) -> list[int]:
-    """Return where micro-batches end: within the token budget, or within a smaller one if that is faster for all ranks.
+    """Return where micro-batches end: at the token budget, or at a smaller one if that is faster over all ranks.
 
-    A smaller budget gives every rank a micro-batch in the last round too, as far as there are responses.
+    A smaller budget can give every rank a micro-batch in the last round too, if there are enough responses.
 
     Args:
         responses: Sizes, in order.
         max_tokens: Token budget of a micro-batch.
         ranks: Number of ranks that share the micro-batches.
-        even: Make micro-batches of similar work, not just within the budget.
+        even: Balance the work of micro-batches instead of filling each to the budget.
+
+    Returns:
+        End index of each micro-batch.
     """
     split = by_work if even else by_tokens
     ends = split(responses, max_tokens)
     if ranks == 1 or len(ends) % ranks == 0:
         return ends
     wanted = min(len(responses), math.ceil(len(ends) / ranks) * ranks)
-    low, high = 1, max_tokens  # the largest budget that gives as many micro-batches as wanted
+    low, high = 1, max_tokens  # binary search for the largest budget that gives that many micro-batches
     while low < high:
         middle = (low + high + 1) // 2
         if len(by_tokens(responses, middle)) >= wanted:
@@ -95,11 +98,19 @@ def micro_batch_ends(responses: Sequence[Response], max_tokens: int, ranks: int,
 
 
 def assign(parts: Sequence[T], works: Sequence[float], ranks: int) -> list[list[T | None]]:
-    """Assign micro-batches to ranks in rounds of one per rank; None if a rank has none, in the last round only.
+    """Assign micro-batches to ranks in rounds of one per rank.
 
     Ranks wait for each other in every round, so the micro-batches with the most work run together, first. Within a
-    round the largest goes to the rank with the least work so far. Ties are decided by index. A single rank runs its
+    round, the largest goes to the rank with the least work so far; ties are broken by index. A single rank runs its
     parts in order.
+
+    Args:
+        parts: The micro-batches.
+        works: Work of each micro-batch.
+        ranks: Number of ranks.
+
+    Returns:
+        One list per round with an entry per rank: a micro-batch, or None in the last round.
     """
     if ranks == 1:
         return [[part] for part in parts]
@@ -117,7 +128,7 @@ def assign(parts: Sequence[T], works: Sequence[float], ranks: int) -> list[list[
 
 
 def work(responses: Sequence[Response]) -> float:
-    """Work of one micro-batch: 1 per token, plus attention over the tokens before it."""
+    """Return the work of a micro-batch: 1 per token plus attention over the previous tokens."""
     return sum(_added_work(responses, at) for at in range(len(responses)))
 
 
@@ -127,7 +138,7 @@ def _work_of_rounds(responses: Sequence[Response], ends: Sequence[int], ranks: i
 
 
 def _furthest(responses: Sequence[Response], start: int, max_tokens: int) -> int:
-    """End of the longest run of neighbours from `start` within the budget; one response at least."""
+    """Return the end of the longest run of responses from `start` within the budget, at least one response."""
     tokens = responses[start].prompt + responses[start].length
     end = start + 1
     while end < len(responses):
@@ -153,6 +164,6 @@ def _prompt_work(response: Response) -> float:
 
 
 def _added_work(responses: Sequence[Response], at: int) -> float:
-    """Work that the response adds to a micro-batch with the previous response."""
+    """Return the work that a response adds to a micro-batch that contains the previous response."""
     response = responses[at]
     return _work(response.prompt, response.length) + (0.0 if _shared(responses, at) else _prompt_work(response))

@@ -57,12 +57,12 @@ def batched_step(
     """
     gradients = [_gradient(parameter) for parameter in parameters]
     for batch in batches([parameter.shape for parameter in parameters], budget):
-        masters, own, moving = ([of[place] for place in batch] for of in (parameters, gradients, momenta))
+        masters, own, moving = ([tensors[i] for i in batch] for tensors in (parameters, gradients, momenta))
         update_batch(masters, own, moving, options, orthogonalized)
 
 
 def newton_schulz(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Run `orthogonalized` on a GPU, or torch's own iterations on a CPU; the result is contiguous."""
+    """Run `orthogonalized` on a GPU and torch's own iterations on a CPU. The result is contiguous."""
     if not len(stack):
         return stack
     if stack.is_cuda:
@@ -121,19 +121,24 @@ def orthogonalized(stack: Tensor, coefficients: tuple[float, float, float], step
 
 
 def batches(of: Sequence[torch.Size], budget: int) -> Iterator[list[int]]:
-    """Yield the indices of matrices of equal shape, as many per batch as fit in `budget` bytes. of: All shapes."""
+    """Yield indices of matrices of equal shape, as many per batch as fit in `budget` bytes.
+
+    Args:
+        of: Shape of each matrix.
+        budget: Limit in bytes, see `BATCH_BYTES`.
+    """
     shapes: dict[torch.Size, list[int]] = {}
-    for place, shape in enumerate(of):
-        shapes.setdefault(shape, []).append(place)
-    for shape, places in shapes.items():
+    for index, shape in enumerate(of):
+        shapes.setdefault(shape, []).append(index)
+    for shape, indices in shapes.items():
         count = at_once(shape, budget)
-        yield from (places[first : first + count] for first in range(0, len(places), count))
+        yield from (indices[first : first + count] for first in range(0, len(indices), count))
 
 
 def at_once(shape: torch.Size, budget: int) -> int:
     """Return how many matrices of a shape fit in `budget` bytes, at least 1."""
     least = min(shape)
-    each = 2 * (3 * shape.numel() + 2 * least * least)  # the stack, x and the next x; gram and polynomial
+    each = 2 * (3 * shape.numel() + 2 * least * least)  # stack, x and next x; gram and polynomial
     return max(1, budget // each)
 
 

@@ -13,47 +13,52 @@ from qarl.rewards import RewardResult
 from qarl.training.batch import Batch, Part
 from qarl.types import Prompt, Rollout
 
-Phase = Literal["rollout", "reward", "gather", "learner", "publish"]  # gather: with several ranks
+Phase = Literal["rollout", "reward", "gather", "learner", "publish"]  # gather: only with several ranks
 
 
 class Observer:
-    """Hooks that a step calls as it goes; they do nothing unless overridden.
+    """Hooks called during a step. All of them do nothing by default.
 
-    An observer changes nothing that the step computes: a run has the same bits with and without it. If a hook raises,
+    An observer must not change what the step computes: a run has the same bits with and without it. If a hook raises,
     the step ends.
     """
 
     def phase(self, name: Phase, responses: int | None) -> AbstractContextManager[None]:
-        """Return a context for a phase. responses: total that `progress` will report, if it reports any."""
+        """Return a context manager for a phase.
+
+        Args:
+            name: Name of the phase.
+            responses: Total number of responses that `progress` will report, if it reports any.
+        """
         return nullcontext()
 
     def progress(self, responses: int) -> None:
-        """Called when more responses of the phase are done; 0 is a sign of life."""
+        """Called when more responses of the phase are done; 0 only shows that the phase is alive."""
 
     def sampled(self, metrics: dict[str, float]) -> None:
-        """Called before `scored` with the metrics of dynamic sampling, if it is on."""
+        """Called before `scored` with the metrics of dynamic sampling, if enabled."""
 
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
-        """Called after sampling and scoring. rollouts: n per prompt, in order."""
+        """Called after sampling and scoring, with n rollouts per prompt, in order."""
 
     def begin(self, batch: Batch) -> None:
-        """Called before the first forward of the learner, at the rollout's weights."""
+        """Called before the learner's first forward, at the rollout's weights."""
 
     def minibatch(self, minibatch: Part) -> None:
         """Called before the forwards of an optimizer step on these responses."""
 
     def forward(self, part: Part, logps: TokenLogProbs) -> None:
-        """Called after a training forward over `part`, a micro-batch of the last `minibatch`."""
+        """Called after a training forward over `part`, a micro-batch of the latest `minibatch`."""
 
     def update(self, grad_norm: float) -> None:
-        """Called after an optimizer step, or after skipping one with a norm that is not finite."""
+        """Called after an optimizer step, or after skipping one because the norm is not finite."""
 
     def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
-        """Called after the last optimizer step. metrics: see `Learner.metrics`."""
+        """Called after the last optimizer step; see `Learner.metrics` for the metrics."""
 
 
 class Observers(Observer):
-    """Several observers as one, called in order. `seconds` is the time of their hooks per phase."""
+    """Calls several observers in order. `seconds` accumulates the time of their hooks per phase."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers

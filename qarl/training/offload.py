@@ -1,10 +1,11 @@
-"""AdamW with its two moments in pinned memory of the host (`optim.offload`): 8 bytes per parameter less on the GPU, and
-12 where the masters are there as well.
+"""AdamW with both moments, and optionally the master weights, in pinned host memory (`optim.offload`).
 
-In a step they pass through the GPU in buckets (`qarl.training.host_state`), each updated by the same fused kernel that
-updates them there otherwise. No element's update depends on another's, so parameters and moments get the same bits. A
-step takes as long as the bus needs for 8 bytes per parameter: about 1.3 s for the 64 GB of an 8B model at 50 GB/s in
-both directions at once. Masters add 4 bytes, and 4 on the way in again, to be quantized.
+Saves 8 bytes of GPU memory per parameter, 12 with master weights. In a step the state passes through the GPU in buckets
+(`qarl.training.host_state`), and the usual fused kernel updates each bucket. Updates are elementwise, so parameters and
+moments have the same bits as without offloading.
+
+A step takes as long as the bus needs for 8 bytes per parameter in each direction, about 1.3 s for an 8B model at 50
+GB/s. Master weights add 4 bytes, and another 4 to copy them in for quantization.
 """
 
 from __future__ import annotations
@@ -17,31 +18,40 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from qarl.training.host_state import ALIGNED, HostState, Offloaded, Passing, padded
+from qarl.training.host_state import ALIGNED, HostState, Offloaded, StateSlice, padded
 
-BUCKET_BYTES = 2**28  # two buckets are on the GPU during a step
+BUCKET_BYTES = 2**28  # two buckets are on the GPU at a time
 
 
 @dataclass(frozen=True)
-class _Piece(Passing):
-    """Some elements of one parameter, flat: exp_avg, exp_avg_sq, and the parameter's value where the host has it.
-    parameter: None there."""
+class _Piece(StateSlice):
+    """Flat slice of one parameter: exp_avg, exp_avg_sq and, if the host keeps it, the parameter's value.
+
+    Attributes:
+        parameter: Slice of the parameter on the device; None if the value is on the host.
+        gradient: Slice of the gradient.
+        step: Step counter of the parameter.
+    """
 
     parameter: Tensor | None
     gradient: Tensor
     step: Tensor
 
     def updated(self, slot: Tensor) -> list[Tensor]:
-        """exp_avg, exp_avg_sq and the parameter, on the device."""
-        passing = self.on_device(slot)
-        return passing if self.parameter is None else [*passing, self.parameter]
+        """Return exp_avg, exp_avg_sq and the parameter, on the device."""
+        parts = self.on_device(slot)
+        return parts if self.parameter is None else [*parts, self.parameter]
 
 
 class OffloadedAdamW(Offloaded, torch.optim.AdamW):
-    """`torch.optim.AdamW(fused=True)` with `exp_avg` and `exp_avg_sq` on the host; `step` stays with its parameter.
+    """`torch.optim.AdamW(fused=True)` with `exp_avg` and `exp_avg_sq` on the host. `step` stays on the device.
 
-    groups, options: AdamW's, fused among them. masters: whether the parameters' values go to the host too, see
-    `HostState`; after an update they are rounded to `rounded`.
+    Args:
+        groups: Parameter groups of AdamW.
+        bucket_bytes: GPU memory per bucket; two buckets are in use at a time.
+        masters: Also keep the parameters' values on the host, see `HostState`.
+        rounded: dtype to which master weights on the host are rounded after an update.
+        options: Options of AdamW, including `fused`.
     """
 
     def __init__(
@@ -76,7 +86,7 @@ class OffloadedAdamW(Offloaded, torch.optim.AdamW):
         return state
 
     def _buckets(self, members: Iterable[Parameter]) -> Iterator[list[_Piece]]:
-        """The parameters cut into buckets, in their order."""
+        """Yield the parameters' state in buckets, in order."""
         bucket: list[_Piece] = []
         filled = 0
         for parameter in members:
@@ -98,10 +108,10 @@ class OffloadedAdamW(Offloaded, torch.optim.AdamW):
             yield bucket
 
     def _update(self, buckets: Sequence[list[_Piece]], group: dict[str, Any]) -> None:
-        self.host.pass_through(buckets, lambda place, slot: self._fused(buckets[place], slot, group))
+        self.host.stream_through_device(buckets, lambda index, slot: self._fused(buckets[index], slot, group))
 
     def _fused(self, bucket: Sequence[_Piece], slot: Tensor, group: dict[str, Any]) -> None:
-        """What `torch.optim.AdamW(fused=True)` does with whole parameters."""
+        """Update one bucket like `torch.optim.AdamW(fused=True)`."""
         beta1, beta2 = group["betas"]
         first, second, parameters = zip(*(piece.updated(slot) for piece in bucket), strict=True)
         torch._fused_adamw_(
@@ -124,7 +134,7 @@ class OffloadedAdamW(Offloaded, torch.optim.AdamW):
 
 
 class HostValues(Mapping[str, Tensor]):
-    """Values by name that are copied to a device when requested, and freed when nobody holds them."""
+    """Host tensors by name that are copied to a device on access; the caller owns the copy."""
 
     def __init__(self, values: Mapping[str, Tensor], device: torch.device) -> None:
         self._values, self._device = values, device

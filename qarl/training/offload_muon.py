@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from qarl.training.host_state import HostState, Offloaded, Passing, in_order
+from qarl.training.host_state import HostState, Offloaded, StateSlice, aligned_load
 from qarl.training.muon import BATCH_BYTES, batches, update_batch
 from qarl.training.row_muon import RowMuon
 
@@ -45,13 +45,13 @@ class _Momenta(Offloaded):
             (state["momentum_buffer"],) = (moment.zero_() for moment in self.host.moments[parameter])
         return state
 
-    def _load(self, members: Sequence[Parameter]) -> list[Passing]:
+    def _load(self, members: Sequence[Parameter]) -> list[StateSlice]:
         for parameter in members:
             self._state(parameter)
-        return in_order([self.host.of(parameter) for parameter in members])
+        return aligned_load([self.host.of(parameter) for parameter in members])
 
-    def _there(
-        self, members: Sequence[Parameter], load: Sequence[Passing], slot: Tensor
+    def _on_device(
+        self, members: Sequence[Parameter], load: Sequence[StateSlice], slot: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return (momenta, masters) on the device; valid while the load is in its slot."""
         found = [[row.view(p.shape) for row in own.on_device(slot)] for p, own in zip(members, load, strict=True)]
@@ -82,19 +82,19 @@ class OffloadedMuon(_Momenta, torch.optim.Muon):
         assert closure is None, "step takes no closure: compute the gradients before the step"
         for group in self.param_groups:
             members = [parameter for parameter in group["params"] if parameter.grad is not None]
-            together = [[members[i] for i in batch] for batch in batches([p.shape for p in members], self._budget)]
-            self._update(together, group)
+            same_shape = [[members[i] for i in batch] for batch in batches([p.shape for p in members], self._budget)]
+            self._update(same_shape, group)
 
-    def _update(self, together: Sequence[list[Parameter]], group: dict[str, Any]) -> None:
-        loads = [self._load(batch) for batch in together]
+    def _update(self, same_shape: Sequence[list[Parameter]], group: dict[str, Any]) -> None:
+        loads = [self._load(batch) for batch in same_shape]
 
-        def work(place: int, slot: Tensor) -> None:
-            momenta, masters = self._there(together[place], loads[place], slot)
-            gradients = [parameter.grad for parameter in together[place] if parameter.grad is not None]
+        def work(index: int, slot: Tensor) -> None:
+            momenta, masters = self._on_device(same_shape[index], loads[index], slot)
+            gradients = [parameter.grad for parameter in same_shape[index] if parameter.grad is not None]
             update_batch(masters, gradients, momenta, group)
             self._round(masters)
 
-        self.host.pass_through(loads, work)
+        self.host.stream_through_device(loads, work)
 
 
 class OffloadedRowMuon(_Momenta, RowMuon):
@@ -109,12 +109,12 @@ class OffloadedRowMuon(_Momenta, RowMuon):
         members = [[self._matrices[name] for name in own] for own in names]
         loads = [self._load(own) for own in members]
 
-        def work(place: int, slot: Tensor) -> None:
-            momenta, masters = self._there(members[place], loads[place], slot)
-            own = names[place]
+        def work(index: int, slot: Tensor) -> None:
+            momenta, masters = self._on_device(members[index], loads[index], slot)
+            own = names[index]
             self._update(
-                waves[place], group, dict(zip(own, momenta, strict=True)), dict(zip(own, masters, strict=True))
+                waves[index], group, dict(zip(own, momenta, strict=True)), dict(zip(own, masters, strict=True))
             )
             self._round(masters)
 
-        self.host.pass_through(loads, work)
+        self.host.stream_through_device(loads, work)

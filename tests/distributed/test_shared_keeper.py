@@ -130,7 +130,7 @@ def test_what_one_rank_raises_alone_leaves_the_newest_checkpoint(tmp_path, fault
 
     first, alone, _ = of_ranks(tmp_path, work)
     assert saved(tmp_path) == [1] and first.said == []
-    why = "that takes all ranks, and one broke off alone"
+    why = "saving needs all ranks, and one rank failed alone"
     assert alone.said == [f"step 2 is not saved ({why}){NEWEST}"]
 
 
@@ -142,7 +142,7 @@ def test_weights_that_are_half_way_on_one_rank_are_not_saved(tmp_path):
 
     places = of_ranks(tmp_path, work)
     assert saved(tmp_path) == [1]
-    why = "the step that broke off had begun to change the weights"
+    why = "the interrupted step had already changed the weights"
     assert all(place.said == [f"step 2 is not saved ({why}){NEWEST}"] for place in places)
 
 

@@ -37,8 +37,8 @@ def test_a_rule_that_rejects_nearly_everything_is_named_once_with_its_threshold_
     for step in range(1, 31):
         watch.step(step, {K3: 0.9997, REJECTED: 0.9997})
     assert said == [
-        "step 10: the rule 'sum k3 of corr outside [none, 0.001]' rejects responses: 99.97% here, and more than half "
-        "in each of the last 10 steps; what is left teaches little"
+        "step 10: the rule 'sum k3 of corr outside [none, 0.001]' rejects responses: 99.97% in this step, and more "
+        "than half in each of the last 10 steps; little training signal remains"
     ]
 
 
@@ -144,7 +144,7 @@ def test_a_clamped_exponent_of_a_weight_is_said_at_once_and_once():
     watch, said = alarms(correction={"level": "sequence", "mode": "raw"})
     for step in (1, 2, 3):
         watch.step(step, {"correction/clamped_frac": 0.25 if step > 1 else 0.0, REJECTED: 0.0})
-    assert len(said) == 1 and said[0].startswith("step 2: 25.00% of the importance weights had an exponent beyond +-20")
+    assert len(said) == 1 and said[0].startswith("step 2: 25.00% of the importance weights had an exponent outside +-20")
 
 
 @pytest.mark.parametrize(

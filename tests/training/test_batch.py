@@ -132,7 +132,7 @@ def test_a_column_filled_in_parts_is_read_in_any_order_and_cut():
 def test_a_response_that_was_not_filled_in_is_not_read():
     batch = ragged(4)
     batch.logp_old.fill(batch.part([2]), torch.zeros(len(batch.responses[2])))
-    with pytest.raises(AssertionError, match="response 5 was not filled in yet"):
+    with pytest.raises(AssertionError, match="response 5 has not been filled"):
         batch.part([2, 5]).logp_old.sum()
 
 

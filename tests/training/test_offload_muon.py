@@ -64,9 +64,9 @@ def test_what_the_budget_does_not_hold_passes_in_several_loads(monkeypatch) -> N
     members, loads = matrices(1), []
     one = 2 * (3 * 16 * 48 + 2 * 16 * 16)
     optimizer = OffloadedMuon([{"params": members}], budget=2 * one, **OPTIONS)
-    real = optimizer.host.pass_through
+    real = optimizer.host.stream_through_device
     monkeypatch.setattr(
-        optimizer.host, "pass_through", lambda found, work: loads.extend(map(len, found)) or real(found, work)
+        optimizer.host, "stream_through_device", lambda found, work: loads.extend(map(len, found)) or real(found, work)
     )
     set_gradients(members, 0, skip=3)
     optimizer.step()

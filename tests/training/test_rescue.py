@@ -194,7 +194,7 @@ def test_a_fault_anywhere_loses_at_most_the_step_it_is_in(tiny, place, monkeypat
         assert checkpoints(tiny.run) == [f"{kept:06d}", "latest"]
     else:
         assert said == (
-            f"warning: step {AT - 1} is not saved (the step that broke off had begun to change the "
+            f"warning: step {AT - 1} is not saved (the interrupted step had already changed the "
             "weights); the same command starts over"
         )
         assert checkpoints(tiny.run) == []
