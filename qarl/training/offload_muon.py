@@ -82,15 +82,15 @@ class OffloadedMuon(_Momenta, torch.optim.Muon):
         assert closure is None, "step takes no closure: compute the gradients before the step"
         for group in self.param_groups:
             members = [parameter for parameter in group["params"] if parameter.grad is not None]
-            same_shape = [[members[i] for i in batch] for batch in batches([p.shape for p in members], self._budget)]
-            self._update(same_shape, group)
+            batched = [[members[i] for i in batch] for batch in batches([p.shape for p in members], self._budget)]
+            self._update(batched, group)
 
-    def _update(self, same_shape: Sequence[list[Parameter]], group: dict[str, Any]) -> None:
-        loads = [self._load(batch) for batch in same_shape]
+    def _update(self, batched: Sequence[list[Parameter]], group: dict[str, Any]) -> None:
+        loads = [self._load(batch) for batch in batched]
 
         def work(index: int, slot: Tensor) -> None:
-            momenta, masters = self._on_device(same_shape[index], loads[index], slot)
-            gradients = [parameter.grad for parameter in same_shape[index] if parameter.grad is not None]
+            momenta, masters = self._on_device(batched[index], loads[index], slot)
+            gradients = [parameter.grad for parameter in batched[index] if parameter.grad is not None]
             update_batch(masters, gradients, momenta, group)
             self._round(masters)
 

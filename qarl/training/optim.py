@@ -1,16 +1,16 @@
-"""Optimizers over FP32 masters: AdamW, or Muon for the hidden matrices with AdamW for the rest.
+"""Optimizers over FP32 master weights: AdamW, or Muon for hidden matrices and AdamW for the rest.
 
-AdamW runs fused: one elementwise pass over each parameter and its state on CPU and CUDA, without the temporaries of
-foreach, and bitwise repeatable, since no element depends on the order of any sum. On a GPU a launch takes dozens of
-tensors or some 20 million elements.
+AdamW runs fused: one elementwise pass over each parameter and its state, without the temporaries of foreach. It is
+bitwise repeatable, because no element depends on the order of a sum. On a GPU one launch covers dozens of tensors or
+about 20 million elements.
 
 Muon is `torch.optim.Muon` (Jordan et al. 2024), on a GPU batched over equal shapes (`qarl.training.muon`). Its
-Newton-Schulz iteration runs in bf16: slow on a CPU without bf16 instructions. The step is scaled by `match_rms_adamw`,
-0.2 sqrt(max(N, K)) (Liu et al. 2025, "Muon is scalable for LLM training"), so that one learning rate suits matrices of
-every shape and the AdamW part alike; torch's other choice, `original`, gives updates whose size shrinks with the width
-of the layer.
+Newton-Schulz iteration runs in bf16, which is slow on a CPU without bf16 instructions. Updates are scaled with
+`match_rms_adamw`, 0.2 sqrt(max(N, K)) (Liu et al. 2025, "Muon is scalable for LLM training"), so that one learning rate
+suits matrices of every shape and the AdamW part. torch's alternative, `original`, was rejected: its updates shrink with
+the width of the layer.
 
-With `optim.offload` their state, or the masters too, stay on the host (`qarl.training.host_state`).
+With `optim.offload` the state, and optionally the master weights, stay in host memory (`qarl.training.host_state`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ from qarl.training.offload import OffloadedAdamW
 from qarl.training.offload_muon import OffloadedMuon
 from qarl.utils.expert_names import is_router
 
-# State that torch keeps per parameter, by the name of the part.
+# State tensors that torch keeps per parameter.
 _STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 
 
 class Optimizer:
-    """One or two torch optimizers that step together, with their state addressed by parameter name.
+    """One or two torch optimizers that step together, with state addressed by parameter name.
 
-    parts: name -> (torch optimizer, names of its parameters in the order of its groups). master_dtype: what the
-    parameters are rounded to after every step, float32 for not at all; they stay stored in float32.
-    begun: steps that this object has begun, finished or not: after an exception it tells whether parameters may be
-    other than they were.
+    Args:
+        kind: `optim.name`.
+        parts: Name -> (torch optimizer, names of its parameters in the order of its groups).
+        master_dtype: dtype to which parameters are rounded after every step. They stay stored in float32, which means
+            no rounding.
+
+    Attributes:
+        begun: Number of steps begun, finished or not. If it grew before an exception, parameters may have changed.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Optimizer:
         self.begun += 1
         for part, _ in self._parts.values():
             part.step()
-            if not (isinstance(part, Offloaded) and part.values):  # which rounds what passes through
+            if not (isinstance(part, Offloaded) and part.values):  # those round while the state is on the GPU
                 round_masters(_parameters(part), self.master_dtype)
 
     def zero_grad(self) -> None:
@@ -67,16 +71,16 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
     def set_lr(self, factor: float) -> None:
-        """Scales every group's configured learning rate by `factor`, as `lr_at` gives it."""
+        """Scale the configured learning rate of every group by `factor`; see `lr_at`."""
         for part, _ in self._parts.values():
             for group in part.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
     def masters(self) -> dict[str, Tensor]:
-        """The parameters' values by name: live tensors, on the host where they are offloaded.
+        """Return the live master weights by name, on the host if they are offloaded.
 
-        There they may be about to change: what reads them on the stream of the step comes behind it, the host waits by
-        `settle`.
+        Offloaded values may still be in flight. Readers on the stream of the step are ordered after it; the host must
+        call `settle` first.
         """
         return {
             name: part.values[parameter] if isinstance(part, Offloaded) and part.values else parameter.detach()
@@ -91,11 +95,13 @@ class Optimizer:
                 part.settle()
 
     def state_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The state as named tensors, `model.layers.0.mlp.up_proj.weight/exp_avg`, and JSON-able meta.
+        """Return the optimizer state for a checkpoint.
 
-        The tensors are the live ones, not copies, on the host where they are offloaded. A parameter that never had a
-        gradient has no state and no tensors.
-        Hyperparameters are not in it: they come from the configuration, the learning rate from the schedule.
+        Hyperparameters are not included: they come from the configuration, and the learning rate from the schedule.
+
+        Returns:
+            Live tensors by name (`model.layers.0.mlp.up_proj.weight/exp_avg`), on the host if offloaded, and JSON-able
+            metadata. A parameter that never had a gradient has no state.
         """
         self.settle()
         tensors = {
@@ -107,7 +113,14 @@ class Optimizer:
         return tensors, {"optimizer": self.kind, "tensors": sorted(tensors)}
 
     def state_shapes(self, meta: dict[str, Any]) -> dict[str, torch.Size]:
-        """The shapes that the tensors of a state with this meta must have. Raises ValueError where it is another's."""
+        """Return the shapes that the tensors of a state must have.
+
+        Args:
+            meta: Metadata from `state_tensors`.
+
+        Raises:
+            ValueError: The state belongs to another optimizer or another model.
+        """
         if meta["optimizer"] != self.kind:
             raise ValueError(f"optimizer state of {meta['optimizer']!r} does not fit optim.name {self.kind!r}")
         shapes = {
@@ -119,16 +132,20 @@ class Optimizer:
         for full_name in meta["tensors"]:
             name, _, key = full_name.rpartition("/")
             if name not in shapes:
-                raise ValueError(f"optimizer state {full_name} is of a parameter that the model does not have")
+                raise ValueError(f"optimizer state {full_name} belongs to a parameter that the model does not have")
             found[full_name] = torch.Size() if key == "step" else shapes[name]
         return found
 
     def load_state_tensors(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Restores what `state_tensors` gave, copied to where it is kept; the next step is bit-equal. Whether the state
-        was offloaded does not matter.
+        """Restore a state from `state_tensors`, offloaded or not. The next step is bitwise the same.
 
-        Raises ValueError, before anything is changed, if the state is of another optimizer, is incomplete, or does
-        not fit the parameters.
+        Args:
+            tensors: State tensors by name; copied.
+            meta: Their metadata.
+
+        Raises:
+            ValueError: The state belongs to another optimizer, is incomplete, or does not fit. Nothing has been
+                changed.
         """
         shapes = self.state_shapes(meta)
         if sorted(tensors) != meta["tensors"]:
@@ -147,7 +164,7 @@ class Optimizer:
             by_name.setdefault(name, {})[key] = value
         for name, found in by_name.items():
             if odd := sorted(found.keys() ^ keys[name]):
-                raise ValueError(f"optimizer state of {name}: {odd[0]} is missing, or not {self.kind}'s")
+                raise ValueError(f"optimizer state of {name}: {odd[0]} is missing or does not belong to {self.kind}")
 
         for part, names in self._parts.values():
             state = {
@@ -163,13 +180,19 @@ def build_optimizer(
     optim_cfg: OptimConfig,
     muon: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> Optimizer:
-    """The optimizer of the `optim` section over these parameters; those that need no gradient are left out.
+    """Build the optimizer of the `optim` section. Parameters that need no gradient are left out.
 
-    AdamW decays matrices only: nothing with fewer than two dimensions (norms, biases). With `muon`, AdamW keeps what
-    is no hidden matrix (see `is_hidden_matrix`) at `adamw_lr`, or at `lr` where that is None. muon: makes its part, be
-    there hidden matrices among the parameters or not, with `masters` and `rounded` where state is offloaded; None: a
-    `BatchedMuon`, if there are, or an `OffloadedMuon`. Raises UserError where the state shall be offloaded and the
-    parameters are on no device.
+    AdamW applies weight decay to matrices only, not to norms and biases. With `optim.name: muon`, AdamW updates
+    everything that is not a hidden matrix (`is_hidden_matrix`), at `adamw_lr` or, by default, `lr`.
+
+    Args:
+        named_parameters: (name, parameter) pairs.
+        optim_cfg: The `optim` section.
+        muon: Builds the Muon part, even if there are no hidden matrices; gets `masters` and `rounded` if state is
+            offloaded. Default: `BatchedMuon` or `OffloadedMuon`, if there are hidden matrices.
+
+    Raises:
+        UserError: `optim.offload` is set but the parameters are on the CPU.
     """
     rounded = DTYPES[optim_cfg.master_dtype]
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
@@ -191,14 +214,14 @@ def build_optimizer(
 
 def _require_device(parameters: Iterable[Parameter]) -> None:
     if any(parameter.device.type == "cpu" for parameter in parameters):
-        raise UserError("optim.offload: the model is on the CPU, there is no device to offload from; set false")
+        raise UserError("optim.offload: the model is on the CPU, so there is no GPU memory to save; set it to false")
 
 
 @torch.no_grad()
 def round_masters(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Round float32 parameters in place to the values that `dtype` has: weights that live in 16 bits.
+    """Round float32 parameters in place to values of `dtype`, to emulate 16-bit master weights.
 
-    An update below half a step of the grid is lost (TRL study, section 2.3), which is what this is there to show.
+    Updates smaller than half a rounding step are lost (TRL study, section 2.3). This function exists to show that.
     """
     if dtype == torch.float32:
         return
@@ -207,10 +230,10 @@ def round_masters(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon may have it: a matrix inside a numbered block (`model.layers.3.mlp.up_proj.weight`).
+    """Return whether Muon may update a parameter: a matrix in a numbered block (`model.layers.3.mlp.up_proj.weight`).
 
-    Embeddings, lm_head and the final norm stand outside the numbered blocks in every HF causal LM, under many names. A
-    router is a matrix of as many directions as there are experts, and stays with AdamW.
+    Embeddings, lm_head and the final norm are outside the numbered blocks in every HF causal LM. A router is excluded:
+    its rows are one direction per expert, not a map between hidden states.
     """
     return parameter.ndim == 2 and any(part.isdigit() for part in name.split(".")) and not is_router(name)
 
@@ -235,7 +258,7 @@ def adamw(
 def _muon(
     named: list[tuple[str, Parameter]], optim_cfg: OptimConfig, kind: Callable[..., torch.optim.Optimizer]
 ) -> tuple[torch.optim.Optimizer, list[str]]:
-    assert optim_cfg.momentum is not None, "a checked configuration of muon says its momentum"
+    assert optim_cfg.momentum is not None, "validation sets the momentum of muon"
     group = {"params": [parameter for _, parameter in named], "initial_lr": optim_cfg.lr}
     part = kind(
         [group],
@@ -249,14 +272,14 @@ def _muon(
 
 
 def _on_host(optim_cfg: OptimConfig) -> dict[str, Any]:
-    """Settings of an optimizer that keeps its state there."""
+    """Return the additional options of an offloaded optimizer."""
     if not optim_cfg.offload:
         return {}
     return {"masters": optim_cfg.offload == "all", "rounded": DTYPES[optim_cfg.master_dtype]}
 
 
 def _own(value: Tensor, parameter: Parameter, part: torch.optim.Optimizer) -> Tensor:
-    """What `part` may be given as state of the parameter: torch keeps what is on its device already."""
+    """Return a state tensor that torch may keep: a copy, unless an offloaded optimizer copies it anyway."""
     return value if isinstance(part, Offloaded) else value.to(parameter.device, copy=True)
 
 
@@ -265,12 +288,15 @@ def _parameters(part: torch.optim.Optimizer) -> list[Parameter]:
 
 
 def lr_at(step: int, total_steps: int, optim_cfg: OptimConfig) -> float:
-    """The learning rate's factor at training step `step`, counted from 0, of `total_steps` training steps.
+    """Return the learning rate factor of a training step, which all its optimizer steps share.
 
-    All optimizer steps of a training step share it.
+    Warm-up rises linearly as (step + 1) / warmup_steps, so the first step has a nonzero learning rate. Then `constant`
+    stays at 1; `linear` and `cosine` decay from 1 to min_lr_ratio, reached one step after the last.
 
-    Warm-up rises linearly to 1 at its last step, (step + 1) / warmup_steps, so the first step is never lost. Then the
-    schedule: `constant` 1; `linear` and `cosine` from 1 down to min_lr_ratio, which the step after the last would have.
+    Args:
+        step: Training step, counted from 0.
+        total_steps: Number of training steps.
+        optim_cfg: The `optim` section.
     """
     warmup = optim_cfg.warmup_steps
     if step < warmup:
@@ -288,9 +314,9 @@ def lr_at(step: int, total_steps: int, optim_cfg: OptimConfig) -> float:
 
 @torch.no_grad()
 def grad_norm(parameters: Iterable[Parameter]) -> float:
-    """The joint L2 norm of the gradients, in fp32; 0 where there are none.
+    """Return the joint L2 norm of the gradients in float32; 0 without gradients.
 
-    Waits for a GPU once, and takes a handful of launches for any number of tensors.
+    Synchronizes with the GPU once and takes a handful of launches for any number of tensors.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
@@ -301,7 +327,13 @@ def grad_norm(parameters: Iterable[Parameter]) -> float:
 
 @torch.no_grad()
 def clip_grads(parameters: Iterable[Parameter], norm: float, max_norm: float) -> None:
-    """Scales the gradients, whose joint norm is `norm`, finite, so that it is at most `max_norm`; 0: leaves them."""
+    """Scale the gradients in place so that their joint norm is at most `max_norm`.
+
+    Args:
+        parameters: Parameters; those without a gradient are skipped.
+        norm: Joint norm of the gradients, finite.
+        max_norm: Upper bound; 0 disables clipping.
+    """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if grads and max_norm > 0 and norm > max_norm:
         torch._foreach_mul_(grads, max_norm / norm)

@@ -1,4 +1,4 @@
-"""The table beside a trace of `train.profile`: seconds and FLOP/s of each phase, and the top kernels."""
+"""Table of a profiled step (`train.profile`): time and FLOP/s per phase, and the top kernels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Event = Mapping[str, Any]  # of the Chrome trace format: `ts` and `dur` are microseconds
+Event = Mapping[str, Any]  # Chrome trace format; `ts` and `dur` are in microseconds
 
-PREFIX = "qarl/"  # of the names of phases among a trace's ranges
+PREFIX = "qarl/"  # prefix of phase names in the trace
 PHASES = ("rollout", "reward", "learner", "publish")
-# Of the learner's phase, disjoint, in the order of a step.
+# Disjoint parts of the learner's phase, in the order of a step.
 PARTS = {
     "snapshot": "log-probs of later minibatches",
     "forward": "forward",
@@ -21,21 +21,20 @@ PARTS = {
 }
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
-TOP = 25  # kernels that are listed
-NAME = 100  # characters of a kernel's name
+TOP = 25  # number of kernels listed
+NAME = 100  # maximum length of a kernel's name
 
 NOTE = """\
-Seconds are wall time with the profiler on; the GPU is waited for at the end of each phase. Device seconds are the sum
-over kernels and copies, by where they were launched; a phase that has far fewer of them than seconds waits for the
-host. FLOP count the model's products and attention once, a backward as two forwards: what is recomputed, and forwards
-of a reference or shadow, are time without FLOP. Bytes are what AdamW, clipping and quantizing must move at least, or
-what was published.
+Seconds are wall time with the profiler on, including a GPU synchronization at the end of each phase. Device seconds
+sum kernels and copies by the phase that launched them; if they are far below the seconds, the phase is host-bound. FLOP
+count matrix products and attention once and a backward as two forwards; recomputation and forwards of a reference or
+shadow are not counted. Bytes are the minimum that AdamW, clipping and quantization must move, or the published bytes.
 """
 
 
 @dataclass
 class Share:
-    """Sums over the calls of one phase, or of one kernel."""
+    """Totals of one phase or one kernel."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -49,7 +48,7 @@ class Share:
 
 @dataclass
 class Device:
-    """Time on the device: of each phase and part, and of each kernel."""
+    """Device time per phase and part, and per kernel."""
 
     phases: defaultdict[str, Share] = field(default_factory=lambda: defaultdict(Share))
     kernels: defaultdict[str, Share] = field(default_factory=lambda: defaultdict(Share))
@@ -63,9 +62,15 @@ def page(
     flops: Mapping[str, float],
     known_bytes: Mapping[str, float],
 ) -> str:
-    """The page as Markdown.
+    """Return the page as Markdown.
 
-    events: of the trace. seconds: wall time of each of `PHASES`. flops, known_bytes: by phase or part, where known.
+    Args:
+        events: Events of the trace.
+        step: Step number.
+        device: Name of the device.
+        seconds: Wall time per phase in `PHASES`.
+        flops: FLOPs per phase or part, where known.
+        known_bytes: Bytes moved per phase or part, where known.
     """
     found = on_device(events)
     flops = {**flops, "learner": sum(flops.get(name, 0.0) for name in PARTS)}
@@ -73,7 +78,7 @@ def page(
     lines = [
         f"# Profile of step {step}",
         "",
-        f"{device}. The trace is beside this page: chrome://tracing or ui.perfetto.dev reads it.",
+        f"{device}. Open the trace next to this page in chrome://tracing or ui.perfetto.dev.",
         "",
         "| phase | seconds | device seconds | kernels | TFLOP | TFLOP/s | TFLOP/s of device time | GB/s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -84,12 +89,12 @@ def page(
             for part, duration in parts.items():
                 lines.append(_phase_line(f"- {PARTS[part]}", part, duration, found, flops, known_bytes))
             rest = f"{seconds[phase] - sum(parts.values()):.3f}"
-            lines.append(_row("- the rest", rest, *[""] * 6))
+            lines.append(_row("- other", rest, *[""] * 6))
     return "\n".join([*lines, "", NOTE, *_kernel_lines(events, found)]) + "\n"
 
 
 def on_device(events: Sequence[Event]) -> Device:
-    """What ran on the device, in the learner's phase and in publishing, by the place of its launch."""
+    """Return device time in the learner's phase and in publishing, attributed to where it was launched."""
     launched: dict[Any, float] = {
         event["args"]["correlation"]: event["ts"]
         for event in events
@@ -104,14 +109,14 @@ def on_device(events: Sequence[Event]) -> Device:
         took, moved = 1e-6 * event["dur"], float(arguments.get("bytes", 0))
         found.kernels[event["name"]].add(took, moved)
         start = launched.get(arguments.get("correlation"), float(event["ts"]))
-        for name, intervals in ranges.items():  # a part's time is its phase's too
+        for name, intervals in ranges.items():  # a part's time also counts for its phase
             if start in intervals:
                 found.phases[name].add(took, moved)
     return found
 
 
 def host_shares(events: Sequence[Event]) -> dict[str, Share]:
-    """Each operation's own time on the host, without that of the operations it calls."""
+    """Return each operation's self time on the host, excluding operations it calls."""
     shares: defaultdict[str, Share] = defaultdict(Share)
     threads: defaultdict[Any, list[Event]] = defaultdict(list)
     for event in events:
@@ -130,7 +135,7 @@ def host_shares(events: Sequence[Event]) -> dict[str, Share]:
 
 
 class _Ranges:
-    """Disjoint intervals of time, asked whether a moment is in one of them."""
+    """Disjoint time intervals with a membership test."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._ranges = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
@@ -142,12 +147,12 @@ class _Ranges:
 
 
 def is_range(event: Event, name: str) -> bool:
-    """Whether an event is the time that the host spent in a phase or part of that name."""
+    """Return whether an event is the host-side range of a phase or part."""
     return event.get("cat") == "user_annotation" and event.get("name") == PREFIX + name
 
 
 def _duration(events: Sequence[Event], name: str) -> float:
-    """Seconds of all ranges of a phase or part."""
+    """Return the total seconds of a phase or part."""
     return 1e-6 * sum(event["dur"] for event in events if is_range(event, name))
 
 
@@ -174,7 +179,7 @@ def _phase_line(
 
 
 def _kernel_lines(events: Sequence[Event], found: Device) -> list[str]:
-    """The kernels with the most device time; without a device, the operations with the most time of their own."""
+    """List the kernels with the most device time or, without a device, the operations with the most self time."""
     shares, what = (found.kernels, "kernel") if found.kernels else (host_shares(events), "operation")
     total = sum(share.seconds for share in shares.values())
     if not total:

@@ -1,4 +1,4 @@
-"""`train.profile`: one step under torch.profiler, as a trace and as a table of where its time went."""
+"""`train.profile`: run one step under torch.profiler and write a trace and a summary table."""
 
 from __future__ import annotations
 
@@ -28,29 +28,32 @@ from qarl.training.profile_page import PREFIX, is_range, page
 from qarl.training.setup import Run
 from qarl.types import Prompt, Rollout
 
-# AdamW in float32 reads and writes parameter and both moments and reads the gradient; clipping reads the gradient once
-# more, and quantizing the parameter.
+# Per parameter, float32: AdamW reads and writes the parameter and both moments and reads the gradient (7 accesses);
+# the gradient norm reads the gradient and quantization reads the parameter (2 accesses).
 ADAMW_BYTES = 4 * (7 + 2)
-COMPRESSION = 3  # of gzip: a trace is large, and higher levels save little more of it
+COMPRESSION = 3  # gzip level; higher levels save little more
 
 
 class StepProfiler(Observer):
-    """Traces one step, and writes profile/step_NNNNNN.json.gz, for chrome://tracing or Perfetto, and .md beside it.
+    """Traces one step; writes profile/step_NNNNNN.json.gz (chrome://tracing, Perfetto) and a .md summary.
 
-    Every operation of the learner and of publishing is in it; of rollout and reward, which come before the profiler
-    starts, only how long they took: a rollout alone would make millions of events. At the end of each phase and part of
-    a phase it waits for the GPU, so that what is launched in one is timed in it.
+    The trace has every operation of the learner and of publishing. Rollout and reward only have their duration, because
+    a rollout alone would produce millions of events. The GPU is synchronized at the end of each phase and part, so work
+    is attributed to the phase that launched it. With several ranks, one rank's share of the work is traced.
 
-    folder: gets both files. step: counted from 1. architecture: without it nothing is said of FLOP/s. Of several ranks
-    it is one that is traced, with its share of the work.
+    Args:
+        folder: Directory of both files.
+        step: Step number, counted from 1.
+        run: The run.
+        architecture: Sizes of the model; None omits FLOP/s.
     """
 
     def __init__(self, folder: Path, step: int, run: Run, architecture: Architecture | None) -> None:
         self._folder, self._step, self._run, self._architecture = folder, step, run, architecture
         self._profile: profile | None = None
         self._part: tuple[str, Any] | None = None
-        self._rounds = 0  # of the minibatch's micro-batches, that are left
-        self._live = False  # whether an optimizer step comes behind them
+        self._rounds = 0  # rounds of micro-batches left in the minibatch
+        self._live = False  # whether an optimizer step follows them
         self._updates = 0
         self._begin: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
@@ -76,9 +79,9 @@ class StepProfiler(Observer):
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
         n, learner = len(rollouts) // len(prompts), self._run.learner
         samplers = learner.config.rollout.samplers(learner.ranks.count)
-        drawn = [i * n + sample for i in learner.ranks.share(len(prompts), samplers) for sample in range(n)]
-        asked = [prompts[i // n].token_ids for i in drawn]
-        self._count("rollout", asked, [rollouts[i].token_ids for i in drawn])
+        sampled = [i * n + sample for i in learner.ranks.share(len(prompts), samplers) for sample in range(n)]
+        prompt_ids = [prompts[i // n].token_ids for i in sampled]
+        self._count("rollout", prompt_ids, [rollouts[i].token_ids for i in sampled])
 
     # --- parts of the learner's phase ----------------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ class StepProfiler(Observer):
         self._enter("backward")
 
     def progress(self, responses: int) -> None:
-        if not responses or not self._rounds:  # a minibatch's constants, or another phase
+        if not responses or not self._rounds:  # constants of a minibatch, or another phase
             return
         self._rounds -= 1
         if self._rounds:
@@ -158,9 +161,9 @@ class StepProfiler(Observer):
 
     def _write(self) -> None:
         stopped = self._stop()
-        assert stopped is not None, "the learner's phase comes before publishing"
-        with tempfile.TemporaryDirectory() as place:
-            file = Path(place) / "trace.json"
+        assert stopped is not None, "the learner phase runs before publishing"
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory) / "trace.json"
             stopped.export_chrome_trace(str(file))
             trace = json.loads(file.read_bytes())
         trace["traceEvents"] += self._before(trace["traceEvents"])
@@ -173,8 +176,10 @@ class StepProfiler(Observer):
         write_together(files, "train.run_dir")
 
     def _before(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rollout and reward as ranges of the trace, whose clock is known from where the learner begins in it."""
-        learner = next(event for event in events if is_range(event, "learner"))  # and not its like on the GPU
+        """Return rollout and reward as ranges of the trace; their start is relative to that of the learner."""
+        learner = next(
+            event for event in events if is_range(event, "learner")
+        )  # the host-side range, not its GPU counterpart
         same = {key: learner[key] for key in ("ph", "cat", "pid", "tid")}
         return [
             same
@@ -191,7 +196,7 @@ class StepProfiler(Observer):
         return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
     def _bytes(self) -> dict[str, float]:
-        """Bytes that must move, if known."""
+        """Return the bytes that must be moved per part, where known."""
         known: dict[str, float] = {}
         if self._run.updates.kind == "adamw" and self._run.learner.ranks.count == 1:
             parameters = sum(master.numel() for _, master in self._run.policy.named_parameters())

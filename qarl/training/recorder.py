@@ -1,11 +1,11 @@
-"""What a run leaves to read: metrics.jsonl, rollouts/, diagnostics/, and the configured trackers.
+"""Files that a run records: metrics.jsonl, rollouts/, diagnostics/, and the configured trackers.
 
     metrics.jsonl                 one object per step
     rollouts/NNNNNN.jsonl         sampled completions, one object each
     rollouts/NNNNNN.safetensors   tokens and log-probs of all responses of the same step
     diagnostics/NNNNNN.json       one object (`qarl.diagnostics.record`)
 
-JSON is strict: NaN and infinities, which it cannot say, become null.
+JSON is strict: NaN and infinities are written as null.
 """
 
 from __future__ import annotations
@@ -32,13 +32,21 @@ from qarl.utils.signals import is_stop
 
 
 class Recorder:
-    """Writes one run's metrics, sampled rollouts and diagnostics.
+    """Writes metrics, sampled rollouts and diagnostics of one run.
 
-    logging: the `logging` section. config: the resolved configuration, for trackers that show it. warn: called with
-    one line when a tracker fails after the start; the tracker is dropped and the run continues.
-    Call `truncate` with the step the run starts from (0 for a new one) before the first `log`.
-    step: the last one whose metrics are on the disk.
-    Raises UserError for a missing or unstartable tracker, and from every method if the disk refuses.
+    Call `truncate` with the step that the run starts from (0 for a new run) before the first `log`.
+
+    Args:
+        run_dir: The run directory.
+        logging: The `logging` section.
+        config: The resolved configuration, for trackers that show it.
+        warn: Called with one line if a tracker fails; the tracker is dropped and the run continues.
+
+    Attributes:
+        step: Last step whose metrics are on disk.
+
+    Raises:
+        UserError: A tracker is missing or does not start. Every method raises it if a file cannot be written.
     """
 
     def __init__(
@@ -50,7 +58,7 @@ class Recorder:
     ) -> None:
         self.metrics_path = Path(run_dir) / METRICS
         self.rollouts_directory = Path(run_dir) / "rollouts"
-        self.diagnostics_directory = Path(run_dir) / "diagnostics"  # made with its first file
+        self.diagnostics_directory = Path(run_dir) / "diagnostics"  # created with its first file
         self.step = 0
         self._samples = logging.samples
         self._tensors = logging.rollout_tensors
@@ -62,9 +70,13 @@ class Recorder:
         self._trackers = build_trackers(Path(run_dir), logging, config)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Append {"step": step, **metrics} durably, then pass the finite values to the trackers.
+        """Append `{"step": step, **metrics}` durably, then pass the finite values to the trackers.
 
-        metrics: name -> number or one-element tensor. On a full disk the partial line is taken back.
+        On a full disk, the partial line is removed.
+
+        Args:
+            step: Step number.
+            metrics: Name -> number or one-element tensor.
         """
         record = {"step": step, **{name: _number(value) for name, value in metrics.items()}}
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
@@ -76,26 +88,32 @@ class Recorder:
                     written += self._file.write(line[written:])
                 os.fsync(self._file.fileno())
             except OSError:
-                with suppress(OSError):  # the first error is the one to report; `truncate` copes with a torn line
+                with suppress(OSError):  # report the first error; `truncate` handles a torn line
                     self._file.truncate(end)
                 raise
         self.step = step
         self.track(step, record)
 
     def track(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Pass the finite values to the trackers alone; metrics.jsonl stays as it is."""
+        """Pass the finite values to the trackers only, not to metrics.jsonl."""
         numbers = {name: _number(value) for name, value in metrics.items() if name != "step" and value is not None}
         finite = {name: value for name, value in numbers.items() if value is not None}
         self._track(lambda tracker: tracker.log(step, finite))
 
     def rollouts_due(self, step: int) -> bool:
-        """Whether `logging.rollouts_every` asks for sampled completions at `step`."""
+        """Return whether `logging.rollouts_every` selects this step."""
         return step % self._rollouts_every == 0
 
     def rollouts(self, step: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor] | None = None) -> Path:
-        """Write rollouts/NNNNNN.jsonl atomically: the first `logging.samples` rows (0: all) of JSON values.
+        """Write rollouts/NNNNNN.jsonl atomically.
 
-        tensors: go to NNNNNN.safetensors beside it, unless `logging.rollout_tensors` is off.
+        Args:
+            step: Step number.
+            rows: JSON values; the first `logging.samples` are written (0: all).
+            tensors: Written to rollouts/NNNNNN.safetensors, unless `logging.rollout_tensors` is false.
+
+        Returns:
+            Path of the JSON file.
         """
         path = self.rollouts_directory / f"{step_name(step)}.jsonl"
         kept = rows[: self._samples] if self._samples else rows
@@ -107,7 +125,7 @@ class Recorder:
         return path
 
     def diagnostics(self, step: int, record: dict[str, Any]) -> Path:
-        """Write diagnostics/NNNNNN.json atomically: one record of JSON values."""
+        """Write diagnostics/NNNNNN.json atomically and return its path."""
         path = self.diagnostics_directory / f"{step_name(step)}.json"
         text = json.dumps(strict(record), allow_nan=False) + "\n"
         with disk_errors(path, len(text)):
@@ -118,7 +136,7 @@ class Recorder:
     def _write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> None:
         temporary = path.with_name(f".{path.name}.tmp")
         with disk_errors(path, sum(tensor.nbytes for tensor in tensors.values())):
-            temporary.unlink(missing_ok=True)  # of a write that was cut off
+            temporary.unlink(missing_ok=True)  # left over from an interrupted write
             try:
                 write_file(temporary, safetensors_chunks(tensors))
                 os.replace(temporary, path)
@@ -128,9 +146,12 @@ class Recorder:
             fsync_directory(path.parent)
 
     def truncate(self, step: int) -> int:
-        """Forget everything after `step`, from which the run resumes; returns how many metrics lines were dropped.
+        """Remove everything after `step`, from which the run resumes.
 
-        A line that a kill cut short goes too. Kept lines stay byte for byte.
+        A line truncated by a kill is removed too. Kept lines are unchanged.
+
+        Returns:
+            Number of removed lines of metrics.jsonl.
         """
         dropped = 0
         with disk_errors(self.metrics_path):
@@ -164,7 +185,7 @@ class Recorder:
         for tracker in list(self._trackers):
             try:
                 call(tracker)
-            except BaseException as error:  # foreign code and networks: an exception from them must not cost the run
+            except BaseException as error:  # third-party code and networks must not end the run
                 if is_stop(error):
                     raise
                 self._trackers.remove(tracker)
@@ -173,7 +194,7 @@ class Recorder:
 
 
 class NoRecords(Recorder):
-    """Of a rank that is not the first: takes everything and writes nothing."""
+    """Recorder of all ranks but the first: accepts everything and writes nothing."""
 
     def __init__(self, logging: Any) -> None:
         self.step = 0

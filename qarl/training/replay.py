@@ -1,7 +1,7 @@
-"""Replay: a run learns from the responses that another run recorded, instead of sampling.
+"""Replay: learn from the recorded responses of another run instead of sampling.
 
-Asynchronous rollouts with weights that change in flight depend on timing. The recorded responses, with the policy
-version of each token, repeat such a run exactly.
+Asynchronous rollouts with in-flight weight updates depend on timing. The recorded responses, with the policy version of
+each token, repeat such a run exactly.
 """
 
 from __future__ import annotations
@@ -27,13 +27,20 @@ from qarl.weight_sync.snapshot import Snapshot
 
 
 class ReplayEngine:
-    """Gives the recorded responses of each step; evaluations sample with the native engine.
+    """Rollout engine that returns the recorded responses of each step. Evaluations sample with the native engine.
 
     See `RolloutEngine` for `publish`, `generate`, `sleep`, `wake` and `close`.
 
     Args:
-        stream: Must give the prompts of the recorded run.
+        config: Configuration of the run; `rollout.replay` is set.
+        policy: The learner's policy.
+        tokenizer: Tokenizer of the model.
+        stream: Prompts; must be those of the recorded run.
         rewards: Scores the responses again.
+        sampling: Sampling parameters.
+
+    Raises:
+        UserError: The recorded run lacks rollouts of a step.
     """
 
     def __init__(
@@ -45,16 +52,16 @@ class ReplayEngine:
         rewards: RewardPool,
         sampling: SamplingParams,
     ) -> None:
-        assert config.rollout.replay is not None, "the run replays"
+        assert config.rollout.replay is not None, "rollout.replay must be set"
         self.run = Path(config.rollout.replay).expanduser()
         self.policy, self.stream, self.rewards, self.sampling = policy, stream, rewards, sampling
         self.version: int | None = None
         self.metrics: dict[str, float] = {}
         self._local = NativeEngine(policy.sampler, tokenizer, config.rollout)
         self._stopping = Stopping(tokenizer, sampling)
-        ahead = config.rollout.asynchronous
-        self._newest = ahead is not None and ahead.proximal == "newest"
-        self._keeps = 0 if ahead is None or self._newest else ahead.max_staleness + 1
+        settings = config.rollout.asynchronous
+        self._newest = settings is not None and settings.proximal == "newest"
+        self._keeps = 0 if settings is None or self._newest else settings.max_staleness + 1
         steps = rollout_steps(self.run)
         if missing := sorted(set(range(1, config.train.steps + 1)) - set(steps)):
             raise UserError(
@@ -84,33 +91,37 @@ class ReplayEngine:
         self._local.sleep()
 
     def wake(self) -> None:
-        """Do nothing: nothing sleeps that a replay needs."""
+        """Do nothing: a replay has nothing to wake."""
 
     def close(self) -> None:
         self._local.close()
         self.version = None
 
     def take(self, count: int, step: int, tick: Callable[[], None]) -> tuple[list[Prompt], list[Rollout], RewardResult]:
-        """Return the prompts, responses and scores of a step, counted from 0; see `AsyncEngine.take`."""
+        """Return the prompts, responses and scores of a step, counted from 0; see `AsyncEngine.take`.
+
+        Raises:
+            UserError: The recorded step has other prompts, or tokens of a policy version that this run does not have.
+        """
         saved = read_rollouts(self.run, step + 1)
         prompts, n = self.stream.next(count), self.sampling.n
-        asked = [prompt for prompt in prompts for _ in range(n)]
+        repeated = [prompt for prompt in prompts for _ in range(n)]
         samples = [begin + i for begin in first_samples(prompts, n) for i in range(n)]
-        if [prompt.token_ids for prompt in asked] != saved.prompts:
+        if [prompt.token_ids for prompt in repeated] != saved.prompts:
             raise UserError(
                 f"rollout.replay: step {step + 1} of {self.run} has other prompts than this run; use its data, seed, "
                 "train.prompts_per_step and rollout.n"
             )
         versions = saved.versions or [[saved.version] * len(tokens) for tokens in saved.responses]
         needed = {version for own in versions for version in own} - {self.policy.version}
-        if not self._newest and (lost := needed - self.policy.kept.keys()):
+        if not self._newest and (unknown := needed - self.policy.kept.keys()):
             raise UserError(
-                f"rollout.replay: step {step + 1} has tokens of policy version {max(lost)}, and this run is at "
+                f"rollout.replay: step {step + 1} has tokens of policy version {max(unknown)}, and this run is at "
                 f"{self.policy.version}; use the configuration of {self.run}, and start with checkpoint.resume: never"
             )
         logprobs = [part.tolist() for part in saved.logp_sampler.split(saved.lengths)]
         rollouts = []
-        for i, (prompt, tokens) in enumerate(zip(asked, saved.responses, strict=True)):
+        for i, (prompt, tokens) in enumerate(zip(repeated, saved.responses, strict=True)):
             response = Response(prompt, samples[i], np.empty(0), tokens)
             self._stopping.check(response)
             mixed = versions[i] if len(set(versions[i])) > 1 else None
@@ -129,12 +140,12 @@ class ReplayEngine:
                 )
             )
         tick()
-        columns = {name: [prompt.columns[name] for prompt in asked] for name in asked[0].columns}
+        columns = {name: [prompt.columns[name] for prompt in repeated] for name in repeated[0].columns}
         texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
-        return prompts, rollouts, self.rewards.score(texts, [prompt.text for prompt in asked], columns, ids)
+        return prompts, rollouts, self.rewards.score(texts, [prompt.text for prompt in repeated], columns, ids)
 
     def fill(self, step: int) -> None:
-        """Do nothing: the responses are there."""
+        """Do nothing: the responses are recorded."""
 
     def finish(self) -> None:
         """Do nothing: each step reads its own responses."""

@@ -1,4 +1,4 @@
-"""Mixture of experts in a training step: router losses, loads, and choices that differ from the sampler's."""
+"""Mixture of experts in a training step: router losses, expert loads, and disagreement with the sampler."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from qarl.training.batch import Part
 def training_routes(
     config: Config, policy: Policy, part: Part, rows: int, slots: Tensor | None, loss_scale: float
 ) -> Routes:
-    """Return the routing of a training forward, with router losses if it has a backward, and measured loads.
+    """Return the routing of a training forward, with router losses (if it has a backward) and measured loads.
 
     Args:
         config: Configuration of the run.
         policy: The learner's policy.
         part: A micro-batch.
-        rows: Number of rows counted by all micro-batches of the minibatch that have a backward. Router losses are
-            means over them, so a micro-batch's own losses are weighted by its share of the rows.
-        slots: Mean slots per expert in the minibatch (`SlotCounts.mean`); None: the forward counts them itself.
-        loss_scale: Factor of the losses.
+        rows: Number of rows counted by all micro-batches of the minibatch that have a backward. Router losses are means
+            over these rows, so each micro-batch is weighted by its fraction of them.
+        slots: Mean slots per expert in the minibatch (`SlotCounts.mean`). None: computed in the forward.
+        loss_scale: Factor applied to the losses.
     """
     if not policy.experts:
         return part.routes
@@ -42,7 +42,7 @@ def training_routes(
 
 
 class SlotCounts:
-    """Counts how often the rows of a whole minibatch go through each expert, for the load-balancing loss."""
+    """Counts how often the rows of a whole minibatch use each expert, for the load-balancing loss."""
 
     def __init__(self, policy: Policy, ranks: Ranks) -> None:
         self._policy, self._ranks = policy, ranks
@@ -50,12 +50,12 @@ class SlotCounts:
 
     @classmethod
     def needed(cls, config: Config, policy: Policy, ranks: Ranks, parts: Sequence[Part]) -> SlotCounts | None:
-        """Return counts at 0; None without the loss, or if a single forward runs the minibatch and counts itself."""
+        """Return zero counts, or None if there is no such loss or one forward covers the whole minibatch."""
         balanced = policy.experts and config.objective.router_aux_coef and len(parts) > 1
         return cls(policy, ranks) if balanced else None
 
     def add_recorded(self, part: Part) -> bool:
-        """Count a part without a forward; return False if not all of its choices are recorded and replayed."""
+        """Count a part without a forward; return False unless all its choices are recorded and replayed."""
         routing = part.routing if part.batch.replays else None
         if routing is None or bool((routing < 0).any()):
             return False
@@ -71,7 +71,7 @@ class SlotCounts:
         self._counts += routes.measured()[:, 0, :-1].long().cpu()
 
     def mean(self) -> Tensor:
-        """Return the mean number of slots per token and layer of each expert, over all ranks: (E,) float32."""
+        """Return the mean number of slots per token and layer for each expert, over all ranks: (E,) float32."""
         every = torch.tensor(total(self._ranks, self._counts.flatten().tolist()), dtype=torch.float64)
         every = every.view(self._counts.shape)
         slots = self._policy.experts[0].per_token * every.sum(0) / every.sum()
@@ -80,7 +80,7 @@ class SlotCounts:
 
 @dataclass
 class RoutingTotals:
-    """Sums over forwards, on the learner's device until `metrics`; None without any."""
+    """Sums over forwards, kept on the learner's device until `metrics`. None before the first addition."""
 
     loads: Tensor | None = None  # (L, 2, E + 1) float64 of the training forwards (`Routes.measure`)
     rows: int = 0  # tokens in `loads`
@@ -94,7 +94,12 @@ class RoutingTotals:
 
     @torch.no_grad()
     def add_choices(self, sampler: Tensor, learner: Tensor) -> None:
-        """Compare the experts (T, L, k), ascending, of a forward at the rollout's weights; negative: unknown."""
+        """Compare the experts of a forward at the rollout's weights with the sampler's.
+
+        Args:
+            sampler: (T, L, k) expert indices, ascending; negative: unknown.
+            learner: (T, L, k) expert indices, ascending.
+        """
         known = sampler[:, 0, 0] >= 0
         differs = (sampler != learner).any(-1) & known[:, None]
         counts = torch.cat((differs.sum(0), differs.any(-1).sum()[None]))
@@ -102,7 +107,7 @@ class RoutingTotals:
         self.compared = known.sum() if self.compared is None else self.compared + known.sum()
 
     def add_up(self, ranks: Ranks) -> None:
-        """Replace the sums by those of all ranks, in rank order; a collective."""
+        """Replace the sums by those of all ranks, in rank order. A collective."""
         own = {
             "loads": None if self.loads is None else [self.loads.tolist(), self.rows],
             "choices": None
@@ -118,15 +123,16 @@ class RoutingTotals:
             self.compared = torch.tensor(sum(row[1] for row in choices))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a model with experts; mismatch/* if the sampler recorded its choices.
+        """Return the metrics of a mixture of experts; mismatch/* only if the sampler recorded its choices.
 
-        router/aux_loss     load-balancing loss over all tokens, on the scale of transformers'
-                            load_balancing_loss_func: the number of experts per token if all are used equally often
-        router/z_loss       mean of the squared log-sum-exp of the logits
-        router/load_max     the largest share of a layer's choices that one expert has, times the number of experts
-        router/entropy      mean entropy of a token's distribution over the experts, nats
-        mismatch/routing_disagreement   share of the pairs of token and layer whose experts differ
-        mismatch/routing_tokens         share of the tokens with a difference in any layer
+        Returns:
+            router/aux_loss                 load-balancing loss over all tokens, scaled like transformers'
+                                            load_balancing_loss_func: experts per token if perfectly balanced
+            router/z_loss                   mean squared log-sum-exp of the logits
+            router/load_max                 largest fraction of a layer's choices for one expert, times the experts
+            router/entropy                  mean entropy of a token's distribution over the experts, nats
+            mismatch/routing_disagreement   fraction of (token, layer) pairs with different experts
+            mismatch/routing_tokens         fraction of tokens with a difference in any layer
         """
         found: dict[str, float] = {}
         if self.loads is not None:
@@ -147,7 +153,7 @@ class RoutingTotals:
         return found
 
     def layers(self) -> dict[str, list[float]] | None:
-        """Return load_max, load_min, entropy and, if known, disagreement per layer with experts; None without any."""
+        """Return load_max, load_min, entropy and, if known, disagreement per MoE layer; None without any."""
         if self.loads is None:
             return None
         share = self._share(self.loads)
@@ -160,7 +166,7 @@ class RoutingTotals:
 
     @staticmethod
     def _share(loads: Tensor) -> Tensor:
-        """(L, E): share of a layer's choices that each expert has."""
+        """Return each expert's fraction of the choices per layer, (L, E)."""
         chosen = loads[:, 0, :-1]
         return chosen / chosen.sum(-1, keepdim=True)
 

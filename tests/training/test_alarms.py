@@ -144,7 +144,7 @@ def test_a_clamped_exponent_of_a_weight_is_said_at_once_and_once():
     watch, said = alarms(correction={"level": "sequence", "mode": "raw"})
     for step in (1, 2, 3):
         watch.step(step, {"correction/clamped_frac": 0.25 if step > 1 else 0.0, REJECTED: 0.0})
-    assert len(said) == 1 and said[0].startswith("step 2: 25.00% of the importance weights had an exponent outside +-20")
+    assert len(said) == 1 and said[0].startswith("step 2: 25.00% of the importance weights had an exponent outside")
 
 
 @pytest.mark.parametrize(
