@@ -1,8 +1,8 @@
-"""Muon on row-sharded matrices: one rank gathers and orthogonalizes each whole matrix.
+"""Muon on row-sharded matrices: each whole matrix is gathered and orthogonalized on one rank.
 
-Momentum and master weights stay on the rank of their rows. Each rank sends its update rows to the owner of the
-matrix in bf16, to which Muon rounds them anyway, and receives the orthogonalized rows: 4 bytes per parameter and step,
-spread over the ranks. An expert whose rows are all on one rank is owned by that rank and is not sent.
+Momentum and master weights stay on the rank of their rows. Each rank sends its rows of the update to the matrix's owner
+in bf16, the dtype that Muon rounds to anyway, and receives the orthogonalized rows. This moves 4 bytes per parameter
+and step, spread over the ranks. An expert whose rows are all on one rank is owned by that rank and not sent.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from qarl.training.muon import BATCH_BYTES, adjusted, at_once, momentum_of, newt
 class RowMuon(torch.optim.Muon):
     """`BatchedMuon` on row-sharded matrices. A step is a collective.
 
-    Results are bitwise those of `BatchedMuon` on a CPU. On a GPU they differ by rounding if the batch sizes differ.
+    Results are bitwise those of `BatchedMuon` on a CPU. On a GPU they differ by rounding if batch sizes differ.
 
     Args:
         groups: One group with the non-empty entries of `matrices`.
         matrices: This rank's rows of each matrix, by name, in the same order on all ranks.
-        plan: Rows of each rank.
+        plan: Assignment of rows to ranks.
         exchange: Moves rows between ranks.
         budget: Limit in bytes, see `BATCH_BYTES`.
         options: Options of `torch.optim.Muon`.
@@ -61,11 +61,11 @@ class RowMuon(torch.optim.Muon):
             self._update(wave, group, {name: momentum_of(rows, self.state) for name, rows in own.items()}, own)
 
     def _own(self, wave: list[list[str]]) -> list[str]:
-        """Return the names of the matrices with rows on this rank."""
+        """Return the names of the matrices that have rows on this rank."""
         return [name for names in wave for name in names if self._matrices[name].numel()]
 
     def _waves(self) -> Iterator[list[list[str]]]:
-        """Yield names of matrices of equal shape with gradients, as one batch per owner; batches may be empty."""
+        """Yield names of matrices of equal shape with gradients, one (possibly empty) batch per owner."""
         shapes: dict[torch.Size, list[list[str]]] = {}
         for name, rows in self._matrices.items():
             if rows.grad is not None:
@@ -79,7 +79,7 @@ class RowMuon(torch.optim.Muon):
     def _update(
         self, wave: list[list[str]], group: dict[str, Any], momenta: Mapping[str, Tensor], masters: Mapping[str, Tensor]
     ) -> None:
-        """Update `momenta` and `masters` in place; both hold this rank's non-empty rows."""
+        """Update `momenta` and `masters`, this rank's non-empty rows, in place."""
         shape = torch.Size(self._plan.shapes[next(name for names in wave for name in names)])
         rank = self._exchange.rank
         inputs = {name: self._input(name, group, momenta) for names in wave for name in names}
@@ -118,5 +118,5 @@ class RowMuon(torch.optim.Muon):
         return (gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
 
     def _rows(self, matrix: Tensor, name: str) -> list[Tensor]:
-        """Return a view of the matrix per rank, with its rows."""
+        """Return a view of the matrix per rank."""
         return [matrix[rows.start : rows.stop] for rows in self._plan.cut(name)]

@@ -1,4 +1,4 @@
-"""From `model.path` to a policy and its updates on several ranks, none of which ever holds all masters."""
+"""Build a policy and its sharded optimizer engine; no rank ever holds all master weights."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ from qarl.policy.source import locate
 from qarl.training.optim import round_masters
 from qarl.training.row_updates import RowUpdates, rounded_values
 
-VECTOR = 64  # elements of which processors update whole runs; one that is cut may round otherwise
+VECTOR = 64  # elements; vectors are assigned whole, because kernels may round the tail of a vectorized loop differently
 
 
 def plan_of(shapes: Mapping[str, Sequence[int]], of: Callable[[str], Scheme | None], count: int) -> RowPlan:
-    """Which rows of each master a rank holds. shapes: by name. of: what a parameter is quantized in."""
+    """Assign rows of each master weight to ranks.
+
+    Args:
+        shapes: Shape per master weight.
+        of: Returns the scheme that quantizes a parameter, or None.
+        count: Number of ranks.
+    """
     stacks = stacked_experts(shapes, of)
     return RowPlan(shapes, lambda name: row_unit(of(name)) if len(shapes[name]) > 1 else VECTOR, count, stacks)
 
@@ -37,9 +43,17 @@ def plan_of(shapes: Mapping[str, Sequence[int]], of: Callable[[str], Scheme | No
 def build_rows(
     config: Config, device: torch.device, max_length: int | None, exchange: Exchange, ranks: Ranks
 ) -> tuple[Policy, RowUpdates]:
-    """The policy that a run of `config` starts from, as `build_policy` makes it of the whole model, and its updates.
+    """Build the initial policy of a run, equal to that of `build_policy`, and its optimizer engine. A collective.
 
-    Raises UserError for what does not fit the model.
+    Args:
+        config: Configuration of the run.
+        device: Device of this rank.
+        max_length: Longest sequence in tokens, if limited.
+        exchange: Moves rows between ranks.
+        ranks: All ranks of the run.
+
+    Raises:
+        UserError: The configuration does not fit the model.
     """
     model = bare_model(config)
 
@@ -50,7 +64,11 @@ def build_rows(
 
 
 def bare_model(config: Config) -> PreTrainedModel:
-    """The skeleton of `model.path`, which says where it is of. Raises UserError as `load_model_config`."""
+    """Return `model.path` as a skeleton without weights, whose name is the model's location.
+
+    Raises:
+        UserError: See `load_model_config`.
+    """
     model = skeleton(plain_config(load_model_config(config.model)))
     model.generation_config = load_generation_config(config.model)
     model.name_or_path = model.config.name_or_path = locate(config.model).name
@@ -66,7 +84,12 @@ def from_rows(
     exchange: Exchange,
     ranks: Ranks,
 ) -> tuple[Policy, RowUpdates]:
-    """`build_rows` of a skeleton. read: gives this rank's rows of each master, float32, by name."""
+    """Build policy and engine from a skeleton; see `build_rows`.
+
+    Args:
+        model: A skeleton from `bare_model`.
+        read: Returns this rank's rows of each master weight, float32, by name.
+    """
     policy, rows, plan = policy_of_rows(config, model, read, device, max_length, exchange, ranks.count)
     return policy, RowUpdates(policy, rows, plan, exchange, ranks, config)
 
@@ -80,9 +103,20 @@ def policy_of_rows(
     exchange: Exchange,
     count: int,
 ) -> tuple[Policy, dict[str, Tensor], RowPlan]:
-    """(a policy whose masters are placeholders, the rows of them on the device, how they are cut).
+    """Build a policy from sharded master weights.
 
-    model, read: of `from_rows`. count: of parts.
+    Args:
+        config: Configuration of the run.
+        model: A skeleton from `bare_model`.
+        read: Returns this rank's rows of each master weight, float32, by name.
+        device: Device of this rank.
+        max_length: Longest sequence in tokens, if limited.
+        exchange: Gathers the quantized rows.
+        count: Number of shards.
+
+    Returns:
+        A policy with placeholders as master weights, this rank's rows on the device, and the assignment of rows to
+        ranks.
     """
     scheme, dtype = scheme_of(config.quant), DTYPES[config.model.dtype]
     check_shapes(model, scheme, config.quant.ignore)
@@ -90,7 +124,7 @@ def policy_of_rows(
     plan = plan_of({name: parameter.shape for name, parameter in model.named_parameters()}, of, count)
     rows = read(plan)
     round_masters(rows.values(), DTYPES[config.optim.master_dtype])
-    rows = _placed(rows, plan, device)
+    rows = _to_device(rows, plan, device)
     kernels = use_kernels(config.quant, scheme, dtype, device)
     snapshot = gather_codes(rows, plan, exchange, of, dtype, 0, kernels)
     replace_meta(model, device)
@@ -103,11 +137,11 @@ def policy_of_rows(
     return policy, rows, plan
 
 
-def _placed(rows: dict[str, Tensor], plan: RowPlan, device: torch.device) -> dict[str, Tensor]:
-    """Move the rows to the device, those of a stack concatenated, and take them out of `rows`."""
+def _to_device(rows: dict[str, Tensor], plan: RowPlan, device: torch.device) -> dict[str, Tensor]:
+    """Move the rows to the device, concatenating those of stacked experts, and empty `rows`."""
     found: dict[str, Tensor] = {}
     for block in plan.blocks:
         own = [rows.pop(name) for name in block]
-        together = own[0] if len(own) == 1 else torch.cat(own)
-        found |= zip(block, together.to(device).split(list(map(len, own))), strict=True)
+        block_rows = own[0] if len(own) == 1 else torch.cat(own)
+        found |= zip(block, block_rows.to(device).split(list(map(len, own))), strict=True)
     return {name: found[name] for name in plan.shapes}

@@ -19,14 +19,14 @@ from qarl.distributed.exchange import Exchange, Pending
 from qarl.distributed.rows import Block, RowPlan
 from qarl.policy.policy import Policy
 
-IN_FLIGHT = 2  # groups being summed at a time; each keeps its full gradients in memory
+IN_FLIGHT = 2  # groups summed concurrently; each keeps its full gradients in memory
 
 
 class Rounds(ABC):
-    """Sends the gradients of each micro-batch, group by group, in the order in which the backward completes them.
+    """Sends the gradients of each micro-batch in groups, in the order in which the backward completes them.
 
     Args:
-        policy: Its master weights may be placeholders. Their `.grad` is used only during `round`.
+        policy: The policy. Its master weights may be placeholders; their `.grad` is used only during `round`.
         blocks: Names of all master weights. The gradients of one block are concatenated along dimension 0 and sent as
             one tensor.
     """
@@ -44,9 +44,9 @@ class Rounds(ABC):
             for group in self._groups
         ]
         self._norm, self._head = policy.decoder.norm.master, None if policy.tied else policy.head_master
-        assert {p for group in self._groups for p in group} == self._names.keys(), "a master in no group"
+        assert {p for group in self._groups for p in group} == self._names.keys(), "a master weight belongs to no group"
         assert len({b for group in self._blocks for b, _ in group}) == sum(map(len, self._blocks)), (
-            "a block of two groups"
+            "a block belongs to two groups"
         )
         self._begun, self._complete, self._running = 0, set[nn.Parameter](), False
         policy.decoder.on_gradients = self._completed
@@ -59,7 +59,7 @@ class Rounds(ABC):
 
         Args:
             blocks: Blocks of the group.
-            gradients: Full contiguous gradient per block. The callee owns and may overwrite them.
+            gradients: Full contiguous gradient per block. The callee owns them and may overwrite them.
         """
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Release the state of a round; called after every round, also after an exception."""
+        """Release the state of a round. Called after every round, also after an exception."""
 
     def round(self, loss: Tensor | None) -> None:
         """Run the backward and send its gradients.
@@ -77,7 +77,7 @@ class Rounds(ABC):
             loss: Scalar loss of this rank's micro-batch. None if this rank has no micro-batch left: it sends zeros, in
                 the same order as the other ranks.
         """
-        assert all(master.grad is None for master in self._names), "somebody else uses the masters' gradients"
+        assert all(master.grad is None for master in self._names), "the master weights already have gradients"
         self._begun, self._complete, self._running = 0, set(), True
         try:
             if loss is not None:
@@ -96,7 +96,7 @@ class Rounds(ABC):
             return
         self._complete.update(masters)
         if self._head is not None and self._norm in self._complete:
-            self._complete.add(self._head)  # the backward of the output layer ends before that of the last norm begins
+            self._complete.add(self._head)  # the output layer's backward ends before that of the last norm begins
         while self._begun < len(self._groups) and self._complete.issuperset(self._groups[self._begun]):
             self._begin()
 
@@ -125,7 +125,7 @@ class Rounds(ABC):
 
 
 class RowSums(Rounds):
-    """Sums of this rank's gradient rows over ranks and rounds."""
+    """Sums this rank's gradient rows over ranks and rounds."""
 
     def __init__(self, policy: Policy, plan: RowPlan, exchange: Exchange) -> None:
         super().__init__(policy, plan.blocks)

@@ -1,6 +1,7 @@
-"""Gradients, optimizer and masters of a run of several ranks, each of which holds rows of every master.
+"""Sharded optimizer engine (ZeRO-3 style): gradients, optimizer and master weights sharded along dimension 0.
 
-Nothing but codes comes back: after an optimizer step each rank quantizes its rows, and all gather what is stored.
+After an optimizer step each rank quantizes its rows and all ranks gather the codes. Gathering codes takes a fraction of
+the bytes of gathering master weights.
 """
 
 from __future__ import annotations
@@ -32,10 +33,18 @@ from qarl.training.updates import Updates
 
 
 class RowUpdates(Updates):
-    """rows: this rank's of each master by name, as `plan` cuts them, float32 on the policy's device; they become the
-    masters, in place. The policy's own parameters become placeholders (`qarl.policy.skeleton`).
+    """Optimizer engine in which each rank holds rows of every master weight.
 
-    A step has the bits of one process that adds the same parts up in the same order: over rounds, in each over ranks.
+    A step has the same bits as a single process that sums the same micro-batches in the same order: over rounds, and
+    within a round over ranks.
+
+    Args:
+        policy: The policy. Its parameters become placeholders (`qarl.policy.skeleton`).
+        rows: This rank's rows of each master weight by name, float32 on the policy's device. They are updated in place.
+        plan: Assignment of rows to ranks.
+        exchange: Moves rows between ranks.
+        ranks: All ranks of the run.
+        config: Configuration of the run.
     """
 
     def __init__(
@@ -53,12 +62,12 @@ class RowUpdates(Updates):
         self.shards = {name: nn.Parameter(rows[name].detach()) for name in named}
         drop_values(named.values(), policy.device)
         self._sums = RowSums(policy, plan, exchange)
-        # A rank may have no rows of a small master; then it has no state of it either.
-        self._held = {name: shard for name, shard in self.shards.items() if shard.numel()}
+        # A rank may have no rows of a small master weight, and then has no optimizer state for it.
+        self._own_shards = {name: shard for name, shard in self.shards.items() if shard.numel()}
         hidden = {name: self.shards[name] for name, master in named.items() if is_hidden_matrix(name, master)}
         kind = OffloadedRowMuon if config.optim.offload else RowMuon
         muon = partial(kind, matrices=hidden, plan=plan, exchange=exchange)
-        self.optimizer = build_optimizer(self._held.items(), config.optim, muon)
+        self.optimizer = build_optimizer(self._own_shards.items(), config.optim, muon)
         self.kind = self.optimizer.kind
 
     @property
@@ -67,7 +76,7 @@ class RowUpdates(Updates):
 
     def clear(self) -> None:
         self._sums.take()
-        self._forget()
+        self._drop_gradients()
 
     def backward(self, loss: Tensor | None) -> None:
         scale = self.scale.value
@@ -80,7 +89,7 @@ class RowUpdates(Updates):
             torch._foreach_div_(list(sums.values()), self.scale.value)
         for name, shard in self.shards.items():
             shard.grad = sums.get(name)
-        gradients = [shard.grad for shard in self._held.values() if shard.grad is not None]
+        gradients = [shard.grad for shard in self._own_shards.values() if shard.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).tolist() if gradients else []
         return joint_norm([norm for own in self.ranks.gather(norms) for norm in own])
 
@@ -88,9 +97,9 @@ class RowUpdates(Updates):
         self.optimizer.set_lr(factor)
 
     def step(self, norm: float) -> None:
-        clip_grads(self._held.values(), norm, self.config.optim.max_grad_norm)
+        clip_grads(self._own_shards.values(), norm, self.config.optim.max_grad_norm)
         self.optimizer.step()
-        self._forget()
+        self._drop_gradients()
         self._publish(self.policy.version + 1)
 
     def pieces(self) -> tuple[list[Piece], dict[str, Any]]:
@@ -100,7 +109,7 @@ class RowUpdates(Updates):
             name, _, key = full_name.rpartition("/")
             if key != "step":
                 found.append(self._piece("optimizer", full_name, name, value))
-            elif self._start(name) == 0:  # the same on all ranks that have rows, and one of them has the first
+            elif self._start(name) == 0:  # equal on all ranks; the one with the first row writes it
                 found.append(Piece("optimizer", full_name, (), 0, value.reshape(1)))
         names = {name for own in self.ranks.gather(meta["tensors"]) for name in own}
         return found, {**meta, "tensors": sorted(names)}
@@ -109,8 +118,8 @@ class RowUpdates(Updates):
     def load(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any], version: int) -> None:
         for full_name in meta["tensors"]:
             if full_name.rpartition("/")[0] not in self.plan.shapes:
-                raise ValueError(f"optimizer state {full_name} is of a parameter that the model does not have")
-        own = {**meta, "tensors": [name for name in meta["tensors"] if name.rpartition("/")[0] in self._held]}
+                raise ValueError(f"optimizer state {full_name} belongs to a parameter that the model does not have")
+        own = {**meta, "tensors": [name for name in meta["tensors"] if name.rpartition("/")[0] in self._own_shards]}
         state = {}
         for full_name, shape in self.optimizer.state_shapes(own).items():
             start = self._start(full_name.rpartition("/")[0]) if shape else 0
@@ -123,17 +132,17 @@ class RowUpdates(Updates):
         self._publish(version)
 
     def _rows(self) -> dict[str, Tensor]:
-        """This rank's of every master, wherever they are kept."""
-        held = self.optimizer.masters()
-        return {name: held.get(name, shard.detach()) for name, shard in self.shards.items()}
+        """Return this rank's rows of every master weight, on the device or on the host."""
+        masters = self.optimizer.masters()
+        return {name: masters.get(name, shard.detach()) for name, shard in self.shards.items()}
 
-    def _forget(self) -> None:
+    def _drop_gradients(self) -> None:
         for shard in self.shards.values():
             shard.grad = None
 
     @torch.no_grad()
     def _publish(self, version: int) -> None:
-        """Quantize the rows, gather what is stored of all, and let the policy read it."""
+        """Quantize the rows, gather all codes, and switch the policy to them."""
         policy = self.policy
         rows = HostValues(self._rows(), policy.device)
         snapshot = gather_codes(rows, self.plan, self.exchange, policy.scheme_of, policy.dtype, version, policy.kernels)
@@ -141,7 +150,7 @@ class RowUpdates(Updates):
         policy.take(snapshot, values)
 
     def _start(self, name: str) -> int:
-        """Of this rank's rows, in elements of the flattened master."""
+        """Return the offset of this rank's rows in the flattened master weight."""
         return self.plan.cut(name)[self.ranks.rank].start * math.prod(self.plan.shapes[name][1:])
 
     def _piece(self, group: str, full_name: str, name: str, values: Tensor) -> Piece:
@@ -149,7 +158,7 @@ class RowUpdates(Updates):
 
 
 def joint_norm(norms: list[float]) -> float:
-    """The L2 norm, rounded to float32, of tensors with these norms in float64, independent of their order."""
+    """Combine L2 norms (float64) of several tensors into one, rounded to float32, independent of their order."""
     return torch.tensor(math.sqrt(math.fsum(norm * norm for norm in norms)), dtype=torch.float32).item()
 
 
@@ -157,7 +166,7 @@ def joint_norm(norms: list[float]) -> float:
 def rounded_values(
     rows: Mapping[str, Tensor], plan: RowPlan, exchange: Exchange, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """All rows of the masters in a learner's dtype, which reads them where it is not aligned."""
+    """Gather all master weights in a dtype, for a learner that does not run on quantized weights."""
     gathers = BucketedGather(exchange)
     found: dict[str, Tensor] = {}
     for block in plan.blocks:
@@ -165,7 +174,7 @@ def rounded_values(
         for places, own in own_rows(block, plan, exchange.rank, rows):
             whole = own.new_empty(plan.block_shape(block), dtype=dtype) if whole is None else whole
             gathers.add(own.to(dtype), places, whole)
-        assert whole is not None, "rows come at least once"
+        assert whole is not None, "a block has rows on at least one rank"
         found |= zip(block, whole.split([plan.shapes[name][0] for name in block]), strict=True)
     gathers.finish()
     return found

@@ -1,4 +1,4 @@
-"""What a run is made from, as digests: ranks must agree on it, and a resumed run must find it unchanged."""
+"""Digests of a run's inputs, which must agree across ranks and stay unchanged when the run resumes."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe
 
 SAME_FILES = "give every rank the same files"
 
-Described = dict[str, tuple[list[int], str, str]]  # by tensor: shape, dtype, SHA-256
+Described = dict[str, tuple[list[int], str, str]]  # tensor name -> shape, dtype, SHA-256
 
 
 def input_digests(config: Config, tokenizer: PreTrainedTokenizerBase) -> Inputs:
-    """What a run is made from, except its prompts and the base model's weights, which are read later.
+    """Compute the digests of a run's inputs, except prompts and base weights, which are read later.
 
-    Digests under `model` are of the tokenizer and of stop tokens, those under `reward` are `reward_fingerprint`, and
-    `objective` has the source of a user's own objective. Files are config.json and generation_config.json.
+    The digests under `model` cover the tokenizer and stop tokens, `reward` is `reward_fingerprint`, and `objective`
+    covers the source of a custom objective. Files are config.json and generation_config.json.
 
     Args:
-        config: Of the run.
-        tokenizer: Of `config.model`.
+        config: Configuration of the run.
+        tokenizer: Tokenizer of the model.
 
     Returns:
-        The inputs. `Inputs.digests["model"]["weights"]` is missing.
+        The inputs, without `digests["model"]["weights"]`.
 
     Raises:
         UserError: A file cannot be read.
@@ -67,18 +67,21 @@ def input_digests(config: Config, tokenizer: PreTrainedTokenizerBase) -> Inputs:
 def require_same_inputs(
     ranks: Ranks, config: Config, inputs: Inputs, stream: PromptStream, tasks: Sequence[LoadedTask]
 ) -> None:
-    """Raise one UserError on all ranks that names the first input which differs between them. A collective.
+    """Check that all ranks have the same inputs, except weights. A collective.
 
-    Ranks on several machines read their own files. Weights are compared by `shared_tensors_digest`, which reads them.
-    Everything here must be the same before weights are read: ranks with models of other shapes would wait for each
-    other in different collectives.
+    Ranks on several machines read their own files. This check must pass before weights are read, because ranks with
+    models of different shapes would wait for each other in different collectives. Weights are compared while they are
+    read, by `shared_tensors_digest`.
 
     Args:
         ranks: All ranks of the run.
-        config: Of the run.
-        inputs: This rank's, of `input_digests`.
-        stream: This rank's prompts: token ids and columns.
+        config: Configuration of the run.
+        inputs: This rank's result of `input_digests`.
+        stream: This rank's prompts (token ids and columns).
         tasks: This rank's evaluation tasks, with their prompts and rewards.
+
+    Raises:
+        UserError: On all ranks; names the first input that differs.
     """
     if ranks.count == 1:
         return
@@ -86,7 +89,7 @@ def require_same_inputs(
 
 
 def named_inputs(config: Config, inputs: Inputs, stream: PromptStream, tasks: Sequence[LoadedTask]) -> dict[str, Any]:
-    """Every input by its name in an error. Causes come before effects: a chat template before the prompts."""
+    """Return every input by its name in errors. Causes precede effects: the chat template before the prompts."""
     files = {f"model.path: {file}: {key}": v for file, values in inputs.files.items() for key, v in values.items()}
     digests = {input_name(kind, part): v for kind, parts in inputs.digests.items() for part, v in parts.items()}
     evaluation = {f"evaluation.tasks: {task.name}": task.fingerprint for task in tasks}
@@ -101,29 +104,29 @@ def named_inputs(config: Config, inputs: Inputs, stream: PromptStream, tasks: Se
 
 
 def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bits, in the order given. About 1 GB/s per core."""
+    """Return the SHA-256 of names, dtypes, shapes and bits, in the given order. About 1 GB/s per core."""
     tensors = dict(named)
     return _digest(tensors, _described(tensors, tensors.__getitem__))
 
 
 def shared_tensors_digest(config: ModelConfig, shapes: Mapping[str, Sequence[int]], ranks: Ranks) -> str:
-    """`tensors_digest` of the model's weights as `load_model` gives them, proved to be the same on all ranks.
+    """Return `tensors_digest` of the model's weights, verified to be the same on all ranks. A collective.
 
-    Ranks that see the very same files (`same_files`) divide the tensors among themselves; ranks that see other files
-    hash all of those again. So every machine reads and hashes the model once, however many ranks it
-    has, and no rank trains on bytes that were not hashed. Rejected alternatives: if all ranks divided the tensors,
-    other weights on a second machine would go unnoticed, since a rank trains on rows of tensors that another rank
-    hashed. A second owner per tensor finds a difference only if it falls on one of the two. If each rank hashed all
-    files, a machine with 8 ranks would hash the model 8 times. Names, sizes and times of files alone prove nothing
-    between machines.
+    Ranks that see the same files (`same_files`) divide the tensors among themselves. Ranks with other files hash all of
+    their own. Every machine thus reads and hashes the model once, and no rank trains on bytes that were not hashed.
+
+    Rejected alternatives: dividing the tensors among all ranks misses different weights on a second machine, because a
+    rank trains on rows of tensors that another rank hashed. Hashing each tensor on two ranks finds a difference only if
+    it is on one of the two. If each rank hashed all files, a machine with 8 ranks would hash the model 8 times. Names,
+    sizes and times of files prove nothing across machines.
 
     Args:
         config: The model section.
         shapes: Shape of every parameter, in the model's order.
-        ranks: All ranks of the run. A collective.
+        ranks: All ranks of the run.
 
     Raises:
-        UserError: On all ranks, if the weights differ between ranks or cannot be read.
+        UserError: On all ranks, if weights differ between ranks or cannot be read.
     """
     files = row_files(config, ranks)
     leaders = same_files(ranks, lambda: _weight_files(config, files))
@@ -144,7 +147,7 @@ def shared_tensors_digest(config: ModelConfig, shapes: Mapping[str, Sequence[int
 
 
 def _weight_files(config: ModelConfig, files: Mapping[str, StoredTensor] | None) -> list[Path]:
-    """The files that weights are read from; every file of a model that has to be loaded whole."""
+    """Return the files that weights are read from; all files of a model that must be loaded as a whole."""
     source = locate(config)
     with path_errors(f"model.path: '{config.path}'"):
         if files is not None:
@@ -155,7 +158,7 @@ def _weight_files(config: ModelConfig, files: Mapping[str, StoredTensor] | None)
 
 
 def _share(shapes: Mapping[str, Sequence[int]], count: int, index: int) -> list[str]:
-    """The tensors that one of `count` ranks hashes: the largest ones first, each to the rank that has least."""
+    """Return the tensors that one of `count` ranks hashes: largest first, each to the least loaded rank."""
     loads, own = [0] * count, []
     for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):
         owner = min(range(count), key=loads.__getitem__)
@@ -171,13 +174,13 @@ def _read(stored: StoredTensor, name: str) -> Tensor:
 
 
 def _described_model(config: ModelConfig, names: Iterable[str]) -> Described:
-    """Of a model that has to be loaded whole."""
+    """Describe a model that must be loaded as a whole."""
     parameters = dict(load_model(config).named_parameters())
     return _described(names, parameters.__getitem__)
 
 
 def _described(names: Iterable[str], read: Callable[[str], Tensor]) -> Described:
-    """Shape, dtype and SHA-256 of tensors. Hashing releases the interpreter's lock; each thread holds one tensor."""
+    """Return shape, dtype and SHA-256 of tensors. Hashing releases the GIL; each thread holds one tensor."""
 
     def record(name: str) -> tuple[str, tuple[list[int], str, str]]:
         found = describe(read(name))
@@ -188,6 +191,6 @@ def _described(names: Iterable[str], read: Callable[[str], Tensor]) -> Described
 
 
 def _digest(names: Iterable[str], described: Described) -> str:
-    """Of the tensors `names`, in their order."""
+    """Return the digest over the tensors `names`, in that order."""
     records = ((name, *described[name]) for name in names)
     return Manifest(0, {name: TensorRecord(tuple(shape), *rest) for name, shape, *rest in records}).digest()

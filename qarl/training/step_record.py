@@ -1,4 +1,4 @@
-"""What a step leaves: its metrics, its rollouts, and the tokens behind its diagnostics."""
+"""What one step records: metrics, rollouts, and the tokens behind its diagnostics."""
 
 from __future__ import annotations
 
@@ -32,12 +32,18 @@ from qarl.training.setup import Run
 from qarl.types import Prompt, Rollout
 from qarl.utils.threads import one_thread
 
-ERROR_EXAMPLES = 8  # stretches of error tokens that a step's diagnostics show
+ERROR_EXAMPLES = 8  # stretches of error tokens per step in the diagnostics
 
 
 @dataclass
 class Trace:
-    """None where it is not due. rows, tensors: of rollouts/NNNNNN. The others: of diagnostics/NNNNNN.json."""
+    """Files of one step; a field is None if it is not due.
+
+    Attributes:
+        rows: Rows of rollouts/NNNNNN.jsonl.
+        tensors: Tensors of rollouts/NNNNNN.safetensors.
+        tokens, layers, backward, routing, examples: Parts of diagnostics/NNNNNN.json.
+    """
 
     rows: list[dict[str, Any]] | None = None
     tensors: dict[str, Tensor] | None = None
@@ -48,7 +54,14 @@ class Trace:
     examples: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, step: int, metrics: dict[str, float], config: Config, recorder: Recorder) -> None:
-        """step: counted from 1. metrics: of the whole step, as in metrics.jsonl."""
+        """Write the files.
+
+        Args:
+            step: Step number, counted from 1.
+            metrics: All metrics of the step, as in metrics.jsonl.
+            config: Configuration of the run.
+            recorder: Writes the files.
+        """
         if self.rows is not None:
             recorder.rollouts(step, self.rows, self.tensors)
         if self.tokens is not None:
@@ -61,11 +74,18 @@ class Trace:
 
 
 class StepRecord(Observer):
-    """Gathers what one step leaves, while it runs; told after the probe, whose numbers it takes.
+    """Observer that collects the record of one step. Must come after the probe, whose results it uses.
 
-    metrics: as in metrics.jsonl, without those of the clock and the engine. trace: None until the step is learned from
-    and all of this is known; empty on a rank that is not the first, which writes it. on_learned: gets the metrics as
-    soon as the step is learned from; more follow in the same dictionary.
+    Args:
+        run: The run.
+        probe: Diagnostics of the step.
+        rollouts_due: Whether to record rollouts in this step.
+        on_learned: Called with the metrics after the last update; later metrics are added to the same dictionary.
+
+    Attributes:
+        metrics: Metrics as in metrics.jsonl, without those of the clock and the engine.
+        trace: None until the step has been learned. Empty on all ranks but the first, which writes it.
+        rollout_tokens: Number of tokens sampled.
     """
 
     def __init__(
@@ -119,7 +139,7 @@ def trace_of(
     crossed: Crossings,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Trace:
-    """The trace of a step that was learned from. crossed: changed codes of each module."""
+    """Return the trace of a learned step. `crossed` has the code flips per module."""
     trace = Trace()
     if rollouts_due:
         trace.rows = rollout_rows(prompts, rollouts, scores, batch)

@@ -1,4 +1,4 @@
-"""Statistics of a training step: sums over its micro-batches, and the learner's metrics from them."""
+"""Statistics of a training step: sums over micro-batches, and the learner's metrics derived from them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RE
 from qarl.training.routing import RoutingTotals
 
 PER_MINIBATCH = (OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RESPONSES)
-"""Statistics that are also kept per minibatch. In the first minibatch of a step an aligned learner has no token outside
-its distribution, so a mean over the step hides how many the later ones lose."""
+"""Statistics that are also kept per minibatch. An aligned learner has no token outside its distribution in the first
+minibatch of a step, so a mean over the step would hide the losses of later minibatches."""
 
 
 @dataclass
 class LearnerTotals:
-    """Sums over one training step. They stay on the learner's device until `metrics`."""
+    """Sums over one training step, kept on the learner's device until `metrics`."""
 
-    forward_tokens: int = 0  # tokens of the learner's forwards, prompts and responses; see `Part.forward_tokens`
-    entropy: Tensor | float = 0.0  # sum over the tokens of forwards at the rollout's weights, float64, nats
+    forward_tokens: int = 0  # prompt and response tokens of the learner's forwards; see `Part.forward_tokens`
+    entropy: Tensor | float = 0.0  # summed over tokens at the rollout's weights, float64, nats
     entropy_tokens: int = 0
     retained: list[Tensor] = field(default_factory=list)  # (T,) per forward at the rollout's weights, if truncated
     loss: Tensor | float = 0.0  # float64
     stats: Stats = field(default_factory=dict)  # of the objective
-    # Those of `PER_MINIBATCH`, one entry per minibatch; the last one is the current minibatch.
+    # `PER_MINIBATCH` statistics, one entry per minibatch; the last entry is the current one.
     minibatch_stats: list[Stats] = field(default_factory=lambda: [{}])
     grad_norms: list[float] = field(default_factory=list)  # of the optimizer steps taken
-    skipped: int = 0  # optimizer steps with a gradient that was not finite
+    skipped: int = 0  # optimizer steps skipped because the gradient was not finite
     routing: RoutingTotals = field(default_factory=RoutingTotals)
 
     def add_snapshot(self, entropy: Tensor) -> None:
@@ -51,7 +51,7 @@ class LearnerTotals:
         self.minibatch_stats.append({})
 
     def add_up(self, ranks: Ranks) -> None:
-        """Replace the sums by those of all ranks, added in rank order; a collective.
+        """Replace the sums by those of all ranks, added in rank order. A collective.
 
         A rank without responses may lack names that others have.
         """
@@ -70,12 +70,12 @@ class LearnerTotals:
         self.retained = [mass for mass in ranks.gather_tensors(retained) if len(mass)]
 
     def metrics(self, minibatches: int) -> dict[str, float]:
-        """Return policy/* of the step: the objective's statistics, loss, entropy, retained mass, gradient norm.
+        """Return policy/* of the step: statistics of the objective, loss, entropy, retained mass, gradient norm.
 
-        NAME_max is the largest NAME of a minibatch, for each of `PER_MINIBATCH`.
+        `NAME_max` is the largest value over minibatches, for each name in `PER_MINIBATCH`.
 
         Args:
-            minibatches: Number in the step, including those that needed no update.
+            minibatches: Number of minibatches in the step, including those that needed no update.
         """
         measured = minibatches - self.skipped
         return {
@@ -89,7 +89,7 @@ class LearnerTotals:
         }
 
     def _objective(self) -> dict[str, float]:
-        """Return the objective's statistics, with one transfer from the device."""
+        """Return the objective's statistics with a single transfer from the device."""
         each = {
             f"{name} {number}": pair
             for number, stats in enumerate(self.minibatch_stats)
@@ -103,10 +103,10 @@ class LearnerTotals:
         return found
 
     def _retained_mass(self) -> dict[str, float]:
-        """Return policy/retained_mass_mean and _min, if sampling is truncated.
+        """Return policy/retained_mass_mean and _min if sampling is truncated.
 
-        The retained mass is the probability of the learner's set under the distribution before truncation, at the
-        positions of the response tokens and at the rollout's weights.
+        The retained mass is the probability of the learner's set before truncation, per response token, at the
+        rollout's weights.
         """
         if not self.retained:
             return {}

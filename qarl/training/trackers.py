@@ -1,4 +1,4 @@
-"""Experiment trackers behind one small protocol. Each package is imported only when it is configured."""
+"""Experiment trackers behind a small protocol. A package is imported only if it is configured."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from qarl.inputs.files import read_text
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.utils.signals import is_stop
 
-TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")  # keys of `logging`, and names of the packages
+TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")  # keys of `logging`, equal to package names
 
 
 class Tracker(Protocol):
-    """Receives the finite metrics of each step. If a tracker raises, it is dropped and the run continues."""
+    """Receives the finite metrics of each step. A tracker that raises is dropped and the run continues."""
 
     name: str
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def truncate(self, step: int) -> None:
-        """The run resumes from `step`: later steps that were logged before no longer count."""
+        """The run resumes from `step`; later steps logged before are void."""
 
     def close(self) -> None: ...
 
 
 def build_trackers(run_dir: Path, logging: Any, config: dict[str, Any] | None) -> list[Tracker]:
-    """Start the trackers that the `logging` section asks for.
+    """Start the trackers of the `logging` section.
 
     Args:
         run_dir: The run directory.
-        logging: The section.
-        config: The resolved configuration, which the trackers show.
+        logging: The `logging` section.
+        config: The resolved configuration, which trackers display.
 
     Raises:
         UserError: A package is missing, or a tracker does not start.
@@ -50,7 +50,11 @@ def build_trackers(run_dir: Path, logging: Any, config: dict[str, Any] | None) -
 
 
 def require_trackers(logging: Any) -> None:
-    """Raise UserError if the `logging` section asks for a package that is not installed. Starts none of them."""
+    """Check, without starting a tracker, that all configured packages are installed.
+
+    Raises:
+        UserError: A package is not installed.
+    """
     for name in ("tensorboard", *TRACKERS):
         if getattr(logging, name):
             _import(name, name)
@@ -70,7 +74,9 @@ def _import(module: str, key: str) -> ModuleType:
 def _start(key: str, init: Any, **arguments: Any) -> Any:
     try:
         return init(**arguments)
-    except BaseException as error:  # foreign code: no key, no network, a bad project name, each with its own class
+    except (
+        BaseException
+    ) as error:  # third-party code: a missing key or network or a bad project name, each with its own exception class
         if is_stop(error):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -78,7 +84,7 @@ def _start(key: str, init: Any, **arguments: Any) -> Any:
 
 
 def _kept(file: Path, make: Callable[[], str]) -> str:
-    """The id of a run in the tracker, which its first start writes to a file of the run directory."""
+    """Return the run's id in the tracker, which the first start writes to a file in the run directory."""
     with disk_errors(file):
         if not file.exists():
             atomic_write_text(file, make())
@@ -86,7 +92,7 @@ def _kept(file: Path, make: Callable[[], str]) -> str:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`, opened at the first step, when it is known from which step the run resumes."""
+    """Event files in `tensorboard/`, opened at the first step, once the step to resume from is known."""
 
     name = "tensorboard"
 
@@ -105,7 +111,7 @@ class TensorBoard:
 
     def truncate(self, step: int) -> None:
         self.close()
-        # Readers then hide events of this and later steps that earlier files hold. Only needed if there are any.
+        # Makes readers hide events of this and later steps in earlier files. Only needed if any exist.
         self._purge_step = step + 1 if self._directory.exists() else None
 
     def close(self) -> None:
@@ -115,9 +121,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """One Weights & Biases run for the life of the run directory; its id is kept in `.wandb_id`.
+    """One Weights & Biases run per run directory; its id is stored in `.wandb_id`.
 
-    A resumed run joins it; W&B ignores the steps it already has, so a truncated tail stays as first logged.
+    A resumed run continues it. W&B ignores steps that it already has, so steps that are repeated after resuming keep
+    their first values.
     """
 
     name = "wandb"
@@ -147,7 +154,7 @@ class Wandb:
 
 
 class Trackio:
-    """A trackio run of the run directory's name; resumed by name."""
+    """A trackio run named after the run directory; resumed by name."""
 
     name = "trackio"
 
@@ -173,7 +180,7 @@ class Trackio:
 
 
 class Mlflow:
-    """One MLflow run for the life of the run directory; its id is kept in `.mlflow_run_id`."""
+    """One MLflow run per run directory; its id is stored in `.mlflow_run_id`."""
 
     name = "mlflow"
 
@@ -191,7 +198,7 @@ class Mlflow:
             first = not id_file.exists()
             run = _kept(id_file, lambda: client.create_run(experiment, run_name=name).info.run_id)
             if first:
-                client.log_dict(run, config or {}, "config.json")  # parameters hold 6,000 characters at most
+                client.log_dict(run, config or {}, "config.json")  # MLflow parameters are limited to 6,000 characters
             client.update_run(run, status="RUNNING")
             return client, run
 
@@ -211,7 +218,7 @@ class Mlflow:
 
 
 class Swanlab:
-    """One SwanLab experiment for the life of the run directory; its id is kept in `.swanlab_id`."""
+    """One SwanLab experiment per run directory; its id is stored in `.swanlab_id`."""
 
     name = "swanlab"
 
@@ -224,7 +231,7 @@ class Swanlab:
             experiment_name=options.name or run_dir.name,
             mode=options.mode,
             logdir=str(run_dir / "swanlog"),
-            id=_kept(run_dir / ".swanlab_id", lambda: uuid.uuid4().hex[:21]),  # of 21 characters
+            id=_kept(run_dir / ".swanlab_id", lambda: uuid.uuid4().hex[:21]),  # SwanLab ids have 21 characters
             resume="allow",
             config=config,
         )

@@ -1,4 +1,4 @@
-"""Gradients, optimizer and masters: the interface of an optimizer step, and its single-process engine."""
+"""Optimizer engines: the interface of gradients, optimizer and master weights, and the single-process engine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from qarl.training.optim import build_optimizer, clip_grads, grad_norm
 
 
 class Updates(ABC):
-    """Gradients, optimizer and masters of the policy.
+    """Optimizer engine: gradients, optimizer and master weights of the policy.
 
-    On several ranks `backward`, `norm`, `step`, `pieces` and `load` are collectives.
+    With several ranks `backward`, `norm`, `step`, `pieces` and `load` are collectives.
+
+    Attributes:
+        kind: `optim.name`.
     """
 
     kind: str  # `optim.name`
@@ -30,7 +33,7 @@ class Updates(ABC):
     @property
     @abstractmethod
     def begun(self) -> int:
-        """Number of optimizer steps begun, finished or not. If it grew before an error, masters may have changed."""
+        """Number of optimizer steps begun, finished or not. If it grew before an error, weights may have changed."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -38,44 +41,44 @@ class Updates(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor | None) -> None:
-        """Add the gradient of a micro-batch's loss; None on a rank without one in this round."""
+        """Add the gradient of a micro-batch's loss; None on a rank without a micro-batch in this round."""
 
     @abstractmethod
     def norm(self) -> float:
-        """Complete the gradient and return its L2 norm, unscaled; the same on all ranks."""
+        """Complete the gradient and return its unscaled L2 norm, the same on all ranks."""
 
     @abstractmethod
     def set_lr(self, factor: float) -> None:
-        """Scale the configured learning rates; see `lr_at`."""
+        """Scale the configured learning rates by `factor`; see `lr_at`."""
 
     @abstractmethod
     def step(self, norm: float) -> None:
-        """Clip by `norm` (the result of `norm()`), step, quantize once, and switch the policy to the next version."""
+        """Clip by `norm` (from `norm()`), step, quantize once, and switch the policy to the next version."""
 
     @abstractmethod
     def pieces(self) -> tuple[list[Piece], dict[str, Any]]:
-        """Return this rank's masters and optimizer state, and JSON-able metadata of the optimizer."""
+        """Return this rank's master weights and optimizer state, and JSON-able metadata."""
 
     def finish(self) -> None:
-        """End the run's optimizer steps; a collective."""
+        """End the optimizer steps of the run. A collective."""
         return
 
     @abstractmethod
     def load(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any], version: int) -> None:
-        """Restore masters and optimizer state, and quantize the masters as policy `version`.
+        """Restore master weights and optimizer state, and quantize the weights as policy `version`.
 
         Args:
-            read: read(group, name, start, stop) returns elements of the flattened tensor, float32, on the CPU.
+            read: `read(group, name, start, stop)` returns elements of the flattened tensor, float32, on the CPU.
             meta: Metadata from `pieces`.
             version: Version of the policy.
 
         Raises:
-            ValueError: The state is of another optimizer or does not fit. Nothing has been changed.
+            ValueError: The state belongs to another optimizer or does not fit. Nothing has been changed.
         """
 
 
 class LocalUpdates(Updates):
-    """Optimizer steps in a single process: the policy's parameters are the masters, with gradients in `.grad`."""
+    """Single-process engine: the policy's parameters are the master weights, with gradients in `.grad`."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
         self.policy, self.config = policy, config
@@ -93,7 +96,7 @@ class LocalUpdates(Updates):
         self.optimizer.zero_grad()
 
     def backward(self, loss: Tensor | None) -> None:
-        assert loss is not None, "a single process has a part in every round"
+        assert loss is not None, "a single process has a micro-batch in every round"
         scale = self.scale.value
         self.gradients.backward(loss if scale == 1.0 else loss * scale)
 
@@ -107,7 +110,7 @@ class LocalUpdates(Updates):
     def step(self, norm: float) -> None:
         clip_grads(self._masters, norm, self.config.optim.max_grad_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad()  # the next version reuses their memory
+        self.optimizer.zero_grad()  # before publishing, so that the next version reuses their memory
         self.publish(self.policy.version + 1)
 
     def pieces(self) -> tuple[list[Piece], dict[str, Any]]:
@@ -128,11 +131,11 @@ class LocalUpdates(Updates):
         self.publish(version)
 
     def _values(self) -> dict[str, Tensor]:
-        """Masters by name, in the order of the policy, on the device or on the host."""
+        """Return master weights by name, in the policy's order, on the device or on the host."""
         held = self.optimizer.masters()
         return {name: held.get(name, parameter.detach()) for name, parameter in self.policy.named_parameters()}
 
     def publish(self, version: int) -> None:
-        """Quantize the masters and switch the policy to the result."""
+        """Quantize the master weights and switch the policy to the result."""
         on_host = self.config.optim.offload == "all"
         self.policy.refresh(version, HostValues(self._values(), self.policy.device) if on_host else None)

@@ -1,4 +1,4 @@
-"""DeepSpeed's start: its package, its settings, and an engine over masters that never runs a forward."""
+"""Start DeepSpeed: the package, its settings, and an engine over master weights that never runs a forward."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ from qarl.training.zero_stages import AllReduce, Partitioned, Sharded, Stage
 def open_stage(
     masters: Mapping[str, nn.Parameter], config: Config, given: Mapping[str, Any], device: torch.device
 ) -> Stage:
-    """DeepSpeed over these parameters, in `distributed.zero_stage`, with torch's fused AdamW. A collective.
+    """Start DeepSpeed with torch's fused AdamW in `distributed.zero_stage`. A collective.
 
-    masters: whole, float32 on the device, in one order on all ranks; in stage 3 each keeps its part alone. given: the
-    user's keys.
+    Args:
+        masters: Full master weights, float32 on the device, in the same order on all ranks. In stage 3 each rank keeps
+            only its shard.
+        config: Configuration of the run.
+        given: The user's DeepSpeed keys.
+        device: Device of this rank.
     """
     deepspeed = start_deepspeed(device, config.distributed.timeout_s)
     if given.get("dump_state") or given.get("comms_logger", {}).get("verbose"):
-        _let_speak()
+        _show_logs()
     stage = 3 if config.distributed.zero_stage is None else config.distributed.zero_stage
     module = nn.Module()
     for index, parameter in enumerate(masters.values()):
@@ -47,18 +51,18 @@ def open_stage(
 
 
 def _settings(given: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """The DeepSpeed JSON: what qarl decides over what the user says."""
+    """Return the DeepSpeed configuration: the user's keys, overridden by what qarl requires."""
     kept = dict(given)
     zero = {
         **given.get("zero_optimization", {}),
         "stage": stage,
-        "overlap_comm": False,  # a micro-batch's gradients come from here, one group after the other
+        "overlap_comm": False,  # qarl feeds gradients group by group, outside of DeepSpeed's backward
         "contiguous_gradients": True,
     }
     if stage == 3:
-        zero["stage3_param_persistence_threshold"] = 0  # every master is cut, the smallest too
+        zero["stage3_param_persistence_threshold"] = 0  # shard every master weight, even the smallest
     if not logs_communication(given):
-        kept.pop("comms_logger", None)  # DeepSpeed takes it for on where it is there at all
+        kept.pop("comms_logger", None)  # DeepSpeed enables the logger if the key is present
     return {
         "steps_per_print": 10**9,
         **kept,
@@ -71,19 +75,19 @@ def _settings(given: Mapping[str, Any], stage: int) -> dict[str, Any]:
 
 
 def logs_communication(given: Mapping[str, Any]) -> bool:
-    """Whether the user's keys have DeepSpeed count and time its collectives."""
+    """Return whether the user's keys enable DeepSpeed's communication log."""
     return bool(given.get("comms_logger", {}).get("enabled"))
 
 
-def tell_communication() -> None:
-    """Print DeepSpeed's table of its collectives on the first rank's stdout. A collective."""
+def log_communication() -> None:
+    """Print DeepSpeed's table of collectives on the first rank's stdout. A collective."""
     import deepspeed.comm
 
     deepspeed.comm.log_summary()
 
 
-def _let_speak() -> None:
-    """Let what DeepSpeed logs, and hides by default, reach the terminal."""
+def _show_logs() -> None:
+    """Show DeepSpeed's log messages, which are hidden by default, in the terminal."""
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.INFO)
     for handler in logger.handlers:
@@ -92,7 +96,11 @@ def _let_speak() -> None:
 
 @contextmanager
 def local_rank(device: torch.device) -> Iterator[None]:
-    """DeepSpeed makes the GPU with the number LOCAL_RANK the current one; a launcher may show a rank its own alone."""
+    """Set LOCAL_RANK to the index of `device` while DeepSpeed starts.
+
+    DeepSpeed selects the GPU with the number LOCAL_RANK, which is wrong if the launcher shows each rank only its own
+    GPU.
+    """
     before = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = str(device.index or 0) if device.type == "cuda" else before or "0"
     try:
@@ -104,22 +112,30 @@ def local_rank(device: torch.device) -> Iterator[None]:
 
 
 def start_deepspeed(device: torch.device, timeout_s: float) -> Any:
-    """The package, on the existing process groups; its own group ends collectives after `timeout_s`."""
+    """Import DeepSpeed on top of the existing process groups.
+
+    Args:
+        device: Device of this rank.
+        timeout_s: Timeout in seconds of collectives in DeepSpeed's own group.
+
+    Returns:
+        The deepspeed package.
+    """
     if device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # read at the first import
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
     import deepspeed
     import deepspeed.comm
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings(
         "ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning
-    )  # at each of its calls
+    )  # raised by each of its calls
     if device.type == "cpu":
-        # It compiles a way through shared memory in the middle of a start, and a start that is killed meanwhile leaves
-        # a lock on which every later one hangs without a word. `import deepspeed.comm.torch` would give another module.
+        # DeepSpeed would compile a shared-memory op here. A process killed meanwhile leaves a lock on which every later
+        # start hangs silently. `import deepspeed.comm.torch` would return a different module.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed(dist.get_backend(), verbose=False, dist_init_required=False)
-    # DeepSpeed makes a copy of the world's group where there is none, which would wait ten minutes or more.
+    # Otherwise DeepSpeed creates its own world group, with a timeout of ten minutes or more.
     groups = sys.modules["deepspeed.utils.groups"]
     if groups._WORLD_GROUP is None:
         members = list(range(dist.get_world_size()))

@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO optimizers over gradients that are put into place by hand: stages 0 to 3, each with its calls.
+"""Drives DeepSpeed's ZeRO optimizers (stages 0 to 3) with gradients computed outside of DeepSpeed.
 
-No forward of DeepSpeed's module ever runs and autograd never sees its parameters, so no hook of DeepSpeed fires: a
-stage is told of each gradient here. The calls are those of `DeepSpeedEngine.coalesce_grad_reduction`, most of them of
-names that the next release may change; the package is pinned to the one that they were read in.
+DeepSpeed's module never runs a forward and autograd never sees its parameters, so none of DeepSpeed's hooks fire. Each
+gradient is handed to the stage explicitly, with the calls of `DeepSpeedEngine.coalesce_grad_reduction`. Most of them
+are private and may change, so the package is pinned to the release that this module was written for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, start + length) of a flattened master, which are [at, at + length) of a flat tensor."""
+    """Elements [start, start + length) of a flattened master weight, stored at [at, at + length) of a flat tensor."""
 
     name: str
     start: int
@@ -29,19 +29,25 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Flat:
-    """What the optimizer has as one parameter. values: float32, any shape. fragments: of masters, in order, which leave
-    out what only fills it up."""
+    """A tensor that the optimizer treats as one parameter.
+
+    Attributes:
+        values: float32, any shape.
+        fragments: The master weights in it, in order; padding is not covered.
+    """
 
     values: Tensor
     fragments: list[Fragment]
 
 
 class Stage(ABC):
-    """One stage of ZeRO on this rank. All methods but `flats` and `held` are collectives.
+    """One ZeRO stage on this rank. All methods except `flats` and `owned_flats` are collectives.
 
-    optimizer: torch's, whose state is keyed by the `values` of `flats()`. each_round: whether a micro-batch's gradients
-    are reduced at once, instead of their sums at the end. replicated: whether every rank has all gradients. masters:
-    DeepSpeed's parameters, by the masters' names.
+    Attributes:
+        masters: DeepSpeed's parameters, by the name of the master weight.
+        optimizer: The torch optimizer; its state is keyed by the `values` of `flats()`.
+        each_round: Reduce the gradients of every round of micro-batches, instead of once at the end.
+        replicated: Whether every rank has all gradients.
     """
 
     each_round: bool
@@ -50,54 +56,61 @@ class Stage(ABC):
     def __init__(self, masters: Mapping[str, nn.Parameter], engine: Any, optimizer: torch.optim.Optimizer) -> None:
         self.masters, self.engine, self.optimizer = dict(masters), engine, optimizer
         self.count, self.rank = dist.get_world_size(), dist.get_rank()
-        self._names = {parameter: name for name, parameter in masters.items()}  # a hash is its identity
+        self._names = {parameter: name for name, parameter in masters.items()}  # parameters hash by identity
 
     def begin(self) -> None:
-        """Gradients of a round, or of all of them together, come now."""
+        """Prepare for the gradients of a round, or of the whole step."""
         return
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """This rank's, whole and contiguous, which may be overwritten; of all masters, in one order on all ranks."""
-        self._add(self.masters[name], gradient.mul_(self.count))  # DeepSpeed averages
+        """Add this rank's full gradient of a master weight, for all weights in the same order on all ranks.
+
+        Args:
+            name: Name of the master weight.
+            gradient: Contiguous; may be overwritten.
+        """
+        self._add(self.masters[name], gradient.mul_(self.count))  # DeepSpeed averages over ranks; qarl needs the sum
 
     @abstractmethod
     def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None: ...
 
     @abstractmethod
     def end(self) -> None:
-        """All gradients of the round were added."""
+        """Finish a round after all gradients were added."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """What this rank steps with, to be scaled in place: sums over ranks and rounds. Asked for once a step."""
+        """Return the gradients that this rank steps with, summed over ranks and rounds. Call once per step; may be
+        scaled in place.
+        """
 
     @abstractmethod
     def step(self) -> None:
-        """Step by the gradients, and forget them. Parameters may not be what `flats` says, until `spread`."""
+        """Run the optimizer and drop the gradients. Parameters may lag behind `flats` until `spread`."""
 
     @abstractmethod
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the gradients without a step."""
 
     @abstractmethod
     def flats(self) -> list[Flat]:
-        """The float32 values that this rank steps."""
+        """Return the float32 values that this rank updates."""
 
-    def held(self) -> list[Flat]:
-        """`flats`, cut so that each element of a master is one rank's."""
+    def owned_flats(self) -> list[Flat]:
+        """Return `flats` restricted so that each element of a master weight belongs to exactly one rank."""
         return self.flats()
 
     @abstractmethod
     def spread(self) -> None:
-        """The flats' values were changed: let every rank's `whole` have them."""
+        """Propagate changed values of `flats` to `whole` on every rank."""
 
     def whole(self, name: str) -> Tensor:
-        """All of a master; not to be changed."""
+        """Return a full master weight; must not be modified."""
         return self.masters[name].detach()
 
 
 class AllReduce(Stage):
-    """Stage 0: nothing is cut, gradients are all-reduced."""
+    """Stage 0: nothing is sharded, gradients are all-reduced."""
 
     each_round = False
     replicated = True
@@ -113,15 +126,15 @@ class AllReduce(Stage):
 
     def step(self) -> None:
         self.optimizer.step()
-        self.forget()
+        self.drop_gradients()
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def flats(self) -> list[Flat]:
         return [Flat(own, [Fragment(name, 0, 0, own.numel())]) for name, own in self.masters.items()]
 
-    def held(self) -> list[Flat]:
+    def owned_flats(self) -> list[Flat]:
         found = []
         for flat in self.flats():
             fragment = flat.fragments[0]
@@ -136,9 +149,10 @@ class AllReduce(Stage):
 
 
 class Partitioned(Stage):
-    """Stages 1 and 2: flat partitions of the masters of a group of the optimizer, clones of what every rank has whole.
+    """Stages 1 and 2: this rank's flat partitions of the master weights, copied from full weights on every rank.
 
-    each_round: stage 2, which keeps its partition of the gradients alone.
+    Attributes:
+        each_round: True for stage 2, which keeps only this rank's partition of the gradients.
     """
 
     def __init__(
@@ -169,7 +183,7 @@ class Partitioned(Stage):
     def step(self) -> None:
         _step(self._zero)
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         for group in self._zero.averaged_gradients:
             self._zero.averaged_gradients[group] = None
         for group in self._zero.all_grad_tensors:
@@ -196,7 +210,7 @@ class Partitioned(Stage):
 
 
 class Sharded(Stage):
-    """Stage 3: flat parts of each master, and nothing whole; `whole` gathers one."""
+    """Stage 3: only this rank's flat shards of each master weight; `whole` gathers one."""
 
     each_round = True
 
@@ -208,11 +222,11 @@ class Sharded(Stage):
         self._zero.clear_backward_seen_flag()
 
     def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        held = parameter.data
-        # A parameter takes only gradients of its shape, and what is there of one that is cut has none.
+        shard = parameter.data
+        # A gradient must have the shape of its parameter, but a sharded parameter's data is empty.
         parameter.data = gradient.new_empty(1).expand(gradient.shape)
         parameter.grad = gradient
-        parameter.data = held
+        parameter.data = shard
         self._zero.reduce_ready_partitions_and_remove_grads(parameter)
 
     def end(self) -> None:
@@ -224,7 +238,7 @@ class Sharded(Stage):
     def step(self) -> None:
         _step(self._zero)
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         self._zero.averaged_gradients = {}
         self._zero.zero_grad()
 
@@ -243,7 +257,7 @@ class Sharded(Stage):
 
     def spread(self) -> None:
         for group in range(len(self._zero.fp16_groups)):
-            self._zero._reassign_or_swap_out_partitioned_parameters(group)  # DeepSpeed steps a copy of the parts
+            self._zero._reassign_or_swap_out_partitioned_parameters(group)  # DeepSpeed updates a copy of the shards
 
     def whole(self, name: str) -> Tensor:
         from deepspeed import zero
@@ -255,4 +269,4 @@ class Sharded(Stage):
 def _step(zero: Any) -> None:
     zero.step()
     if zero.overflow:
-        raise RuntimeError("DeepSpeed left out a step by gradients whose norm is finite")
+        raise RuntimeError("DeepSpeed skipped a step although the gradient norm is finite")

@@ -1,9 +1,9 @@
-"""Gradients, optimizer and masters of a run of several ranks under DeepSpeed's ZeRO, driven by hand.
+"""DeepSpeed engine: gradients, optimizer and master weights of several ranks under ZeRO.
 
-The reference for `qarl.training.row_updates`: the same gradients, clip, skipped steps and codes, up to the order in
-which DeepSpeed and its transport add. After a step every rank quantizes all masters, as one process does: in stages 1
-and 2 DeepSpeed has gathered them in float32, in stage 3 they are gathered one after the other, 4 bytes per parameter
-either way where codes are 0.56.
+The reference for `qarl.training.row_updates`: the same gradients, clipping, skipped steps and codes, up to the order in
+which DeepSpeed and its transport sum. After a step every rank quantizes all master weights, like a single process. In
+stages 1 and 2 DeepSpeed has gathered them in float32; in stage 3 they are gathered one by one. Either takes 4 bytes per
+parameter, compared with 0.56 for gathered INT4 codes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qarl.training.row_setup import bare_model, plan_of, policy_of_rows
 from qarl.training.row_sums import Rounds
 from qarl.training.row_updates import joint_norm
 from qarl.training.updates import Updates
-from qarl.training.zero_setup import logs_communication, open_stage, tell_communication
+from qarl.training.zero_setup import log_communication, logs_communication, open_stage
 from qarl.training.zero_stages import Stage
 
 _STATE = ("exp_avg", "exp_avg_sq")
@@ -41,9 +41,18 @@ _STATE = ("exp_avg", "exp_avg_sq")
 def build_zero(
     config: Config, device: torch.device, max_length: int | None, ranks: Ranks
 ) -> tuple[Policy, ZeroUpdates]:
-    """The policy that a run of `config` starts from, as `build_policy` makes it of the whole model, and its updates.
+    """Build the initial policy of a run, equal to that of `build_policy`, and its DeepSpeed engine.
 
-    One rank after the other reads all masters. Raises UserError for what does not fit the model.
+    Ranks read the master weights one after the other.
+
+    Args:
+        config: Configuration of the run.
+        device: Device of this rank.
+        max_length: Longest sequence in tokens, if limited.
+        ranks: All ranks of the run.
+
+    Raises:
+        UserError: The configuration does not fit the model.
     """
     model = bare_model(config)
 
@@ -55,10 +64,16 @@ def build_zero(
 
 
 class ZeroUpdates(Updates):
-    """masters: all of them, whole, float32 on the policy's device; taken out of it, DeepSpeed's from now on. The
-    policy's own parameters become placeholders (`qarl.policy.skeleton`).
+    """Optimizer engine on DeepSpeed.
 
-    Stages 0 and 1 add a rank's micro-batches up first, and then the ranks; stages 2 and 3 the ranks of each round.
+    Stages 0 and 1 sum a rank's micro-batches first and then over ranks. Stages 2 and 3 sum over ranks in each round.
+
+    Args:
+        policy: The policy. Its parameters become placeholders (`qarl.policy.skeleton`).
+        masters: All full master weights, float32 on the policy's device. The dictionary is emptied; DeepSpeed owns
+            them.
+        ranks: All ranks of the run.
+        config: Configuration of the run.
     """
 
     kind = "adamw"
@@ -86,7 +101,7 @@ class ZeroUpdates(Updates):
     def clear(self) -> None:
         self._sums.clear()
         self._gradients = []
-        self.stage.forget()
+        self.stage.drop_gradients()
         self._any = False
 
     def backward(self, loss: Tensor | None) -> None:
@@ -133,11 +148,11 @@ class ZeroUpdates(Updates):
 
     def finish(self) -> None:
         if self._logs_communication:
-            tell_communication()
+            log_communication()
 
     def pieces(self) -> tuple[list[Piece], dict[str, Any]]:
         found, state = [], self.stage.optimizer.state
-        for flat in self.stage.held():
+        for flat in self.stage.owned_flats():
             values = {"": flat.values, **{key: state[flat.values][key] for key in _STATE if flat.values in state}}
             for part in flat.fragments:
                 shape = self.plan.shapes[part.name]
@@ -146,7 +161,7 @@ class ZeroUpdates(Updates):
                     elements = whole.detach().reshape(-1)[part.at : part.at + part.length]
                     found.append(Piece(group, name, shape, part.start, elements))
         tensors = sorted(f"{name}/{key}" for name in self.plan.shapes for key in (*_STATE, "step")) if state else []
-        if state and self.ranks.first:  # the same on all ranks, and of all masters
+        if state and self.ranks.first:  # equal on all ranks and for all master weights
             step = next(iter(state.values()))["step"].reshape(1)
             found += [Piece("optimizer", f"{name}/step", (), 0, step) for name in self.plan.shapes]
         return found, {"optimizer": self.kind, "tensors": tensors}
@@ -172,33 +187,38 @@ class ZeroUpdates(Updates):
         self._publish(version)
 
     def _step_of(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any]) -> float | None:
-        """How often the optimizer of a state has stepped; None: never. Raises ValueError where it is no state of ours:
-        DeepSpeed counts the steps of many masters together."""
+        """Return the number of steps that an optimizer state has taken; None if it has taken none.
+
+        Raises:
+            ValueError: The state does not fit. DeepSpeed keeps one step count for many master weights.
+        """
         if meta["optimizer"] != self.kind:
             raise ValueError(f"optimizer state of {meta['optimizer']!r} does not fit optim.name {self.kind!r}")
         expected = {f"{name}/{key}" for name in self.plan.shapes for key in (*_STATE, "step")}
         if odd := sorted(set(meta["tensors"]) - expected):
-            raise ValueError(f"optimizer state {odd[0]} is of a parameter that the model does not have")
+            raise ValueError(f"optimizer state {odd[0]} belongs to a parameter that the model does not have")
         if not meta["tensors"]:
             return None
         if missing := sorted(expected - set(meta["tensors"])):
-            raise ValueError(f"optimizer state: {missing[0]} is missing, and DeepSpeed steps all masters together")
+            raise ValueError(
+                f"optimizer state: {missing[0]} is missing, but DeepSpeed steps all master weights together"
+            )
         steps = {read("optimizer", f"{name}/step", 0, 1).item() for name in self.plan.shapes}
         if len(steps) > 1:
             raise ValueError(
-                f"optimizer state: masters have stepped {sorted(steps)} times, which DeepSpeed cannot tell apart"
+                f"optimizer state: masters have different step counts {sorted(steps)}, which DeepSpeed cannot load"
             )
         return steps.pop()
 
     def _round(self) -> None:
-        """`optim.master_dtype` of the values just stepped."""
+        """Round the updated values to `optim.master_dtype`."""
         rounded = DTYPES[self.config.optim.master_dtype]
         if rounded != torch.float32:
             round_masters([flat.values.detach() for flat in self.stage.flats()], rounded)
             self.stage.spread()
 
     def _publish(self, version: int) -> None:
-        """Quantize the whole masters, and let the policy read what is stored of them."""
+        """Quantize the full master weights and switch the policy to the result."""
         policy, whole = self.policy, _Whole(self.stage)
         snapshot = gather_codes(
             whole, self.plan, SingleProcessExchange(), policy.scheme_of, policy.dtype, version, policy.kernels
@@ -210,7 +230,7 @@ class ZeroUpdates(Updates):
 
 
 class _Rounds(Rounds):
-    """Gradients on their way to a stage."""
+    """Hands the gradients of each round to a stage."""
 
     def __init__(self, policy: Policy, stage: Stage) -> None:
         super().__init__(policy, [(name,) for name in stage.masters])
@@ -231,7 +251,7 @@ class _Rounds(Rounds):
 
 
 class _Whole(Mapping[str, Tensor]):
-    """All masters by name, each gathered when requested, in the same order on all ranks."""
+    """All master weights by name, gathered on access, in the same order on all ranks."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage

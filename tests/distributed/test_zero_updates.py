@@ -198,7 +198,7 @@ def test_state_moves_between_rows_and_stages(found, arguments) -> None:
 
 def test_states_that_do_not_fit(found) -> None:
     for rank in found:
-        for part, line in zip(("'muon'", "odd.weight", "is missing", "stepped"), rank["refused"], strict=True):
+        for part, line in zip(("'muon'", "odd.weight", "is missing", "step counts"), rank["refused"], strict=True):
             assert part in line
 
 
