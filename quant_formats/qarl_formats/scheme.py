@@ -4,7 +4,7 @@ A scheme is one class in `qarl_formats.schemes`, registered by name in `qarl_for
 
     what it is and takes           class attributes
     on disk                        tensor_specs, weight_arguments, activation_arguments, file_format
-    arithmetic                     quantize, dequantize, codes
+    arithmetic                     quantize, dequantize, codes, preimage
     product                        operands, plain_product, kernel_product, stored
 
 The first three are required. The product has a default, which multiplies the dequantized weight in 16 bits.
@@ -254,6 +254,24 @@ class Scheme(ABC):
     def codes(self, tensors: Tensors, shape: Shape) -> Tensor:
         """Return the codes [N, K], one per element."""
         raise NotImplementedError(f"scheme {self.name} has no codes")
+
+    def preimage(self, tensors: Tensors, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Return a master that `quantize` turns into these stored tensors; see `qarl_formats.preimage`.
+
+        Its values are the dequantized ones, except at the ends of each group. Default: the dequantized values.
+
+        Returns:
+            The master, float32 [N, K]. The number of groups (blocks, rows) without a preimage, int64 []: they have
+            their dequantized values, and quantize to other codes or scales. By default the weight counts as one.
+        """
+        import torch
+
+        from qarl_formats.bits import same_bits
+
+        master = self.dequantize(tensors, shape, torch.float32)
+        again, _ = self.quantize(master)
+        same = all(same_bits(again[name], tensor) for name, tensor in tensors.items())
+        return master, torch.tensor(0 if same else 1)
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """Return x quantized and dequantized, in x's dtype; x itself if activations are not quantized."""

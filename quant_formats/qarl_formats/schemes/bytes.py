@@ -55,6 +55,13 @@ class ByteCodes(Scheme):
     def codes(self, tensors: Tensors, shape: Shape) -> Tensor:
         return tensors["weight"]
 
+    def preimage(self, tensors: Tensors, shape: Shape) -> tuple[Tensor, Tensor]:
+        from qarl_formats import preimage, rounding
+
+        grid = rounding.INT8 if self.weight_type == "int" else rounding.FP8
+        master, exact = preimage.symmetric(tensors["weight"].float(), tensors["weight_scale"], grid)
+        return master, (~exact).sum()
+
     def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
         codes, scale = tensors["weight"], tensors["weight_scale"]
         if kernels:

@@ -62,17 +62,17 @@ class FP8Block(ByteActivations):
         return f"compressed-tensors does not dequantize [{out_features}, {in_features}] in blocks of {BLOCK}"
 
     def _by_torch(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        from torch.nn.functional import pad
-
         from qarl_formats import rounding
 
-        n, k = weight.shape
-        rows, columns = -(-n // BLOCK), -(-k // BLOCK)
-        whole = pad(weight, (0, columns * BLOCK - k, 0, rows * BLOCK - n))
-        blocks = whole.view(rows, BLOCK, columns, BLOCK).transpose(1, 2).reshape(rows, columns, BLOCK * BLOCK)
-        scaled, scale, bad = rounding.symmetric(blocks, rounding.FP8, scale_dtype)
-        codes = rounding.e4m3(scaled).view(rows, columns, BLOCK, BLOCK).transpose(1, 2).reshape(whole.shape)
-        return codes[:n, :k].contiguous(), scale.squeeze(-1), bad
+        scaled, scale, bad = rounding.symmetric(_blocks(weight), rounding.FP8, scale_dtype)
+        return _from_blocks(rounding.e4m3(scaled), *weight.shape), scale.squeeze(-1), bad
+
+    def preimage(self, tensors: Tensors, shape: Shape) -> tuple[Tensor, Tensor]:
+        from qarl_formats import preimage, rounding
+
+        blocks, scale = _blocks(tensors["weight"].float()), tensors["weight_scale"]
+        master, exact = preimage.symmetric(blocks.flatten(0, 1), scale.flatten()[:, None], rounding.FP8)
+        return _from_blocks(master.view(blocks.shape), *shape), (~exact).sum()
 
     def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
         if kernels:
@@ -90,3 +90,17 @@ class FP8Block(ByteActivations):
         from qarl_kernels.fp8_block import fp8_block
 
         return fp8_block
+
+
+def _blocks(weight: Tensor) -> Tensor:
+    """[N, K], padded with zeros -> [ceil(N / 128), ceil(K / 128), 128 * 128]."""
+    from torch.nn.functional import pad
+
+    whole = pad(weight, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % BLOCK))
+    return whole.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(2)
+
+
+def _from_blocks(blocks: Tensor, n: int, k: int) -> Tensor:
+    """Undo `_blocks`: [rows, columns, 128 * 128] -> [n, k], contiguous."""
+    whole = blocks.unflatten(2, (BLOCK, BLOCK)).transpose(1, 2).flatten(2).flatten(0, 1)
+    return whole[:n, :k].contiguous()

@@ -99,6 +99,19 @@ class PackedInt4(Scheme):
 
         return unpack_int4(tensors["weight_packed"], shape[1])
 
+    def preimage(self, tensors: Tensors, shape: Shape) -> tuple[Tensor, Tensor]:
+        from qarl_formats import preimage
+        from qarl_formats.packing import unpack_zero_points
+
+        scale, zero_point = tensors["weight_scale"].flatten()[:, None], tensors.get("weight_zero_point")
+        codes = self.codes(tensors, shape).float().view(len(scale), -1)
+        if zero_point is None:
+            master, exact = preimage.symmetric(codes, scale, self._grid)
+        else:
+            zero = unpack_zero_points(zero_point, shape[0]).float().flatten()[:, None]
+            master, exact = preimage.asymmetric(codes, scale, zero, self._grid)
+        return master.view(shape), (~exact).sum()
+
     def dequantize(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool = False) -> Tensor:
         scale, zero_point = tensors["weight_scale"], tensors.get("weight_zero_point")
         n, k = shape

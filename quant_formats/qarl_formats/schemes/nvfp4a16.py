@@ -109,6 +109,15 @@ class NVFP4A16(Scheme):
 
         return e2m1_values(tensors["weight_packed"]).to(torch.float8_e4m3fn)
 
+    def preimage(self, tensors: Tensors, shape: Shape) -> tuple[Tensor, Tensor]:
+        from qarl_kernels.nvfp4 import e2m1_values
+
+        from qarl_formats import preimage
+
+        packed, scale, divisor = (tensors[name] for name in STORED)
+        master, exact = preimage.tensor_group(e2m1_values(packed).view(-1, GROUP), scale.flatten()[:, None], divisor)
+        return master.view(shape), (~exact).sum()
+
     def operands(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
         stored = {name: tensors[name] for name in STORED}
         if not kernels:
