@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from qarl.api import compare, compare_offline, evaluate, export, generate, quantize, train, verify_exact
+    from qarl.api import (
+        compare,
+        compare_offline,
+        distill,
+        evaluate,
+        export,
+        generate,
+        quantize,
+        sft,
+        train,
+        verify_exact,
+    )
     from qarl.config.config import Config
     from qarl.errors import UserError
 
@@ -26,10 +37,12 @@ __all__ = [
     "__version__",
     "compare",
     "compare_offline",
+    "distill",
     "evaluate",
     "export",
     "generate",
     "quantize",
+    "sft",
     "train",
     "verify_exact",
 ]

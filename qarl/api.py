@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from qarl.comparison.api import compare, compare_offline
 from qarl.config.check import check_inputs, check_ranks
 from qarl.config.quant import KVCacheDtype
-from qarl.config.source import ConfigSource, Overrides, read_source
+from qarl.config.source import ConfigSource, Overrides, override_texts, read_source
 from qarl.distributed.rank_info import rank_info
 from qarl.errors import UserError
 from qarl.inputs.paths import user_path
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 __all__ = [
     "compare",
     "compare_offline",
+    "distill",
     "evaluate",
     "export",
     "generate",
     "quantize",
+    "sft",
     "train",
     "verify_exact",
     "verify_export",
@@ -87,6 +89,23 @@ def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
         run_dir / "checkpoints" / step_name(steps[-1]) if steps else None,
         code,
     )
+
+
+def sft(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
+    """Train on given responses (supervised fine-tuning), as `qarl sft` does: `train` with `objective.name: sft`.
+
+    For arguments, result and errors see `train`.
+    """
+    return train(config, ["objective.name=sft", *override_texts(overrides)])
+
+
+def distill(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
+    """Train towards the distribution of `objective.teacher`, as `qarl distill` does: `train` with `objective.name:
+    distill`.
+
+    For arguments, result and errors see `train`.
+    """
+    return train(config, ["objective.name=distill", *override_texts(overrides)])
 
 
 def export(

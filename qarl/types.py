@@ -13,6 +13,22 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
+class GivenResponse:
+    """A response that the data give, for supervised training and for distillation without sampling.
+
+    Attributes:
+        token_ids: Tokens after the prompt, including the end-of-sequence token.
+        written: Whether each token is the assistant's, which the loss is over; None: all. Others are later messages of
+            the user, or markup of the chat template.
+        complete: Whether the response was not cut to `rollout.max_response_length`.
+    """
+
+    token_ids: list[int]
+    written: list[bool] | None = None
+    complete: bool = True
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One row of the data, ready for the sampler.
 
@@ -21,12 +37,14 @@ class Prompt:
         token_ids: The prompt as the sampler sees it, including the chat template.
         text: The same, as text.
         columns: The row's other columns (`answer`, ...), passed to the rewards.
+        response: The response that the data give; None if responses are sampled.
     """
 
     id: int
     token_ids: list[int]
     text: str
     columns: dict[str, Any] = field(default_factory=dict)
+    response: GivenResponse | None = None
 
 
 @dataclass(frozen=True)

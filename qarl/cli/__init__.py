@@ -131,13 +131,30 @@ def _options(
 
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None, nproc: Processes = None) -> None:
-    """Train a policy."""
+    """Train a policy by reinforcement learning, or as `objective.name` says."""
+    raise typer.Exit(_train(config, overrides or [], nproc))
+
+
+@app.command()
+def sft(config: ConfigFile, overrides: Overrides = None, nproc: Processes = None) -> None:
+    """Train a policy on given responses (supervised fine-tuning). Sets objective.name: sft."""
+    raise typer.Exit(_train(config, ["objective.name=sft", *(overrides or [])], nproc))
+
+
+@app.command()
+def distill(config: ConfigFile, overrides: Overrides = None, nproc: Processes = None) -> None:
+    """Train a policy towards the distribution of a teacher. Sets objective.name: distill."""
+    raise typer.Exit(_train(config, ["objective.name=distill", *(overrides or [])], nproc))
+
+
+def _train(config: str, overrides: list[str], nproc: int | None) -> int:
+    """Train in this process, or start `nproc` ranks. Returns the exit code."""
     own = rank_info()
     if own is None and nproc is not None and nproc > 1:
-        raise typer.Exit(train_on_ranks(config, overrides or [], nproc))
+        return train_on_ranks(config, overrides, nproc)
     if own is not None and nproc not in (None, own.count):
         raise UserError(f"--nproc: {nproc}, but a launcher has started {own.count} ranks already; leave it out")
-    raise typer.Exit(api.train(config, overrides or ()).exit_code)
+    return api.train(config, overrides).exit_code
 
 
 @app.command()

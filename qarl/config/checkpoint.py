@@ -28,7 +28,8 @@ class CheckpointConfig(Section):
         max_length=4,
         description="Inputs that may differ from the checkpoint when a run resumes. data: prompts and columns; "
         "model: weights, configuration, tokenizer, chat template and stop tokens of the base model; reward: source of "
-        "the reward functions; objective: source of a custom objective. Any other change is an error.",
+        "the reward functions; objective: source of a custom objective, or weights of the teacher. Any other change is "
+        "an error.",
     )
 
     def faults(self) -> Iterator[Fault]:

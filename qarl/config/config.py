@@ -41,7 +41,7 @@ class Config(Section):
     quant: QuantConfig = Field(default_factory=QuantConfig, description="Quantization scheme and regime.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling.")
     data: DataConfig = Field(description="Prompts.")
-    reward: RewardConfig = Field(description="Reward functions.")
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="Reward functions.")
     objective: AnyObjective = Field(
         default_factory=TBPO,
         description="Training objective, selected by name; a string is the path of a custom one, file.py:name.",
@@ -66,6 +66,17 @@ class Config(Section):
         if not isinstance(data, dict):
             return data
         return {key: {} if value is None and key in cls.model_fields else value for key, value in data.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supervised_defaults(cls, data: Any) -> Any:
+        """Fill in the rollout defaults of objectives without rewards: one response per prompt, for sft a given one."""
+        objective = data.get("objective") if isinstance(data, dict) else None
+        name, rollout = objective.get("name") if isinstance(objective, dict) else None, None
+        if name in ("sft", "distill") and isinstance(rollout := data.get("rollout") or {}, dict):
+            defaults = {"n": 1, **({"engine": "data"} if name == "sft" else {})}
+            data = {**data, "rollout": defaults | rollout}
+        return data
 
     @property
     def run_dir(self) -> Path:
@@ -136,6 +147,11 @@ class Config(Section):
         return self.model.routing == "replay" or "routing" in self.diagnostics.due(step)
 
     @property
+    def given(self) -> bool:
+        """Whether the data give the responses, so that nothing is sampled."""
+        return self.rollout.engine == "data"
+
+    @property
     def learns_stale(self) -> bool | None:
         """Whether the learner needs log-probs of earlier versions. None: it trains on their tokens without them."""
         ahead = self.rollout.asynchronous
@@ -171,6 +187,7 @@ class Config(Section):
 
     def faults(self) -> Iterator[Fault]:
         yield from objective_faults(self)
+        yield from self._reward_faults()
         for fault in shadowed_column_faults(self.data.columns, self.reward.functions):
             yield Fault(("data", "columns", *fault.key), fault.value, fault.text)
         if self.quant.learner == "aligned" and self.learner_dtype != self.model.dtype:
@@ -219,6 +236,30 @@ class Config(Section):
             yield from self._vllm_faults()
         if self.rollout.asynchronous is not None:
             yield from self._async_faults(self.rollout.asynchronous)
+
+    def _reward_faults(self) -> Iterator[Fault]:
+        """Rewards that an objective needs and lacks, and settings that given responses rule out."""
+        objective, functions = self.objective, self.reward.functions
+        if objective.rewarded and not functions:
+            text = f"{objective.name} learns from rewards; name a function, or use objective.name: sft or distill"
+            yield Fault(("reward", "functions"), [], text)
+        if self.rollout.engine != "data":
+            if self.data.response is not None:
+                text = "responses are sampled; leave null, or use rollout.engine: data"
+                yield Fault(("data", "response"), self.data.response, text)
+            return
+        if objective.rewarded:
+            text = f"{objective.name} learns from sampled responses; use objective.name: sft or distill"
+            yield Fault(("rollout", "engine"), "data", text)
+        elif functions:
+            text = f"{objective.name} with given responses has no rewards; leave the section out"
+            yield Fault(("reward", "functions"), [function.name for function in functions], text)
+        for key in ("shadow_every", "deployed_every", "gradients_every", "backward_every", "routing_every"):
+            if every := getattr(self.diagnostics, key):
+                yield Fault(("diagnostics", key), every, "needs responses with advantages; must be 0 for given ones")
+        if self.model.routing != "own":
+            text = "there is no sampler whose routing could be replayed; must be own"
+            yield Fault(("model", "routing"), self.model.routing, text)
 
     def _async_faults(self, ahead: AsyncConfig) -> Iterator[Fault]:
         """Settings that cannot be combined with asynchronous rollouts."""

@@ -102,6 +102,13 @@ class DataConfig(Section):
         description="Rename columns: new name -> dataset column or nested field, e.g. {prompt: question, answer: "
         "reward_model.ground_truth}. The result must have a column `prompt`.",
     )
+    response: str | None = Field(
+        None,
+        min_length=1,
+        max_length=NAME,
+        description="Column with the given response (text or messages), for `qarl sft` and `qarl distill` with "
+        "rollout.engine: data. null: the first of completion, response, messages and text.",
+    )
     choices: ChoicesConfig | None = Field(
         None, description="Options of multiple-choice rows, shown by {choices} in prompt_template; null: off."
     )

@@ -106,6 +106,11 @@ class EvaluationConfig(Section):
     """Evaluations of the published, quantized policy. They do not affect training."""
 
     tasks: list[EvalTask] = Field([], max_length=ITEMS, description="Evaluation tasks; empty: no evaluation.")
+    held_out: DataConfig | None = Field(
+        None,
+        description="Data whose given responses are scored: loss per token, and the divergence from objective.teacher. "
+        "Keys as in `data`.",
+    )
     every: int | None = Field(
         None, ge=1, le=STEPS, description="Training steps between evaluations; null: none during training."
     )
@@ -151,15 +156,20 @@ class EvaluationConfig(Section):
                 text = "is the name of an earlier task too; give each its own"
                 yield Fault(("tasks", index, "name"), task.name, text)
             seen.add(task.name)
-        if self.every is not None and not self.tasks:
+        if self.every is not None and not self.measures:
             yield Fault(("every",), self.every, "there is nothing to evaluate; set evaluation.tasks, or leave it null")
 
     def resolved(self) -> dict[str, Any]:
         return {"pass_at": sorted({1, self.samples})} if self.pass_at is None else {}
 
+    @property
+    def measures(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return bool(self.tasks) or self.held_out is not None
+
     def due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate the policy after `step` of `last_step` training steps."""
-        if not self.tasks:
+        if not self.measures:
             return False
         if step == 0:
             return self.before_training

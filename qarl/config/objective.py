@@ -107,13 +107,16 @@ def objective_faults(config: Config) -> Iterator[Fault]:
 
 
 def resolved_objective(config: Config) -> ObjectiveConfig:
-    """Fill in the defaults that depend on other sections: ratio, aggregation, and dvp_outside under truncation.
+    """Fill in the defaults that depend on other sections: ratio, aggregation, teacher.loss, and dvp_outside.
 
     If `dvp_rho` is combined with top-p or top-k, a token may leave the learner's set only because the learner's ranking
     moved, which is no evidence against the response. `dvp_outside` then defaults to `token`, as without `dvp_rho`.
     """
-    objective = config.objective
+    objective, teacher = config.objective, config.objective.teacher
     found: dict[str, Any] = {}
+    if teacher is not None and teacher.loss is None:
+        loss = "forward_kl" if config.rollout.engine == "data" or teacher.top_k else "reverse_kl"
+        found["teacher"] = teacher.model_copy(update={"loss": loss})
     if isinstance(objective, RatioObjective) and objective.ratio is None:
         found["ratio"] = config.correction.expansion.ratio or "train"
     aggregation = config.correction.expansion.aggregation

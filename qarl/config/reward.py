@@ -56,7 +56,9 @@ class RewardConfig(Section):
     """The reward: a weighted sum of functions that run in worker processes with a time limit."""
 
     functions: list[RewardFunction] = Field(
-        min_length=1, max_length=ITEMS, description="Reward functions; the total is their weighted sum."
+        [],
+        max_length=ITEMS,
+        description="Reward functions; the total is their weighted sum. Required by RL objectives.",
     )
     workers: int = Field(1, ge=1, le=WORKERS, description="Worker processes.")
     timeout_s: float = Field(

@@ -105,10 +105,11 @@ class RolloutConfig(Section):
     """The rollout engine and its sampling parameters."""
 
     renamed: ClassVar = {"kernels": Renamed("linear_kernels", {"native": "vllm", "qarl": "qarl"})}
-    engine: Literal["native", "vllm"] = Field(
+    engine: Literal["native", "vllm", "data"] = Field(
         "native",
         description="native: qarl's engine in the learner's process, on the policy's modules and quantized tensors; "
-        "vllm: vLLM, with new weights published after every step.",
+        "vllm: vLLM, with new weights published after every step; data: no sampling, the data give the responses "
+        "(objectives sft and distill).",
     )
     numerics: Literal["exact", "fast"] | None = Field(
         None,
@@ -216,8 +217,8 @@ class RolloutConfig(Section):
     @property
     def sampler_text(self) -> str:
         """Name of the sampler for reports."""
-        if self.engine == "native":
-            return "native engine"
+        if self.engine != "vllm":
+            return "native engine" if self.engine == "native" else "given responses"
         return "vLLM, exact numerics" if self.numerics == "exact" else "vLLM"
 
     def faults(self) -> Iterator[Fault]:
@@ -226,6 +227,9 @@ class RolloutConfig(Section):
             yield Fault(("replay",), self.replay, "records the chosen groups only; leave rollout.dynamic_sampling out")
         if self.replay is not None and self.engine != "native":
             yield Fault(("engine",), self.engine, "rollout.replay samples nothing but evaluations; use engine native")
+        if self.engine == "data":
+            yield from self._given_faults()
+            return
         if self.asynchronous is not None and self.engine != "native":
             text = "asynchronous rollouts run on engine native; set rollout.engine: native, or leave async out"
             yield Fault(("engine",), self.engine, text)
@@ -249,6 +253,16 @@ class RolloutConfig(Section):
                 f"vLLM gives each of the rollout.max_num_seqs = {self.max_num_seqs} sequences a token; must be as many "
                 "or more",
             )
+
+    def _given_faults(self) -> Iterator[Fault]:
+        """Settings of sampling that have no meaning for given responses."""
+        if self.n != 1:
+            yield Fault(("n",), self.n, "engine data has one response per row; must be 1")
+        for key, value in (("async", self.asynchronous), ("dynamic_sampling", self.dynamic_sampling)):
+            if value is not None:
+                yield Fault((key,), "...", "engine data samples nothing; leave it out")
+        if self.replay is not None:
+            yield Fault(("replay",), self.replay, "engine data has its responses from the data; leave it out")
 
     def _exact_faults(self) -> Iterator[Fault]:
         if self.linear_kernels == "vllm":

@@ -15,17 +15,18 @@ Row = dict[str, Any]
 _SHOWN = 20  # maximum number of names in a message
 
 
-def map_columns(rows: list[Row], config: DataConfig) -> list[Row]:
+def map_columns(rows: list[Row], config: DataConfig, needs_prompt: bool = True) -> list[Row]:
     """Add the columns of `config.columns` ({new name: source column, or path into one}) to the rows.
 
     A path consists of names separated by dots (`reward_model.ground_truth`), and of numbers for items of lists. If a
     column or field has dots in its own name, that name takes precedence. A field of null gives null.
 
     Raises:
-        UserError: A column or field does not exist, or no `prompt` results. Names key, row and alternatives.
+        UserError: A column or field does not exist, or no `prompt` results although it is needed. Names key, row and
+            alternatives.
     """
     names = list(rows[0])
-    if config.prompt_template is None and "prompt" not in {*names, *config.columns}:
+    if needs_prompt and config.prompt_template is None and "prompt" not in {*names, *config.columns}:
         raise UserError(
             f"data.columns.prompt: `{config.source}` has no column `prompt`; it has: {listed(names)}; "
             "name one as in `columns: {prompt: ...}`, or set data.prompt_template"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from qarl.data.rendering import LimitExceeded, Refused, limited
 from qarl.errors import UserError
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+Conversation = tuple[list[Message], int]
+"""Messages, and the index from which the assistant's turns are trained on."""
+T = TypeVar("T")
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -86,10 +90,36 @@ class ChatTemplate:
             UserError: The template raises, exceeds the limits of `qarl.data.rendering`, does not use one of the
                 arguments, or drops or changes the message to continue.
         """
+        return self._limited(self._render, conversations, places)
+
+    def split(self, conversations: Sequence[Conversation], places: Sequence[str]) -> list[list[tuple[str, bool]]]:
+        """Render whole conversations, split into pieces that are a trained assistant's turn and pieces that are not.
+
+        A turn begins after the template's generation prompt and includes what the template writes after the message,
+        such as the end-of-sequence token. Templates that change earlier turns when later ones follow (Qwen3 removes
+        their reasoning) leave one trained turn, the last.
+
+        Args:
+            conversations: Each with at least one trained turn of the assistant.
+            places: Prefix of error messages, per conversation.
+
+        Returns:
+            Per conversation (text, whether it is a trained turn); the texts joined are the rendered conversation.
+
+        Raises:
+            UserError: As `render`, or the template does not begin the last turn with its generation prompt.
+        """
+        return [
+            [(text, bool(trained)) for text, trained in json.loads(line)]
+            for line in self._limited(self._split, conversations, places)
+        ]
+
+    def _limited(self, work: Callable[[T], str], items: Sequence[T], places: Sequence[str]) -> list[str]:
+        """Run `work` on each item in the limited child process."""
         self._require_used()
         texts: list[str] = []
         try:
-            for text in limited(self._render, conversations):
+            for text in limited(work, items):
                 texts.append(text)
         except LimitExceeded as error:
             raise UserError(
@@ -127,6 +157,36 @@ class ChatTemplate:
             raise ValueError(_CHANGED)
         return text
 
+    def _split(self, conversation: Conversation) -> str:
+        """`split` of one conversation, as JSON. Runs in the limited child process."""
+        messages, first = conversation
+        turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+        pieces: list[tuple[str, bool]] = []
+        done = ""
+        for turn in turns:
+            before, after = self._whole(messages[:turn], True), self._whole(messages[: turn + 1], False)
+            if not after.startswith(before):
+                if turn == turns[-1]:
+                    raise ValueError(_OTHER_BEGINNING)
+                continue
+            if not before.startswith(done):
+                pieces, done = [], ""
+            pieces += [(before[len(done) :], False), (after[len(before) :], True)]
+            done = after
+        return json.dumps(pieces)
+
+    def _whole(self, messages: list[Message], opens: bool) -> str:
+        """Render messages as they are. opens: followed by the generation prompt of a new turn."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=opens,
+                strftime_now=lambda format: self.now.strftime(format),
+                **self.kwargs,
+            )
+        )
+
     def _require_used(self) -> None:
         template = str(self.tokenizer.chat_template)  # one, or several by name
         for name in self.kwargs:
@@ -146,6 +206,10 @@ def uses_time(tokenizer: PreTrainedTokenizerBase) -> bool:
     return "strftime_now" in str(tokenizer.chat_template)
 
 
+_OTHER_BEGINNING = (
+    "it begins the assistant's message differently than its generation prompt, so that a model trained on the message "
+    "would not see what it is prompted with; set data.chat_template_kwargs to match, or repair the template"
+)
 _CHANGED = (
     "it drops or changes part of the last message (assistant), which cannot be continued then; shorten that message, "
     "or end the prompt with a user message"

@@ -109,15 +109,7 @@ def build_prompts(
         UserError: As for `load_rows`; or a missing column, a bad template, a prompt of the wrong type, a tokenizer
             without a chat template, a token that the model lacks, or no prompt left after the filter.
     """
-    if config.chat_template and not tokenizer.chat_template:
-        raise UserError(
-            "data.chat_template: the model's tokenizer has no chat template; set data.chat_template: false "
-            "(and shape the prompt with data.prompt_template)"
-        )
-    if config.system_prompt is not None and not config.chat_template:
-        raise UserError("data.system_prompt: needs data.chat_template: true; put the text into data.prompt_template")
-    if config.chat_template_kwargs and not config.chat_template:
-        raise UserError("data.chat_template_kwargs: needs data.chat_template: true; leave them out")
+    require_chat_template(config, tokenizer)
     rows = map_columns(load_rows(config), config)
     if config.choices is not None:
         rows = letter_choices(rows, config)
@@ -161,19 +153,32 @@ def build_prompts(
     return prompts, report
 
 
+def require_chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the section uses a chat template that the tokenizer does not have."""
+    if config.chat_template and not tokenizer.chat_template:
+        raise UserError(
+            "data.chat_template: the model's tokenizer has no chat template; set data.chat_template: false "
+            "(and shape the prompt with data.prompt_template)"
+        )
+    if config.system_prompt is not None and not config.chat_template:
+        raise UserError("data.system_prompt: needs data.chat_template: true; put the text into data.prompt_template")
+    if config.chat_template_kwargs and not config.chat_template:
+        raise UserError("data.chat_template_kwargs: needs data.chat_template: true; leave them out")
+
+
 def _texts(
     rows: list[Row], places: list[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, now: datetime | None
 ) -> list[str]:
     """Return the texts to tokenize. places: prefix of error messages, per row."""
-    given = [_given(row, index, places[index], config) for index, row in enumerate(rows)]
+    given = [given_prompt(row, index, places[index], config) for index, row in enumerate(rows)]
     if config.chat_template:
-        conversations = [_conversation(prompt, index, places[index], config) for index, prompt in enumerate(given)]
+        conversations = [conversation_of(prompt, index, places[index], config) for index, prompt in enumerate(given)]
         template = ChatTemplate(tokenizer, config.chat_template_kwargs, now or datetime.now())
         given = template.render(conversations, places)
-    return [_text(prompt, place) for prompt, place in zip(given, places, strict=True)]
+    return [require_encodable(prompt, place) for prompt, place in zip(given, places, strict=True)]
 
 
-def _given(row: Row, index: int, place: str, config: DataConfig) -> Any:
+def given_prompt(row: Row, index: int, place: str, config: DataConfig) -> Any:
     """Return the row's prompt before the chat template: text or a list of messages."""
     prompt = row["prompt"] if config.prompt_template is None else _fill_template(row, index, config.prompt_template)
     if isinstance(prompt, str):
@@ -190,7 +195,8 @@ def _given(row: Row, index: int, place: str, config: DataConfig) -> Any:
     )
 
 
-def _conversation(prompt: str | list[Message], index: int, place: str, config: DataConfig) -> list[Message]:
+def conversation_of(prompt: str | list[Message], index: int, place: str, config: DataConfig) -> list[Message]:
+    """Return the messages of a prompt, with the system prompt of the section."""
     if isinstance(prompt, str):
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
@@ -224,8 +230,8 @@ def _fill_template(row: Row, index: int, template: str) -> str:
     return "".join(parts)
 
 
-def _text(prompt: str, place: str) -> str:
-    """Raise UserError for a prompt that no tokenizer accepts."""
+def require_encodable(prompt: str, place: str) -> str:
+    """Return the text. Raises UserError if no tokenizer accepts it."""
     if len(prompt) > PROMPT_CHARS:
         raise UserError(f"{place}: the prompt has {len(prompt):,} characters, at most {PROMPT_CHARS:,} can be used")
     try:

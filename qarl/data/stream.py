@@ -115,10 +115,12 @@ class PromptStream:
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 of ids, texts and token ids. So it also covers the template and the tokenizer."""
+    """Return the SHA-256 of ids, texts, token ids and given responses, so of the template and the tokenizer too."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.text, prompt.token_ids)).encode())
+        if prompt.response is not None:
+            digest.update(repr(prompt.response).encode())
     return digest.hexdigest()
 
 

@@ -75,7 +75,8 @@ def metrics_of(summary: dict[str, Any]) -> dict[str, float]:
         name = f"eval/{entry['name']}"
         metrics |= _means(name, entry)
         metrics |= {f"{name}/{key}": entry[key] for key in ("reward_mean", "truncated_frac", "length_mean")}
-    return metrics | _means("eval", summary["overall"])
+    metrics |= {f"eval/held_out/{name}": value for name, value in summary.get("held_out", {}).items()}
+    return metrics | (_means("eval", summary["overall"]) if "overall" in summary else {})
 
 
 def _values(avg: Estimate, passes: dict[int, Estimate]) -> dict[str, Any]:

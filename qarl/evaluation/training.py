@@ -23,6 +23,7 @@ from qarl.config import Config
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import on_first
 from qarl.errors import UserError
+from qarl.evaluation.held_out import HeldOut
 from qarl.evaluation.records import append_rows, keep_rows, read_rows, to_line
 from qarl.evaluation.results import Row, metrics_of
 from qarl.evaluation.runner import MemorySink, Settings, evaluate
@@ -73,7 +74,7 @@ def load_training_tasks(
 
 
 class TrainingEvaluation:
-    """The evaluations of one run. Does nothing if there are no tasks.
+    """The evaluations of one run. Does nothing if there are neither tasks nor held-out examples.
 
     Args:
         config: The run's configuration.
@@ -81,6 +82,7 @@ class TrainingEvaluation:
         rewards: Reward functions of the tasks.
         sampling: Sampling parameters of the rollouts; their stop tokens also end responses here.
         ranks: Ranks of the run; None for a single process. All ranks generate and score, rank 0 writes.
+        held_out: Examples of `evaluation.held_out`; None if there are none.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class TrainingEvaluation:
         rewards: TaskRewards,
         sampling: SamplingParams,
         ranks: Ranks | None = None,
+        held_out: HeldOut | None = None,
     ) -> None:
+        self._held_out = held_out
         self._config = config
         self._ranks = ranks or SingleProcess()
         self._tasks = tasks
@@ -191,17 +195,13 @@ class TrainingEvaluation:
             rollout = self._config.rollout
             draws = SharedEngine(engine, ranks, check, rollout.samplers(ranks.count), rollout.restarts_s)
             check = _no_check
-        summary = evaluate(
-            draws,
-            policy.version,
-            self._tasks,
-            self._settings,
-            self._rewards,
-            sink,
-            console.phase,
-            check,
-            ranks.count,
-        )
+        summary: dict[str, Any] = {"tasks": []}
+        if self._tasks:
+            how = self._settings, self._rewards, sink, console.phase, check, ranks.count
+            summary = evaluate(draws, policy.version, self._tasks, *how)
+        if self._held_out is not None:
+            with console.phase("held-out loss"):
+                summary["held_out"] = self._held_out.measure()
         seconds = time.perf_counter() - started
         tasks = {task.name: task.fingerprint for task in self._tasks}
         record = {"step": step, **summary, "time/eval_s": seconds, "fingerprint": fingerprint}
@@ -211,6 +211,9 @@ class TrainingEvaluation:
         for entry in summary["tasks"]:
             value = interval(**entry["avg"])
             console.message(f"evaluation after step {step}: {entry['name']} avg@{entry['samples']} {value}")
+        if "held_out" in summary:
+            found = ", ".join(f"{name} {value:.4g}" for name, value in summary["held_out"].items())
+            console.message(f"held out after step {step}: {found}")
 
     def _write(self, step: int, rows: list[Row], record: dict[str, Any]) -> None:
         self._write_completions(step, rows)
@@ -230,6 +233,7 @@ class TrainingEvaluation:
             self._settings.pass_at,
             [task.fingerprint for task in self._tasks],
             policy.current.manifest().digest(),
+            *([] if self._held_out is None else [self._held_out.fingerprint]),
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 

@@ -101,8 +101,26 @@ def open_policy(
     Raises:
         UserError: Something cannot be read or does not fit.
     """
-    where = pick_device(device)
     tokenizer = load_tokenizer(target.model) if tokenizer is None else tokenizer
+    policy, generation = open_frozen(target, device, max_length, masters, tokenizer)
+    engine = NativeEngine(policy.sampler, tokenizer, rollout or RolloutConfig())
+    engine.publish(policy.current)
+    return Opened(target, policy, tokenizer, engine, generation)
+
+
+def open_frozen(
+    target: Target,
+    device: str = "auto",
+    max_length: int | None = None,
+    masters: Masters | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> tuple[Policy, GenerationConfig]:
+    """Build a policy without masters, engine or gradients. For arguments and errors see `open_policy`.
+
+    Returns:
+        The policy, and the generation config of its model.
+    """
+    where = pick_device(device)
     if target.kind == "export":
         config = plain_config(load_model_config(target.model))
         dtype = _stored_dtype(target, config)
@@ -115,9 +133,7 @@ def open_policy(
         snapshot = snapshot_of(target, masters, dtype, where)
     limit = max_length or (target.run.model.max_length if target.run else None)
     policy = Policy(skeleton(config), scheme_of(target.quant), target.quant, dtype, where, limit, snapshot)
-    engine = NativeEngine(policy.sampler, tokenizer, rollout or RolloutConfig())
-    engine.publish(policy.current)
-    return Opened(target, policy, tokenizer, engine, generation)
+    return policy, generation
 
 
 def snapshot_of(target: Target, masters: Masters, dtype: torch.dtype, device: torch.device | str = "cpu") -> Snapshot:

@@ -17,6 +17,7 @@ from qarl.config.base import Fault, Field, Section
 from qarl.config.limits import FACTOR
 from qarl.objectives.common import INFINITE, Estimator, Surrogate, SurrogateInputs, clamped_exp
 from qarl.objectives.segments import Aggregation, Segments
+from qarl.objectives.teacher import TeacherConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,6 +104,12 @@ class ObjectiveConfig(Section):
         "falls out because the learner moved. A set takes 4 bytes of host memory per token id, V / 8 bytes at most.",
     )
 
+    teacher: TeacherConfig | None = Field(
+        None, description="Policy whose distribution the learner is drawn towards (distillation); null: none."
+    )
+
+    rewarded: ClassVar[bool] = True
+    """Whether the objective learns from rewards."""
     own_ratio: ClassVar[RatioKind] = "one"
     """Ratio of objectives without the key `ratio`."""
     sequence_ratio: ClassVar[bool] = False

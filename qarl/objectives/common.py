@@ -36,7 +36,10 @@ RATIO_STATS = ("policy/ratio_mean", "policy/clip_frac", "policy/ratio_clamped_fr
 
 @dataclass(frozen=True)
 class TokenLogProbs:
-    """Log-probs of the sampled tokens, packed, (T,) float32 each. Only `logp` and `entropy` have a gradient."""
+    """Log-probs of the sampled tokens, packed, (T,) float32 each.
+
+    Only `logp`, `entropy` and `divergence` have a gradient.
+    """
 
     logp: Tensor  # learner now
     logp_old: Tensor  # learner at the rollout's weights
@@ -45,6 +48,8 @@ class TokenLogProbs:
     logp_ref: Tensor | None = None  # reference policy
     entropy: Tensor | None = None  # of the learner's distribution at the token
     router_shift: Tensor | None = None  # log of the router-shift ratio, at most 0, without gradient
+    divergence: Tensor | None = None  # from the teacher, at least 0, with gradient
+    agrees: Tensor | None = None  # bool, whether learner and teacher have the same most likely token
 
 
 class Pruned(NamedTuple):
@@ -97,6 +102,7 @@ class Needs(NamedTuple):
     reference: bool = False  # logp_ref (objective.kl_coef > 0)
     entropy: bool = False  # entropy with gradient (objective.entropy_coef > 0)
     router_shift: bool = False  # router_shift (objective.router_shift_floor)
+    teacher: bool = False  # divergence and agrees (objective.teacher)
     minibatch: bool = False  # `Constants` of the whole minibatch before its first backward
 
 

@@ -62,11 +62,12 @@ class Objective:
         totals: Totals,
         constants: Constants = Constants(),  # noqa: B008 (an immutable tuple)
     ) -> tuple[Tensor, Stats]:
-        """Compute the loss of one micro-batch: minus the aggregate of w * surrogate - kl_coef * K + entropy_coef * H.
+        """Compute the loss of one micro-batch.
 
-        The correction weight w multiplies only the surrogate. KL and entropy are properties of the learner's own
-        distribution, so they count at every token, including rejected and pruned ones. The losses of the micro-batches
-        add up to the loss of the minibatch; `add_stats` adds their statistics.
+        It is minus the aggregate of w * surrogate - kl_coef * K - teacher.coef * D + entropy_coef * H. The correction
+        weight w multiplies only the surrogate. KL, divergence D from the teacher, and entropy are properties of the
+        learner's own distribution, so they count at every token, including rejected and pruned ones. The losses of the
+        micro-batches add up to the loss of the minibatch; `add_stats` adds their statistics.
 
         Args:
             logps: Log-probs of the T tokens.
@@ -103,6 +104,10 @@ class Objective:
             beyond = log_ratio(logps.logp, logps.logp_ref).abs() > MAX_EXPONENT
             value = value - config.kl_coef * kl
             stats = stats | {"policy/kl_ref": stat(kl), "policy/kl_ref_clamped_frac": stat(beyond)}
+        if config.teacher is not None:
+            assert logps.divergence is not None and logps.agrees is not None, "a teacher needs both"
+            value = value - config.teacher.coef * logps.divergence
+            stats |= {"teacher/divergence": stat(logps.divergence), "teacher/top1_agreement": stat(logps.agrees)}
         if config.entropy_coef > 0.0:
             assert logps.entropy is not None, "entropy_coef needs the entropy"
             value = value + config.entropy_coef * logps.entropy
@@ -121,6 +126,7 @@ class Objective:
             reference=self.config.kl_coef > 0.0,
             entropy=self.config.entropy_coef > 0.0,
             router_shift=self.config.router_floor is not None,
+            teacher=self.config.teacher is not None,
             minibatch=self.config.centers or bool(self.correction and self.correction.needs_minibatch),
         )
 
@@ -129,7 +135,7 @@ class Objective:
         """Whether responses with advantage 0 have exactly zero gradient, so that they need no backward."""
         config = self.config
         everywhere = (config.kl_coef, config.entropy_coef, config.router_aux_coef, config.router_z_coef)
-        return config.idle_at_zero and not config.centers and not any(everywhere)
+        return config.idle_at_zero and not config.centers and config.teacher is None and not any(everywhere)
 
     @torch.no_grad()
     def log_ratio(self, logps: TokenLogProbs, segments: Segments) -> Tensor:

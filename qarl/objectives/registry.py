@@ -11,10 +11,11 @@ from qarl.objectives.m2po import M2PO
 from qarl.objectives.on_policy import OnPolicy
 from qarl.objectives.reinforce import RLOO, Reinforce
 from qarl.objectives.sapo import SAPO
+from qarl.objectives.supervised import SFT, Distill
 from qarl.objectives.tbpo import TBPO
 
 OBJECTIVES: tuple[type[ObjectiveConfig], ...] = (
     *(TBPO, GRPO, DAPO, DualClipGRPO, GSPO, MisGSPO, GMPO, RSPO, SAPO, M2PO, PositiveOnly),
-    *(Reinforce, RLOO, OnPolicy, Custom),
+    *(Reinforce, RLOO, OnPolicy, SFT, Distill, Custom),
 )
 BY_NAME = {str(objective.model_fields["name"].default): objective for objective in OBJECTIVES}

@@ -24,6 +24,7 @@ from qarl.policy.modules import check_family, check_norms
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import check_shapes, linear_names
+from qarl.policy.teacher import Comparison
 from qarl.policy.weights import WeightSet, learner_weights, sampler_weights
 from qarl.utils.packed_linears import shared_scales
 from qarl.utils.transfer import upload
@@ -216,6 +217,7 @@ class Policy:
         routes: Routes = NO_ROUTES,
         weights: WeightSet | None = None,
         written: list[list[bool]] | None = None,
+        comparison: Comparison | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probs of response tokens in one forward over all sequences.
 
@@ -229,17 +231,21 @@ class Policy:
             routes: Of the rows as `qarl.policy.attention.pack` lays them out.
             weights: The version that runs; None: the learner's.
             written: Which response tokens have a log-prob; None: all.
+            comparison: Receives the divergence from a teacher at each response token.
 
         Returns:
             logp (T,) and entropy (T,), float32, in nats, with gradient to the masters.
         """
         weights = weights or self.weights
-        hidden = self._predicting(prompts, responses, routes, weights, written)
+        hidden = self.predicting_states(prompts, responses, routes, weights, written)
         tokens = [token for response in responses for token in response]
         if written is not None:
             tokens = list(compress(tokens, chain.from_iterable(written)))
         targets = upload(torch.tensor(tokens, dtype=torch.int64), self.device)
-        how = truncation, chunk, self.kernels, retained, sum_of if weights.fused else None
+        into = sum_of if weights.fused else None
+        if comparison is not None:
+            comparison.run(self, weights, hidden, prompts, responses, written, chunk, into)
+        how = truncation, chunk, self.kernels, retained, into
         return token_logprobs(hidden, self.head_master, weights.head, targets, *how)
 
     @torch.no_grad()
@@ -256,22 +262,23 @@ class Policy:
         `logprobs`.
         """
         weights = weights or self.weights
-        hidden = self._predicting(prompts, responses, routes, weights, written)
+        hidden = self.predicting_states(prompts, responses, routes, weights, written)
         parts = [
             logits_of(hidden[start : start + chunk], weights.head, self.kernels).argmax(-1)
             for start in range(0, hidden.shape[0], chunk)
         ]
         return torch.cat(parts)
 
-    def _predicting(
+    def predicting_states(
         self,
         prompts: list[list[int]],
         responses: list[list[int]],
-        routes: Routes,
-        weights: WeightSet,
-        written: list[list[bool]] | None,
+        routes: Routes = NO_ROUTES,
+        weights: WeightSet | None = None,
+        written: list[list[bool]] | None = None,
     ) -> Tensor:
         """Return the final hidden state that predicts each response token: (T, H), in the order of `logprobs`."""
+        weights = weights or self.weights
         batch = pack(prompts, responses, written)
         groups, ids, count = batch.groups, batch.ids, len(batch.ids)
         assert routes.replay is None or len(routes.replay) == count, f"{count} rows and a replay of other ones"

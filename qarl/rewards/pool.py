@@ -45,7 +45,7 @@ class RewardPool:
         self._load_s = 0.0
         self._workers: list[Worker] = []
         try:
-            for _ in range(config.workers):
+            for _ in range(config.workers if config.functions else 0):
                 self._workers.append(self._start_worker())
             while any(worker.starting for worker in self._workers):
                 self._wait_for_reports()

@@ -259,6 +259,8 @@ def input_name(kind: str, part: str) -> str:
         return part
     if kind == "model":
         return f"model.path: its {part}"
+    if (kind, part) == ("objective", "teacher"):
+        return "objective.teacher: its weights"
     if kind in ("reward", "objective"):
         return f"{'reward.functions' if kind == 'reward' else 'objective.path'}: the source of `{part}`"
     return kind

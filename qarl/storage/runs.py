@@ -65,6 +65,7 @@ class Evaluation(Row):
     tasks: list[_TaskScores] = Field([])
     overall: _Scores | None = None
     task_fingerprints: dict[str, str] = Field({})
+    held_out: dict[str, float] = Field({})
 
 
 State = Literal["running", "finished", "stopped", "empty"]

@@ -107,6 +107,11 @@ class Inputs(NamedTuple):
         """The same with the digest of the base model's weights."""
         return Inputs(self.digests | {"model": {"weights": digest, **self.digests["model"]}}, self.files)
 
+    def with_teacher(self, digest: str) -> Inputs:
+        """The same with the digest of the teacher's tensors."""
+        objective = {**self.digests.get("objective", {}), "teacher": digest}
+        return Inputs({**self.digests, "objective": objective}, self.files)
+
     def record(self) -> dict[str, Any]:
         """Both, for `inputs` in environment.json."""
         return {**self.digests, **self.files}

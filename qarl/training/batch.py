@@ -49,10 +49,13 @@ class Batch:
     kept: KeptColumn | None = None  # learner's truncated sets at `version`, for objective.truncation_set replay
     router: Column | None = None  # experts and their log-probs at `version`, for objective.router_shift_floor
     versions: list[list[int] | None] | None = None  # that sampled each token of a response, where not all `version`
+    given: bool = False  # the data gave the responses; no sampler reported log-probs, and `logp_sampler` is `logp_old`
     router_shift: Column = field(init=False)  # log of the router-shift ratio at the last forward, with `router`
 
     def __post_init__(self) -> None:
         self.logp_old, self.logp, self.logp_ref, self.router_shift = (Column.empty(len(self)) for _ in range(4))
+        if self.given:
+            self.logp_sampler = self.logp_old
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -83,8 +86,11 @@ class Batch:
         """Yield the forwards that fill `logp_old` before the first update: (policy version, part), newest first.
 
         The first minibatch needs none if all of its tokens are of `version`: its training forward fills the column. Nor
-        do responses whose `logp_old` is known already.
+        do responses whose `logp_old` is known already. Given responses need none: no ratio is taken, and the first
+        training forward over each fills the column.
         """
+        if self.given:
+            return
         skipped = 0 if minibatches[0].stale else 1
         later = {i for minibatch in minibatches[skipped:] for i in minibatch.indices}
         yield self.version, self.part([i for m in minibatches for i in m.indices if i in later and not self.stale(i)])
@@ -340,6 +346,7 @@ def build_batch(
     replays: bool = False,
     mask_truncated: bool = False,
     stale: bool | None = False,
+    given: bool = False,
 ) -> Batch:
     """Build the batch of a step, with advantages over each prompt's group.
 
@@ -355,6 +362,7 @@ def build_batch(
         mask_truncated: Whether responses that hit the length limit get advantage 0.
         stale: Earlier versions may have sampled tokens. `logp_old` is of the version of each token. None: they may
             have, and `logp_old` is of `version` all the same.
+        given: The data gave the responses. Their advantages are 1.
 
     Raises:
         UserError: Routing is to be replayed, but the sampler did not record it.
@@ -376,7 +384,10 @@ def build_batch(
             f"model.routing: the sampler recorded the experts of {len(routing)} of {len(rollouts)} responses; "
             "use model.routing: own, or another rollout.engine"
         )
-    advantages = compute_advantages(torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), advantage)
+    if given:
+        advantages = torch.ones(len(rollouts))
+    else:
+        advantages = compute_advantages(torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), advantage)
     if mask_truncated:  # after the group's mean, in which truncated responses count
         advantages[[i for i, rollout in enumerate(rollouts) if rollout.finish_reason == "length"]] = 0.0
     written = None
@@ -395,4 +406,5 @@ def build_batch(
         versions=versions,
         routing=routing or None,
         replays=replays,
+        given=given,
     )

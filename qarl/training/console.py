@@ -25,6 +25,8 @@ from qarl.utils.text import visible
 
 TABLE_METRICS = (  # most important first: a narrow terminal shows only the first ones
     "reward/mean",
+    "sft/loss",
+    "teacher/divergence",
     "response/length_mean",
     "mismatch/delta_abs_max",
     "policy/entropy",
@@ -148,13 +150,16 @@ class RunConsole:
             lines[0] += f" ({history[-1]['step']} steps in {minutes:.1f} minutes)"
             quarter = max(1, len(history) // 4)
             span = "step" if quarter == 1 else f"{quarter} steps"
-            for name in ("reward/mean", "response/length_mean"):
+            for name in ("reward/mean", "sft/loss", "teacher/divergence", "response/length_mean"):
+                if name not in history[-1]:
+                    continue
                 first, last = _mean(history[:quarter], name), _mean(history[-quarter:], name)
                 lines.append(f"{name}: {_format(first)} over the first {span}, {_format(last)} over the last")
-            gaps = [record.get("mismatch/delta_abs_max") for record in history]
-            worst = None if None in gaps else max(gap for gap in gaps if gap is not None)  # null: NaN or infinity
-            agreement = "in every step: sampler and learner agree bit for bit" if worst == 0 else "at most"
-            lines.append(f"mismatch/delta_abs_max: {_format(worst)} {agreement}")
+            if "mismatch/delta_abs_max" in history[-1]:
+                gaps = [record.get("mismatch/delta_abs_max") for record in history]
+                worst = None if None in gaps else max(gap for gap in gaps if gap is not None)  # null: not finite
+                agreement = "in every step: sampler and learner agree bit for bit" if worst == 0 else "at most"
+                lines.append(f"mismatch/delta_abs_max: {_format(worst)} {agreement}")
         width = max((len(purpose) for purpose, _ in next_commands), default=0)
         for line in [*lines, *(f"{purpose:{width}}  {command}" for purpose, command in next_commands)]:
             self.message(line)

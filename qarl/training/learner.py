@@ -24,6 +24,7 @@ from qarl.objectives.objective import build_objective
 from qarl.objectives.segments import Totals
 from qarl.policy.policy import Policy
 from qarl.policy.routes import RouterScores, Routes
+from qarl.policy.teacher import Comparison, Teacher
 from qarl.policy.weights import WeightSet
 from qarl.training.batch import Batch, Part, rounds
 from qarl.training.columns import Column, KeptColumn, RoutingColumn
@@ -65,6 +66,7 @@ class Learner:
     Attributes:
         updates: Accumulates gradients and changes the masters.
         ranks: Ranks that run `learn` together, each on its own micro-batches.
+        teacher: Teacher of `objective.teacher`; None if there is none.
         totals: Statistics of the current training step.
         skipped_in_a_row: Optimizer steps skipped for a non-finite gradient since the last good one. More than
             `train.max_skipped_steps` stop the run.
@@ -72,7 +74,16 @@ class Learner:
             and the optimizer has its state, so that the memory in use will not grow any more.
     """
 
-    def __init__(self, policy: Policy, updates: Updates, config: Config, truncation: Truncation, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        updates: Updates,
+        config: Config,
+        truncation: Truncation,
+        ranks: Ranks,
+        teacher: Teacher | None = None,
+    ) -> None:
+        self.teacher = teacher
         self.policy, self.updates, self.config, self.truncation, self.ranks = policy, updates, config, truncation, ranks
         self.objective = build_objective(config.objective, config.correction)
         self.totals = LearnerTotals()
@@ -100,9 +111,12 @@ class Learner:
     def forwards(self, responses: int) -> int:
         """Return the number of responses that `learn` reports as progress for a batch of this size.
 
-        Each response is reported once per epoch, and once for `logp_old` unless it is in the first minibatch. Forwards
+        Each response is reported once per epoch, and once for `logp_old` if it was sampled and is not in the first
+        minibatch. Forwards
         of shadow and reference, and those for a minibatch's constants, are not reported.
         """
+        if self.config.given:
+            return responses * self.config.train.epochs
         return responses * (self.config.train.epochs + 1) - min(self.config.minibatch_size, responses)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
@@ -152,7 +166,13 @@ class Learner:
 
     # --- forwards ----------------------------------------------------------------------------------------------
 
-    def logprobs(self, part: Part, routes: Routes | None = None, version: int | None = None) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self,
+        part: Part,
+        routes: Routes | None = None,
+        version: int | None = None,
+        comparison: Comparison | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropy, (T,) each.
 
         The first forward over a response is at the rollout's weights. It fills `logp_old`, and those of `Batch.kept`,
@@ -163,6 +183,7 @@ class Learner:
             routes: Routing of the forward; None: that of the part.
             version: Policy version that the forward fills `logp_old` for, at the tokens that this version sampled.
                 None: the current one, and all tokens.
+            comparison: Receives the divergence from the teacher.
         """
         batch, totals = part.batch, self.totals
         totals.forward_tokens += part.forward_tokens
@@ -180,7 +201,9 @@ class Learner:
         recording = Recording.of(self.truncation) if first and batch.kept is not None else None
         truncation = recording or part.truncation(self.truncation)
         how = truncation, chunk, retained, routes
-        logp, entropy = self.policy.logprobs(part.prompts, part.responses, *how, weights=weights, written=part.written)
+        logp, entropy = self.policy.logprobs(
+            part.prompts, part.responses, *how, weights=weights, written=part.written, comparison=comparison
+        )
         if recording is not None and batch.kept is not None:
             batch.kept.fill(part, recording.into)
         if scores is not None and batch.router is not None:
@@ -188,7 +211,7 @@ class Learner:
                 batch.router.fill(part, old := scores.packed())
             batch.router_shift.fill(part, scores.shift(old))
         if first:
-            assert self.at_snapshot(batch), "logp_old after an update"
+            assert batch.given or self.at_snapshot(batch), "logp_old after an update"
             mask = None if version is None else part.sampled_at(version)
             batch.logp_old.fill(part, logp, mask)
             totals.add_snapshot(entropy)
@@ -234,7 +257,8 @@ class Learner:
         """
         needs = self.objective.needs
         routes = training_routes(self.config, self.policy, part, plan.rows, plan.slots, self.updates.scale.value)
-        logp, entropy = self.logprobs(part, routes)
+        comparison = Comparison(self.teacher) if self.teacher is not None else None
+        logp, entropy = self.logprobs(part, routes, comparison=comparison)
         if routes.loads:
             self.totals.routing.add_loads(routes.measured(), part.counted_rows)
         part.batch.logp.fill(part, logp)
@@ -246,6 +270,7 @@ class Learner:
             self.reference(part) if needs.reference else None,
             entropy if needs.entropy else None,
             part.batch.router_shift.read(part) if needs.router_shift else None,
+            *((None, None) if comparison is None else (comparison.value, comparison.agrees)),
         )
 
     @torch.no_grad()

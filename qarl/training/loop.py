@@ -253,7 +253,8 @@ class Loop:
         this step's already.
         """
         config, run, keeper = self.config, self.run, self.keeper
-        due, rollouts_due = config.diagnostics.due(step + 1), recorder.rollouts_due(step + 1)
+        due = config.diagnostics.due(step + 1)
+        rollouts_due = recorder.rollouts_due(step + 1) and not config.given
         objective, truncation, stop = run.learner.objective, run.sampling.truncation, run.sampling.stop_token_ids
         clock = Clock()
         probe = Probe(run.policy, objective, config, truncation, due, bool(due) or rollouts_due, stop, self.ranks)
@@ -280,7 +281,7 @@ class Loop:
                 raise
             failure = error
         clock.move(watch.seconds["learner"], "learner", "diagnostics")
-        tokens = record.rollout_tokens, run.learner.totals.forward_tokens
+        tokens = None if config.given else record.rollout_tokens, run.learner.totals.forward_tokens
         record.metrics |= clock.metrics(*tokens) | run.engine.metrics
         record.metrics |= over_ranks(record.metrics, self.ranks)
         self.record(step + 1, record, recorder, failure)
@@ -330,7 +331,7 @@ def next_commands(config: Config, ranks: int = 1) -> list[tuple[str, str]]:
     )
     commands = []
     last = config.train.steps - config.train.steps % config.logging.rollouts_every
-    if last:
+    if last and not config.given:
         answers = f"{directory}/rollouts/{last:06d}.jsonl"
         commands.append(("to read its answers:", f"{python} -m json.tool --json-lines {answers}"))
     if config.logging.tensorboard:

@@ -49,18 +49,19 @@ class Clock(Observer):
         self.laps[source] -= seconds
         self.laps[target] = self.laps.get(target, 0.0) + seconds
 
-    def metrics(self, rollout_tokens: int, learner_tokens: int) -> dict[str, float]:
-        """Return time/* and throughput/*.
+    def metrics(self, rollout_tokens: int | None, learner_tokens: int) -> dict[str, float]:
+        """Return times and throughputs.
 
         Args:
-            rollout_tokens: Tokens sampled in this step.
-            learner_tokens: Tokens of the learner's forwards, see `Part.forward_tokens`.
+            rollout_tokens: Sampled in this step; None if nothing is sampled.
+            learner_tokens: Run by the learner, see `Part.forward_tokens`.
         """
         named = {f"time/{phase}_s": seconds for phase, seconds in self.laps.items()}
+        if rollout_tokens is not None:
+            named["throughput/rollout_tokens_per_s"] = rollout_tokens / self.laps["rollout"]
         return {
             "time/step_s": time.perf_counter() - self._start,
             **named,
-            "throughput/rollout_tokens_per_s": rollout_tokens / self.laps["rollout"],
             "throughput/learner_tokens_per_s": learner_tokens / self.laps["learner"],
         }
 
@@ -141,7 +142,8 @@ def over_ranks(metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
     found = spread(every)
     for phase in ("rollout", "learner"):
         name, time_s = f"throughput/{phase}_tokens_per_s", f"time/{phase}_s"
-        found[name] = metrics[name] * metrics[time_s] / found[f"{time_s}_max"]
+        if name in metrics:
+            found[name] = metrics[name] * metrics[time_s] / found[f"{time_s}_max"]
     return found
 
 

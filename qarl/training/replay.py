@@ -6,7 +6,7 @@ each token, repeat such a run exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +17,17 @@ from qarl.data import PromptStream
 from qarl.diagnostics.diagnose.saved import read_rollouts, rollout_steps
 from qarl.errors import UserError
 from qarl.policy.policy import Policy
-from qarl.rewards import RewardPool, RewardResult
-from qarl.rollout.engine import Progress, SamplingParams, first_samples, ignore_progress
-from qarl.rollout.native.engine import NativeEngine
+from qarl.rewards import RewardPool
+from qarl.rollout.engine import SamplingParams, first_samples
 from qarl.rollout.native.sequence import Sequence as Response
 from qarl.rollout.stopping import Stopping
-from qarl.types import Prompt, Rollout
+from qarl.training.local_engine import LocalEngine, Taken
+from qarl.types import Rollout
 from qarl.weight_sync.snapshot import Snapshot
 
 
-class ReplayEngine:
-    """Rollout engine that returns the recorded responses of each step. Evaluations sample with the native engine.
-
-    See `RolloutEngine` for `publish`, `generate`, `sleep`, `wake` and `close`.
+class ReplayEngine(LocalEngine):
+    """Returns the recorded responses of each step. Evaluations sample with the native engine.
 
     Args:
         config: Configuration of the run; `rollout.replay` is set.
@@ -54,10 +52,8 @@ class ReplayEngine:
     ) -> None:
         assert config.rollout.replay is not None, "rollout.replay must be set"
         self.run = Path(config.rollout.replay).expanduser()
-        self.policy, self.stream, self.rewards, self.sampling = policy, stream, rewards, sampling
-        self.version: int | None = None
-        self.metrics: dict[str, float] = {}
-        self._local = NativeEngine(policy.sampler, tokenizer, config.rollout)
+        super().__init__(config, policy, tokenizer)
+        self.stream, self.rewards, self.sampling = stream, rewards, sampling
         self._stopping = Stopping(tokenizer, sampling)
         settings = config.rollout.asynchronous
         self._newest = settings is not None and settings.proximal == "newest"
@@ -70,34 +66,13 @@ class ReplayEngine:
             )
 
     def publish(self, snapshot: Snapshot) -> None:
-        self._local.publish(snapshot)
-        self.version = snapshot.version
+        super().publish(snapshot)
         if self._keeps:
             self.policy.kept[snapshot.version] = self.policy.weights
             for version in sorted(self.policy.kept)[: -self._keeps]:
                 del self.policy.kept[version]
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        version: int,
-        progress: Progress = ignore_progress,
-        first: Sequence[int] | None = None,
-    ) -> list[Rollout]:
-        return self._local.generate(prompts, sampling, version, progress, first)
-
-    def sleep(self) -> None:
-        self._local.sleep()
-
-    def wake(self) -> None:
-        """Do nothing: a replay has nothing to wake."""
-
-    def close(self) -> None:
-        self._local.close()
-        self.version = None
-
-    def take(self, count: int, step: int, tick: Callable[[], None]) -> tuple[list[Prompt], list[Rollout], RewardResult]:
+    def take(self, count: int, step: int, tick: Callable[[], None]) -> Taken:
         """Return the prompts, responses and scores of a step, counted from 0; see `AsyncEngine.take`.
 
         Raises:
@@ -143,9 +118,3 @@ class ReplayEngine:
         columns = {name: [prompt.columns[name] for prompt in repeated] for name in repeated[0].columns}
         texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
         return prompts, rollouts, self.rewards.score(texts, [prompt.text for prompt in repeated], columns, ids)
-
-    def fill(self, step: int) -> None:
-        """Do nothing: the responses are recorded."""
-
-    def finish(self) -> None:
-        """Do nothing: each step reads its own responses."""

@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from qarl_kernels.divergence import Divergence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.config.config import mixture_faults
 from qarl.config.quant import scheme_of
-from qarl.data import PromptStream, build_prompts
+from qarl.data import DropReport, PromptStream, build_prompts
 from qarl.data.conversation import uses_time
+from qarl.data.examples import ExampleReport, build_examples
 from qarl.diagnostics.backward import require_fp8_backward
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import together
 from qarl.errors import UserError
+from qarl.evaluation.held_out import HeldOut
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
 from qarl.inference.masters import verify_base
@@ -33,8 +36,9 @@ from qarl.memory.activations import Device
 from qarl.memory.estimate import update_bytes
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.policy.load_config import load_architecture, load_model_config, stop_token_ids
+from qarl.policy.load_config import load_architecture, load_generation_config, load_model_config, stop_token_ids
 from qarl.policy.policy import Policy
+from qarl.policy.teacher import Teacher
 from qarl.rewards import RewardPool
 from qarl.rollout.engine import RolloutEngine, SamplingParams, truncation_of
 from qarl.rollout.native.engine import NativeEngine
@@ -55,7 +59,7 @@ if TYPE_CHECKING:
     from qarl.rollout.asynchronous.engine import AsyncEngine
     from qarl.rollout.asynchronous.process import AsyncProcess
     from qarl.rollout.vllm.process import Sampler
-    from qarl.training.replay import ReplayEngine
+    from qarl.training.local_engine import LocalEngine
 
 ALONE = SingleProcess()
 
@@ -75,7 +79,7 @@ class Run:
     evaluation: TrainingEvaluation
     inputs: Inputs
     started: str | None  # see `PolicyState`
-    ahead: AsyncEngine | ReplayEngine | None = None  # `engine`, if rollouts are asynchronous or replayed
+    ahead: AsyncEngine | LocalEngine | None = None  # `engine`, if rollouts are asynchronous, replayed or given
 
     def close(self) -> None:
         with ExitStack() as parts:  # each of them, even if another raises
@@ -141,8 +145,12 @@ def build_run(
         policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, policy, asked.tokenizer)
         say = console.warn if ranks.first else partial(_say, ranks.rank)
-        ahead: AsyncEngine | ReplayEngine | None = None
-        if config.rollout.replay is not None:
+        ahead: AsyncEngine | LocalEngine | None = None
+        if config.given:
+            from qarl.training.local_engine import GivenResponses
+
+            ahead = GivenResponses(config, policy, asked.tokenizer, asked.stream)
+        elif config.rollout.replay is not None:
             from qarl.training.replay import ReplayEngine
 
             ahead = ReplayEngine(config, policy, asked.tokenizer, asked.stream, rewards, sampling)
@@ -159,10 +167,15 @@ def build_run(
                 else NoSampler(policy.sampler, _headroom(config, device, ranks))
             ),
         )
-        learner = Learner(policy, updates, config, sampling.truncation, ranks)
+        teacher = together(ranks, lambda: open_teacher(config, device, asked.context, console))
+        if teacher is not None:
+            teacher.require_fits(policy, "objective.teacher.path")
+            inputs = inputs.with_teacher(teacher.sha256)
+        learner = Learner(policy, updates, config, sampling.truncation, ranks, teacher)
         if learner.objective.needs.reference:
             policy.keep_reference()  # the model itself, before a checkpoint is put back
-        evaluation = TrainingEvaluation(config, asked.tasks, task_rewards, sampling, ranks)
+        held_out = None if asked.held_out is None else HeldOut(asked.held_out, policy, config, ranks, teacher)
+        evaluation = TrainingEvaluation(config, asked.tasks, task_rewards, sampling, ranks, held_out)
     except BaseException:
         for sampler in (early, process):
             if sampler is not None:
@@ -188,13 +201,20 @@ def build_run(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a run is about. context: tokens that the policy may attend to. inputs: without weights."""
+    """What a run is about.
+
+    Attributes:
+        context: Tokens that the policy may attend to.
+        held_out: Examples of `evaluation.held_out`, or None.
+        inputs: Without weights.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     context: int
     prompts: list[Prompt]
     stream: PromptStream
     tasks: list[LoadedTask]
+    held_out: list[Prompt] | None
     inputs: Inputs
 
 
@@ -224,7 +244,19 @@ def _asked_and_scored(
             require_vllm(config, device, context, shape)
         vocabulary = shape.vocab_size if shape else None
         longest = config.rollout.max_response_length
-        prompts, report = build_prompts(config.data, tokenizer, context, longest, vocabulary=vocabulary, now=started)
+        report: DropReport | ExampleReport
+        stops = stop_token_ids(load_generation_config(config.model), tokenizer)
+        examples = partial(build_examples, tokenizer=tokenizer, max_context=context, max_response_length=longest)
+        examples = partial(examples, stops=stops, vocabulary=vocabulary, now=started)
+        if config.given:
+            prompts, report = examples(config.data)
+        else:
+            prompts, report = build_prompts(
+                config.data, tokenizer, context, longest, vocabulary=vocabulary, now=started
+            )
+        held_out = None
+        if config.evaluation.held_out is not None:
+            held_out = examples(config.evaluation.held_out, key="evaluation.held_out")[0]
         tasks = load_training_tasks(config, tokenizer, context, vocabulary, started)
     console.message(report.summary())
     if len(prompts) < config.train.prompts_per_step:
@@ -238,7 +270,7 @@ def _asked_and_scored(
         rewards = opened.enter_context(RewardPool(config.reward, prompts[0].columns.keys(), rewards_log))
         task_rewards = TaskRewards(tasks, config.reward, rewards_log, ranks)
         opened.pop_all()
-    return _Asked(tokenizer, context, prompts, stream, tasks, inputs), rewards, task_rewards
+    return _Asked(tokenizer, context, prompts, stream, tasks, held_out, inputs), rewards, task_rewards
 
 
 def _of_one_process(
@@ -287,6 +319,27 @@ def _say(rank: int, line: str) -> None:
     print(f"rank {rank}: {visible(line)}", file=sys.stderr, flush=True)
 
 
+def open_teacher(config: Config, device: torch.device, context: int, console: RunConsole) -> Teacher | None:
+    """Open the teacher of `objective.teacher` on the learner's device, without masters; None if there is none.
+
+    context: Tokens of prompt and response that it has to take. Raises UserError if it cannot be read.
+    """
+    section = config.objective.teacher
+    if section is None:
+        return None
+    from qarl.inference.opening import context_of, open_frozen
+    from qarl.inference.target import resolve_target
+
+    with console.phase("teacher"):
+        target = resolve_target(section.path)
+        if target.kind == "model":
+            target = replace(target, model=target.model.model_copy(update={"dtype": section.dtype}))
+        policy, _ = open_frozen(target, device.type, min(context, context_of(target)))
+    assert section.loss is not None, "resolved"
+    divergence = Divergence(section.loss, section.beta, section.temperature, section.top_k)
+    return Teacher(policy, divergence, policy.current.manifest().digest())
+
+
 def build_policy(config: Config, model: PreTrainedModel, device: torch.device, max_length: int | None = None) -> Policy:
     """The policy that a run of `config` starts from. model: with float32 weights, which become the masters.
 
@@ -325,7 +378,7 @@ def _headroom(config: Config, device: torch.device, ranks: Ranks) -> Headroom | 
 
 
 def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> Sampler | None:
-    if config.rollout.engine == "native" or not _draws(config, ranks):
+    if config.rollout.engine != "vllm" or not _draws(config, ranks):
         return None
     from qarl.rollout.vllm.launch import prelaunch_sampler
 

@@ -29,7 +29,7 @@ from qarl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from qarl.rollout.asynchronous.engine import AsyncEngine
-    from qarl.training.replay import ReplayEngine
+    from qarl.training.local_engine import LocalEngine
 
 
 def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
@@ -44,7 +44,7 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
 
     objective, replays = config.objective, config.model.routing == "replay"
     how = objective.advantage, policy.version, policy.device, replays, objective.mask_truncated, config.learns_stale
-    batch = build_batch(prompts, rollouts, scores.total, *how)
+    batch = build_batch(prompts, rollouts, scores.total, *how, given=config.given)
 
     with (
         watch.phase("learner", learner.forwards(len(batch))),
@@ -79,8 +79,8 @@ def sample(config: Config, run: Run, step: int, watch: Observers) -> Sampled:
     return sampled
 
 
-def take(config: Config, ahead: AsyncEngine | ReplayEngine, prompts: int, step: int, watch: Observers) -> Sampled:
-    """Take the next groups of responses from asynchronous rollouts or a recorded run, with their scores."""
+def take(config: Config, ahead: AsyncEngine | LocalEngine, prompts: int, step: int, watch: Observers) -> Sampled:
+    """Take the next groups of responses from asynchronous rollouts, a recorded run or the data, with their scores."""
     with watch.phase("rollout", prompts * config.rollout.n):
         ahead.fill(step)
         sampled = Sampled(*ahead.take(prompts, step, lambda: watch.progress(0)))

@@ -102,7 +102,7 @@ class StepRecord(Observer):
 
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
         self._scored = prompts, rollouts, scores
-        self.metrics |= reward_metrics(scores) | response_metrics(rollouts)
+        self.metrics |= (reward_metrics(scores) if scores.by_function else {}) | response_metrics(rollouts)
         trained = sum(len(rollout.token_ids) for rollout in rollouts)
         self.rollout_tokens = int(self.metrics.get("sampling/tokens", trained))
 
@@ -122,7 +122,7 @@ class StepRecord(Observer):
             self.metrics |= predicted_steps(run.policy.current, metrics["optim/lr"])
         if self._probe.gradient_signs:
             self.metrics |= sign_agreement(self._before, run.policy.current, self._probe.gradient_signs)
-        self.metrics |= token_metrics(batch) | crossing_metrics(crossed) | self._probe.metrics
+        self.metrics |= ({} if batch.given else token_metrics(batch)) | crossing_metrics(crossed) | self._probe.metrics
         self.metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)
         self.trace = trace_of(batch, *self._scored, self._rollouts_due, self._probe, crossed, run.tokenizer)
         if self._probe.record:

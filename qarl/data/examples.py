@@ -1,0 +1,257 @@
+"""From rows to prompts with given responses: the data of supervised training and of distillation without sampling.
+
+Three kinds of rows are accepted, as in TRL:
+
+    prompt + completion    text, or messages; the prompt is built as for sampling (`build_prompts`)
+    messages               a conversation; every turn of the assistant is trained on
+    text                   plain text; every token but the first is trained on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from qarl.data.choices import letter_choices
+from qarl.data.columns import listed, map_columns
+from qarl.data.conversation import ChatTemplate, Message, encode, is_conversation, plain_messages
+from qarl.data.prompts import conversation_of, given_prompt, require_chat_template, require_encodable
+from qarl.data.sources import Row, load_rows
+from qarl.errors import UserError
+from qarl.types import GivenResponse, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qarl.config.data import DataConfig
+
+COLUMNS = ("completion", "response", "messages", "text")
+"""Columns that are taken as the response if `data.response` is null, in this order."""
+_BATCH = 1000  # rows tokenized in one call
+
+
+@dataclass
+class ExampleReport:
+    """What became of the rows. tokens: response tokens that the loss is over."""
+
+    rows: int
+    kept: int = 0
+    tokens: int = 0
+    cut: int = 0  # responses cut to the longest that is allowed
+    dropped: dict[str, int] = field(default_factory=dict)  # reason: rows
+
+    def drop(self, reason: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def summary(self) -> str:
+        """One line for the console."""
+        parts = [f"{self.kept} examples with {self.tokens:,} tokens to learn"]
+        if self.cut:
+            parts.append(f"{self.cut} cut to rollout.max_response_length or the context")
+        parts += [f"{count} dropped: {reason}" for reason, count in self.dropped.items()]
+        return "; ".join(parts)
+
+
+class Tokens(NamedTuple):
+    """Token ids of a whole example, and which of them are trained on."""
+
+    ids: list[int]
+    trained: list[bool]
+
+
+def build_examples(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_context: int,
+    max_response_length: int,
+    stops: Set[int],
+    vocabulary: int | None = None,
+    now: datetime | None = None,
+    key: str = "data",
+) -> tuple[list[Prompt], ExampleReport]:
+    """Load `config.source` and turn its rows into prompts with responses, in the order of the source.
+
+    The first trained token begins the response. A response that is longer than `max_response_length`, or than the
+    context has room for, is cut. The end of a trained turn is its last token in `stops`; what the chat template writes
+    after it is context. Text without a chat template gets the tokenizer's end-of-sequence token.
+
+    Args:
+        config: The `data` section.
+        tokenizer: The model's tokenizer.
+        max_context: Limit for the tokens of prompt and response together.
+        max_response_length: Limit for the tokens of a response.
+        stops: Tokens that end a response.
+        vocabulary: Number of tokens in the model's embedding, if it is known.
+        now: The time that the chat template sees; default the current time.
+        key: The section, for errors.
+
+    Returns:
+        The prompts, and a report of cut and dropped rows.
+
+    Raises:
+        UserError: As `build_prompts`; or a row without a response, or no row left.
+    """
+    require_chat_template(config, tokenizer)
+    rows = map_columns(load_rows(config), config, needs_prompt=False)
+    if config.choices is not None:
+        rows = letter_choices(rows, config)
+    column = _response_column(config, rows[0], key)
+    places = [f"{key}: row {index}" for index in range(len(rows))]
+    report, prompts = ExampleReport(len(rows)), list[Prompt]()
+    for index, tokens in enumerate(_tokenized(rows, places, column, config, tokenizer, stops, now)):
+        if vocabulary is not None and max(tokens.ids, default=0) >= vocabulary:
+            token = tokenizer.convert_ids_to_tokens(max(tokens.ids))
+            raise UserError(f"{places[index]}: holds {token!r}, a token that the model lacks; leave it out")
+        example = _example(index, tokens, config.max_prompt_length, max_context, max_response_length, report)
+        if example is not None:
+            prompts.append(example)
+    report.kept = len(prompts)
+    if not prompts:
+        raise UserError(f"{key}: no example is left of {report.rows} rows in `{config.source}`: {report.summary()}")
+    return prompts, report
+
+
+def _response_column(config: DataConfig, row: Row, key: str) -> str:
+    column = config.response or next((name for name in COLUMNS if name in row), None)
+    if column is None or column not in row:
+        missing = f"no column `{column}`" if column else f"none of the columns {', '.join(COLUMNS)}"
+        raise UserError(
+            f"{key}.response: `{config.source}` has {missing}; it has: {listed(row)}; name the column of the responses"
+        )
+    return column
+
+
+def _example(
+    index: int, tokens: Tokens, max_prompt: int, max_context: int, max_response: int, report: ExampleReport
+) -> Prompt | None:
+    """Split an example into prompt and response, and cut the response; None if nothing is left to learn."""
+    start = tokens.trained.index(True) if True in tokens.trained else 0
+    if start == 0:
+        report.drop("nothing to learn")
+        return None
+    if start > max_prompt or start >= max_context:
+        report.drop(f"prompt longer than data.max_prompt_length {max_prompt} or the context of {max_context}")
+        return None
+    whole, room = len(tokens.ids) - start, min(max_response, max_context - start)
+    ids, trained = tokens.ids[start : start + room], tokens.trained[start : start + room]
+    report.cut += whole > room
+    report.tokens += sum(trained)
+    response = GivenResponse(ids, None if all(trained) else trained, whole <= room)
+    return Prompt(index, tokens.ids[:start], "", response=response)
+
+
+def _tokenized(
+    rows: list[Row],
+    places: list[str],
+    column: str,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Set[int],
+    now: datetime | None,
+) -> Iterator[Tokens]:
+    """Yield the tokens of each row, in order."""
+    template = ChatTemplate(tokenizer, config.chat_template_kwargs, now or datetime.now())
+    for start in range(0, len(rows), _BATCH):
+        part, at = rows[start : start + _BATCH], places[start : start + _BATCH]
+        if "prompt" not in part[0] and config.prompt_template is None and not is_conversation(part[0][column]):
+            yield from _plain_texts(
+                [_text(row[column], place, column) for row, place in zip(part, at, strict=True)], tokenizer
+            )
+        elif config.chat_template:
+            conversations = [
+                _conversation(row, start + i, place, column, config)
+                for i, (row, place) in enumerate(zip(part, at, strict=True))
+            ]
+            yield from _chats(template.split(conversations, at), tokenizer, stops, at)
+        else:
+            pairs = [
+                (given_prompt(row, start + i, place, config), _text(row[column], place, column))
+                for i, (row, place) in enumerate(zip(part, at, strict=True))
+            ]
+            yield from _pairs(pairs, tokenizer, stops)
+
+
+def _text(value: Any, place: str, column: str) -> str:
+    if not isinstance(value, str) or not value:
+        kind = "empty" if value == "" else f"{type(value).__name__}"
+        raise UserError(f"{place}: `{column}` is {kind}, expected text; drop the row, or name another data.response")
+    return require_encodable(value, place)
+
+
+def _conversation(row: Row, index: int, place: str, column: str, config: DataConfig) -> tuple[list[Message], int]:
+    """The messages of a row, and the index from which turns of the assistant are trained on."""
+    value = row[column]
+    if "prompt" in row or config.prompt_template is not None:
+        before = conversation_of(given_prompt(row, index, place, config), index, place, config)
+        if isinstance(value, str):
+            after: list[Message] = [{"role": "assistant", "content": _text(value, place, column)}]
+        elif is_conversation(value):
+            after = plain_messages(value, place)
+        else:
+            raise UserError(f"{place}: `{column}` is {type(value).__name__}, expected text or a list of messages")
+        messages, first = [*before, *after], len(before)
+    else:
+        if not is_conversation(value):
+            raise UserError(
+                f"{place}: `{column}` is {type(value).__name__}, expected a list of {{role, content}} messages"
+            )
+        messages, first = conversation_of(value, index, place, config), 0
+    if not any(message["role"] == "assistant" for message in messages[first:]):
+        raise UserError(f"{place}: `{column}` has no message of the assistant to learn from; drop the row")
+    return messages, first
+
+
+def _chats(
+    conversations: list[list[tuple[str, bool]]], tokenizer: PreTrainedTokenizerBase, stops: Set[int], places: list[str]
+) -> Iterator[Tokens]:
+    """Tokenize rendered conversations as a whole; a token belongs to the piece in which it begins."""
+    if not tokenizer.is_fast:
+        raise UserError(
+            "model.path: the tokenizer does not report where its tokens are (no tokenizer.json); convert it"
+        )
+    texts = [
+        require_encodable("".join(text for text, _ in pieces), place)
+        for pieces, place in zip(conversations, places, strict=True)
+    ]
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    for pieces, ids, offsets in zip(conversations, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        trained, position, begin = [False] * len(ids), 0, 0
+        for text, learns in pieces:
+            end, own = begin + len(text), list[int]()
+            while position < len(ids) and offsets[position][0] < end:
+                own.append(position)
+                position += 1
+            begin = end
+            if learns:
+                last = max((place for place in own if ids[place] in stops), default=own[-1] if own else -1)
+                for place in own:
+                    trained[place] = place <= last
+        last = max((place for place, learns in enumerate(trained) if learns), default=-1)
+        yield Tokens(list(ids[: last + 1]), trained[: last + 1])
+
+
+def _pairs(pairs: list[tuple[Any, str]], tokenizer: PreTrainedTokenizerBase, stops: Set[int]) -> Iterator[Tokens]:
+    """Tokenize prompts and completions without a chat template, the prompt as for sampling."""
+    prompts = encode(tokenizer, [prompt for prompt, _ in pairs], templated=False)
+    whole = encode(tokenizer, [prompt + completion for prompt, completion in pairs], templated=False)
+    alone = tokenizer([completion for _, completion in pairs], add_special_tokens=False, verbose=False)["input_ids"]
+    for prompt, both, completion in zip(prompts, whole, alone, strict=True):
+        # Tokens may merge across the boundary. The sampler begins after the prompt's own tokens, and so does this.
+        after = both[len(prompt) :] if both[: len(prompt)] == prompt else list(completion)
+        yield _ended(prompt, after, tokenizer, stops)
+
+
+def _plain_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokens]:
+    """Tokenize texts. The first token is the prompt: nothing predicts it."""
+    for ids in encode(tokenizer, texts, templated=False):
+        yield _ended(ids[:1], ids[1:], tokenizer, frozenset())
+
+
+def _ended(prompt: list[int], after: list[int], tokenizer: PreTrainedTokenizerBase, stops: Set[int]) -> Tokens:
+    """Append the end-of-sequence token, if the tokenizer has one and the text does not end with a stop token."""
+    end = tokenizer.eos_token_id
+    if end is not None and not (after and after[-1] in stops | {end}):
+        after = [*after, end]
+    return Tokens([*prompt, *after], [False] * len(prompt) + [True] * len(after))

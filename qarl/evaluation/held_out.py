@@ -1,0 +1,89 @@
+"""The loss of the served policy on held-out examples, and its divergence from the teacher, during a run."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from qarl_kernels.logprob import Truncation
+
+from qarl.config import Config
+from qarl.distributed.ranks import Ranks
+from qarl.policy.teacher import Comparison, Teacher
+from qarl.types import Prompt
+
+if TYPE_CHECKING:
+    from qarl.policy.policy import Policy
+
+
+class HeldOut:
+    """Scores examples with the policy as it is served: the current version in the sampler's arithmetic.
+
+    Args:
+        examples: Prompts with responses.
+        policy: The policy.
+        config: The run's configuration; its micro-batch size and logprob_chunk are used.
+        ranks: Ranks of the run. Each scores its share.
+        teacher: Compared with, if there is one.
+
+    Attributes:
+        fingerprint: Of the examples and the teacher.
+    """
+
+    def __init__(
+        self, examples: Sequence[Prompt], policy: Policy, config: Config, ranks: Ranks, teacher: Teacher | None
+    ) -> None:
+        self.examples, self.policy, self.ranks, self.teacher = examples, policy, ranks, teacher
+        teacher_digest = None if teacher is None else teacher.sha256
+        content = [[prompt.token_ids, prompt.response] for prompt in examples], teacher_digest
+        self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()
+        self._tokens, self._chunk = config.train.micro_batch_tokens or 1, config.train.logprob_chunk or 1
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """Return mean loss per token in nats, perplexity and tokens; with a teacher, divergence and top-1 agreement.
+
+        A collective.
+        """
+        sums = torch.zeros(4, dtype=torch.float64)
+        own = self.ranks.share(len(self.examples))
+        for part in self._batches([self.examples[index] for index in own]):
+            sums += self._sums(part)
+        loss, divergence, agreed, tokens = torch.stack(self.ranks.gather(sums)).sum(0).tolist()
+        found = {"loss": loss / tokens, "perplexity": math.exp(min(loss / tokens, 700.0)), "tokens": tokens}
+        if self.teacher is not None:
+            found |= {"divergence": divergence / tokens, "top1_agreement": agreed / tokens}
+        return found
+
+    def _sums(self, part: list[Prompt]) -> torch.Tensor:
+        """(4,) float64 on the CPU: sums of loss, divergence and agreement, and the number of tokens."""
+        given = [prompt.response for prompt in part if prompt.response is not None]
+        written = [each.written or [True] * len(each.token_ids) for each in given]
+        prompts, responses = [prompt.token_ids for prompt in part], [each.token_ids for each in given]
+        comparison = None if self.teacher is None else Comparison(self.teacher)
+        how = Truncation(), self._chunk
+        logp, _ = self.policy.logprobs(
+            prompts, responses, *how, weights=self.policy.shadow, written=written, comparison=comparison
+        )
+        sums = [-logp.double().sum(), logp.new_zeros((), dtype=torch.float64), logp.new_zeros((), dtype=torch.float64)]
+        if comparison is not None and comparison.value is not None and comparison.agrees is not None:
+            sums[1:] = [comparison.value.double().sum(), comparison.agrees.double().sum()]
+        return torch.stack([*sums, torch.tensor(float(logp.numel()), dtype=torch.float64, device=logp.device)]).cpu()
+
+    def _batches(self, examples: list[Prompt]) -> Iterator[list[Prompt]]:
+        """Split into batches of up to `train.micro_batch_tokens` tokens, one example at least."""
+        batch: list[Prompt] = []
+        size = 0
+        for example in examples:
+            assert example.response is not None, "held-out examples have responses"
+            length = len(example.token_ids) + len(example.response.token_ids)
+            if batch and size + length > self._tokens:
+                yield batch
+                batch, size = [], 0
+            batch.append(example)
+            size += length
+        if batch:
+            yield batch
