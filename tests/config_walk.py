@@ -70,10 +70,19 @@ def put(data: dict[str, Any], path: str, value: Any) -> None:
     here = data
     for name in sections:
         here = here.setdefault(name, {})
-    if sections == ["objective"]:
-        here["name"] = path.split(".")[1]
-        if here["name"] == "custom":
-            here.setdefault("path", "own.py:f")
+    if sections[0] == "objective":
+        objective = data["objective"]
+        objective["name"] = path.split(".")[1]
+        if objective["name"] == "custom":
+            objective.setdefault("path", "own.py:f")
+        if sections[1:] == ["teacher"]:
+            here.setdefault("path", "a/teacher")
+    if "held_out" in sections:
+        held_out = data["evaluation"]["held_out"]
+        held_out.setdefault("source", "task:arithmetic")
+        if "choices" in sections:
+            here.setdefault("options", ["a", "b"])
+            held_out.setdefault("prompt_template", "{choices}")
     here[last] = value
 
 

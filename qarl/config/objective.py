@@ -21,7 +21,9 @@ GROUP_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
 _SHARED = set(ObjectiveConfig.model_fields)
 _WITH_RATIO = [name for name, objective in BY_NAME.items() if issubclass(objective, RatioObjective)]
 _WITHOUT_RATIO = [
-    name for name, objective in BY_NAME.items() if name not in _WITH_RATIO and objective.own_ratio == "one"
+    name
+    for name, objective in BY_NAME.items()
+    if name not in _WITH_RATIO and objective.own_ratio == "one" and objective.rewarded
 ]
 
 

@@ -152,19 +152,21 @@ def _tokenized(
     now: datetime | None,
 ) -> Iterator[Tokens]:
     """Yield the tokens of each row, in order."""
+    prompted = "prompt" in rows[0] or config.prompt_template is not None
     template = ChatTemplate(tokenizer, config.chat_template_kwargs, now or datetime.now())
     for start in range(0, len(rows), _BATCH):
         part, at = rows[start : start + _BATCH], places[start : start + _BATCH]
-        if "prompt" not in part[0] and config.prompt_template is None and not is_conversation(part[0][column]):
-            yield from _plain_texts(
-                [_text(row[column], place, column) for row, place in zip(part, at, strict=True)], tokenizer
-            )
+        if not prompted and not is_conversation(part[0][column]):
+            texts = [_text(row[column], place, column) for row, place in zip(part, at, strict=True)]
+            yield from _plain_texts(texts, tokenizer)
         elif config.chat_template:
             conversations = [
                 _conversation(row, start + i, place, column, config)
                 for i, (row, place) in enumerate(zip(part, at, strict=True))
             ]
             yield from _chats(template.split(conversations, at), tokenizer, stops, at)
+        elif not prompted:
+            raise UserError(f"{at[0]}: `{column}` is a list of messages, which needs data.chat_template: true")
         else:
             pairs = [
                 (given_prompt(row, start + i, place, config), _text(row[column], place, column))

@@ -49,10 +49,12 @@ class HeldOut:
         A collective.
         """
         sums = torch.zeros(4, dtype=torch.float64)
+        sums = torch.zeros(4, dtype=torch.float64)
         own = self.ranks.share(len(self.examples))
         for part in self._batches([self.examples[index] for index in own]):
             sums += self._sums(part)
-        loss, divergence, agreed, tokens = torch.stack(self.ranks.gather(sums)).sum(0).tolist()
+        every = self.ranks.gather(sums.tolist())
+        loss, divergence, agreed, tokens = (sum(column) for column in zip(*every, strict=True))
         found = {"loss": loss / tokens, "perplexity": math.exp(min(loss / tokens, 700.0)), "tokens": tokens}
         if self.teacher is not None:
             found |= {"divergence": divergence / tokens, "top1_agreement": agreed / tokens}

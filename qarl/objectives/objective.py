@@ -85,7 +85,7 @@ class Objective:
         inputs = self._inputs(logps, advantages, segments, constants.center)
         pruned = inputs.pruned
         surrogate = self.surrogate(inputs)
-        value, stats = surrogate.value, surrogate.stats | _token_stats(logps, inputs)
+        value, stats = surrogate.value, surrogate.stats | (_token_stats(logps, inputs) if config.rewarded else {})
         if logps.router_shift is not None and config.router_floor is not None:
             gamma, counted = logps.router_shift.exp(), inputs.counted_tokens
             stats["router/shift_mean"] = stat(gamma, counted)

@@ -135,6 +135,9 @@ MISMATCH = (
     ),
 )
 POLICY = (
+    Curves("Loss on given responses", "nats per token", (("sft/loss", "loss"),)),
+    Curves("Divergence from the teacher", "nats per token", (("teacher/divergence", "divergence"),)),
+    Curves("Same most likely token as the teacher", "fraction of tokens", (("teacher/top1_agreement", "agreement"),)),
     Curves("Entropy", "nats per token", (("policy/entropy", "entropy"),)),
     Curves("Gradient norm", "before clipping", (("policy/grad_norm", "norm"),)),
     Curves("Weight of a token's score", "mean of W = min(r A, clip(r) A)", (("policy/mu_w", "W"),)),

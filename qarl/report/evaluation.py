@@ -14,12 +14,15 @@ def evaluation_section(evaluations: list[dict[str, Any]]) -> Section:
     """Empty without evaluations. A record: {"step", "tasks": [{"name", "avg", "pass"}], "overall": {"avg", "pass"}}."""
     if not evaluations:
         return Section("Evaluation", [])
+    held_out = _held_out(evaluations)
+    if not any(_tasks(record) for record in evaluations):
+        return Section("Evaluation", held_out)
     scores: dict[str, dict[str, list[tuple[int, dict[str, Any]]]]] = {}  # measure -> task -> (step, interval)
     for record in evaluations:
         for task, results in _tasks(record):
             for measure, value in _measures(results):
                 scores.setdefault(measure, {}).setdefault(task, []).append((record["step"], value))
-    blocks: list[Block] = [
+    blocks: list[Block] = held_out + [
         LineChart(
             f"Evaluation, {measure}",
             "step",
@@ -42,6 +45,21 @@ def evaluation_section(evaluations: list[dict[str, Any]]) -> Section:
     table = [[str(s), task, *(cells.get((s, task, m), "") for m in scores)] for s, task in rows[:TABLE_ROWS]]
     blocks.append(Table(columns, table, note=f"Mean and confidence interval. {left_out}".strip()))
     return Section("Evaluation", blocks)
+
+
+HELD_OUT = {"loss": "nats per token", "divergence": "nats per token", "top1_agreement": "fraction of tokens"}
+
+
+def _held_out(evaluations: list[dict[str, Any]]) -> list[Block]:
+    """A chart per measure of `evaluation.held_out`."""
+    rows = [(r["step"], r["held_out"]) for r in evaluations if isinstance(r.get("held_out"), dict) and r["held_out"]]
+    blocks: list[Block] = []
+    for name, unit in HELD_OUT.items():
+        points = [(step, _float(found.get(name))) for step, found in rows if name in found]
+        if points:
+            series = Series(name, [step for step, _ in points], [value for _, value in points])
+            blocks.append(LineChart(f"Held-out examples, {name.replace('_', ' ')}", "step", unit, [series]))
+    return blocks
 
 
 def _tasks(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -43,7 +43,7 @@ class LearnerTotals:
         """Add the loss and the statistics of one micro-batch."""
         self.loss = self.loss + loss.detach().double()
         self.stats = add_stats(self.stats, stats)
-        watched = {name: stats[name] for name in PER_MINIBATCH}
+        watched = {name: stats[name] for name in PER_MINIBATCH if name in stats}
         self.minibatch_stats[-1] = add_stats(self.minibatch_stats[-1], watched)
 
     def end_minibatch(self) -> None:

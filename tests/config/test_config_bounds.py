@@ -30,6 +30,7 @@ FREE = {
     "config",
     "profiles.{}",
     "variants.{}",
+    "evaluation.held_out.task",
     "evaluation.tasks.[].data.task",
     "evaluation.tasks.[].reward.[].options",
 }

@@ -34,7 +34,7 @@ REFUSALS = [
     (["quant.group_size=48"], "quant.group_size = 48", "32, 64, 128 or -1 (or null)"),
     (["rollout.stop=['']"], 'rollout.stop.0 = ""', "at least 1 character"),
     (["rollout.engine=vlm"], 'rollout.engine = "vlm"', "did you mean vllm?"),
-    (["reward.functions=[]"], "reward.functions = []", "at least 1 item"),
+    (["reward.functions=[]"], "reward.functions = []", "learns from rewards; name a function"),
     # keys
     (["quant.group=64"], "quant.group = 64", "did you mean quant.group_size?"),
     (["train.lr=1"], "train.lr = 1", "did you mean optim.lr?"),
@@ -127,7 +127,11 @@ REFUSALS = [
     ),
     (["objective={name: gspo, clip_ratio_hgih: 0.1}"], "objective.clip_ratio_hgih = 0.1", "objective.clip_ratio_high?"),
     (["objective.seq_clip=0.1"], "objective.seq_clip = 0.1", "did you mean objective.seq_clip_ratio_low?"),
-    (["objective.name=grppo"], 'objective.name = "grppo"', "'rloo', 'on_policy' or 'custom'; did you mean grpo?"),
+    (
+        ["objective.name=grppo"],
+        'objective.name = "grppo"',
+        "'on_policy', 'sft', 'distill' or 'custom'; did you mean grpo?",
+    ),
     (["objective.name=null"], "objective.name = null", "must be 'tbpo', 'grpo'"),
     (["objective=[]"], "objective = []", "must be a mapping of keys"),
     (["objective=grpo"], 'objective = "grpo"', "as {name: grpo}, or file.py:name"),

@@ -135,7 +135,7 @@ def test_responses_with_advantage_0_skip_the_backward_only(llama):
     run = parts(llama, train={"minibatch_size": 16})
     batch, seen = half_idle(run), {True: [], False: []}
     logprobs = run.learner.logprobs
-    run.learner.logprobs = lambda part, *more: (
+    run.learner.logprobs = lambda part, *more, **_: (
         seen[torch.is_grad_enabled()].extend(part.indices) or logprobs(part, *more)
     )
     run.learn(batch)

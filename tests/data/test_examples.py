@@ -1,0 +1,153 @@
+"""`build_examples`: which tokens of a row are prompt, response and trained on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from templates import CHATML, PLAIN, THINKING
+
+from qarl.config.data import DataConfig
+from qarl.data import build_prompts
+from qarl.data.examples import build_examples
+from qarl.errors import UserError
+
+EOS = 1
+TURNS = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "And 3+3?"},
+    {"role": "assistant", "content": "6"},
+]
+
+
+@pytest.fixture
+def section(tokenizer, tmp_path, monkeypatch):
+    """section(rows, template, **data keys) -> `DataConfig` of a file with these rows."""
+
+    def make(rows, template=CHATML, **keys):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return DataConfig(source=str(file), **keys)
+
+    return make
+
+
+@pytest.fixture
+def build(tokenizer, section):
+    """build(rows, template, context, longest, stops, **data keys) -> (prompts, report)."""
+
+    def make(rows, template=CHATML, context=400, longest=200, stops=(EOS,), **keys):
+        return build_examples(section(rows, template, **keys), tokenizer, context, longest, frozenset(stops))
+
+    return make
+
+
+def parts(tokenizer, prompt):
+    """(prompt text, response text, trained text)."""
+    given = prompt.response
+    written = given.written or [True] * len(given.token_ids)
+    trained = [token for token, own in zip(given.token_ids, written, strict=True) if own]
+    return tuple(tokenizer.decode(ids) for ids in (prompt.token_ids, given.token_ids, trained))
+
+
+def test_messages_train_every_turn_of_the_assistant(build, tokenizer):
+    prompts, report = build([{"messages": TURNS}])
+    before, after, trained = parts(tokenizer, prompts[0])
+    assert before.endswith("user\n2+2?<|im_end|>\n<|im_start|>assistant\n")
+    assert before + after == tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert trained == "4<|im_end|>\n6<|im_end|>\n"
+    assert report.tokens == len(trained) and report.kept == 1
+
+
+def test_a_turn_ends_with_its_last_stop_token(build, tokenizer):
+    """The newline that the template writes after it is context, and nothing after the last turn is kept."""
+    prompts, _ = build([{"messages": TURNS}], stops=[tokenizer.convert_tokens_to_ids(">")])
+    _, after, trained = parts(tokenizer, prompts[0])
+    assert trained == "4<|im_end|>6<|im_end|>" and after.endswith("6<|im_end|>")
+
+
+def test_prompts_are_those_of_sampling(build, section, tokenizer):
+    rows = [{"prompt": "2+2?", "completion": "4"}, {"prompt": "3+3?", "completion": "6"}]
+    prompts, _ = build(rows, PLAIN, system_prompt="Be brief.")
+    sampled, _ = build_prompts(section(rows, PLAIN, system_prompt="Be brief."), tokenizer, 400, 200)
+    assert [p.token_ids for p in prompts] == [p.token_ids for p in sampled]
+    assert [parts(tokenizer, p)[1] for p in prompts] == ["4\n", "6\n"]
+
+
+def test_a_completion_of_messages_is_trained_on_and_its_prompt_is_not(build, tokenizer):
+    prompts, _ = build([{"prompt": TURNS[:3], "completion": TURNS[3:]}], PLAIN)
+    before, after, trained = parts(tokenizer, prompts[0])
+    assert "<|assistant|>4" in before and trained == after == "6\n"
+
+
+def test_without_a_chat_template_the_completion_follows_the_prompt_and_ends(build, tokenizer):
+    row = {"prompt": "2+2=", "answer": "4"}
+    prompts, _ = build([row], chat_template=False, response="answer")
+    assert tokenizer.decode(prompts[0].token_ids) == "2+2="
+    assert prompts[0].response.token_ids == [*tokenizer("4")["input_ids"], EOS]
+    assert prompts[0].response.written is None
+
+
+def test_plain_text_trains_every_token_but_the_first(build, tokenizer):
+    prompts, report = build([{"text": "abc"}])
+    assert prompts[0].token_ids + prompts[0].response.token_ids == [*tokenizer("abc")["input_ids"], EOS]
+    assert len(prompts[0].token_ids) == 1 and report.tokens == 3
+
+
+def test_a_template_that_drops_earlier_reasoning_leaves_one_trained_turn(build, tokenizer):
+    turns = [*TURNS[:1], {"role": "assistant", "content": "<think>\neasy\n</think>\n\n4"}, *TURNS[2:]]
+    prompts, _ = build([{"messages": turns}], THINKING)
+    before, after, trained = parts(tokenizer, prompts[0])
+    assert before + after == tokenizer.apply_chat_template(turns, tokenize=False)
+    assert "easy" not in before and trained == "<think>\n\n</think>\n\n6<|im_end|>\n"
+
+
+def test_long_responses_are_cut_and_long_prompts_dropped(build, tokenizer):
+    rows = [
+        {"prompt": "1", "completion": "x" * 30},
+        {"prompt": "y" * 60, "completion": "2"},
+        {"prompt": "3", "completion": "4"},
+    ]
+    prompts, report = build(rows, longest=10, chat_template=False, max_prompt_length=40)
+    assert [p.id for p in prompts] == [0, 2]
+    assert [len(p.response.token_ids) for p in prompts] == [10, 2]
+    assert [p.response.complete for p in prompts] == [False, True]
+    assert report.cut == 1 and sum(report.dropped.values()) == 1
+    assert "1 cut" in report.summary() and "1 dropped" in report.summary()
+    prompts, _ = build(rows[:1], context=8, chat_template=False)
+    assert len(prompts[0].response.token_ids) == 7  # what the context has room for
+
+
+def test_cutting_can_leave_nothing_to_learn(build):
+    """Context after the first turn is not a reason to keep a row; a row always begins with a trained token."""
+    prompts, _ = build([{"messages": TURNS}], PLAIN, longest=1)
+    assert prompts[0].response.token_ids and prompts[0].response.written is None
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "text"),
+    [
+        ({"prompt": "a", "answer": "b"}, {}, "none of the columns completion, response, messages, text"),
+        ({"prompt": "a", "completion": "b"}, {"response": "gold"}, "no column `gold`"),
+        ({"prompt": "a", "completion": ""}, {}, "row 0: `completion` is empty"),
+        ({"prompt": "a", "completion": 4}, {}, "row 0: `completion` is int"),
+        ({"messages": TURNS[:1]}, {}, "no message of the assistant"),
+        ({"messages": TURNS}, {"chat_template": False}, "needs data.chat_template: true"),
+        ({"text": ""}, {}, "row 0: `text` is empty"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_rows_without_a_usable_response_are_refused_in_one_line(build, row, keys, text):
+    with pytest.raises(UserError, match=text) as caught:
+        build([row], **keys)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_with_another_beginning_than_its_generation_prompt_is_refused(build):
+    other = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}(go){% endif %}"
+    )
+    with pytest.raises(UserError, match=r"row 0.*differently"):
+        build([{"messages": TURNS}], other)
