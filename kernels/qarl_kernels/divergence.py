@@ -142,6 +142,6 @@ def token_divergence(
         sum_of: Gradient buffers; autograd then gets no gradient of a master that has one.
 
     Returns:
-        The divergence (R,) float32 in nats, differentiable; and (R,) bool, whether both have the same most likely token.
+        The divergence (R,) float32 in nats, differentiable, and (R,) bool: both have the same most likely token.
     """
     return _TokenDivergence.apply(hidden, master, weight, states, head, divergence, chunk, kernels, sum_of)

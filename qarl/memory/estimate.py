@@ -14,8 +14,11 @@ from qarl_formats.scheme import Scheme, is_ignored
 
 from qarl.config import Config
 from qarl.config.architecture import Architecture
+from qarl.config.check import check_model
 from qarl.config.deepspeed import deepspeed_keys
+from qarl.config.model import ModelConfig
 from qarl.config.quant import scheme_of
+from qarl.errors import UserError
 from qarl.memory.activations import DTYPE_BYTES, Device, activations, fused_pass, logit_bytes, uses_kernels
 from qarl.memory.gathers import codes_in_flight
 from qarl.memory.ranks import Phase, Share, row_share, rows_in_flight, zero_elements, zero_lines
@@ -31,6 +34,7 @@ VLLM_BYTES = {"separate": 1600 * 2**20, "inline": 1250 * 2**20}
 # Two buckets of offloaded state, which passes through the GPU during an optimizer step (`optim.offload`).
 OFFLOAD_BYTES = 2 * 2**28
 MUON_BYTES = 2**30  # `qarl.training.muon.BATCH_BYTES`, which imports torch
+DIVERGENCE_BYTES = 28  # per row and token: `qarl_kernels.divergence` holds up to seven float32 matrices
 DRAWN_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
 
 
@@ -181,10 +185,31 @@ def estimate(
         *sampler_items(config, kv_cache, version, sampler_operands + head, device, memory),
         *([decode_item(config, a.vocab_size)] if kernels and _samples_here(config) else []),
         *kept_items(config, version + sampler_operands + head),
+        *teacher_items(config, a, device),
         *(Item(name, size, "update") for name, size in activations(config, a, device, tokens or micro_batch)),
         *([Item("version in training, in addition to the sampler's", between, "always")] if several else []),
         Item("next version, in addition to the current one", following, "publish"),
         *learner_items(config, a.parameters, rest, sampler_operands + (head if own_dtype else 0), reference, device),
+    ]
+
+
+def teacher_items(config: Config, architecture: Architecture, device: Device) -> list[Item]:
+    """The teacher's weights, and the logits of both models that are compared at once.
+
+    A teacher whose shape cannot be read from a config.json, such as a run, counts as large as the student.
+    """
+    if (teacher := config.objective.teacher) is None:
+        return []
+    try:
+        found = check_model(ModelConfig(path=teacher.path)).architecture or architecture
+    except UserError:
+        found = architecture
+    linears = sum(n * k for _, n, k in found.linears()) + found.vocab_size * found.hidden_size
+    operands = 4 * linears if device == "cpu" else 0  # the CPU multiplies in float32
+    logits = DIVERGENCE_BYTES * (config.train.logprob_chunk or 1) * architecture.vocab_size
+    return [
+        Item("teacher", DTYPE_BYTES[teacher.dtype] * found.parameters + operands, "always"),
+        Item(f"logits of student and teacher ({config.train.logprob_chunk} rows)", logits, "update"),
     ]
 
 
@@ -280,6 +305,7 @@ def sampler_items(
     """Memory that sampling adds on `device`.
 
     The native engine uses the learner's weights and has a KV cache, which is freed on a GPU while the learner trains.
+    With given responses it samples for evaluations only.
     With asynchronous rollouts it is a process with its own weights, on its own GPU (`async_sampler_items`).
     vLLM has its own weights. On a GPU it allocates `memory_frac` of the memory at startup, unless
     `rollout.kv_cache_tokens` sets the size of its cache. Nothing is counted if vLLM has a GPU of its own. With tensor
@@ -299,7 +325,9 @@ def sampler_items(
     if rollout.asynchronous is not None and rollout.replay is None:
         items = async_sampler_items(config, kv_cache, published, operands)
         return items if device == "cpu" else [replace(item, phase="sampler GPU") for item in items]
-    if rollout.engine == "native":
+    if rollout.engine == "data" and not config.evaluation.tasks:
+        return []
+    if rollout.engine != "vllm":
         return [Item(cache, kv_cache, "always" if device == "cpu" else "rollout", "sampler")]
     fast, delta = rollout.numerics == "fast", vllm.publish == "delta"  # exact numerics keep no second copy
     if device == "cuda":

@@ -32,9 +32,20 @@ WORKING: dict[str, tuple[str, ...]] = {
     "compare": (COMPARE, "compare nomodel.yaml --seeds 0,1 --out out", f"compare {RUN} {RUN} --out out"),
     "diagnose": (f"diagnose {RUN} --no-gradients",),
     "train": ("train tiny.yaml",),
+    "sft": ("sft tiny.yaml reward={} data.response=answer",),
+    "distill": ("distill tiny.yaml objective.teacher.path=model",),
     "verify-exact": ("verify-exact model --tokens 8 --longest 8", f"verify-exact {RUN} --tokens 8 --longest 8"),
 }
-WEIGHTS = {name: 8 for name in WORKING} | {"check": 3, "schema": 1, "runs": 4, "report": 4, "diagnose": 4, "train": 1}
+WEIGHTS = {name: 8 for name in WORKING} | {
+    "check": 3,
+    "schema": 1,
+    "runs": 4,
+    "report": 4,
+    "diagnose": 4,
+    "train": 1,
+    "sft": 1,
+    "distill": 1,
+}
 SLOW = {("export", "verify"), ("verify-exact", "engine")}  # start vLLM where it is installed, which takes a minute
 KINDS = {"option": 5, "positional": 1, "unknown": 1, "missing": 1, "extra": 1, "bare": 1}
 lists = sampled_from(listed("bf16  bf16,bf16  ,  w4a16,  0,1,2  0,-1  1-3  a,b  1e3  0x1  ²,1  bf16 , fp8"))
