@@ -188,7 +188,7 @@ def test_a_machine_without_memory_is_no_bug(config, loop, capsys):
 
     loop.train = fail
     assert run("train", config) == 2
-    assert capsys.readouterr().err == "error: out of memory (MemoryError); take a larger machine\n"
+    assert capsys.readouterr().err == "error: out of memory (MemoryError); use a larger machine\n"
 
 
 def test_a_leftover_interrupt_exits_130(config, loop):

@@ -137,12 +137,12 @@ def test_a_number_out_of_its_range_is_one_line_that_names_its_option(command, op
     ("argv", "line"),
     [
         (["nope"], "error: no such command 'nope'; see qarl --help"),
-        (["check"], "error: CONFIG: is required, and not given; see qarl check --help"),
+        (["check"], "error: CONFIG: is required; see qarl check --help"),
         (["generate", "x", "--n", "x"], "error: --n: must be a valid integer"),
         (["generate", "x", "--n", "0"], "error: --n: must be greater than or equal to 1; see qarl generate --help"),
         (["generate", "x", "--n"], "error: option '--n' requires an argument; see qarl"),
         (["generate", "x", "--nn", "1"], "error: no such option: --nn (Possible options: --"),
-        (["quantize", "x", "y"], "error: --scheme: is required, and not given; see qarl quantize --help"),
+        (["quantize", "x", "y"], "error: --scheme: is required; see qarl quantize --help"),
         (
             ["generate", "x", "--kv-cache-dtype", "int8"],
             "error: --kv-cache-dtype: 'int8' is not one of 'auto', 'fp8'; see qarl generate --help",

@@ -1,4 +1,4 @@
-"""The command line: parsing and printing only. The other commands have one module each."""
+"""The command line: parsing and printing only. Other commands have one module each."""
 
 from __future__ import annotations
 
@@ -36,19 +36,23 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # what is wrong on the command line goes the one way to the terminal, see qarl.terminal
+    rich_markup_mode=None,  # usage errors are printed like all others, see qarl.terminal
 )
 
-NOT_HERE = "warning: will not train here: "  # of a configuration that may train on another machine
+NOT_HERE = "warning: will not train here: "  # the configuration may train on another machine
 
 ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML configuration; see configs/.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Values that replace the file's, as YAML.")
+    list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Overrides of the file's values, as YAML.")
 ]
 Processes = Annotated[
     int | None,
     typer.Option(
-        "--nproc", min=1, max=DEVICES, help="Ranks on this machine, one a GPU; default 1.", show_default=False
+        "--nproc",
+        min=1,
+        max=DEVICES,
+        help="Number of ranks on this machine, one per GPU. Default: 1.",
+        show_default=False,
     ),
 ]
 
@@ -66,7 +70,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _main(argv)
     except SystemExit as end:
         if end.code and rank_of_several():
-            # Taking the interpreter down may wait for collectives that other ranks will not come to.
+            # Normal interpreter shutdown may wait for collectives that other ranks never enter.
             os._exit(end.code if isinstance(end.code, int) else 1)
         raise
 
@@ -74,30 +78,32 @@ def main(argv: list[str] | None = None) -> NoReturn:
 @inert_output()
 def _main(argv: list[str] | None) -> NoReturn:
     try:
-        with memory_errors("take a larger machine"):  # of what does not say itself what to lower
-            code = app(args=own_arguments(argv), prog_name="qarl", standalone_mode=False)  # wrong usage is a line too
+        with memory_errors("use a larger machine"):  # used where the failing code does not suggest what to lower
+            code = app(
+                args=own_arguments(argv), prog_name="qarl", standalone_mode=False
+            )  # usage errors are also printed as one line
     except UserError as error:
         _say(str(error), 2)
         raise SystemExit(2) from None
     except OtherRankFailed as error:
-        _say(f"{error}; this rank ends with it; rerun the same command to resume", OTHER_RANK)
+        _say(f"{error}; this rank stops too; rerun the same command to resume", OTHER_RANK)
         raise SystemExit(OTHER_RANK) from None
     except UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # not in every typer
+        if type(error).__name__ == "NoArgsIsHelpError":  # only in some versions of typer
             error.show()
         else:
             print(f"error: {usage_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(130) from None
-    except Exception as error:  # the last handler of the program
+    except Exception as error:  # last resort
         if (line := machine_fault(error)) is not None:
             _say(with_traceback(line, error), 2)
             raise SystemExit(2) from None
         _say(unexpected(error), UNEXPECTED)
         raise SystemExit(UNEXPECTED) from None
-    except BaseException as error:  # commands return their exit code, so SystemExit comes from code that one called
-        _say(f"code that the command calls raised {describe(error)}, which ends the process before the command does", 2)
+    except BaseException as error:  # commands return their exit code, so SystemExit comes from code that they called
+        _say(f"code called by the command tried to exit with {describe(error)}", 2)
         raise SystemExit(2) from None
     if not code:
         mark_done()
@@ -105,7 +111,7 @@ def _main(argv: list[str] | None) -> NoReturn:
 
 
 def _say(text: str, code: int) -> None:
-    """One line on stderr for each of `text`; the launcher's to print where the process is the first of its ranks."""
+    """Print each line of `text` on stderr; on the first rank of a launch, the launcher prints it."""
     if write_exit_record(text, code):
         return
     for line in text.split("\n"):
@@ -126,7 +132,7 @@ def _options(
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UserError("the working directory has been removed; change to one that exists") from None
+        raise UserError("the working directory was removed; change to an existing one") from None
 
 
 @app.command()
@@ -153,7 +159,7 @@ def _train(config: str, overrides: list[str], nproc: int | None) -> int:
     if own is None and nproc is not None and nproc > 1:
         return train_on_ranks(config, overrides, nproc)
     if own is not None and nproc not in (None, own.count):
-        raise UserError(f"--nproc: {nproc}, but a launcher has started {own.count} ranks already; leave it out")
+        raise UserError(f"--nproc: {nproc}, but a launcher has started {own.count} ranks already; remove the option")
     return api.train(config, overrides).exit_code
 
 
@@ -208,11 +214,11 @@ def _print_estimate(items: list[Item], device: Literal["cpu", "cuda"], ranks: in
     for item in items:
         table.add_row(item.name, item.phase, f"{item.bytes / 2**30:.2f}")
     table.add_section()
-    table.add_row("peak", "always + the largest of the others", f"{peak_bytes(items) / 2**30:.2f}")
+    table.add_row("peak", "always + the largest other item", f"{peak_bytes(items) / 2**30:.2f}")
     if device == "cpu":
         if ranks > 1:
             table.add_row("all ranks", "", f"{ranks * peak_bytes(items) / 2**30:.2f}")
-        table.add_row("this machine, swap included", "", f"{machine_bytes() / 2**30:.2f}")
+        table.add_row("this machine, including swap", "", f"{machine_bytes() / 2**30:.2f}")
     Console().print(table)
 
 

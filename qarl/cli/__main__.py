@@ -1,4 +1,4 @@
-"""`python -m qarl.cli`: the same as `qarl`."""
+"""`python -m qarl.cli` is the same as `qarl`."""
 
 from qarl.cli import main
 

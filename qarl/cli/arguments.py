@@ -1,7 +1,6 @@
-"""Texts and paths of the command line: what typer hands on as it came is looked at here, and refused in one line.
+"""Parsing of texts and paths on the command line, with one-line errors.
 
-Numbers have their bounds from `qarl.config.limits` beside the option, or from the section of the configuration that
-they become a part of.
+Bounds of numbers come from `qarl.config.limits`, next to the option, or from the configuration section that uses them.
 """
 
 from __future__ import annotations
@@ -20,13 +19,18 @@ from qarl.inputs.files import Unreadable
 from qarl.inputs.json import json_kind, parse_json
 from qarl.inputs.paths import path_fault, shown_path
 
-UsageError: Any = typer.BadParameter.__mro__[1]  # of the click that comes with typer, or of click itself
+UsageError: Any = typer.BadParameter.__mro__[1]  # from typer's bundled click, or from click itself
 
-_LONGEST = 300  # characters of a line about wrong usage
+_LONGEST = 300  # longest usage error, in characters
 
 
 def path_of(place: str, stream: bool = False) -> Callable[[str], Path]:
-    """A parser of a path. place: the option or argument, for messages. stream: whether a pipe or device will do."""
+    """Return a parser of a path.
+
+    Args:
+        place: Option or argument, for messages.
+        stream: Whether pipes and devices are accepted.
+    """
 
     def parse(value: str | Path) -> Path:
         try:
@@ -41,18 +45,26 @@ def path_of(place: str, stream: bool = False) -> Callable[[str], Path]:
 
 
 def name_of(place: str) -> Callable[[str], str]:
-    """A parser of a run, checkpoint or model: a path, or a name of the hub or a package, and left as it is."""
+    """Return a parser of a run, checkpoint or model: a path, or a name on the hub or in a package.
+
+    Args:
+        place: Option or argument, for messages.
+    """
 
     def parse(value: str) -> str:
         if fault := path_fault(value):
             raise UserError(f"{place}: '{shown_path(value)}': {fault}")
-        return text_of(place)(value)  # it goes into configurations, which are UTF-8
+        return text_of(place)(value)  # it is written to configurations, which are UTF-8
 
     return parse
 
 
 def text_of(place: str) -> Callable[[str], str]:
-    """A parser of a text that has to be UTF-8."""
+    """Return a parser of UTF-8 text.
+
+    Args:
+        place: Option or argument, for messages.
+    """
 
     def parse(value: str) -> str:
         try:
@@ -65,7 +77,11 @@ def text_of(place: str) -> Callable[[str], str]:
 
 
 def json_object(text: str | None, place: str) -> dict[str, Any] | None:
-    """The JSON object that an option gives, if it is given. Raises UserError, which names `place`."""
+    """Parse the JSON object given as an option; None if the option is not given.
+
+    Raises:
+        UserError: It is not a JSON object; names `place`.
+    """
     if text is None:
         return None
     try:
@@ -78,14 +94,14 @@ def json_object(text: str | None, place: str) -> dict[str, Any] | None:
 
 
 def usage_line(error: Any) -> str:
-    """One line about a `UsageError`: the option, what is wrong with it, and where help is."""
+    """Format a `UsageError` in one line: the option, the problem, and how to get help."""
     message = error.format_message()
     parameter = getattr(error, "param", None)
     if parameter is not None:
         option = next((name for name in parameter.opts if name.startswith("--")), None)
         place = option or parameter.metavar or str(parameter.name).upper()
         said = re.sub(r"^\w+ should (be|have)", r"must \1", str(error.message).removeprefix("Value error, "))
-        said = said or "is required, and not given"
+        said = said or "is required"
         message = f"{place}: {said}"
     command = error.ctx.command_path if error.ctx is not None else "qarl"
     text = shown(message, _LONGEST).rstrip(".")

@@ -1,4 +1,4 @@
-"""`qarl compare`: several runs of one configuration, existing runs, or the schemes of a model without RL."""
+"""`qarl compare`: several runs of one configuration, existing runs, or schemes of a model without RL."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ def compare(
         list[str] | None,
         typer.Argument(
             metavar="CONFIG|STUDY [KEY.PATH=VALUE ...] | RUN RUN ...",
-            help="A configuration or a study of named variants (configs/reproductions), whose members are trained "
-            "where they are not there yet; or run directories.",
+            help="A configuration, or a study of named variants (configs/reproductions): trains the missing members. "
+            "Or existing run directories.",
             show_default=False,
         ),
     ] = None,
     schemes: Annotated[
         str | None,
-        typer.Option("--schemes", metavar="LIST", help=f"Of {','.join(scheme_names())}; default the configuration's."),
+        typer.Option(
+            "--schemes", metavar="LIST", help=f"Choose from {','.join(scheme_names())}. Default: as configured."
+        ),
     ] = None,
     learners: Annotated[
         str | None,
         typer.Option(
-            "--learners", metavar="LIST", help="Of aligned,fake_quant,full_precision; default the configuration's."
+            "--learners", metavar="LIST", help="Choose from aligned,fake_quant,full_precision. Default: as configured."
         ),
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option("--seeds", metavar="LIST", help="Such as 0,1,2; default the configuration's.")
+        str | None, typer.Option("--seeds", metavar="LIST", help="Such as 0,1,2. Default: as configured.")
     ] = None,
     out: Annotated[
         Path | None,
@@ -45,7 +47,7 @@ def compare(
             "--out",
             parser=path_of("--out"),
             metavar="DIR",
-            help="Directory of table, page, plots and members; default runs/compare-NAME.",
+            help="Directory for table, page, plots and members. Default: runs/compare-NAME.",
         ),
     ] = None,
     reuse: Annotated[
@@ -54,7 +56,7 @@ def compare(
             "--reuse",
             parser=path_of("--reuse"),
             metavar="DIR",
-            help="Take finished runs of the same configuration from below; repeatable.",
+            help="Reuse finished runs of the same configuration found in DIR. Repeatable.",
         ),
     ] = None,
     profile: Annotated[
@@ -63,17 +65,21 @@ def compare(
             "--profile",
             parser=text_of("--profile"),
             metavar="NAME",
-            help="Of a STUDY: one of its sizes, such as gpu.",
+            help="One of a STUDY's profiles, such as gpu.",
             show_default=False,
         ),
     ] = None,
     only: Annotated[
-        str | None, typer.Option("--only", metavar="LIST", help="Of a STUDY: these variants alone.", show_default=False)
+        str | None,
+        typer.Option("--only", metavar="LIST", help="Train only these variants of a STUDY.", show_default=False),
     ] = None,
     jobs: Annotated[
         int | None,
         typer.Option(
-            min=1, max=WORKERS, help="Members trained at once, spread over the GPUs; default 1.", show_default=False
+            min=1,
+            max=WORKERS,
+            help="Number of members trained concurrently, spread over the GPUs. Default: 1.",
+            show_default=False,
         ),
     ] = None,
     offline: Annotated[
@@ -82,7 +88,7 @@ def compare(
             "--offline",
             parser=name_of("--offline"),
             metavar="MODEL",
-            help="Compare --schemes of a model or run without RL.",
+            help="Compare the --schemes of a model or run without RL.",
         ),
     ] = None,
     text: Annotated[
@@ -91,40 +97,48 @@ def compare(
             "--text",
             parser=path_of("--text", stream=True),
             metavar="FILE",
-            help="With --offline: UTF-8 text; default one that comes with qarl.",
+            help="With --offline: UTF-8 text file. Default: a text included in qarl.",
         ),
     ] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(min=-1, max=128, help=f"With --offline: of {GROUPED}; default 128.", show_default=False),
+        typer.Option(
+            min=-1, max=128, help=f"With --offline: group size of {GROUPED}. Default: 128.", show_default=False
+        ),
     ] = None,
     kv_cache_dtype: Annotated[
         KVCacheDtype | None,
         typer.Option(
-            "--kv-cache-dtype", help="With --offline: of every scheme; default the run's.", show_default=False
+            "--kv-cache-dtype",
+            help="With --offline: KV cache dtype of every scheme. Default: the run's.",
+            show_default=False,
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, max=TOKENS, help="With --offline: tokens of the text used; default 4096.", show_default=False
+            min=1,
+            max=TOKENS,
+            help="With --offline: number of tokens of the text to use. Default: 4096.",
+            show_default=False,
         ),
     ] = None,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None, typer.Option(help="With --offline; default auto.", show_default=False)
+        Literal["auto", "cpu", "cuda"] | None,
+        typer.Option(help="With --offline: device. Default: auto.", show_default=False),
     ] = None,
     verify_digests: Annotated[
         bool | None,
         typer.Option(
             "--verify-digests/--no-verify-digests",
-            help="With --offline: compare an exported model with its qarl_export.json; default on.",
+            help="With --offline: check an exported model against its qarl_export.json. Default: on.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Compare schemes, learners and seeds of a configuration, the variants of a study, or existing runs.
+    """Compare schemes, learners and seeds of a configuration, variants of a study, or existing runs.
 
-    The same command resumes an interrupted comparison. Exit code 1: a member failed, and its row says why.
+    Rerun the same command to resume an interrupted comparison. Exit code 1: a member failed; its row says why.
     """
     only_offline: dict[str, object] = {"--text": text, "--group-size": group_size, "--max-tokens": max_tokens}
     only_offline |= {"--kv-cache-dtype": kv_cache_dtype, "--device": device}
@@ -132,11 +146,13 @@ def compare(
     only_config = {"--learners": learners, "--seeds": seeds, "--reuse": reuse or None, "--jobs": jobs}
     only_study = {"--profile": profile, "--only": only}
     if offline is not None:
-        refuse(only_config | only_study, "needs training runs; leave it out with --offline")
+        refuse(only_config | only_study, "needs training runs; remove it or --offline")
         if offline.startswith("-"):
-            raise UserError(f"--offline: '{offline}' is no model; give a run, a directory, a hub name, or package:NAME")
+            raise UserError(
+                f"--offline: '{offline}' is not a model; give a run, a directory, a hub name, or package:NAME"
+            )
         if targets:
-            raise UserError(f"compare: '{targets[0]}': --offline takes one model and nothing else; leave it out")
+            raise UserError(f"compare: '{targets[0]}': --offline takes one model and no other argument; remove it")
         if schemes is None:
             raise UserError(f"--schemes: needed with --offline, such as --schemes {','.join(scheme_names())}")
         done = api.compare_offline(
@@ -151,9 +167,9 @@ def compare(
             verify_digests=verify_digests is not False,
         )
         raise typer.Exit(done.exit_code)
-    refuse(only_offline, "is for --offline; leave it out")
+    refuse(only_offline, "requires --offline")
     if not targets:
-        raise UserError("compare: nothing given; give a CONFIG, two run directories, or --offline MODEL")
+        raise UserError("compare: nothing to compare; give a CONFIG, two run directories, or --offline MODEL")
     first = path_of("compare")(targets[0])
     if not first.exists():
         raise UserError(f"{targets[0]}: no such file or directory; give a CONFIG, or run directories")

@@ -1,4 +1,4 @@
-"""`qarl diagnose`: what one step of a run shows of precision and mismatch."""
+"""`qarl diagnose`: what one step of a run shows about precision and mismatch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from qarl.diagnostics.diagnose.run import Diagnosed
 
-INDENT = 2  # of a metric under what it is about
-BESIDE = 80  # characters beside the metrics' names: the value, the borders, and an explanation of two lines at most
+INDENT = 2  # of a metric below its heading
+BESIDE = 80  # characters next to metric names: value, borders, and an explanation of at most two lines
 
 
 def diagnose(
@@ -31,10 +31,13 @@ def diagnose(
     ],
     step: Annotated[
         int | None,
-        typer.Option(min=0, max=STEPS, help="Which step; default the last one with both rollouts and a checkpoint."),
+        typer.Option(
+            min=0, max=STEPS, help="Step to diagnose. Default: the last one with both rollouts and a checkpoint."
+        ),
     ] = None,
     gradients: Annotated[
-        bool, typer.Option("--gradients/--no-gradients", help="Four backwards over the step's first minibatch.")
+        bool,
+        typer.Option("--gradients/--no-gradients", help="Also run four backwards over the step's first minibatch."),
     ] = True,
     out: Annotated[
         Path | None, typer.Option("--out", parser=path_of("--out"), metavar="DIR", help="Default RUN/diagnose/NNNNNN.")
@@ -42,12 +45,12 @@ def diagnose(
     model: MovedModel = None,
     device: Device = "auto",
 ) -> None:
-    """Recompute a step's log-probs in the learner's and in the sampler's arithmetic, and read the numbers.
+    """Recompute a step's log-probs in the learner's and in the sampler's arithmetic, and interpret the differences.
 
-    Says which failure mode they point to: mismatch, phantom clipping, a gradient or an update that precision turns,
-    error tokens. The run itself stays as it is.
+    Reports which failure mode they indicate: mismatch, phantom clipping, a gradient or an update reversed by low
+    precision, error tokens. The run itself is not changed.
     """
-    read_run_config(run)  # what is no run is refused before torch is imported
+    read_run_config(run)  # reject anything but a run before importing torch
     wait_politely()
     from qarl.diagnostics.diagnose.run import diagnose_run
     from qarl.training.noise import quiet_libraries
@@ -85,7 +88,7 @@ def _print(found: Diagnosed) -> None:
 
 
 def numbers_table(metrics: Mapping[str, float], title: str, width: int) -> Table:
-    """Every number with what it is, as the page has it: beside it where `width` characters allow, else below."""
+    """Table of all numbers with explanations, next to them if `width` characters suffice, else below."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table
@@ -100,7 +103,7 @@ def numbers_table(metrics: Mapping[str, float], title: str, width: int) -> Table
     table.add_column("metric", width=names if beside else None)
     table.add_column("value", justify="right", no_wrap=True)
     if beside:
-        table.add_column("what it is")
+        table.add_column("meaning")
     for heading, rows in grouped(metrics):
         table.add_section()
         table.add_row(Text(heading, "bold"))

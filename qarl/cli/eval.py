@@ -30,22 +30,24 @@ def evaluate(
             "--data",
             parser=text_of("--data"),
             metavar="NAME[=PATH]",
-            help=f"A set ({', '.join(PRESETS)}), from the hub or from a local file with its columns; may be given "
-            "again. Without it: the run's evaluation.tasks, or else its training data.",
+            help=f"Data set ({', '.join(PRESETS)}), from the hub or a local file with the same columns. Repeatable. "
+            "Default: the run's evaluation.tasks, or else its training data.",
         ),
     ] = None,
     scheme: Scheme = None,
     group_size: GroupSize = None,
     kv_cache_dtype: KVCache = None,
-    samples: Annotated[int | None, typer.Option(help="Responses per prompt; default 4, greedy 1.")] = None,
-    k: Annotated[str | None, typer.Option(help="Every k of pass@k, as in 1,4; default 1 and --samples.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Responses per prompt. Default: 4, or 1 if greedy.")] = None,
+    k: Annotated[
+        str | None, typer.Option(help="Values of k for pass@k, such as 1,4. Default: 1 and --samples.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 1.")] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Wrap prompts in the chat template. Default: with --data as the run, or the exported run, was "
-            "trained, for another model if it has one; without --data as each task says.",
+            help="Apply the chat template. Default: as in training for a run or its export, and for other models "
+            "if they have one; without --data, as configured per task.",
         ),
     ] = None,
     system: Annotated[
@@ -54,29 +56,29 @@ def evaluate(
             "--system",
             parser=text_of("--system"),
             metavar="TEXT",
-            help="System message. Default: with --data the run's data.system_prompt.",
+            help="System message. Default: with --data, the run's data.system_prompt.",
         ),
     ] = None,
     chat_template_kwargs: TemplateKwargs = None,
     max_response_length: Annotated[
-        int | None, typer.Option(help="Tokens; default: as the run evaluates, 1024 with --data.")
+        int | None, typer.Option(help="Tokens. Default: as configured in the run; 1024 with --data.")
     ] = None,
     max_prompts: Annotated[
-        int | None, typer.Option(min=1, max=ROWS, help="Only the first prompts of each set.")
+        int | None, typer.Option(min=1, max=ROWS, help="Use only the first prompts of each set.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Of the random streams; default 0.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Random seed. Default: 0.")] = None,
     step: Step = None,
     model: MovedModel = None,
     verify_digests: VerifyDigests = True,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", parser=path_of("--out"), metavar="DIR", help="Results directory; default RUN/eval/... or eval/..."
+            "--out", parser=path_of("--out"), metavar="DIR", help="Results directory. Default: RUN/eval/... or eval/..."
         ),
     ] = None,
     device: Device = "auto",
 ) -> None:
-    """Evaluate a quantized policy: avg@k and pass@k with 95 % confidence intervals. Rerun to go on."""
+    """Evaluate a quantized policy: avg@k and pass@k with 95 % confidence intervals. Rerun to resume."""
     ks = None if k is None else _numbers(k)
     found = api.evaluate(
         target,
@@ -104,10 +106,10 @@ def evaluate(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers of --k; whether they fit --samples, the evaluation section tells."""
+    """Parse --k; the evaluation section checks the values against --samples."""
     parts = [part.strip() for part in text.split(",", ITEMS)]
     if not all(part.isascii() and part.isdecimal() and len(part) <= 9 for part in parts):
-        raise UserError(f"--k {shown(text)}: must be whole numbers with commas between, as in 1,4")
+        raise UserError(f"--k {shown(text)}: must be comma-separated whole numbers, such as 1,4")
     return tuple(map(int, parts))
 
 

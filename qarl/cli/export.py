@@ -1,4 +1,4 @@
-"""`qarl export`: a run's checkpoint as a compressed-tensors checkpoint."""
+"""`qarl export`: write a run's checkpoint as a compressed-tensors checkpoint."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ShardSize = Annotated[
         "--max-shard-size",
         parser=text_of("--max-shard-size"),
         metavar="SIZE",
-        help="Tensors in one file at most, e.g. 5GB or 500MB.",
+        help="Maximum size of one file, such as 5GB or 500MB.",
     ),
 ]
 Unpacked = Annotated[
-    bool, typer.Option("--unpacked", help="int4 codes one to a byte (int-quantized), which some W4A8 kernels want.")
+    bool, typer.Option("--unpacked", help="Store one int4 code per byte (int-quantized), as some W4A8 kernels require.")
 ]
 NoVllm = Annotated[
     bool,
-    typer.Option("--no-vllm", help="Allow what vLLM cannot load; only transformers and qarl have to read the result."),
+    typer.Option("--no-vllm", help="Allow formats that only transformers and qarl can load, not vLLM."),
 ]
 PushToHub = Annotated[
     str | None,
@@ -48,22 +48,24 @@ def export(
     ],
     out: Annotated[
         Path | None,
-        typer.Argument(parser=path_of("OUT"), metavar="[OUT]", help="New directory; default RUN/export."),
+        typer.Argument(parser=path_of("OUT"), metavar="[OUT]", help="New directory. Default: RUN/export."),
     ] = None,
     step: Step = None,
     model: MovedModel = None,
-    dtype: Annotated[Literal["bf16"] | None, typer.Option(help="Export the masters, unquantized.")] = None,
+    dtype: Annotated[
+        Literal["bf16"] | None, typer.Option(help="Export the master weights in this dtype, unquantized.")
+    ] = None,
     max_shard_size: ShardSize = "5GB",
     unpacked: Unpacked = False,
     no_vllm: NoVllm = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Load it again and compare it with the run.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Load the result and compare it with the run.")] = False,
     push_to_hub: PushToHub = None,
-    private: Annotated[bool, typer.Option("--private", help="A new repository of --push-to-hub is private.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new --push-to-hub repository private.")] = False,
 ) -> None:
-    """Write a run's checkpoint as a compressed-tensors checkpoint for vLLM and transformers; its codes bit for bit.
+    """Write a run's checkpoint as a compressed-tensors checkpoint for vLLM and transformers, bit for bit.
 
-    With --verify the exit code is 1 if a reader disagrees with the run. The checkpoint stays, with verification.json,
-    and is not pushed.
+    With --verify, exit code 1 means that a reader disagrees with the run. The export is kept, with verification.json,
+    but not pushed.
     """
     with bar(str(out or "export")) as progress:
         written = api.export(
@@ -101,7 +103,7 @@ def show(report: ExportResult) -> None:
 
 @contextmanager
 def bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the bytes written on a terminal; show nothing elsewhere."""
+    """Show the number of bytes written, only on a terminal."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from qarl.terminal.console import Console

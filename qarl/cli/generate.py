@@ -1,4 +1,4 @@
-"""`qarl generate`: completions of a few prompts."""
+"""`qarl generate`: complete a few prompts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from qarl.utils.threads import wait_politely
 def generate(
     target: Annotated[
         str,
-        typer.Argument(parser=name_of("RUN|CHECKPOINT|MODEL"), metavar="RUN|CHECKPOINT|MODEL", help="What to ask."),
+        typer.Argument(parser=name_of("RUN|CHECKPOINT|MODEL"), metavar="RUN|CHECKPOINT|MODEL", help="Policy to use."),
     ],
     prompt: Annotated[
         list[str] | None,
-        typer.Option(
-            "--prompt", parser=text_of("--prompt"), metavar="TEXT", help="A prompt; give it more than once for several."
-        ),
+        typer.Option("--prompt", parser=text_of("--prompt"), metavar="TEXT", help="A prompt. Repeatable."),
     ] = None,
     prompt_file: Annotated[
         Path | None,
@@ -33,7 +31,7 @@ def generate(
             "--prompt-file",
             parser=path_of("--prompt-file", stream=True),
             metavar="FILE",
-            help="A UTF-8 file that is one more prompt.",
+            help="UTF-8 file with a prompt.",
         ),
     ] = None,
     chat: Annotated[
@@ -63,10 +61,12 @@ def generate(
             help="Text that ends a completion; may be given again. Default: the run's rollout.stop; '' is none.",
         ),
     ] = None,
-    n: Annotated[int, typer.Option(min=1, max=SAMPLES, help="Samples per prompt.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, max=VOCABULARY, help="Only the k most probable tokens; 0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Smallest set of tokens with this probability; 1 is off.")] = 1.0,
+    n: Annotated[int, typer.Option(min=1, max=SAMPLES, help="Number of samples per prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, max=VOCABULARY, help="Keep only the k most probable tokens. 0: off.")
+    ] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the smallest set of tokens with this probability. 1: off.")] = 1.0,
     min_p: Annotated[
         float, typer.Option(help="Only tokens of at least this share of the most probable one's probability; 0 is off.")
     ] = 0.0,
@@ -78,20 +78,20 @@ def generate(
     model: MovedModel = None,
     verify_digests: VerifyDigests = True,
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the random stream.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Random seed.")] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a completion, with token ids and log-probs.")
+        bool, typer.Option("--json", help="Print one JSON object per completion, with token ids and log-probs.")
     ] = False,
 ) -> None:
-    """Complete prompts with a policy, on the quantized tensors that it is served with.
+    """Complete prompts with a policy on the quantized tensors that it is served with.
 
-    A prompt is taken as it is: a run's data.prompt_template is not applied to it.
+    Prompts are used as given: a run's data.prompt_template is not applied.
     """
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(target, step=step, quant=quant, model=model, verify_digests=verify_digests)
     arguments = json_object(chat_template_kwargs, TEMPLATE_OPTION)
     wait_politely()
-    from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known
+    from qarl.inference.generate import Look, complete, gather_texts  # imports torch, so only once the target is known
     from qarl.training.console import RunConsole
 
     texts = gather_texts(prompt or [], prompt_file)
@@ -106,7 +106,7 @@ def generate(
         if number:
             console.message("")
         console.message(completed.head())
-        for line in completed.rollout.text.split("\n"):  # other control characters come out as escapes
+        for line in completed.rollout.text.split("\n"):  # other control characters are escaped
             console.message(line)
 
 

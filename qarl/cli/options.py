@@ -17,13 +17,13 @@ Scheme = Annotated[
         "--scheme",
         parser=text_of("--scheme"),
         metavar="SCHEME",
-        help="Default: the run's or checkpoint's; for a model bf16.",
+        help="Quantization scheme. Default: the run's or checkpoint's; bf16 for a model.",
     ),
 ]
-GroupSize = Annotated[int | None, typer.Option(min=-1, max=128, help=f"Of {GROUPED}: 32, 64, 128 or -1.")]
+GroupSize = Annotated[int | None, typer.Option(min=-1, max=128, help=f"Group size of {GROUPED}: 32, 64, 128 or -1.")]
 KVCache = Annotated[
     KVCacheDtype | None,
-    typer.Option("--kv-cache-dtype", help="What the KV cache holds; default: as the run was trained, else auto."),
+    typer.Option("--kv-cache-dtype", help="dtype of the KV cache. Default: as in training, else auto."),
 ]
 TemplateKwargs = Annotated[
     str | None,
@@ -32,21 +32,21 @@ TemplateKwargs = Annotated[
         parser=text_of(TEMPLATE_OPTION),
         metavar="TEXT",
         help="Arguments of the chat template as a JSON object, such as '{\"enable_thinking\": false}'. Default: the "
-        "run's own.",
+        "run's.",
     ),
 ]
-Step = Annotated[int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")]
+Step = Annotated[int | None, typer.Option(min=0, max=STEPS, help="Checkpoint of a run. Default: the newest.")]
 MovedModel = Annotated[
     str | None,
     typer.Option(
-        "--model", parser=name_of("--model"), metavar="MODEL", help="Where the run's base model is now, if it moved."
+        "--model", parser=name_of("--model"), metavar="MODEL", help="New location of the run's base model, if it moved."
     ),
 ]
 VerifyDigests = Annotated[
     bool,
     typer.Option(
         "--verify-digests/--no-verify-digests",
-        help="Compare an exported directory with its qarl_export.json: tensors, configuration, tokenizer.",
+        help="Check an exported directory (tensors, configuration, tokenizer) against its qarl_export.json.",
     ),
 ]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is one.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA if available.")]

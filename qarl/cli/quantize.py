@@ -1,4 +1,4 @@
-"""`qarl quantize`: a model as a compressed-tensors checkpoint, rounded to nearest."""
+"""`qarl quantize`: round a model to nearest and write it as a compressed-tensors checkpoint."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ def quantize(
     out: Annotated[Path, typer.Argument(parser=path_of("OUT"), metavar="OUT", help="New directory.")],
     scheme: Annotated[
         str,
-        typer.Option("--scheme", parser=text_of("--scheme"), metavar="SCHEME", help=f"{SCHEMES}, or bf16 for none."),
+        typer.Option(
+            "--scheme", parser=text_of("--scheme"), metavar="SCHEME", help=f"{SCHEMES}, or bf16 for no quantization."
+        ),
     ],
     group_size: Annotated[
-        int | None, typer.Option(min=-1, max=128, help=f"Inputs that share a scale, {GROUPED}: 32, 64, 128, or -1.")
+        int | None, typer.Option(min=-1, max=128, help=f"Group size of {GROUPED}: 32, 64, 128, or -1.")
     ] = None,
-    asymmetric: Annotated[bool, typer.Option("--asymmetric", help=f"With zero points, {ZERO_POINTS}.")] = False,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help=f"Use zero points ({ZERO_POINTS}).")] = False,
     grid: Annotated[
         str | None,
         typer.Option(
             "--grid",
             parser=text_of("--grid"),
             metavar="GRID",
-            help=f"symmetric7: codes -7 to 7 instead of -8 to 7, {GROUPED}.",
+            help=f"symmetric7: codes -7 to 7 instead of -8 to 7 ({GROUPED}).",
         ),
     ] = None,
     ignore: Annotated[
@@ -46,7 +48,7 @@ def quantize(
             "--ignore",
             parser=text_of("--ignore"),
             metavar="NAME",
-            help="Layer to leave unquantized, besides lm_head; or re:REGEX.",
+            help="Layer to leave unquantized in addition to lm_head, or re:REGEX. Repeatable.",
         ),
     ] = None,
     max_shard_size: ShardSize = "5GB",
@@ -54,7 +56,7 @@ def quantize(
     verify_digests: VerifyDigests = True,
     no_vllm: NoVllm = False,
 ) -> None:
-    """Write a model as a compressed-tensors checkpoint, each weight rounded to the nearest code: a baseline."""
+    """Write a model as a compressed-tensors checkpoint, each weight rounded to the nearest code. A baseline."""
     with bar(str(out)) as progress:
         written = api.quantize(
             model,

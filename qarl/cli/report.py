@@ -1,4 +1,4 @@
-"""`qarl report`: the page of one run."""
+"""`qarl report`: write the page of one run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def report(
             "--out",
             parser=path_of("--out"),
             metavar="FILE",
-            help="The page's file; plots/ goes beside it. RUN/report.html.",
+            help="File of the page; plots/ is written next to it. Default: RUN/report.html.",
         ),
     ] = None,
 ) -> None:

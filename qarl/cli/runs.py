@@ -1,4 +1,4 @@
-"""`qarl runs`: the runs below a directory."""
+"""`qarl runs`: list the runs in a directory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from qarl.storage.runs import METRICS, RunRecord, find_runs
 
 def runs(
     root: Annotated[
-        Path, typer.Argument(parser=path_of("ROOT"), metavar="ROOT", help="Where to look, at any depth.")
+        Path, typer.Argument(parser=path_of("ROOT"), metavar="ROOT", help="Directory to search recursively.")
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List runs with their state, step and reward. Loads no torch."""
+    """List runs with state, step and reward. Does not load torch."""
     records, problems = find_runs(root)
     rows = [summary(record, root) for record in records]
     if as_json:
@@ -34,7 +34,7 @@ def runs(
 
 
 def summary(record: RunRecord, root: Path) -> dict[str, Any]:
-    """One run's entry in the list, for JSON. age_s: Seconds since its last step, or since its start."""
+    """Return one run's entry for JSON. `age_s` is the time since its last step, or since its start."""
     evaluation: Any = record.evaluations[-1] if record.evaluations else {}
     for key in ("overall", "avg", "mean"):
         evaluation = evaluation.get(key) if isinstance(evaluation, dict) else None

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def table_console() -> Console:
-    """Standard output, as wide as the terminal; a pipe has no width to keep to."""
+    """Return a console on standard output with the terminal's width; unlimited width in a pipe."""
     from qarl.terminal.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 160)

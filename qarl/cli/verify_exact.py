@@ -1,4 +1,4 @@
-"""`qarl verify-exact`: whether sampler and learner agree bit for bit on this machine."""
+"""`qarl verify-exact`: check that sampler and learner agree bit for bit on this machine."""
 
 from __future__ import annotations
 
@@ -21,24 +21,29 @@ from qarl.types import Difference, Exactness
 def verify_exact(
     target: Annotated[
         str,
-        typer.Argument(parser=name_of("RUN|CHECKPOINT|MODEL"), metavar="RUN|CHECKPOINT|MODEL", help="What to run."),
+        typer.Argument(parser=name_of("RUN|CHECKPOINT|MODEL"), metavar="RUN|CHECKPOINT|MODEL", help="Policy to check."),
     ],
     scheme: Scheme = None,
     group_size: GroupSize = None,
     kv_cache_dtype: KVCache = None,
     engine: Annotated[
-        Literal["native", "vllm"], typer.Option(help="What draws; vllm with rollout.numerics exact.")
+        Literal["native", "vllm"], typer.Option(help="Rollout engine; vllm runs with rollout.numerics exact.")
     ] = "native",
     tokens: Annotated[
-        int | None, typer.Option(min=1, max=TOKENS, help="To draw, at least; default 1,024 on a CPU, 32,768 on CUDA.")
+        int | None,
+        typer.Option(
+            min=1, max=TOKENS, help="Minimum number of tokens to sample. Default: 1,024 on a CPU, 32,768 on CUDA."
+        ),
     ] = None,
     longest: Annotated[
         int | None,
-        typer.Option(min=2, max=TOKENS, help="Tokens of a prompt and its response; default 192 on a CPU, else 1,024."),
+        typer.Option(
+            min=2, max=TOKENS, help="Longest prompt plus response, in tokens. Default: 192 on a CPU, 1,024 on CUDA."
+        ),
     ] = None,
     sequences: Annotated[
         int | None,
-        typer.Option(min=1, max=SEQUENCES, help="Under way at once, at most; default 6 on a CPU, else 48."),
+        typer.Option(min=1, max=SEQUENCES, help="Maximum concurrent sequences. Default: 6 on a CPU, 48 on CUDA."),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -46,28 +51,28 @@ def verify_exact(
             "--prompts",
             parser=path_of("--prompts"),
             metavar="FILE",
-            help="UTF-8, a prompt a line, taken as it is. Default: random tokens.",
+            help="UTF-8 file with one prompt per line, used as given. Default: random tokens.",
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, max=VOCABULARY, help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of prompts and draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Random seed of prompts and sampling.")] = 0,
     step: Step = None,
     model: MovedModel = None,
     verify_digests: VerifyDigests = True,
     device: Device = "auto",
     out: Annotated[
         Path | None,
-        typer.Option("--json", parser=path_of("--json"), metavar="FILE", help="Write what was found there too."),
+        typer.Option("--json", parser=path_of("--json"), metavar="FILE", help="Also write the result to FILE as JSON."),
     ] = None,
 ) -> None:
-    """Prove that the engine's log-probs are the learner's, bit for bit, on this machine and for this model.
+    """Check that the engine's log-probs equal the learner's, bit for bit, for this model on this machine.
 
-    Draws tokens, recomputes each one's log-prob with the learner's forward, and compares the bits. Where they differ,
-    it names the first token, and the layer and operation at which the two forwards part. The exit code is 0 where all
-    agree, 1 where one differs.
+    Samples tokens, recomputes their log-probs with the learner's forward, and compares the bits. If they differ, it
+    names the first token, and the layer and operation at which the forwards diverge. Exit code: 0 if all agree, 1
+    otherwise.
     """
     if out is not None:
         require_output(out, "--json")
@@ -110,18 +115,18 @@ def lines(found: Exactness) -> list[str]:
         f"{found.target}, {found.scheme}{cache}, engine {found.engine}, {found.device} ({versions})",
         f"{found.tokens:,} tokens of {found.responses:,} responses, sequences of up to {found.longest:,} "
         f"tokens{preempted}",
-        f"drawn at {found.drawn_per_s:,.0f} tokens/s, recomputed at {found.recomputed_per_s:,.0f}",
+        f"sampled at {found.drawn_per_s:,.0f} tokens/s, recomputed at {found.recomputed_per_s:,.0f}",
     ]
     first = found.first
     if first is None:
         return [*shown, "exact: sampler and learner agree bit for bit"]
     return [
         *shown,
-        f"not exact: {found.differing:,} tokens differ, by {found.largest:.3g} nats at most",
+        f"not exact: {found.differing:,} tokens differ, by at most {found.largest:.3g} nats",
         f"first: round {first.round + 1}, prompt {first.prompt + 1}, sample {first.sample + 1}, token "
         f"{first.token + 1} of the response (position {first.position}): sampler {first.sampler!r}, learner "
         f"{first.learner!r}",
-        *([] if first.place is None else [f"the forwards part at {first.place}{_values(first)}"]),
+        *([] if first.place is None else [f"the forwards diverge at {first.place}{_values(first)}"]),
         *([first.note] if first.note else []),
     ]
 

@@ -1,1 +1,1 @@
-"""Pages and plots: one self-contained HTML file for a run or a comparison, and the same charts as PNG."""
+"""HTML pages and plots: one self-contained file for a run or a comparison, and the same charts as PNG."""

@@ -1,4 +1,4 @@
-"""Colours, axes and ticks that all charts share."""
+"""Colours, axes and ticks shared by all charts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STYLES: tuple[Literal["-"] | tuple[float, tuple[float, float]], ...] = (
     "-",
     (0, (5, 1.6)),
     (0, (1.2, 1.4)),
-)  # after all colours are used once, dashes; then dots
-STEPS = (1, 2, 5, 10)  # between ticks
+)  # once all colours are used, repeat them dashed, then dotted
+STEPS = (1, 2, 5, 10)  # distance between ticks, times a power of ten
 
 
 @dataclass(frozen=True)
 class Colours:
-    """What a figure is drawn in: curves in order of appearance, text, secondary text, grid, background."""
+    """Colours of a figure: curves in order of appearance, text, secondary text, grid, background."""
 
     curves: tuple[str, ...]
     text: str
@@ -35,19 +35,19 @@ class Colours:
 
 
 def curve_style(index: int, colours: int) -> tuple[int, int]:
-    """(colour, dash) of the curve of that index: no two of the first `3 * colours` look alike."""
+    """Return (colour, dash) of a curve by index; the first `3 * colours` are all different."""
     return index % colours, index // colours % len(STYLES)
 
 
 def finite(values: Sequence[float | None] | None) -> list[float]:
-    """`values` with what cannot be drawn as NaN."""
+    """Return `values` with None and infinities replaced by NaN."""
     return [v if v is not None and math.isfinite(v) else math.nan for v in values or ()]
 
 
 def linear_axis(axes: Axes, shown: list[float]) -> None:
     low, high = min(shown), max(shown)
     if low == high == 0:
-        axes.set_ylim(-0.06, 1)  # a flat line at 0, not in the middle of invented digits
+        axes.set_ylim(-0.06, 1)  # a flat line at the bottom, not in the middle of an arbitrary range
     elif high - low <= 1e-9 * max(abs(low), abs(high)):
         axes.set_ylim(low - 0.1 * abs(low), high + 0.1 * abs(high))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
@@ -65,11 +65,11 @@ def log_axis(axes: Axes, which: str, shown: list[float]) -> None:
 
 
 def axis_labels(axes: Axes, x_label: str, y_label: str, colours: Colours) -> None:
-    """The label of y lies flat above the axis: it costs no width, and nobody tilts their head."""
+    """Set axis labels. The y label is horizontal, above the axis: easier to read, and takes no width."""
     axes.set_xlabel(shortened(x_label, 56), color=colours.muted, fontsize=10.5)
     axes.set_title(
         shortened(y_label, 56), loc="left", y=1.0, color=colours.muted, fontsize=10.5
-    )  # y: no search for one
+    )  # fixed y, which skips matplotlib's search for a free position
 
 
 def shortened(text: str, length: int) -> str:
@@ -78,7 +78,7 @@ def shortened(text: str, length: int) -> str:
 
 
 class TickText(Formatter):
-    """As many digits as tell the ticks apart, and the same number at all of them."""
+    """Tick formatter with as many digits as needed to tell the ticks apart, the same number for all."""
 
     _ticks: tuple[float, ...] = ()
 
@@ -91,7 +91,7 @@ class TickText(Formatter):
         if x == 0:
             return "0"
         if isinstance(self.axis, Axis) and self.axis.get_scale() == "log":
-            # One digit tells the ticks of decades apart; an axis of less than one may take more.
+            # One digit distinguishes decades; an axis of less than a decade may need more.
             digits = next((d for d in (1, 2, 3) if len({number(v, d) for v in self._ticks}) == len(self._ticks)), 3)
             return number(x, digits) if 1e-3 <= abs(x) < 1e5 else f"{x:.{digits - 1}e}"
         step = min(steps, default=abs(x))

@@ -9,9 +9,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. A y of None, NaN or infinity leaves a gap.
+    """One curve. None, NaN or infinity in y leaves a gap.
 
-    low, high: bounds of y, of the same length; drawn as a band, or as error bars where the series is short.
+    Attributes:
+        low, high: Bounds of y, of the same length, drawn as a band, or as error bars for a short series.
     """
 
     name: str
@@ -23,7 +24,7 @@ class Series:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Curves over a shared axis; labels carry the unit. log_y: values at or below 0 are gaps."""
+    """Curves over a shared axis; labels include the unit. With log_y, values at or below 0 are gaps."""
 
     title: str
     x_label: str
@@ -45,7 +46,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Horizontal bars, the first on top, so that long labels have room. y_label: what the length is, with its unit."""
+    """Horizontal bars, the first on top, which leaves room for long labels. y_label: quantity and unit."""
 
     title: str
     y_label: str
@@ -56,7 +57,7 @@ class BarChart:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often values occur; those that are not finite are left out."""
+    """Histogram of values; non-finite values are omitted."""
 
     title: str
     x_label: str
@@ -68,7 +69,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Points:
-    """A class of points in a scatter; those with a coordinate that is None, NaN or infinite are left out."""
+    """A class of points in a scatter plot; points with a non-finite coordinate are omitted."""
 
     name: str
     x: Sequence[float | None]
@@ -77,10 +78,13 @@ class Points:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Points, the classes drawn one over the other in their order.
+    """Scatter plot; classes are drawn on top of each other in order.
 
-    diagonal: draw y = x. band: (low, high) of y, shaded, with edges; None is open. line: a curve over the points,
-    such as a mean. log_y: values at or below 0 are left out.
+    Attributes:
+        diagonal: Draw y = x.
+        band: (low, high) of y, shaded, with edges; None is open.
+        line: A curve over the points, such as a mean.
+        log_y: Logarithmic y axis; values at or below 0 are omitted.
     """
 
     title: str
@@ -99,7 +103,7 @@ Chart = LineChart | BarChart | Histogram | Scatter
 
 @dataclass(frozen=True)
 class Column:
-    """A column's head. help: shown when the pointer rests on it."""
+    """Header of a column. help: tooltip."""
 
     name: str
     align: Literal["left", "right"] = "left"
@@ -108,7 +112,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text, one cell a column."""
+    """Rows of text, one cell per column."""
 
     columns: list[Column]
     rows: list[list[str]]
@@ -117,7 +121,9 @@ class Table:
 
     def __post_init__(self) -> None:
         for row in self.rows:
-            assert len(row) == len(self.columns), f"{len(row)} cells in a table of {len(self.columns)} columns: {row}"
+            assert len(row) == len(self.columns), (
+                f"a row has {len(row)} cells, but the table has {len(self.columns)} columns: {row}"
+            )
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph. kind: `plain`; `note`, set smaller; `warning`, set apart."""
+    """A paragraph. kind: `plain`, `note` (smaller) or `warning` (highlighted)."""
 
     text: str
     kind: Literal["note", "warning", "plain"] = "plain"
@@ -137,7 +143,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Code:
-    """Preformatted text. caption: given one, the text is folded behind it."""
+    """Preformatted text. With a caption, it is collapsed by default."""
 
     text: str
     caption: str = ""
@@ -145,7 +151,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model answered. details: one line on where it is from (step, tokens, finish reason)."""
+    """A response of the model. details: one line on its origin (step, tokens, finish reason)."""
 
     prompt: str
     completion: str
@@ -161,7 +167,7 @@ class Completions:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A stretch of a text that is marked, and what stands around it. details: one line on what and where it is."""
+    """A marked part of a text with its context. details: one line on what and where it is."""
 
     before: str
     marked: str
@@ -180,7 +186,7 @@ Block = LineChart | BarChart | Histogram | Scatter | Table | Facts | Text | Code
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and its blocks. Charts that follow each other share a grid."""
+    """A heading and its blocks. Consecutive charts share a grid."""
 
     title: str
     blocks: list[Block]

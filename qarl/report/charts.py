@@ -1,7 +1,7 @@
 """Charts as SVG for the page, and as PNG.
 
-The SVG names its colours (`var(--curve-0)`, `var(--text)`), so one drawing is right in light and in dark, and keeps
-its text as text. Drawing a chart twice gives the same bytes.
+The SVG refers to colours by name (`var(--curve-0)`, `var(--text)`), so one drawing fits light and dark mode. Its text
+stays text. Drawing a chart twice gives the same bytes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from qarl.report.figures import draw, has_data, log_scale, rc, thin
 from qarl.report.scatter import MAX_DOTS
 from qarl.utils.text import visible
 
-# After Okabe and Ito: apart for every common kind of colour blindness; darkened to 3:1 on white, lightened on black.
+# Okabe-Ito colours, distinguishable with common colour blindness; darkened to 3:1 on white, lightened on black.
 LIGHT_CURVES = ("#0072b2", "#c14f00", "#00805c", "#a3508a", "#8f6b00", "#2687bd", "#6b6b6b")
 DARK_CURVES = ("#56b4e9", "#f0803c", "#2fc79a", "#e19ac6", "#e9b93b", "#a5c8f0", "#b5b5b5")
 _PICTURE = Colours(LIGHT_CURVES, "#1b1f24", "#57606a", "#d5dae0", "#ffffff")
 
-# Colours that stand for a variable until the SVG is rewritten; matplotlib takes no `var()`.
+# Placeholders that are replaced by variables in the SVG; matplotlib does not accept `var()`.
 _STAND_INS = Colours(
     tuple(f"#a1b2{index:02x}" for index in range(len(LIGHT_CURVES))), "#a1b2f0", "#a1b2f1", "#a1b2f2", "none"
 )
@@ -34,7 +34,9 @@ _VARIABLES = {colour: f"var(--curve-{index})" for index, colour in enumerate(_ST
     _STAND_INS.grid: "var(--grid)",
 }
 FORMS = ("svg", "png")
-drawn: dict[tuple[int, str], bytes] = {}  # (id of a chart, form): what `qarl.report.parallel_render` has drawn
+rendered: dict[
+    tuple[int, str], bytes
+] = {}  # (id of a chart, format) -> bytes rendered by `qarl.report.parallel_render`
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 ET.register_namespace("", _SVG)
@@ -42,16 +44,18 @@ ET.register_namespace("xlink", _XLINK)
 
 
 def svg(chart: Chart, prefix: str = "chart-") -> str:
-    """The chart as an <svg> element without title and legend, which the page sets as text.
+    """Render the chart as an <svg> element without title and legend, which the page sets as text.
 
-    prefix: of all ids in it; give each chart of a page another. The size is the container's.
+    Args:
+        chart: The chart.
+        prefix: Prefix of all ids in it; must be unique on a page.
     """
     root = ET.fromstring(_bytes(chart, "svg"))
     root.attrib.pop("width")
     root.attrib.pop("height")
     root.set("role", "img")
     for element in (*root.findall(f"{{{_SVG}}}metadata"), *root.findall(f"{{{_SVG}}}defs[{{{_SVG}}}style]")):
-        root.remove(element)  # its style sheet would be one for the whole page
+        root.remove(element)  # its style sheet would apply to the whole page
     title = ET.Element(f"{{{_SVG}}}title")
     title.text = visible(chart.title)
     root.insert(0, title)
@@ -62,12 +66,12 @@ def svg(chart: Chart, prefix: str = "chart-") -> str:
 
 
 def png(chart: Chart) -> bytes:
-    """The chart with its title and legend, in light colours, 150 dots per inch."""
+    """Render the chart with title and legend, in light colours, at 150 dpi."""
     return _bytes(chart, "png")
 
 
 def chart_files(directory: Path, sections: list[Section]) -> dict[Path, bytes]:
-    """The charts of a page that show something as PNG in `directory`, named after their titles."""
+    """Render the non-empty charts of a page as PNG files in `directory`, named after their titles."""
     charts = [block for section in sections for block in section.blocks if isinstance(block, Chart)]
     return {directory / f"{_slug(chart.title)}.png": png(chart) for chart in charts if has_data(chart)}
 
@@ -77,14 +81,14 @@ def _slug(title: str) -> str:
 
 
 def chart_note(chart: Chart) -> str:
-    """The chart's note, plus which values were omitted or averaged."""
+    """Return the chart's note, plus which values were omitted or averaged."""
     parts = [chart.note] if chart.note else []
     if isinstance(chart, LineChart):
         each = max((thin(series)[1] for series in chart.series), default=1)
         if each > 1:
             bounded = any(series.low is not None for series in chart.series)
             band = "" if bounded else ", in a band from the lowest to the highest"
-            parts.append(f"Each point is the mean of {each} in a row{band}.")
+            parts.append(f"Each point is the mean of {each} consecutive values{band}.")
     if isinstance(chart, (LineChart, Scatter)) and chart.log_y:
         classes = chart.series if isinstance(chart, LineChart) else chart.points
         count = sum(y <= 0 for values in classes for y in finite(values.y))
@@ -107,19 +111,19 @@ def chart_note(chart: Chart) -> str:
 
 
 def _counted(count: int, chart: LineChart | Scatter) -> str:
-    """`1 value` of a curve, `1,200 points` of a scatter."""
+    """Return `1 value` for a curve, `1,200 points` for a scatter plot."""
     return f"{count:,} {'value' if isinstance(chart, LineChart) else 'point'}{'s' * (count > 1)}"
 
 
 def _bytes(chart: Chart, form: str) -> bytes:
-    return drawn.get((id(chart), form)) or save(chart, form)
+    return rendered.get((id(chart), form)) or save(chart, form)
 
 
 def save(chart: Chart, form: str) -> bytes:
-    """The chart as matplotlib writes it. form: one of `FORMS`."""
+    """Render the chart with matplotlib in one of `FORMS`."""
     buffer = io.BytesIO()
     with rc(), warnings.catch_warnings():
-        # Names in scripts that matplotlib's own font lacks: a browser has them, a PNG shows boxes.
+        # For scripts missing from matplotlib's font, browsers use their own fonts and a PNG shows boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure = draw(chart, _PICTURE if form == "png" else _STAND_INS, heading=form == "png")
         metadata = {"Date": None} if form == "svg" else {"Software": None}
@@ -135,5 +139,5 @@ def _attribute(name: str, value: str, prefix: str) -> str:
     value = re.sub(r"url\(#", f"url(#{prefix}", value)
     if name == "style":
         value = re.sub(r"#a1b2[0-9a-f]{2}", lambda match: _VARIABLES[match[0]], value)
-        value = re.sub(r"font-family: [^;]*; ?", "", value)  # the page's
+        value = re.sub(r"font-family: [^;]*; ?", "", value)  # use the page's font
     return value

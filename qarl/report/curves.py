@@ -1,4 +1,4 @@
-"""Charts of metrics: title, unit and curves. A metric without an entry gets a separate chart."""
+"""Charts of metrics: title, unit and curves. A metric without an entry gets its own chart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qarl.report.blocks import LineChart, Series
 
 @dataclass(frozen=True)
 class Curves:
-    """One chart. metrics: (regular expression of the whole name, label; `\\1` in it is what the expression caught)."""
+    r"""One chart. metrics: (regular expression of the full name, label), where `\1` refers to a group."""
 
     title: str
     unit: str
@@ -46,18 +46,18 @@ MISMATCH = (
             ("mismatch/delta_abs_p999", "99.9 %"),
         ),
         log_y=True,
-        note="So many of the tokens stay within it.",
+        note="Fraction of tokens within each bound.",
     ),
     Curves("Divergence estimates", "nats per token", (("mismatch/k1", "k1"), ("mismatch/k3", "k3"))),
     Curves("Divergence inside both distributions", "k3 (nats per token)", (("mismatch/k3_inside", "k3"),)),
     Curves(
         "Bias of the log-prob difference",
-        "mean delta, learner less sampler (nats)",
+        "mean delta, learner - sampler (nats)",
         (
             ("mismatch/tail_delta_mean", "tokens below probability 0.1"),
-            ("mismatch/head_delta_mean", "tokens from 0.9 on"),
+            ("mismatch/head_delta_mean", "tokens at or above probability 0.9"),
         ),
-        note="Negative in the tail: the sampler draws what it overrates.",
+        note="Negative in the tail: the sampler samples tokens that it overestimates.",
     ),
     Curves(
         "Total variation distance",
@@ -82,11 +82,11 @@ MISMATCH = (
         (("mismatch/optimal_cap_token", "token"), ("mismatch/optimal_cap_seq", "sequence")),
         log_y=True,
     ),
-    Curves("Tokens' effective sample size", "fraction of the tokens", (("mismatch/ess_frac", "ess"),)),
-    Curves("Tokens the batch is worth", "tokens", (("mismatch/ess", "ess"),)),
+    Curves("Effective sample size of tokens", "fraction of the tokens", (("mismatch/ess_frac", "ess"),)),
+    Curves("Effective number of tokens", "tokens", (("mismatch/ess", "ess"),)),
     Curves(
         "Probability difference",
-        "learner's less sampler's, absolute",
+        "learner's - sampler's, absolute",
         (
             ("mismatch/rollout_probs_diff_mean", "mean"),
             ("mismatch/rollout_probs_diff_std", "standard deviation"),
@@ -100,7 +100,7 @@ MISMATCH = (
         (
             ("mismatch/outside_frac", "sampler's or learner's at the rollout"),
             ("policy/outside_frac", "learner's, now or at the rollout"),
-            ("policy/outside_frac_max", "the same, minibatch with the most"),
+            ("policy/outside_frac_max", "the same, worst minibatch"),
         ),
     ),
     Curves(
@@ -120,16 +120,16 @@ MISMATCH = (
         ),
     ),
     Curves(
-        "Probability that truncation keeps",
+        "Probability kept by truncation",
         "of the learner's distribution",
         (("policy/retained_mass_mean", "mean"), ("policy/retained_mass_min", "least")),
     ),
     Curves("Responses with a clamped exponent", "fraction", (("mismatch/clamped_frac", "clamped"),)),
     Curves(
-        "Other experts than the sampler's",
+        "Experts that differ from the sampler's",
         "fraction",
         (
-            ("mismatch/routing_disagreement", "of pairs of token and layer"),
+            ("mismatch/routing_disagreement", "of (token, layer) pairs"),
             ("mismatch/routing_tokens", "of tokens, in any layer"),
         ),
     ),
@@ -193,27 +193,27 @@ POLICY = (
         ),
     ),
     Curves(
-        "Bound of the bias of truncation",
+        "Bound of the truncation bias",
         "reward",
         (("policy/truncation_bias_bound", "bound"),),
-        note="DVP, proposition 5.5: 2 max |R| T (1 - least retained mass), T the longest response.",
+        note="DVP, proposition 5.5: 2 max |R| T (1 - smallest retained mass), T: longest response.",
     ),
     Curves(
-        "Groups sampled for a step",
+        "Groups sampled per step",
         "fraction of the groups sampled",
         (("sampling/equal_frac", "equal rewards"), ("sampling/surplus_frac", "surplus")),
     ),
     Curves("Responses without advantage", "fraction", (("policy/zero_advantage_frac", "advantage 0"),)),
     Curves(
-        "Losses of the routers",
+        "Router losses",
         "before their coefficients",
         (("router/aux_loss", "load balancing"), ("router/z_loss", "z-loss")),
     ),
-    Curves("Largest load of an expert", "over an equal share", (("router/load_max", "largest"),)),
-    Curves("Entropy of the routers", "nats per token", (("router/entropy", "entropy"),)),
+    Curves("Largest load of an expert", "relative to uniform load", (("router/load_max", "largest"),)),
+    Curves("Router entropy", "nats per token", (("router/entropy", "entropy"),)),
     Curves("Router-shift ratio", "mean before the floor", (("router/shift_mean", "ratio"),)),
     Curves("Router-shift ratios below the floor", "fraction of tokens", (("router/shift_floored_frac", "below"),)),
-    Curves("Optimizer steps skipped", "gradient not finite, a step", (("policy/skipped_steps", "skipped"),)),
+    Curves("Optimizer steps skipped", "gradient not finite, per step", (("policy/skipped_steps", "skipped"),)),
     Curves("Learning rate", "no unit", (("optim/lr", "lr"),)),
 )
 CORRECTION = (
@@ -254,28 +254,28 @@ ASYNC = (
         "fraction of the step",
         (("async/sampler_idle_frac", "sampler"), ("async/learner_idle_frac", "learner")),
     ),
-    Curves("Groups that were complete before they were asked for", "groups", (("async/queue_groups", "complete"),)),
+    Curves("Groups completed before they were requested", "groups", (("async/queue_groups", "complete"),)),
     Curves("Responses with tokens of several versions", "fraction", (("async/continued_frac", "continued"),)),
     Curves("Time without generation during a publish", "seconds", (("publish/pause_s", "pause"),)),
     Curves("Restarts of the sampler so far", "restarts", (("async/restarts", "restarts"),)),
 )
 QUANTIZATION = (
-    Curves("Published values that a step changed", "fraction", (("quant/codes_changed_frac", "changed"),)),
+    Curves("Published values changed per step", "fraction", (("quant/codes_changed_frac", "changed"),)),
     Curves(
         "Predicted steps until a published value changes",
         "optimizer steps",
         (("quant/crossing_steps", "half a step over the learning rate"),),
     ),
     Curves(
-        "Changed values that moved down the clean gradient",
+        "Changed values that followed the clean gradient",
         "fraction of the changed values",
         (("quant/sign_agreement", "agree"),),
     ),
-    Curves("How many published values a step changed", "values", (("quant/codes_changed_count", "changed"),)),
+    Curves("Number of published values changed per step", "values", (("quant/codes_changed_count", "changed"),)),
 )
 PRECISION = (
     Curves(
-        "Policy's change and precision gap",
+        "Policy change and precision gap",
         "mean of a token, absolute (nats)",
         (("precision/alpha_abs_mean", "alpha: policy"), ("precision/beta_abs_mean", "beta: precision")),
         log_y=True,
@@ -284,41 +284,41 @@ PRECISION = (
         "Change over gap",
         "mean |alpha| over mean |beta|",
         (("precision/snr", "ratio"),),
-        note="Below 1 the ratio is mostly precision.",
+        note="Below 1, precision dominates the ratio.",
     ),
     Curves(
-        "Clipped by movement and by precision",
+        "Clipped by policy change and by precision",
         "fraction of tokens",
         (
             ("precision/clipped_frac", "the policy moved"),
             ("precision/phantom_frac", "phantom: precision alone"),
-            ("precision/clipped_lost_frac", "the policy moved, gradient lost"),
+            ("precision/clipped_lost_frac", "policy change, gradient lost"),
             ("precision/phantom_lost_frac", "phantom, gradient lost"),
         ),
-        note="Outside the clip bounds, whatever the sign of the advantage; only one side takes the gradient.",
+        note="Outside the clip bounds for either sign of the advantage; the gradient is lost on one side only.",
     ),
     Curves(
-        "Precision gap of ends and of other tokens",
+        "Precision gap at end-of-sequence and other tokens",
         "mean |beta| of a token (nats)",
         (("precision/eos_beta_abs_mean", "end of sequence"), ("precision/rest_beta_abs_mean", "other tokens")),
     ),
     Curves(
-        "Mean precision gap of ends and of other tokens",
+        "Mean precision gap at end-of-sequence and other tokens",
         "mean beta of a token (nats)",
         (("precision/eos_beta_mean", "end of sequence"), ("precision/rest_beta_mean", "other tokens")),
     ),
     Curves(
-        "Policy's change at ends and at other tokens",
+        "Policy change at end-of-sequence and other tokens",
         "mean |alpha| of a token (nats)",
         (("precision/eos_alpha_abs_mean", "end of sequence"), ("precision/rest_alpha_abs_mean", "other tokens")),
     ),
     Curves(
-        "Phantom clipping of ends and of other tokens",
+        "Phantom clipping at end-of-sequence and other tokens",
         "fraction of them",
         (("precision/eos_phantom_frac", "end of sequence"), ("precision/rest_phantom_frac", "other tokens")),
     ),
     Curves(
-        "Spread of the precision gap at ends and at other tokens",
+        "Spread of the precision gap at end-of-sequence and other tokens",
         "standard deviation of beta (nats)",
         (("precision/eos_beta_std", "end of sequence"), ("precision/rest_beta_std", "other tokens")),
     ),
@@ -329,9 +329,9 @@ PRECISION = (
         log_y=True,
     ),
     Curves("Tokens that end a response", "fraction of tokens", (("precision/eos_frac", "ends"),)),
-    Curves("Advantage that precision adds", "mean of beta A", (("precision/beta_advantage_mean", "beta A"),)),
+    Curves("Advantage added by precision", "mean of beta A", (("precision/beta_advantage_mean", "beta A"),)),
     Curves(
-        "Ratios that precision moves",
+        "Ratios changed by precision",
         "fraction of tokens",
         (("precision/ratio_off_10_frac", "by more than 10 %"), ("precision/ratio_off_50_frac", "more than 50 %")),
     ),
@@ -351,11 +351,11 @@ PRECISION = (
         ),
     ),
     Curves(
-        "Improvement of what is served",
+        "Improvement of the served policy",
         "nats per token, along the sign of A",
         (("deployed/improvement", "per training step"), ("deployed/improvement_per_update", "per optimizer step")),
     ),
-    Curves("Movement of what is served", "nats per token, absolute", (("deployed/delta_abs_mean", "mean"),)),
+    Curves("Change of the served policy", "nats per token, absolute", (("deployed/delta_abs_mean", "mean"),)),
     Curves("Efficiency of a step", "improvement over movement", (("deployed/efficiency", "efficiency"),)),
     Curves(
         "Errors of the gradient",
@@ -365,7 +365,7 @@ PRECISION = (
             ("gradients/score_rel", "through the score"),
             ("gradients/interaction_rel", "of both together"),
             ("gradients/total_rel", "whole"),
-            ("gradients/clip_rel", "through what is clipped"),
+            ("gradients/clip_rel", "through clipping"),
             ("gradients/clipped_rel", "whole, with clipping"),
             ("gradients/trained_rel", "as trained, against REINFORCE"),
         ),
@@ -400,33 +400,33 @@ ERROR_TOKENS = (
         ),
     ),
     Curves(
-        "Such tokens by the sign of the advantage",
-        "fraction of the sign's tokens",
+        "Error tokens by sign of the advantage",
+        "fraction of tokens with that sign",
         (("error_tokens/positive_frac", "A > 0"), ("error_tokens/negative_frac", "A < 0")),
     ),
-    Curves("Responses with such a stretch", "fraction", (("error_tokens/responses_frac", "responses"),)),
+    Curves("Responses with an error stretch", "fraction", (("error_tokens/responses_frac", "responses"),)),
 )
 COST = (
-    Curves("Time of a step by phase", "seconds", (("time/step_s", "whole step"), (r"time/(.+)_s", r"\1"))),
+    Curves("Step time by phase", "seconds", (("time/step_s", "whole step"), (r"time/(.+)_s", r"\1"))),
     Curves(
         "Throughput",
         "tokens per second",
         (("throughput/rollout_tokens_per_s", "rollout"), ("throughput/learner_tokens_per_s", "learner")),
     ),
-    Curves("Peak memory", "GiB, highest so far", (("memory/peak_gib", "peak"),)),
+    Curves("Peak memory", "GiB, peak so far", (("memory/peak_gib", "peak"),)),
 )
-# Shown elsewhere: in the reward's own chart, in the evaluation section, and among the facts.
+# Shown elsewhere: in the reward chart, in the evaluation section, and in the summary.
 ELSEWHERE = ("step", "reward/mean", "reward/std", "policy/version")
 GROUPS = (REWARD, MISMATCH, POLICY, CORRECTION, ASYNC, QUANTIZATION, PRECISION, ERROR_TOKENS, COST)
 
 
 def names_of(records: list[dict[str, Any]]) -> list[str]:
-    """The metrics that occur, in the order in which they first do."""
+    """Return the metrics in order of first appearance."""
     return list(dict.fromkeys(name for record in records for name in record))
 
 
 def values_of(records: list[dict[str, Any]], name: str) -> list[float | None]:
-    """One value a record; None where it is missing, null or no number."""
+    """Return one value per record; None if it is missing, null or not a number."""
     values = (record.get(name) for record in records)
     return [v if isinstance(v, (int, float)) and not isinstance(v, bool) else None for v in values]
 
@@ -434,10 +434,10 @@ def values_of(records: list[dict[str, Any]], name: str) -> list[float | None]:
 def charts_of(
     group: Iterable[Curves], records: list[dict[str, Any]]
 ) -> tuple[list[LineChart], list[tuple[str, float]]]:
-    """The charts of a group that the run has metrics for, and (metric, value) of those that never change.
+    """Return the charts of a group that the run has metrics for, and (metric, value) of constant metrics.
 
-    A chart of which every curve is one number over three steps or more is left to a table: a flat line tells no more.
-    Steps that have none of a chart's metrics, which are measured now and then, are no gaps in it.
+    A chart whose curves are all constant over three or more steps is replaced by rows of a table. Steps without any
+    metric of a chart, because it is measured only occasionally, are not gaps.
     """
     names = names_of(records)
     charts: list[LineChart] = []
@@ -452,14 +452,14 @@ def charts_of(
         elif found:
             steps = [record["step"] for record in rows]
             series = [Series(label, steps, values[name]) for name, label in found.items()]
-            # An estimate such as chi-squared can come out negative, which a log axis would leave out.
+            # An estimate such as chi-squared can be negative, which a log axis would omit.
             log_y = curves.log_y and not any(v < 0 for column in values.values() for v in column if v is not None)
             charts.append(LineChart(curves.title, "step", curves.unit, series, log_y, curves.note))
     return charts, constant
 
 
 def other_charts(records: list[dict[str, Any]], known: set[str]) -> list[LineChart]:
-    """A chart for each numeric metric that is in no group and not in `known`."""
+    """Return a chart for each numeric metric that is in no group and not in `known`."""
     names = names_of(records)
     known = known | set(ELSEWHERE) | {name for group in GROUPS for curves in group for name in _found(curves, names)}
     steps = [record["step"] for record in records]
@@ -471,7 +471,7 @@ def other_charts(records: list[dict[str, Any]], known: set[str]) -> list[LineCha
 
 
 def meaning(name: str) -> str:
-    """What a metric is, in the words and the unit of its chart; empty for one that no chart knows."""
+    """Return title, label and unit of a metric's chart; empty if no chart has it."""
     for group in GROUPS:
         for curves in group:
             label = _found(curves, [name]).get(name)
@@ -481,12 +481,14 @@ def meaning(name: str) -> str:
 
 
 def _found(curves: Curves, names: list[str]) -> dict[str, str]:
-    """Metric -> label of the curves that occur; the first expression that fits a name gives its label."""
+    """Map each existing metric to its label; the first matching expression wins."""
     found: dict[str, str] = {}
     present = set(names)
     for pattern, label in curves.metrics:
         literal = [pattern] if pattern in present else []
-        for name in names if "(" in pattern else literal:  # most patterns are names, and a run may have thousands
+        for name in (
+            names if "(" in pattern else literal
+        ):  # most patterns are literal names, and a run may have thousands of metrics
             match = re.fullmatch(pattern, name)
             if match and name not in found and not (curves is REWARD_PARTS and name in ELSEWHERE):
                 found[name] = match.expand(label)

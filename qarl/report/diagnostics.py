@@ -1,4 +1,4 @@
-"""The plots of one step's diagnostics, from a record as RUN/diagnostics/NNNNNN.json has it. Imports no torch."""
+"""Plots of one step's diagnostics, from RUN/diagnostics/NNNNNN.json. Does not import torch."""
 
 from __future__ import annotations
 
@@ -28,16 +28,14 @@ from qarl.report.blocks import (
 from qarl.report.formatting import number
 from qarl.storage.names import step_files
 
-EARLIER = 3  # steps whose deciles stand beside the last one's
+EARLIER = 3  # number of earlier steps shown next to the last one
 Column = list[float | None]
 
 
 def diagnostics_section(run: Path) -> Section:
-    """Plots of the last step with a record, and the deciles of earlier ones beside it; empty without records."""
+    """Return plots of the last recorded step, with deciles of earlier ones; empty without records."""
     records, damaged = read_diagnostics(run)
-    blocks: list[Block] = [
-        Text(f"diagnostics/{name}: cannot be read and left out here.", "warning") for name in damaged
-    ]
+    blocks: list[Block] = [Text(f"diagnostics/{name}: cannot be read and is omitted.", "warning") for name in damaged]
     if not records:
         return Section("Diagnostics", blocks)
     blocks += record_blocks(records[-1])
@@ -50,7 +48,7 @@ def diagnostics_section(run: Path) -> Section:
 
 
 def read_diagnostics(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The records of a run by step, and the names of files that are none."""
+    """Return a run's records by step, and the names of unreadable files."""
     records, damaged = [], []
     for path in step_files(run / "diagnostics", ".json").values():
         try:
@@ -66,8 +64,8 @@ def read_diagnostics(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def record_blocks(record: Mapping[str, Any]) -> list[Block]:
-    """The plots of one record and its examples of error tokens."""
-    tokens: dict[str, Column] = record["tokens"]  # a costly one is null where it was not measured
+    """Return the plots of one record and its examples of error tokens."""
+    tokens: dict[str, Column] = record["tokens"]  # expensive columns are null if they were not measured
     sampler, old = tokens["logp_sampler"], tokens["logp_old"]
     signs = _by_sign(tokens["advantage"])
     blocks: list[Block] = [
@@ -77,7 +75,7 @@ def record_blocks(record: Mapping[str, Any]) -> list[Block]:
             "log-prob, learner at the rollout (nats)",
             [Points(name, _pick(sampler, chosen), _pick(old, chosen)) for name, chosen in signs],
             diagonal=True,
-            note="On the line the two agree.",
+            note="The two agree on the line.",
         )
     ]
     gaps = [None if a is None or b is None else abs(a - b) for a, b in zip(old, sampler, strict=True)]
@@ -94,7 +92,7 @@ def record_blocks(record: Mapping[str, Any]) -> list[Block]:
         if any(beta):
             blocks.append(_precision(alpha, beta, signs))
         else:
-            blocks.append(Text("The learner computes as the sampler does: beta is 0 at each of these tokens.", "note"))
+            blocks.append(Text("The learner uses the sampler's arithmetic: beta is 0 for all of these tokens.", "note"))
     if tokens["weight"] is not None:
         blocks.append(
             Histogram("Correction weights", "weight of a token", "tokens", [_nan(w) for w in tokens["weight"]])
@@ -112,7 +110,7 @@ def record_blocks(record: Mapping[str, Any]) -> list[Block]:
 
 def _gap_by_probability(sampler: Column, gaps: Column, deciles: list[dict[str, Any]]) -> Scatter:
     probability = [None if b is None else math.exp(b) for b in sampler]
-    line = Series("mean of each tenth, all tokens", _middles(deciles), [row["delta_abs_mean"] for row in deciles])
+    line = Series("mean per decile, all tokens", _middles(deciles), [row["delta_abs_mean"] for row in deciles])
     return Scatter(
         "Log-prob difference by probability",
         "probability of the token, sampler",
@@ -124,10 +122,10 @@ def _gap_by_probability(sampler: Column, gaps: Column, deciles: list[dict[str, A
 
 
 def _gap_tables(record: Mapping[str, Any]) -> list[Block]:
-    """The gap by position, by length of the response, and by probability in the tail."""
+    """Return tables of the gap by position, by response length, and by probability in the tail."""
     axes = {
         "positions": ("by position", "position in the response (log2)", lambda row: math.log2(row["low"] + 1)),
-        "lengths": ("by length of the response", "tokens of the response (log2)", lambda row: math.log2(row["low"])),
+        "lengths": ("by response length", "response length in tokens (log2)", lambda row: math.log2(row["low"])),
         "tail": ("in the tail", "probability, sampler (log10)", lambda row: math.log10(max(row["low"], 1e-7))),
     }
     charts: list[Block] = []
@@ -141,8 +139,8 @@ def _gap_tables(record: Mapping[str, Any]) -> list[Block]:
 
 
 def _ratios(tokens: Mapping[str, Any], band: Mapping[str, Any] | None) -> Scatter:
-    """Ratios as the objective clips them, by the learner's log-prob, in and out of the band."""
-    # beyond 20 stands for an infinite log-ratio: a token outside a truncated distribution
+    """Plot the objective's ratios by the learner's log-prob, inside and outside of the band."""
+    # values beyond 20 encode an infinite log-ratio: a token outside a truncated distribution
     ratio = [None if x is None or abs(x) > 20.0 else math.exp(x) for x in tokens["log_ratio"]]
     outside = tokens.get("outside") or [False] * len(ratio)
     phantom = tokens.get("phantom") or [False] * len(ratio)
@@ -152,7 +150,7 @@ def _ratios(tokens: Mapping[str, Any], band: Mapping[str, Any] | None) -> Scatte
     if band and tokens["logp_shadow"] is not None:
         classes.append(("clipped by precision alone", [i for i, out in enumerate(outside) if out and phantom[i]]))
     sizes = [r for r in ratio if r is not None and r > 0]
-    edges, note = None, "Nothing is ever clipped by this objective."
+    edges, note = None, "This objective never clips."
     if band:
         edges = (band["low"], band["high"])
         note = f"Shaded: the band, {number(band['low'], 6)} for A < 0 to {number(band['high'], 6)} for A > 0"
@@ -160,7 +158,7 @@ def _ratios(tokens: Mapping[str, Any], band: Mapping[str, Any] | None) -> Scatte
         if band["level"] == "sequence":
             note += " The band is of a response's mean ratio, so all its tokens are inside or clipped together."
         if tokens["logp_shadow"] is None:
-            note += " What precision alone clips is unknown without a shadow forward (diagnostics.shadow_every)."
+            note += " Clipping by precision alone is unknown without a shadow forward (diagnostics.shadow_every)."
     return Scatter(
         "Ratio of the objective",
         "log-prob, learner",
@@ -174,11 +172,11 @@ def _ratios(tokens: Mapping[str, Any], band: Mapping[str, Any] | None) -> Scatte
 
 def _precision(alpha: Column, beta: Column, signs: list[tuple[str, list[int]]]) -> Scatter:
     return Scatter(
-        "Policy's change and precision gap of a token",
-        "alpha: change of the policy (nats)",
-        "beta: learner less sampler's arithmetic (nats)",
+        "Policy change and precision gap per token",
+        "alpha: policy change (nats)",
+        "beta: learner - sampler's arithmetic (nats)",
         [Points(name, _pick(alpha, chosen), _pick(beta, chosen)) for name, chosen in signs],
-        note="The learner sees the sum of the two.",
+        note="The learner sees their sum.",
     )
 
 
@@ -188,7 +186,7 @@ def _crossings(layers: Mapping[str, list[int]]) -> LineChart:
 
 
 def _backward(record: Mapping[str, Any]) -> LineChart:
-    """What an FP8 backward does to the gradient of each linear."""
+    """Plot what an FP8 backward does to the gradient of each linear layer."""
     cosine, error = record["layers"].get(record["worst"], (None, None))
     worst = ", ".join(
         f"{name} {number(value)}" for name, value in (("cosine", cosine), ("error", error)) if value is not None
@@ -203,19 +201,19 @@ def _backward(record: Mapping[str, Any]) -> LineChart:
 
 
 def _routing(record: Mapping[str, Any]) -> list[Block]:
-    """What the routers do, by depth."""
+    """Plot router statistics by depth."""
     depth = list(range(len(record["load_max"])))
     loads = [Series(name, depth, record[key]) for name, key in (("largest", "load_max"), ("least", "load_min"))]
     blocks: list[Block] = [
         LineChart(
-            "Load of an expert, by layer",
+            "Expert load, by layer",
             "layer with experts",
-            "choices, over an equal share",
+            "choices, relative to uniform load",
             loads,
-            note="1 is an equal share of the layer's choices.",
+            note="1 is a uniform share of the layer's choices.",
         ),
         LineChart(
-            "Entropy of the routers, by layer",
+            "Router entropy, by layer",
             "layer with experts",
             "nats per token",
             [Series("entropy", depth, record["entropy"])],
@@ -224,7 +222,7 @@ def _routing(record: Mapping[str, Any]) -> list[Block]:
     if record.get("disagreement"):
         blocks.append(
             LineChart(
-                "Other experts than the sampler's, by layer",
+                "Experts that differ from the sampler's, by layer",
                 "layer with experts",
                 "fraction of the tokens",
                 [Series("learner's own choice", depth, record["disagreement"])],
@@ -234,7 +232,7 @@ def _routing(record: Mapping[str, Any]) -> list[Block]:
 
 
 def _by_depth(values: Mapping[str, float | None]) -> list[Series]:
-    """A curve over depth for each kind of linear. values: by module name."""
+    """Return a curve over depth per kind of linear layer. values: by module name."""
     kinds: dict[str, list[tuple[int, float | None]]] = {}
     for module, value in values.items():
         match = re.search(r"\.layers\.(\d+)\.(.+)", module)
@@ -244,7 +242,7 @@ def _by_depth(values: Mapping[str, float | None]) -> list[Series]:
 
 
 def _deciles_over_steps(records: list[dict[str, Any]]) -> LineChart:
-    """The gap by probability at the first step on record, at the last, and in between."""
+    """Plot the gap by probability at the first recorded step, at the last, and in between."""
     last = len(records) - 1
     chosen = sorted({round(last * i / EARLIER) for i in range(EARLIER + 1)})
     series = [
@@ -258,14 +256,14 @@ def _deciles_over_steps(records: list[dict[str, Any]]) -> LineChart:
     return LineChart(
         "Log-prob difference by probability, over steps",
         "probability of the token, sampler",
-        "mean |delta| of each tenth (nats)",
+        "mean |delta| per decile (nats)",
         series,
         log_y=True,
     )
 
 
 def _with_chart(blocks: list[Block], chart: Chart) -> list[Block]:
-    """`chart` after the last of the charts, so that they share a grid."""
+    """Insert `chart` after the last chart, so that they share a grid."""
     place = max((i for i, block in enumerate(blocks) if isinstance(block, Chart)), default=-1) + 1
     return [*blocks[:place], chart, *blocks[place:]]
 
@@ -279,7 +277,7 @@ def _examples(rows: list[dict[str, Any]]) -> list[Block]:
             details.append(f"advantage {number(float(advantage))}")
         before, text, after = (str(row.get(key, "")) for key in ("before", "text", "after"))
         items.append(Excerpt(before, text, after, " · ".join(details)))
-    return [Excerpts(items, "Repetitive or garbled stretches, the longest first")] if items else []
+    return [Excerpts(items, "Repetitive or garbled stretches, longest first")] if items else []
 
 
 def _by_sign(advantages: Column) -> list[tuple[str, list[int]]]:

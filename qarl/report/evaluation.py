@@ -1,4 +1,4 @@
-"""The evaluations a run made while it trained: curves with intervals, and a table."""
+"""Evaluations during training: curves with intervals, and a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ TABLE_ROWS = 16
 
 
 def evaluation_section(evaluations: list[dict[str, Any]]) -> Section:
-    """Empty without evaluations. A record: {"step", "tasks": [{"name", "avg", "pass"}], "overall": {"avg", "pass"}}."""
+    """Build the section; empty without evaluations.
+
+    Args:
+        evaluations: Records {"step", "tasks": [{"name", "avg", "pass"}], "overall": {"avg", "pass"}}.
+    """
     if not evaluations:
         return Section("Evaluation", [])
     held_out = _held_out(evaluations)
@@ -26,7 +30,7 @@ def evaluation_section(evaluations: list[dict[str, Any]]) -> Section:
         LineChart(
             f"Evaluation, {measure}",
             "step",
-            "fraction of answers correct",
+            "fraction of correct answers",
             [_series(task, points) for task, points in tasks.items()],
             note="Bars or bands: confidence intervals.",
         )
@@ -70,7 +74,7 @@ def _tasks(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _measures(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(`avg`, interval) and (`pass@k`, interval) for each k; pass@1 is avg."""
+    """Return (`avg`, interval) and (`pass@k`, interval) for each k; pass@1 equals avg."""
     passes = results.get("pass")
     found = [("avg", results.get("avg"))]
     found += [(f"pass@{k}", value) for k, value in passes.items() if k != "1"] if isinstance(passes, dict) else []

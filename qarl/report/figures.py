@@ -1,4 +1,4 @@
-"""The matplotlib figure of a chart, in a given set of colours. Object API only: no pyplot, no global figure."""
+"""The matplotlib figure of a chart in given colours. Object API only: no pyplot, no global state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from qarl.report.scatter import drawable, scatter
 from qarl.utils.text import visible
 
 LEGEND_ROW = 0.2  # inches
-WIDTH = 4.5  # inches of 72 units: in a card of the page a font size of 11 comes out as about 11 px
+WIDTH = 4.5  # inches; in a card of the page, a font size of 11 then renders at about 11 px
 HEIGHT = 2.7
 POINTS_WITH_MARKERS = 30
 POINTS_WITH_BARS = 12
@@ -50,16 +50,19 @@ RC: dict[Any, Any] = {
     "ytick.major.size": 0,
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
-    "text.parse_math": False,  # a dollar in a name is a dollar
+    "text.parse_math": False,  # do not parse dollar signs in names
     "svg.fonttype": "none",
     "svg.hashsalt": "qarl",
 }
 
 
 def thin(series: Series) -> tuple[Series, int]:
-    """`series` with at most MAX_POINTS points, and how many values each is the mean of (1: untouched).
+    """Reduce `series` to at most MAX_POINTS points, each the mean of several values.
 
-    Without bounds of its own, the lowest and the highest of those values become them, so that no peak is lost.
+    A series without bounds gets the minimum and maximum of those values as bounds, so that peaks stay visible.
+
+    Returns:
+        The series, and the number of values per point (1: unchanged).
     """
     each = math.ceil(len(series.x) / MAX_POINTS)
     if each == 1 or not series.x:
@@ -75,7 +78,7 @@ def thin(series: Series) -> tuple[Series, int]:
 
 
 def legend_names(chart: Chart) -> list[str]:
-    """What the legend lists, in the order of the curves' styles."""
+    """Return the legend entries, in the order of the curves' styles."""
     if isinstance(chart, LineChart):
         return [series.name for series in chart.series]
     if isinstance(chart, Scatter):
@@ -85,14 +88,20 @@ def legend_names(chart: Chart) -> list[str]:
 
 
 def draw(chart: Chart, colours: Colours, *, heading: bool) -> Figure:
-    """heading: title and legend in the figure, for a picture that stands alone. Call inside `rc_context(RC)`."""
+    """Draw a chart. Call inside `rc_context(RC)`.
+
+    Args:
+        chart: The chart.
+        colours: Colours.
+        heading: Include title and legend, for a standalone picture.
+    """
     height = HEIGHT
     if isinstance(chart, BarChart):
         height = 0.85 + 0.3 * max(1, len(chart.bars))
     names = [visible(name) for name in legend_names(chart)]
     legend = heading and len(names) > 1
     layout = ConstrainedLayoutEngine()
-    if legend:  # four rows leave the axes enough room, more need a higher figure
+    if legend:  # up to four rows fit; more need a taller figure
         height += 0.2 + LEGEND_ROW * max(0, math.ceil(len(names) / _legend_columns(names)) - 4)
     figure = Figure((WIDTH, height + 0.35 * heading), layout=layout, facecolor=colours.background)
     axes = figure.add_subplot(facecolor=colours.background)
@@ -119,7 +128,7 @@ def draw(chart: Chart, colours: Colours, *, heading: bool) -> Figure:
 
 
 def has_data(chart: Chart) -> bool:
-    """Whether there is a point to draw."""
+    """Return whether there is a point to draw."""
     if isinstance(chart, LineChart):
         return any(not math.isnan(y) for s in chart.series for y in finite(s.y))
     if isinstance(chart, Scatter):
@@ -129,7 +138,7 @@ def has_data(chart: Chart) -> bool:
 
 
 def log_scale(chart: LineChart | BarChart | Scatter) -> bool:
-    """Whether the axis is logarithmic: asked for, and with a positive value to show."""
+    """Return whether the axis is logarithmic: requested, and with a positive value."""
     if isinstance(chart, BarChart):
         values = [bar.value for bar in chart.bars]
     else:
@@ -152,7 +161,7 @@ def _lines(axes: Axes, chart: LineChart, colours: Colours) -> bool:
         few = sum(points) <= POINTS_WITH_MARKERS
         width = 1.8 if len(x) <= 150 else 1.2
         axes.plot(x, y, color=colour, linestyle=style, linewidth=width, marker="o" if few else None, markersize=3.4)
-        if not few:  # a point between two gaps is no line
+        if not few:  # markers for points between two gaps, which have no line
             before, after = [False, *points[:-1]], [*points[1:], False]
             alone = [i for i, point in enumerate(points) if point and not before[i] and not after[i]]
             axes.plot([x[i] for i in alone], [y[i] for i in alone], "o", color=colour, markersize=3)
@@ -215,7 +224,7 @@ def _bars(axes: Axes, chart: BarChart, colours: Colours) -> bool:
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
         axes.xaxis.set_major_formatter(TickText())
     axes.grid(axis="x", color=colours.grid, linewidth=0.8)
-    # Flush right: long bar labels leave an axis too short for its own label, which then runs out to the left.
+    # Right-aligned: long bar labels may leave an axis shorter than its own label, which then extends to the left.
     axes.set_xlabel(shortened(chart.y_label, 56), loc="right", color=colours.muted, fontsize=10.5)
     return True
 
@@ -235,7 +244,7 @@ def _histogram(axes: Axes, chart: Histogram, colours: Colours) -> bool:
 
 
 def _legend(figure: Figure, names: list[str], colours: Colours, dots: int) -> None:
-    """dots: so many of the names are of points, the others of curves."""
+    """Draw the legend. dots: number of entries that are points; the others are curves."""
     handles = []
     for index in range(len(names)):
         colour, dash = curve_style(index, len(colours.curves))
@@ -243,7 +252,7 @@ def _legend(figure: Figure, names: list[str], colours: Colours, dots: int) -> No
             handles.append(Line2D([], [], color=colours.curves[colour], linestyle="", marker="o", markersize=4))
             continue
         handles.append(Line2D([], [], color=colours.curves[colour], linestyle=STYLES[dash]))
-    # matplotlib leaves out names that start with an underscore; a thin space before it is not seen.
+    # matplotlib omits names that start with an underscore; prepend an invisible thin space.
     labels = [
         shortened(name, 52).replace("_", "\u2009_", 1) if name.startswith("_") else shortened(name, 52)
         for name in names
@@ -265,5 +274,5 @@ def _legend_columns(names: list[str]) -> int:
 
 
 def rc() -> AbstractContextManager[None]:
-    """The settings in force while a chart is drawn and written; those of the calling program come back."""
+    """Apply the settings for drawing and saving charts, and restore the caller's afterwards."""
     return matplotlib.rc_context(RC)

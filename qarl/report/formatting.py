@@ -1,4 +1,4 @@
-"""Numbers as a person reads them. None and NaN are a dash."""
+"""Human-readable numbers. None and NaN become a dash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _known(x: float | None) -> TypeGuard[float]:
 
 
 def _significant(x: float, digits: int) -> str:
-    """`x` to that many digits, without an exponent and without zeros that say nothing."""
+    """Format `x` with that many significant digits, without exponent or trailing zeros."""
     if x == 0:
         return "0"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(x))))
@@ -22,7 +22,7 @@ def _significant(x: float, digits: int) -> str:
 
 
 def number(x: float | None, digits: int = 3) -> str:
-    """Three significant digits and all of the integer part; very small or large as 1.23e-05. Integers as they are."""
+    """Format with three significant digits and the full integer part; extreme values as 1.23e-05. Integers as is."""
     if not _known(x):
         return MISSING
     if isinstance(x, int):
@@ -35,7 +35,7 @@ def number(x: float | None, digits: int = 3) -> str:
 
 
 def seconds(x: float | None) -> str:
-    """Seconds as `12 ms`, `1.23 s`, `4 min 05 s`, `2 h 03 min`, `3 d 4 h`."""
+    """Format seconds as `12 ms`, `1.23 s`, `4 min 05 s`, `2 h 03 min`, `3 d 4 h`."""
     if not _known(x):
         return MISSING
     if x < 1:
@@ -52,12 +52,12 @@ def seconds(x: float | None) -> str:
 
 
 def gib(x: float | None) -> str:
-    """`x` GiB."""
+    """Format `x` GiB."""
     return f"{_significant(x, 3)} GiB" if _known(x) else MISSING
 
 
 def bytes_(x: float | None) -> str:
-    """A size in the unit, of 1024 each, that leaves at most four digits before the point."""
+    """Format a size in the binary unit that leaves at most four digits before the point."""
     if not _known(x):
         return MISSING
     size = float(x)
@@ -69,7 +69,7 @@ def bytes_(x: float | None) -> str:
 
 
 def percent(x: float | None) -> str:
-    """The fraction `x` as a percentage with one decimal; what is not quite 0% or 100% does not read so."""
+    """Format the fraction `x` as a percentage with one decimal; only exact values read 0% or 100%."""
     if not _known(x):
         return MISSING
     value = x * 100
@@ -82,7 +82,7 @@ def percent(x: float | None) -> str:
 
 
 def interval(mean: float | None, low: float | None, high: float | None) -> str:
-    """`0.42 [0.38, 0.46]`: as exact as the width, and two digits of the mean; the mean alone without bounds."""
+    """Format `0.42 [0.38, 0.46]` with precision by the width of the interval; only the mean without bounds."""
     if not _known(mean):
         return MISSING
     if not (_known(low) and _known(high)):

@@ -1,7 +1,7 @@
 """Render sections to one HTML file without scripts or network access.
 
-Everything that came from outside is hostile text. It is escaped in one place, jinja2's autoescape, after `visible` has
-turned control, bidirectional and invisible characters into escapes; only the SVG of `charts` goes in as markup.
+All external text is untrusted. It is escaped in one place, jinja2's autoescape, after `visible` has escaped control,
+bidirectional and invisible characters. Only the SVG of `charts` is inserted as markup.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from qarl.report.formatting import number
 from qarl.storage.disk import write_together
 from qarl.utils.text import visible
 
-GENERATOR = '<meta name="generator" content="qarl">'  # by which we know a page that is ours to replace
-SHOWN_CHARACTERS = 20_000  # of one prompt or completion
-# A page says what it leaves out beyond these. A chart takes a tenth of a second and 10 kB; the legend of a chart with
-# more curves would hide them.
+GENERATOR = '<meta name="generator" content="qarl">'  # identifies pages that may be overwritten
+SHOWN_CHARACTERS = 20_000  # per prompt or completion
+# Limits of a page, which notes what it omits. A chart takes 0.1 s and 10 kB; the legend of more curves would hide them.
 CHARTS = 60  # per section
 CURVES = 30  # per chart
 BARS = 60  # per chart
@@ -34,7 +33,7 @@ ROWS = 1000  # per table
 
 @dataclass
 class _Group:
-    """Charts that follow each other, or one other block."""
+    """Consecutive charts, or one other block."""
 
     kind: str
     block: Block | None = None
@@ -42,7 +41,7 @@ class _Group:
 
 
 def render_page(title: str, subtitle: str, sections: list[Section]) -> str:
-    """The page as HTML; the same arguments give the same text. Sections without blocks and intro are left out."""
+    """Render the page as HTML, deterministically. Sections without blocks and intro are omitted."""
     numbers = iter(range(1, 1 + sum(len(section.blocks) for section in sections)))
     shown = [
         {"title": section.title, "intro": section.intro, "groups": _groups(section.blocks, numbers)}
@@ -57,10 +56,18 @@ def render_page(title: str, subtitle: str, sections: list[Section]) -> str:
 def write_page(
     path: Path, title: str, subtitle: str, sections: list[Section], beside: Mapping[Path, bytes] | None = None
 ) -> Path:
-    """Render to `path`, replacing it at once or not at all; returns it.
+    """Render to `path`, atomically.
 
-    beside: files that belong to the page, replaced together with it. Raises UserError if the disk refuses one of them;
-    then all are as they were.
+    Args:
+        path: The page's file.
+        title, subtitle, sections: See `render_page`.
+        beside: Other files of the page, replaced together with it.
+
+    Returns:
+        `path`.
+
+    Raises:
+        UserError: A file cannot be written. Then all files are unchanged.
     """
     html = render_page(title, subtitle, sections)
     write_together({**(beside or {}), path: html.encode()}, "--out")
@@ -68,10 +75,10 @@ def write_page(
 
 
 def bounded(sections: list[Section]) -> list[Section]:
-    """The sections with at most `CHARTS` charts, `CURVES` curves or `BARS` bars per chart, and `ROWS` rows per table.
+    """Limit sections to `CHARTS` charts, `CURVES` curves or `BARS` bars per chart, and `ROWS` rows per table.
 
-    A run's trackers and rewards may log thousands of metrics, and drawing them all takes minutes. The notes of charts
-    and tables, and a text at the end of a section, say what was left out.
+    Trackers and rewards may log thousands of metrics, which would take minutes to draw. The notes of charts and tables,
+    and a text at the end of a section, say what was omitted.
     """
     return [replace(section, blocks=_bounded_blocks(section.blocks)) for section in sections]
 
@@ -120,7 +127,7 @@ def _chart(chart: Chart, prefix: str) -> dict[str, Any]:
     for index, name in enumerate(names):
         colour, dash = curve_style(index, len(LIGHT_CURVES))
         legend.append({"name": name, "colour": colour, "dash": dash, "dot": index < dots})
-    # Safe as markup: `svg` builds an XML tree, so what is text in it is escaped text.
+    # Safe as markup: `svg` builds an XML tree, so its text is escaped.
     drawing = Markup(svg(chart, prefix)) if has_data(chart) else ""
     return {"title": chart.title, "legend": legend, "svg": drawing, "note": chart_note(chart)}
 
@@ -139,7 +146,7 @@ def _environment() -> Environment:
 
 
 def _shown(value: Any) -> Any:
-    """What jinja2 does to the value of every expression before it escapes it."""
+    """Applied by jinja2 to the value of every expression before escaping."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return visible(value.expandtabs(4), keep_newlines=True)
     return value

@@ -1,4 +1,4 @@
-"""The charts of a page drawn by several processes: matplotlib takes a tenth of a second for each, on one core."""
+"""Draw the charts of a page in several processes: matplotlib takes 0.1 s per chart on one core."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qarl.report.blocks import Chart, Section
-from qarl.report.charts import FORMS, drawn, save
+from qarl.report.charts import FORMS, rendered, save
 from qarl.report.figures import has_data
 
 MOST_PROCESSES = 8
-FEWEST_CHARTS = 4  # for which another process is worth its start
+FEWEST_CHARTS = 4  # fewer charts do not justify another process
 
 
 @contextmanager
-def drawn_ahead(sections: Sequence[Section]) -> Iterator[None]:
-    """While entered, `svg` and `png` of the sections' charts find what they draw: drawn by as many processes as there
-    are cores. With one core, or threads that a fork would not have, they draw as they always do."""
+def render_in_parallel(sections: Sequence[Section]) -> Iterator[None]:
+    """Render the charts of the sections in parallel, one process per core; `svg` and `png` then reuse the results.
+
+    With one core, or other threads (which a fork would lose), charts are rendered on demand as usual.
+    """
     charts = [b for section in sections for b in section.blocks if isinstance(b, Chart) and has_data(b)]
     processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(charts) // FEWEST_CHARTS)
     if processes > 1 and threading.active_count() == 1:
-        with suppress(OSError):  # no room for a process or its files: what is missing is drawn when it is asked for
+        with suppress(OSError):  # no memory or disk for a process; missing charts are rendered on demand
             _draw_all(charts, processes)
     try:
         yield
     finally:
-        drawn.clear()
+        rendered.clear()
 
 
 def _draw_all(charts: Sequence[Chart], processes: int) -> None:
-    """Fill `drawn`. Each fork draws every `processes`-th chart into files of a directory of this user alone."""
+    """Fill `rendered`. Each fork renders every `processes`-th chart into files of a private directory."""
     with tempfile.TemporaryDirectory(prefix="qarl-charts-") as name:
         directory = Path(name)
         forks: list[int] = []
@@ -44,14 +46,14 @@ def _draw_all(charts: Sequence[Chart], processes: int) -> None:
         finally:
             codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in forks]
         for share, code in enumerate([*codes, 0]):
-            if code == 0:  # a fork that was killed has left none, or half a file
+            if code == 0:  # a killed fork leaves missing or partial files
                 for place in range(share, len(charts), processes):
                     for form in FORMS:
-                        drawn[id(charts[place]), form] = (directory / f"{place}.{form}").read_bytes()
+                        rendered[id(charts[place]), form] = (directory / f"{place}.{form}").read_bytes()
 
 
 def _fork(charts: Sequence[Chart], share: int, processes: int, directory: Path) -> int:
-    """A process that draws and ends. Returns its pid."""
+    """Start a process that renders its share and exits; return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -60,7 +62,7 @@ def _fork(charts: Sequence[Chart], share: int, processes: int, directory: Path) 
         _draw(charts, share, processes, directory)
         code = 0
     finally:
-        os._exit(code)  # past everything that the parent would clean up
+        os._exit(code)  # skip the parent's cleanup handlers
 
 
 def _draw(charts: Sequence[Chart], share: int, processes: int, directory: Path) -> None:

@@ -44,19 +44,26 @@ from qarl.report.diagnostics import diagnostics_section
 from qarl.report.evaluation import evaluation_section
 from qarl.report.formatting import gib, number, percent, seconds
 from qarl.report.page import GENERATOR, bounded, write_page
-from qarl.report.parallel_render import drawn_ahead
+from qarl.report.parallel_render import render_in_parallel
 from qarl.report.samples import samples_section
 from qarl.storage.disk import disk_errors, require_kinds, require_output
 from qarl.storage.runs import RunRecord, read_run
 
-WARNINGS = 10  # metrics that were not finite, one line each
+WARNINGS = 10  # non-finite metrics listed, one line each
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Write the page and plots/*.png beside it, together; returns the page's path. Earlier ones are replaced.
+    """Write the page and plots/*.png next to it, atomically, replacing earlier ones.
 
-    out: the page's file, default RUN/report.html.
-    Raises UserError: no run directory, an `out` that is something else than such a page, a disk that refuses.
+    Args:
+        run: The run directory.
+        out: The page's file. Default: RUN/report.html.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        UserError: `run` is not a run directory, `out` is not such a page, or a file cannot be written.
     """
     record = read_run(run)
     path = run / "report.html" if out is None else out
@@ -64,23 +71,27 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     sections = bounded(report_sections(record))
     config = record.config
     subtitle = f"{config.model.path} · {config.quant.label}, {config.quant.learner} learner · {config.objective.name}"
-    with drawn_ahead(sections):
+    with render_in_parallel(sections):
         charts = chart_files(path.parent / "plots", sections)
         return write_page(path, f"Run {record.path.resolve().name}", subtitle, sections, charts)
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise UserError if a page cannot go to `path`, and plots beside it, without destroying something else."""
+    """Check that a page at `path`, with plots next to it, would destroy nothing else.
+
+    Raises:
+        UserError: It would.
+    """
     require_output(path, "--out")
     require_kinds(path.parent, (), ("plots",), "--out")
     if path.exists():
         with disk_errors(path, place="--out"), open(path, "rb") as file:
             if GENERATOR.encode() not in file.read(2000):
-                raise UserError(f"--out: {path} exists and is not a page of qarl; remove it, or give another name")
+                raise UserError(f"--out: {path} exists and was not written by qarl; remove it, or choose another name")
 
 
 def report_sections(record: RunRecord) -> list[Section]:
-    """The run as sections: summary, curves, samples, evaluation, configuration, environment."""
+    """Return the sections of a run: summary, curves, samples, evaluation, configuration, environment."""
     metrics = record.metrics
     sections = [Section("Summary", [*_warnings(record), _facts(record)])]
     constant: list[tuple[str, float]] = []
@@ -98,7 +109,7 @@ def report_sections(record: RunRecord) -> list[Section]:
         ):
             sections.append(_curves(title, group, metrics, constant))
     sections.insert(2, evaluation_section(record.evaluations))
-    sections.insert(-1 if metrics else len(sections), diagnostics_section(record.path))  # before the cost
+    sections.insert(-1 if metrics else len(sections), diagnostics_section(record.path))  # before the cost section
     known = {name for name in names_of(metrics) if record.evaluations and name.startswith("eval/")}
     sections.append(Section("Other metrics", [*other_charts(metrics, known)]))
     if constant:
@@ -106,7 +117,7 @@ def report_sections(record: RunRecord) -> list[Section]:
         table = Table(columns, [[name, number(value)] for name, value in constant])
         sections.append(Section("Metrics that never changed", [table]))
     sections.append(samples_section(record.path))
-    sections.append(Section("Configuration", [Code(record.config.to_yaml(), "config.yaml, with every default")]))
+    sections.append(Section("Configuration", [Code(record.config.to_yaml(), "config.yaml, including defaults")]))
     sections.append(_environment(record.environment))
     return sections
 
@@ -116,11 +127,11 @@ def _warnings(record: RunRecord) -> list[Block]:
     steps = record.config.train.steps
     texts: list[str] = []
     if record.state == "running":
-        texts.append(f"The run is under way: {record.step} of {steps} steps. This page is a snapshot.")
+        texts.append(f"The run is in progress: {record.step} of {steps} steps. This page is a snapshot.")
     elif record.state == "stopped":
-        texts.append(f"The run stopped after {record.step} of {steps} steps; `qarl train` with its file resumes it.")
+        texts.append(f"The run stopped after {record.step} of {steps} steps; rerun `qarl train` to resume it.")
     elif record.state == "empty":
-        texts.append("The run has finished no step: there is nothing to plot yet.")
+        texts.append("The run has not finished a step, so there is nothing to plot yet.")
     nulls = {name: [row["step"] for row in metrics if row.get(name, 0) is None] for name in names_of(metrics)}
     infinite = [(name, steps) for name, steps in nulls.items() if steps]
     for name, steps_of in infinite[:WARNINGS]:
@@ -134,7 +145,7 @@ def _warnings(record: RunRecord) -> list[Block]:
     if skipped:
         texts.append(f"{skipped:.0f} optimizer steps were skipped because the gradient was not finite.")
     for name, lines in record.damaged.items():
-        texts.append(f"{name}: left out, because they cannot be read: {lines} line{'s' * (lines > 1)}.")
+        texts.append(f"{name}: omitted unreadable lines: {lines} line{'s' * (lines > 1)}.")
     return [Text(text, "warning") for text in texts]
 
 
@@ -149,7 +160,7 @@ def _facts(record: RunRecord) -> Facts:
         ("Learner", config.quant.learner),
         ("Sampler", config.rollout.sampler_text),
         ("Objective", config.objective.name),
-        ("Responses a step", f"{config.responses_per_step}"),
+        ("Responses per step", f"{config.responses_per_step}"),
         ("Seed", str(config.train.seed)),
         ("Device", _device(environment)),
     ]
@@ -191,26 +202,26 @@ def _reward(metrics: list[dict[str, Any]]) -> LineChart:
     high = [None if m is None or s is None else m + s for m, s in pairs]
     series = [Series("mean of the step", steps, mean, low, high)]
     window = min(50, len(metrics) // 10)
-    note = "Band: one standard deviation of the step's responses."
+    note = "Band: one standard deviation over the step's responses."
     if window > 1:
         series.append(Series(f"mean of the last {window} steps", steps, _trailing(mean, window)))
-    return LineChart("Reward", "step", "mean reward of a response", series, note=note)
+    return LineChart("Reward", "step", "mean reward per response", series, note=note)
 
 
 def _trailing(values: list[float | None], window: int) -> list[float | None]:
-    """Mean of what there is of the last `window` values; None before there are that many steps."""
+    """Return the mean over the last `window` values, ignoring missing ones; None for the first steps."""
     parts = [[v for v in values[max(0, i + 1 - window) : i + 1] if v is not None] for i in range(len(values))]
     return [statistics.fmean(part) if part and i + 1 >= window else None for i, part in enumerate(parts)]
 
 
 def _phases(metrics: list[dict[str, Any]]) -> list[Block]:
-    """The median time of each phase after the first step, which also warms up."""
+    """Return the median time per phase, without the first step, which includes warm-up."""
     bars = []
     for name in names_of(metrics):
         values = [v for v in values_of(metrics[1:], name) if v is not None]
         if name.startswith("time/") and values:
             bars.append(Bar(name.removeprefix("time/").removesuffix("_s"), statistics.median(values)))
-    return [BarChart("Where a step's time goes", "seconds, median after the first step", bars)] if bars else []
+    return [BarChart("Step time", "seconds, median after the first step", bars)] if bars else []
 
 
 def _environment(environment: dict[str, Any]) -> Section:

@@ -14,10 +14,10 @@ from qarl.storage.runs import read_records
 
 
 def samples_section(run: Path) -> Section:
-    """Lowest, median and highest reward of the latest recorded step, and the same of the first one beside it."""
+    """Show lowest, median and highest reward of the latest recorded step, and of the first one."""
     files = list(step_files(run / "rollouts", ".jsonl").values())
     if not files:
-        return Section("Samples", [Text("No rollouts are recorded yet; logging.rollouts_every says when.", "note")])
+        return Section("Samples", [Text("No rollouts are recorded yet; see logging.rollouts_every.", "note")])
     blocks: list[Block] = []
     ends = [("Latest", files[-1])] + ([("First", files[0])] if len(files) > 1 else [])
     for which, path in ends:
@@ -25,7 +25,7 @@ def samples_section(run: Path) -> Section:
         step = int(path.stem)
         if damaged:
             lines = f"{damaged} line{'s' * (damaged > 1)}"
-            blocks.append(Text(f"{path.name}: {lines} cannot be read and left out here.", "warning"))
+            blocks.append(Text(f"{path.name}: {lines} cannot be read and are omitted.", "warning"))
         if records:
             note = f"{which} recorded step, {step}: {len(records)} responses on record"
             blocks.append(Completions([_completion(row, place) for place, row in _by_reward(records)], note))
@@ -33,7 +33,7 @@ def samples_section(run: Path) -> Section:
 
 
 def _by_reward(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Up to three rows with what they are; equal rewards keep the order of the file, and have no highest."""
+    """Return up to three rows with labels; equal rewards keep the order of the file and have no highest."""
     scored = sorted((row for row in rows if _reward(row) is not None), key=lambda row: _reward(row) or 0.0)
     if not scored:
         return [("reward not finite", rows[0])]

@@ -1,4 +1,4 @@
-"""Scatters: clouds of small dots over a band, a diagonal or a mean."""
+"""Scatter plots: many small dots with a band, a diagonal or a mean."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from qarl.report.axes import (
 )
 from qarl.report.blocks import Scatter
 
-MAX_DOTS = 2500  # of a class; a dot is some 30 bytes of SVG
-FEW_DOTS = 200  # so many are drawn larger
-DOT_LAYERS = 6  # a class is drawn in as many see-through layers, so that where dots are dense it is darker
+MAX_DOTS = 2500  # per class; a dot takes about 30 bytes of SVG
+FEW_DOTS = 200  # up to this many dots are drawn larger
+DOT_LAYERS = 6  # translucent layers per class, so that dense regions are darker
 
 
 def scatter(axes: Axes, chart: Scatter, colours: Colours, log: bool) -> bool:
-    """Draw it; False, and nothing drawn, without a point to draw. log: the axis of y is logarithmic."""
+    """Draw a scatter plot. Return False, drawing nothing, if there are no points. log: logarithmic y axis."""
     classes = drawable(chart, log)
     shown = [dot for _, dots in classes for dot in dots]
     if not shown:
@@ -49,7 +49,7 @@ def scatter(axes: Axes, chart: Scatter, colours: Colours, log: bool) -> bool:
     for index, dots in classes:
         colour = colours.curves[curve_style(index, len(colours.curves))[0]]
         dots = dots[:: math.ceil(len(dots) / MAX_DOTS)]
-        few = len(shown) <= FEW_DOTS or len(dots) <= 0.02 * len(shown)  # and a rare class stands out
+        few = len(shown) <= FEW_DOTS or len(dots) <= 0.02 * len(shown)  # a rare class stands out, too
         width, alpha = (4.0, 0.75) if few else (2.6, 0.5)
         for layer in range(DOT_LAYERS):
             _strokes(axes, dots[layer::DOT_LAYERS], length, colour, width, alpha)
@@ -72,19 +72,19 @@ def scatter(axes: Axes, chart: Scatter, colours: Colours, log: bool) -> bool:
 def _strokes(
     axes: Axes, dots: list[tuple[float, float]], length: float, colour: str, width: float, alpha: float
 ) -> None:
-    """Strokes of almost no length with round ends: one path for all dots, where a marker would be an element each."""
+    """Draw near-zero-length strokes with round caps: a single path, where markers would be one element each."""
     if not dots:
         return
     ends = [end for x, y in dots for end in ((x, y), (x + length, y))]
     outline = Outline(ends, [Outline.MOVETO, Outline.LINETO] * len(dots))
-    outline.should_simplify = False  # which takes so short a stroke for nothing
+    outline.should_simplify = False  # simplification would drop such short strokes
     axes.add_patch(
         PathPatch(outline, fill=False, edgecolor=colour, capstyle="round", linewidth=width, alpha=alpha, snap=False)
     )
 
 
 def drawable(chart: Scatter, log: bool) -> list[tuple[int, list[tuple[float, float]]]]:
-    """(index of the class, its points that can be drawn), of those classes that have any."""
+    """Return (index of the class, its drawable points) for classes that have any."""
     found = []
     for index, points in enumerate(chart.points):
         pairs = zip(finite(points.x), finite(points.y), strict=True)
@@ -95,7 +95,7 @@ def drawable(chart: Scatter, log: bool) -> list[tuple[int, list[tuple[float, flo
 
 
 def _shade(axes: Axes, band: tuple[float | None, float | None], values: list[float], colours: Colours) -> None:
-    """Fill the band, an open end as far as the points reach."""
+    """Fill the band; an open end extends to the outermost point."""
     low, high = band
     low = min(values) if low is None else low
     high = max(values) if high is None else high

@@ -1,8 +1,8 @@
-"""Reward functions, built-in and the user's own, run in worker processes under a time limit.
+"""Built-in and custom reward functions, run in worker processes with a time limit.
 
-A reward function has TRL's signature, `f(completions, prompts, **columns) -> list[float | None]`: the responses' texts,
-the prompts, and one list per data column, all of the same length. The column `completion_ids` holds the token ids of
-the responses. None for a row means that the function does not score it.
+A reward function has TRL's signature, `f(completions, prompts, **columns) -> list[float | None]`: response texts,
+prompts, and one list per data column, all of the same length. The column `completion_ids` holds the token ids of the
+responses. None means that the function does not score a row.
 """
 
 from qarl.rewards.batch import RewardResult

@@ -15,11 +15,11 @@ from qarl.rewards.worker import SCORE_LIMIT
 
 logger = logging.getLogger("qarl.rewards")
 
-# For how long the completions of a function's failed chunks are scored one by one: 512 of 10 s each take over an hour.
-RETRY_TIMEOUTS = 6  # x timeout_s of wall time,
-RETRY_LOADS = 3  # and so many loadings of the functions, since what hangs or dies takes its worker with it
-PATIENCE = 2  # so many may hang for timeout_s; after them nobody may take more than
-IMPATIENT = 0.1  # x timeout_s
+# Limits on scoring the completions of failed chunks one by one: 512 completions of 10 s each would take over an hour.
+RETRY_TIMEOUTS = 6  # multiple of timeout_s, wall time
+RETRY_LOADS = 3  # plus this many loads of the functions, because a call that hangs or dies takes its worker with it
+PATIENCE = 2  # after this many hangs of timeout_s, the time limit per completion drops to IMPATIENT
+IMPATIENT = 0.1  # multiple of timeout_s
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class RewardResult:
 
     Attributes:
         total: Weighted sum over the functions that scored the completion; 0 if all of them skipped it (as in TRL).
-        by_function: Label to unweighted scores: 0 if the function failed, None if it skipped the completion.
-        failed: Label to the number of completions that the function failed on. Has every label.
+        by_function: Label -> unweighted scores: 0 if the function failed, None if it skipped the completion.
+        failed: Label -> number of completions that the function failed on. Has every label.
         messages: One line per failure, and one if all functions skipped a completion.
     """
 
@@ -40,7 +40,7 @@ class RewardResult:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Label to the number of completions that the function returned None for. Has every label."""
+        """Label -> number of completions for which the function returned None. Has every label."""
         return {label: scores.count(None) for label, scores in self.by_function.items()}
 
     @classmethod
@@ -55,7 +55,7 @@ class RewardResult:
         )
 
     def part(self, rows: slice, first: bool) -> RewardResult:
-        """Select some completions. Failures and messages, which are of the whole batch, go to the `first` part."""
+        """Select completions. Failures and messages of the whole batch go to the `first` part."""
         return RewardResult(
             self.total[rows],
             {label: scores[rows] for label, scores in self.by_function.items()},
@@ -66,7 +66,12 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's part of a batch that several ranks score. first: Index of its first completion. total: Batch size."""
+    """This rank's part of a batch that several ranks score.
+
+    Attributes:
+        first: Index of its first completion in the batch.
+        total: Number of completions in the batch.
+    """
 
     first: int
     total: int
@@ -74,17 +79,30 @@ class Share:
 
 @dataclass
 class _Retries:
-    """Of one function. until: time.monotonic after which nothing more is scored one by one; None before the first."""
+    """Retries of one function.
+
+    Attributes:
+        until: `time.monotonic()` after which no more completions are retried; None before the first retry.
+        hangs: Number of retries that timed out.
+    """
 
     until: float | None = None
     hangs: int = 0
 
 
 class Batch:
-    """The completions of one `RewardPool.score`, in `chunks` contiguous parts for each function.
+    """Completions of one `RewardPool.score` call, in `chunks` contiguous chunks per function.
 
-    weights: of the functions. reads_tokens: which get `completion_ids` as a column. timeout_s, max_failed_frac: of the
-    configuration. share: see `Share`, None where these are all. Lists are checked by the caller to be of one length.
+    The caller checks that all lists have the same length.
+
+    Args:
+        completions, prompts, columns, completion_ids: See `RewardPool.score`.
+        labels: Labels of the functions.
+        weights: Weights of the functions.
+        reads_tokens: Whether each function gets `completion_ids` as a column.
+        chunks: Number of chunks per function.
+        timeout_s, max_failed_frac: Of the `reward` section.
+        share: This rank's part of a larger batch. Default: the completions are the whole batch.
     """
 
     def __init__(
@@ -117,26 +135,30 @@ class Batch:
             for function in range(len(labels))
             for start in range(0, count, chunk)
         )
-        self._retried: deque[Task] = deque()  # of one completion each, asked before what waits
+        self._retried: deque[Task] = deque()  # retries of one completion each; scheduled before pending chunks
 
     @property
     def left(self) -> bool:
         return bool(self._waiting or self._retried)
 
     def next_task(self, now: float) -> tuple[Task, float] | None:
-        """Next task and its time limit in seconds; None if there is none. now: time.monotonic()."""
+        """Return the next task and its time limit in seconds, or None if there is none.
+
+        Args:
+            now: `time.monotonic()`.
+        """
         while self._retried:
             task = self._retried.popleft()
             retries = self._retries[task.function]
-            assert retries.until is not None, "a retry has an end"
+            assert retries.until is not None, "a retry has a deadline"
             if now < retries.until:
                 limit_s = self._timeout_s if retries.hangs < PATIENCE else IMPATIENT * self._timeout_s
                 return task, min(limit_s, retries.until - now)
-            self._give_up(task, "the time for asking one by one is used up; see reward.timeout_s")
+            self._give_up(task, "the time for retries is used up; see reward.timeout_s")
         return (self._waiting.popleft(), self._timeout_s) if self._waiting else None
 
     def arguments(self, task: Task) -> dict[str, Any]:
-        """Arguments of the function call, packed for sending."""
+        """Return the packed arguments of a task's function call."""
         picked = {name: [pack(values[i]) for i in task.indices] for name, values in self._columns.items()}
         if self._completion_ids is not None and self._reads_tokens[task.function]:
             picked["completion_ids"] = [list(self._completion_ids[i]) for i in task.indices]
@@ -147,13 +169,21 @@ class Batch:
         }
 
     def take(self, report: Report, now: float, load_s: float) -> None:
-        """Keep the scores, or see to it that the completions of a failed chunk are asked one by one.
+        """Store the scores of a task, or schedule the completions of a failed chunk for individual retries.
 
-        load_s: how long a worker takes to load the functions. Raises UserError past `max_failed_frac`.
+        Args:
+            report: How the task ended.
+            now: `time.monotonic()`.
+            load_s: Time in seconds that a worker takes to load the functions.
+
+        Raises:
+            UserError: The function has failed on more than `max_failed_frac` of the batch.
         """
         task, outcome, label = report.task, report.outcome, self._labels[report.task.function]
         if report.stale:
-            self._note(f"reward `{label}`: replies dropped that were not to this call: {report.stale} (does it fork?)")
+            self._note(
+                f"reward `{label}`: dropped {report.stale} replies that did not belong to this call (does it fork?)"
+            )
         if isinstance(outcome, list):
             for index, score in zip(task.indices, outcome, strict=True):
                 self._keep(task.function, index, score)
@@ -190,11 +220,11 @@ class Batch:
         if abs(weighted) <= SCORE_LIMIT:
             self._scores[function][index] = score
             return
-        why = f"{score:g} times its weight {self._weights[function]:g} is more than the {SCORE_LIMIT:.0e} it may be"
+        why = f"{score:g} times its weight {self._weights[function]:g} exceeds the limit of {SCORE_LIMIT:.0e}"
         self._fail(function, 1, f"completion {self._number(index)} scores 0: {why}", why)
 
     def _give_up(self, task: Task, why: str) -> None:
-        """`task` and all others of the function that were to be asked one by one score 0."""
+        """Score 0 for `task` and all pending retries of its function."""
         left = [other for other in self._retried if other.function != task.function]
         count = 1 + len(self._retried) - len(left)
         self._retried = deque(left)
@@ -207,7 +237,7 @@ class Batch:
         require_few_failures(label, self._failed[function], self._share.total, self._max_failed_frac, why)
 
     def _number(self, index: int) -> int:
-        """Of a completion among those of all ranks."""
+        """Return the 1-based number of a completion in the batch of all ranks."""
         return self._share.first + index
 
     def _note(self, message: str) -> None:
@@ -218,8 +248,19 @@ class Batch:
 def require_few_failures(
     label: str, failed: int, total: int, max_failed_frac: float, last: str, place: str = ""
 ) -> None:
-    """Raise UserError where a function failed on more of all completions than it may. last: why it last did. place:
-    what the line begins with."""
+    """Check that a function has not failed too often.
+
+    Args:
+        label: Label of the function.
+        failed: Number of completions it failed on.
+        total: Number of completions.
+        max_failed_frac: Largest allowed fraction.
+        last: Reason of the last failure.
+        place: Prefix of the error.
+
+    Raises:
+        UserError: `failed` exceeds the fraction.
+    """
     if failed > max_failed_frac * total:
         raise UserError(
             f"{place}reward `{label}`: failed on {failed} of {total} completions, more than "

@@ -1,7 +1,7 @@
-"""The built-in rewards that need nothing but the standard library, and the table of all of them.
+"""Built-in rewards that need only the standard library, and the table of all built-in rewards.
 
-Each has TRL's signature; keyword-only parameters are the options of the configuration. They check their options and
-columns before the completions, so that a call with no completions validates them.
+Each has TRL's signature; keyword-only parameters are options of the configuration. Functions check options and columns
+before completions, so a call without completions validates the configuration.
 """
 
 from __future__ import annotations
@@ -27,20 +27,28 @@ BUILTINS = {
 }
 
 
-# One think block, then one answer block. `.*?` in place of "no further tag" would also match several blocks.
+# One think block, then one answer block. A plain `.*?` would also match several blocks.
 ONE_ANSWER = r"<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>"
 
 
 def column_values(columns: dict[str, list], name: str) -> list:
-    """One data column. Raises UserError listing the columns there are."""
+    """Return one data column.
+
+    Raises:
+        UserError: The column does not exist; lists the existing ones.
+    """
     if name not in columns:
-        there = ", ".join(sorted(columns.keys() - {"completion_ids"}))  # which is no column of the data
-        raise UserError(f"no data column `{name}`; there are: {there or 'none'}")
+        known = ", ".join(sorted(columns.keys() - {"completion_ids"}))  # not a data column
+        raise UserError(f"no data column `{name}`; available: {known or 'none'}")
     return columns[name]
 
 
 def ground_truths(columns: dict[str, list], name: str) -> list:
-    """One data column of answers. Raises ValueError where there is none: whatever is said to it would score 0."""
+    """Return one data column of answers.
+
+    Raises:
+        ValueError: An answer is missing, so that every response would score 0.
+    """
     answers = column_values(columns, name)
     for answer in answers:
         if answer is None:
@@ -49,7 +57,7 @@ def ground_truths(columns: dict[str, list], name: str) -> list:
 
 
 def final_answer(answer: Any) -> str:
-    """The ground truth as text: what follows the last `####` (GSM8K), or all of it; stripped.
+    """Return the ground truth as text: what follows the last `####` (GSM8K), or the whole value, stripped.
 
     A list of answers (OlympiadBench) becomes "a, b", which `math` compares as a set.
     """
@@ -68,16 +76,17 @@ def exact(
     think_tags: Sequence[str] | None = THINK_TAGS,
     **columns: list,
 ) -> list[float]:
-    """1 if the response is the text of `column`, else 0.
+    """Score 1 if the response equals the text of `column`, else 0.
 
     Args:
         completions: Responses.
         prompts: Their prompts.
         column: Data column of the answers.
-        strip: Whether to ignore surrounding white space.
-        casefold: Whether to ignore case.
-        think_tags: Only what follows a think block of these tags counts, see `after_thinking`; null: all of it.
-        columns: The data's columns.
+        strip: Ignore surrounding white space.
+        casefold: Ignore case.
+        think_tags: Score only the text after a think block with these tags, see `after_thinking`; None: the whole
+            response.
+        columns: Data columns.
 
     Returns:
         One score per response.
@@ -103,18 +112,18 @@ def regex(
     think_tags: Sequence[str] | None = THINK_TAGS,
     **columns: list,
 ) -> list[float]:
-    """1 if the pattern is found in the response, or if a group of it is the right answer, else 0.
+    """Score 1 if the pattern is found in the response, or if one of its groups is the right answer, else 0.
 
     Args:
         completions: Responses.
         prompts: Their prompts.
-        pattern: Regular expression, as for `re.search`. Flags go into it, as in `(?s)`.
-        group: Number or name of the group that must equal `final_answer` of `column`, both stripped. None: a match in
-            any part of the response scores 1.
+        pattern: Regular expression for `re.search`; write flags inline, such as `(?s)`.
+        group: Number or name of the group that must equal `final_answer` of `column`, both stripped. None: any match
+            scores 1.
         column: Data column of the answers.
-        think_tags: With `group`, only what follows a think block of these tags counts, see `after_thinking`; null, or
-            if the pattern itself has one of the tags in it: all of it.
-        columns: The data's columns.
+        think_tags: With `group`, score only the text after a think block with these tags, see `after_thinking`. None,
+            or a pattern that contains one of the tags: the whole response.
+        columns: Data columns.
 
     Returns:
         One score per response.
@@ -143,14 +152,15 @@ def choice(
     think_tags: Sequence[str] | None = THINK_TAGS,
     **columns: list,
 ) -> list[float]:
-    """1 if the response chooses the letter in the column, else 0; see `chosen_letter`.
+    """Score 1 if the response chooses the letter in the column, else 0; see `chosen_letter`.
 
     Args:
         completions: Responses.
         prompts: Their prompts.
-        column: Data column of the letters, as `data.choices` makes it.
-        think_tags: Only what follows a think block of these tags counts; None: the whole response.
-        columns: The data's columns.
+        column: Data column of the letters, as created by `data.choices`.
+        think_tags: Score only the text after a think block with these tags, see `after_thinking`; None: the whole
+            response.
+        columns: Data columns.
 
     Returns:
         One score per response.
@@ -170,10 +180,10 @@ _ALONE = re.compile(r"^\W*([A-Z])\W*$", re.MULTILINE)
 
 
 def chosen_letter(text: str) -> str | None:
-    """The option that a response chooses, as lm-evaluation-harness reads it; None if it chooses none.
+    """Return the option that a response chooses, as in lm-evaluation-harness; None if it chooses none.
 
-    The first "answer is (X)", as its filter for MMLU-Pro; otherwise the last letter in brackets or in a box, as its
-    flexible filter for GPQA; otherwise the last line that holds a letter alone.
+    In order: the first "answer is (X)" (its filter for MMLU-Pro); the last letter in brackets or in a box (its flexible
+    filter for GPQA); the last line that consists of a single letter.
     """
     if first := _ANSWER_IS.search(text):
         return first[1]
@@ -184,7 +194,7 @@ def chosen_letter(text: str) -> str | None:
 
 
 def tags_for(pattern: str | None, think_tags: Sequence[str] | None) -> Sequence[str] | None:
-    """The think tags, or None if the user's pattern has one of them in it and so deals with think blocks itself."""
+    """Return the think tags, or None if the user's pattern contains one and so handles think blocks itself."""
     mentions = pattern is not None and think_tags is not None and any(tag in pattern for tag in think_tags)
     return None if mentions else think_tags
 
@@ -198,9 +208,20 @@ def length(
     max: int | None = None,
     **columns: list,
 ) -> list[float]:
-    """Minus the length n of the completion, in characters, white-space separated words, or tokens (a stop token too).
+    """Return the negative length of each completion, optionally relative to `max` or `target`.
 
-    Plain: -n. With `max`: -min(n, max) / max, in [-1, 0]. With `target`: -|n - target| / target, 0 at the target.
+    With length n: -n by default; -min(n, max) / max, in [-1, 0], with `max`; -|n - target| / target with `target`.
+
+    Args:
+        completions: Responses.
+        prompts: Their prompts.
+        unit: `chars`, `words` (separated by white space) or `tokens` (including a stop token).
+        target: Preferred length.
+        max: Length at which the penalty is full.
+        columns: Data columns.
+
+    Returns:
+        One score per response.
     """
     if unit not in ("chars", "words", "tokens"):
         raise UserError(f"unit must be chars, words or tokens, got {unit!r}")
@@ -224,11 +245,17 @@ def overlong(completions: list[str], prompts: list[str], *, max: int, buffer: in
     """Soft penalty for long completions (DAPO, Yu et al. 2025, equation 13).
 
     With n tokens: 0 up to max - buffer, then (max - buffer - n) / buffer, and -1 from max on. Use it with
-    `rollout.max_response_length: max`; DAPO has a maximum of 20,480 and a buffer of 4,096.
+    `rollout.max_response_length: max`; DAPO uses a maximum of 20,480 and a buffer of 4,096.
 
     Args:
-        max: Tokens from which on the penalty is full.
-        buffer: Tokens before `max` over which the penalty grows.
+        completions: Responses.
+        prompts: Their prompts.
+        max: Number of tokens at which the penalty is full.
+        buffer: Number of tokens before `max` over which the penalty grows.
+        columns: Data columns.
+
+    Returns:
+        One score per response.
     """
     for name, value in (("max", max), ("buffer", buffer)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -250,7 +277,7 @@ def format(
     pattern: str = ONE_ANSWER,
     **columns: list,
 ) -> list[float]:
-    """1 if `pattern` matches the whole stripped completion (`re.fullmatch`; `.` matches newlines too), else 0."""
+    """Score 1 if `pattern` matches the whole stripped completion (`re.fullmatch`; `.` matches newlines), else 0."""
     compiled = _compile(pattern, re.DOTALL)
     return [float(compiled.fullmatch(completion.strip()) is not None) for completion in completions]
 

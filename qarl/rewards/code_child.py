@@ -1,13 +1,13 @@
-"""Run one untrusted Python program in a sandbox. A script of its own, started with `python -I -S`, without qarl.
+"""Run one untrusted Python program in a sandbox. A standalone script that does not import qarl.
 
     python -I -S code_child.py LIMITS.json-text < {"program": ..., "stdin": ...} as JSON
 
-With `namespaces` the program gets a user, mount, process, network and IPC namespace of its own: the file system is
-read-only except for an empty /tmp in memory, /proc shows its own processes alone, there is no network, and everything
-it started dies with it. It has no capabilities in them: its user is not root there, and `exec` drops them. Otherwise it
-runs in `directory` with the same limits of CPU, memory, files and processes.
+With `namespaces` the program gets its own user, mount, process, network and IPC namespaces. The file system is
+read-only except for an empty in-memory /tmp, /proc shows only the program's processes, there is no network, and all its
+processes are killed when it ends. It has no capabilities: its user is not root and `exec` drops them. Without
+namespaces it runs in `directory` with the same limits on CPU, memory, files and processes.
 
-The exit code is the program's; 125 if the sandbox could not be set up, with the reason on standard error.
+The exit code is the program's, or 125 if the sandbox could not be set up; stderr then has the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _USER, _MOUNT, _PROCESS, _NETWORK, _IPC, _UTS = 0x10000000, 0x20000, 0x20000000,
 _READ_ONLY, _NO_SUID, _NO_DEV, _NO_EXEC, _PRIVATE, _RECURSIVE = 0x1, 0x2, 0x4, 0x8, 0x40000, 0x4000
 _MOUNT_SETATTR, _AT_RECURSIVE, _AT_CWD = 442, 0x8000, -100
 _DEATH_SIGNAL, _NO_NEW_PRIVILEGES = 1, 38
-_INSIDE = 1000  # the user inside, which is not root
+_INSIDE = 1000  # user id inside the namespace; not root
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -44,7 +44,7 @@ def _mount(kind: bytes, place: bytes, flags: int, options: bytes | None = None) 
 
 
 def enter_namespaces() -> None:
-    """Unshare, and map the own user to one inside that is not root."""
+    """Create the namespaces and map the current user to a non-root user inside."""
     user, group = os.getuid(), os.getgid()
     _checked("unshare", libc.unshare(_USER | _MOUNT | _PROCESS | _NETWORK | _IPC | _UTS))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{_INSIDE} {user} 1"), ("gid_map", f"{_INSIDE} {group} 1")):
@@ -53,7 +53,7 @@ def enter_namespaces() -> None:
 
 
 def close_file_system(scratch_bytes: int) -> None:
-    """Make everything read-only but an empty /tmp, and hide other processes."""
+    """Make everything read-only except an empty /tmp, and hide other processes."""
     _checked("private mounts", libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None))
     attributes = _Attributes(set=_READ_ONLY)
     done = libc.syscall(
@@ -63,7 +63,7 @@ def close_file_system(scratch_bytes: int) -> None:
     _mount(b"tmpfs", b"/tmp", _NO_SUID | _NO_DEV, b"size=%d,mode=777" % scratch_bytes)
     try:
         _mount(b"proc", b"/proc", _NO_SUID | _NO_DEV | _NO_EXEC)
-    except OSError:  # a container that masks parts of /proc allows none
+    except OSError:  # not permitted in a container that masks parts of /proc
         _mount(b"tmpfs", b"/proc", _READ_ONLY | _NO_SUID | _NO_DEV, b"size=0")
 
 
@@ -87,7 +87,7 @@ def run_program(job: dict, limits: dict) -> None:
         resource.setrlimit(kind, (soft, hard))
     _checked("no new privileges", libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": directory, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    for number in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # a thread counts as a process
+    for number in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # threads count toward RLIMIT_NPROC
         environment[number] = "1"
     os.dup2(stdin, 0)
     os.dup2(nothing, 2)
@@ -96,9 +96,15 @@ def run_program(job: dict, limits: dict) -> None:
 
 
 def wait_for(child: int, processes: int | None) -> int:
-    """Return the exit code of a child, or 128 + the number of the signal that ended it. Reaps orphans.
+    """Wait for a child and reap orphans.
 
-    processes: End with SIGKILL's code if /proc shows more of them. RLIMIT_NPROC does not bind root. None: no limit.
+    Args:
+        child: Process id.
+        processes: Kill the child if /proc shows more processes than this, because RLIMIT_NPROC does not apply to root.
+            None: no limit.
+
+    Returns:
+        The exit code, or 128 + the number of the signal that ended the child.
     """
     while True:
         if processes is None:
@@ -113,7 +119,7 @@ def wait_for(child: int, processes: int | None) -> int:
 
 
 def forked(action: Callable[[], int], processes: int | None = None) -> int:
-    """Run `action` in a child that dies with this process, and return its exit code. processes: see `wait_for`."""
+    """Run `action` in a child that dies with this process, and return its exit code; see `wait_for`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     child = os.fork()
     if child == 0:
@@ -136,7 +142,7 @@ def main() -> int:
         run_program(job, limits)
         return SETUP_FAILED
 
-    def first() -> int:  # process 1 of its namespace: all others end with it
+    def first() -> int:  # process 1 of its namespace; all others die with it
         close_file_system(limits["scratch_bytes"])
         return forked(program, limits["processes"])
 

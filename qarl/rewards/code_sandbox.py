@@ -1,4 +1,4 @@
-"""Run untrusted Python programs, one process each, with limits (`code_child.py`) and a wall clock."""
+"""Run untrusted Python programs, one process each, with resource limits (`code_child.py`) and a wall-clock limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qarl.errors import UserError
 
 CHILD = Path(__file__).with_name("code_child.py")
 SETUP_FAILED = 125
-OUTPUT_BYTES = 1 << 20  # of standard output that is read; a program that writes more has failed
+OUTPUT_BYTES = 1 << 20  # a program that writes more to stdout has failed
 Isolation = Literal["namespace", "process"]
 
 
@@ -28,11 +28,11 @@ class Limits:
 
     Attributes:
         wall_s: Seconds until it is killed.
-        cpu_s: CPU seconds of each of its processes.
-        memory_bytes: Address space of each of its processes.
-        file_bytes: Size of a file that it writes, standard output too.
-        scratch_bytes: Everything that it writes to /tmp, with namespaces.
-        processes: Processes and threads.
+        cpu_s: CPU seconds per process.
+        memory_bytes: Address space per process.
+        file_bytes: Size of each written file, including standard output.
+        scratch_bytes: Total size of /tmp, with namespaces.
+        processes: Number of processes and threads.
     """
 
     wall_s: float = 6.0
@@ -44,12 +44,12 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A program that ended.
+class ProgramResult:
+    """Result of a program.
 
     Attributes:
-        code: Its exit code, 128 + the signal that ended it; None if it was killed at the wall clock's limit.
-        output: Its standard output; None if it was larger than `OUTPUT_BYTES`, or not UTF-8.
+        code: Exit code, or 128 + the signal that ended it; None if it hit the wall-clock limit.
+        output: Standard output; None if larger than `OUTPUT_BYTES` or not UTF-8.
     """
 
     code: int | None
@@ -60,8 +60,14 @@ class Ran:
         return self.code == 0 and self.output is not None
 
 
-def run_program(program: str, stdin: str, limits: Limits, isolation: Isolation) -> Ran:
-    """Run a program with this text as its standard input.
+def run_program(program: str, stdin: str, limits: Limits, isolation: Isolation) -> ProgramResult:
+    """Run a program.
+
+    Args:
+        program: Python source.
+        stdin: Text for its standard input.
+        limits: Resource limits.
+        isolation: `namespace` or `process`.
 
     Raises:
         UserError: The sandbox cannot be set up on this machine.
@@ -86,20 +92,20 @@ def run_program(program: str, stdin: str, limits: Limits, isolation: Isolation) 
                 reason = err.read(2000).decode(errors="replace").strip() or "no reason given"
                 raise UserError(
                     f"code: the sandbox cannot be set up on this machine: {reason}; allow user namespaces, or set the "
-                    "option isolation: process, which limits a program but hides neither network nor files from it"
+                    "option isolation: process, which limits resources but gives programs access to network and files"
                 )
-            return Ran(code, _output(out))
+            return ProgramResult(code, _output(out))
 
 
 def _wait(process: subprocess.Popen, wall_s: float) -> int | None:
-    """The exit code, or None after killing the process and all in its group at the limit."""
+    """Return the exit code, or None after killing the process group at the time limit."""
     try:
         return process.wait(wall_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what the program left, without namespaces
+            os.killpg(process.pid, signal.SIGKILL)  # processes left behind, without namespaces
         process.wait()
 
 
@@ -115,7 +121,13 @@ def _output(out: IO[bytes]) -> str | None:
 
 @cache
 def require_sandbox(isolation: Isolation) -> None:
-    """Raise UserError unless programs can be run; tried once per process."""
-    ran = run_program("print(6 * 7)", "", Limits(wall_s=30.0), isolation)
-    if ran != Ran(0, "42\n"):
-        raise UserError(f"code: a trivial program ended with {ran} in the sandbox; use isolation: process")
+    """Check once per process that programs can be run.
+
+    Raises:
+        UserError: The sandbox does not work.
+    """
+    result = run_program("print(6 * 7)", "", Limits(wall_s=30.0), isolation)
+    if result != ProgramResult(0, "42\n"):
+        raise UserError(
+            f"code: a trivial program ended with {result} in the sandbox; set the option isolation: process"
+        )

@@ -1,7 +1,7 @@
-"""Whether two final answers are the same: numbers, lists, sets, tuples, intervals, equations, texts.
+"""Compare two final answers: numbers, lists, sets, tuples, intervals, equations, texts.
 
-Numbers are compared by `numbers`, parts of a structure one by one, and what is left by a computer algebra system, which
-the caller brings along.
+`numbers` compares numbers, structures are compared element by element, and the caller provides a computer algebra
+system for everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qarl.rewards.units import find, read_unit
 Symbolic = Callable[[str, str], bool]
 
 _DEPTH = 6
-_ITEMS = 64  # of a list that is compared in any order
+_ITEMS = 64  # longest list that is compared in any order
 _OPEN, _CLOSE = "([{", ")]}"
 _AND = re.compile(
     r"\s*,?\s*\\text\{\s*,?\s*(?:and|or)\s*,?\s*\}\s*|,?\s+(?:and|or)\s+|\s*\\(?:vee|lor|land)(?![A-Za-z])\s*"
@@ -40,16 +40,15 @@ _UNIT_AT_END = re.compile(
 
 
 def same(gold: str, answer: str, symbolic: Symbolic, depth: int = 0) -> bool:
-    """Whether two answers are the same.
+    """Return whether two answers are equal.
+
+    Not symmetric in what may be omitted: see `numbers.equal` and docs/configuration.md.
 
     Args:
-        gold: The ground truth.
-        answer: The final answer of a response.
-        symbolic: Compares what is not a number, a structure or a text.
-        depth: How deep in a structure they are.
-
-    Returns:
-        Whether they are equal. Not symmetric in what may be missing: see `numbers.equal` and docs/configuration.md.
+        gold: Ground truth.
+        answer: Final answer of a response.
+        symbolic: Compares expressions that are not numbers, structures or texts.
+        depth: Nesting depth in a structure.
     """
     gold, answer = clean(gold), clean(answer)
     if not gold or not answer or depth > _DEPTH:
@@ -98,8 +97,8 @@ class _Parts:
 
     Attributes:
         kind: `list` (in any order), `tuple` (or interval), `set`, or `union` of intervals.
-        brackets: Of a tuple or an interval.
-        items: Each way to split it: commas in `100,200` may separate thousands or items.
+        brackets: Brackets of a tuple or an interval.
+        items: Possible ways to split it: the comma in `100,200` may separate thousands or items.
     """
 
     def __init__(self, kind: str, brackets: str, items: list[list[str]]) -> None:
@@ -108,7 +107,7 @@ class _Parts:
 
 @lru_cache(maxsize=1024)
 def _parts(text: str) -> _Parts | None:
-    """The collection that a text says; None if it is one expression."""
+    """Parse a text as a collection; None if it is a single expression."""
     text = _AND.sub(", ", text)
     unions = split(text, (r"\cup",))
     if len(unions) > 1:
@@ -126,7 +125,7 @@ def _parts(text: str) -> _Parts | None:
 
 
 def _unwrapped(text: str) -> tuple[str, str]:
-    """What is within brackets around all of the text, and the brackets; the text and "" if there are none."""
+    """Return the text within enclosing brackets and the brackets, or the text and an empty string."""
     for left, right, name in ((r"\{", r"\}", "{}"), (r"\langle", r"\rangle", "()")):
         if text.startswith(left) and text.endswith(right) and len(text) >= len(left + right):
             return text[len(left) : -len(right)], name
@@ -149,19 +148,19 @@ def _items(text: str) -> list[list[str]]:
 
 
 def _groupings(text: str) -> list[str]:
-    """The text with the commas of thousands hidden, and as it is."""
+    """Return the text with thousands separators hidden, and unchanged."""
     return [_GROUPED.sub(lambda match: match[0].replace(",", "\ue001"), text), text]
 
 
 def _signs(text: str) -> list[str]:
-    """Both values of an expression with `\\pm`."""
+    r"""Return both values of an expression with `\pm`."""
     if r"\pm" not in text and r"\mp" not in text:
         return [text]
     return [re.sub(r"\\pm(?![A-Za-z])", plus, re.sub(r"\\mp(?![A-Za-z])", minus, text)) for plus, minus in ("+-", "-+")]
 
 
 def split(text: str, separators: tuple[str, ...]) -> list[str]:
-    """Split at separators that are outside all brackets. One part if the brackets do not match."""
+    """Split at separators outside of brackets; return one part if brackets do not match."""
     parts, depth, begin, place = [], 0, 0, 0
     while place < len(text):
         character = text[place]
@@ -191,9 +190,9 @@ def _collections(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool
 def _one_of_one(
     gold: str, wanted: _Parts | None, answer: str, said: _Parts | None, symbolic: Symbolic, depth: int
 ) -> bool | None:
-    """A collection and one expression: `\\{5\\}` and `5`, or `x = 1, 2` in an equation; None if neither is plain."""
+    r"""Compare a collection with a single expression: `\{5\}` and `5`, or `x = 1, 2`. None if not comparable."""
     parts = wanted or said
-    assert parts is not None, "one of the two is a collection"
+    assert parts is not None, "one of the answers must be a collection"
     if parts.kind == "set" and len(parts.items[0]) == 1:
         item = parts.items[0][0]
         return same(item, answer, symbolic, depth + 1) if wanted else same(gold, item, symbolic, depth + 1)
@@ -207,7 +206,7 @@ def _one_of_one(
 
 
 def _comparison(wanted: _Parts, said: _Parts) -> Callable[[list[str], list[str], Symbolic, int], bool] | None:
-    """How the items of two collections are compared; None if they cannot be equal."""
+    """Return the function that compares the items of two collections; None if they cannot be equal."""
     kinds = {wanted.kind, said.kind}
     if kinds == {"set"}:
         return _mutual
@@ -230,7 +229,7 @@ def _ordered(gold: list[str], answer: list[str], symbolic: Symbolic, depth: int)
 
 
 def _unordered(gold: list[str], answer: list[str], symbolic: Symbolic, depth: int) -> bool:
-    """As multisets. Names that only the ground truth gives (`x=1, y=2`) fix the order."""
+    """Compare as multisets. Names that only the ground truth has (`x=1, y=2`) fix the order."""
     if len(gold) != len(answer):
         return False
     names = [_sides(text)[0] for text in gold if len(_sides(text)) == 2]
@@ -247,7 +246,7 @@ def _unordered(gold: list[str], answer: list[str], symbolic: Symbolic, depth: in
 
 
 def _mutual(gold: list[str], answer: list[str], symbolic: Symbolic, depth: int) -> bool:
-    """As sets: how often an element is listed does not count."""
+    """Compare as sets; repeated elements do not count."""
     if len(gold) > _ITEMS or len(answer) > _ITEMS:
         return _ordered(gold, answer, symbolic, depth)
     return all(any(same(g, a, symbolic, depth + 1) for a in answer) for g in gold) and all(
@@ -257,7 +256,7 @@ def _mutual(gold: list[str], answer: list[str], symbolic: Symbolic, depth: int) 
 
 @lru_cache(maxsize=1024)
 def _sides(text: str) -> tuple[str, ...]:
-    """The sides of an equation, a variable or name first; one part if there is no equation."""
+    """Return the sides of an equation, a variable first; a single part if there is no equation."""
     marked = re.sub(r"\\(?:approx|simeq|equiv)(?![A-Za-z])", "=", text)
     if re.search(r"[<>!:]=|[<>]|\\(?:le|ge|ne)(?![A-Za-z])|==", marked):
         return (text,)
@@ -290,7 +289,7 @@ def _equations(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool |
 
 
 def _texts(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool | None:
-    """Words, such as `\\text{even}`, and letters of a choice, such as (C)."""
+    r"""Compare words, such as `\text{even}`, and letters of a choice, such as (C)."""
     plain = [_SPACES.sub(" ", re.sub(r"\\text\{([^{}]*)\}", r"\1", text)).strip() for text in (gold, answer)]
     choice = re.fullmatch(r"\(?([A-Z])\)?", plain[0].replace(" ", ""))
     if choice is not None:
@@ -306,7 +305,7 @@ def _texts(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool | Non
 
 
 def _expressions(gold: str, answer: str, symbolic: Symbolic) -> bool:
-    """Expressions with roots, variables or functions, without their units; these must not differ."""
+    """Compare expressions with roots, variables or functions. Their units must not differ."""
     (left, wanted), (right, said) = _without_unit(gold), _without_unit(answer)
     if wanted is not None and said is not None and wanted != said:
         return False

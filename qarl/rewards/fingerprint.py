@@ -28,14 +28,18 @@ class Functions(Protocol):
 
 
 def reward_fingerprint(config: Functions) -> dict[str, str]:
-    """SHA-256 of each of `config.functions` (a `RewardConfig`), by label as in `RewardResult`.
+    """Return the SHA-256 of each reward function, by label as in `RewardResult`.
 
-    A built-in: its name and options. One of the user's: the function's name, the options, and the bytes of its file
-    and of those that it imports, directly or through others, out of the same directory (`path/to/file.py:function`)
-    or the same top-level package (`package.module:function`). Neither the path nor the weight counts: a moved
-    directory is no other reward, and the configuration shows the weight. Libraries do not count.
+    For a built-in, the digest covers its name and options. For a custom function it covers the function's name, the
+    options, and the source of its file and of everything it imports, directly or indirectly, from the same directory
+    (`path/to/file.py:function`) or the same top-level package (`package.module:function`). Libraries, the path and the
+    weight are not covered: moving a directory does not change the reward, and the weight is part of the configuration.
 
-    Raises UserError for a file that cannot be read.
+    Args:
+        config: A `RewardConfig`.
+
+    Raises:
+        UserError: A file cannot be read.
     """
     names = labels([function.name for function in config.functions])
     return {label: _digest(function) for label, function in zip(names, config.functions, strict=True)}

@@ -1,7 +1,7 @@
-"""What crosses between the pool and its workers: JSON texts behind their length, and nothing that is executed.
+"""Messages between the pool and its workers: length-prefixed JSON, never executed.
 
-A frame is eight bytes, the length of what follows as a big-endian integer, and then UTF-8 JSON. Rows may hold what JSON
-cannot say (tuples, and objects whose keys are no text, as reasoning-gym's do): `pack` marks them, `unpack` undoes it.
+A frame is a length (8 bytes, big-endian) followed by UTF-8 JSON. Rows may hold values that JSON lacks (tuples, and
+mappings with non-string keys as in reasoning-gym): `pack` marks them and `unpack` restores them.
 """
 
 from __future__ import annotations
@@ -11,25 +11,29 @@ import struct
 from typing import Any
 
 HEADER = struct.Struct(">Q")
-REPLY_BYTES = 16 * 2**20  # of one reply: scores of half a million completions
+REPLY_BYTES = 16 * 2**20  # largest reply: scores of half a million completions
 
-_MARK = "%"  # key of an object that stands for something else
+_MARK = "%"  # key of an object that encodes another type
 
 
 class BadFrame(ValueError):
-    """Bytes that are not a valid frame. The message describes them."""
+    """Bytes that are not a valid frame; the message describes them."""
 
 
 def frame(value: Any) -> bytes:
-    """A value that JSON can say (see `pack`), ready to be sent."""
-    text = json.dumps(value).encode("ascii")  # escapes lone surrogates, which UTF-8 could not take
+    """Encode a JSON-able value (see `pack`) as a frame."""
+    text = json.dumps(value).encode("ascii")  # escapes lone surrogates, which UTF-8 cannot encode
     return HEADER.pack(len(text)) + text
 
 
 class Frames:
-    """Cuts a stream of bytes into the texts of its frames.
+    """Splits a stream of bytes into frames.
 
-    limit: bytes of one text. Raises BadFrame for a longer one, of which no more than the header is read.
+    Args:
+        limit: Largest frame in bytes.
+
+    Raises:
+        BadFrame: A frame is larger. Only its header has been read.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -40,7 +44,7 @@ class Frames:
         self._buffer += data
 
     def next(self) -> bytes | None:
-        """The text of the next frame; None until it is there as a whole."""
+        """Return the text of the next complete frame; None if there is none yet."""
         if len(self._buffer) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self._buffer)
@@ -55,19 +59,27 @@ class Frames:
 
 
 def parse_reply(text: bytes) -> tuple[int, str, Any]:
-    """(request number, kind, value) of a worker's reply. Raises BadFrame if it is anything else."""
+    """Parse a worker's reply into (request number, kind, value).
+
+    Raises:
+        BadFrame: It is not a valid reply.
+    """
     try:
         reply = json.loads(text)
-    except (ValueError, RecursionError):  # not UTF-8, not JSON, an integer of 5,000 digits, 10,000 brackets
-        raise BadFrame("sent something that is no reply") from None
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, or absurdly long integers or nesting
+        raise BadFrame("sent an invalid reply") from None
     match reply:
         case {"request": int(number), "kind": str(kind), "value": value} if len(reply) == 3:
             return number, kind, value
-    raise BadFrame("sent something that is no reply")
+    raise BadFrame("sent an invalid reply")
 
 
 def pack(value: Any) -> Any:
-    """A value of a row as what JSON can say. Raises TypeError for one that no row can hold (see `data.values`)."""
+    """Convert a value of a row to a JSON-able value.
+
+    Raises:
+        TypeError: Rows cannot hold this type (see `data.values`).
+    """
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, list):
@@ -78,11 +90,11 @@ def pack(value: Any) -> Any:
         if _MARK not in value and all(isinstance(key, str) for key in value):
             return {key: pack(item) for key, item in value.items()}
         return {_MARK: "dict", "items": [[pack(key), pack(item)] for key, item in value.items()]}
-    raise TypeError(f"{type(value).__name__} cannot be handed to a reward")
+    raise TypeError(f"{type(value).__name__} cannot be passed to a reward function")
 
 
 def unpack(text: bytes) -> Any:
-    """Inverse of `pack`, from the JSON text."""
+    """Invert `pack`, given the JSON text."""
     return json.loads(text, object_hook=_unmarked)
 
 

@@ -1,6 +1,6 @@
-"""From a name in `reward.functions` to a callable: a built-in, `path/to/file.py:function` or `package.module:function`.
+"""Resolve a name in `reward.functions`: a built-in, `path/to/file.py:function` or `package.module:function`.
 
-`check_reference` is cheap and imports nothing; `load_function` imports, so it runs in a worker process.
+`check_reference` is cheap and imports nothing. `load_function` imports user code, so it runs in a worker process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RewardFunction = Callable[[list[str], list[str], dict[str, list]], list[float | 
 
 
 def labels(names: list[str]) -> list[str]:
-    """Of each function its name, or the part after the colon; a second one of the same gets `#2`."""
+    """Return the label of each function: its name, or the part after the colon, with `#2` for a duplicate."""
     found: list[str] = []
     for name in names:
         base = name.rpartition(":")[2]
@@ -33,23 +33,35 @@ def labels(names: list[str]) -> list[str]:
 
 
 def check_reference(name: str) -> None:
-    """Raises UserError if `name` is no built-in, has no function part, or names a file that is not there."""
+    """Check a name without importing it.
+
+    Raises:
+        UserError: The name is not a built-in, has no function part, or refers to a missing file.
+    """
     if name.rpartition(":")[0]:
         code.check_reference(name, f"reward.functions: `{name}`")
     elif name not in BUILTINS:
         close = get_close_matches(name, BUILTINS, n=1)
         raise UserError(
-            f"reward.functions: `{name}` is no built-in reward"
+            f"reward.functions: `{name}` is not a built-in reward"
             + (f" (did you mean `{close[0]}`?)" if close else "")
-            + f"; known are {', '.join(BUILTINS)}; yours is path/to/file.py:function or package.module:function"
+            + f"; built-in: {', '.join(BUILTINS)}; custom: path/to/file.py:function or package.module:function"
         )
 
 
 def load_function(name: str, options: dict[str, Any], columns: Collection[str] | None) -> RewardFunction:
-    """The function with its options bound and the columns as one dict: f(completions, prompts, columns).
+    """Load a function and bind its options.
 
-    columns: names of the data's columns, to check that the function can be called with them; None if not known.
-    Raises UserError: not there, does not import, no such function, not callable, wrong signature, unknown option.
+    Args:
+        name: Name in `reward.functions`.
+        options: Options of the function.
+        columns: Names of the data columns, to check that the function accepts them; None if unknown.
+
+    Returns:
+        A callable `f(completions, prompts, columns)`.
+
+    Raises:
+        UserError: The function is missing, cannot be imported or called, or does not accept an option or column.
     """
     check_reference(name)
     try:
@@ -63,8 +75,8 @@ def _bind(
 ) -> RewardFunction:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:  # as of functions written in C
-        raise UserError("does not say its arguments, must be f(completions, prompts, **columns)") from error
+    except (TypeError, ValueError) as error:  # such as functions written in C
+        raise UserError("has no readable signature; it must be f(completions, prompts, **columns)") from error
     parameters = signature.parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise UserError(f"takes {signature}, must be f(completions, prompts, **columns)")
@@ -85,15 +97,15 @@ def _bind(
 def _bind_builtin(
     function: Callable[..., Any], options: dict[str, Any], columns: Collection[str] | None
 ) -> RewardFunction:
-    """Ours have their options as keyword-only parameters, and validate them and their column on an empty batch."""
+    """Bind a built-in: options are keyword-only parameters, validated by a call with an empty batch."""
     known = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     if unknown := sorted(set(options) - set(known)):
         raise UserError(f"unknown option `{unknown[0]}`; it takes {', '.join(known) or 'none'}")
     if missing := [name for name, value in known.items() if value is inspect.Parameter.empty and name not in options]:
         raise UserError(f"needs the option `{missing[0]}`")
-    # An option's name is never a column, so that a data column called `group` cannot become the option.
+    # Option names are hidden from the columns, so a data column called `group` cannot set the option.
     bound = functools.partial(_call, function, options, frozenset(known))
-    if columns is None:  # suppose the one it reads
+    if columns is None:  # assume the column that it reads
         columns = [options.get("column", known["column"])] if "column" in known else []
     try:
         bound([], [], {column: [] for column in [*columns, "completion_ids"]})

@@ -1,6 +1,6 @@
-"""`rewards.log`: what reward functions print and each of their failures, within a bound.
+"""`rewards.log`: output and failures of reward functions, with bounded size.
 
-Past FILE_BYTES the file becomes `rewards.log.1`, in place of an older one, and a new one begins: the latest is kept.
+Beyond FILE_BYTES the file is renamed to `rewards.log.1`, replacing an older one, and a new file begins.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from pathlib import Path
 
 from qarl.utils.text import visible
 
-FILE_BYTES = 32 * 2**20  # of each of the two files
-CALL_BYTES = 2**20  # of what one call of a function, or the loading of all, prints
+FILE_BYTES = 32 * 2**20  # per file; there are at most two
+CALL_BYTES = 2**20  # per function call, and for loading all functions
 
 
 class RewardLog:
-    """path: the file, made when there is something to write; None: the standard error of this process, escaped.
+    """Append-only log of reward functions.
 
-    Several logs of one path, in one process, are one file. What the disk does not take is lost without a word: the run
-    itself will have to say that the disk is full.
+    Several logs with the same path in one process share the file. Write errors are ignored: the run itself reports a
+    full disk.
+
+    Args:
+        path: The file, created on the first write. None: stderr of this process, with control characters escaped.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -39,7 +42,7 @@ class RewardLog:
 
 
 class RewardLogHandler(logging.Handler):
-    """Log records as lines of a `RewardLog`."""
+    """Logging handler that writes records as lines of a `RewardLog`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ class RewardLogHandler(logging.Handler):
 
 
 class Output:
-    """What one worker prints: into the log, up to CALL_BYTES a call; the last line is remembered."""
+    """Output of one worker: copied to the log, up to CALL_BYTES per call. Remembers the last line."""
 
     def __init__(self, log: RewardLog) -> None:
         self.log = log
@@ -60,9 +63,9 @@ class Output:
         self._lost = 0
 
     def begin(self) -> None:
-        """A call begins, and may print as much as any."""
+        """Start a new call, which resets the limit."""
         if self._lost:
-            self.log.write(f"\n[{self._lost:,} bytes more that a call of a reward printed are left out]\n".encode())
+            self.log.write(f"\n[{self._lost:,} bytes of output of a reward function omitted]\n".encode())
         self._room, self._lost, self._tail = CALL_BYTES, 0, b""
 
     def take(self, data: bytes) -> None:
@@ -75,6 +78,6 @@ class Output:
 
     @property
     def last_line(self) -> str:
-        """The last line that is not blank, escaped and shortened; empty if nothing was printed in this call."""
+        """Last non-blank line of this call, escaped and shortened; empty if nothing was printed."""
         lines = [line for line in self._tail.decode("utf-8", "replace").splitlines() if line.strip()]
         return visible(lines[-1].strip())[-300:] if lines else ""

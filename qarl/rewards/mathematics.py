@@ -1,4 +1,4 @@
-"""The built-in reward `math`. The one module that imports math-verify (over a second)."""
+"""The built-in reward `math`. The only module that imports math-verify, which takes over a second."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from qarl.rewards.responses import (
 )
 from qarl.rewards.spelling import ascii_math, clean
 
-# Units are read here: math-verify would take the variable of `5m` for one.
+# Units are parsed here, because math-verify would treat the variable in `5m` as a unit.
 _EXTRACTION = [
     math_verify.LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True)
@@ -38,7 +38,7 @@ _EXTRACTION = [
     math_verify.ExprExtractionConfig(),
 ]
 _PRECISION = 50  # digits of constants such as sqrt(2)
-_LENGTH = 2_000  # of an expression for math-verify
+_LENGTH = 2_000  # longest expression passed to math-verify
 _HUGE = re.compile(r"\^\s*\{?\s*[-+]?\s*\d{7,}|\d[eE][-+]?\d{5,}|\d{4,}!|!!")
 _E_NOTATION = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]\{?([-+]?\d+)\}?(?![\w.])")
 _MIXED = re.compile(r"(?<![\d.}])(\d+)\s*(\\frac\{\d+\}\{\d+\})")
@@ -55,20 +55,21 @@ def math(
     complete_box: bool = True,
     **columns: list,
 ) -> list[float]:
-    """1 if the response's final answer equals the ground truth mathematically, else 0.
+    r"""Score 1 if the response's final answer is mathematically equal to the ground truth, else 0.
 
-    docs/configuration.md says which part of a response is its final answer, and what equals what. Numbers, lists and
-    units are compared here, other expressions by math-verify.
+    docs/configuration.md defines the final answer and equality. Numbers, lists and units are compared here, other
+    expressions by math-verify.
 
     Args:
         completions: Responses.
         prompts: Their prompts.
-        column: Data column of the ground truths: numbers, LaTeX, or texts with `\\boxed{}`, `$...$` or `####` in them.
-        timeout_s: Whole seconds for each call of math-verify; past them the answer counts as wrong. math-verify keeps
-            the limit with SIGALRM, so this runs in a main thread only.
-        think_tags: Only what follows a think block of these tags counts, see `after_thinking`; null: all of it.
+        column: Data column of the ground truths: numbers, LaTeX, or texts with `\boxed{}`, `$...$` or `####`.
+        timeout_s: Time limit per call of math-verify in whole seconds; on timeout the answer is wrong. math-verify uses
+            SIGALRM, so this must run in the main thread.
+        think_tags: Score only the text after a think block with these tags, see `after_thinking`; None: the whole
+            response.
         complete_box: Score 0 if the last box is not closed. If False, that box is ignored.
-        columns: The data's columns.
+        columns: Data columns.
 
     Returns:
         One score per response.
@@ -92,8 +93,12 @@ def math(
 
 
 def _gold(answer: object) -> str:
-    """The ground truth as one expression. Raises ValueError if it is empty."""
-    if isinstance(answer, float):  # in capitals no exponent is taken for Euler's number
+    """Return the ground truth as one expression.
+
+    Raises:
+        ValueError: It is empty.
+    """
+    if isinstance(answer, float):  # uppercase, so that an exponent is not read as Euler's number
         return repr(answer).upper()
     text = ascii_math(final_answer(answer))
     box = final_box(text, complete=False)
@@ -105,7 +110,7 @@ def _gold(answer: object) -> str:
 
 
 def _fragment(response: str, marked: bool, complete_box: bool) -> str | None:
-    """The final answer in a response. marked: the ground truth is written behind `####`, as in GSM8K."""
+    """Return the final answer of a response. `marked`: the ground truth follows `####`, as in GSM8K."""
     text = ascii_math(response)
     if marked and "####" in text:
         text = text.rpartition("####")[2]
@@ -115,16 +120,17 @@ def _fragment(response: str, marked: bool, complete_box: bool) -> str | None:
         text = line[1]
     text = text.strip()
     if len(text) <= 200 and "\n" not in text and "\\boxed" not in text and "\\fbox" not in text:
-        if not has_prose(text):  # nothing but an expression
+        if not has_prose(text):  # the whole text is an expression
             return text
         return final_fragment(text, complete_box) or text
     return final_fragment(text, complete_box)
 
 
 def _symbolic(timeout_s: int, gold: str, answer: str) -> bool:
-    """Whether two expressions are equal, by math-verify, or as numbers of 50 digits if they have no variables.
+    """Compare two expressions with math-verify, or to 50 digits if they have no variables.
 
-    Raises ValueError if math-verify cannot parse the ground truth.
+    Raises:
+        ValueError: math-verify cannot parse the ground truth.
     """
     if max(len(gold), len(answer)) > _LENGTH or any(_HUGE.search(text) for text in (gold, answer)):
         return False
@@ -132,7 +138,7 @@ def _symbolic(timeout_s: int, gold: str, answer: str) -> bool:
 
 
 def _spellings(text: str) -> list[str]:
-    """The expression for math-verify: e-notation as a product, which it reads as Euler's number, and as it is."""
+    """Return the expression with e-notation as a product, which math-verify would read as Euler's number, and as is."""
     text = _MIXED.sub(r"(\1+\2)", text.replace("$", ""))
     product = _E_NOTATION.sub(r"(\1 \\times 10^{\2})", text)
     return [text] if product == text else [product, text] if re.search(r"\de[-+][1-9]", text) else [product]
@@ -155,7 +161,7 @@ def _parse(text: str, timeout_s: int) -> tuple:
 
 @lru_cache(maxsize=1024)
 def _constant(text: str, timeout_s: int) -> Quantity | None:
-    """The value of an expression without variables; None if it has some, or is not a real number."""
+    """Return the value of an expression; None if it has variables or is not a real number."""
     if found := read(text):
         return found[0]
     parsed = _parse(text, timeout_s)

@@ -1,4 +1,4 @@
-"""From the text of a number to its exact value: e-notation, fractions, mixed numbers, powers, units, number bases."""
+"""Parse numbers into exact values: e-notation, fractions, mixed numbers, powers, units, number bases."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import lru_cache
 from qarl.rewards.numbers import CONTEXT, NotANumber, Quantity, Value, decimal_of, over, plus, power, times
 from qarl.rewards.units import CURRENCY, find, read_unit
 
-_LENGTH = 2_000  # of a text
-_DEPTH = 40  # of brackets
+_LENGTH = 2_000  # longest text
+_DEPTH = 40  # deepest nesting of brackets
 
 _WORDS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 _WORDS |= {"eleven": 11, "twelve": 12, "sixteen": 16}
@@ -31,20 +31,22 @@ _MIXED_FRAC = re.compile(r"(?P<whole>\d+)\s*\{?\\frac\s*\{\s*(?P<top>\d+)\s*\}\s
 _EXPONENT = re.compile(r"[+-]?\d+(?:\.\d+)?")
 _OPERATOR = re.compile(r"\s*(\\times(?![A-Za-z])|\\cdot(?![A-Za-z])|\\div(?![A-Za-z])|[*/+^-]|\^)\s*")
 _MONEY = re.compile(rf"^(?P<sign>[-+]?)\s*(?P<currency>[{re.escape(CURRENCY)}])\s*(?P<rest>.*)$", re.DOTALL)
-_PER = re.compile(r"\s*(?:/|per\b|\\text\{\s*(?:/|per\b))[^\d=<>]*")  # $3 per pound: the price, whatever it is for
-# 2e-1 is 0.2, and 2e - 1 to a mathematician; 1e-05, 1.5e-7 and 1E-5 are numbers only.
+_PER = re.compile(
+    r"\s*(?:/|per\b|\\text\{\s*(?:/|per\b))[^\d=<>]*"
+)  # $3 per pound: keep the price, drop what it is for
+# 2e-1 may be 0.2 or 2e - 1 with Euler's number; 1e-05, 1.5e-7 and 1E-5 can only be numbers.
 _EULER = re.compile(r"(?<![\d.])(\d+)e([+-])([1-9]\d?)(?![\d.])")
 
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> tuple[Quantity, ...]:
-    """The quantity that a text says.
+    """Parse a quantity.
 
     Args:
-        text: An answer in the form of `spelling.clean`.
+        text: An answer normalized by `spelling.clean`.
 
     Returns:
-        One quantity; none if the text is not a number with an optional unit.
+        One quantity, or none if the text is not a number with an optional unit.
     """
     if len(text) > _LENGTH or not any(c.isdigit() for c in text):
         return ()
@@ -56,7 +58,7 @@ def read(text: str) -> tuple[Quantity, ...]:
 
 
 def maybe_euler(text: str) -> bool:
-    """Whether an exponent in `text` may also be Euler's number minus or plus a number: `2e-1`."""
+    """Return whether an exponent in `text` may be Euler's number plus or minus a number: `2e-1`."""
     return _EULER.search(text) is not None
 
 
@@ -72,7 +74,7 @@ def _based(text: str) -> Quantity | None:
     whole, _, part = match["digits"].partition(".")
     digits, sign = whole + part, -1 if match["sign"] else 1
     if digits.isdigit():
-        # Read as if it were decimal: an answer without the base is compared with that.
+        # Parsed as decimal digits, because an answer without the base is compared with those.
         return Quantity(Fraction(sign * _integer(digits), 10 ** len(part)), base=base)
     try:
         return Quantity(Fraction(sign * int(digits, base), base ** len(part)), base=base)
@@ -94,7 +96,7 @@ def _quantity(text: str) -> Quantity:
         unit = None
     if money is not None:
         currency = find(money["currency"])
-        assert currency is not None, "every sign of CURRENCY is a unit"
+        assert currency is not None, "every currency sign must be a unit"
         if unit is not None and not unit.dimension:  # $5 million
             value = times(value, unit.factor)
         unit = currency
@@ -102,15 +104,15 @@ def _quantity(text: str) -> Quantity:
 
 
 class _Parser:
-    """Recursive descent over `text`. `position` is the end of the longest expression of numbers at its begin."""
+    """Recursive-descent parser of `text`. `position` is the end of the longest numeric prefix."""
 
     def __init__(self, text: str) -> None:
         self.text, self.position = text, 0
-        self._literals: list[tuple[int, int]] = []  # digits and places of each decimal number
-        self._powers_of_ten = True  # all else that is multiplied
+        self._literals: list[tuple[int, int]] = []  # (digits, decimals) of each decimal number
+        self._powers_of_ten = True  # whether all other factors are powers of ten
 
     def decimals(self) -> tuple[int | None, int]:
-        """Digits and places if the expression is one decimal number, perhaps times a power of ten."""
+        """Return digits and decimals if the expression is one decimal number, optionally times a power of ten."""
         one = len(self._literals) == 1 and self._powers_of_ten
         return self._literals[0] if one else (None, 0)
 
@@ -137,7 +139,7 @@ class _Parser:
             try:
                 factor = self._signed(depth)
             except NotANumber:
-                self.position = before  # the rest is no factor, but perhaps a unit
+                self.position = before  # the rest is not a factor, but may be a unit
                 return value
             if factor not in (1, 10) and not self._is_power_of_ten(factor):
                 self._powers_of_ten = self._powers_of_ten and self._is_power_of_ten(value)
@@ -248,6 +250,6 @@ class _Parser:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > 4000:  # Python refuses to convert more
+    if len(digits) > 4000:  # CPython refuses to convert longer integers
         raise NotANumber
     return int(digits)

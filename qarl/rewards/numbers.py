@@ -1,7 +1,7 @@
 """Numeric answers: exact values, units, number bases and equality.
 
-Values are fractions, so that `1/2^99` differs from `1/2^98`. Beyond `_BITS` they are decimals of 60 digits with a huge
-exponent, so that no input takes more than a moment.
+Values are fractions, so `1/2^99` differs from `1/2^98`. Beyond `_BITS` they are decimals with 60 digits and a large
+exponent, so that every input takes a bounded time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONTEXT.traps[decimal.DivisionByZero] = True
 
 
 class NotANumber(ValueError):
-    """The text is not an expression of numbers only."""
+    """The text is not a purely numeric expression."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Quantity:
 
     Attributes:
         value: The number, without the unit's factor.
-        unit: Its unit; None if it has none.
-        digits: Significant digits if it is written as one decimal number, which may be rounded; else None.
+        unit: The unit, or None.
+        digits: Significant digits if written as one decimal number, which may be rounded; else None.
         places: Decimals of that number.
-        base: Number base that is written as a subscript; None if there is none.
+        base: Number base written as a subscript, or None.
         approximate: Whether the value is rounded to floating-point precision.
     """
 
@@ -46,10 +46,10 @@ class Quantity:
 
 
 def equal(gold: Quantity, answer: Quantity) -> bool:
-    """Whether two quantities are the same answer.
+    """Return whether two quantities are the same answer.
 
-    Units convert: 5 cm is 0.05 m. A missing unit is accepted, as the question usually states it; then 50 % equals 50
-    and 0.5. A missing number base is accepted in the answer only: 2516 is no spelling of a base-8 number elsewhere.
+    Units are converted: 5 cm equals 0.05 m. A missing unit is accepted, because the question usually states it; then 50
+    % equals 50 and 0.5. A missing number base is accepted only in the answer, not in the ground truth.
     """
     if gold.base != answer.base and answer.base is not None and (gold.base, answer.base) != (None, 10):
         return False
@@ -72,7 +72,7 @@ def _scaled(quantity: Quantity) -> Quantity:
 
 
 def _close(a: Quantity, b: Quantity) -> bool:
-    """Equal values, or one the rounding of the other to at least six digits, as 0.333333 is of 1/3."""
+    """Return whether values are equal, or one is the other rounded to at least six digits (0.333333 and 1/3)."""
     if a.value == b.value:
         return True
     if not a.value or not b.value or (a.value < 0) != (b.value < 0):
@@ -80,16 +80,16 @@ def _close(a: Quantity, b: Quantity) -> bool:
     difference = _relative(a.value, b.value)
     if difference > Decimal("1e-3"):
         return False
-    if a.approximate or b.approximate or max(a.digits or 0, b.digits or 0) >= 15:  # floats of a data file
+    if a.approximate or b.approximate or max(a.digits or 0, b.digits or 0) >= 15:  # floats from a data file
         return difference <= Decimal("1e-12") or _rounds(a, b) or _rounds(b, a)
     huge = isinstance(a.value, Decimal) or isinstance(b.value, Decimal)
     return (huge and difference <= Decimal("1e-40")) or _rounds(a, b) or _rounds(b, a)
 
 
 def _rounds(short: Quantity, exact: Quantity) -> bool:
-    """Whether `short` is `exact` rounded to the digits that `short` has.
+    """Return whether `short` is `exact` rounded to its number of digits.
 
-    It needs six digits, and six decimals to be the rounding of another decimal number: $1,234,567.9 is not
+    `short` needs six digits, and six decimals to be the rounding of another decimal number: $1,234,567.9 does not equal
     $1,234,567.89.
     """
     if short.digits is None or max(short.digits, short.places) < 6 or short.digits < 4:
@@ -105,7 +105,7 @@ def _relative(a: Value, b: Value) -> Decimal:
     x, y = decimal_of(a), decimal_of(b)
     if abs(x.adjusted() - y.adjusted()) > 2:
         return Decimal(1)
-    if isinstance(a, Fraction) and isinstance(b, Fraction):  # the difference may be below 60 digits
+    if isinstance(a, Fraction) and isinstance(b, Fraction):  # exact: the difference may be below 60 digits
         return decimal_of(abs(a - b) / abs(a))
     return abs(CONTEXT.divide(CONTEXT.subtract(x, y), x))
 

@@ -1,4 +1,4 @@
-"""Scores completions in worker processes: a time limit, retries one by one, replacement of what hung or died."""
+"""Scores completions in worker processes, with time limits, individual retries, and replacement of dead workers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 class RewardPool:
     """The functions of `reward.functions`, loaded in `reward.workers` processes.
 
-    A function's label is its name, or the part after the colon; a second one of the same label gets `#2`.
-    columns: the data's column names; given, functions that need another one are refused at once.
-    log_path: file that gets what the functions print (see `RewardLog`); default the parent's standard error.
+    A function's label is its name, or the part after the colon; a duplicate label gets `#2`.
 
-    Raises UserError if a function cannot be loaded; see `loader`.
+    Args:
+        config: The `reward` section.
+        columns: Names of the data columns; functions that need another one are rejected. None: not checked.
+        log_path: File for the functions' output (see `RewardLog`). Default: stderr of this process.
+
+    Raises:
+        UserError: A function cannot be loaded; see `loader`.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class RewardPool:
         for function in config.functions:
             check_reference(function.name)
         self.labels = labels([function.name for function in config.functions])
-        # A built-in's columns are known, and token ids are many; `length` and `overlong` read them.
+        # Token ids are large, so they are only sent to functions that read them: custom ones, `length` and `overlong`.
         self._reads_tokens = [f.name not in BUILTINS or f.name in ("length", "overlong") for f in config.functions]
         self._closed = False
         self._load_s = 0.0
@@ -61,20 +65,31 @@ class RewardPool:
         completion_ids: list[list[int]] | None = None,
         share: Share | None = None,
     ) -> RewardResult:
-        """Call every function on every completion.
+        """Call every function on every completion. The pool can be used again after an exception.
 
-        columns: the data's, one value a completion. completion_ids: token ids of the completions, which the functions
-        get as they get a column of this name (as TRL's do). share: where other ranks score the rest of the batch.
+        Each function gets the batch in `reward.workers` contiguous chunks, with a time limit of `timeout_s` per chunk.
+        If a call raises, hangs, dies or returns an invalid result, the completions of its chunk are retried one by one,
+        and those that fail again score 0 and are counted.
 
-        Each function gets the batch in `reward.workers` contiguous chunks, with `timeout_s` seconds for a chunk. A
-        chunk whose call raises, hangs, dies or returns nonsense is scored again one completion at a time; those that
-        fail alone score 0 and are counted. A function's retries share 6 x `timeout_s` and three loadings, so that a
-        batch takes a bounded time; once two of them hung, the others have a tenth of `timeout_s` each. What is left
-        then scores 0 and is counted.
-        A score is nonsense, too, where it or its product with the weight is beyond 1e9, so that every sum is finite.
+        Retries of a function are limited to 6 x `timeout_s` and three loads of the functions, so that a batch takes
+        bounded time. After two retries hang, the time limit drops to a tenth of `timeout_s`. Completions left over
+        score 0 and are counted.
 
-        Raises UserError once a function has failed on more than `max_failed_frac` of the batch, that of all ranks where
-        this is a share; ValueError for lists of unequal length. The pool can be used again after either.
+        A score is invalid if it, or its product with the weight, exceeds 1e9, so that all sums are finite.
+
+        Args:
+            completions: Response texts.
+            prompts: Their prompts.
+            columns: Data columns, one value per completion.
+            completion_ids: Token ids of the completions, passed to the functions as a column of this name (as in TRL).
+            share: This rank's part of the batch, if several ranks score it.
+
+        Returns:
+            The scores.
+
+        Raises:
+            UserError: A function failed on more than `max_failed_frac` of the batch (of all ranks, with `share`).
+            ValueError: The lists have different lengths.
         """
         assert not self._closed, "score() on a closed RewardPool"
         config, count = self._config, len(completions)
@@ -109,7 +124,7 @@ class RewardPool:
         return batch.result()
 
     def close(self) -> None:
-        """End the workers. Idempotent."""
+        """Stop the workers. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -137,7 +152,7 @@ class RewardPool:
                 self._workers[place] = self._start_worker()
 
     def _abandon(self) -> None:
-        """Leave no worker with a request or an answer under way: the next `score` replaces those killed here."""
+        """Kill workers that have a request in flight; the next `score` replaces them."""
         for worker in self._workers:
             if worker.task or worker.starting:
                 worker.kill()
@@ -151,7 +166,7 @@ class RewardPool:
                 worker.send(task, batch.arguments(task), limit_s)
 
     def _wait_for_reports(self) -> list[Report]:
-        """Block until a worker has something to say, dies or runs out of time, LOOK_S at most. What ended meanwhile."""
+        """Wait up to LOOK_S for a worker to reply, die or time out; return the tasks that ended."""
         busy = [worker for worker in self._workers if worker.starting or worker.task]
         poll = select.poll()
         for worker in busy:

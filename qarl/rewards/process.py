@@ -1,4 +1,4 @@
-"""The parent's handle of one reward worker process; the process itself is `worker.main`."""
+"""The parent's handle of a reward worker process, whose code is `worker.main`."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from qarl.rewards.resident import ends, resident_bytes
 from qarl.rewards.worker import SCORE_LIMIT
 from qarl.utils.text import visible
 
-START_LIMIT_S = 120.0  # interpreter, and whatever the user's modules import
-END_LIMIT_S = 30.0  # for one that runs nothing any more to be gone
-LOOK_S = 0.1  # between two looks at a worker's memory, and at whether it lives
+START_LIMIT_S = 120.0  # starting the interpreter and importing the user's modules
+END_LIMIT_S = 30.0  # for an exiting process to disappear
+LOOK_S = 0.1  # between checks of a worker's memory and liveness
 
 _READ_BYTES = 2**16
-_READS = 64  # from one descriptor at a time, so that a flood keeps nobody waiting
-_STALE_LIMIT = 1000  # replies of other numbers in one call: more is a flood
+_READS = 64  # reads per descriptor and turn, so that a flood does not block other workers
+_STALE_LIMIT = 1000  # unexpected replies per call before the worker is killed
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from qarl.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
-_numbers = itertools.count(1)  # of requests, of all workers of this process
+_numbers = itertools.count(1)  # request numbers, shared by all workers of this process
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call: a function (its index) on a contiguous part of the batch."""
+    """One call: a function (by index) on a contiguous part of the batch."""
 
     function: int
     indices: range
@@ -50,13 +50,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """How a task ended.
+    """Result of a task.
 
     Attributes:
         task: The task.
-        outcome: One score per completion (None: the function skipped the row), or what went wrong.
-        hung: Whether it gave no answer within its time limit.
-        stale: Number of replies to other calls that were dropped meanwhile.
+        outcome: One score per completion (None: the function skipped the row), or an error message.
+        hung: Whether it exceeded its time limit.
+        stale: Number of dropped replies to other calls.
     """
 
     task: Task
@@ -66,10 +66,17 @@ class Report:
 
 
 class Worker:
-    """Starting until `ready` is received, then idle, or busy with `task` until `deadline` (time.monotonic).
+    """A worker process: starting until it reports `ready`, then idle, or busy with `task` until `deadline`
+    (`time.monotonic()`).
 
-    It leads a session of its own: the terminal's Ctrl-C does not reach it, and `kill` also ends what a reward function
-    started. Whatever comes from it is suspect: it is read without ever waiting, as data of at most `REPLY_BYTES`.
+    The process leads its own session: the terminal's Ctrl-C does not reach it, and `kill` also ends processes started
+    by a reward function. Its output is untrusted: it is read without blocking, as data of at most `REPLY_BYTES`.
+
+    Args:
+        functions: (label, name, options) per function.
+        columns: Names of the data columns, or None.
+        log: Gets the output of the functions.
+        memory_gib: Memory limit, or None.
     """
 
     def __init__(
@@ -82,7 +89,9 @@ class Worker:
         self._socket, child = socket.socketpair()
         self._socket.setblocking(False)
         self._printed, prints = os.pipe()
-        life, self._lifeline = os.pipe()  # never written, and its own: a pipe has one process that is told of its end
+        life, self._lifeline = (
+            os.pipe()
+        )  # never written; one pipe per worker, because only one process is notified of its end
         os.set_blocking(self._printed, False)
         try:
             self._process = subprocess.Popen(
@@ -92,7 +101,7 @@ class Worker:
                 stderr=prints,
                 pass_fds=[child.fileno(), life],
                 start_new_session=True,
-                # A function that calls init_process_group or a hub client must not take itself for a rank of the run.
+                # A function that calls init_process_group or a hub client must not act as a rank of the run.
                 env=child_environment(os.environ),
             )
         except BaseException:
@@ -120,12 +129,19 @@ class Worker:
 
     @property
     def gone(self) -> bool:
-        """Killed, or dead with nothing under way. What died while it starts or is busy is not gone before `attend` has
-        said what became of it."""
+        """Whether the process was killed, or died while idle. If it dies while starting or busy, `attend` reports it
+        first.
+        """
         return self._killed or (not (self.starting or self.task) and self._process.poll() is not None)
 
     def send(self, task: Task, arguments: dict[str, Any], limit_s: float) -> None:
-        """Hand a task to an idle worker. arguments: completions, prompts, columns."""
+        """Send a task to an idle worker.
+
+        Args:
+            task: The task.
+            arguments: completions, prompts and columns.
+            limit_s: Time limit in seconds.
+        """
         self.task = task
         self._limit_s = limit_s
         self.deadline = time.monotonic() + limit_s
@@ -133,21 +149,25 @@ class Worker:
         self._request({"function": task.function, **arguments})
 
     def watch(self, poll: select.poll) -> None:
-        """Have `poll` return when there is something to do for `attend`."""
+        """Register the descriptors that make `poll` return when `attend` has work to do."""
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
         if self._output_open:
             poll.register(self._printed, select.POLLIN)
 
     def attend(self) -> Report | None:
-        """Write and read what can be without waiting. Returns how its task ended; None while it runs or starts.
+        """Read and write without blocking.
 
-        Raises UserError if it cannot load the functions, or a function found a fault of the user's.
+        Returns:
+            The result of the task once it has ended; None while the worker is starting or busy.
+
+        Raises:
+            UserError: The worker cannot load the functions, or a function reported a configuration error.
         """
         try:
             self._write()
-            alive = self._process.poll() is None  # before reading: what it said last is read in any case
+            alive = self._process.poll() is None  # before reading, so that the last output of a dead process is read
             end = self._read() or not alive
-            self._take_output()  # before its reply is looked at, so that the log has it in order
+            self._take_output()  # before parsing the reply, so that the log is in order
             while (text := self._frames.next()) is not None:
                 report = self._take(*parse_reply(text))
                 if report is not None:
@@ -166,12 +186,12 @@ class Worker:
             if resident_bytes(self._process.pid) > self._memory_gib * 2**30:
                 self.kill()
                 return self._gone(
-                    f"its worker process took more than reward.memory_gib = {self._memory_gib:g}, and was killed"
+                    f"its worker process exceeded reward.memory_gib = {self._memory_gib:g} and was killed"
                 )
         return None
 
     def kill(self) -> None:
-        """End the process and what it started. Idempotent."""
+        """End the process and everything it started. Idempotent."""
         if self._killed:
             return
         self._killed = True
@@ -197,13 +217,13 @@ class Worker:
             while self._outgoing:
                 try:
                     sent = self._socket.send(self._outgoing)
-                except (BrokenPipeError, ConnectionResetError):  # it died: reading will say so
+                except (BrokenPipeError, ConnectionResetError):  # it died; reading will report that
                     self._outgoing = b""
                     return
                 self._outgoing = self._outgoing[sent:]
 
     def _read(self) -> bool:
-        """Read what there is of the connection. Returns whether it has ended."""
+        """Read what is available. Return whether the connection has ended."""
         with suppress(BlockingIOError):
             for _ in range(_READS):
                 try:
@@ -228,7 +248,7 @@ class Worker:
         if number != self._number:
             self._stale += 1
             if self._stale > _STALE_LIMIT:
-                raise BadFrame(f"sent more than {_STALE_LIMIT:,} replies that nobody waits for")
+                raise BadFrame(f"sent more than {_STALE_LIMIT:,} unexpected replies")
             return None
         if kind == "error" and isinstance(value, str):
             raise UserError(visible(value))
@@ -239,29 +259,29 @@ class Worker:
                 self.starting = False
                 self.load_s = time.monotonic() - self.started
             else:
-                raise BadFrame("sent something that is no reply")
+                raise BadFrame("sent an invalid reply")
             return None
         task = self.task
-        assert task is not None, "an idle reward worker is not attended"
+        assert task is not None, "attend must not be called on an idle worker"
         if kind == "scores" and _are_scores(value, len(task.indices)):
             return self._done(value)
         if kind == "raised" and isinstance(value, str):
             return self._done(visible(value))
-        raise BadFrame("sent something that is no reply")
+        raise BadFrame("sent an invalid reply")
 
     def _done(self, outcome: list[float | None] | str, hung: bool = False) -> Report:
         task, self.task = self.task, None
-        assert task is not None, "a task ends once"
-        self._number = 0  # of no request
+        assert task is not None, "a task must end only once"
+        self._number = 0  # no request in flight
         return Report(task, outcome, hung, self._stale)
 
     def _gone(self, how: str, hung: bool = False) -> Report:
-        if self.task is not None:  # without one, what says that it is ready and is dead by now has not loaded either
+        if self.task is not None:  # without a task, a worker that reported ready but is dead counts as not loaded
             return self._done(how, hung)
-        said = f"; the last that it printed: {self._output.last_line}" if self._output.last_line else ""
+        said = f"; last output: {self._output.last_line}" if self._output.last_line else ""
         log = self._output.log.path
-        where = f" (all of it in {log})" if said and log is not None else ""
-        raise UserError(f"reward.functions: `{self._loading}`: while it was loaded, {how}{said}{where}")
+        where = f" (full output in {log})" if said and log is not None else ""
+        raise UserError(f"reward.functions: `{self._loading}`: while loading it, {how}{said}{where}")
 
     def _death(self) -> str:
         try:
@@ -275,7 +295,7 @@ class Worker:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL`; real-time signals have a number only."""
+    """Return a name such as `SIGKILL`; real-time signals only have a number."""
     try:
         return signal.Signals(number).name
     except ValueError:

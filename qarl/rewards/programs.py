@@ -1,4 +1,4 @@
-"""The built-in reward `code`: runs the program of a response against tests, in a sandbox."""
+"""The built-in reward `code`: runs the program in a response against tests, in a sandbox."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qarl.rewards.responses import THINK_TAGS, after_thinking, check_tags
 _BLOCK = re.compile(r"```[ \t]*([\w+#-]*)[^\n]*\n(.*?)```", re.DOTALL)
 _PYTHON = {"", "py", "python", "python3"}
 _MARK = "qarl-result:"
-# Appended to a program with a function to call; its arguments are on standard input, one JSON value per line.
+# Appended to call a function of the program; its arguments are on standard input, one JSON value per line.
 _CALL = f"""
 
 def _qarl_call():
@@ -39,7 +39,12 @@ _qarl_call()
 
 @dataclass(frozen=True)
 class Test:
-    """One test. function: the name of the function to call with the JSON lines of `given`; None: a whole program."""
+    """One test.
+
+    Attributes:
+        given: Standard input.
+        function: Function to call with the JSON lines of `given`; None: run the whole program.
+    """
 
     given: str
     expected: str
@@ -61,22 +66,22 @@ def code(
     think_tags: Sequence[str] | None = THINK_TAGS,
     **columns: list,
 ) -> list[float]:
-    """1 if the program in the response passes all tests, else 0. The program is its last Python block.
+    """Score 1 if the program in the response passes all tests, else 0. The program is the last Python block.
 
     Args:
         completions: Responses.
         prompts: Their prompts.
-        column: Data column of the tests, see `read_tests`, or several whose tests are joined.
+        column: Data column of the tests, see `read_tests`, or several columns whose tests are concatenated.
         metadata_column: Data column with LiveCodeBench's metadata, which names the function to call.
-        partial: Score the fraction of tests passed instead.
-        max_tests: Only the first tests of each row; None: all.
-        timeout_s: Wall-clock and CPU seconds of each test.
-        memory_mib: Address space of each process.
-        parallel: Programs that run at the same time.
-        isolation: `namespace`, or `process` if this machine has no user namespaces: then a program has the same limits,
-            but also the network and the files of the user.
-        think_tags: Only what follows a think block of these tags counts; None: the whole response.
-        columns: The data's columns.
+        partial: Score the fraction of passed tests instead.
+        max_tests: Use only the first tests of each row; None: all.
+        timeout_s: Wall-clock and CPU seconds per test.
+        memory_mib: Address space per process.
+        parallel: Number of programs that run concurrently.
+        isolation: `namespace`, or `process` for machines without user namespaces: the same resource limits, but
+            programs can access the network and the user's files.
+        think_tags: Score only the text after a think block with these tags; None: the whole response.
+        columns: Data columns.
 
     Returns:
         One score per response. A response without a program scores 0.
@@ -112,28 +117,29 @@ def code(
 
 
 def last_program(text: str) -> str | None:
-    """The last fenced block of a text that is in Python or in no named language; None if there is none."""
+    """Return the last fenced block that is marked as Python or has no language; None if there is none."""
     blocks = [body for language, body in _BLOCK.findall(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else None
 
 
 def read_tests(row: Any, metadata: Any = None) -> list[Test]:
-    """The tests of a row: a mapping or list, or their JSON text.
+    """Parse the tests of a row: a mapping, a list, or their JSON text.
 
-    Mapping (APPS, TACO, PRIME): {"inputs": [...], "outputs": [...], "fn_name": name or missing}. With fn_name an input
-    is a list of arguments, and an output the result, also in a list of one.
+    Mapping (APPS, TACO, PRIME): {"inputs": [...], "outputs": [...], "fn_name": optional name}. With fn_name, an input
+    is a list of arguments and an output is the result, possibly in a list of one.
+
     List (LiveCodeBench): [{"input": text, "output": text, "testtype": "stdin" or "functional"}]. A functional input has
-    one JSON argument per line, and `metadata` has {"func_name": name}. Its private tests, a compressed text, are read
-    too.
+    one JSON argument per line, and `metadata` has {"func_name": name}. Private tests, stored as compressed text, are
+    supported.
 
     Raises:
-        ValueError: The row has no tests, or they are of another form.
+        ValueError: The row has no tests, or they have another format.
     """
     tests = _opened(row)
     if isinstance(tests, dict):
         inputs, outputs, name = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-            raise ValueError("tests must have `inputs` and `outputs`, two lists of one length")
+            raise ValueError("tests must have `inputs` and `outputs`, two lists of equal length")
         found = [_of_pair(given, wanted, name) for given, wanted in zip(inputs, outputs, strict=True)]
     elif isinstance(tests, list):
         details = _opened(metadata) if metadata is not None else {}
@@ -147,7 +153,7 @@ def read_tests(row: Any, metadata: Any = None) -> list[Test]:
 
 
 def passes(program: str, test: Test, limits: Limits, isolation: Isolation) -> bool:
-    """Run one test. What is expected never enters the sandbox."""
+    """Run one test. The expected output never enters the sandbox."""
     if test.function is None:
         ran = run_program(program, test.given, limits, isolation)
         return ran.ok and ran.output is not None and same_output(ran.output, test.expected)
@@ -162,7 +168,7 @@ def passes(program: str, test: Test, limits: Limits, isolation: Isolation) -> bo
 
 
 def same_output(said: str, wanted: str) -> bool:
-    """Whether two outputs agree: equal lines without white space at their ends, or equal numbers in them."""
+    """Return whether two outputs have equal lines, ignoring white space at line ends, or equal numbers in them."""
     mine, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (said, wanted))
     return len(mine) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -204,11 +210,11 @@ def _of_livecodebench(test: Any, name: str | None) -> Test:
 
 class _TextOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"tests hold an object of {module}.{name}; only text is read")
+        raise ValueError(f"tests hold an object of {module}.{name}; only text is supported")
 
 
 def _opened(value: Any) -> Any:
-    """A value, or that of its JSON text. LiveCodeBench packs private tests: JSON, pickled as text, zlib, base64."""
+    """Decode a value or its JSON text. LiveCodeBench packs private tests as JSON, pickled, zlib, base64."""
     if not isinstance(value, str):
         return value
     try:

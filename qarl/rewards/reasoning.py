@@ -1,4 +1,4 @@
-"""The built-in reward `reasoning_gym`: each task's own scorer. The one reward module that imports the package."""
+"""The built-in reward `reasoning_gym`: each task's own scorer. The only reward module that imports the package."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reasoning_gym(
     think_tags: Sequence[str] | None = THINK_TAGS,
     **columns: list,
 ) -> list[float]:
-    """The task's score of the answer, usually in [0, 1].
+    """Return the task's score of the answer, usually in [0, 1].
 
     Args:
         completions: Responses.
@@ -35,9 +35,9 @@ def reasoning_gym(
         pattern: Regular expression whose last match has the answer in its first group, such as
             `<answer>(.*?)</answer>`; `.` matches newlines. No match scores 0. None: the answer is the whole response.
         column: Data column of the entries of `reasoning-gym:NAME` data.
-        think_tags: Only what follows a think block of these tags counts, see `after_thinking`; null, or if the pattern
-            has one of the tags in it: all of it.
-        columns: The data's columns.
+        think_tags: Score only the text after a think block with these tags, see `after_thinking`. None, or a pattern
+            that contains one of the tags: the whole response.
+        columns: Data columns.
 
     Returns:
         One score per response.
@@ -66,7 +66,11 @@ def reasoning_gym(
 
 
 def _check_entry(entry: Any, column: str) -> None:
-    """Raise UserError unless a value is an entry of reasoning-gym that says which task it is from."""
+    """Check that a value is a reasoning-gym entry that names its task.
+
+    Raises:
+        UserError: It is not.
+    """
     metadata = entry.get("metadata") if isinstance(entry, dict) else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get("source_dataset"), str):
         raise UserError(
@@ -76,7 +80,7 @@ def _check_entry(entry: Any, column: str) -> None:
 
 
 def _last_match(pattern: re.Pattern[str] | None, text: str | None) -> str | None:
-    """The first group of the last match, or the whole text without a pattern; None if there is no answer."""
+    """Return the first group of the last match, or the whole text without a pattern; None if there is no answer."""
     if pattern is None or text is None:
         return text
     matches = list(pattern.finditer(text))
@@ -85,5 +89,5 @@ def _last_match(pattern: re.Pattern[str] | None, text: str | None) -> str | None
 
 @lru_cache
 def _scorer(name: str, options: str) -> Callable[[str, dict[str, Any]], float]:
-    """`score_answer` of the task as it was configured: some tasks score by their options."""
+    """Return `score_answer` of the task with its options, which some scorers depend on."""
     return create_dataset(name, seed=0, **json.loads(options)).score_answer

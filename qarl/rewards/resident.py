@@ -1,15 +1,15 @@
-"""How much memory a process and its descendants hold, and whether it is ending, from /proc."""
+"""Memory of a process and its descendants, and whether a process is exiting, from /proc."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_PF_EXITING = 0x4  # of linux/sched.h
-_OWN = ("RssAnon:", "RssShmem:")  # not RssFile: a library's pages are the kernel's to drop
+_PF_EXITING = 0x4  # linux/sched.h
+_OWN = ("RssAnon:", "RssShmem:")  # not RssFile: the kernel can drop the pages of libraries
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of the process and of all below it; 0 where there is no /proc, and for what has ended meanwhile.
+    """Return the memory of a process and its descendants; 0 without /proc or if it has ended.
 
     Pages that a fork still shares with its parent count for both.
     """
@@ -27,9 +27,9 @@ def resident_bytes(pid: int) -> int:
 
 
 def ends(pid: int) -> bool:
-    """Whether a process that has not been waited for runs nothing any more; False where there is no /proc.
+    """Return whether an unreaped process no longer runs; False without /proc.
 
-    The kernel closes its connections before it can be waited for: on a busy machine a second before.
+    The kernel closes a process's connections before it can be reaped, on a busy machine a second before.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

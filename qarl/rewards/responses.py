@@ -12,12 +12,16 @@ from qarl.rewards.units import CURRENCY, find
 
 THINK_TAGS = ("<think>", "</think>")
 
-# Marks of a turn's end in chat templates. A tag before one of them is a mention in a message.
+# End-of-turn markers of chat templates. A think tag before one of them is only mentioned in a message.
 _TURN = re.compile(r"<[|｜][^|｜<>]*[|｜]>|\[/?INST\]|<(?:start|end)_of_turn>")
 
 
 def check_tags(tags: Sequence[str] | None) -> None:
-    """Raise UserError unless `tags` is None or two different texts."""
+    """Check the option `think_tags`.
+
+    Raises:
+        UserError: It is neither None nor two different texts.
+    """
     if tags is None:
         return
     texts = list(tags) if isinstance(tags, (list, tuple)) else []
@@ -26,15 +30,15 @@ def check_tags(tags: Sequence[str] | None) -> None:
 
 
 def after_thinking(completion: str, prompt: str, tags: Sequence[str] | None) -> str | None:
-    """The part of a response after its think block.
+    """Return the part of a response after its think block.
 
     Args:
         completion: The response.
-        prompt: The prompt. A chat template may open the block at its end.
-        tags: Opening and closing tag of a think block; None if the whole response counts.
+        prompt: The prompt; the chat template may open the block at its end.
+        tags: Opening and closing tag of a think block; None: the whole response counts.
 
     Returns:
-        The text after the last closing tag, or the whole response if nothing opened a block; None if the block is not
+        The text after the last closing tag, or the whole response if no block was opened; None if the block is not
         closed, so that there is no answer.
     """
     if tags is None:
@@ -47,33 +51,33 @@ def after_thinking(completion: str, prompt: str, tags: Sequence[str] | None) -> 
 
 
 def _leaves_open(prompt: str, opening: str, closing: str) -> bool:
-    """Whether the last turn of the prompt opens a think block without closing it."""
+    """Return whether the last turn of the prompt opens a think block without closing it."""
     _, opened, rest = prompt.rpartition(opening)
     return bool(opened) and closing not in rest and _TURN.search(rest) is None
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
-_CUT_BOX = re.compile(r"\\(?:b(?:o(?:xe?)?)?|fb?o?)$")  # the response ended within the command
+_CUT_BOX = re.compile(r"\\(?:b(?:o(?:xe?)?)?|fb?o?)$")  # the response was cut within the command
 _BETWEEN_BOXES = re.compile(r"(?:\\[()\[\],;! ]|[\s$.])*(?:,|;|\band\b|\bor\b)[\s$]*(?:\\[()\[\],;! ]|[\s$])*", re.I)
 
 
 def final_box(text: str, complete: bool) -> str | None:
-    """The content of the last box of a text.
+    r"""Return the content of the last box of a text.
 
     Args:
-        text: Text with `\\boxed{...}`, `\\fbox{...}` or `\\boxed 5` in it, or without.
+        text: Text that may contain `\boxed{...}`, `\fbox{...}` or `\boxed 5`.
         complete: Return None if the last box is not closed. If False, that box is ignored.
 
     Returns:
-        The content. Boxes with only a comma, `and` or `or` between them are one answer, joined by commas. None if there
-        is no box; an empty text if there is no answer.
+        The content. Boxes separated only by a comma, `and` or `or` are one answer, joined by commas. None if there is
+        no box; empty if there is no answer.
     """
     if complete and _CUT_BOX.search(text):
         return ""
     answer: list[str] = []
     begin = len(text)
     for match in reversed(list(_BOX.finditer(text))):
-        if match.end() > begin:  # within the box after it
+        if match.end() > begin:  # nested in the following box
             continue
         end = _closing_brace(text, match.end())
         if end is None:
@@ -93,7 +97,7 @@ def final_box(text: str, complete: bool) -> str | None:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    """The end of the group that begins at `start`: after its closing brace, or of the word if there is no brace."""
+    """Return the end of the group at `start`: after its closing brace, or after the word if there is no brace."""
     if not text.startswith("{", start):
         word = re.compile(r"[^\s$\\{}]+").match(text, start)
         return word.end() if word else None
@@ -134,16 +138,16 @@ _SUFFIX = re.compile(
 
 
 def final_fragment(text: str, complete: bool) -> str | None:
-    """The text of the final answer within a response, without delimiters.
+    """Return the final answer within a response, without delimiters.
 
     In order: the last box; what follows the last "answer is"; the last formula or number, whichever comes later.
 
     Args:
-        text: The response in the characters of `spelling.ascii_math`.
+        text: The response after `spelling.ascii_math`.
         complete: See `final_box`.
 
     Returns:
-        The text; None if there is none.
+        The text, or None if there is none.
     """
     boxed = final_box(text, complete)
     if boxed is not None:
@@ -160,17 +164,17 @@ def final_fragment(text: str, complete: bool) -> str | None:
 
 
 def has_prose(text: str) -> bool:
-    """Whether a text is more than an expression: it has words, or Chinese or Japanese before a digit."""
+    """Return whether a text is more than an expression: it has words, or Chinese or Japanese before a digit."""
     return _PROSE.search(_COMMANDS.sub("", text)) is not None
 
 
 def formulas(text: str) -> list[tuple[int, int, str]]:
-    """Begin, end and content of each formula in `$...$`, `$$...$$`, `\\(...\\)` and `\\[...\\]`."""
+    r"""Return start, end and content of each formula in `$...$`, `$$...$$`, `\(...\)` and `\[...\]`."""
     return [(m.start(), m.end(), m["a"] or m["b"] or m["c"] or m["d"]) for m in _FORMULA.finditer(text)]
 
 
 def joined_formulas(text: str, found: list[tuple[int, int, str]], place: int, step: int) -> str:
-    """Formula number `place` and those beside it in the direction of `step` that a comma, `and` or `or` connects."""
+    """Return formula `place` and its neighbours in direction `step` that a comma, `and` or `or` connects."""
     parts = [found[place][2]]
     while 0 <= place + step < len(found):
         left, right = sorted((found[place], found[place + step]))
@@ -182,7 +186,7 @@ def joined_formulas(text: str, found: list[tuple[int, int, str]], place: int, st
 
 
 def _of_sentence(text: str) -> str:
-    """The answer within what follows "the answer is": a formula, a number, or all of a short text."""
+    """Return the answer in the text after "the answer is": a formula, a number, or all of a short text."""
     if found := formulas(text):
         number = _NUMBER.search(text, 0, found[0][0])
         return joined_formulas(text, found, 0, 1) if number is None else with_unit(text, number)
@@ -193,7 +197,7 @@ def _of_sentence(text: str) -> str:
 
 
 def _last(text: str) -> str | None:
-    """The formula or the number that ends last."""
+    """Return the formula or number that ends last."""
     found = formulas(text)
     numbers = list(_NUMBER.finditer(text, found[-1][1] if found else 0))
     if numbers:
@@ -203,7 +207,7 @@ def _last(text: str) -> str | None:
 
 
 def with_unit(text: str, number: re.Match[str]) -> str:
-    """A number in prose with the unit behind it. "in" is a unit only at the end: "72 in total"."""
+    """Return a number in prose with its unit. "in" is a unit only at the end, unlike in "72 in total"."""
     suffix = _SUFFIX.match(text, number.end())
     if suffix is None:
         return number[0]

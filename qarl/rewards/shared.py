@@ -1,4 +1,4 @@
-"""Rewards that several ranks compute: each of the responses to its share of the prompts, and then all have them all."""
+"""Reward computation shared by several ranks: each scores its own responses, then all gather all scores."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ def score_share(
     ranks: Ranks,
     among: range | None = None,
 ) -> RewardResult:
-    """The rewards of this rank's rollouts, in order, with the same number of rollouts per prompt.
+    """Score this rank's rollouts.
 
-    prompts: of all ranks. among: of which ranks they are, see `Ranks.share`.
+    Args:
+        rewards: The reward pool.
+        prompts: Prompts of all ranks.
+        rollouts: This rank's rollouts, the same number per prompt, in order.
+        ranks: All ranks of the run.
+        among: Ranks that have rollouts, see `Ranks.share`.
     """
     own = ranks.share(len(prompts), among)
     n = len(rollouts) // len(own) if own else 0
@@ -30,26 +35,38 @@ def score_share(
     texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
     if ranks.count == 1:
         return rewards.score(texts, [prompt.text for prompt in asked], columns, ids)
-    # A rank without prompts does not know n, and has nothing to number.
+    # A rank without prompts does not know n and has no completions to number.
     share = Share(own.start * n, len(prompts) * n)
     return rewards.score(texts, [prompt.text for prompt in asked], columns, ids, share)
 
 
 def gather_results(own: RewardResult, ranks: Ranks, max_failed_frac: float, place: str = "") -> RewardResult:
-    """The scores of all ranks' shares, in the order of ranks.
+    """Concatenate the scores of all ranks, in rank order. A collective.
 
-    Raises UserError, on all ranks, for a function that failed on more than `max_failed_frac` of all completions. place:
-    what its line begins with.
+    Args:
+        own: Scores of this rank.
+        ranks: All ranks of the run.
+        max_failed_frac: Largest fraction of completions that a function may fail on.
+        place: Prefix of the error.
+
+    Raises:
+        UserError: On all ranks, if a function failed on too many completions.
     """
     if ranks.count == 1:
         return own
     found = RewardResult.joined([RewardResult(**one) for one in ranks.gather(asdict(own))])
-    together(ranks, lambda: judge(found, max_failed_frac, place))  # the same everywhere; now all know that it is
+    together(
+        ranks, lambda: judge(found, max_failed_frac, place)
+    )  # deterministic, but `together` propagates the error to all ranks
     return found
 
 
 def judge(result: RewardResult, max_failed_frac: float, place: str = "") -> None:
-    """Raise UserError for a function that failed on more than `max_failed_frac` of all completions."""
+    """Check that no function failed on more than `max_failed_frac` of all completions.
+
+    Raises:
+        UserError: A function did.
+    """
     for label, count in result.failed.items():
         head = f"reward `{label}`: "
         said = [message.removeprefix(head) for message in result.messages if message.startswith(head)]

@@ -1,4 +1,4 @@
-"""One spelling per answer: characters, spaces, LaTeX commands that only set type, and delimiters."""
+"""Normalize the spelling of answers: characters, spaces, LaTeX commands for typesetting, and delimiters."""
 
 # ruff: noqa: RUF001 (characters that look like ASCII are what this is about)
 
@@ -23,13 +23,13 @@ _FRACTIONS = {c: unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c i
 _TABLE = {ord(c): text for c, text in _CHARACTERS.items()} | {
     ord(c): r"\frac{{{}}}{{{}}}".format(*text.split("/")) for c, text in _FRACTIONS.items()
 }
-_TABLE |= {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full width
+_TABLE |= {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width forms
 
 
 def ascii_math(text: str) -> str:
-    """Write the digits, signs, spaces and fractions of other scripts and fonts as ASCII or LaTeX.
+    r"""Rewrite digits, signs, spaces and fractions of other scripts and fonts as ASCII or LaTeX.
 
-    `\\$` becomes U+E000, so that it is not taken for the delimiter of a formula.
+    `\$` becomes U+E000, so that it is not taken for the delimiter of a formula.
     """
     text = text.replace(r"\$", "\ue000")  # kept apart from the delimiter
     if text.isascii():
@@ -106,9 +106,10 @@ _REPEATING = re.compile(r"(\d{0,50})\.(\d{0,50})\\overline\s*\{(\d{1,50})\}")
 
 @lru_cache(maxsize=4096)
 def clean(text: str) -> str:
-    """An answer in one spelling: `ascii_math` without `$`, `\\left`, `\\,`, `\\displaystyle`, final period, bold marks.
+    r"""Normalize an answer: `ascii_math` without `$`, `\left`, `\,`, `\displaystyle`, final period or bold marks.
 
-    `\\dfrac12` becomes `\\frac{1}{2}`, `\\mathrm{cm}` `\\text{cm}`, `^\\circ` `°`, `12\\,000` and `12{,}000` a number.
+    `\dfrac12` becomes `\frac{1}{2}`, `\mathrm{cm}` becomes `\text{cm}`, `^\circ` becomes `°`, and `12\,000` and
+    `12{,}000` become a number.
     """
     text = ascii_math(text).strip()
     text = text.rstrip("\\ \n")
@@ -130,7 +131,7 @@ def clean(text: str) -> str:
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """`0.1\\overline{6}` as a fraction."""
+    r"""Convert `0.1\overline{6}` to a fraction."""
     whole, fixed, period = match[1] or "0", match[2], match[3]
     top = int(whole + fixed + period) - int(whole + fixed)
     return rf"\frac{{{top}}}{{{10 ** len(fixed) * (10 ** len(period) - 1)}}}"

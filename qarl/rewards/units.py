@@ -1,4 +1,4 @@
-"""Units of answers: names to dimensions and scale factors, so that `5 cm` equals `0.05 m` and differs from `5 km`."""
+"""Units of answers: dimensions and scale factors, so that `5 cm` equals `0.05 m` and differs from `5 km`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-# A dimension is a sorted tuple of (base, exponent). Bases are the SI's, and names of their own for what has no
-# conversion by a constant factor: currencies, degrees of an angle, temperatures in degrees.
+# A dimension is a sorted tuple of (base, exponent). Bases are those of the SI, plus separate bases for units without a
+# constant conversion factor: currencies, angles in degrees, temperatures in degrees.
 Dimension = tuple[tuple[str, int], ...]
 
 
@@ -21,12 +21,12 @@ class Unit:
 
 
 def _unit(factor: str | int | Fraction, dimension: str = "") -> Unit:
-    """A unit from a factor and a text such as "kg m s-2"."""
+    """Build a unit from a factor and a dimension such as "kg m s-2"."""
     powers = re.findall(r"([A-Za-z$°]+)(-?\d+)?", dimension)
     return Unit(Fraction(factor), tuple(sorted((base, int(power or 1)) for base, power in powers)))
 
 
-# symbol, names, factor, dimension; names get prefixes too.
+# Symbol, names, factor, dimension; names are also combined with prefixes.
 _PREFIXED: list[tuple[str, str, str | int, str]] = [
     ("m", "meter meters metre metres", 1, "m"),
     ("g", "gram grams gramme grammes", "1/1000", "kg"),
@@ -106,7 +106,7 @@ _PLAIN: list[tuple[str, str | int, str]] = [
     ("¢ cent cents", "1/100", "usd"),
     ("€ EUR euro euros 欧元", 1, "eur"),
     ("£ GBP", 1, "gbp"),
-    ("¥ 元 CNY RMB yuan", 1, "yuan"),  # ¥ is the yuan's and the yen's sign
+    ("¥ 元 CNY RMB yuan", 1, "yuan"),  # ¥ is the sign of both yuan and yen
     ("円 JPY yen 日元", 1, "yuan"),
     ("₹ INR Rs rupee rupees", 1, "inr"),
     ("₩ 원 KRW won", 1, "krw"),
@@ -159,10 +159,10 @@ _PHRASES = [
 
 @lru_cache(maxsize=4096)
 def read_unit(text: str) -> Unit | bool | None:
-    """The unit that follows a number.
+    """Parse the unit after a number.
 
     Args:
-        text: All that follows the number, in the form of `spelling.clean`.
+        text: Everything after the number, normalized by `spelling.clean`.
 
     Returns:
         The unit; None if there is none, or if it is a count noun (`12 apples`); False if the text is something else,
@@ -184,7 +184,7 @@ def read_unit(text: str) -> Unit | bool | None:
 
 
 def _product(body: str, spaced: bool, marked: bool) -> Unit | bool | None:
-    """The product of the known units of `body`. spaced: a space or `\\text` separates it from the number."""
+    r"""Return the product of the units in `body`. `spaced`: a space or `\text` separates it from the number."""
     powers: dict[str, int] = {}
     factor, known, sign = Fraction(1), False, 1
     position, ends = 0, len(body)
@@ -212,7 +212,9 @@ def _product(body: str, spaced: bool, marked: bool) -> Unit | bool | None:
             powers[base] = powers.get(base, 0) + exponent * power
     if not known:
         return None
-    if money := [base for base in powers if base in _CURRENCIES]:  # 5 dollars per hour: the price, whatever it is for
+    if money := [
+        base for base in powers if base in _CURRENCIES
+    ]:  # 5 dollars per hour: keep the price, drop what it is for
         return Unit(factor if len(powers) == 1 else Fraction(1), ((money[0], 1),))
     return Unit(factor, tuple(sorted((b, p) for b, p in powers.items() if p)))
 

@@ -1,10 +1,10 @@
 """The process that runs reward functions. Its main thread calls them, one request at a time.
 
-Started by `process.Worker` as `python -c`, not by multiprocessing's spawn: that would import the parent's __main__
-again, which may lack an `if __name__` guard or import torch.
+Started by `process.Worker` as `python -c` rather than with multiprocessing's spawn, which would import the parent's
+__main__ again; that may lack an `if __name__` guard or import torch.
 
-Protocol, in the frames of `frames` over a socket of its own (stdout belongs to the user's functions); every request has
-a number, and a reply that does not repeat it is dropped:
+Protocol, in frames (`frames`) over a dedicated socket, because stdout belongs to the user's functions. Every request
+has a number, and replies with another number are dropped:
     <- {request, functions: [[label, name, options]], columns or null}
     -> {request, kind, value}: loading, label for each, then ready, null or error, message
     <- {request, function: its index, completions, prompts, columns}
@@ -31,45 +31,45 @@ from qarl.inputs.code import describe
 from qarl.rewards.frames import Frames, frame, unpack
 from qarl.rewards.loader import RewardFunction, load_function
 
-# Of a score, and of a score times its weight. Squares of this many times a million responses are within a float32.
+# For a score, and for a score times its weight. The sum of a million squares of this size fits in float32.
 SCORE_LIMIT = 1e9
 
 _MESSAGE_CHARS = 2000
 
 
 def main(connection_fd: int, lifeline_fd: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     die_with_parent(lifeline_fd)
     die_before_parent()
     logging.basicConfig(format="%(name)s: %(message)s")
-    link = Link(connection_fd)
-    start = link.receive()
+    connection = Connection(connection_fd)
+    start = connection.receive()
     if start is None:
         return
     functions, columns = start["functions"], start["columns"]
     loaded = []
     for label, name, options in functions:
-        link.send("loading", label)
+        connection.send("loading", label)
         try:
             loaded.append(load_function(name, options, columns))
         except UserError as error:
-            link.send("error", str(error))
+            connection.send("error", str(error))
             return
-        except BaseException as error:  # whatever else a module does to those who look at it
-            link.send("error", f"reward.functions: `{name}`: cannot be loaded: {describe(error)}")
+        except BaseException as error:  # a user's module may raise anything when it is inspected
+            connection.send("error", f"reward.functions: `{name}`: cannot be loaded: {describe(error)}")
             return
-    link.send("ready", None)
-    while (request := link.receive()) is not None:
+    connection.send("ready", None)
+    while (request := connection.receive()) is not None:
         index = request["function"]
         kind, value = run(loaded[index], request["completions"], request["prompts"], request["columns"])
-        link.send(kind, f"reward.functions: `{functions[index][1]}`: {value}" if kind == "error" else value)
+        connection.send(kind, f"reward.functions: `{functions[index][1]}`: {value}" if kind == "error" else value)
 
 
-class Link:
+class Connection:
     """The worker's end of the connection.
 
-    It belongs to one process. A function that forks and lets the child return would have two processes answer here:
-    the child leaves instead, at the latest when it comes to answer or to read.
+    It belongs to one process. If a function forks and lets the child return, two processes would answer; the child
+    exits when it tries to answer or to read.
     """
 
     def __init__(self, fd: int) -> None:
@@ -78,10 +78,10 @@ class Link:
         self._socket.set_inheritable(False)
         self._frames = Frames()
         self._request = 0
-        os.register_at_fork(after_in_child=self._socket.close)  # a fork in C comes past this
+        os.register_at_fork(after_in_child=self._socket.close)  # not called for a fork in C
 
     def receive(self) -> dict[str, Any] | None:
-        """The next request; None once the parent is gone."""
+        """Return the next request, or None once the parent is gone."""
         self._stay_one()
         while (text := self._frames.next()) is None:
             try:
@@ -96,13 +96,13 @@ class Link:
         return request
 
     def send(self, kind: str, value: Any) -> None:
-        """Answer the request that came last."""
+        """Answer the latest request."""
         self._stay_one()
         if isinstance(value, str):
             value = value[:_MESSAGE_CHARS]
         try:
             self._socket.sendall(frame({"request": self._request, "kind": kind, "value": value}))
-        except OSError:  # the parent is gone, or a function closed what is not its own
+        except OSError:  # the parent is gone, or a function closed the socket
             os._exit(1)
 
     def _stay_one(self) -> None:
@@ -113,7 +113,7 @@ class Link:
 def run(
     function: RewardFunction, completions: list[str], prompts: list[str], columns: dict[str, list]
 ) -> tuple[str, list[float | None] | str]:
-    """Call the function and check what it returns. Any exception of the user's, SystemExit too, becomes a message."""
+    """Call the function and validate its result. Any exception, even SystemExit, becomes a message."""
     try:
         return "scores", checked(function(completions, prompts, columns), len(completions))
     except UserError as error:
@@ -123,27 +123,27 @@ def run(
 
 
 def checked(scores: Any, count: int) -> list[float | None]:
-    """Validate what a reward function returned.
+    """Validate the result of a reward function.
 
     Args:
-        scores: Anything that gives its items in an order (a list, a tuple, an array, a generator). An item is None, a
-            `numbers.Real`, or a scalar array or tensor (something with `.item()`).
+        scores: An ordered iterable (list, tuple, array, generator). An item is None, a `numbers.Real`, or a scalar
+            array or tensor (anything with `.item()`).
         count: Number of completions.
 
     Returns:
         One finite float of at most SCORE_LIMIT per completion, or None for a row that the function skips.
 
     Raises:
-        TypeError, ValueError: It is something else; the message says what.
+        TypeError, ValueError: The result is invalid; the message says why.
     """
     expected = f"expected a list of {count} numbers"
-    if isinstance(scores, (str, bytes, bytearray, Mapping, Set)):  # whose items are no scores of completions
+    if isinstance(scores, (str, bytes, bytearray, Mapping, Set)):  # iterable, but not of scores
         raise TypeError(f"returned {type(scores).__name__}, {expected}")
     try:
         items = iter(scores)
     except TypeError:
         raise TypeError(f"returned {type(scores).__name__}, {expected}") from None
-    values = list(itertools.islice(items, count + 1))  # a generator may have no end
+    values = list(itertools.islice(items, count + 1))  # a generator may be infinite
     if len(values) != count:
         size = len(scores) if hasattr(scores, "__len__") else len(values) if len(values) < count else f"over {count}"
         raise ValueError(f"returned {size} scores for {count} completions")
@@ -157,7 +157,7 @@ def _score(value: Any) -> float | None:
     if not isinstance(number, numbers.Real):
         raise TypeError(f"returned {_shown(value)} ({type(value).__name__}), expected a number or None")
     if abs(float(number)) > SCORE_LIMIT and number not in (math.inf, -math.inf):
-        raise ValueError(f"returned {_shown(value)}, more than the {SCORE_LIMIT:.0e} that a score may be")
+        raise ValueError(f"returned {_shown(value)}, which exceeds the limit of {SCORE_LIMIT:.0e}")
     if not math.isfinite(number):
         raise ValueError(f"returned {_shown(value)}, expected a finite number")
     return float(number)
@@ -166,29 +166,31 @@ def _score(value: Any) -> float | None:
 def _shown(value: Any) -> str:
     try:
         return repr(value)[:60]
-    except ValueError:  # an integer of more digits than Python writes out
-        return f"a number of {value.bit_length():,} bits" if isinstance(value, int) else "a value without a text"
+    except ValueError:  # an integer with more digits than CPython prints
+        return (
+            f"a number of {value.bit_length():,} bits" if isinstance(value, int) else "a value that cannot be printed"
+        )
 
 
 def die_with_parent(lifeline_fd: int) -> None:
-    """Have the kernel end this process (SIGIO's default action) when the parent, the only writer of the pipe, is gone.
+    """Make the kernel end this process (by SIGIO) when the parent, the only writer of the pipe, is gone.
 
-    No other process may ask for that of the same pipe, or that one alone is told.
-    Unlike a watching thread this works while a function holds the GIL, and unlike PR_SET_PDEATHSIG it does not fire
-    when the parent's thread that started us ends.
+    Only one process per pipe is notified. Unlike a watchdog thread, this works while a function holds the GIL, and
+    unlike PR_SET_PDEATHSIG it does not fire when the parent thread that started the worker ends.
     """
     os.set_inheritable(lifeline_fd, False)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline_fd], [], [], 0)[0]:  # it was gone before we asked to be told
+    if select.select([lifeline_fd], [], [], 0)[0]:  # the parent was gone before the notification was set up
         os._exit(1)
 
 
 def die_before_parent() -> None:
-    """When memory runs out, have the kernel end this process and what it starts, not the one that trains.
+    """Make the OOM killer prefer this process and its children over the training process.
 
-    500 is counted as half of the machine's memory: a worker that takes little still does not die for one that took all.
+    A score of 500 counts as half of the machine's memory: a small worker still survives if another process uses all
+    memory.
     """
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")

@@ -1,1 +1,1 @@
-"""The way to the terminal: standard output and error through which no text from outside drives it, and rich on them."""
+"""Terminal output: safe standard streams that neutralize untrusted text, and rich on top of them."""

@@ -1,4 +1,4 @@
-"""rich's console for texts from outside: no markup, and control characters as escapes wherever they stand."""
+"""rich's console for untrusted text: no markup, and control characters are always escaped."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from qarl.utils.text import visible
 
 
 class Console(rich.console.Console):
-    """rich's own, in which a name that looks like markup, a link or an escape sequence is shown as it is spelled.
+    """rich's console, in which text that looks like markup, a link or an escape sequence is printed literally.
 
-    file: the stream; default standard output, or with `stderr` standard error, as they are now. options: rich's.
+    Args:
+        file: The stream. Default: the current standard output, or standard error with `stderr`.
+        stderr: Use standard error.
+        options: Options of rich's console.
     """
 
     def __init__(self, file: TextIO | None = None, *, stderr: bool = False, **options: Any) -> None:
         stream: Any = file or (sys.stderr if stderr else sys.stdout)
         if isinstance(stream, InertStream):
-            stream = stream.outlet  # the colours and the movements of the cursor are rich's
+            stream = stream.outlet  # rich itself may emit colours and cursor movements
         super().__init__(file=stream, markup=False, emoji=False, highlight=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             text, style = segment.text, segment.style
-            if style is not None and style.link:  # of what a library printed while a live display took it in
+            if style is not None and style.link:  # from library output captured by a live display
                 style = style.update_link(None)
             if not segment.control:
                 text = visible(text, keep_newlines=True)

@@ -1,6 +1,6 @@
-"""Standard output and error while the command line runs: whatever is written comes out inert, and writing never fails.
+"""Standard output and error of the command line: control characters are escaped, and writing never fails.
 
-Names, paths, completions and messages of libraries all end here, whoever prints them, and by whatever function.
+Names, paths, completions and library messages all pass through here, whoever prints them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from qarl.utils.text import visible
 
 
 class Outlet(io.TextIOBase):
-    """`stream` without its exceptions: what its encoding lacks becomes an escape, and after a failure it is silent.
+    """Wraps `stream` without exceptions: unencodable characters are escaped, and after a failure it is silent.
 
-    stream: None where the process was started without it. failure: of the first write that failed for another reason
-    than that nobody reads any more.
+    Args:
+        stream: None if the process was started without it.
+
+    Attributes:
+        failure: First write error, except that nobody reads the stream any more.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -28,7 +31,7 @@ class Outlet(io.TextIOBase):
         self.failure: OSError | None = None
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # io's own text streams have it read-only too
+    def encoding(self) -> str:  # type: ignore[override]  # also read-only in io's text streams
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def writable(self) -> bool:
@@ -46,7 +49,7 @@ class Outlet(io.TextIOBase):
         if self._stream is not None and text:
             try:
                 self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
-            except (OSError, ValueError) as error:  # ValueError: it was closed
+            except (OSError, ValueError) as error:  # ValueError: the stream was closed
                 self._lose(error)
         return len(text)
 
@@ -61,7 +64,7 @@ class Outlet(io.TextIOBase):
         stream, self._stream = self._stream, None
         if isinstance(error, OSError) and error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone
             self.failure = error
-        # What it still holds would fail once more when the interpreter ends, with a line about that.
+        # Otherwise flushing the buffer at interpreter exit would fail again and print a message.
         assert stream is not None
         with suppress(OSError, ValueError, AttributeError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -70,13 +73,13 @@ class Outlet(io.TextIOBase):
 
 
 class InertStream(io.TextIOBase):
-    """A text stream on which every control character but the newline comes out as an escape. outlet: what is below."""
+    """Text stream that escapes every control character except newline and writes to `outlet`."""
 
     def __init__(self, outlet: Outlet) -> None:
         self.outlet = outlet
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # io's own text streams have it read-only too
+    def encoding(self) -> str:  # type: ignore[override]  # also read-only in io's text streams
         return self.outlet.encoding
 
     def writable(self) -> bool:
@@ -98,12 +101,12 @@ class InertStream(io.TextIOBase):
 
 @contextmanager
 def inert_output() -> Iterator[None]:
-    """While entered, `sys.stdout` and `sys.stderr` are inert streams.
+    """Replace `sys.stdout` and `sys.stderr` by inert streams inside the context.
 
-    A reader that goes away (`| head`) ends nothing. Output that could not be written for another reason, such as a full
-    disk, is one line at the end, and exit code 2 where the body would have exited with 0.
+    A closed pipe (`| head`) is ignored. Any other write error, such as a full disk, is reported in one line at the end,
+    and changes exit code 0 to 2.
     """
-    _open_what_is_closed()
+    _open_missing_descriptors()
     before = sys.stdout, sys.stderr
     out, err = (InertStream(Outlet(stream)) for stream in before)
     sys.stdout, sys.stderr = out, err
@@ -123,10 +126,10 @@ def inert_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _open_what_is_closed() -> None:
-    """Standard descriptors that the process was started without lead nowhere, instead of to the next file it opens."""
+def _open_missing_descriptors() -> None:
+    """Open missing standard descriptors on /dev/null, so that no other file gets their number."""
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor

@@ -166,7 +166,7 @@ def test_a_task_whose_reward_misses_its_column_is_refused_by_name(tokenizer):
         data={"source": "task:arithmetic", "chat_template": False},
         reward=[{"name": "exact", "options": {"column": "gold"}}],
     )
-    with pytest.raises(UserError, match=r"evaluation task own: .*no data column `gold`; there are: answer"):
+    with pytest.raises(UserError, match=r"evaluation task own: .*no data column `gold`; available: answer"):
         TaskRewards(load_tasks([task], tokenizer), None, None)
 
 

@@ -318,7 +318,7 @@ def test_the_command_names_the_place_with_exit_code_1(tiny_model, tmp_path, caps
     size = ("--tokens", 4, "--longest", 8)
     code, shown, _ = run_qarl(capsys, "verify-exact", tiny_model(), *size, "--json", out)
     assert code == 1 and "not exact: " in shown
-    assert "the forwards part at head (the output layer and the log-prob), at position" in shown
+    assert "the forwards diverge at head (the output layer and the log-prob), at position" in shown
     assert json.loads(out.read_text())["first"]["operation"] == "head"
 
 

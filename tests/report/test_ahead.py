@@ -12,7 +12,7 @@ from qarl.report import charts
 from qarl.report import parallel_render as ahead
 from qarl.report.blocks import Chart, LineChart, Section, Series, Text
 from qarl.report.charts import chart_files, png, svg
-from qarl.report.parallel_render import drawn_ahead
+from qarl.report.parallel_render import render_in_parallel
 
 CHARTS: list[Chart] = [
     LineChart(f"Curve {n}", "step", "mean", [Series("a", [1, 2, 3], [0.1, 0.4, n])]) for n in range(9)
@@ -30,14 +30,14 @@ def forks(monkeypatch):
 
 def test_the_processes_draw_every_chart_as_it_is_drawn_here(forks, monkeypatch, tmp_path):
     expected = [(svg(chart, "x-"), png(chart)) for chart in CHARTS]
-    with drawn_ahead(SECTIONS):
-        assert len(charts.drawn) == 2 * len(CHARTS)
+    with render_in_parallel(SECTIONS):
+        assert len(charts.rendered) == 2 * len(CHARTS)
         with monkeypatch.context() as patch:
             patch.setattr(charts, "save", lambda chart, form: pytest.fail("drawn again"))
             assert [(svg(chart, "x-"), png(chart)) for chart in CHARTS] == expected
             assert list(chart_files(tmp_path, SECTIONS).values()) == [data for _, data in expected]
         assert "no data" in svg(EMPTY)
-    assert not charts.drawn
+    assert not charts.rendered
 
 
 def test_without_processes_the_charts_are_drawn_here(forks, monkeypatch):
@@ -46,8 +46,8 @@ def test_without_processes_the_charts_are_drawn_here(forks, monkeypatch):
 
     expected = png(CHARTS[0])
     monkeypatch.setattr(os, "fork", refused)
-    with drawn_ahead(SECTIONS):
-        assert not charts.drawn and png(CHARTS[0]) == expected
+    with render_in_parallel(SECTIONS):
+        assert not charts.rendered and png(CHARTS[0]) == expected
 
 
 def test_what_a_killed_process_had_to_draw_is_drawn_here(forks, monkeypatch):
@@ -59,13 +59,13 @@ def test_what_a_killed_process_had_to_draw_is_drawn_here(forks, monkeypatch):
         return real(chart, form)
 
     monkeypatch.setattr(ahead, "save", killed)
-    with drawn_ahead(SECTIONS):
-        assert {key[0] for key in charts.drawn} == {id(chart) for chart in CHARTS[1::2]}
+    with render_in_parallel(SECTIONS):
+        assert {key[0] for key in charts.rendered} == {id(chart) for chart in CHARTS[1::2]}
         assert [png(chart) for chart in CHARTS] == expected
 
 
 def test_a_program_with_threads_does_not_fork(monkeypatch):
     monkeypatch.setattr(threading, "active_count", lambda: 2)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
-    with drawn_ahead(SECTIONS):
-        assert not charts.drawn
+    with render_in_parallel(SECTIONS):
+        assert not charts.rendered

@@ -39,7 +39,7 @@ def test_the_last_step_is_plotted_with_earlier_deciles_beside_it(tmp_path):
         "Log-probs of sampler and learner",
         "Log-prob difference by probability",
         "Ratio of the objective",
-        "Policy's change and precision gap of a token",
+        "Policy change and precision gap per token",
         "Correction weights",
         "Published values changed, by layer",
         "Log-prob difference by probability, over steps",
@@ -65,7 +65,7 @@ def test_points_are_classed_by_the_sign_of_the_advantage():
     scatter = record_blocks(diagnostics(1))[0]
     assert [(points.name, len(points.x)) for points in scatter.points] == [("A > 0", 1), ("A < 0", 2), ("A = 0", 1)]
     precision = {b.title: b for b in record_blocks(diagnostics(1)) if isinstance(b, Scatter)}[
-        "Policy's change and precision gap of a token"
+        "Policy change and precision gap per token"
     ]
     assert precision.points[0].x == [pytest.approx(0.1)] and precision.points[0].y == [pytest.approx(0.2)]
 
@@ -79,7 +79,7 @@ def test_without_shadow_weights_layers_or_band_those_plots_are_left_out_and_the_
         "Log-prob difference by probability",
         "Ratio of the objective",
     ]
-    assert found["Ratio of the objective"].note == "Nothing is ever clipped by this objective."
+    assert found["Ratio of the objective"].note == "This objective never clips."
     assert [points.name for points in found["Ratio of the objective"].points] == ["ratio"]
 
 
@@ -100,7 +100,7 @@ def test_an_objective_without_a_ratio_and_a_learner_without_a_gap_have_no_empty_
     titles = [block.title for block in blocks if isinstance(block, Scatter)]
     assert titles == ["Log-probs of sampler and learner", "Log-prob difference by probability"]
     assert [block.text for block in blocks if isinstance(block, Text)] == [
-        "The learner computes as the sampler does: beta is 0 at each of these tokens."
+        "The learner uses the sampler's arithmetic: beta is 0 for all of these tokens."
     ]
 
 
@@ -142,7 +142,7 @@ def test_a_file_that_is_no_record_is_named_and_the_others_are_shown(tmp_path, da
     add_diagnostics(run, diagnostics(1))
     (run / "diagnostics" / "000002.json").write_text(damage)
     section = diagnostics_section(run)
-    assert section.blocks[0] == Text("diagnostics/000002.json: cannot be read and left out here.", "warning")
+    assert section.blocks[0] == Text("diagnostics/000002.json: cannot be read and is omitted.", "warning")
     assert len(charts(section)) == 6
 
 
@@ -182,10 +182,10 @@ def test_routers_are_plotted_by_layer_and_against_the_sampler_where_it_was_asked
 
     routing = {"load_max": [1.5, 2.0], "load_min": [0.5, 0.0], "entropy": [1.2, None]}
     charts = found(routing=routing)
-    loads = charts["Load of an expert, by layer"].series
+    loads = charts["Expert load, by layer"].series
     assert [(s.name, s.x, s.y) for s in loads] == [("largest", [0, 1], [1.5, 2.0]), ("least", [0, 1], [0.5, 0.0])]
-    assert charts["Entropy of the routers, by layer"].series[0].y == [1.2, None]
-    title = "Other experts than the sampler's, by layer"
+    assert charts["Router entropy, by layer"].series[0].y == [1.2, None]
+    title = "Experts that differ from the sampler's, by layer"
     assert title not in charts
     assert found(routing=routing | {"disagreement": [0.0, 0.25]})[title].series[0].y == [0.0, 0.25]
-    assert "Load of an expert, by layer" not in found(routing=None)
+    assert "Expert load, by layer" not in found(routing=None)

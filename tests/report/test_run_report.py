@@ -73,7 +73,7 @@ def test_a_disk_that_is_full_at_a_chart_leaves_page_and_plots_as_they_were(tmp_p
 
 def test_a_run_without_steps_says_so(tmp_path):
     run = make_run(tmp_path / "a", [])
-    assert "finished no step" in warnings(run)
+    assert "has not finished a step" in warnings(run)
     assert charts(run) == {}
     assert write_report(run).exists()
 
@@ -89,7 +89,7 @@ def test_a_stopped_run_with_bad_numbers_says_what_is_wrong(tmp_path):
         "policy/grad_norm was not finite in 1 of 2 steps (first: step 2)",
         "3 reward scores failed",
         "1 optimizer steps were skipped",
-        "metrics.jsonl: left out",
+        "metrics.jsonl: omitted",
     ):
         assert part in text
     assert charts(run)["Gradient norm"].series[0].y == [4.0, None]
@@ -104,7 +104,7 @@ def test_every_metric_is_drawn_or_listed_and_each_once(tmp_path):
     assert [row[0] for row in constant.rows] == ["reward/brevity_mean", "reward/exact_mean", "reward/failed"]
     other = sections(run)["Other metrics"].blocks
     assert [chart.title for chart in other] == ["mine/odd", "eval/avg", "mine/moving"]
-    assert [series.name for series in drawn["Time of a step by phase"].series] == ["whole step", "rollout"]
+    assert [series.name for series in drawn["Step time by phase"].series] == ["whole step", "rollout"]
     assert all(chart.x_label == "step" and chart.y_label for chart in drawn.values())
 
 
@@ -171,7 +171,7 @@ def test_an_out_that_is_something_else_is_refused_and_a_page_is_replaced(tmp_pat
     run = make_run(tmp_path / "a", [{"reward/mean": 0.1}])
     other = tmp_path / "mine.html"
     other.write_text("mine")
-    with pytest.raises(UserError, match=r"--out: .*is not a page of qarl"):
+    with pytest.raises(UserError, match=r"--out: .*was not written by qarl"):
         write_report(run, other)
     with pytest.raises(UserError, match=r"--out: .* is a directory"):
         write_report(run, tmp_path)
@@ -220,7 +220,7 @@ def test_thousands_of_metrics_are_bounded_work_and_the_page_says_what_it_leaves_
     metrics = [{name.format(i): value(step, i) for i in range(5000)} for step in range(1, 5)]
     drawn = []
     monkeypatch.setattr("qarl.report.charts.save", lambda chart, form: drawn.append(chart) or EMPTY[form])
-    monkeypatch.setattr("qarl.report.run_report.drawn_ahead", lambda sections: nullcontext())
+    monkeypatch.setattr("qarl.report.run_report.render_in_parallel", lambda sections: nullcontext())
     page = write_report(make_run(tmp_path / "run", metrics))
     assert said in page.read_text() and page.stat().st_size < 400_000
     assert len({id(chart) for chart in drawn}) < 80 and len(list(tmp_path.rglob("*.png"))) < 80

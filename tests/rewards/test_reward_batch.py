@@ -78,7 +78,7 @@ def test_few_that_hang_or_die_cost_the_others_nothing():
 def test_what_is_left_when_the_time_is_used_up_is_one_message():
     result, took = simulate(["hang"] * 1000)
     assert (result.failed, took < 100.0, len(result.messages) < 40) == ({"f": 1000}, True, True)
-    assert "completions of failed calls score 0: the time for asking one by one is used up" in result.messages[-1]
+    assert "completions of failed calls score 0: the time for retries is used up" in result.messages[-1]
 
 
 def test_what_is_left_counts_towards_the_fraction():

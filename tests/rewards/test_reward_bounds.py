@@ -33,14 +33,14 @@ def pool(name: str, log_path: Path | None = None, **fields) -> RewardPool:
 
 
 LOADING = {
-    "os._exit": ("print('about to'); os._exit(7)", "exited with code 7; the last that it printed: about to"),
-    "segfault": ("print('now'); ctypes.string_at(0)", "died of SIGSEGV; the last that it printed"),
+    "os._exit": ("print('about to'); os._exit(7)", "exited with code 7; last output: about to"),
+    "segfault": ("print('now'); ctypes.string_at(0)", "died of SIGSEGV; last output"),
     "SystemExit": ("raise SystemExit('no licence')", "does not import: SystemExit: no licence"),
     "stderr, then raises": (
         "print('the cause', file=sys.stderr); raise RuntimeError('the reason')",
         "does not import: RuntimeError: the reason",
     ),
-    "prints controls": ("os.write(2, b'\\x1b[31m\\xffred\\n\\n'); os._exit(3)", r"printed: \\x1b\[31m.red"),
+    "prints controls": ("os.write(2, b'\\x1b[31m\\xffred\\n\\n'); os._exit(3)", r"output: \\x1b\[31m.red"),
     "no exception": ("class Odd(BaseException): pass\nraise Odd('so')", "does not import: Odd: so"),
     "mute": (
         "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute()",
@@ -78,8 +78,10 @@ def test_a_module_that_does_not_load_says_why(tmp_path, monkeypatch, name):
         pool(f"{tmp_path / 'mine.py'}:judge", tmp_path / "rewards.log", memory_gib=0.5)
     line = str(caught.value)
     assert line.isprintable() and "judge`" in line
-    if "the last that it printed" in line:
-        assert line.endswith(f"(all of it in {tmp_path / 'rewards.log'})") and (tmp_path / "rewards.log").stat().st_size
+    if "last output" in line:
+        assert (
+            line.endswith(f"(full output in {tmp_path / 'rewards.log'})") and (tmp_path / "rewards.log").stat().st_size
+        )
 
 
 def test_a_function_that_takes_too_much_memory_is_killed(tmp_path):
@@ -87,7 +89,7 @@ def test_a_function_that_takes_too_much_memory_is_killed(tmp_path):
     with pool(module(tmp_path, code), memory_gib=0.25, timeout_s=200.0) as rewards:
         result = rewards.score(["1", "bad"], ["p"] * 2, {})
     assert (result.total, result.failed) == ([1.0, 0.0], {"judge": 1})
-    assert "took more than reward.memory_gib = 0.25, and was killed" in result.messages[-1]
+    assert "exceeded reward.memory_gib = 0.25 and was killed" in result.messages[-1]
 
 
 def test_memory_of_what_a_function_starts_counts(tmp_path):
@@ -106,7 +108,7 @@ def test_what_is_printed_is_bounded(tmp_path):
             assert rewards.score(["bad"], ["p"], {}).total == [99.0]
     text = log.read_bytes()
     assert 2 * CALL_BYTES <= len(text) < 2 * CALL_BYTES + 1000
-    assert f"[{100 * 2**20 - CALL_BYTES:,} bytes more that a call of a reward printed are left out]".encode() in text
+    assert f"[{100 * 2**20 - CALL_BYTES:,} bytes of output of a reward function omitted]".encode() in text
 
 
 def test_the_log_keeps_the_latest_within_a_bound(tmp_path):

@@ -191,7 +191,7 @@ def test_reasoning_gym_scores_with_the_options_of_the_task():
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        (exact, {"column": "gold"}, "no data column `gold`; there are: answer, other"),
+        (exact, {"column": "gold"}, "no data column `gold`; available: answer, other"),
         (math, {"column": "gold"}, "no data column `gold`"),
         (math, {"timeout_s": 0.5}, "timeout_s must be a whole number"),
         (regex, {"pattern": "("}, "is not a regular expression"),

@@ -14,7 +14,7 @@ import pytest
 
 from qarl.errors import UserError
 from qarl.rewards import code_sandbox
-from qarl.rewards.code_sandbox import Limits, Ran, require_sandbox, run_program
+from qarl.rewards.code_sandbox import Limits, ProgramResult, require_sandbox, run_program
 from qarl.rewards.programs import code, last_program, read_tests, same_output
 
 LIMITS = Limits(wall_s=3.0)
@@ -173,7 +173,7 @@ def test_a_program_cannot_reach_out_of_the_sandbox(name, tmp_path, monkeypatch):
 def test_what_a_program_started_ends_with_it():
     started = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(100)\nprint('started')"
     begin = time.monotonic()
-    assert run_program(started, "", LIMITS, "namespace") == Ran(0, "started\n")
+    assert run_program(started, "", LIMITS, "namespace") == ProgramResult(0, "started\n")
     assert time.monotonic() - begin < 3.0
 
 
@@ -198,6 +198,6 @@ def test_a_program_that_takes_too_much_is_ended_in_time(program):
 
 def test_limits_hold_without_namespaces_too():
     ran = run_program("print(input())", "text\n", LIMITS, "process")
-    assert ran == Ran(0, "text\n")
+    assert ran == ProgramResult(0, "text\n")
     assert not run_program("x = bytearray(3 << 30)", "", LIMITS, "process").ok
     assert not run_program("import time\ntime.sleep(60)", "", Limits(wall_s=0.5), "process").ok

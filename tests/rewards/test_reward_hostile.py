@@ -103,14 +103,14 @@ def rubbish(data):
 def framed(text):
     return struct.pack(">Q", len(text)) + text
 
-def link():
+def connection():
     frame = sys._getframe()
-    while "link" not in frame.f_locals or "request" not in frame.f_locals:
+    while "connection" not in frame.f_locals or "request" not in frame.f_locals:
         frame = frame.f_back
-    return frame.f_locals["link"]
+    return frame.f_locals["connection"]
 
 def number():
-    return link()._request
+    return connection()._request
 
 def forge(value):
     rubbish(framed(json.dumps({"request": number(), "kind": "scores", "value": value}).encode()))
@@ -182,7 +182,7 @@ def test_a_weight_that_makes_too_much_of_a_score_fails_it(tmp_path):
     assert result.total == [1e9 - 2.0, -2.0, 2e6 - 0.5]
     assert result.by_function["judge"] == [1000.0, 0.0, 2.0]
     assert result.failed == {"judge": 1, "length": 0}
-    assert "completion 1 scores 0: 1001 times its weight 1e+06 is more than the 1e+09" in result.messages[0]
+    assert "completion 1 scores 0: 1001 times its weight 1e+06 exceeds the limit of 1e+09" in result.messages[0]
 
 
 FORKS = {
@@ -220,7 +220,7 @@ def test_a_second_reply_is_not_the_next_calls(tmp_path):
         assert rewards.score(["bad", "1"], ["p"] * 2, {}).total == [7.0, 7.0]  # its own call it may answer as it likes
         result = rewards.score(["2", "3"], ["p"] * 2, {})
     assert (result.total, result.failed) == ([2.0, 3.0], {"judge": 0})
-    assert [m for m in result.messages if "not to this call: 1 " in m] == result.messages
+    assert [m for m in result.messages if "dropped 1 replies that did not belong" in m] == result.messages
 
 
 def test_replies_to_another_request_are_dropped_and_said(tmp_path):
@@ -229,5 +229,5 @@ def test_replies_to_another_request_are_dropped_and_said(tmp_path):
         result = rewards.score(["bad", "1"], ["p"] * 2, {})
     assert (result.total, result.failed) == ([99.0, 1.0], {"judge": 0})
     assert [m for m in result.messages if "dropped" in m] == [
-        "reward `judge`: replies dropped that were not to this call: 3 (does it fork?)"
+        "reward `judge`: dropped 3 replies that did not belong to this call (does it fork?)"
     ]

@@ -72,7 +72,7 @@ def test_column_named_like_a_builtins_option_is_not_taken_for_it():
         ("no_such_package.rewards:f", None, r"does not import: ModuleNotFoundError: No module named"),
         ("json:nothing", None, r"there is no `nothing` in it"),
         ("mine.py:f(x)", GOOD, r"after the colon must stand a function's name"),
-        ("exactly", None, r"no built-in reward \(did you mean `exact`\?\)"),
+        ("exactly", None, r"not a built-in reward \(did you mean `exact`\?\)"),
     ],
 )
 def test_unloadable_function_is_one_line(tmp_path, name, text, message):
@@ -100,7 +100,7 @@ class _Function:
         ("regex", {}, None, r"`regex`: needs the option `pattern`"),
         ("regex", {"patern": "a"}, None, r"`regex`: unknown option `patern`; it takes pattern, group, column"),
         ("regex", {"pattern": 5}, None, r"`regex`: an option has the wrong type"),
-        ("exact", {}, ["question"], r"`exact`: no data column `answer`; there are: question"),
+        ("exact", {}, ["question"], r"`exact`: no data column `answer`; available: question"),
     ],
 )
 def test_builtin_is_checked_when_the_pool_starts(name, options, columns, message):

@@ -98,7 +98,7 @@ def test_worker_that_dies_right_after_a_look_while_it_loads_is_not_started_again
     path.write_text(
         f"import os, time\nwhile not os.path.exists({str(dead)!r}):\n    time.sleep(0.02)\ndef own(**_): ..."
     )
-    with pytest.raises(UserError, match=r"`own`: while it was loaded, its worker process died of SIGKILL"):
+    with pytest.raises(UserError, match=r"`own`: while loading it, its worker process died of SIGKILL"):
         RewardPool(RewardConfig(functions=[{"name": f"{path}:own"}]))
 
 
@@ -116,7 +116,7 @@ def test_worker_that_dies_when_it_has_just_said_that_it_is_ready_has_not_loaded(
         return attend(worker)
 
     monkeypatch.setattr(Worker, "attend", late)
-    with pytest.raises(UserError, match=r"`orders`: while it was loaded, its worker process died of SIGKILL"):
+    with pytest.raises(UserError, match=r"`orders`: while loading it, its worker process died of SIGKILL"):
         pool()
 
 

@@ -40,4 +40,4 @@ def test_what_agrees_is_exact_and_a_fault_is_found_in_its_layer_and_operation(qa
     assert found["engine"] == "vllm" and not found["exact"], done.err
     assert (first["round"], first["layer"], first["operation"]) == (1, 1, "mlp_norm"), done.out
     assert first["operation_position"] < first["position"] and first["note"] == ""
-    assert "the forwards part at layer 1, mlp_norm (the norm before the MLP)" in done.out
+    assert "the forwards diverge at layer 1, mlp_norm (the norm before the MLP)" in done.out
