@@ -116,10 +116,12 @@ def tables(section_name: str, section: Schema, definitions: dict[str, Schema], s
             [cells(row) for row in rows("", section, definitions, seen, section_name)],
         )
     selector = section.get("discriminator", {}).get("propertyName", "name")
-    own = {}
+    own, before = {}, dict(seen)
     for kind in kinds:
         name = str(kind["properties"][selector].get("const", kind.get("title")))
-        own[name] = {row.key: row for row in rows("", kind, definitions, seen, section_name)}
+        found = dict(before)  # a copy per kind, so that kinds that share a section have equal rows
+        own[name] = {row.key: row for row in rows("", kind, definitions, found, section_name)}
+        seen.update(found)
     names = [[f"`{name}`", found.pop(selector).text] for name, found in own.items()]
     grouped: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for name, found in own.items():
@@ -135,7 +137,7 @@ def tables(section_name: str, section: Schema, definitions: dict[str, Schema], s
         if len(having) == len(own):
             shared.append([first, value, meaning])
         else:
-            others.append([first, ", ".join(name[0] for name in having), value, meaning])
+            others.append([first, _listed(names, having), value, meaning])
     return "\n".join(
         [
             table([f"`{selector}`", "meaning"], names),
@@ -143,6 +145,12 @@ def tables(section_name: str, section: Schema, definitions: dict[str, Schema], s
             table(["key", f"`{selector}`", "type, default", "meaning"], others),
         ]
     )
+
+
+def _listed(names: list[list[str]], having: list[list[str]]) -> str:
+    """The names of `having`, or `all but ...` if that is shorter."""
+    rest = [name[0] for name in names if name not in having]
+    return ", ".join(name[0] for name in having) if len(rest) >= len(having) else f"all but {', '.join(rest)}"
 
 
 def rows(

@@ -26,10 +26,9 @@ class CheckpointConfig(Section):
     allow_changed: list[Literal["data", "model", "reward", "objective"]] = Field(
         default_factory=list,
         max_length=4,
-        description="Inputs that may differ from the checkpoint when a run resumes. data: prompts and columns; "
-        "model: weights, configuration, tokenizer, chat template and stop tokens of the base model; reward: source of "
-        "the reward functions; objective: source of a custom objective, or weights of the teacher. Any other change is "
-        "an error.",
+        description="Inputs that may differ when a run resumes. data: prompts and columns; model: weights, "
+        "configuration, tokenizer, chat template, stop tokens; reward: source of the reward functions; objective: "
+        "source of a custom objective, or the teacher's weights.",
     )
 
     def faults(self) -> Iterator[Fault]:

@@ -18,39 +18,36 @@ class DiagnosticsConfig(Section):
         0,
         ge=0,
         le=STEPS,
-        description="precision/*: effect of the learner's precision alone on the ratios. Costs a shadow forward (the "
-        "sampler's arithmetic at the learner's weights) per training forward.",
+        description="precision/*: effect of the learner's precision alone on the ratios. Costs a shadow forward per "
+        "training forward.",
     )
     deployed_every: int = Field(
         0,
         ge=0,
         le=STEPS,
-        description="deployed/*: whether the step moved the served policy in the direction of the advantages. Costs a "
-        "shadow forward over the step's responses before and after it.",
+        description="deployed/*: whether the step moved the served policy along the advantages. Costs two shadow "
+        "forwards over the step.",
     )
     crossings_every: int = Field(0, ge=0, le=STEPS, description="Number of changed codes (or 16-bit values) per layer.")
     gradients_every: int = Field(
         0,
         ge=0,
         le=STEPS,
-        description="gradients/*: gradient error due to precision. Costs four backwards over the first minibatch "
-        "(ratio and score of learner and shadow), up to two with clipping, two that compare the training gradient "
-        "with REINFORCE, and up to five gradients in host memory.",
+        description="gradients/*: gradient error due to precision. Costs six to eight backwards over the first "
+        "minibatch, and up to five gradients in host memory.",
     )
     backward_every: int = Field(
         0,
         ge=0,
         le=STEPS,
-        description="backward/*: gradient error of quant.backward: fp8, in use or not. Costs two forwards "
-        "and backwards over the step's first minibatch (16-bit and FP8) and a gradient in host memory. Requires the "
-        "Triton kernels on a GPU of compute capability 8.9 or later.",
+        description="backward/*: gradient error of quant.backward: fp8, in use or not. Costs two forwards and "
+        "backwards over the first minibatch. Requires a GPU of compute capability 8.9 or later.",
     )
     routing_every: int = Field(
         0,
         ge=0,
         le=STEPS,
-        description="mismatch/routing_*: how often sampler and learner route a token to different experts (mixtures of "
-        "experts only). The sampler records its choice, one byte per token, layer and chosen expert.",
+        description="mismatch/routing_*: how often sampler and learner choose different experts.",
     )
     tokens: int = Field(
         2000, ge=1, le=TOKENS, description="Tokens per step that diagnostics/NNNNNN.json keeps for plots."

@@ -32,14 +32,13 @@ class ModelConfig(Section):
     )
     learner_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
         None,
-        description="Compute dtype of the learner's forward, which then uses the master weights rounded to it. null: "
-        "dtype. Any other dtype requires quant.learner full_precision or fake_quant.",
+        description="Dtype of the learner's forward and of the weights it uses. null: dtype. Other values require "
+        "quant.learner full_precision or fake_quant.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if available, otherwise the CPU.")
     verify_digests: bool = Field(
         True,
-        description="Before training, compare a model written by `qarl export --dtype bf16` or `qarl quantize --scheme "
-        "bf16` with its qarl_export.json.",
+        description="Check a model exported by qarl in bf16 against its qarl_export.json.",
     )
     trust_remote_code: bool = Field(False, description="Let the model directory run its own Python code.")
     max_length: int | None = Field(
@@ -51,9 +50,8 @@ class ModelConfig(Section):
 
     routing: Literal["own", "replay", "replay_learner"] = Field(
         "own",
-        description="Expert routing in the learner's forward, for mixtures of experts. own: its router chooses; "
-        "replay: the experts that the sampler chose (R3), weighted by the learner's router; replay_learner: the "
-        "experts that the learner chose at the rollout's weights (routing replay in GSPO).",
+        description="Experts used in the learner's forward. own: chosen by its router; replay: chosen by the sampler "
+        "(R3); replay_learner: chosen by the learner at the rollout's weights (GSPO).",
     )
 
     def faults(self) -> Iterator[Fault]:

@@ -53,9 +53,9 @@ class OptimConfig(Section):
     )
     offload: Annotated[Literal[False, "moments", "all"], BeforeValidator(_offloaded)] = Field(
         False,
-        description="Keep optimizer state in pinned host memory and stream it through the GPU every step: slower, with "
-        "identical results. moments (or true): the moments, saves 8 bytes per AdamW parameter and 4 per Muon "
-        "parameter on the GPU; all: the masters too, saves 4 bytes more. Not available on a CPU.",
+        description="Keep optimizer state in pinned host memory: slower, with identical results. moments (or true): "
+        "saves 8 bytes per AdamW parameter and 4 per Muon parameter; all: also the master weights, 4 bytes more. GPU "
+        "only.",
     )
     loss_scale: float | None = Field(
         None,

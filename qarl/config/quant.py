@@ -90,15 +90,15 @@ class QuantConfig(Section):
     )
     backward: Literal["bf16", "fp8"] = Field(
         "bf16",
-        description="Precision of the backward products dX = dY W and dW = dY^T X. bf16: the learner's dtype; fp8: "
-        "e4m3 with one scale per row of each operand, faster and noisier. fp8 requires the Triton kernels on a GPU of "
-        "compute capability 8.9 or later; routed experts stay in bf16. diagnostics.backward_every measures the error.",
+        description="Precision of dX = dY W and dW = dY^T X. bf16: the learner's dtype; fp8: e4m3 with one scale per "
+        "row, faster and noisier, on a GPU of compute capability 8.9 or later; routed experts stay in bf16. See "
+        "diagnostics.backward_every.",
     )
     kv_cache_dtype: KVCacheDtype = Field(
         "auto",
         description="Dtype of the sampler's KV cache. auto: model.dtype; fp8: e4m3 with a scale of 1, half the memory, "
-        "on a GPU of compute capability 8.9 or later. An aligned or fake_quant learner rounds its keys and values "
-        "the same way, with straight-through gradients.",
+        "on a GPU of compute capability 8.9 or later. An aligned or fake_quant learner rounds keys and values the same "
+        "way.",
     )
     kernels: Literal["auto", "reference"] = Field(
         "auto",

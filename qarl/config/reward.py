@@ -65,16 +65,15 @@ class RewardConfig(Section):
         10.0,
         gt=0,
         le=SECONDS,
-        description="Time limit in seconds for a worker's chunk of completions. After a timeout, the completions are "
-        "scored one by one, within 6 x timeout_s in total; once two have hung, each gets timeout_s / 10. Completions "
-        "without a score then score 0 and count as failed.",
+        description="Time limit in seconds per call of a worker (a chunk of completions). After a timeout, completions "
+        "are retried one by one, for at most 6 x timeout_s.",
     )
     memory_gib: float | None = Field(
         16.0,
         gt=0,
         le=2**20,
-        description="Limit on the resident memory of a worker and its child processes. A worker above it is killed, "
-        "and its call fails. null: no limit. The limit requires /proc.",
+        description="Memory limit of a worker and its child processes; a worker above it is killed and its call fails. "
+        "null: none. Requires /proc.",
     )
     max_failed_frac: float = Field(
         0.5, ge=0, le=1, description="Maximum fraction of failed scores per step; the run stops above it."

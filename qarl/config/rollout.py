@@ -52,15 +52,14 @@ class AsyncConfig(Section):
         1,
         ge=0,
         le=MOST_STALE,
-        description="Maximum age of a token in steps, relative to the policy that trains on it. 0 gives bit for bit "
-        "the results of the synchronous run.",
+        description="Maximum age of a token in steps, relative to the policy that learns from it. 0: same bits as a "
+        "synchronous run.",
     )
     in_flight: Literal["wait", "keep_kv", "recompute_kv"] = Field(
         "wait",
-        description="Handling of unfinished responses when new weights arrive. wait: finish them with the old weights "
-        "first, so that the run is reproducible bit for bit; recompute_kv: continue with the new weights and "
-        "recompute keys and values (exact log-probs); keep_kv: continue with the old keys and values (faster, "
-        "log-probs are not exact).",
+        description="Unfinished responses when new weights arrive. wait: finish them with the old weights first "
+        "(reproducible); recompute_kv: continue with the new weights and recomputed keys and values (exact); keep_kv: "
+        "continue with the old keys and values (faster, not exact).",
     )
     order: Literal["prompts", "finished"] = Field(
         "prompts",
@@ -113,10 +112,10 @@ class RolloutConfig(Section):
     )
     numerics: Literal["exact", "fast"] | None = Field(
         None,
-        description="With engine vllm. exact: qarl's forward inside vLLM, with log-probs bit-identical to the "
-        "learner's; fast: vLLM's own model, attention and sampler. null: exact if available, else fast. It is "
-        "unavailable with linear_kernels vllm, tensor_parallel above 1, or engine arguments that may change results, "
-        "nor on a GPU with model.dtype float32 or quant.kernels reference. Engine native is always exact.",
+        description="For engine vllm. exact: qarl's forward inside vLLM, bit-identical to the learner's; fast: vLLM's "
+        "own model, attention and sampler. null: exact if available, else fast. exact is unavailable with "
+        "tensor_parallel above 1, with engine arguments that may change results, and on a GPU with model.dtype float32 "
+        "or quant.kernels reference.",
     )
     linear_kernels: Literal["vllm", "qarl"] | None = Field(
         None,

@@ -40,10 +40,9 @@ class TrainConfig(Section):
     epochs: int = Field(1, ge=1, le=EPOCHS, description="Passes over a step's responses.")
     recompute: Recompute = Field(
         None,
-        description="Activations that the backward recomputes instead of storing. elementwise: norms, rotary embedding "
-        "and activation function; mlp: also gate and up; products: all products except the MLP's last; layer: "
-        "everything. null: the first that fits GPU memory at 8,192 tokens. In plain torch (on a CPU), the first "
-        "three store everything.",
+        description="What the backward recomputes. elementwise: norms, rotary embedding, activation function; mlp: "
+        "also gate and up; products: all products but down; layer: everything. null: the first that fits GPU memory at "
+        "8,192 tokens.",
     )
     logprob_chunk: ByDevice = Field(
         None,

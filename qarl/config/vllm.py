@@ -92,8 +92,8 @@ class VLLMConfig(Section):
         None,
         ge=0,
         lt=DEVICES,
-        description="CUDA index of the sampler's own GPU; with several ranks, of the first rank's, and each further "
-        "rank uses the next index. null: the learner's GPU, which they share.",
+        description="CUDA index of the sampler's own GPU, for the first rank; other ranks use the next indices. null: "
+        "the learner's GPU.",
     )
     data_parallel: int | None = Field(
         None,
@@ -116,9 +116,8 @@ class VLLMConfig(Section):
     )
     sleep_level: Literal[0, 1, 2] | None = Field(
         None,
-        description="What the sampler frees on a GPU during the learner's step: nothing (0); the KV cache, with the "
-        "weights moved to pinned host memory (1); the KV cache and the weights, which need a full publish then (2). "
-        "null: 2, or 1 with publish delta.",
+        description="What the sampler frees on a GPU while the learner trains. 0: nothing; 1: KV cache, and weights "
+        "move to pinned host memory; 2: KV cache and weights. null: 2, or 1 with publish delta.",
     )
     publish: Literal["full", "delta"] = Field(
         "full",
@@ -126,8 +125,8 @@ class VLLMConfig(Section):
     )
     staging: bool = Field(
         True,
-        description="With numerics fast on a GPU, keep the published tensors of layers that vLLM repacks, so that a "
-        "publish replays the repacking as one CUDA graph; takes as much memory as these layers. delta always does.",
+        description="With numerics fast on a GPU, keep copies of published tensors that vLLM repacks, so that a "
+        "publish replays one CUDA graph. Takes as much memory as these layers.",
     )
     timeout_s: float = Field(
         600.0, gt=0, le=SECONDS, description="Seconds without a sign of life after which the sampler counts as hung."

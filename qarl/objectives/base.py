@@ -35,7 +35,7 @@ AdvantageKey = Annotated[
     AdvantageKind,
     Field(description="Group mean and std, group mean only (Dr. GRPO), leave-one-out, or batch whitening."),
 ]
-AggregationKey = Annotated[Aggregation, Field(description="How token values become one number.")]
+AggregationKey = Annotated[Aggregation, Field(description="How token values are averaged or summed.")]
 
 
 def _require_name(schema: dict[str, Any], model: type[Section]) -> None:
@@ -57,8 +57,8 @@ class ObjectiveConfig(Section):
     aggregation: AggregationKey = "seq-mean-token-mean"
     mask_truncated: bool = Field(
         False,
-        description="Responses that hit rollout.max_response_length get advantage 0, after the advantages of their "
-        "group are computed (DAPO's overlong filtering). They stay in the denominators of the aggregation.",
+        description="Set the advantage of truncated responses to 0 (DAPO's overlong filtering). They stay in the "
+        "denominators of the aggregation.",
     )
     kl_coef: float = Field(
         0.0, ge=0, le=FACTOR, description="Weight of the KL divergence to the initial policy of the run. 0: off."
@@ -74,8 +74,7 @@ class ObjectiveConfig(Section):
         ge=0,
         le=FACTOR,
         description="Weight of the load-balancing loss of a mixture of experts, on the scale of transformers' "
-        "router_aux_loss_coef: computed over all layers together; equal to k if all experts are used equally often and "
-        "each token uses k. 0: off.",
+        "router_aux_loss_coef. 0: off.",
     )
     router_z_coef: float = Field(
         0.0,
@@ -92,20 +91,18 @@ class ObjectiveConfig(Section):
     )
     dvp_outside: PruningLevel | None = Field(
         None,
-        description="What gets weight 0 if a sampled token is outside the learner's truncated set: its whole response, "
-        "or the token alone. null: response with dvp_rho, without rollout.top_p and top_k, if the estimator has one "
-        "ratio per response (tbpo, gspo, mis_gspo, correction.level sequence or geometric, reinforce and rloo without "
-        "token weights); else token.",
+        description="What gets weight 0 if a sampled token is outside the learner's truncated set: its response, or "
+        "the token alone. null: response with dvp_rho and without rollout.top_p and top_k, if the estimator has one "
+        "ratio per response; else token.",
     )
     truncation_set: Literal["own", "replay"] = Field(
         "own",
-        description="The set of tokens that the learner normalizes over with rollout.top_p or top_k. own: from its "
-        "logits at each forward; replay: the set at the rollout's weights in all forwards of a step, so that no token "
-        "falls out because the learner moved. A set takes 4 bytes of host memory per token id, V / 8 bytes at most.",
+        description="Tokens that the learner normalizes over with rollout.top_p or top_k. own: from its logits in each "
+        "forward; replay: the set at the rollout's weights, in all forwards of a step.",
     )
 
     teacher: TeacherConfig | None = Field(
-        None, description="Policy whose distribution the learner is drawn towards (distillation); null: none."
+        None, description="Policy whose distribution the learner approximates (distillation); null: none."
     )
 
     rewarded: ClassVar[bool] = True
@@ -191,9 +188,8 @@ class RatioObjective(ObjectiveConfig):
         None,
         gt=0,
         le=1,
-        description="Router-shift ratio of a mixture of experts (RSPO, arXiv 2510.23027): the ratio of a token is "
-        "multiplied by max(exp(-d), this value). d is the mean change of the router log-probs since the rollout, over "
-        "layers and over the experts used at the rollout's weights. It has no gradient. null: off.",
+        description="Mixture of experts: multiply a token's ratio by max(exp(-d), this value), without gradient "
+        "(RSPO). d is the mean change of the router log-probs since the rollout. null: off.",
     )
 
     @property
