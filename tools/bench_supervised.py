@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""Tokens per second of supervised fine-tuning and distillation, beside TRL's SFTTrainer and GKDTrainer.
+
+    python tools/bench_supervised.py --job sft distill --scheme bf16 w4a16 --peer --shape qwen3-1.7b --out out.json
+
+Each case runs in a process of its own, on a model with random weights and on the same rows: a short question, and an
+answer of --length tokens. A step is one optimizer step over --examples rows. Both sides have float32 master weights,
+bf16 products and AdamW; a teacher has the same shape in bf16, and the divergence is GKD's (beta 0.5). Rates are medians
+over the steps after the second, of all tokens of the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from process_tree import SOURCES, with_sources
+
+sys.path[:0] = SOURCES
+
+from typing import Any
+
+Case = dict[str, Any]
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    from harness import count, out_file
+    from model_sizes import SHAPES
+    from qarl_formats.registry import scheme_names
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--job", nargs="+", choices=("sft", "distill"), default=["sft", "distill"])
+    add("--scheme", nargs="+", choices=scheme_names(), default=["bf16", "w4a16"], metavar="SCHEME")
+    add("--peer", action="store_true", help="also run TRL")
+    add("--shape", choices=list(SHAPES), default="qwen3-1.7b")
+    add("--layers", type=count, help="of the model; default the shape's")
+    add("--vocabulary", type=count, help="of the model; default at most 49,152")
+    add("--examples", type=count, default=64, help="rows per step")
+    add("--length", type=count, default=1024, help="tokens of an answer")
+    add("--steps", type=count, default=6)
+    add("--device", choices=("cpu", "cuda"), default="cuda")
+    add("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
+    add("--checkpointing", action="store_true", help="TRL recomputes activations")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of qarl's configuration")
+    add("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "qarl_step_bench")
+    add("--out", type=out_file, required=True)
+    add("--case", help=argparse.SUPPRESS)  # what the tool starts its own processes with
+    return parser.parse_args(arguments)
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    for job in options.job:
+        for scheme in options.scheme:
+            yield {"job": job, "side": "qarl", "scheme": scheme}
+        if options.peer:
+            yield {"job": job, "side": "trl"}
+
+
+def write_rows(path: Path, model: Path, examples: int, length: int) -> int:
+    """Write rows with answers of about `length` tokens; returns the tokens of all of them with their questions."""
+    from transformers import AutoTokenizer
+
+    tokenizer, draw, total = AutoTokenizer.from_pretrained(model), random.Random(0), 0
+    with path.open("w") as file:
+        for _ in range(examples):
+            ids = [draw.randrange(1000, 40_000) for _ in range(length)]
+            answer = tokenizer.decode(tokenizer(tokenizer.decode(ids))["input_ids"][:length])
+            turns = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+            total += len(tokenizer.apply_chat_template(turns)["input_ids"])
+    return total
+
+
+def run_case(options: argparse.Namespace, case: Case) -> Case:
+    """Seconds of each step and the peak memory, in this process."""
+    import torch
+    from step_bench.shapes import model_directory, shape_of
+
+    device = torch.device(options.device)
+    shape = shape_of(options.shape, options.layers, options.vocabulary)
+    model = model_directory(options.model_dir, options.shape, shape, device, 0)
+    with tempfile.TemporaryDirectory() as name:
+        rows = Path(name) / "rows.jsonl"
+        tokens = write_rows(rows, model, options.examples, options.length)
+        run = run_qarl if case["side"] == "qarl" else run_trl
+        seconds, peak = run(options, case, model, rows, shape)
+    timed = seconds[2:] or seconds
+    found = {"seconds": seconds, "step_s": statistics.median(timed), "peak_gib": peak, "tokens": tokens}
+    return case | found | {"tokens_per_s": tokens / statistics.median(timed)}
+
+
+def run_qarl(options: argparse.Namespace, case: Case, model: Path, rows: Path, shape: Any) -> tuple[list[float], float]:
+    from step_bench.settings import quant_section
+
+    from qarl.config.load import make_config
+    from qarl.storage.runs import METRICS, read_metrics
+    from qarl.training.loop import train
+
+    data = {
+        "model": {"path": str(model), "device": options.device, "max_length": options.length + 128},
+        "quant": quant_section(case["scheme"], shape),
+        "rollout": {"engine": "data", "n": 1, "max_response_length": options.length + 64},
+        "data": {"source": str(rows), "max_prompt_length": 64},
+        "objective": {"name": case["job"]},
+        "optim": {"lr": 1e-6},
+        "train": {"steps": options.steps, "prompts_per_step": options.examples, "run_dir": str(rows.parent / "run")},
+        "checkpoint": {"every": options.steps + 1, "save_final": False},
+        "logging": {"console": "plain"},
+    }
+    if case["job"] == "distill":
+        data["objective"]["teacher"] = {"path": str(model), "loss": "jsd"}
+    code = train(make_config(data, "bench_supervised", list(options.set)))
+    assert code == 0, f"the run ended with {code}"
+    steps = read_metrics(rows.parent / "run" / METRICS)
+    return [step["time/step_s"] for step in steps], steps[-1]["memory/peak_gib"]
+
+
+def run_trl(options: argparse.Namespace, case: Case, model: Path, rows: Path, shape: Any) -> tuple[list[float], float]:
+    import torch
+    from datasets import load_dataset
+    from transformers import AutoTokenizer, TrainerCallback
+
+    from qarl.training.metrics import peak_memory_gib
+
+    device, seconds = torch.device(options.device), list[float]()
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
+            self._begin = self._now()
+
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            seconds.append(self._now() - self._begin)
+
+        @staticmethod
+        def _now() -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter()
+
+    init = {"attn_implementation": "sdpa", "dtype": "float32"}
+    arguments = {
+        "output_dir": str(rows.parent / "trl"),
+        "max_steps": options.steps,
+        "per_device_train_batch_size": options.device_batch,
+        "gradient_accumulation_steps": options.examples // options.device_batch,
+        "max_length": options.length + 128,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused" if device.type == "cuda" else "adamw_torch",
+        "bf16": device.type == "cuda",
+        "use_cpu": device.type == "cpu",
+        "gradient_checkpointing": options.checkpointing,
+        "model_init_kwargs": init,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    data = load_dataset("json", data_files=str(rows), split="train")
+    common = {"train_dataset": data, "processing_class": AutoTokenizer.from_pretrained(model), "callbacks": [Clock()]}
+    if case["job"] == "sft":
+        from trl import SFTConfig, SFTTrainer
+
+        trainer = SFTTrainer(model=str(model), args=SFTConfig(**arguments), **common)
+    else:
+        from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+        teacher = init | {"dtype": "bfloat16"}
+        more = {"lmbda": 0.0, "beta": 0.5, "temperature": 1.0, "teacher_model_init_kwargs": teacher}
+        config = GKDConfig(**arguments, **more)
+        trainer = GKDTrainer(model=str(model), teacher_model=str(model), args=config, **common)
+    trainer.train()
+    return seconds, peak_memory_gib(device)
+
+
+def main() -> int:
+    from harness import Report, environment
+
+    options = parse()
+    if options.case:
+        print(json.dumps({"result": run_case(options, json.loads(options.case)), "environment": environment()}))
+        return 0
+    report = Report(options.out)
+    for case in cases(options):
+        command = [sys.executable, *sys.argv, "--case", json.dumps(case)]
+        done = subprocess.run(command, env=with_sources(os.environ), capture_output=True, text=True, check=False)
+        try:
+            found = json.loads(done.stdout.splitlines()[-1])
+        except (IndexError, json.JSONDecodeError):
+            found = {"result": case | {"error": done.stderr[-1500:]}, "environment": None}
+        about = {"environment": found["environment"]} if found["environment"] else {}
+        report.add([found["result"], *([about] if about else [])], " ".join(case.values()))
+        print({name: value for name, value in found["result"].items() if name != "seconds"}, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
