@@ -22,12 +22,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from process_tree import SOURCES, with_sources
 
 sys.path[:0] = SOURCES
-
-from typing import Any
 
 Case = dict[str, Any]
 
