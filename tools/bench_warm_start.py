@@ -38,14 +38,15 @@ TASKS = (
     *("Solve a small numerical problem about {} and show each step.", "Write an essay about {}."),
     *("Write a C program that deals with {}.", "Prove or derive something about {}."),
 )
-TOPICS = (
-    "rivers, prime numbers, the Roman Empire, cooking rice, electric cars, bees, jazz, chess, volcanoes, interest "
-    "rates, black holes, football, vaccines, gardening, sorting algorithms, the French Revolution, coffee, bridges, "
-    "dreams, taxes, whales, solar panels, poetry, probability, trains, libraries, glaciers, democracy, matrices, tea, "
-    "insulin, mountains, languages, recursion, bicycles, museums, cells, inflation, painting, triangles, dinosaurs, "
-    "linked lists, oceans, friendship, magnetism, markets, robots, birds, graphs, weather, calendars, novels, enzymes, "
-    "logarithms, castles, airports, memory, yeast, orbits, encryption, sleep, maps, harbours, fractions, hospitals"
-).split(", ")  # noqa: SIM905 (one string is easier to read)
+TOPICS = [
+    *("rivers", "prime numbers", "the Roman Empire", "cooking rice", "electric cars", "bees", "jazz", "chess", "tea"),
+    *("volcanoes", "interest rates", "black holes", "football", "vaccines", "gardening", "sorting", "coffee", "maps"),
+    *("the French Revolution", "bridges", "dreams", "taxes", "whales", "solar panels", "poetry", "probability"),
+    *("trains", "libraries", "glaciers", "democracy", "matrices", "insulin", "mountains", "languages", "recursion"),
+    *("bicycles", "museums", "cells", "inflation", "painting", "triangles", "dinosaurs", "linked lists", "oceans"),
+    *("friendship", "magnetism", "markets", "robots", "birds", "graphs", "weather", "calendars", "novels", "enzymes"),
+    *("logarithms", "castles", "airports", "memory", "yeast", "orbits", "encryption", "sleep", "harbours", "wool"),
+]
 WORDS = (
     *("The", "In", "A", "When", "It", "def", "import", "class", "#", "Let", "If", "To", "We", "There", "One", "For"),
     *("Once", "She", "He", "They", "Theorem", "Chapter", "Figure", "int", "from", "Although", "Many", "According"),
@@ -84,7 +85,6 @@ def chat_prompts() -> list[str]:
 def write_text(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Sample the training text from the 16-bit model."""
     import qarl
-
     from qarl.config import ModelConfig
     from qarl.policy.load import load_tokenizer
 
