@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 import weakref
@@ -19,12 +18,12 @@ from textwrap import dedent
 from typing import Any
 
 import fake_sampler
+import forked_launch
 import pytest
 import torch
 from policy_models import make_policy
-from ranks import PATHS, ROOT
 from test_train_ranks import on_two
-from tiny_runs import settings, write_config
+from tiny_runs import Qarl, settings, write_config
 
 from qarl.config import Config
 from qarl.config.distributed import several_ranks_faults
@@ -35,7 +34,6 @@ from qarl.rollout.vllm.process import sampler_environment
 from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.transport import ReceiverPlan
 
-LIMIT_S = 560
 MARK = "OF_RANKS"
 # Each rank has its own file of troubles, and its sampler says which variables of a launcher reached it.
 FAKE = f"""
@@ -85,24 +83,17 @@ class Done:
         return [[(r["prompt_id"], r["sample"], r["completion"]) for r in map(json.loads, rows)] for rows in steps]
 
 
-def train(folder: Path, config: Path, count: int, before: str, *overrides: str) -> Done:
-    """`qarl train --nproc`. before: Python that each rank runs first."""
-    (folder / "before.py").write_text(before)
-    paths = [*(str(ROOT / part) for part in PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
+def train(qarl: Qarl, folder: Path, config: Path, count: int, before: str, *overrides: str) -> Done:
+    """`qarl train --nproc` and its ranks, in forks of qarl's server. before: Python that each rank runs first."""
+    (first := folder / "before.py").write_text(before)
     run = folder / "run"
-    script, nproc = ROOT / "tests" / "distributed" / "ranks_with.py", ["--nproc", str(count)]
-    done = subprocess.run(
-        [sys.executable, script, folder / "before.py", "train", *nproc, config, f"train.run_dir={run}", *overrides],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    return Done(done.returncode, done.stdout, done.stderr, run)
+    argv = ["train", "--nproc", count, config, f"train.run_dir={run}", *overrides]
+    done = qarl.run(*argv, before=forked_launch.before(first))
+    return Done(done.code, done.out, done.err, run)
 
 
 def run_fake(
+    qarl: Qarl,
     model: Path,
     folder: Path,
     *troubles: list[str],
@@ -119,22 +110,22 @@ def run_fake(
     data["distributed"] = {"timeout_s": timeout_s}
     config, run = write_config(folder / "c.yaml", data), folder / "run"
     if not forked:
-        return train(folder, config, 2, faked(folder))
+        return train(qarl, folder, config, 2, faked(folder))
     codes, printed = on_two(config, run, before=faked(folder))
     return Done(codes[0] if codes[0] == codes[1] else codes, printed[0], "", run)
 
 
 @pytest.fixture
-def fake(even_model: Path, tmp_path: Path) -> Callable[..., Done]:
+def fake(qarl: Qarl, even_model: Path, tmp_path: Path) -> Callable[..., Done]:
     """`run_fake` with a model, in a directory of the test's own."""
-    return partial(run_fake, even_model, tmp_path)
+    return partial(run_fake, qarl, even_model, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def one(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def one(qarl: Qarl, even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
     """The undisturbed run of two ranks with one sampler."""
     folder = tmp_path_factory.mktemp("one")
-    return run_fake(even_model, folder, [], forked=True, vllm={"data_parallel": 1})
+    return run_fake(qarl, even_model, folder, [], forked=True, vllm={"data_parallel": 1})
 
 
 def pids(done: Done, rank: int) -> list[int]:
@@ -269,7 +260,7 @@ def test_a_sampler_that_does_not_start_is_told_before_those_of_other_ranks_have(
 
 @pytest.mark.slow
 def test_a_sampler_that_ends_while_rows_are_loaded_is_told_before_anything_is_made_of_them(
-    even_model, tmp_path
+    qarl, even_model, tmp_path
 ) -> None:
     gone = """
         if rank == "1":
@@ -287,7 +278,7 @@ def test_a_sampler_that_ends_while_rows_are_loaded_is_told_before_anything_is_ma
     """
     data = settings(even_model, rollout={"engine": "vllm"})
     data["model"]["device"] = "cpu"
-    done = train(tmp_path, write_config(tmp_path / "c.yaml", data), 2, faked(tmp_path) + dedent(gone))
+    done = train(qarl, tmp_path, write_config(tmp_path / "c.yaml", data), 2, faked(tmp_path) + dedent(gone))
     assert done.code == 2, done.err
     said = "error: rank 1: rollout.vllm: vLLM did not start: its process ended with exit code 3"
     assert done.errors == [said], done.err
@@ -415,16 +406,25 @@ def test_which_ranks_have_a_vllm(vllm, count, drawing) -> None:
     assert list(configuration(vllm).rollout.samplers(count)) == drawing
 
 
+# The first rank's vLLM starts as a user's does, the other's is a fork.
+FIRST_STARTS = """
+import os, subprocess
+from qarl.rollout.vllm import process
+os.environ["VLLM_CACHE_ROOT"] = {cache!r}
+if os.environ["RANK"] == "0":
+    process.subprocess = subprocess
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is of vLLM's CPU build")
-def test_two_ranks_with_a_vllm_each_train(tiny_model, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+def test_two_ranks_with_a_vllm_each_train(qarl_with_vllm, tiny_model, tmp_path) -> None:
     vllm = {"engine": "vllm", "vllm": {"publish": "delta"}}
     data = settings(tiny_model(head_dim=32), rollout=vllm, train={"steps": 2}, checkpoint={"every": 100})
     data["model"]["device"] = "cpu"
     config = write_config(tmp_path / "c.yaml", data)
-    done = train(tmp_path, config, 2, "")
+    done = train(qarl_with_vllm, tmp_path, config, 2, FIRST_STARTS.format(cache=str(tmp_path)))
     assert done.code == 0, done.err
     assert "vLLM failed" not in done.out + (done.run / "rank-001.log").read_text()
     for record in done.metrics:
@@ -437,7 +437,7 @@ def test_two_ranks_with_a_vllm_each_train(tiny_model, tmp_path, monkeypatch) -> 
         before = ["process", "imports", "order", "engine", "device", "weights", "compile"]
         assert told == [*before, "profile", "kv_cache", "warm_up", "ready"]
     # No process of vLLM's own was asked what the model can do: the answer would be kept there.
-    assert not list(tmp_path.glob("cache/**/modelinfos"))
+    assert not list(tmp_path.glob("**/modelinfos"))
     native = replace(done, run=tmp_path / "native")
     codes, _ = on_two(config, native.run, "rollout.engine=native")
     assert codes == [0, 0]

@@ -11,6 +11,12 @@ from tiny_runs import Qarl, settings, write_config
 
 pytestmark = pytest.mark.slow
 
+# The sampler's process is a fork of the learner's, with its imports.
+FORK_SAMPLER = """
+import forked_popen
+from qarl.rollout.vllm import process
+forked_popen.install(process)
+"""
 # Kills the sampler's process at the N-th take of a step's responses.
 KILL_SAMPLER = """
 import os, signal
@@ -58,8 +64,14 @@ class Runs:
         )
         self.config = write_config(folder / "c.yaml", data)
 
-    def train(self, name: str, *overrides: str, before: str = "", code: int = 0, **ahead: Any) -> list[dict[str, Any]]:
-        """The metrics of a run, without those that depend on time. ahead: `rollout.async`; nothing: synchronous."""
+    def train(
+        self, name: str, *overrides: str, before: str = "", code: int = 0, forked: bool = True, **ahead: Any
+    ) -> list[dict[str, Any]]:
+        """The metrics of a run, without those that depend on time. ahead: `rollout.async`; nothing: synchronous.
+
+        forked: The sampler's process is a fork; otherwise it starts as a user's does.
+        """
+        before = before + FORK_SAMPLER * forked
         given = [f"rollout.async={json.dumps(ahead)}"] if ahead else []
         run = [f"train.run_dir={self.folder / name}", *given, *overrides]
         done = self.qarl.run("train", self.config, *run, before=before, cwd=self.folder)
@@ -92,7 +104,7 @@ def synchronous(runs) -> list[dict[str, Any]]:
 
 
 def test_staleness_0_gives_the_numbers_of_the_synchronous_run(runs, synchronous):
-    assert runs.train("zero", max_staleness=0) == synchronous
+    assert runs.train("zero", forked=False, max_staleness=0) == synchronous
     ages = [row["async/staleness_max"] for row in runs.metrics("zero")]
     assert ages == [0.0] * 6
 
@@ -121,17 +133,18 @@ def test_waiting_runs_repeat_bit_for_bit_after_a_kill_of_either_process(runs, sy
 
 def test_weights_that_change_in_flight_stay_exact_and_a_kill_loses_and_repeats_no_prompt(runs, synchronous):
     ahead = {"max_staleness": 4, "in_flight": "recompute_kv"}
-    runs.train("flight", *SLOW_SAMPLER, before=KILL_RUN.replace("== N", "== 5"), code=-9, **ahead)
-    rows = runs.train("flight", *SLOW_SAMPLER, **ahead)
-    assert len(rows) == 6 and all(row["mismatch/delta_abs_max"] == 0.0 for row in rows)
-    assert runs.prompts("flight") == runs.prompts("sync")
+    more = *SLOW_SAMPLER, "train.steps=4"
+    runs.train("flight", *more, before=KILL_RUN.replace("== N", "== 3"), code=-9, **ahead)
+    rows = runs.train("flight", *more, **ahead)
+    assert len(rows) == 4 and all(row["mismatch/delta_abs_max"] == 0.0 for row in rows)
+    assert runs.prompts("flight") == runs.prompts("sync")[:16]
     assert max(row["async/continued_frac"] for row in runs.metrics("flight")) > 0, "no response saw new weights"
     assert max(row["async/staleness_max"] for row in runs.metrics("flight")) <= 4
-    assert runs.train("again", *SLOW_SAMPLER, "rollout.replay=" + str(runs.folder / "flight"), **ahead) == rows
+    assert runs.train("again", *more, "rollout.replay=" + str(runs.folder / "flight"), **ahead) == rows
 
 
 def test_kept_keys_and_values_are_not_exact_and_nobody_is_warned(runs):
-    rows = runs.train("kept", *SLOW_SAMPLER, max_staleness=2, in_flight="keep_kv")
+    rows = runs.train("kept", *SLOW_SAMPLER, "train.steps=3", max_staleness=2, in_flight="keep_kv")
     assert max(row["mismatch/delta_abs_max"] for row in rows) > 0
     assert "agree" not in runs.out.partition("mismatch/delta_abs_max")[0] and runs.err == ""
 
@@ -154,8 +167,8 @@ def test_the_newest_policy_as_proximal_one_leaves_staleness_to_the_correction(ru
 
 def test_verifying_a_share_of_the_log_probs_changes_nothing_that_is_learned(runs):
     """Entropy is of the responses that the learner ran at their version."""
-    few = runs.train("few", max_staleness=2, verify_frac=0.25)
-    for row, other in zip(few, runs.train("all", max_staleness=2), strict=True):
+    few = runs.train("few", "train.steps=4", max_staleness=2, verify_frac=0.25)
+    for row, other in zip(few, runs.train("all", "train.steps=4", max_staleness=2), strict=True):
         assert {k: v for k, v in row.items() if "entropy" not in k} == {
             k: v for k, v in other.items() if "entropy" not in k
         }
