@@ -173,29 +173,36 @@ def quantize(
     symmetric: bool = True,
     grid: str | None = None,
     ignore: Sequence[str] = (),
+    method: str = "rtn",
+    calibration: AnyPath | None = None,
+    calibration_samples: int | None = None,
     max_shard_size: str = "5GB",
     unpacked: bool = False,
     verify_digests: bool = True,
     for_vllm: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportResult:
-    """Write a model as a compressed-tensors checkpoint, each weight rounded to the nearest code: a baseline.
+    """Write a model as a compressed-tensors checkpoint, without training.
 
     Args:
         model: A directory, a hub name, or package:NAME.
         out: A new directory.
         scheme, group_size, symmetric, grid: As in the configuration's `quant` section.
         ignore: Layers to leave unquantized, besides lm_head.
+        method: rtn rounds each weight to the nearest code, a baseline; gptq and awq calibrate (`quant.init`).
+        calibration: A UTF-8 file. Default: the language reference that CPython carries.
+        calibration_samples: Windows of 256 tokens. Default: 128.
         verify_digests: Compare a model that qarl exported in bf16 with its qarl_export.json.
         max_shard_size, unpacked, for_vllm, progress: See `export`.
 
     Raises:
         UserError: The model cannot be read, the scheme does not fit a layer, or the disk refuses.
     """
-    from qarl.inference.target import resolve_target
+    from qarl.inference.target import calibration_keys, resolve_target
 
     quant: dict[str, Any] = {"scheme": scheme, "symmetric": symmetric, "ignore": ["lm_head", *ignore]}
     quant |= {key: value for key, value in (("group_size", group_size), ("grid", grid)) if value is not None}
+    quant |= calibration_keys(method, calibration, calibration_samples)
     name = os.fspath(model)
     kind = resolve_target(name, verify_digests=verify_digests).kind
     if kind != "model":

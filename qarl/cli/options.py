@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from qarl.cli.arguments import name_of, text_of
+from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.config.data import TEMPLATE_OPTION
-from qarl.config.limits import STEPS
+from qarl.config.limits import SEQUENCES, STEPS
 from qarl.config.quant import GROUPED, KVCacheDtype
 
 Scheme = Annotated[
@@ -24,6 +25,19 @@ GroupSize = Annotated[int | None, typer.Option(min=-1, max=128, help=f"Group siz
 KVCache = Annotated[
     KVCacheDtype | None,
     typer.Option("--kv-cache-dtype", help="dtype of the KV cache. Default: as in training, else auto."),
+]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        parser=path_of("--calibration", stream=True),
+        metavar="FILE",
+        help="UTF-8 text for gptq and awq; default the language reference that CPython carries.",
+    ),
+]
+CalibrationSamples = Annotated[
+    int | None,
+    typer.Option(min=1, max=SEQUENCES, help="Windows of 256 tokens for gptq and awq; default 128.", show_default=False),
 ]
 TemplateKwargs = Annotated[
     str | None,

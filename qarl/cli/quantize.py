@@ -1,9 +1,9 @@
-"""`qarl quantize`: round a model to nearest and write it as a compressed-tensors checkpoint."""
+"""`qarl quantize`: write a model as a compressed-tensors checkpoint, without training."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from qarl_formats.registry import scheme_names
@@ -11,7 +11,7 @@ from qarl_formats.registry import scheme_names
 from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.cli.export import NoVllm, ShardSize, Unpacked, bar, show
-from qarl.cli.options import VerifyDigests
+from qarl.cli.options import Calibration, CalibrationSamples, VerifyDigests
 from qarl.config.quant import GROUPED, ZERO_POINTS
 
 SCHEMES = ", ".join(scheme_names(lambda kind: kind.weight_bits is not None))
@@ -51,12 +51,18 @@ def quantize(
             help="Layer to leave unquantized in addition to lm_head, or re:REGEX. Repeatable.",
         ),
     ] = None,
+    method: Annotated[
+        Literal["rtn", "gptq", "awq"],
+        typer.Option(help="rtn: nearest codes, a baseline; gptq, awq: codes chosen from calibration text."),
+    ] = "rtn",
+    calibration: Calibration = None,
+    calibration_samples: CalibrationSamples = None,
     max_shard_size: ShardSize = "5GB",
     unpacked: Unpacked = False,
     verify_digests: VerifyDigests = True,
     no_vllm: NoVllm = False,
 ) -> None:
-    """Write a model as a compressed-tensors checkpoint, each weight rounded to the nearest code. A baseline."""
+    """Write a model as a compressed-tensors checkpoint, without training: rounded to nearest, by GPTQ or by AWQ."""
     with bar(str(out)) as progress:
         written = api.quantize(
             model,
@@ -66,6 +72,9 @@ def quantize(
             symmetric=not asymmetric,
             grid=grid,
             ignore=ignore or (),
+            method=method,
+            calibration=calibration,
+            calibration_samples=calibration_samples,
             max_shard_size=max_shard_size,
             unpacked=unpacked,
             verify_digests=verify_digests,

@@ -198,6 +198,9 @@ class Config(Section):
                 "use quant.learner: full_precision or fake_quant",
             )
         yield from self._fp8_faults()
+        if self.quant.init != "rtn" and self.optim.master_dtype != "float32":
+            text = f"masters rounded to optim.master_dtype {self.optim.master_dtype} quantize to other codes; use rtn"
+            yield Fault(("quant", "init"), self.quant.init, text)
         if self.optim.offload and self.model.device == "cpu":
             text = "model.device is cpu: there is no device to offload from; must be false"
             yield Fault(("optim", "offload"), self.optim.offload, text)

@@ -13,13 +13,17 @@ from pydantic_core import CoreSchema, PydanticKnownError
 from qarl_formats.registry import grouped_names, make_scheme, scheme_class, scheme_names
 from qarl_formats.scheme import CHANNEL, DEFAULT_GROUP_SIZE, GRIDS, GROUP_SIZES, SCALE_DTYPES, Scheme, is_ignored
 
-from qarl.config.base import Fault, Field, Section
-from qarl.config.limits import ITEMS, NAME
+from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.limits import ITEMS, NAME, SEQUENCES, TOKENS
+from qarl.inputs.paths import PATH_BYTES
 
 GROUPED = " and ".join(grouped_names())
 ZERO_POINTS = " and ".join(scheme_names(lambda kind: kind.zero_points))
 KVCacheDtype = Literal["auto", "fp8"]
-OF_TRAINING = {"learner", "ste_input", "backward"}  # keys of `quant` that only a learner reads
+# Keys of `quant` that only a learner reads, or that only count before the first step.
+OF_TRAINING = {"learner", "ste_input", "backward", "init", "calibration"}
+Init = Literal["rtn", "gptq", "awq"]
+PYTHON_DOCS, PROMPTS = "python-docs", "prompts"  # values of `quant.calibration.source` that are no paths
 
 
 def _known(name: str) -> str:
@@ -53,6 +57,39 @@ else:
     Grid, ScaleDtype = Literal[*GRIDS], Literal[*SCALE_DTYPES]
 
 
+def schemes_of_init(init: str) -> tuple[str, ...]:
+    """The schemes that `quant.init` is for."""
+    if init == "rtn":
+        return scheme_names()
+    return scheme_names(lambda kind: kind.chooses_codes and (init == "gptq" or kind.activation is None))
+
+
+class CalibrationConfig(Section):
+    """The text from which `quant.init` gptq and awq choose the first codes."""
+
+    source: str = Field(
+        PYTHON_DOCS,
+        min_length=1,
+        max_length=PATH_BYTES,
+        description=f"{PYTHON_DOCS}: the language reference that CPython carries (pydoc_data.topics); {PROMPTS}: the "
+        "run's own prompts; otherwise the path of a UTF-8 file.",
+    )
+    samples: int = Field(
+        128, ge=1, le=SEQUENCES, description="Windows of the text, or prompts. All if there are fewer."
+    )
+    length: int = Field(
+        256,
+        ge=1,
+        le=TOKENS,
+        description="Tokens per window, at most the context. samples * length tokens are in memory at once.",
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed that chooses the windows, or the prompts.")
+
+    def faults(self) -> Iterator[Fault]:
+        if self.source not in (PYTHON_DOCS, PROMPTS):
+            yield from path_faults("source", self.source)
+
+
 class QuantConfig(Section):
     """Quantization. The four regimes: scheme bf16 is BF16 RL; otherwise `learner` chooses quantized-rollout training
     (full_precision), QAT (fake_quant) or QaRL (aligned)."""
@@ -78,6 +115,15 @@ class QuantConfig(Section):
         ["lm_head"],
         max_length=ITEMS,
         description="Linear layers left unquantized: exact HF module names, or `re:<regex>`.",
+    )
+    init: Init = Field(
+        "rtn",
+        description="Codes of version 0. rtn: the nearest ones; gptq: those that keep the layers' outputs on a "
+        f"calibration text ({', '.join(schemes_of_init('gptq'))}); awq: the nearest ones after scaling input channels "
+        f"({', '.join(schemes_of_init('awq'))}). gptq and awq need one process and a model without experts.",
+    )
+    calibration: CalibrationConfig = Field(
+        default_factory=CalibrationConfig, description="Calibration text of init: gptq and awq."
     )
     learner: Literal["aligned", "fake_quant", "full_precision"] = Field(
         "aligned",
@@ -126,6 +172,9 @@ class QuantConfig(Section):
         if kind.weight_bits is None and self.learner == "fake_quant":
             text = f"scheme {self.scheme} has nothing to quantize; use aligned or full_precision"
             yield Fault(("learner",), self.learner, text)
+        if self.scheme not in (possible := schemes_of_init(self.init)):
+            text = f"is for {', '.join(possible)}, not {self.scheme}; use rtn"
+            yield Fault(("init",), self.init, text)
         if self.backward == "fp8" and self.kernels == "reference":
             yield Fault(("backward",), self.backward, "kernels: reference has no FP8 matrix products; use bf16")
         if self.ste_input == "dequantized":

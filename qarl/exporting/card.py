@@ -32,6 +32,11 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 """
 
+_METHODS = {  # by `quant.init`
+    "rtn": "quantized by rounding to nearest, without training: a baseline",
+    "gptq": "quantized with GPTQ, without training",
+    "awq": "quantized with AWQ, without training; its norms differ from the base model's",
+}
 _SERVING = {  # by `Prompting.chat_template`
     True: "`qarl generate` and `qarl eval` prompt it that way. In vLLM, use the chat completions API.\n",
     False: (
@@ -117,11 +122,7 @@ def _front_matter(target: Target, scheme: Scheme) -> str:
 def _summary(target: Target, scheme: Scheme, base: str) -> str:
     made = f"qarl {qarl.__version__}"
     if target.run is None:
-        how = (
-            "quantized by rounding to nearest, without training: a baseline"
-            if scheme.quantized
-            else "unquantized, its weights rounded to the dtype below"
-        )
+        how = _METHODS[target.quant.init] if scheme.quantized else "unquantized, its weights rounded to the dtype below"
         return f"{base}, {how}. Made by {made}.\n"
     trained = f"{base}, trained by reinforcement learning for {target.step} steps with {made}"
     if not scheme.quantized and target.run.quant.scheme != "bf16":

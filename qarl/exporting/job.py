@@ -13,6 +13,7 @@ from qarl.config.quant import GROUPED, scheme_of
 from qarl.errors import UserError
 from qarl.exporting.card import model_card
 from qarl.exporting.writer import ExportReport, export_checkpoint
+from qarl.inference.calibrated import calibrated
 from qarl.inference.masters import Masters, open_masters
 from qarl.inference.target import Target
 from qarl.storage.checkpoint import CheckpointDamaged
@@ -50,6 +51,7 @@ def export_target(
         _check_options(target, masters)
     if for_vllm:
         _check_fusion(target, masters)
+    masters = calibrated(target, masters)
     specs = masters.specs(target.quant, dtype, unpacked)
     file_format = quantization_config(scheme, target.quant.ignore, unpacked)["format"] if scheme.quantized else None
     card = model_card(

@@ -146,7 +146,7 @@ def snapshot_of(target: Target, masters: Masters, dtype: torch.dtype, device: to
 
 def same_codes_expected(target: Target) -> bool:
     """Whether opening `target` gives the tensors that its run published: it uses the run's own scheme and layout."""
-    if target.run is None:
+    if target.run is None or target.quant.init != "rtn":
         return False
     others = OF_TRAINING | {"kernels", "kv_cache_dtype"}  # they do not change codes
     return target.quant.model_dump(exclude=others) == target.run.quant.model_dump(exclude=others)

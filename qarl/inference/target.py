@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
 from qarl.config import Config, ModelConfig, QuantConfig, check_model
 from qarl.config.messages import fault_lines
-from qarl.config.quant import OF_TRAINING
+from qarl.config.quant import OF_TRAINING, Init
 from qarl.errors import UserError
 from qarl.inference.export_record import ExportRecord, Prompting, read_export_record
 from qarl.inputs.json import json_kind, read_json_object
@@ -69,6 +70,22 @@ class Target:
 def given(**quant: Any) -> dict[str, Any]:
     """Return the `quant.*` keys that are not None."""
     return {key: value for key, value in quant.items() if value is not None}
+
+
+def calibration_keys(
+    method: str, source: str | os.PathLike[str] | None, samples: int | None, option: str = "--method"
+) -> dict[str, Any]:
+    """Return `quant.init` and `quant.calibration`, from options. option: that of the method.
+
+    Raises UserError for an unknown method, or calibration without a method that calibrates.
+    """
+    if method not in get_args(Init):
+        raise UserError(f"{option}: '{method}' is unknown; choose from {', '.join(get_args(Init))}")
+    calibration = given(source=None if source is None else os.path.abspath(source), samples=samples)
+    if method == "rtn" and calibration:
+        name = "--calibration" if source is not None else "--calibration-samples"
+        raise UserError(f"{name}: rounding to nearest does not calibrate; leave it out, or use {option} gptq")
+    return {"init": method, "calibration": calibration}
 
 
 def resolve_target(
@@ -228,6 +245,8 @@ def _quant(values: dict[str, Any]) -> QuantConfig:
 
 def _option(loc: tuple[int | str, ...]) -> str:
     """Return the command-line option that sets a `quant.*` key."""
+    if loc and loc[0] in ("init", "calibration"):
+        return {"source": "--calibration", "samples": "--calibration-samples"}.get(str(loc[-1]), "--method")
     return f"--{str(loc[0]).replace('_', '-')}" if loc and loc[0] in ("group_size", "kv_cache_dtype") else "--scheme"
 
 

@@ -22,6 +22,7 @@ from qarl.config.data import DataConfig
 from qarl.config.evaluation import EvalTask
 from qarl.config.model import ModelConfig
 from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
+from qarl.config.quant import PROMPTS, PYTHON_DOCS
 from qarl.data.files import split_files
 from qarl.data.sources import is_local
 from qarl.data.tasks import generate
@@ -34,6 +35,7 @@ from qarl.objectives.custom import Custom
 from qarl.rewards.builtin import BUILTINS
 from qarl.rewards.fingerprint import reward_fingerprint
 
+INIT = "init"  # part of a run's `model` inputs: `quant.init` and its calibration text
 UNKNOWN = "unknown"  # the identity of something on the hub that is not in the local cache
 
 _REMEMBERED = 2**20  # bytes; larger files are hashed once per process, unless their size or time changes
@@ -94,6 +96,9 @@ def input_files(config: Config) -> dict[str, str]:
         digests |= _task(task)
     if isinstance(config.distributed.config, str):
         digests["distributed.config"] = _identity(user_path(config.distributed.config, "distributed.config"))
+    source = config.quant.calibration.source
+    if config.quant.init != "rtn" and source not in (PYTHON_DOCS, PROMPTS):
+        digests["quant.calibration.source"] = _identity(user_path(source, "quant.calibration.source"))
     return digests
 
 
@@ -257,6 +262,8 @@ def input_name(kind: str, part: str) -> str:
     """Name one part of a run's inputs in a message. kind, part: keys of `inputs` in environment.json."""
     if kind == "files":
         return part
+    if kind == "model" and part == INIT:
+        return "quant.init: the method or its calibration text"
     if kind == "model":
         return f"model.path: its {part}"
     if (kind, part) == ("objective", "teacher"):

@@ -29,7 +29,7 @@ from qarl.policy.load_rows import in_turn, row_files
 from qarl.policy.model_identity import digest_of, model_digests, model_files
 from qarl.policy.source import locate
 from qarl.rewards.fingerprint import reward_fingerprint
-from qarl.storage.input_files import input_name
+from qarl.storage.input_files import INIT, input_name
 from qarl.storage.saved_state import Inputs
 from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe
 
@@ -38,15 +38,18 @@ SAME_FILES = "give every rank the same files"
 Described = dict[str, tuple[list[int], str, str]]  # tensor name -> shape, dtype, SHA-256
 
 
-def input_digests(config: Config, tokenizer: PreTrainedTokenizerBase) -> Inputs:
+def input_digests(
+    config: Config, tokenizer: PreTrainedTokenizerBase, calibration: Sequence[Sequence[int]] = ()
+) -> Inputs:
     """Compute the digests of a run's inputs, except prompts and base weights, which are read later.
 
-    The digests under `model` cover the tokenizer and stop tokens, `reward` is `reward_fingerprint`, and `objective`
-    covers the source of a custom objective. Files are config.json and generation_config.json.
+    The digests under `model` cover the tokenizer, stop tokens and `quant.init`, `reward` is `reward_fingerprint`, and
+    `objective` covers the source of a custom objective. Files are config.json and generation_config.json.
 
     Args:
         config: Configuration of the run.
         tokenizer: Tokenizer of the model.
+        calibration: Token ids that `quant.init` calibrates with.
 
     Returns:
         The inputs, without `digests["model"]["weights"]`.
@@ -56,7 +59,8 @@ def input_digests(config: Config, tokenizer: PreTrainedTokenizerBase) -> Inputs:
     """
     generation = load_generation_config(config.model)
     digests = {
-        "model": model_digests(config.model, generation, tokenizer),
+        "model": model_digests(config.model, generation, tokenizer)
+        | {INIT: digest_of([config.quant.init, calibration])},
         "reward": reward_fingerprint(config.reward),
     }
     if isinstance(config.objective, Custom):

@@ -22,6 +22,7 @@ from qarl.config import Config
 from qarl.config.config import mixture_faults
 from qarl.config.quant import scheme_of
 from qarl.data import DropReport, PromptStream, build_prompts
+from qarl.data.calibration import calibration_sequences
 from qarl.data.conversation import uses_time
 from qarl.data.examples import ExampleReport, build_examples
 from qarl.diagnostics.backward import require_fp8_backward
@@ -38,6 +39,7 @@ from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import load_architecture, load_generation_config, load_model_config, stop_token_ids
 from qarl.policy.policy import Policy
+from qarl.policy.starting_codes import replace_masters
 from qarl.policy.teacher import Teacher
 from qarl.rewards import RewardPool
 from qarl.rollout.engine import RolloutEngine, SamplingParams, truncation_of
@@ -207,6 +209,7 @@ class _Asked:
         context: Tokens that the policy may attend to.
         held_out: Examples of `evaluation.held_out`, or None.
         inputs: Without weights.
+        calibration: Token ids for `quant.init`; empty for rtn.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -216,12 +219,18 @@ class _Asked:
     tasks: list[LoadedTask]
     held_out: list[Prompt] | None
     inputs: Inputs
+    calibration: list[list[int]]
 
 
 def _asked_and_scored(
     config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks, started: datetime
 ) -> tuple[_Asked, RewardPool, TaskRewards]:
     set_determinism(config)
+    if config.quant.init != "rtn" and ranks.count > 1:
+        raise UserError(
+            f"quant.init: {config.quant.init}: needs one process; write the model with `qarl quantize --method "
+            f"{config.quant.init}`, and give the result as model.path with quant.init: rtn"
+        )
     require_trackers(config.logging)
     require_fp8_backward(config, device)
     config.objective.bind()  # a user's own one is refused now, and not after the model
@@ -258,19 +267,22 @@ def _asked_and_scored(
         if config.evaluation.held_out is not None:
             held_out = examples(config.evaluation.held_out, key="evaluation.held_out")[0]
         tasks = load_training_tasks(config, tokenizer, context, vocabulary, started)
+        calibration = []
+        if config.quant.init != "rtn":
+            calibration = calibration_sequences(config.quant.calibration, tokenizer, context, prompts)
     console.message(report.summary())
     if len(prompts) < config.train.prompts_per_step:
         raise UserError(
             f"train.prompts_per_step: {config.train.prompts_per_step} is more than the {len(prompts)} "
             "prompts of the data; lower it or give more data"
         )
-    inputs = input_digests(config, tokenizer)
+    inputs = input_digests(config, tokenizer, calibration)
     stream = PromptStream(prompts, config.train.seed, config.data.shuffle, config.data.pass_rate)
     with console.phase("reward workers"), ExitStack() as opened:
         rewards = opened.enter_context(RewardPool(config.reward, prompts[0].columns.keys(), rewards_log))
         task_rewards = TaskRewards(tasks, config.reward, rewards_log, ranks)
         opened.pop_all()
-    return _Asked(tokenizer, context, prompts, stream, tasks, held_out, inputs), rewards, task_rewards
+    return _Asked(tokenizer, context, prompts, stream, tasks, held_out, inputs, calibration), rewards, task_rewards
 
 
 def _of_one_process(
@@ -285,6 +297,10 @@ def _of_one_process(
     look()
     with console.phase("quantize"):
         policy = build_policy(config, model, device, asked.context)
+    if config.quant.init != "rtn":
+        look()
+        with console.phase(config.quant.init):
+            replace_masters(policy, config.quant.init, asked.calibration)
     return policy, LocalUpdates(policy, config), weights
 
 

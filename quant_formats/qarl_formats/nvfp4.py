@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 GROUP = 16
-E2M1_MAX = 6.0
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes
+E2M1_MAX = E2M1[-1]
 _E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = torch.finfo(_E4M3).max
 _ZERO_SCALE = 0.125  # replaces a scale of 0; e4m3's eps

@@ -4,7 +4,7 @@ A scheme is one class in `qarl_formats.schemes`, registered by name in `qarl_for
 
     what it is and takes           class attributes
     on disk                        tensor_specs, weight_arguments, activation_arguments, file_format
-    arithmetic                     quantize, dequantize, codes, preimage
+    arithmetic                     quantize, dequantize, codes, preimage, code_grid, with_codes
     product                        operands, plain_product, kernel_product, stored
 
 The first three are required. The product has a default, which multiplies the dequantized weight in 16 bits.
@@ -61,6 +61,17 @@ class Codes(NamedTuple):
     dtype: torch.dtype
 
 
+class CodeGrid(NamedTuple):
+    """The values (code - zero) * step that the codes of a weight [N, K] may stand for.
+
+    levels: (L,) float32, the codes in ascending order. step, zero: float32 (N, G), one per group of K / G inputs.
+    """
+
+    levels: Tensor
+    step: Tensor
+    zero: Tensor
+
+
 @dataclass(frozen=True)
 class Scheme(ABC):
     """Storage format and product of quantized Linear layers.
@@ -102,6 +113,8 @@ class Scheme(ABC):
     scale_dtypes: ClassVar[tuple[str, ...]] = SCALE_DTYPES
     """Valid dtypes of the stored `weight_scale`; empty: the scheme fixes it and ignores `scale_dtype`."""
     grids: ClassVar[tuple[str, ...]] = GRIDS[:1]
+    chooses_codes: ClassVar[bool] = False
+    """Whether codes other than the nearest ones can be chosen, see `qarl_formats.gptq`."""
 
     # --- where it runs
     capability: ClassVar[tuple[int, int]] = (0, 0)
@@ -254,6 +267,14 @@ class Scheme(ABC):
     def codes(self, tensors: Tensors, shape: Shape) -> Tensor:
         """Return the codes [N, K], one per element."""
         raise NotImplementedError(f"scheme {self.name} has no codes")
+
+    def code_grid(self, tensors: Tensors, shape: Shape) -> CodeGrid:
+        """Return the values that the codes of stored tensors may take; only if `chooses_codes`."""
+        raise NotImplementedError(f"the codes of scheme {self.name} are the nearest ones")
+
+    def with_codes(self, tensors: Tensors, codes: Tensor) -> dict[str, Tensor]:
+        """Return stored tensors with other codes. codes: float32 [N, K], levels of `code_grid`."""
+        raise NotImplementedError(f"the codes of scheme {self.name} are the nearest ones")
 
     def preimage(self, tensors: Tensors, shape: Shape) -> tuple[Tensor, Tensor]:
         """Return a master that `quantize` turns into these stored tensors; see `qarl_formats.preimage`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qarl_formats.scheme import GRIDS, GROUP_SIZES, Quantized, Scheme, Shape, Tensors, TensorSpec
+from qarl_formats.scheme import GRIDS, GROUP_SIZES, CodeGrid, Quantized, Scheme, Shape, Tensors, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,7 @@ class PackedInt4(Scheme):
     weight_type = "int"
     group_sizes = GROUP_SIZES
     grids = GRIDS
+    chooses_codes = True
     file_format = "pack-quantized"
     strategies = ("group", "channel")
     shape_suffix = "weight_shape"
@@ -98,6 +99,23 @@ class PackedInt4(Scheme):
         from qarl_formats.packing import unpack_int4
 
         return unpack_int4(tensors["weight_packed"], shape[1])
+
+    def code_grid(self, tensors: Tensors, shape: Shape) -> CodeGrid:
+        import torch
+
+        from qarl_formats.packing import unpack_zero_points
+
+        step, zero_point = tensors["weight_scale"].float(), tensors.get("weight_zero_point")
+        levels = torch.arange(self._grid.lowest, self._grid.highest + 1, device=step.device)
+        zero = torch.zeros_like(step) if zero_point is None else unpack_zero_points(zero_point, shape[0]).float()
+        return CodeGrid(levels, step, zero)
+
+    def with_codes(self, tensors: Tensors, codes: Tensor) -> dict[str, Tensor]:
+        import torch
+
+        from qarl_formats.packing import pack_int4
+
+        return {**tensors, "weight_packed": pack_int4(codes.to(torch.int8))}
 
     def preimage(self, tensors: Tensors, shape: Shape) -> tuple[Tensor, Tensor]:
         from qarl_formats import preimage

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from qarl_formats.registry import register
-from qarl_formats.scheme import Codes, Quantized, Scheme, Shape, Tensors, TensorSpec
+from qarl_formats.scheme import CodeGrid, Codes, Quantized, Scheme, Shape, Tensors, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,7 @@ class NVFP4A16(Scheme):
     weight_bits = 4
     weight_type = "float"
     scale_dtypes = ()
+    chooses_codes = True
     vllm_cpu = False
     tolerance = 0.1
     file_format = "nvfp4-pack-quantized"
@@ -108,6 +109,20 @@ class NVFP4A16(Scheme):
         from qarl_kernels.nvfp4 import e2m1_values
 
         return e2m1_values(tensors["weight_packed"]).to(torch.float8_e4m3fn)
+
+    def code_grid(self, tensors: Tensors, shape: Shape) -> CodeGrid:
+        import torch
+
+        from qarl_formats.nvfp4 import E2M1
+
+        step = tensors["weight_scale"].float() / tensors["weight_global_scale"]
+        magnitudes = torch.tensor(E2M1, device=step.device)
+        return CodeGrid(torch.cat((-magnitudes[1:].flip(0), magnitudes)), step, torch.zeros_like(step))
+
+    def with_codes(self, tensors: Tensors, codes: Tensor) -> dict[str, Tensor]:
+        from qarl_formats.nvfp4 import pack_e2m1
+
+        return {**tensors, "weight_packed": pack_e2m1(codes)}
 
     def preimage(self, tensors: Tensors, shape: Shape) -> tuple[Tensor, Tensor]:
         from qarl_kernels.nvfp4 import e2m1_values

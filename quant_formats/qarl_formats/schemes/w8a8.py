@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from qarl_formats.registry import register
+from qarl_formats.scheme import CodeGrid, Shape, Tensors
 from qarl_formats.schemes.bytes import ByteActivations
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register
@@ -16,4 +22,17 @@ class W8A8(ByteActivations):
     activation = "int8"
     input_codes = "int8"
     file_format = "int-quantized"
+    chooses_codes = True
     tolerance = 0.3
+
+    def code_grid(self, tensors: Tensors, shape: Shape) -> CodeGrid:
+        import torch
+
+        from qarl_formats.rounding import INT8
+
+        step = tensors["weight_scale"].float()
+        levels = torch.arange(INT8.lowest, INT8.highest + 1, device=step.device)
+        return CodeGrid(levels, step, torch.zeros_like(step))
+
+    def with_codes(self, tensors: Tensors, codes: Tensor) -> dict[str, Tensor]:
+        return {**tensors, "weight": codes.to(tensors["weight"].dtype)}

@@ -1,0 +1,158 @@
+"""GPTQ on single weights: against a naive oracle, and the masters of its codes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from qarl_formats.bits import same_bits
+from qarl_formats.gptq import gptq, inverse_factor
+from qarl_formats.registry import make_scheme
+from torch import Tensor
+
+N, K, T = 24, 192, 400
+SCHEMES = [
+    *(make_scheme("w4a16", size, symmetric) for size in (32, 64, -1) for symmetric in (True, False)),
+    make_scheme("w4a16", 64, grid="symmetric7"),
+    make_scheme("w4a16", 64, False, scale_dtype="float32"),
+    make_scheme("w4a16", 64, scale_dtype="float32"),
+    make_scheme("w4a8", 64),
+    make_scheme("w8a8"),
+    make_scheme("nvfp4a16"),
+]
+
+
+def _id(scheme):
+    return f"{scheme.name}-{scheme.group_size}-{'sym' if scheme.symmetric else 'asym'}-{scheme.grid}"
+
+
+def _inputs(seed: int = 0, rows: int = T, columns: int = K) -> Tensor:
+    """Correlated inputs, some of which are large, as the residual stream of a model has them."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns, columns, generator=generator) / columns**0.5 + torch.eye(columns)
+    sizes = torch.logspace(-1, 1, columns)[torch.randperm(columns, generator=generator)]
+    return torch.randn(rows, columns, generator=generator) @ mix * sizes
+
+
+def _weight(seed: int = 1) -> Tensor:
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def _hessian(x: Tensor) -> Tensor:
+    return x.double().t() @ x.double()
+
+
+def _loss(weight: Tensor, stored, scheme, hessian: Tensor) -> float:
+    difference = (weight - scheme.dequantize(stored, (N, K), torch.float32)).double()
+    return float(((difference @ hessian) * difference).sum())
+
+
+def _naive(weight: Tensor, hessian: Tensor, scheme, keep) -> Tensor:
+    """Codes by the formulas of optimal brain quantization, with explicit updates of the inverse. keep: (row, column)
+    pairs that keep their nearest codes."""
+    stored, _ = scheme.quantize(weight)
+    nearest = scheme.codes(stored, (N, K)).double()
+    levels, step, zero = (one.double() for one in scheme.code_grid(stored, (N, K)))
+    width = K // step.shape[1]
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(K, dtype=torch.float64)
+    inverse, left = torch.linalg.inv(damped), weight.double().clone()
+    codes = nearest.clone()
+    for q in hessian.diagonal().argsort(descending=True, stable=True).tolist():
+        s, z = step[:, q // width], zero[:, q // width]
+        for row in range(N):
+            if (row, q) not in keep:
+                distance = (levels - (left[row, q] / s[row] + z[row])).abs()
+                codes[row, q] = levels[distance.argmin()]
+        error = (left[:, q] - (codes[:, q] - z) * s) / inverse[q, q]
+        left -= error[:, None] * inverse[q][None]
+        inverse = inverse - torch.outer(inverse[:, q], inverse[q]) / inverse[q, q]
+        inverse[q, q] = 1.0  # not read again
+    return codes.float()
+
+
+def _ends(weight: Tensor, scheme) -> set[tuple[int, int]]:
+    """The elements that make the scales, found one group at a time."""
+    stored, _ = scheme.quantize(weight)
+    groups = scheme.code_grid(stored, (N, K)).step.shape[1]
+    width, keep = K // groups, set()
+    for row in range(N):
+        for start in range(0, K, width):
+            part = weight[row, start : start + width]
+            extremes = [part.abs().argmax()] if scheme.symmetric else [part.argmin(), part.argmax()]
+            keep |= {(row, start + int(one)) for one in extremes}
+    return keep
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=_id)
+def test_codes_are_those_of_a_naive_implementation(scheme):
+    weight, hessian = _weight(), _hessian(_inputs())
+    stored = gptq(weight, hessian, scheme)
+    assert torch.equal(scheme.codes(stored, (N, K)).float(), _naive(weight, hessian, scheme, _ends(weight, scheme)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=_id)
+def test_the_output_error_is_below_that_of_rounding_to_nearest(scheme):
+    weight, hessian = _weight(), _hessian(_inputs())
+    rtn, _ = scheme.quantize(weight)
+    ratio = _loss(weight, gptq(weight, hessian, scheme), scheme, hessian) / _loss(weight, rtn, scheme, hessian)
+    assert ratio < 0.75
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=_id)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_master_quantizes_to_the_codes_and_scales(scheme, seed):
+    weight = _weight(seed)
+    weight[3] = 0.0  # a row without any code
+    weight[5] = weight[5].abs()
+    weight[6, :7] = 0.0
+    stored = gptq(weight, _hessian(_inputs(seed)).float(), scheme)
+    master, missing = scheme.preimage(stored, (N, K))
+    again, _ = scheme.quantize(master)
+    assert int(missing) == 0
+    assert all(same_bits(again[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=_id)
+def test_scales_are_those_of_rounding_to_nearest(scheme):
+    weight = _weight()
+    rtn, _ = scheme.quantize(weight)
+    stored = gptq(weight, _hessian(_inputs()), scheme)
+    codes = {"weight", "weight_packed"}
+    assert list(stored) == list(rtn)
+    assert all(torch.equal(stored[name].float(), rtn[name].float()) for name in rtn if name not in codes)
+
+
+def test_uncorrelated_inputs_give_the_nearest_codes():
+    scheme, weight = make_scheme("w4a16", 64), _weight()
+    rtn, _ = scheme.quantize(weight)
+    assert torch.equal(gptq(weight, torch.eye(K), scheme)["weight_packed"], rtn["weight_packed"])
+
+
+def test_inputs_that_are_never_seen_keep_their_nearest_codes():
+    scheme, weight, x = make_scheme("w4a16", 64), _weight(), _inputs()
+    x[:, 40:80] = 0.0
+    rtn, _ = scheme.quantize(weight)
+    stored = gptq(weight, _hessian(x), scheme)
+    ours, nearest = (scheme.codes(one, (N, K)) for one in (stored, rtn))
+    assert torch.equal(ours[:, 40:80], nearest[:, 40:80])
+    assert not torch.equal(ours, nearest)
+    assert torch.equal(gptq(weight, torch.zeros(K, K), scheme)["weight_packed"], rtn["weight_packed"])
+
+
+def test_blocks_change_nothing_but_rounding():
+    scheme, weight, hessian = make_scheme("w4a16", 64), _weight(), _hessian(_inputs())
+    whole = gptq(weight, hessian, scheme, block=K)
+    for block in (1, 50, 128):
+        assert torch.equal(gptq(weight, hessian, scheme, block=block)["weight_packed"], whole["weight_packed"])
+
+
+def test_the_factor_is_that_of_the_damped_inverse():
+    hessian = _hessian(_inputs(rows=40))  # of rank 40
+    upper = inverse_factor(hessian, 0.01)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(K, dtype=torch.float64)
+    assert torch.equal(upper, upper.triu())
+    assert torch.allclose(upper.t() @ upper @ damped, torch.eye(K, dtype=torch.float64), atol=1e-8)
+
+
+def test_a_hessian_that_is_not_finite_is_an_error():
+    with pytest.raises(ValueError, match="no Cholesky factor"):
+        gptq(_weight(), torch.full((K, K), float("nan")), make_scheme("w4a16", 64))

@@ -1,0 +1,125 @@
+"""Runs that start from the codes of GPTQ or AWQ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from qarl_formats.registry import make_scheme
+from safetensors.torch import load_file
+from tiny_runs import Finished, Qarl, settings, write_config
+
+from qarl.policy.load import load_model
+
+pytestmark = pytest.mark.slow
+
+TEXT = "".join(f"{n} times {n + 1} is {n * (n + 1)}. The next one is harder: try it.\n" for n in range(60))
+
+
+class Runs:
+    """Runs of one configuration in one folder."""
+
+    def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
+        self.qarl, self.folder, self.text = qarl, folder, folder / "text.txt"
+        self.text.write_text(TEXT)
+        calibration = {"source": str(self.text), "samples": 8, "length": 64}
+        quant = {"init": "gptq", "calibration": calibration}
+        data = settings(model, quant=quant, train={"steps": 2}, checkpoint={"every": 1})
+        self.config = write_config(folder / "c.yaml", data)
+
+    def train(self, name: str, *overrides: str, **named) -> Finished:
+        run = f"train.run_dir={self.folder / name}"
+        return self.qarl.run("train", self.config, run, *overrides, cwd=self.folder, **named)
+
+    def metrics(self, name: str) -> list[dict]:
+        rows = map(json.loads, (self.folder / name / "metrics.jsonl").read_text().splitlines())
+        return [{k: v for k, v in row.items() if k.startswith(("policy/", "mismatch/", "reward"))} for row in rows]
+
+    def masters(self, name: str, step: int) -> dict[str, torch.Tensor]:
+        files = sorted((self.folder / name / "checkpoints" / f"{step:06}").glob("masters*.safetensors"))
+        return {key: value for file in files for key, value in load_file(file).items()}
+
+
+@pytest.fixture
+def runs(qarl, tiny_model, tmp_path) -> Runs:
+    return Runs(qarl, tiny_model("llama"), tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_run_resumes_with_the_same_bits_and_the_same_reference(runs, method):
+    init = f"quant.init={method}", "objective.kl_coef=0.1"
+    assert runs.train("whole", *init).code == 0
+    runs.train("parts", *init, "train.steps=1")
+    done = runs.train("parts", *init)
+    assert done.code == 0 and "resumed from" in done.out
+    assert runs.metrics("parts") == runs.metrics("whole")
+    ours, theirs = runs.masters("parts", 2), runs.masters("whole", 2)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert runs.metrics("whole")[0]["mismatch/delta_abs_max"] == 0.0
+
+
+def test_the_first_masters_are_those_of_the_method(runs, tiny_model):
+    """With a tiny learning rate the masters stay what they were."""
+    still = "optim.lr=1e-12", "optim.weight_decay=0", "train.steps=1"
+    assert runs.train("nearest", "quant.init=rtn", *still).code == 0
+    assert runs.train("gptq", *still).code == 0
+    name = "model.layers.0.mlp.down_proj.weight"
+    original = dict(load_model_at(tiny_model("llama")).named_parameters())[name].detach()
+    nearest, ours = (runs.masters(run, 1)[name] for run in ("nearest", "gptq"))
+    assert torch.allclose(nearest, original, atol=1e-9)
+    scheme = make_scheme("w4a16", 32)
+    codes, expected = (scheme.codes(scheme.quantize(one)[0], (64, 128)) for one in (ours, original))
+    assert 0.02 < (codes != expected).float().mean() < 0.5
+
+
+def load_model_at(directory: Path):
+    from qarl.config import ModelConfig
+
+    return load_model(ModelConfig(path=str(directory)))
+
+
+def test_another_calibration_text_is_refused_when_a_run_resumes(runs):
+    runs.train("run", "train.steps=1")
+    runs.text.write_text(TEXT[::-1])
+    done = runs.train("run")
+    assert done.code == 2 and "quant.init: the method or its calibration text changed since it was saved" in done.err
+    assert runs.train("run", "checkpoint.allow_changed=[model]").code == 0
+
+
+def test_the_run_s_prompts_can_calibrate(runs):
+    assert runs.train("run", "train.steps=1", "quant.calibration.source=prompts").code == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["quant.scheme=fp8", "quant.group_size=null"], "is for w4a16, w8a8, w4a8, nvfp4a16, not fp8; use rtn"),
+        (["quant.scheme=w8a8", "quant.group_size=null", "quant.init=awq"], "is for w4a16, nvfp4a16, not w8a8; use rtn"),
+        (["quant.scheme=bf16", "quant.group_size=null"], "not bf16; use rtn"),
+        (["optim.master_dtype=bfloat16"], "masters rounded to optim.master_dtype bfloat16"),
+        (["quant.calibration.source=missing.txt"], "missing.txt: no such file"),
+        (["quant.calibration.samples=0"], "quant.calibration.samples"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused_in_one_line(runs, overrides, message):
+    done = runs.train("run", *overrides)
+    assert done.code == 2 and message in done.err and len(done.err.strip().splitlines()) == 1
+    assert not (runs.folder / "run").exists()
+
+
+def test_an_empty_text_is_refused(runs):
+    runs.text.write_text(" \n")
+    done = runs.train("run")
+    assert done.code == 2 and "quant.calibration.source" in done.err and "is empty; give a text" in done.err
+
+
+def test_a_mixture_of_experts_is_refused(qarl, tiny_model, tmp_path):
+    done = Runs(qarl, tiny_model("qwen3_moe"), tmp_path).train("run")
+    assert done.code == 2 and "use rtn for a mixture of experts" in done.err
+
+
+def test_two_ranks_are_refused(runs):
+    done = runs.train("run", "--nproc=2")
+    assert done.code == 2 and "quant.init: gptq: needs one process; write the model with `qarl quantize" in done.err
