@@ -141,9 +141,9 @@ def test_compare_of_runs_and_of_a_dict_returns_the_members(trained, folder, tiny
     run = folder / "schemes/runs/w8a8-aligned-seed0"
     both = qarl.compare([trained.run_dir, run], out=folder / "both")
     assert both.path == folder / "both" and len(both.members) == 2
-    with pytest.raises(qarl.UserError, match="--schemes: is for a CONFIG"):
+    with pytest.raises(qarl.UserError, match="--schemes: applies to a CONFIG"):
         qarl.compare([trained.run_dir, run], schemes=["bf16"])
-    with pytest.raises(qarl.UserError, match="nothing varies"):
+    with pytest.raises(qarl.UserError, match="nothing to vary"):
         qarl.compare(data)
 
 

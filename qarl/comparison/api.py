@@ -16,7 +16,7 @@ from qarl.types import ComparisonResult
 from qarl.utils.threads import wait_politely
 
 AnyPath = str | os.PathLike[str]
-OFFLINE_TOKENS = 4096  # tokens of text for an offline comparison
+OFFLINE_TOKENS = 4096  # tokens of text in an offline comparison
 Names = Sequence[str] | str  # a list, or comma-separated as on the command line
 
 
@@ -35,19 +35,22 @@ def compare(
 ) -> ComparisonResult:
     """Compare schemes, learners and seeds of a configuration, the variants of a study, or existing runs.
 
-    If it is interrupted, the same call resumes it.
+    The same call resumes an interrupted comparison.
 
     Args:
         target: A configuration as for `train`, a study file (configs/reproductions), or a list of run directories.
         overrides: Configuration overrides for every member.
-        schemes, learners, seeds: Each combination becomes a member; None: the configuration's own.
+        schemes, learners, seeds: Each combination becomes a member. Default: the configuration's own.
         out: Directory for the result. Default: runs/compare-NAME.
         reuse: Directories that are searched for finished runs of the same configuration.
         profile, only: For a study: one of its profiles, and a subset of its variants.
-        jobs: Number of members that train at once, each in its own process. Default: 1.
+        jobs: Number of members that train concurrently, each in its own process. Default: 1.
+
+    Returns:
+        The comparison, and whether all members finished.
 
     Raises:
-        UserError: Something that the user can fix.
+        UserError: Invalid arguments, configuration or runs.
     """
     from qarl.comparison.compare import compare_config, compare_runs, compare_study, default_out
     from qarl.comparison.plan import parse_axes, parse_seeds, split_list
@@ -59,20 +62,20 @@ def compare(
     reused = [user_path(path, "--reuse") for path in reuse]
     if isinstance(target, Sequence) and not isinstance(target, str):
         training = {"--reuse": reused or None, "--jobs": jobs}
-        refuse(lists | of_study | training, "is for a CONFIG; finished runs are compared as they are")
+        refuse(lists | of_study | training, "applies to a CONFIG, not to finished runs; remove it")
         runs = [user_path(path, "compare") for path in target]
         given_out = given_out or default_out(runs)
         return _compared(given_out, compare_runs(runs, given_out))
     if isinstance(target, (str, os.PathLike)) and is_study(os.fspath(target)):
         alone = {name: lists[name] for name in ("--schemes", "--learners")}
-        refuse(alone, "a study names its variants; leave it out, or edit it")
+        refuse(alone, "a study defines its variants; remove the option, or edit the study")
         chosen = None if of_study["--only"] is None else split_list("--only", of_study["--only"], "a,b")
         numbers = None if lists["--seeds"] is None else parse_seeds(lists["--seeds"])
         file = os.fspath(target)
         texts = override_texts(overrides)
         given_out = given_out or default_out([Path(file)])
         return _compared(given_out, compare_study(file, texts, given_out, reused, profile, chosen, numbers, jobs or 1))
-    refuse(of_study, "is for a study file, see configs/reproductions; leave it out")
+    refuse(of_study, "applies to a study file (see configs/reproductions); remove it")
     axes = parse_axes(*lists.values())
     given = read_source(target, overrides)
     given_out = given_out or default_out([Path(given.place)])
@@ -94,21 +97,24 @@ def compare_offline(
 ) -> ComparisonResult:
     """Compare schemes of a model without RL: weight error, divergence from bf16, perplexity, bytes and speed.
 
-    If it is interrupted, the same call measures what is missing.
+    The same call resumes an interrupted comparison.
 
     Args:
         model: A run, one of its checkpoints, or a model.
         schemes: Names of schemes.
-        text: A UTF-8 file. Default: a text that comes with qarl.
+        text: A UTF-8 file. Default: a text included in qarl.
         group_size: Group size of w4a16 and w4a8.
-        kv_cache_dtype: KV cache dtype of every scheme; None: as in the run. The bf16 baseline keeps its own dtype.
-        max_tokens: Number of tokens from the beginning of the text that are used.
+        kv_cache_dtype: KV cache dtype of every scheme. Default: as in the run. The bf16 baseline keeps its own dtype.
+        max_tokens: Number of tokens to use from the beginning of the text.
         out: Directory for the result. Default: runs/offline-NAME.
         device: auto, cpu or cuda.
-        verify_digests: Compare an exported directory with its qarl_export.json.
+        verify_digests: Check an exported directory against its qarl_export.json.
+
+    Returns:
+        The comparison.
 
     Raises:
-        UserError: Something that the user can fix.
+        UserError: Invalid arguments, model or text.
     """
     from qarl_formats.registry import scheme_names
 
@@ -116,7 +122,7 @@ def compare_offline(
 
     names = parse_names("--schemes", _commas(schemes) or "", scheme_names())
     wait_politely()
-    from qarl.comparison.offline.compare_offline import compare_offline as run  # torch
+    from qarl.comparison.offline.compare_offline import compare_offline as run  # imports torch
 
     name = os.fspath(model)
     slug = Path(name).name.replace(":", "-")[:100]
@@ -137,7 +143,15 @@ def compare_offline(
 
 
 def refuse(options: dict[str, Any], why: str) -> None:
-    """Raise UserError for the first of `options` (name -> value) that is not None."""
+    """Reject options that do not apply.
+
+    Args:
+        options: Name -> value.
+        why: Explanation for the error.
+
+    Raises:
+        UserError: One of the values is not None.
+    """
     for name, value in options.items():
         if value is not None:
             raise UserError(f"{name}: {why}")

@@ -1,4 +1,4 @@
-"""`qarl compare CONFIG --schemes ...` and `qarl compare RUN RUN ...`. Imports no torch; the members do."""
+"""`qarl compare CONFIG --schemes ...` and `qarl compare RUN RUN ...`. Does not import torch; the members do."""
 
 from __future__ import annotations
 
@@ -43,18 +43,21 @@ def compare_config(
     Finished members are not trained again; stopped ones resume from their checkpoint.
 
     Args:
-        out: Output directory; default: `default_out`.
-        data: Parsed configuration, if `file` is only a name for messages.
+        file: Configuration file.
+        overrides: KEY.PATH=VALUE for every member.
+        axes: What varies.
+        out: Output directory. Default: `default_out`.
         reuse: Directories that are searched for finished runs of the same configuration.
-        jobs: Number of members trained at once.
+        jobs: Number of members trained concurrently.
         start: Starts the process of a member.
+        data: Parsed configuration, if `file` is only a name for messages.
 
     Returns:
         0; 1 if a member failed or was rejected; 128 + the signal number if interrupted.
 
     Raises:
-        UserError: There is nothing to compare, all members are rejected, or directories hold other runs. Nothing is
-            written then.
+        UserError: There is nothing to compare, all members are rejected, or directories hold other runs. Nothing has
+            been written.
     """
     out = out or default_out([Path(file)])
     members = plan(file, overrides, axes, out, data)
@@ -72,8 +75,13 @@ def compare_study(
     jobs: int = 1,
     start: Start = TrainProcess,
 ) -> int:
-    """Like `compare_config`, for the variants of a study file. profile: one of its profiles. only: names of
-    variants.
+    """Like `compare_config`, for the variants of a study file.
+
+    Args:
+        file, overrides, out, reuse, jobs, start: See `compare_config`.
+        profile: One of the study's profiles.
+        only: Names of variants. Default: all.
+        seeds: Seeds of every variant.
     """
     study = load_study(file)
     out = out or default_out([Path(file)])
@@ -91,7 +99,7 @@ def _train_and_compare(
     study: Study | None = None,
 ) -> int:
     _check_out(out, own_runs=True)
-    own = out / "runs"  # runs of members that had other names, such as before a second seed was added
+    own = out / "runs"  # runs of members with previous names, such as before a second seed was added
     roots = [*reuse, own] if own.is_dir() else reuse
     records = [record for root in roots for record in _below(root)]
     not_reused = find_finished(members, records)
@@ -117,12 +125,20 @@ def _train_and_compare(
 
 
 def compare_runs(run_dirs: list[Path], out: Path | None) -> int:
-    """Compare existing runs of any kind. out: default: `default_out`. Returns 0.
+    """Compare existing runs of any kind.
 
-    Raises UserError for fewer than two runs, a duplicate, a path that is not a run directory, or an unsuitable `out`.
+    Args:
+        run_dirs: Two or more run directories.
+        out: Output directory. Default: `default_out`.
+
+    Returns:
+        0.
+
+    Raises:
+        UserError: Fewer than two runs, a duplicate, a path that is not a run directory, or an unsuitable `out`.
     """
     if len(run_dirs) < 2:
-        raise UserError(f"compare: {run_dirs[0]} alone has nothing to be compared with; give two runs or more")
+        raise UserError(f"compare: {run_dirs[0]} is the only run; give two or more")
     for index, path in enumerate(run_dirs):
         if path.resolve() in [other.resolve() for other in run_dirs[:index]]:
             raise UserError(f"compare: {path} is given twice; leave one out")
@@ -184,7 +200,7 @@ def _conclude(title: str, members: list[Member], out: Path, study: Study | None 
 
 
 def _seeds_apart(members: list[Member], inputs: dict[str, dict[str, Any]]) -> bool:
-    """Whether members of the same group differ only in their seed. inputs: see `input_differences`."""
+    """Return whether members of the same group differ only in their seed, given `input_differences`."""
     kinds: dict[str, list[Member]] = {}
     for member in members:
         kinds.setdefault(member.group, []).append(member)
@@ -203,9 +219,14 @@ def _below(root: Path) -> list[RunRecord]:
 
 
 def _check_out(out: Path, own_runs: bool) -> None:
-    """Raise UserError if `out` holds anything but a comparison of this kind, whose files may be replaced.
+    """Check that `out` is empty or holds a comparison of this kind, whose files may be replaced.
 
-    own_runs: Whether members are trained in it; such comparisons have out/configs from the start.
+    Args:
+        out: Output directory.
+        own_runs: Whether members are trained in it; such comparisons always have out/configs.
+
+    Raises:
+        UserError: It holds something else.
     """
     names = names_in_out(out, FILES, FOLDERS, "a comparison")
     if names and (own_runs != ("configs" in names) or _kind(out / "comparison.json") not in (None, "runs")):

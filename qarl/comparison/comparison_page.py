@@ -18,13 +18,19 @@ from qarl.storage.disk import disk_errors
 from qarl.storage.runs import RunRecord
 
 _MIB = 2**20
-MAX_CURVES = 6  # per chart; more curves are split by learner
+MAX_CURVES = 6  # per chart; more curves are split into one chart per learner
 
 
 def write_outputs(out: Path, comparison: dict[str, Any], records: dict[str, RunRecord]) -> None:
-    """Write out/comparison.html and a PNG of each of its charts to out/plots, removing those of an earlier page.
+    """Write out/comparison.html and its charts as out/plots/*.png, replacing those of an earlier page.
 
-    comparison: Content of comparison.json. records: Member name to run. Raises UserError if the disk refuses.
+    Args:
+        out: Output directory.
+        comparison: Content of comparison.json.
+        records: Member name -> run.
+
+    Raises:
+        UserError: A file cannot be written.
     """
     sections = bounded(build_sections(comparison, records))
     charts = chart_files(out / "plots", sections)
@@ -36,7 +42,7 @@ def write_outputs(out: Path, comparison: dict[str, Any], records: dict[str, RunR
 
 
 def build_sections(comparison: dict[str, Any], records: dict[str, RunRecord]) -> list[Section]:
-    """Build the page: results, curves, evaluation, cost, differences, environment. Empty sections are left out."""
+    """Build the page: results, curves, evaluation, cost, differences, environment. Empty sections are omitted."""
     members, groups = comparison["members"], comparison["groups"]
     shown = groups or members
     sections = [
@@ -105,7 +111,7 @@ def _curves(members: list[dict[str, Any]], groups: list[dict[str, Any]], records
 def _lines(
     members: list[dict[str, Any]], groups: list[dict[str, Any]], records: dict[str, RunRecord]
 ) -> tuple[dict[str, list[RunRecord]], str]:
-    """Return curve name to its runs, and the note for curves over several seeds."""
+    """Return curve name -> runs, and the note for curves over several seeds."""
     grouped = {g["name"] for g in groups}
     lines: dict[str, list[RunRecord]] = {}
     for member in members:
@@ -146,7 +152,7 @@ def measured(series: Series) -> Series:
 
 
 def _reward_and_mismatch(which: str, lines: dict[str, list[RunRecord]], note: str) -> list[Block]:
-    """which: suffix of the titles. A mismatch of 0 becomes a sentence, because a log axis cannot show it."""
+    """Return both charts; `which` is a suffix of the titles. A mismatch of 0 becomes a sentence."""
     rewards = [_series(name, of, "reward/mean") for name, of in lines.items()]
     reward = LineChart(f"Reward{which}", "step", "mean reward", rewards, note=note)
     every = [_series(name, of, "mismatch/delta_abs_mean") for name, of in lines.items()]
@@ -202,9 +208,9 @@ def _avg(avg: dict[str, float] | None) -> str:
 def _costs(shown: list[dict[str, Any]]) -> list[Block]:
     charts = [
         ("Step time", "median seconds", "step_s", 1),
-        ("Rollout time", "median seconds a step", "rollout_s", 1),
-        ("Learner time", "median seconds a step", "learner_s", 1),
-        ("Publish time", "median seconds a step", "publish_s", 1),
+        ("Rollout time", "median seconds per step", "rollout_s", 1),
+        ("Learner time", "median seconds per step", "learner_s", 1),
+        ("Publish time", "median seconds per step", "publish_s", 1),
         ("Peak memory", "GiB", "memory_peak_gib", 1),
         ("Checkpoint size", "MiB of the low-bit export", "checkpoint_bytes", _MIB),
     ]
@@ -225,9 +231,9 @@ def _bars(shown: list[dict[str, Any]], key: str, scale: int) -> list[Bar]:
 
 def _differences(comparison: dict[str, Any], members: list[dict[str, Any]]) -> list[Block]:
     tables = (
-        ("Configuration keys that are not the same in every run", comparison["configuration_differences"]),
-        ("Inputs that are not the same in every run that recorded them", comparison["input_differences"]),
-        ("Environments that are not the same for every run", comparison["environment_differences"]),
+        ("Configuration keys that differ between runs", comparison["configuration_differences"]),
+        ("Inputs that differ between the runs that recorded them", comparison["input_differences"]),
+        ("Environments that differ between runs", comparison["environment_differences"]),
     )
     return [_difference_table(caption, keys) for caption, keys in tables if keys]
 

@@ -66,14 +66,16 @@ def recorded_inputs(record: RunRecord) -> dict[str, Any]:
 
 
 def input_differences(records: Mapping[str, RunRecord]) -> dict[str, dict[str, Any]]:
-    """Inputs that are not the same in all runs.
+    """Return inputs that differ between runs.
+
+    The model is compared by the values that transformers resolved, and by its files only if a run recorded nothing
+    else.
 
     Args:
-        records: Member -> its run.
+        records: Member -> run.
 
     Returns:
-        Input to member to value or digest, for the members that recorded one. The model is compared by the values that
-        transformers resolved, and by its files only if a run recorded nothing else.
+        Input -> member -> value or digest, for the members that recorded one.
     """
     flat = {name: _comparable(recorded_inputs(record)) for name, record in records.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values)

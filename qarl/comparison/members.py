@@ -144,7 +144,13 @@ def _bounds(values: list[float], seeds: int) -> dict[str, float | None] | None:
 
 
 def entry_of(member: Member, record: RunRecord | None, columns: Sequence[StudyColumn] = ()) -> dict[str, Any]:
-    """Return the member's object in comparison.json. record: None if there is no run directory. columns: of a study."""
+    """Return the member's object in comparison.json.
+
+    Args:
+        member: The member.
+        record: Its run; None if there is no run directory.
+        columns: Additional columns of a study.
+    """
     objective = member.config.objective.name if member.config else None
     return {
         "name": member.name,

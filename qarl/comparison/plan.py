@@ -32,8 +32,8 @@ MEMBERS = 1000  # maximum per comparison
 UNQUANTIZED = "bf16"
 LEARNERS: tuple[str, ...] = get_args(QuantConfig.model_fields["learner"].annotation)
 
-# waiting: not started. finished, stopped, running, empty: states of a run. failed: training ended with an
-# error. refused: its configuration is. skipped: the combination has no meaning.
+# waiting: not started. finished, stopped, running, empty: states of a run. failed: training ended with an error.
+# refused: invalid configuration. skipped: meaningless combination.
 State = Literal["waiting", "running", "finished", "stopped", "empty", "failed", "refused", "skipped"]
 
 
@@ -73,11 +73,13 @@ class Axes:
 
 
 def parse_axes(schemes: str | None, learners: str | None, seeds: str | None) -> Axes:
-    """Parse --schemes, --learners and --seeds. Raises UserError for unknown or duplicate values, or if all are
-    missing.
+    """Parse --schemes, --learners and --seeds.
+
+    Raises:
+        UserError: A value is unknown or duplicate, or all options are missing.
     """
     if schemes is None and learners is None and seeds is None:
-        raise UserError("compare: nothing varies; give --schemes, --learners or --seeds (or several run directories)")
+        raise UserError("compare: nothing to vary; give --schemes, --learners or --seeds, or several run directories")
     return Axes(
         None if schemes is None else parse_names("--schemes", schemes, scheme_names()),
         None if learners is None else parse_names("--learners", learners, LEARNERS),
@@ -119,7 +121,7 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path, data: Any = Non
     learners = axes.learners or [quant.get("learner", "aligned")]
     seeds = axes.seeds or [train.get("seed", 0)]
     if (count := len(schemes) * len(learners) * len(seeds)) > MEMBERS:
-        raise UserError(f"compare: {count:,} schemes x learners x seeds; at most {MEMBERS:,} are possible")
+        raise UserError(f"compare: {count:,} schemes x learners x seeds; the maximum is {MEMBERS:,}")
     members, checked, faults = [], 0, []
     for scheme, learner, seed in product(schemes, learners, seeds):
         name = f"{scheme}-{learner}-seed{seed}"
@@ -233,7 +235,7 @@ def _check_same(own: RunRecord, member: Member) -> None:
 
 
 def _taken(axes: Axes) -> dict[str, str]:
-    """Return key to option for the keys that options set."""
+    """Return key -> option for the keys that options set."""
     taken = {"train.run_dir": "--out"}
     taken |= {"quant.scheme": "--schemes"} if axes.schemes else {}
     taken |= {"quant.learner": "--learners"} if axes.learners else {}
@@ -245,7 +247,7 @@ def check_overrides(overrides: list[str], taken: dict[str, str]) -> None:
     """Raise UserError for an override of a key that an option sets. taken: key -> option."""
     for key in sorted(".".join(path) for path in override_keys(overrides)):
         if key in taken:
-            raise UserError(f"command line: {key}: {taken[key]} sets it in a comparison; leave one of the two out")
+            raise UserError(f"command line: {key}: {taken[key]} already sets it; remove one of the two")
 
 
 def _dropped(quant: dict[str, Any], scheme: str, learner: str) -> list[str]:
@@ -276,7 +278,7 @@ def parse_seeds(text: str) -> list[int]:
     for seed in seeds:
         if not (seed.isascii() and seed.isdecimal() and len(seed) <= 10 and int(seed) < 2**31):
             valid = f"give whole numbers from 0 to {2**31 - 1}, such as 0,1,2"
-            raise UserError(f"--seeds: '{shown(seed)}' is no seed; {valid}")
+            raise UserError(f"--seeds: '{shown(seed)}' is not a valid seed; {valid}")
     numbers = [int(seed) for seed in seeds]
     _check_unique("--seeds", numbers)
     return numbers
@@ -288,7 +290,7 @@ def split_list(option: str, text: str, example: str) -> list[str]:
     if not all(parts):
         raise UserError(f"{option}: '{shown(text)}' has an empty entry; give a list such as {example}")
     if len(parts) > MEMBERS:
-        raise UserError(f"{option}: has {len(parts):,} entries; at most {MEMBERS:,} are possible")
+        raise UserError(f"{option}: has {len(parts):,} entries; the maximum is {MEMBERS:,}")
     _check_unique(option, parts)
     return parts
 

@@ -26,14 +26,14 @@ _TAIL_BYTES = 2**16  # more than the last two lines of any metrics.jsonl
 
 
 class ProgressView:
-    """Shows the progress of members. Use it as a context manager, so that the terminal is restored."""
+    """Shows the progress of members. A context manager, which restores the terminal."""
 
     def __init__(self, members: list[Member], stream: TextIO | None = None) -> None:
         self._waiting = [member.name for member in members if member.state == "waiting"]
         self._console = Console(stream, soft_wrap=True)
         self._status: Status | None = None
         self._began: dict[str, float] = {}  # start time by name of training members
-        self._said = time.monotonic()
+        self._last_output = time.monotonic()
 
     def __enter__(self) -> ProgressView:
         return self
@@ -46,19 +46,19 @@ class ProgressView:
         self._console.print(Text(visible(text)))
 
     def started(self, member: Member) -> None:
-        self._began[member.name] = self._said = time.monotonic()
+        self._began[member.name] = self._last_output = time.monotonic()
         if not self._console.is_terminal:
-            self.say(f"{self._place(member)} starts")
+            self.say(f"{self._position(member)} starts")
         elif self._status is None:
-            self._status = self._console.status(Text(f"{self._place(member)} starts"))
+            self._status = self._console.status(Text(f"{self._position(member)} starts"))
             self._status.start()
 
     def progress(self, members: list[Member]) -> None:
-        """Called a few times a second with the members that train."""
+        """Show the members in training; called several times per second."""
         if self._status is not None:
             self._status.update(Text("\n".join(map(self._line, members))))
-        elif time.monotonic() - self._said >= QUIET_SECONDS:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._last_output >= QUIET_SECONDS:
+            self._last_output = time.monotonic()
             for member in members:
                 self.say(self._line(member))
 
@@ -73,7 +73,7 @@ class ProgressView:
             self._status.stop()
             self._status = None
 
-    def _place(self, member: Member) -> str:
+    def _position(self, member: Member) -> str:
         return f"[{self._waiting.index(member.name) + 1}/{len(self._waiting)}] {member.name}"
 
     def _line(self, member: Member) -> str:
@@ -81,7 +81,7 @@ class ProgressView:
         record = last_record(member.run_dir / "metrics.jsonl") or {}
         reward = f", reward {number(record['reward/mean'])}" if record.get("reward/mean") is not None else ""
         step = f"step {record.get('step', 0)}/{member.config.train.steps}"
-        return f"{self._place(member)}: {step}{reward}, {seconds(time.monotonic() - self._began[member.name])}"
+        return f"{self._position(member)}: {step}{reward}, {seconds(time.monotonic() - self._began[member.name])}"
 
 
 def last_record(path: Path) -> dict | None:
@@ -93,7 +93,7 @@ def last_record(path: Path) -> dict | None:
     except (
         Unreadable,
         OSError,
-    ):  # none yet, or the directory was changed from outside, which the member reports itself
+    ):  # no file yet, or the directory was modified, which the member itself reports
         return None
-    # The last line may be incomplete, and the first one truncated at its front.
+    # The last line may be incomplete, and the first one lacks its beginning.
     return next((record for line in reversed(lines) if (record := parse_record(line, Metrics)) is not None), None)

@@ -16,8 +16,12 @@ from qarl.storage.disk import free_bytes
 def space_warning(members: Sequence[Member], out: Path, jobs: int) -> str | None:
     """Return a warning if the checkpoints of waiting members will not fit on the disk of `out`, else None.
 
-    Existing checkpoints of stopped members are counted again. A model of unknown shape counts as 0. jobs: members
-    trained at once; each needs one more checkpoint while it writes one.
+    Existing checkpoints of stopped members are counted again. A model of unknown shape counts as 0.
+
+    Args:
+        members: Members of the comparison.
+        out: Output directory.
+        jobs: Number of members trained concurrently; each needs space for one more checkpoint.
     """
     waiting = [member.config for member in members if member.state == "waiting" and member.config is not None]
     each = [(_checkpoint(config), _kept(config)) for config in waiting]
@@ -28,8 +32,8 @@ def space_warning(members: Sequence[Member], out: Path, jobs: int) -> str | None
         return None
     return (
         f"warning: {out}: {len(waiting)} members will leave checkpoints of about {bytes_(needed)}, and "
-        f"{bytes_(free)} are free; free some space, choose --out on another disk, or train fewer members. One that "
-        "finds the disk full fails alone, and rerun the same command to resume."
+        f"{bytes_(free)} are free; free some space, choose --out on another disk, or train fewer members. A member "
+        "that finds the disk full fails; rerun the same command to resume."
     )
 
 

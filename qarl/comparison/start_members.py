@@ -1,8 +1,7 @@
-"""Trains the members, one or several at once. Each has its own process, so that peak memory is measured per member.
+"""Train members, one or several concurrently, each in its own process so that peak memory is measured per member.
 
-With several GPUs, a member that needs one gets the GPU with the fewest members. A member trains from a resolved
-copy of its configuration, out/configs/NAME.yaml, so later edits of CONFIG have no effect. Its output goes to
-out/logs/NAME.log.
+With several GPUs, a member that needs one gets the GPU with the fewest members. A member trains from a resolved copy of
+its configuration, out/configs/NAME.yaml, so later edits of CONFIG have no effect. Its output goes to out/logs/NAME.log.
 """
 
 from __future__ import annotations
@@ -53,7 +52,11 @@ Start = Callable[[list[str], BinaryIO, Mapping[str, str]], Process]
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Create and lock `out`. Raises UserError if another comparison holds it, or if it cannot be created."""
+    """Create and lock `out`.
+
+    Raises:
+        UserError: Another comparison uses it, or it cannot be created.
+    """
     with disk_errors(out, place="--out"):
         out.mkdir(parents=True, exist_ok=True)
         fd = open_lock(out / ".lock")
@@ -69,7 +72,11 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def write_configs(members: list[Member], out: Path) -> None:
-    """Write the members' resolved configurations and create the log directory. Raises UserError if the disk refuses."""
+    """Write the members' resolved configurations and create the log directory.
+
+    Raises:
+        UserError: A file cannot be written.
+    """
     with disk_errors(out, place="--out"):
         for folder in ("configs", "logs"):
             (out / folder).mkdir(exist_ok=True)
@@ -83,10 +90,22 @@ def _config_path(member: Member, out: Path) -> Path:
 
 
 def train_members(members: list[Member], out: Path, view: ProgressView, start: Start, jobs: int = 1) -> int | None:
-    """Train each waiting member, and set its state and reason. Returns the signal that interrupted it, or None.
+    """Train each waiting member, and set its state and reason.
 
-    Ctrl-C and SIGTERM are forwarded to the training members, which save and stop; the rest stays waiting. start: Starts
-    the process of a member. jobs: Members trained at once. Raises UserError if `out` cannot be written.
+    Ctrl-C and SIGTERM are forwarded to the training members, which save and stop; the others stay waiting.
+
+    Args:
+        members: Members of the comparison.
+        out: Output directory.
+        view: Shows progress.
+        start: Starts the process of a member.
+        jobs: Number of members trained concurrently.
+
+    Returns:
+        The signal that interrupted training, or None.
+
+    Raises:
+        UserError: `out` cannot be written.
     """
     waiting, gpus = [member for member in members if member.state == "waiting"], visible_gpus()
     running: list[_Training] = []
@@ -108,8 +127,12 @@ def train_members(members: list[Member], out: Path, view: ProgressView, start: S
 
 @dataclass
 class _Training:
-    """A member in training. begin: offset of this start in its log. gpu: its GPU; None: it sees all. passed:
-    signals sent to it.
+    """A member in training.
+
+    Attributes:
+        begin: Offset of this start in its log.
+        gpu: Its GPU; None: all are visible.
+        passed: Signals sent to it.
     """
 
     member: Member
@@ -131,7 +154,7 @@ class _Training:
     def conclude(self, code: int, interrupted: bool) -> None:
         """Set the state for exit code `code`. A run is finished only if its last step is recorded."""
         member = self.member
-        assert member.config is not None, "what trains has a configuration"
+        assert member.config is not None, "a member in training has a configuration"
         steps = member.config.train.steps
         step = (last_record(member.run_dir / METRICS) or {}).get("step", 0)
         if code == 0 and step < steps:
@@ -145,10 +168,8 @@ class _Training:
 
 
 def _gpu_for(member: Member, gpus: list[str], running: list[_Training]) -> str | None:
-    """Return the GPU with the fewest training members. None (all) if there is at most one or the member needs
-    several.
-    """
-    assert member.config is not None, "what trains has a configuration"
+    """Return the GPU with the fewest members; None (all GPUs) if there is at most one or the member needs several."""
+    assert member.config is not None, "a member in training has a configuration"
     if len(gpus) < 2 or not _fits_one_gpu(member.config):
         return None
     return min(gpus, key=lambda gpu: sum(other.gpu == gpu for other in running))
@@ -178,7 +199,7 @@ class TrainProcess:
     def __init__(self, argv: list[str], log: BinaryIO, environment: Mapping[str, str]) -> None:
         read, self._lifeline = (
             os.pipe()
-        )  # never written; the kernel closes our end when this process ends for any reason
+        )  # never written; the kernel closes this end when the process ends for any reason
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(read), *argv],
             env=os.environ | environment,

@@ -32,24 +32,25 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 
 
 class StudyColumn(Section):
-    """One number per member, from one metric over its steps, or whether it meets a bound."""
+    """One number per member, computed from one metric over its steps, or whether it meets a bound."""
 
-    head: str = Field(min_length=1, max_length=NAME, description="The column's head.")
+    head: str = Field(min_length=1, max_length=NAME, description="Header of the column.")
     metric: str = Field(min_length=1, max_length=NAME, description="A metric's name in metrics.jsonl.")
     over: Literal["mean", "first", "last", "max", "min", "first_quarter", "last_quarter"] = Field(
-        "mean", description="Which steps, and how they become one number; the quarters are means."
+        "mean", description="Which steps, and how they are combined; the quarters are means."
     )
     at_least: float | None = Field(
-        None, ge=-SCORE, le=SCORE, description="Show yes where the number is at least this, else no."
+        None, ge=-SCORE, le=SCORE, description="Show yes if the number is at least this, else no."
     )
     at_most: float | None = Field(
-        None, ge=-SCORE, le=SCORE, description="Show yes where the number is at most this, else no."
+        None, ge=-SCORE, le=SCORE, description="Show yes if the number is at most this, else no."
     )
-    help: str = Field("", max_length=TEXT, description="What it means, in a few words.")
+    help: str = Field("", max_length=TEXT, description="Short explanation.")
 
     def value(self, records: Sequence[dict[str, Any]]) -> float | None:
-        """Return the number for a run's metrics; None if no step has the metric. Skips steps without it, because
-        costly diagnostics are measured every few steps.
+        """Return the number for a run's metrics; None if no step has the metric.
+
+        Steps without it are skipped, because costly diagnostics are measured every few steps.
         """
         found = [value for record in records if (value := record.get(self.metric)) is not None]
         if not found:
@@ -79,14 +80,14 @@ class StudyCurve(Section):
 
     metric: str = Field(min_length=1, max_length=NAME, description="A metric's name in metrics.jsonl.")
     title: str = Field(min_length=1, max_length=NAME, description="The chart's title.")
-    unit: str = Field("as logged", max_length=NAME, description="What the y axis is, with its unit.")
+    unit: str = Field("as logged", max_length=NAME, description="Label of the y axis, with unit.")
     log_y: bool = Field(False, description="A logarithmic y axis.")
 
 
 class Study(Section):
     """A study file."""
 
-    title: str = Field(min_length=1, max_length=NAME, description="Of the page.")
+    title: str = Field(min_length=1, max_length=NAME, description="Title of the page.")
     config: dict[str, Any] = Field(description="The configuration that the variants change.")
     profiles: dict[str, dict[str, Any]] = Field(
         {}, max_length=ITEMS, description="Changes of size or device, chosen with --profile."
@@ -101,7 +102,7 @@ class Study(Section):
         heads = [column.head for column in self.columns]
         for index, head in enumerate(heads):
             if head in heads[:index]:
-                yield Fault(("columns", index, "head"), head, "heads another column already; give it one of its own")
+                yield Fault(("columns", index, "head"), head, "is already used by another column; choose another")
 
 
 def is_study(file: str) -> bool:
@@ -111,7 +112,11 @@ def is_study(file: str) -> bool:
 
 
 def load_study(file: str) -> Study:
-    """Read a study file. Raises UserError with one line per error."""
+    """Read a study file.
+
+    Raises:
+        UserError: It is invalid; one line per error.
+    """
     data = read_yaml(file)
     try:
         study = Study.model_validate(data)
@@ -144,7 +149,7 @@ def plan_study(
     profile_changes = _chosen_profile(study, file, profile)
     names = _chosen(study, file, only)
     if (count := len(names) * len(seeds or [0])) > MEMBERS:
-        raise UserError(f"{file}: {count:,} variants x seeds; at most {MEMBERS:,} are possible")
+        raise UserError(f"{file}: {count:,} variants x seeds; the maximum is {MEMBERS:,}")
     members, faults = [], []
     options = {"train.run_dir": "--out"} | ({"train.seed": "--seeds"} if seeds else {})
     check_overrides(overrides, options)
@@ -152,11 +157,11 @@ def plan_study(
     for name in names:
         for key, option in options.items():
             if any(_sets(part, tuple(key.split("."))) for part in (study.variants[name] or {}, profile_changes)):
-                raise UserError(f"{file}: variant {name}: {key}: {option} sets it; leave it out")
+                raise UserError(f"{file}: variant {name}: {key}: {option} already sets it; remove it")
         taken = [key for key in given if _sets(study.variants[name] or {}, key)]
         if taken:
             key = ".".join(taken[0])
-            raise UserError(f"command line: {key}: variant '{name}' sets it; leave one of the two out")
+            raise UserError(f"command line: {key}: variant '{name}' already sets it; remove one of the two")
         for seed in seeds or (None,):
             member_name = name if seed is None or len(seeds or ()) == 1 else f"{name}-seed{seed}"
             member = Member(member_name, "", "", 0, out / "runs" / member_name, group=name)
@@ -199,7 +204,7 @@ def _chosen(study: Study, file: str, only: list[str] | None) -> list[str]:
     for name in only or ():
         if name not in study.variants:
             known = shown(", ".join(study.variants), 200)
-            raise UserError(f"--only: '{shown(name)}' is no variant of {file}; choose from {known}")
+            raise UserError(f"--only: '{shown(name)}' is not a variant of {file}; choose from {known}")
     return [name for name in study.variants if only is None or name in only]
 
 
@@ -220,7 +225,7 @@ def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
 
 
 def _sets(changes: dict[str, Any], path: tuple[str, ...]) -> bool:
-    """Whether the nested `changes` set the key at `path`, or one above or below it."""
+    """Return whether the nested `changes` set the key at `path`, or one above or below it."""
     here: Any = changes
     for step in path:
         if not isinstance(here, dict):

@@ -40,14 +40,14 @@ class Number(NamedTuple):
 NUMBERS = (  # most important first
     Number("reward, last quarter", "reward_last_quarter", number, "mean over the last quarter of the steps"),
     Number("evaluation avg", "evaluation_avg", number, "overall avg@k of the last evaluation, with its 95 % interval"),
-    Number("mismatch mean", "mismatch_delta_abs_mean", number, "mean |log-prob of learner - of sampler|, all steps"),
-    Number("step", "step_s", seconds, "median seconds of a step, the first left out"),
+    Number("mismatch mean", "mismatch_delta_abs_mean", number, "mean |learner - sampler log-prob|, all steps"),
+    Number("step", "step_s", seconds, "median seconds per step, without the first"),
     Number("checkpoint", "checkpoint_bytes", bytes_, "bytes of the low-bit export, computed from its tensors"),
-    Number("peak memory", "memory_peak_gib", gib, "of the training process; on a GPU, what torch allocated there"),
-    Number("mismatch max", "mismatch_delta_abs_max", number, "largest |log-prob of learner - of sampler|, all steps"),
-    Number("rollout", "rollout_s", seconds, "median seconds of a step's rollout"),
-    Number("learner", "learner_s", seconds, "median seconds of a step's update"),
-    Number("publish", "publish_s", seconds, "median seconds of a step's publish"),
+    Number("peak memory", "memory_peak_gib", gib, "training process; on a GPU, memory allocated by torch"),
+    Number("mismatch max", "mismatch_delta_abs_max", number, "largest |learner - sampler log-prob|, all steps"),
+    Number("rollout", "rollout_s", seconds, "median seconds per rollout"),
+    Number("learner", "learner_s", seconds, "median seconds per update"),
+    Number("publish", "publish_s", seconds, "median seconds per publish"),
     Number("reward, first quarter", "reward_first_quarter", number, "mean over the first quarter of the steps"),
     Number("rollout tokens/s", "rollout_tokens_per_s", number, "median tokens sampled per second of rollout"),
 )
@@ -98,14 +98,18 @@ def build(
 
 
 def write_json(path: Path, comparison: dict[str, Any]) -> None:
-    """Write comparison.json atomically, as strict JSON. Raises UserError if the disk refuses."""
+    """Write comparison.json atomically, as strict JSON.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
     text = json.dumps(comparison, indent=1, allow_nan=False) + "\n"
     with disk_errors(path, len(text), place="--out"):
         atomic_write_text(path, text)
 
 
 def configurations(members: list[Member]) -> dict[str, dict[str, Any]]:
-    """Return member to configuration with dotted keys, without the run directory, which always differs."""
+    """Return member -> configuration with dotted keys, without the run directory, which always differs."""
     return {
         member.name: {
             key: value
@@ -118,7 +122,7 @@ def configurations(members: list[Member]) -> dict[str, dict[str, Any]]:
 
 
 def differing(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return key to member to value, for keys whose values differ between members. A missing key gives None."""
+    """Return key -> member -> value for keys whose values differ between members; None for a missing key."""
     keys = dict.fromkeys(key for member in values.values() for key in member)
     return {
         key: {name: member.get(key) for name, member in values.items()}
@@ -128,7 +132,7 @@ def differing(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def environments_of(members: list[Member], records: dict[str, RunRecord]) -> dict[str, dict[str, Any]]:
-    """Return member to environment.json of its latest start, for members that have one."""
+    """Return member -> environment.json of its latest start, for members that have one."""
     return {
         member.name: records[member.name].environment
         for member in members

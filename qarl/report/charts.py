@@ -34,9 +34,8 @@ _VARIABLES = {colour: f"var(--curve-{index})" for index, colour in enumerate(_ST
     _STAND_INS.grid: "var(--grid)",
 }
 FORMS = ("svg", "png")
-rendered: dict[
-    tuple[int, str], bytes
-] = {}  # (id of a chart, format) -> bytes rendered by `qarl.report.parallel_render`
+# (id of a chart, format) -> bytes rendered by `qarl.report.parallel_render`
+rendered: dict[tuple[int, str], bytes] = {}
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 ET.register_namespace("", _SVG)

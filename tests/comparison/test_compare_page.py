@@ -182,7 +182,7 @@ def test_runs_that_cannot_be_compared_are_one_line_and_nothing_is_written(tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     cases = [
-        (["run"], None, "has nothing to be compared with"),
+        (["run"], None, "is the only run"),
         (["run", "run/../run"], None, "is given twice"),
         (["run", "nothing"], None, "not a run directory"),
     ]

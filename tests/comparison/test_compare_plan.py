@@ -87,14 +87,14 @@ def test_a_comparison_of_skipped_members_alone_is_refused(tmp_path):
 )
 def test_an_override_of_what_an_option_sets_is_refused(tmp_path, override, option):
     key = override.partition("=")[0]
-    with pytest.raises(UserError, match=rf"{key}: {option} sets it"):
+    with pytest.raises(UserError, match=rf"{key}: {option} already sets it"):
         plan(str(write_config(tmp_path)), [override], Axes(["w8a8"], None, [0]), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ((None, None, None), "nothing varies"),
+        ((None, None, None), "nothing to vary"),
         (
             ("w4a16,w3a3", None, None),
             f"--schemes: 'w3a3' is unknown; choose from {', '.join(scheme_names())}",
@@ -102,9 +102,9 @@ def test_an_override_of_what_an_option_sets_is_refused(tmp_path, override, optio
         ((None, "aligned,misaligned", None), "--learners: 'misaligned' is unknown"),
         (("bf16,,fp8", None, None), "--schemes: 'bf16,,fp8' has an empty entry"),
         (("fp8,fp8", None, None), "--schemes: fp8 is given twice"),
-        ((None, None, "0,-1"), "--seeds: '-1' is no seed"),
+        ((None, None, "0,-1"), "--seeds: '-1' is not a valid seed"),
         ((None, None, "1,01"), "--seeds: 1 is given twice"),
-        ((None, None, "²"), "--seeds: '²' is no seed"),
+        ((None, None, "²"), "--seeds: '²' is not a valid seed"),
     ],
 )
 def test_a_bad_axis_is_one_line(axes, message):

@@ -71,15 +71,25 @@ def test_only_some_variants(write):
     ("variants", "arguments", "chosen", "line"),
     [
         ({"a": {}}, [], {"profile": "huge"}, "--profile: 'huge' is not in .*study.yaml; it has none"),
-        ({"a": {}}, [], {"only": ["b"]}, "--only: 'b' is no variant of .*; choose from a"),
-        ({"a": {"optim": {"lr": 1e-3}}}, ["optim.lr=1"], {}, "command line: optim.lr: variant 'a' sets it; leave"),
-        ({"a": {}}, ["train.run_dir=x"], {}, "command line: train.run_dir: --out sets it"),
-        ({"a": {}}, ["train.seed=1"], {"seeds": [1]}, "command line: train.seed: --seeds sets it"),
+        ({"a": {}}, [], {"only": ["b"]}, "--only: 'b' is not a variant of .*; choose from a"),
+        (
+            {"a": {"optim": {"lr": 1e-3}}},
+            ["optim.lr=1"],
+            {},
+            "command line: optim.lr: variant 'a' already sets it; remove",
+        ),
+        ({"a": {}}, ["train.run_dir=x"], {}, "command line: train.run_dir: --out already sets it"),
+        ({"a": {}}, ["train.seed=1"], {"seeds": [1]}, "command line: train.seed: --seeds already sets it"),
         ({"a": {"optim": {"lrr": 1}}}, [], {}, "study.yaml: variant a: optim.lrr = 1: unknown key; did you mean"),
         ({"a": {}}, ["optim.lr=-1"], {}, "command line: optim.lr = -1"),
         ({"../a": {}}, [], {}, "'../a' names a directory; use letters"),
-        ({"a": {"train": {"run_dir": "x"}}}, [], {}, "variant a: train.run_dir: --out sets it; leave it out"),
-        ({"a": {"train": {"seed": 3}}}, [], {"seeds": [1]}, "variant a: train.seed: --seeds sets it; leave it out"),
+        ({"a": {"train": {"run_dir": "x"}}}, [], {}, "variant a: train.run_dir: --out already sets it; remove it"),
+        (
+            {"a": {"train": {"seed": 3}}},
+            [],
+            {"seeds": [1]},
+            "variant a: train.seed: --seeds already sets it; remove it",
+        ),
         ({"a": 3}, [], {}, "study.yaml: variants.a = 3"),
     ],
 )
@@ -91,7 +101,7 @@ def test_what_cannot_be_is_refused_in_one_line(write, variants, arguments, chose
 
 def test_two_columns_of_one_head_are_refused(write):
     columns = [{"head": head, "metric": "reward/mean"} for head in ("a", "b", "a")]
-    with pytest.raises(UserError, match=r'study\.yaml: columns\.2\.head = "a": heads another column already'):
+    with pytest.raises(UserError, match=r'study\.yaml: columns\.2\.head = "a": is already used by another column'):
         load_study(write({"a": {}}, columns=columns))
 
 
