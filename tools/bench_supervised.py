@@ -164,8 +164,10 @@ def run_trl(options: argparse.Namespace, case: Case, model: Path, rows: Path, sh
         "save_strategy": "no",
         "report_to": "none",
     }
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     data = load_dataset("json", data_files=str(rows), split="train")
-    common = {"train_dataset": data, "processing_class": AutoTokenizer.from_pretrained(model), "callbacks": [Clock()]}
+    common = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [Clock()]}
     if case["job"] == "sft":
         from trl import SFTConfig, SFTTrainer
 

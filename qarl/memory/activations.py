@@ -71,8 +71,9 @@ def uses_kernels(config: Config, device: Device) -> bool:
 
 
 def logit_bytes(config: Config) -> int:
-    """Bytes per logit of a chunk of logits."""
-    return LOGIT_BYTES["ranked" if config.rollout.top_p < 1 else "plain"]
+    """Bytes per logit of a chunk of logits. With a teacher, up to seven float32 matrices are compared at once."""
+    own = LOGIT_BYTES["ranked" if config.rollout.top_p < 1 else "plain"]
+    return own if config.objective.teacher is None else max(own, 28)
 
 
 def activations(config: Config, architecture: Architecture, device: Device, tokens: int) -> list[tuple[str, int]]:

@@ -34,7 +34,6 @@ VLLM_BYTES = {"separate": 1600 * 2**20, "inline": 1250 * 2**20}
 # Two buckets of offloaded state, which passes through the GPU during an optimizer step (`optim.offload`).
 OFFLOAD_BYTES = 2 * 2**28
 MUON_BYTES = 2**30  # `qarl.training.muon.BATCH_BYTES`, which imports torch
-DIVERGENCE_BYTES = 28  # per row and token: `qarl_kernels.divergence` holds up to seven float32 matrices
 DRAWN_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
 
 
@@ -206,7 +205,7 @@ def teacher_items(config: Config, architecture: Architecture, device: Device) ->
         found = architecture
     linears = sum(n * k for _, n, k in found.linears()) + found.vocab_size * found.hidden_size
     operands = 4 * linears if device == "cpu" else 0  # the CPU multiplies in float32
-    logits = DIVERGENCE_BYTES * (config.train.logprob_chunk or 1) * architecture.vocab_size
+    logits = logit_bytes(config) * (config.train.logprob_chunk or 1) * architecture.vocab_size
     return [
         Item("teacher", DTYPE_BYTES[teacher.dtype] * found.parameters + operands, "always"),
         Item(f"logits of student and teacher ({config.train.logprob_chunk} rows)", logits, "update"),

@@ -20,7 +20,7 @@ from qarl.memory.estimate import Device, estimate, kv_cache_bytes, kv_cache_widt
 # vLLM's own defaults for a GPU (0.24 to 0.32; its defaults are larger above 70 GiB). The native engine does not batch
 # prefills with decodes, so it gains nothing from a larger token budget.
 SEQUENCES = 256
-BATCHED_TOKENS = {"vllm": 8192, "native": 4096}
+BATCHED_TOKENS = {"vllm": 8192, "native": 4096, "data": 4096}  # with given responses, evaluations sample natively
 FEWEST_SEQUENCES = 64
 # Fractions of GPU memory for the native engine's KV cache: normally, and at most to reach FEWEST_SEQUENCES.
 KV_SHARE, MOST_KV_SHARE = 1 / 4, 1 / 2

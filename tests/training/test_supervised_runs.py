@@ -19,8 +19,10 @@ from transformers import AutoModelForCausalLM
 from qarl.config import Config
 from qarl.distributed.ranks import SingleProcess
 from qarl.evaluation.held_out import HeldOut
+from qarl.memory.estimate import estimate
 from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.load_config import load_architecture
 from qarl.training.batch import build_batch
 from qarl.training.console import RunConsole
 from qarl.training.learner import Learner
@@ -323,6 +325,16 @@ def test_settings_that_do_not_fit_are_refused(llama, tmp_path, objective, sectio
     data = configured(llama, tmp_path / "rows.jsonl", objective, **sections)
     with pytest.raises(ValidationError, match=text):
         Config.model_validate(data)
+
+
+@pytest.mark.parametrize("objective", [{"name": "sft"}, {"name": "distill", "teacher": {"path": "a/b"}}], ids=str)
+def test_sizes_are_decided_for_a_gpu_too(llama, tmp_path, objective):
+    config = Config.model_validate(configured(llama, written_data(tmp_path), objective))
+    shape = load_architecture(config.model)
+    sized = decide_sizes(config, "cuda", shape, 80 * 2**30)
+    assert sized.rollout.max_num_seqs and sized.train.micro_batch_tokens and sized.train.logprob_chunk
+    names = [item.name for item in estimate(sized, shape, "cuda", memory=80 * 2**30)]
+    assert ("teacher" in names) == ("teacher" in objective) and not any("KV cache" in name for name in names)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(qarl, config, tiny_model):
