@@ -204,10 +204,8 @@ def quantize(
     quant |= {key: value for key, value in (("group_size", group_size), ("grid", grid)) if value is not None}
     quant |= calibration_keys(method, calibration, calibration_samples)
     name = os.fspath(model)
-    kind = resolve_target(name, verify_digests=verify_digests).kind
-    if kind != "model":
-        what = "is a run; use qarl export, or" if kind == "run" else "is quantized already;"
-        raise UserError(f"MODEL: {name} {what} give the model that it was made from")
+    if resolve_target(name, verify_digests=verify_digests).kind == "run":
+        raise UserError(f"MODEL: {name} is a run; use qarl export, or give the model that it was made from")
     target = resolve_target(name, quant=quant, verify_digests=verify_digests)
     return _write(target, user_path(out, "OUT"), max_shard_size, unpacked, False, for_vllm, progress)
 

@@ -11,20 +11,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from qarl_formats.compressed import parse_quantization_config
-from qarl_formats.scheme import check_shape, is_ignored
+from qarl_formats.checkpoints import CheckpointFormat, checkpoint_format
 
 from qarl.config.architecture import Architecture
 from qarl.config.gguf_header import read_gguf_header
 from qarl.config.model import ModelConfig
 from qarl.config.package_model import PREFIX, package_gguf
 from qarl.errors import UserError
-from qarl.inputs.json import read_json_object
+from qarl.inputs.json import json_kind, read_json_object
 from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import INDEX, SINGLE, StoredTensor, require_index, shown_names, stored_tensors
 
+CONFIG = "config.json"
+ANOTHER = "give another checkpoint"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -34,11 +34,11 @@ _STORED = {
     "int32": "I32",
     "int64": "I64",
     "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
     "bfloat16": "BF16",
     "float16": "F16",
     "float32": "F32",
 }
-_SCALES = ("BF16", "F16", "F32")
 # Buffers in old checkpoints. transformers ignores them and computes its own.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
 _PICKLED = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
@@ -68,13 +68,17 @@ class Wanted:
 
 
 def require_weights(
-    directory: Path, architecture: Architecture, quantization: Mapping[str, Any] | None = None
+    directory: Path, architecture: Architecture, stored: CheckpointFormat | None = None
 ) -> dict[str, StoredTensor]:
     """Check that the tensors of a model directory match its configuration, and return them.
 
     A tied output layer may be missing or stored. If it is stored, `qarl.policy.load` compares its values with the
-    embedding. A checkpoint with a `quantization` (the `quantization_config` of an export) must hold its codes and
-    scales.
+    embedding.
+
+    Args:
+        directory: The model's.
+        architecture: What its config.json describes.
+        stored: Format of a quantized checkpoint (`stored_format`); None: it is not quantized.
 
     Raises:
         UserError: Tensors are missing, extra, or of another shape or type. The message names them.
@@ -84,13 +88,35 @@ def require_weights(
     if not has_weights(directory):
         raise UserError(_no_weights(directory))
     found = stored_tensors(directory)
-    wanted = _plain(architecture) if quantization is None else _quantized(architecture, quantization, found, directory)
+    wanted = _plain(architecture) if stored is None else _quantized(architecture, stored, found, directory)
     if architecture.tied_embeddings and HEAD in found:
         wanted[HEAD] = Wanted((architecture.vocab_size, architecture.hidden_size))
     held = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
-    if fault := _difference(wanted, held, "config.json"):
+    if fault := _difference(wanted, held, CONFIG):
         raise UserError(f"{directory}: its weights are not those of its config.json: {fault}")
     return found
+
+
+def stored_format(directory: Path) -> CheckpointFormat | None:
+    """Return the format of a quantized checkpoint; None if the model or its config.json is missing or unquantized.
+
+    Raises:
+        UserError: config.json is damaged, or its `quantization_config` cannot be read.
+    """
+    file = directory / CONFIG
+    with path_errors(str(directory)):
+        if not file.is_file():
+            return None
+    quantization = read_json_object(file, nonfinite=True).get("quantization_config")
+    if quantization is None:
+        return None
+    if not isinstance(quantization, dict):
+        found = json_kind(quantization)
+        raise UserError(f"{file}: quantization_config is {found}, expected an object; restore the file")
+    try:
+        return checkpoint_format(quantization)
+    except ValueError as error:
+        raise UserError(f"{file}: quantization_config: {error}; {ANOTHER}") from error
 
 
 def require_gguf(path: Path, architecture: Architecture) -> None:
@@ -111,7 +137,7 @@ def check_weights(model: ModelConfig, architecture: Architecture) -> None:
     A model without weights on this machine passes, since loading it reports that.
 
     Raises:
-        UserError: The tensors do not match, or the checkpoint is quantized.
+        UserError: The tensors do not match, or are quantized in a way that cannot be read.
     """
     if model.path.startswith(PREFIX):
         require_gguf(package_gguf(model), architecture)
@@ -123,17 +149,12 @@ def check_weights(model: ModelConfig, architecture: Architecture) -> None:
         if model.gguf_file is not None:
             require_gguf(directory / model.gguf_file, architecture)
             return
-        description = read_json_object(directory / "config.json", nonfinite=True)
-        if description.get("quantization_config") is not None:
-            raise UserError(quantized_checkpoint(model))
+        description = read_json_object(directory / CONFIG, nonfinite=True)
+        stored = stored_format(directory)
         own_code = model.trust_remote_code and "AutoModelForCausalLM" in (description.get("auto_map") or {})
         require_index(directory)
         if not own_code and (has_weights(directory) or _pickled(directory)):
-            require_weights(directory, architecture)
-
-
-def quantized_checkpoint(model: ModelConfig) -> str:
-    return f"model.path: '{model.path}' is a quantized checkpoint; train from the unquantized model"
+            require_weights(directory, architecture, stored)
 
 
 def has_weights(directory: Path) -> bool:
@@ -155,26 +176,21 @@ def _plain(architecture: Architecture) -> dict[str, Wanted]:
 
 
 def _quantized(
-    architecture: Architecture, quantization: Mapping[str, Any], found: Mapping[str, StoredTensor], directory: Path
+    architecture: Architecture, stored: CheckpointFormat, found: Mapping[str, StoredTensor], directory: Path
 ) -> dict[str, Wanted]:
-    """Replace quantized weights by their codes and scales. int4 codes may be stored one per byte."""
-    try:
-        scheme, ignore = parse_quantization_config(quantization)
-        linears = {name: (n, k) for name, n, k in architecture.linears() if not is_ignored(name, ignore)}
-        for name, shape in linears.items():
-            check_shape(scheme, name, *shape)
-    except ValueError as error:
-        place = f"{directory / 'config.json'}: quantization_config"
-        raise UserError(f"{place}: {error}; give another checkpoint") from error
-    unpacked = scheme.unpackable and any(f"{name}.weight" in found for name in linears)
-    wanted: dict[str, Wanted] = {}
-    for name, wish in _plain(architecture).items():
-        module = name.removesuffix(".weight")
-        if module == name or module not in linears:
-            wanted[name] = wish
+    """Replace quantized weights by the tensors that the format stores them in."""
+    wanted = _plain(architecture)
+    for module, n, k in architecture.linears():
+        if not stored.quantizes(module, found):
             continue
-        for suffix, spec in scheme.tensor_specs(*linears[module], unpacked=unpacked).items():
-            dtypes = _SCALES if suffix == "weight_scale" and scheme.scale_dtypes else (_STORED[spec.dtype],)
+        del wanted[f"{module}.weight"]
+        try:
+            specs = stored.specs(module, (n, k), found)
+        except ValueError as error:
+            fault = str(error).removeprefix(f"{module}: ")
+            raise UserError(f"{directory / CONFIG}: quantization_config: {module}: {fault}; {ANOTHER}") from error
+        for suffix, spec in specs.items():
+            dtypes = tuple(_STORED[dtype] for dtype in spec.dtypes)
             wanted[f"{module}.{suffix}"] = Wanted(spec.shape, dtypes)
     return wanted
 

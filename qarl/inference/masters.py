@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from qarl_formats.scheme import Scheme, TensorSpec, check_shape, is_ignored
 from qarl_formats.weight import LowBitWeight
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -20,10 +19,9 @@ from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.inference.export_record import SKIP_IN_TRAINING, ExportRecord, TensorDigest, read_export_record
 from qarl.inference.target import Target
-from qarl.inputs.open_tensors import OpenTensors
 from qarl.inputs.paths import user_path
 from qarl.policy.load import load_model, load_tokenizer, model_weights
-from qarl.policy.load_config import load_generation_config, load_model_config
+from qarl.policy.load_config import load_generation_config, load_model_config, plain_config
 from qarl.policy.model_identity import changed_inputs, model_digests, model_files
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.storage.checkpoint import CheckpointStore
@@ -129,7 +127,7 @@ def open_masters(target: Target, tokenizer: PreTrainedTokenizerBase | None = Non
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     common = (config, generation, shapes, frozenset(linear_names(model)))
     if state is None:
-        return Masters(*common, _model_reader(target.model, target.digests))
+        return Masters(*common, _model_reader(target.model, target.quant, target.digests))
     tensors = checkpoint.tensors["masters"]
     if odd := sorted(tensors.keys() ^ shapes.keys()) or [n for n in shapes if tensors.shape(n) != shapes[n]]:
         raise UserError(
@@ -170,37 +168,26 @@ def require_same_model(
         )
 
 
-def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration without a quantization entry, which GGUF loading leaves behind."""
-    values = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
-    return type(config).from_dict(values)
-
-
-def _model_reader(model: ModelConfig, record: ExportRecord | None) -> Callable[[str], Tensor]:
+def _model_reader(model: ModelConfig, quant: QuantConfig, record: ExportRecord | None) -> Callable[[str], Tensor]:
     """Return a function that reads a parameter as float32. A GGUF file is loaded as a whole, here.
 
     If qarl exported the model, each tensor is compared with the export's record when it is first read.
     Raises UserError as `load_model`, and if the names in files and record differ.
     """
-    files = model_weights(model)
-    if files is None:
+    weights = model_weights(model, quant)
+    if weights is None:
         loaded = dict(load_model(model).named_parameters())
         return lambda name: loaded[name].detach()
-
-    opened = OpenTensors(files)
     unchecked = set() if record is None else set(record.tensors)
     if record is not None:
-        record.check_names(files)
+        record.check_names(weights.files)
 
     def read(name: str) -> Tensor:
-        try:
-            tensor = opened[name]
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise UserError(f"{files[name].file}: not a readable safetensors file ({error}); restore it") from error
-        if record is not None and name in unchecked:
-            record.check_tensor(files[name].file, name, digest_of(tensor))
-            unchecked.discard(name)
-        return tensor.float()
+        for part in weights.parts(name).values():
+            if record is not None and part in unchecked:
+                record.check_tensor(weights.files[part].file, part, digest_of(weights.tensor(part)))
+                unchecked.discard(part)
+        return weights.read(name)
 
     return read
 
@@ -219,14 +206,14 @@ def verify_base(model: ModelConfig, rank: int = 0, count: int = 1) -> None:
     if record is None:
         return
     record.check_documents()
-    files = model_weights(model)
-    if files is None:
+    weights = model_weights(model)
+    if weights is None:
         return
-    record.check_names(files)
-    opened, names = OpenTensors(files), list(files)[rank::count]
+    record.check_names(weights.files)
+    names = list(weights.files)[rank::count]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
-        for name, found in zip(names, pool.map(lambda name: digest_of(opened[name]), names), strict=True):
-            record.check_tensor(files[name].file, name, found)
+        for name, found in zip(names, pool.map(lambda name: digest_of(weights.tensor(name)), names), strict=True):
+            record.check_tensor(weights.files[name].file, name, found)
 
 
 def digest_of(tensor: Tensor) -> TensorDigest:

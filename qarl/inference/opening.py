@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
-from qarl_formats.compressed import from_state_dict
-from qarl_formats.scheme import is_ignored
 from qarl_formats.weight import LowBitWeight
 from qarl_kernels.logprob import Truncation
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl.config import RolloutConfig
 from qarl.config.quant import OF_TRAINING, scheme_of
-from qarl.config.weight_files import EMBEDDING, HEAD, require_weights
 from qarl.errors import UserError
 from qarl.inference.export_record import ExportRecord
-from qarl.inference.masters import Masters, digest_of, open_masters, plain_config
-from qarl.inference.target import Target, quantization_of
-from qarl.inputs.open_tensors import OpenTensors
-from qarl.inputs.tensors import StoredTensor
+from qarl.inference.masters import Masters, digest_of, open_masters
+from qarl.inference.target import Target
 from qarl.policy.device import DTYPES, pick_device
-from qarl.policy.load import load_tokenizer, require_tied
-from qarl.policy.load_config import load_architecture, load_generation_config, load_model_config, stop_token_ids
-from qarl.policy.modules import check_family
+from qarl.policy.load import load_tokenizer, model_weights
+from qarl.policy.load_config import (
+    load_generation_config,
+    load_model_config,
+    plain_config,
+    stop_token_ids,
+)
 from qarl.policy.policy import Policy
-from qarl.policy.skeleton import linear_names, skeleton
+from qarl.policy.skeleton import skeleton
+from qarl.policy.stored_weights import StoredWeights
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot
@@ -171,73 +169,62 @@ def _stored_dtype(target: Target, config: PreTrainedConfig) -> torch.dtype:
 def _stored_forms(
     target: Target, config: PreTrainedConfig, device: torch.device
 ) -> Iterator[tuple[str, LowBitWeight | Tensor]]:
-    """Yield (name, parameter) of an exported checkpoint, as stored in its files."""
-    tensors = {name: tensor.to(device) for name, tensor in _read_export(target).items()}
-    scheme, dtype = scheme_of(target.quant), _stored_dtype(target, config)
-    model = skeleton(config)
-    linears = set(linear_names(model))
-    modules: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        modules.setdefault(name.rpartition(".")[0], {})[name] = tensor.cpu() if name.endswith("_shape") else tensor
-    for name, parameter in model.named_parameters():
-        module = name.removesuffix(".weight")
-        if name.endswith(".weight") and module in linears and not is_ignored(module, target.quant.ignore):
-            try:
-                form = from_state_dict(module, modules.get(module, {}), scheme)
-            except ValueError as error:
-                raise UserError(f"{target.name}: {error}") from error
-            if form.shape != tuple(parameter.shape):
+    """Yield (name, parameter) of a quantized checkpoint, as stored in its files."""
+    weights, dtype = _verified(target), _stored_dtype(target, config)
+    for name, parameter in skeleton(config).named_parameters():
+        stored = weights.stored(name)
+        if isinstance(stored, Tensor):
+            if name.removesuffix(".weight") in weights.quantized:
                 raise UserError(
-                    f"{target.name}: {module}.weight_shape says {list(form.shape)}, config.json "
-                    f"{list(parameter.shape)}; export it again"
+                    f"{weights.file(name)}: {name}: no scheme has its groups (activation order); pass --scheme to "
+                    "quantize its values"
                 )
-            yield name, form
-        else:
-            yield name, tensors[name].to(dtype)
+            yield name, stored.to(device, dtype)
+            continue
+        if stored.shape != tuple(parameter.shape):
+            raise UserError(f"{target.name}: {name} is {list(stored.shape)}, config.json {list(parameter.shape)}")
+        moved = {
+            suffix: tensor if suffix == "weight_shape" else tensor.to(device)
+            for suffix, tensor in stored.tensors.items()
+        }
+        yield name, replace(stored, tensors=moved)
 
 
-def _read_export(target: Target) -> dict[str, Tensor]:
-    """Read all tensors of an exported directory, on the CPU.
+def _verified(target: Target) -> StoredWeights:
+    """Open the tensors of a quantized checkpoint.
 
     Raises:
         UserError: Tensors are missing, damaged or not finite, or differ from config.json or, if
             `target.verify_digests`, from qarl_export.json.
     """
-    directory = Path(target.model.path)
-    architecture = load_architecture(target.model)
-    if architecture is None:
-        check_family(load_model_config(target.model))
-        raise AssertionError(f"{directory}: the family is supported, and its architecture is unknown")
-    found = require_weights(directory, architecture, quantization_of(directory))
+    weights = model_weights(target.model, target.quant)
+    assert weights is not None, "a quantized checkpoint is not a GGUF file"
     if target.digests is not None:
-        target.digests.check_names(found)
-    try:
-        tensors = _verified_tensors(found, target.digests)
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise UserError(f"{directory}: damaged: {' '.join(str(error).split())}; export it again") from error
-    for name, tensor in tensors.items():
+        target.digests.check_names(weights.files)
+    weights.held = _verified_tensors(weights, target.digests)
+    for name, tensor in weights.held.items():
         values = tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor
         if values.is_floating_point() and not values.isfinite().all():
-            raise UserError(f"{found[name].file}: {name} holds values that are NaN or infinite; export it again")
-    if architecture.tied_embeddings and HEAD in found:
-        require_tied(found[EMBEDDING], found[HEAD])
-    return tensors
+            raise UserError(
+                f"{weights.files[name].file}: {name} holds values that are NaN or infinite; restore it, or export it "
+                "again"
+            )
+    return weights
 
 
-def _verified_tensors(found: Mapping[str, StoredTensor], record: ExportRecord | None) -> dict[str, Tensor]:
-    """Read tensors, and compare each with `record` in a thread while the next ones are read.
+def _verified_tensors(weights: StoredWeights, record: ExportRecord | None) -> dict[str, Tensor]:
+    """Read all tensors, and compare each with `record` in a thread while the next ones are read.
 
-    Hashing takes about as long as reading, and releases the GIL.
-    Raises UserError for a tensor that differs, and what the safetensors library raises.
+    Hashing takes about as long as reading, and releases the GIL. Raises UserError for a tensor that differs.
     """
-    opened, tensors = OpenTensors(found), {}
+    tensors: dict[str, Tensor] = {}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         digests = {}
-        for name in found:
-            tensors[name] = opened[name]
+        for name in weights.files:
+            tensors[name] = weights.tensor(name)
             if record is not None:
                 digests[name] = pool.submit(digest_of, tensors[name])
         for name, digest in digests.items():
             assert record is not None
-            record.check_tensor(found[name].file, name, digest.result())
+            record.check_tensor(weights.files[name].file, name, digest.result())
     return tensors

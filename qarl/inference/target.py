@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
+from qarl_formats.checkpoints import CheckpointFormat, CompressedTensors
+from qarl_formats.scheme import Scheme
 
 from qarl.config import Config, ModelConfig, QuantConfig, check_model
+from qarl.config.architecture import read_config_json
 from qarl.config.messages import fault_lines
 from qarl.config.quant import OF_TRAINING, Init
+from qarl.config.weight_files import CONFIG, stored_format
 from qarl.errors import UserError
 from qarl.inference.export_record import ExportRecord, Prompting, read_export_record
-from qarl.inputs.json import json_kind, read_json_object
 from qarl.inputs.paths import path_errors, user_path
-from qarl.inputs.tensors import shown_names, stored_tensors
+from qarl.inputs.tensors import StoredTensor, shown_names, stored_tensors
 from qarl.storage.names import checkpoint_steps, step_name, step_of
 from qarl.storage.runs import read_run_config
 
@@ -27,8 +30,9 @@ class Target:
     """A policy that can be opened.
 
     Attributes:
-        kind: `run` (masters of a checkpoint), `export` (a compressed-tensors checkpoint), or `model` (a Hugging Face
-            model or GGUF, including an export in bf16).
+        kind: `run` (masters of a checkpoint), `export` (a quantized checkpoint, opened with its own codes and scales),
+            or `model` (a Hugging Face model or GGUF, including an export in bf16, and a quantized checkpoint whose
+            values are quantized to another scheme).
         name: As the user gave it.
         model: Location of config and tokenizer; for `model` and `export` also of the weights.
         quant: Scheme and layout to run in.
@@ -101,7 +105,8 @@ def resolve_target(
     Args:
         name: A run, one of its checkpoints, an exported directory, or a model.
         step: Checkpoint of a run. Default: the newest.
-        quant: `quant.*` keys that replace the run's, or a model's default (scheme bf16).
+        quant: `quant.*` keys that replace the run's, or a model's default (scheme bf16). A quantized checkpoint is
+            opened in its own scheme by default, and from its values if keys other than `kv_cache_dtype` are given.
         model: Path of a run's base model, if it moved.
         verify_digests: Compare an exported directory with its qarl_export.json: configuration and tokenizer now,
             tensors when they are read.
@@ -132,44 +137,45 @@ def resolve_target(
     if record is not None and verify_digests:
         record.check_documents()
     check_model(base)
-    stored = quantization_of(path)
-    if stored is None:
+    stored = stored_format(path)
+    kind: Literal["export", "model"] = "model"
+    if stored is not None and stored.scheme is not None and not set(quant or {}) - {"kv_cache_dtype"}:
+        kind, own = "export", _quant_of_export(path, stored, stored.scheme, quant or {})
+    else:
         own = _quant({"scheme": "bf16"} | dict(quant or {}))
-        return Target("model", name, base, own, record=record, verify_digests=verify_digests)
-    if set(quant or {}) - {"kv_cache_dtype"}:
-        raise UserError(f"--scheme: {name} is quantized already; leave it out, or give the model it was made from")
-    own = _quant_of_export(path, stored, quant or {})
-    return Target("export", name, base, own, record=record, verify_digests=verify_digests)
+    return Target(kind, name, base, own, record=record, verify_digests=verify_digests)
 
 
-def _quant_of_export(path: Path, stored: Mapping[str, Any], others: Mapping[str, Any]) -> QuantConfig:
-    """Return the `quant` section of an exported checkpoint, with the keys `others` on top."""
-    from qarl_formats.compressed import parse_quantization_config
-
-    try:
-        scheme, ignore = parse_quantization_config(stored)
-    except ValueError as error:
-        raise UserError(f"{path / 'config.json'}: quantization_config: {error}; give another checkpoint") from error
-    group = {"group_size": scheme.group_size or -1} if scheme.group_sizes else {}
+def _quant_of_export(path: Path, stored: CheckpointFormat, scheme: Scheme, others: Mapping[str, Any]) -> QuantConfig:
+    """Return the `quant` section of a quantized checkpoint, with the keys `others` on top."""
+    found = stored_tensors(path)
     return _quant(
         {
             "scheme": scheme.name,
-            **group,
+            **({"group_size": scheme.group_size or -1} if scheme.group_sizes else {}),
             "symmetric": scheme.symmetric,
-            "ignore": ignore,
-            **({"scale_dtype": _scale_dtype(path)} if scheme.scale_dtypes else {}),
+            "ignore": _ignored(path, stored, found),
+            **({"scale_dtype": _scale_dtype(path, stored, found)} if scheme.scale_dtypes else {}),
             **others,
         }
     )
 
 
-def _scale_dtype(path: Path) -> str:
+def _ignored(path: Path, stored: CheckpointFormat, found: Mapping[str, StoredTensor]) -> list[str]:
+    """Return the Linear layers that are not quantized: as config.json lists them, or those that have no codes."""
+    if isinstance(stored, CompressedTensors):
+        return list(stored.ignore)
+    linears = read_config_json(path / CONFIG).linears()
+    return ["lm_head", *(linear.name for linear in linears if not stored.quantizes(linear.name, found))]
+
+
+def _scale_dtype(path: Path, stored: CheckpointFormat, found: Mapping[str, StoredTensor]) -> str:
     """Return the dtype of the stored weight scales, from the safetensors headers."""
-    scales = {name: tensor for name, tensor in stored_tensors(path).items() if name.endswith(".weight_scale")}
+    scales = {name: tensor for name, tensor in found.items() if name.endswith(f".{stored.scale}")}
     if not scales:
-        raise UserError(f"{path}: config.json says it is quantized, but no .safetensors file holds a weight_scale")
+        raise UserError(f"{path}: config.json says it is quantized, but no .safetensors file holds a {stored.scale}")
     first, scale = next(iter(scales.items()))
-    known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E8M0": "float32"}
     if scale.dtype not in known:
         raise UserError(f"{scale.file}: weight scales of type {scale.dtype} cannot be read; export it again")
     if odd := [name for name, other in scales.items() if other.dtype != scale.dtype]:
@@ -248,18 +254,3 @@ def _option(loc: tuple[int | str, ...]) -> str:
     if loc and loc[0] in ("init", "calibration"):
         return {"source": "--calibration", "samples": "--calibration-samples"}.get(str(loc[-1]), "--method")
     return f"--{str(loc[0]).replace('_', '-')}" if loc and loc[0] in ("group_size", "kv_cache_dtype") else "--scheme"
-
-
-def quantization_of(path: Path) -> dict[str, Any] | None:
-    """Return the `quantization_config` of a model directory; None if the model or config.json has none.
-
-    Raises UserError if config.json cannot be read.
-    """
-    file = path / "config.json"
-    with path_errors(str(path)):
-        if not file.is_file():
-            return None
-    stored = read_json_object(file, nonfinite=True).get("quantization_config")
-    if not isinstance(stored, dict | None):
-        raise UserError(f"{file}: quantization_config is {json_kind(stored)}, expected an object; restore the file")
-    return stored

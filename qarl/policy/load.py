@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from qarl.config import ModelConfig
+from qarl.config import ModelConfig, QuantConfig
 from qarl.config.architecture import Architecture
-from qarl.config.weight_files import EMBEDDING, HEAD, quantized_checkpoint, require_gguf, require_weights
+from qarl.config.weight_files import EMBEDDING, HEAD, require_gguf, stored_format
 from qarl.errors import UserError
 from qarl.inputs.files import read_prefix, read_text
 from qarl.inputs.json import json_kind, read_json
@@ -21,10 +22,11 @@ from qarl.inputs.library_errors import foreign_errors, quiet_loading
 from qarl.inputs.paths import path_errors
 from qarl.inputs.tensors import StoredTensor, require_index, shown_names
 from qarl.policy.experts import take_apart
-from qarl.policy.load_config import load_architecture, load_generation_config, load_model_config
+from qarl.policy.load_config import load_architecture, load_generation_config, load_model_config, plain_config
 from qarl.policy.modules import check_family
-from qarl.policy.skeleton import ATTENTION, check_rotary
+from qarl.policy.skeleton import ATTENTION, check_rotary, skeleton
 from qarl.policy.source import ModelSource, from_pretrained, kept, locate
+from qarl.policy.stored_weights import StoredWeights
 
 _ROWS = 4096  # rows of an embedding that are compared at a time
 _JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
@@ -104,20 +106,33 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, place: str, architectur
         )
 
 
-def load_model(config: ModelConfig) -> PreTrainedModel:
-    """Load the causal LM with float32 weights on the CPU, in eval mode. GGUF files are dequantized.
+def load_model(config: ModelConfig, quant: QuantConfig | None = None) -> PreTrainedModel:
+    """Load the causal LM with float32 weights on the CPU, in eval mode.
+
+    GGUF files are dequantized, and so are quantized checkpoints; see `StoredWeights` for their values.
+
+    Args:
+        config: The `model` section.
+        quant: The `quant` section of a run that starts from the model.
 
     Raises:
-        UserError: The model is missing or unreadable, its tensors are not those that its configuration needs (the
-            message names them), or it is a quantized checkpoint.
+        UserError: The model is missing or unreadable, or its tensors are not those that its configuration needs (the
+            message names them).
     """
     source = locate(config)
     model_config = load_model_config(config)
     own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
-    if not own_code:
-        model_weights(config)
+    weights = None if own_code else model_weights(config, quant)
+    if own_code and source.gguf_file is None and stored_format(Path(source.name)) is not None:
+        raise UserError(
+            f"model.path: '{config.path}' is quantized and has its own code; give a model of a supported family, or "
+            "one that is not quantized"
+        )
     generation = load_generation_config(config)  # before transformers, which ignores a damaged one
-    model = _read_model(config, _converted(config, source))
+    if weights is not None and weights.format is not None:
+        model = _filled(skeleton(plain_config(model_config)), weights)
+    else:
+        model = _read_model(config, _converted(config, source))
     model.name_or_path = model.config.name_or_path = source.name
     if not own_code:
         check_rotary(model)
@@ -127,13 +142,22 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def model_weights(config: ModelConfig) -> dict[str, StoredTensor] | None:
-    """Find every parameter of an unquantized model in its safetensors files, or in those of a converted GGUF file.
+def _filled(model: PreTrainedModel, weights: StoredWeights) -> PreTrainedModel:
+    """Give a skeleton its parameters. Tied ones stay tied."""
+    made = {parameter: nn.Parameter(weights.read(name)) for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, leaf, made[parameter])
+    return model
+
+
+def model_weights(config: ModelConfig, quant: QuantConfig | None = None) -> StoredWeights | None:
+    """Find every parameter of a model in its safetensors files, or in those of a converted GGUF file.
 
     Reads only headers, and the values of an output layer that should be tied.
 
     Returns:
-        Stored tensors by parameter name. None for a GGUF file whose conversion cannot be kept.
+        The parameters. None for a GGUF file whose conversion cannot be kept.
 
     Raises:
         UserError: As `load_model`.
@@ -145,15 +169,13 @@ def model_weights(config: ModelConfig) -> dict[str, StoredTensor] | None:
     if source.gguf_file is not None:
         require_gguf(source.gguf_path(), architecture)
         source = _converted(config, source)
-        return None if source.gguf_file is not None else require_weights(Path(source.name), architecture)
-    if getattr(model_config, "quantization_config", None) is not None:
-        raise UserError(quantized_checkpoint(config))
+        return None if source.gguf_file is not None else StoredWeights(Path(source.name), architecture)
     with foreign_errors(f"model.path: cannot load the model of '{config.path}'"):
         directory = source.directory()
     with path_errors(f"model.path: '{config.path}'"):
-        found = require_weights(directory, architecture)
-    if architecture.tied_embeddings and HEAD in found:
-        require_tied(found[EMBEDDING], found[HEAD])
+        found = StoredWeights(directory, architecture, quant)
+    if architecture.tied_embeddings and HEAD in found.files:
+        require_tied(found.files[EMBEDDING], found.files[HEAD])
     return found
 
 

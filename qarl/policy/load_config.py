@@ -58,6 +58,12 @@ def _gguf_config(config: ModelConfig, source: ModelSource, modified_ns: int) -> 
     return found
 
 
+def plain_config(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
+    """Return the configuration without the `quantization_config` of a quantized checkpoint or a GGUF file."""
+    values = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
+    return type(config).from_dict(values)
+
+
 def load_generation_config(config: ModelConfig) -> GenerationConfig:
     """Load generation_config.json; without one, derive it from the model's configuration.
 

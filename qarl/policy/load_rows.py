@@ -9,31 +9,35 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from qarl.config import ModelConfig
+from qarl.config import ModelConfig, QuantConfig
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan
 from qarl.inputs.library_errors import foreign_errors
 from qarl.inputs.tensors import StoredTensor
 from qarl.policy.load import load_model, model_weights
 from qarl.policy.source import locate
+from qarl.policy.stored_weights import StoredWeights
 
 T = TypeVar("T")
 
 
-def load_rows(config: ModelConfig, plan: RowPlan, ranks: Ranks) -> dict[str, Tensor]:
+def load_rows(config: ModelConfig, plan: RowPlan, ranks: Ranks, quant: QuantConfig | None = None) -> dict[str, Tensor]:
     """Load this rank's rows of every master: float32, on the CPU, with the values of `load_model`. A collective.
 
-    Safetensors files and converted GGUF files are read row by row. A GGUF file that cannot be converted and a model
-    with its own code are loaded whole, by one rank after the other. Raises UserError as `load_model` does.
+    Safetensors files and converted GGUF files are read row by row. Of a quantized checkpoint each rank reads one weight
+    at a time, and dequantizes its own rows. A GGUF file that cannot be converted and a model with its own code are
+    loaded whole, by one rank after the other. Raises UserError as `load_model` does.
     """
-    files = row_files(config, ranks)
-    if files is None:
+    weights = row_weights(config, ranks, quant)
+    if weights is None:
         return in_turn(ranks, lambda: _rows_of_model(config, plan, ranks.rank))
-    return _rows_of_files(files, plan, ranks.rank)
+    if weights.format is None:
+        return _rows_of_files(weights.files, plan, ranks.rank)
+    return {name: weights.read(name, plan.cut(name)[ranks.rank]) for name in plan.shapes}
 
 
-def row_files(config: ModelConfig, ranks: Ranks) -> dict[str, StoredTensor] | None:
-    """The files from which single tensors can be read; None if the whole model must be loaded.
+def row_weights(config: ModelConfig, ranks: Ranks, quant: QuantConfig | None = None) -> StoredWeights | None:
+    """The weights of which single tensors can be read; None if the whole model must be loaded.
 
     A collective for GGUF models: the first rank converts the file.
     """
@@ -41,7 +45,7 @@ def row_files(config: ModelConfig, ranks: Ranks) -> dict[str, StoredTensor] | No
         return None
     if locate(config).gguf_file is not None:
         return in_turn(ranks, lambda: model_weights(config))
-    return model_weights(config)
+    return model_weights(config, quant)
 
 
 def in_turn(ranks: Ranks, work: Callable[[], T]) -> T:

@@ -15,9 +15,8 @@ from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import Exchange
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
-from qarl.inference.masters import plain_config
 from qarl.policy.device import DTYPES, use_kernels
-from qarl.policy.load_config import load_generation_config, load_model_config
+from qarl.policy.load_config import load_generation_config, load_model_config, plain_config
 from qarl.policy.load_rows import load_rows
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import check_shapes, replace_meta, schemes_of, skeleton
@@ -58,7 +57,7 @@ def build_rows(
     model = bare_model(config)
 
     def read(plan: RowPlan) -> dict[str, Tensor]:
-        return load_rows(config.model, plan, ranks)
+        return load_rows(config.model, plan, ranks, config.quant)
 
     return from_rows(config, model, read, device, max_length, exchange, ranks)
 

@@ -9,25 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qarl.config import Config, ModelConfig
+from qarl.config import Config, ModelConfig, QuantConfig
 from qarl.config.deepspeed import deepspeed_keys
 from qarl.data import PromptStream
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import require_same, same_files, together
 from qarl.evaluation.tasks import LoadedTask
-from qarl.inputs.library_errors import foreign_errors
 from qarl.inputs.paths import path_errors
-from qarl.inputs.tensors import StoredTensor
 from qarl.objectives.custom import Custom
 from qarl.policy.load import load_model
 from qarl.policy.load_config import load_generation_config, load_model_config
-from qarl.policy.load_rows import in_turn, row_files
+from qarl.policy.load_rows import in_turn, row_weights
 from qarl.policy.model_identity import digest_of, model_digests, model_files
 from qarl.policy.source import locate
+from qarl.policy.stored_weights import StoredWeights
 from qarl.rewards.fingerprint import reward_fingerprint
 from qarl.storage.input_files import INIT, input_name
 from qarl.storage.saved_state import Inputs
@@ -113,7 +111,9 @@ def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     return _digest(tensors, _described(tensors, tensors.__getitem__))
 
 
-def shared_tensors_digest(config: ModelConfig, shapes: Mapping[str, Sequence[int]], ranks: Ranks) -> str:
+def shared_tensors_digest(
+    config: ModelConfig, shapes: Mapping[str, Sequence[int]], ranks: Ranks, quant: QuantConfig | None = None
+) -> str:
     """Return `tensors_digest` of the model's weights, verified to be the same on all ranks. A collective.
 
     Ranks that see the same files (`same_files`) divide the tensors among themselves. Ranks with other files hash all of
@@ -128,18 +128,19 @@ def shared_tensors_digest(config: ModelConfig, shapes: Mapping[str, Sequence[int
         config: The model section.
         shapes: Shape of every parameter, in the model's order.
         ranks: All ranks of the run.
+        quant: The `quant` section of the run, as `load_model` takes it.
 
     Raises:
         UserError: On all ranks, if weights differ between ranks or cannot be read.
     """
-    files = row_files(config, ranks)
-    leaders = same_files(ranks, lambda: _weight_files(config, files))
+    stored = row_weights(config, ranks, quant)
+    leaders = same_files(ranks, lambda: _weight_files(config, stored))
     team = [rank for rank, leader in enumerate(leaders) if leader == leaders[ranks.rank]]
     own = _share(shapes, len(team), team.index(ranks.rank))
-    if files is None:
+    if stored is None:
         described = in_turn(ranks, lambda: _described_model(config, own))
     else:
-        described = together(ranks, lambda: _described(own, lambda name: _read(files[name], name)))
+        described = together(ranks, lambda: _described(own, stored.read))
     teams: dict[int, Described] = {}
     for leader, part in zip(leaders, ranks.gather(described), strict=True):
         teams.setdefault(leader, {}).update(part)
@@ -150,12 +151,12 @@ def shared_tensors_digest(config: ModelConfig, shapes: Mapping[str, Sequence[int
     return digest
 
 
-def _weight_files(config: ModelConfig, files: Mapping[str, StoredTensor] | None) -> list[Path]:
+def _weight_files(config: ModelConfig, weights: StoredWeights | None) -> list[Path]:
     """Return the files that weights are read from; all files of a model that must be loaded as a whole."""
     source = locate(config)
     with path_errors(f"model.path: '{config.path}'"):
-        if files is not None:
-            return sorted({stored.file for stored in files.values()})
+        if weights is not None:
+            return sorted({stored.file for stored in weights.files.values()})
         if source.gguf_file is not None:
             return [source.gguf_path()]
         return [path for path in source.directory().iterdir() if path.is_file()]
@@ -170,11 +171,6 @@ def _share(shapes: Mapping[str, Sequence[int]], count: int, index: int) -> list[
         if owner == index:
             own.append(name)
     return own
-
-
-def _read(stored: StoredTensor, name: str) -> Tensor:
-    with foreign_errors(f"{stored.file}: cannot be read"), safe_open(stored.file, framework="pt") as file:
-        return file.get_tensor(name).float()
 
 
 def _described_model(config: ModelConfig, names: Iterable[str]) -> Described:

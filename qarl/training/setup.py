@@ -52,6 +52,7 @@ from qarl.training.console import RunConsole
 from qarl.training.learner import Learner
 from qarl.training.optim import round_masters
 from qarl.training.run_identity import input_digests, require_same_inputs, shared_tensors_digest, tensors_digest
+from qarl.training.start_codes import compare_start
 from qarl.training.trackers import require_trackers
 from qarl.training.updates import LocalUpdates, Updates
 from qarl.types import Prompt
@@ -144,6 +145,8 @@ def build_run(
             policy, updates, weights = _of_ranks(config, device, console, asked, ranks, look)
         inputs = asked.inputs.with_weights(weights)
         look()
+        if line := together(ranks, lambda: compare_start(config, policy.current) if ranks.first else None):
+            console.message(line)
         policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, policy, asked.tokenizer)
         say = console.warn if ranks.first else partial(_say, ranks.rank)
@@ -290,7 +293,7 @@ def _of_one_process(
 ) -> tuple[Policy, Updates, str]:
     """The policy, what changes it, and the digest of the base model's weights. look: called in between."""
     with console.phase("model"):
-        model = load_model(config.model)
+        model = load_model(config.model, config.quant)
     look()
     with console.phase("digest of the weights"):
         weights = tensors_digest(model.named_parameters())
@@ -326,7 +329,7 @@ def _of_ranks(
     look()
     with console.phase("digest of the weights"):
         shapes = {name: tuple(master.shape) for name, master in policy.named_parameters()}
-        weights = shared_tensors_digest(config.model, shapes, ranks)
+        weights = shared_tensors_digest(config.model, shapes, ranks, config.quant)
     return policy, updates, weights
 
 

@@ -57,7 +57,7 @@ def build_zero(
     model = bare_model(config)
 
     def read(plan: RowPlan) -> dict[str, Tensor]:
-        return in_turn(ranks, lambda: load_rows(config.model, plan, SingleProcess()))
+        return in_turn(ranks, lambda: load_rows(config.model, plan, SingleProcess(), config.quant))
 
     policy, masters, _ = policy_of_rows(config, model, read, device, max_length, SingleProcessExchange(), 1)
     return policy, ZeroUpdates(policy, masters, ranks, config)

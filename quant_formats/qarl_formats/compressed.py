@@ -156,7 +156,8 @@ def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[s
             f"format {_shown(config.get('format'))} is not that of scheme {kind.name} ({' or '.join(formats)})"
         )
     for key, value in found.weight_arguments().items():
-        if weights.get(key) != value:
+        absent = key in _NEW_ARGUMENTS and weights.get(key) is None  # in files of older versions
+        if weights.get(key) != value and not absent:
             raise ValueError(f"weights with {key} {_shown(weights.get(key))} have no scheme; {kind.name} has {value!r}")
     return found, list(ignore)
 

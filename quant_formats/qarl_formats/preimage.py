@@ -25,7 +25,7 @@ from torch import Tensor
 from qarl_formats import nvfp4, rounding
 from qarl_formats.rounding import FP8, Grid
 
-_ULPS = (0, 1, -1, 2, -2)
+_ULPS = (0, -1, 1, -2, 2)  # -1 serves groups whose largest code is -7, which at 7.5 scales would become -8
 _MINUS_ZERO = -(2.0**-12)  # in scales: rounds to -0 in e4m3 (down to -2^-10) and in e2m1 (down to -0.25)
 _SMALLEST = 2.0**-149
 _CHUNK = 2**22  # values at a time: temporaries stay in the cache
@@ -42,7 +42,7 @@ def symmetric(codes: Tensor, scale: Tensor, grid: Grid) -> Found:
         return (rounding.e4m3(scaled) if grid is FP8 else rounding.integers(scaled, grid)).float(), found
 
     def plain(codes: Tensor, scale: Tensor) -> Tensor:
-        return _dequantized(codes, scale.float())
+        return _dequantized(codes, scale.float()) if grid is FP8 else codes * scale.float()
 
     def ending(ulps: int) -> Candidate:
         return lambda codes, scale: _with_absmax(plain(codes, scale), codes, _moved(scale.float() * grid.divisor, ulps))
@@ -144,15 +144,15 @@ def _search_chunk(
     quantize: Callable[..., tuple[Tensor, ...]],
     plain: Candidate,
 ) -> Found:
-    values, exact = plain(*stored), torch.zeros(len(stored[0]), dtype=torch.bool, device=stored[0].device)
-    for candidate in candidates:
+    values = candidates[0](*stored)
+    exact = _same(quantize(values), stored)
+    for candidate in (*candidates[1:], plain):
         left = (~exact).nonzero().squeeze(1)
         if not len(left):
             break
-        wanted = stored if len(left) == len(exact) else tuple(_rows(tensor, left) for tensor in stored)
-        proposed = candidate(*wanted)
-        same = torch.stack([_same_rows(*pair) for pair in zip(quantize(proposed), wanted, strict=True)]).all(0)
-        values[left[same]], exact[left[same]] = proposed[same], True
+        wanted = tuple(_rows(tensor, left) for tensor in stored)
+        values[left] = candidate(*wanted)
+        exact[left] = _same(quantize(values[left]), wanted)
     return values, exact
 
 
@@ -160,10 +160,15 @@ def _rows(tensor: Tensor, index: Tensor) -> Tensor:
     return tensor.view(torch.uint8)[index].view(tensor.dtype)  # torch cannot index float8 on every device
 
 
-def _same_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Whether rows have the same bytes, so that +0 and -0 differ: [G, size] -> bool [G]."""
-    one, other = (tensor.flatten().view(torch.uint8) for tensor in (a, b))
-    return (one == other).view(len(a), -1).all(1)
+def _same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> Tensor:
+    """Whether rows have the same bits, so that +0 and -0 differ: tensors [G, any] -> bool [G]."""
+    same = [(_integers(a) == _integers(b)).all(1) for a, b in zip(found, wanted, strict=True)]
+    return torch.stack(same).all(0)
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]
+    return tensor.flatten().view(kind).view(tensor.shape)
 
 
 def _dequantized(codes: Tensor, step: Tensor) -> Tensor:
@@ -173,11 +178,11 @@ def _dequantized(codes: Tensor, step: Tensor) -> Tensor:
 
 def _with_absmax(values: Tensor, codes: Tensor, absmax: Tensor) -> Tensor:
     """Clamp values to +-absmax and move the largest one there."""
-    high, low = codes.amax(-1, keepdim=True), codes.amin(-1, keepdim=True)
+    (high, top), (low, bottom) = codes.max(-1, keepdim=True), codes.min(-1, keepdim=True)
     upper = high >= -low  # of 7 and -7, 7: at 7.5 scales, -7 would become -8
-    index = torch.where(upper, codes.argmax(-1, keepdim=True), codes.argmin(-1, keepdim=True))
+    index = torch.where(upper, top, bottom)
     end = torch.where(torch.maximum(high, -low) > 0, torch.where(upper, absmax, -absmax), values.gather(-1, index))
-    return values.clamp(-absmax, absmax).scatter_(-1, index, end)
+    return values.clamp_(-absmax, absmax).scatter_(-1, index, end)
 
 
 def _with_range(values: Tensor, low: Tensor, high: Tensor) -> Tensor:

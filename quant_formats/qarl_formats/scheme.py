@@ -242,6 +242,16 @@ class Scheme(ABC):
         """Why compressed-tensors (and so transformers) cannot dequantize a weight of this shape; None if it can."""
         return None
 
+    def stores_like(self, other: Scheme, shape: Shape) -> bool:
+        """Whether the stored tensors of a weight mean the same in both schemes, whatever they do to activations.
+
+        Ignores the grid, which says how codes are chosen and not what they mean.
+        """
+        if not (self.quantized and other.quantized):
+            return False
+        groups = [(one.row_block, one.num_groups(shape[1]), one.tensor_specs(*shape)) for one in (self, other)]
+        return groups[0] == groups[1] and self.weight_type == other.weight_type
+
     # --- arithmetic
 
     def shared(self, weights: Iterable[Tensor]) -> Tensor | None:

@@ -15,6 +15,7 @@ from qarl_kernels.moe.groups import Groups
 from torch import Tensor
 
 from qarl_formats.bits import Proof
+from qarl_formats.packing import unpack_zero_points
 from qarl_formats.registry import make_scheme
 from qarl_formats.rows import concatenate_rows, nonzero_counts
 from qarl_formats.scheme import Codes, InputCodes, Scheme, check_shape
@@ -276,3 +277,27 @@ def codes_changed(before: LowBitWeight, after: LowBitWeight, widths: Sequence[in
     if not scheme.packed:
         return nonzero_counts(difference, widths)
     return nonzero_counts(difference & 0x0F, widths) + nonzero_counts(difference & 0xF0, widths)
+
+
+@torch.no_grad()
+def groups_changed(before: LowBitWeight, after: LowBitWeight) -> tuple[int, int]:
+    """Compare two weights of one shape whose schemes store alike (`Scheme.stores_like`), bit for bit.
+
+    Returns:
+        Groups (blocks, rows) in which a code, scale, zero point or global scale differs, and the number of all.
+    """
+    (n, k), scheme, scale = before.shape, before.scheme, before.tensors["weight_scale"]
+    one, other = before.codes().view(torch.uint8), after.codes().view(torch.uint8)
+    rows, width = scheme.row_block, scheme.row_block if scheme.row_block > 1 else k // scale.shape[1]
+    whole = torch.nn.functional.pad(one != other, (0, -k % width, 0, -n % rows))
+    differ = whole.view(scale.shape[0], rows, scale.shape[1], width).any(3).any(1)
+    differ |= _bytes_of(scale).ne(_bytes_of(after.tensors["weight_scale"])).view(*scale.shape, -1).any(2)
+    if (zero := before.tensors.get("weight_zero_point")) is not None:
+        differ |= unpack_zero_points(zero, n) != unpack_zero_points(after.tensors["weight_zero_point"], n)
+    if (shared := before.tensors.get("weight_global_scale")) is not None:
+        differ |= shared != after.tensors["weight_global_scale"]
+    return int(differ.sum()), differ.numel()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -7,10 +7,7 @@ import os
 import shutil
 
 import pytest
-import torch
-from qarl_formats.compressed import quantization_config
-from qarl_formats.registry import make_scheme, scheme_names
-from safetensors.torch import save_file
+from qarl_formats.registry import scheme_names
 
 from qarl import cli
 from qarl.comparison.offline import members
@@ -229,16 +226,6 @@ def test_the_command_line_says_what_is_wrong_with_the_text(tiny_model, tmp_path,
         )
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("error: --text: ")
-
-
-def test_a_quantized_checkpoint_is_refused(tiny_model, tmp_path, compare):
-    model = shutil.copytree(tiny_model(), tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = quantization_config(make_scheme("w4a16", 32), ["lm_head"])
-    (model / "config.json").write_text(json.dumps(config))
-    save_file({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(128, 2)}, model / "model.safetensors")
-    with pytest.raises(UserError, match="is quantized already; give the model that it was made from"):
-        compare(model, ["w4a16"])
 
 
 def test_a_hostile_model_name_is_text_on_the_page(tiny_model, tmp_path, compare):

@@ -93,7 +93,7 @@ def test_the_weights_and_the_configuration_are_the_same_with_and_without(tiny, e
 
 
 def test_masters_are_read_one_at_a_time_and_are_the_same(tiny, empty, another_process, monkeypatch):
-    assert model_weights(tiny).keys() == dict(load_model(tiny).named_parameters()).keys()
+    assert model_weights(tiny).files.keys() == dict(load_model(tiny).named_parameters()).keys()
     monkeypatch.setattr("qarl.inference.target._model", lambda values: tiny)
     masters = open_masters(resolve_target(tiny.path))
     without_keeping(monkeypatch)

@@ -107,12 +107,6 @@ def changed(tiny_model, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_a_quantized_checkpoint_is_refused(changed) -> None:
-    quantized = changed(quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"})
-    with pytest.raises(UserError, match="is a quantized checkpoint; train from the unquantized model"):
-        load_model(ModelConfig(path=str(quantized)))
-
-
 ROPE = {"rope_theta": 10000.0, "factor": 2.0}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 OF_256 = {"original_max_position_embeddings": 256}

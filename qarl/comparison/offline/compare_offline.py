@@ -44,7 +44,7 @@ def compare_offline(
     Writes comparison.json, comparison.html and plots/*.png, and prints a table on stdout.
 
     Args:
-        model: A run, one of its checkpoints, or a model; not a quantized checkpoint.
+        model: A run, one of its checkpoints, or a model. A quantized checkpoint stands for its dequantized values.
         schemes: Scheme names. bf16, the baseline, gets a row only if it is among them.
         out: Directory of the results; created, or resumed if the arguments are the same.
         text: UTF-8 file; default the text that comes with qarl.

@@ -33,8 +33,7 @@ def scheme_targets(
         verify_digests: See `resolve_target`.
 
     Raises:
-        UserError: No scheme, an unknown scheme, one named twice, a group size that no scheme here has, a quantized
-            checkpoint.
+        UserError: No scheme, an unknown scheme, one named twice, or a group size that no scheme here has.
     """
     for place, name in enumerate(schemes):
         if name not in scheme_names():
@@ -45,8 +44,6 @@ def scheme_targets(
         raise UserError(f"--schemes: names no scheme; choose from {','.join(scheme_names())}")
     if group_size is not None and not set(schemes) & set(grouped_names()):
         raise UserError(f"--group-size {group_size}: none of the schemes {','.join(schemes)} has groups; leave it out")
-    if resolve_target(model, verify_digests=verify_digests).kind == "export":
-        raise UserError(f"{model}: is quantized already; give the model that it was made from")
     cache = given(kv_cache_dtype=kv_cache_dtype)
     quants = {name: {"scheme": name} | _group(name, group_size) | cache for name in schemes}
     return {name: resolve_target(model, quant=quant, verify_digests=verify_digests) for name, quant in quants.items()}

@@ -46,7 +46,8 @@ class RunPolicy:
         set_determinism(self.config)
         config = self.config
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(target.model)
-        self.policy: Policy = build_policy(config, load_model(target.model), pick_device(device), context_of(target))
+        model = load_model(target.model, config.quant)
+        self.policy: Policy = build_policy(config, model, pick_device(device), context_of(target))
         self.policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, self.policy, self.tokenizer)
         self.truncation: Truncation = sampling.truncation

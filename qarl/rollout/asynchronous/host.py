@@ -25,7 +25,7 @@ from qarl.config.yaml_io import parse_yaml
 from qarl.policy.decoder import Decoder
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_tokenizer
-from qarl.policy.load_config import load_generation_config, load_model_config
+from qarl.policy.load_config import load_generation_config, load_model_config, plain_config
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import schemes_of, skeleton
 from qarl.rollout.asynchronous.process import AsyncSettings, Group
@@ -68,7 +68,7 @@ class Host:
 
     def _build(self) -> None:
         config, dtype = self.config, DTYPES[self.config.model.dtype]
-        model = skeleton(load_model_config(config.model))
+        model = skeleton(plain_config(load_model_config(config.model)))
         positions = -(-self.settings.max_length // PAGE) * PAGE
         decoder = Decoder(model.base_model, positions, {dtype}, self.device)
         scheme, ignore = scheme_of(config.quant), config.quant.ignore

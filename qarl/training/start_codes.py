@@ -1,0 +1,59 @@
+"""How the first version of a run that starts from a quantized checkpoint compares with the file."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from qarl_formats.weight import LowBitWeight, groups_changed
+from torch import Tensor
+
+from qarl.config import Config
+from qarl.policy.load import model_weights
+from qarl.policy.stored_weights import StoredWeights
+from qarl.weight_sync.snapshot import Snapshot
+
+
+def compare_start(config: Config, snapshot: Snapshot) -> str | None:
+    """Compare the codes and scales of version 0 with those of `model.path`; None if it is not quantized.
+
+    Reads the checkpoint once more. This is a comparison of bits and not a count of preimages, because weights with one
+    global scale (NVFP4) decide over it together.
+
+    Args:
+        config: Configuration of the run.
+        snapshot: Its version 0.
+
+    Returns:
+        One line for the console.
+
+    Raises:
+        UserError: The checkpoint cannot be read.
+    """
+    weights = None if config.model.trust_remote_code else model_weights(config.model, config.quant)
+    if weights is None or weights.format is None:
+        return None
+    counts: Counter[str] = Counter()
+    for module in weights.quantized:
+        counts.update(_compared(weights, snapshot, module))
+    return _line(weights.format.method, counts)
+
+
+def _compared(weights: StoredWeights, snapshot: Snapshot, module: str) -> dict[str, int]:
+    stored, now = weights.stored(f"{module}.weight"), snapshot.weight(module)
+    if isinstance(stored, Tensor) or not now.scheme.stores_like(stored.scheme, stored.shape):
+        return {"dequantized": 1}
+    held = LowBitWeight(now.scheme, {name: tensor.cpu() for name, tensor in now.tensors.items()}, now.shape)
+    changed, groups = groups_changed(stored, held)
+    return {"layers": 1, "changed": changed, "groups": groups}
+
+
+def _line(method: str, counts: Counter[str]) -> str:
+    if not counts["layers"]:
+        return f"the model is quantized ({method}); masters are its dequantized values, quantized anew"
+    same = f"version 0 has the codes and scales of the quantized checkpoint ({method}, {counts['layers']:,} layers)"
+    if counts["changed"]:
+        share = 100 * counts["changed"] / counts["groups"]
+        same += f", except for {counts['changed']:,} of {counts['groups']:,} groups ({share:.2g} %) without a preimage"
+    if counts["dequantized"]:
+        same += f"; {counts['dequantized']:,} other layers start from dequantized values"
+    return same
