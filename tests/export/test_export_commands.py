@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_exports import SCHEMES, TinyRun, entries, same_bytes, save_run, stored_tensors
 
 from qarl import cli
@@ -270,10 +271,14 @@ def test_quantize_refuses_what_the_format_cannot_express(options, reason, tiny_m
     assert entries(tmp_path) == []
 
 
-def test_quantize_of_a_quantized_checkpoint_is_refused(tiny_model, qarl, refusal, tmp_path):
+def test_quantize_of_a_quantized_checkpoint_starts_from_its_values(tiny_model, qarl, tmp_path):
     qarl("quantize", tiny_model(), tmp_path / "once", "--scheme", "fp8")
-    line = refusal("quantize", tmp_path / "once", tmp_path / "twice", "--scheme", "w8a8")
-    assert "is quantized already" in line and entries(tmp_path) == ["once"]
+    qarl("quantize", tmp_path / "once", tmp_path / "again", "--scheme", "fp8")
+    once, again = (load_file(tmp_path / name / "model.safetensors") for name in ("once", "again"))
+    assert once.keys() == again.keys()
+    assert all(torch.equal(once[name].view(torch.uint8), again[name].view(torch.uint8)) for name in once)
+    qarl("quantize", tmp_path / "once", tmp_path / "other", "--scheme", "w8a8")
+    assert load_file(tmp_path / "other" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
 
 
 def test_quantize_of_nothing_is_refused(refusal, tmp_path):
