@@ -20,8 +20,9 @@ from qarl.comparison.offline.weight_errors import checkpoint_bytes, weight_error
 from qarl.comparison.offline.windows import Windows
 from qarl.config import RolloutConfig
 from qarl.config.quant import scheme_of
+from qarl.config.weight_files import stored_format
 from qarl.errors import UserError
-from qarl.inference.masters import Masters
+from qarl.inference.masters import Masters, open_masters
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
 from qarl.policy.device import DTYPES
@@ -45,7 +46,10 @@ class Bench:
     def open(self, target: Target) -> Opened:
         test = self.speed
         sizes = RolloutConfig(max_num_seqs=test.batch, max_batched_tokens=test.batch * test.prompt_tokens)
-        return open_policy(target, device=self.device.type, rollout=sizes, masters=self.masters)
+        # Masters from a quantized checkpoint depend on the scheme; see `qarl.policy.stored_weights`.
+        own = target.kind == "model" and stored_format(Path(target.model.path)) is not None
+        masters = open_masters(target) if own else self.masters
+        return open_policy(target, device=self.device.type, rollout=sizes, masters=masters)
 
 
 def measure(bench: Bench, schemes: list[str]) -> Iterator[dict[str, Any]]:
