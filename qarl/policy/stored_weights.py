@@ -109,11 +109,10 @@ def _quantized(
 
 
 def _schemes(quant: QuantConfig | None) -> Callable[[str], Scheme | None]:
-    """Return the scheme of a module in a run."""
-    scheme, ignore = (None, []) if quant is None else (scheme_of(quant), quant.ignore)
-    if scheme is None or not scheme.quantized:
+    """Return the scheme that rounds a module to the nearest codes in a run; None if there is none."""
+    if quant is None or quant.init != "rtn" or not (scheme := scheme_of(quant)).quantized:
         return lambda module: None
-    return lambda module: None if is_ignored(module, ignore) else scheme
+    return lambda module: None if is_ignored(module, quant.ignore) else scheme
 
 
 def _cut(weight: LowBitWeight, rows: range | None) -> tuple[LowBitWeight, slice]:

@@ -51,8 +51,8 @@ from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
 from qarl.training.learner import Learner
 from qarl.training.optim import round_masters
+from qarl.training.quantized_start import compare_start
 from qarl.training.run_identity import input_digests, require_same_inputs, shared_tensors_digest, tensors_digest
-from qarl.training.start_codes import compare_start
 from qarl.training.trackers import require_trackers
 from qarl.training.updates import LocalUpdates, Updates
 from qarl.types import Prompt

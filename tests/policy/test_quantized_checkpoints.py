@@ -22,7 +22,7 @@ from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_model, model_weights
 from qarl.policy.policy import Policy
-from qarl.training.start_codes import compare_start
+from qarl.training.quantized_start import compare_start
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}  # whole blocks of 128 x 128
 

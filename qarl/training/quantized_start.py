@@ -14,7 +14,7 @@ from qarl.weight_sync.snapshot import Snapshot
 
 
 def compare_start(config: Config, snapshot: Snapshot) -> str | None:
-    """Compare the codes and scales of version 0 with those of `model.path`; None if it is not quantized.
+    """Compare the codes and scales of version 0 with those of `model.path`.
 
     Reads the checkpoint once more. This is a comparison of bits and not a count of preimages, because weights with one
     global scale (NVFP4) decide over it together.
@@ -24,12 +24,14 @@ def compare_start(config: Config, snapshot: Snapshot) -> str | None:
         snapshot: Its version 0.
 
     Returns:
-        One line for the console.
+        One line for the console; None if the model is not quantized, or `quant.init` calibrates other codes.
 
     Raises:
         UserError: The checkpoint cannot be read.
     """
-    weights = None if config.model.trust_remote_code else model_weights(config.model, config.quant)
+    if config.model.trust_remote_code or config.quant.init != "rtn":
+        return None
+    weights = model_weights(config.model, config.quant)
     if weights is None or weights.format is None:
         return None
     counts: Counter[str] = Counter()
