@@ -21,12 +21,13 @@ PAGE = ROOT / "docs" / "configuration_keys.md"
 HEAD = """\
 # Configuration keys
 
-Every key of every section, generated from the schema (`qarl schema`) by `python tools/config_reference.py`. Keys are
-relative to their section: `path` under [model](#model) is `model.path`. `[]` marks a list of sections. Bounds are
-intervals: (0, 1] excludes 0 and includes 1. A key without a default is null, which means off or what the text says.
+All keys, generated from the schema (`qarl schema`) by `python tools/config_reference.py`. Keys are relative to their
+section: `path` under [model](#model) is `model.path`. `[]` marks a list of sections. (0, 1] excludes 0 and includes 1;
+the schema has further technical limits. A key without a default is null: off, unless the text says otherwise.
 `qarl check my.yaml` prints a configuration with all defaults resolved.
 """
 NAMES = {"object": "mapping", "string": "text", "integer": "integer", "number": "number", "boolean": "boolean"}
+TECHNICAL = 10_000  # bounds from here on only guard against nonsense, and are not shown
 Schema = dict[str, Any]
 
 
@@ -222,11 +223,11 @@ def kind_of(entry: Schema, definitions: dict[str, Schema]) -> str:
 
 
 def bounds_of(part: Schema) -> str:
-    """` (0, 1]`, for a number with bounds; empty if it has none."""
-    if not part.keys() & {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}:
-        return ""
+    """` (0, 1]` or ` >= 1` for a number with bounds; empty if it has none, or only technical limits."""
     low = part["minimum"] if "minimum" in part else part.get("exclusiveMinimum", -math.inf)
     high = part["maximum"] if "maximum" in part else part.get("exclusiveMaximum", math.inf)
+    if high >= TECHNICAL:
+        return "" if low <= -TECHNICAL else f" {'>=' if 'minimum' in part else '>'} {plain(low)}"
     return f" {'[' if 'minimum' in part else '('}{plain(low)}, {plain(high)}{']' if 'maximum' in part else ')'}"
 
 
