@@ -100,9 +100,9 @@ def usage_line(error: Any) -> str:
     if parameter is not None:
         option = next((name for name in parameter.opts if name.startswith("--")), None)
         place = option or parameter.metavar or str(parameter.name).upper()
-        said = re.sub(r"^\w+ should (be|have)", r"must \1", str(error.message).removeprefix("Value error, "))
-        said = said or "is required"
-        message = f"{place}: {said}"
+        problem = re.sub(r"^\w+ should (be|have)", r"must \1", str(error.message).removeprefix("Value error, "))
+        problem = problem or "is required"
+        message = f"{place}: {problem}"
     command = error.ctx.command_path if error.ctx is not None else "qarl"
     text = shown(message, _LONGEST).rstrip(".")
     return f"{text if parameter is not None else text[:1].lower() + text[1:]}; see {command} --help"

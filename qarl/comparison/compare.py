@@ -105,8 +105,8 @@ def _train_and_compare(
     not_reused = find_finished(members, records)
     with locked(out), ProgressView(members) as view:
         write_configs(members, out)
-        for said in not_reused:
-            view.say(said)
+        for notice in not_reused:
+            view.say(notice)
         for member in members:
             if member.state != "waiting":
                 what = f"reused, {member.run_dir}" if member.reused else f"{member.state}: {member.reason}"

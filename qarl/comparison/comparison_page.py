@@ -158,10 +158,10 @@ def _reward_and_mismatch(which: str, lines: dict[str, list[RunRecord]], note: st
     every = [_series(name, of, "mismatch/delta_abs_mean") for name, of in lines.items()]
     curves = [series for series in every if any(y != 0 for y in series.y)]
     exact = [series.name for series in every if series not in curves]
-    said = f"The mismatch is 0 in every step of {', '.join(exact)}: sampler and learner agree bit for bit."
+    exact_note = f"The mismatch is 0 in every step of {', '.join(exact)}: sampler and learner agree bit for bit."
     if not curves:
-        return [reward, Text(said)]
-    both = " ".join(text for text in (note, said if exact else "") if text)
+        return [reward, Text(exact_note)]
+    both = " ".join(text for text in (note, exact_note if exact else "") if text)
     return [reward, LineChart(f"Mismatch{which}", "step", "mean |Δ log-prob|, nats", curves, True, both)]
 
 

@@ -232,5 +232,5 @@ def failure(code: int, log: Path, begin: int = 0) -> str:
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if errors:
         return errors[-1]
-    said = f": {lines[-1].strip()}" if lines else ""
-    return f"{how}{hint}{said}"
+    detail = f": {lines[-1].strip()}" if lines else ""
+    return f"{how}{hint}{detail}"

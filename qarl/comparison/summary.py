@@ -25,7 +25,7 @@ from qarl.utils.text import visible
 
 FORMAT_VERSION = 1
 # Keys of environment.json that do not affect a run's numbers.
-_UNTOLD = ("command", "host", "seed")
+_NOT_COMPARED = ("command", "host", "seed")
 
 
 class Number(NamedTuple):
@@ -77,15 +77,15 @@ def build(
         inputs: Result of `input_differences`.
         notices: Warnings to show with the numbers.
     """
-    told = {name: {k: v for k, v in each.items() if k not in _UNTOLD} for name, each in environments.items()}
+    compared = {name: {k: v for k, v in each.items() if k not in _NOT_COMPARED} for name, each in environments.items()}
     return {
         "format_version": FORMAT_VERSION,
         "kind": "runs",
         "title": title,
         "command": command,
-        "environment": next(iter(told.values()), None),
+        "environment": next(iter(compared.values()), None),
         "environment_differences": differing(
-            {name: flatten({k: v for k, v in each.items() if k != "inputs"}) for name, each in told.items()}
+            {name: flatten({k: v for k, v in each.items() if k != "inputs"}) for name, each in compared.items()}
         ),
         "input_differences": inputs or {},
         "notices": list(notices),

@@ -129,11 +129,11 @@ def _gap_tables(record: Mapping[str, Any]) -> list[Block]:
         "tail": ("in the tail", "probability, sampler (log10)", lambda row: math.log10(max(row["low"], 1e-7))),
     }
     charts: list[Block] = []
-    for name, (title, label, place) in axes.items():
+    for name, (title, label, position) in axes.items():
         rows = record.get(name) or []
         if len(rows) > 1:
             gaps = [row["delta_abs_mean"] for row in rows]
-            series = [Series("all tokens", [place(row) for row in rows], gaps)]
+            series = [Series("all tokens", [position(row) for row in rows], gaps)]
             charts.append(LineChart(f"Log-prob difference {title}", label, "mean |delta| (nats)", series, log_y=True))
     return charts
 
@@ -264,8 +264,8 @@ def _deciles_over_steps(records: list[dict[str, Any]]) -> LineChart:
 
 def _with_chart(blocks: list[Block], chart: Chart) -> list[Block]:
     """Insert `chart` after the last chart, so that they share a grid."""
-    place = max((i for i, block in enumerate(blocks) if isinstance(block, Chart)), default=-1) + 1
-    return [*blocks[:place], chart, *blocks[place:]]
+    position = max((i for i, block in enumerate(blocks) if isinstance(block, Chart)), default=-1) + 1
+    return [*blocks[:position], chart, *blocks[position:]]
 
 
 def _examples(rows: list[dict[str, Any]]) -> list[Block]:

@@ -107,14 +107,14 @@ def draw(chart: Chart, colours: Colours, *, heading: bool) -> Figure:
     axes = figure.add_subplot(facecolor=colours.background)
     layout.set(w_pad=0.05, h_pad=0.05)
     if isinstance(chart, LineChart):
-        drawn = _lines(axes, chart, colours)
+        has_points = _lines(axes, chart, colours)
     elif isinstance(chart, BarChart):
-        drawn = _bars(axes, chart, colours)
+        has_points = _bars(axes, chart, colours)
     elif isinstance(chart, Scatter):
-        drawn = scatter(axes, chart, colours, log_scale(chart))
+        has_points = scatter(axes, chart, colours, log_scale(chart))
     else:
-        drawn = _histogram(axes, chart, colours)
-    if not drawn:
+        has_points = _histogram(axes, chart, colours)
+    if not has_points:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no data", ha="center", va="center", color=colours.muted, transform=axes.transAxes)
     if heading:
@@ -204,10 +204,10 @@ def _bars(axes: Axes, chart: BarChart, colours: Colours) -> bool:
             ends[row] = max(high, values[row])
     for row, end in enumerate(ends):
         text = number(chart.bars[row].value)
-        place = start if math.isnan(end) or (log and end <= 0) else end if log else max(end, 0.0)
+        x = start if math.isnan(end) or (log and end <= 0) else end if log else max(end, 0.0)
         axes.annotate(
             text,
-            (place, row),
+            (x, row),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",

@@ -47,9 +47,9 @@ def _draw_all(charts: Sequence[Chart], processes: int) -> None:
             codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in forks]
         for share, code in enumerate([*codes, 0]):
             if code == 0:  # a killed fork leaves missing or partial files
-                for place in range(share, len(charts), processes):
+                for index in range(share, len(charts), processes):
                     for form in FORMS:
-                        rendered[id(charts[place]), form] = (directory / f"{place}.{form}").read_bytes()
+                        rendered[id(charts[index]), form] = (directory / f"{index}.{form}").read_bytes()
 
 
 def _fork(charts: Sequence[Chart], share: int, processes: int, directory: Path) -> int:

@@ -28,7 +28,7 @@ def samples_section(run: Path) -> Section:
             blocks.append(Text(f"{path.name}: {lines} cannot be read and are omitted.", "warning"))
         if records:
             note = f"{which} recorded step, {step}: {len(records)} responses on record"
-            blocks.append(Completions([_completion(row, place) for place, row in _by_reward(records)], note))
+            blocks.append(Completions([_completion(row, label) for label, row in _by_reward(records)], note))
     return Section("Samples", blocks, "Responses with the lowest, the median and the highest reward.")
 
 
@@ -49,8 +49,8 @@ def _reward(row: dict[str, Any]) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _completion(row: dict[str, Any], place: str) -> Completion:
-    details = [place, f"prompt {row.get('prompt_id')}, sample {row.get('sample')}"]
+def _completion(row: dict[str, Any], label: str) -> Completion:
+    details = [label, f"prompt {row.get('prompt_id')}, sample {row.get('sample')}"]
     if isinstance(row.get("tokens"), int):
         details.append(f"{row['tokens']} tokens")
     if row.get("finish_reason"):

@@ -98,8 +98,8 @@ def exact(
         return text.casefold() if casefold else text
 
     answers = ground_truths(columns, column)
-    said = [after_thinking(c, p, think_tags) for c, p in zip(completions, prompts, strict=True)]
-    return [float(s is not None and normal(s) == normal(str(a))) for s, a in zip(said, answers, strict=True)]
+    answer_part = [after_thinking(c, p, think_tags) for c, p in zip(completions, prompts, strict=True)]
+    return [float(s is not None and normal(s) == normal(str(a))) for s, a in zip(answer_part, answers, strict=True)]
 
 
 def regex(
@@ -138,8 +138,8 @@ def regex(
     tags = tags_for(pattern, think_tags)
     scores = []
     for completion, prompt, answer in zip(completions, prompts, answers, strict=True):
-        said = after_thinking(completion, prompt, tags)
-        match = None if said is None else compiled.search(said)
+        answer_part = after_thinking(completion, prompt, tags)
+        match = None if answer_part is None else compiled.search(answer_part)
         scores.append(float(match is not None and (match[group] or "").strip() == final_answer(answer)))
     return scores
 
@@ -169,8 +169,8 @@ def choice(
     letters = ground_truths(columns, column)
     scores = []
     for completion, prompt, letter in zip(completions, prompts, letters, strict=True):
-        said = after_thinking(completion, prompt, think_tags)
-        scores.append(float(said is not None and chosen_letter(said) == str(letter).strip().upper()))
+        answer_part = after_thinking(completion, prompt, think_tags)
+        scores.append(float(answer_part is not None and chosen_letter(answer_part) == str(letter).strip().upper()))
     return scores
 
 

@@ -131,9 +131,9 @@ def _unwrapped(text: str) -> tuple[str, str]:
             return text[len(left) : -len(right)], name
     if len(text) > 1 and text[0] in _OPEN and text[-1] in _CLOSE and text[-2] != "\\":
         depth = 0
-        for place, character in enumerate(text):
+        for index, character in enumerate(text):
             depth += (character in _OPEN) - (character in _CLOSE)
-            if depth == 0 and place < len(text) - 1:
+            if depth == 0 and index < len(text) - 1:
                 return text, ""
         if depth == 0 and text[0] + text[-1] not in ("{]", "{)", "(}", "[}"):
             braces = text[0] == "{" and "," not in text
@@ -161,37 +161,37 @@ def _signs(text: str) -> list[str]:
 
 def split(text: str, separators: tuple[str, ...]) -> list[str]:
     """Split at separators outside of brackets; return one part if brackets do not match."""
-    parts, depth, begin, place = [], 0, 0, 0
-    while place < len(text):
-        character = text[place]
-        if depth == 0 and (separator := next((s for s in separators if text.startswith(s, place)), None)):
-            parts.append(text[begin:place])
-            begin = place = place + len(separator)
+    parts, depth, begin, index = [], 0, 0, 0
+    while index < len(text):
+        character = text[index]
+        if depth == 0 and (separator := next((s for s in separators if text.startswith(s, index)), None)):
+            parts.append(text[begin:index])
+            begin = index = index + len(separator)
             continue
         depth = max(0, depth + (character in _OPEN) - (character in _CLOSE))
-        place += 1
+        index += 1
     parts.append(text[begin:])
     return parts if depth == 0 and all(part.strip() for part in parts) else [text]
 
 
 def _collections(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool | None:
-    wanted, said = _parts(gold), _parts(answer)
-    if wanted is None and said is None:
+    wanted, actual = _parts(gold), _parts(answer)
+    if wanted is None and actual is None:
         return None
-    if wanted is None or said is None:
-        return _one_of_one(gold, wanted, answer, said, symbolic, depth)
-    compare = _comparison(wanted, said)
+    if wanted is None or actual is None:
+        return _one_of_one(gold, wanted, answer, actual, symbolic, depth)
+    compare = _comparison(wanted, actual)
     if compare is None:
         return False
-    found = any(compare(g, a, symbolic, depth) for g in wanted.items for a in said.items)
-    return True if found else None if wanted.kind == said.kind == "union" else False
+    found = any(compare(g, a, symbolic, depth) for g in wanted.items for a in actual.items)
+    return True if found else None if wanted.kind == actual.kind == "union" else False
 
 
 def _one_of_one(
-    gold: str, wanted: _Parts | None, answer: str, said: _Parts | None, symbolic: Symbolic, depth: int
+    gold: str, wanted: _Parts | None, answer: str, actual: _Parts | None, symbolic: Symbolic, depth: int
 ) -> bool | None:
     r"""Compare a collection with a single expression: `\{5\}` and `5`, or `x = 1, 2`. None if not comparable."""
-    parts = wanted or said
+    parts = wanted or actual
     assert parts is not None, "one of the answers must be a collection"
     if parts.kind == "set" and len(parts.items[0]) == 1:
         item = parts.items[0][0]
@@ -205,18 +205,18 @@ def _one_of_one(
     return None if parts.kind in ("tuple", "union") and re.search("[<>]|\\\\[lg]e", gold + answer) else False
 
 
-def _comparison(wanted: _Parts, said: _Parts) -> Callable[[list[str], list[str], Symbolic, int], bool] | None:
+def _comparison(wanted: _Parts, actual: _Parts) -> Callable[[list[str], list[str], Symbolic, int], bool] | None:
     """Return the function that compares the items of two collections; None if they cannot be equal."""
-    kinds = {wanted.kind, said.kind}
+    kinds = {wanted.kind, actual.kind}
     if kinds == {"set"}:
         return _mutual
     if kinds == {"tuple"}:
-        longer = all(len(items) > 2 for items in [*wanted.items, *said.items])
-        return _ordered if longer or wanted.brackets == said.brackets else None
+        longer = all(len(items) > 2 for items in [*wanted.items, *actual.items])
+        return _ordered if longer or wanted.brackets == actual.brackets else None
     if kinds in ({"tuple", "list"}, {"tuple", "set"}):
         return (
             _ordered
-            if "set" not in kinds and "(" in (wanted.brackets + said.brackets)
+            if "set" not in kinds and "(" in (wanted.brackets + actual.brackets)
             else (_ordered if "set" not in kinds and wanted.brackets == "[]" else None)
         )
     if "union" in kinds and kinds != {"union"}:
@@ -238,10 +238,10 @@ def _unordered(gold: list[str], answer: list[str], symbolic: Symbolic, depth: in
         return _ordered(gold, answer, symbolic, depth)
     left = list(answer)
     for item in gold:
-        place = next((i for i, other in enumerate(left) if same(item, other, symbolic, depth + 1)), None)
-        if place is None:
+        index = next((i for i, other in enumerate(left) if same(item, other, symbolic, depth + 1)), None)
+        if index is None:
             return False
-        del left[place]
+        del left[index]
     return True
 
 
@@ -272,18 +272,18 @@ def _equations(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool |
     membership = [re.sub(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])\s*", "", text) for text in (gold, answer)]
     if membership != [gold, answer]:
         return same(membership[0], membership[1], symbolic, depth + 1)
-    wanted, said = _sides(gold), _sides(answer)
-    if len(wanted) == len(said) == 1:
+    wanted, actual = _sides(gold), _sides(answer)
+    if len(wanted) == len(actual) == 1:
         return None
     if len(wanted) == 1:
-        return same(gold, said[1], symbolic, depth + 1)
-    if len(said) == 1:
+        return same(gold, actual[1], symbolic, depth + 1)
+    if len(actual) == 1:
         return same(wanted[1], answer, symbolic, depth + 1) if _NAME.fullmatch(wanted[0]) else False
-    if all(_NAME.fullmatch(sides[0]) for sides in (wanted, said)):
-        names = [_SPACES.sub("", sides[0]) for sides in (wanted, said)]
+    if all(_NAME.fullmatch(sides[0]) for sides in (wanted, actual)):
+        names = [_SPACES.sub("", sides[0]) for sides in (wanted, actual)]
         if names[0] == names[1]:
-            return same(wanted[1], said[1], symbolic, depth + 1)
-        if read(wanted[1]) or read(said[1]):  # x = 5 and y = 5
+            return same(wanted[1], actual[1], symbolic, depth + 1)
+        if read(wanted[1]) or read(actual[1]):  # x = 5 and y = 5
             return False
     return symbolic(gold, answer)
 
@@ -306,8 +306,8 @@ def _texts(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool | Non
 
 def _expressions(gold: str, answer: str, symbolic: Symbolic) -> bool:
     """Compare expressions with roots, variables or functions. Their units must not differ."""
-    (left, wanted), (right, said) = _without_unit(gold), _without_unit(answer)
-    if wanted is not None and said is not None and wanted != said:
+    (left, wanted), (right, actual) = _without_unit(gold), _without_unit(answer)
+    if wanted is not None and actual is not None and wanted != actual:
         return False
     return symbolic(left, right)
 

@@ -86,8 +86,8 @@ def math(
     scores = []
     for completion, prompt, answer in zip(completions, prompts, ground_truths(columns, column), strict=True):
         gold = _gold(answer)
-        said = after_thinking(completion, prompt, think_tags)
-        fragment = None if said is None else _fragment(said, "####" in str(answer), complete_box)
+        actual = after_thinking(completion, prompt, think_tags)
+        fragment = None if actual is None else _fragment(actual, "####" in str(answer), complete_box)
         scores.append(float(fragment is not None and same(gold, fragment, symbolic)))
     return scores
 
@@ -145,9 +145,9 @@ def _spellings(text: str) -> list[str]:
 
 
 def _equal(gold: str, answer: str, timeout_s: int) -> bool:
-    wanted, said = _constant(gold, timeout_s), _constant(answer, timeout_s)
-    if wanted is not None and said is not None:
-        return equal(wanted, said)
+    wanted, actual = _constant(gold, timeout_s), _constant(answer, timeout_s)
+    if wanted is not None and actual is not None:
+        return equal(wanted, actual)
     target = _parse(gold, timeout_s)
     if not target:
         raise ValueError(f"math-verify finds no answer in the ground truth {gold[-60:]!r}")

@@ -146,10 +146,10 @@ class RewardPool:
         return Worker(functions, self._columns, self._log, self._config.memory_gib)
 
     def _replace_gone(self) -> None:
-        for place, worker in enumerate(self._workers):
+        for index, worker in enumerate(self._workers):
             if worker.gone:
                 worker.kill()
-                self._workers[place] = self._start_worker()
+                self._workers[index] = self._start_worker()
 
     def _abandon(self) -> None:
         """Kill workers that have a request in flight; the next `score` replaces them."""
@@ -160,9 +160,9 @@ class RewardPool:
     def _hand_out(self, batch: Batch) -> None:
         for worker in self._workers:
             if not worker.starting and worker.task is None:
-                if (asked := batch.next_task(time.monotonic())) is None:
+                if (scheduled := batch.next_task(time.monotonic())) is None:
                     return
-                task, limit_s = asked
+                task, limit_s = scheduled
                 worker.send(task, batch.arguments(task), limit_s)
 
     def _wait_for_reports(self) -> list[Report]:

@@ -278,10 +278,10 @@ class Worker:
     def _gone(self, how: str, hung: bool = False) -> Report:
         if self.task is not None:  # without a task, a worker that reported ready but is dead counts as not loaded
             return self._done(how, hung)
-        said = f"; last output: {self._output.last_line}" if self._output.last_line else ""
+        last_output = f"; last output: {self._output.last_line}" if self._output.last_line else ""
         log = self._output.log.path
-        where = f" (full output in {log})" if said and log is not None else ""
-        raise UserError(f"reward.functions: `{self._loading}`: while loading it, {how}{said}{where}")
+        where = f" (full output in {log})" if last_output and log is not None else ""
+        raise UserError(f"reward.functions: `{self._loading}`: while loading it, {how}{last_output}{where}")
 
     def _death(self) -> str:
         try:

@@ -95,8 +95,8 @@ def code(
     limits = Limits(wall_s=timeout_s, cpu_s=max(1, round(timeout_s)), memory_bytes=memory_mib << 20)
     jobs = []
     for completion, prompt, row, detail in zip(completions, prompts, rows, details, strict=True):
-        said = after_thinking(completion, prompt, think_tags)
-        program = None if said is None else last_program(said)
+        answer_part = after_thinking(completion, prompt, think_tags)
+        program = None if answer_part is None else last_program(answer_part)
         tests = [test for part in row for test in read_tests(part, detail)]
         jobs.append((program, tests[:max_tests]))
 
@@ -167,15 +167,15 @@ def passes(program: str, test: Test, limits: Limits, isolation: Isolation) -> bo
         return False
 
 
-def same_output(said: str, wanted: str) -> bool:
+def same_output(output: str, wanted: str) -> bool:
     """Return whether two outputs have equal lines, ignoring white space at line ends, or equal numbers in them."""
-    mine, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (said, wanted))
+    mine, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (output, wanted))
     return len(mine) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def _same_numbers(said: str, wanted: str) -> bool:
+def _same_numbers(output: str, wanted: str) -> bool:
     try:
-        return [Decimal(word) for word in said.split()] == [Decimal(word) for word in wanted.split()]
+        return [Decimal(word) for word in output.split()] == [Decimal(word) for word in wanted.split()]
     except InvalidOperation:
         return False
 

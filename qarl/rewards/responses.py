@@ -173,15 +173,15 @@ def formulas(text: str) -> list[tuple[int, int, str]]:
     return [(m.start(), m.end(), m["a"] or m["b"] or m["c"] or m["d"]) for m in _FORMULA.finditer(text)]
 
 
-def joined_formulas(text: str, found: list[tuple[int, int, str]], place: int, step: int) -> str:
-    """Return formula `place` and its neighbours in direction `step` that a comma, `and` or `or` connects."""
-    parts = [found[place][2]]
-    while 0 <= place + step < len(found):
-        left, right = sorted((found[place], found[place + step]))
+def joined_formulas(text: str, found: list[tuple[int, int, str]], index: int, step: int) -> str:
+    """Return formula `index` and its neighbours in direction `step` that a comma, `and` or `or` connects."""
+    parts = [found[index][2]]
+    while 0 <= index + step < len(found):
+        left, right = sorted((found[index], found[index + step]))
         if _SEPARATOR.fullmatch(text, left[1], right[0]) is None:
             break
-        place += step
-        parts.insert(len(parts) if step > 0 else 0, found[place][2])
+        index += step
+        parts.insert(len(parts) if step > 0 else 0, found[index][2])
     return ", ".join(parts)
 
 

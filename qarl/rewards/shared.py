@@ -30,14 +30,14 @@ def score_share(
     """
     own = ranks.share(len(prompts), among)
     n = len(rollouts) // len(own) if own else 0
-    asked = [prompts[i] for i in own for _ in range(n)]
-    columns = {name: [prompt.columns[name] for prompt in asked] for name in prompts[0].columns}
+    repeated = [prompts[i] for i in own for _ in range(n)]
+    columns = {name: [prompt.columns[name] for prompt in repeated] for name in prompts[0].columns}
     texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
     if ranks.count == 1:
-        return rewards.score(texts, [prompt.text for prompt in asked], columns, ids)
+        return rewards.score(texts, [prompt.text for prompt in repeated], columns, ids)
     # A rank without prompts does not know n and has no completions to number.
     share = Share(own.start * n, len(prompts) * n)
-    return rewards.score(texts, [prompt.text for prompt in asked], columns, ids, share)
+    return rewards.score(texts, [prompt.text for prompt in repeated], columns, ids, share)
 
 
 def gather_results(own: RewardResult, ranks: Ranks, max_failed_frac: float, place: str = "") -> RewardResult:
@@ -69,5 +69,5 @@ def judge(result: RewardResult, max_failed_frac: float, place: str = "") -> None
     """
     for label, count in result.failed.items():
         head = f"reward `{label}`: "
-        said = [message.removeprefix(head) for message in result.messages if message.startswith(head)]
-        require_few_failures(label, count, len(result.total), max_failed_frac, said[-1] if said else "", place)
+        messages = [message.removeprefix(head) for message in result.messages if message.startswith(head)]
+        require_few_failures(label, count, len(result.total), max_failed_frac, messages[-1] if messages else "", place)

@@ -23,7 +23,7 @@ class Outlet(io.TextIOBase):
         stream: None if the process was started without it.
 
     Attributes:
-        failure: First write error, except that nobody reads the stream any more.
+        failure: First write error other than a closed pipe or terminal.
     """
 
     def __init__(self, stream: TextIO | None) -> None:

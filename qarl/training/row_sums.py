@@ -163,8 +163,8 @@ class RowSums(Rounds):
     @torch.no_grad()
     def _land(self) -> None:
         for block, _, pending in self._flight.popleft():
-            rows, held = pending.rows(), self._sums.get(block)
-            self._sums[block] = rows if held is None else held.add_(rows)
+            rows, previous = pending.rows(), self._sums.get(block)
+            self._sums[block] = rows if previous is None else previous.add_(rows)
 
 
 def backward_order(policy: Policy) -> list[list[nn.Parameter]]:

@@ -132,8 +132,8 @@ class LocalUpdates(Updates):
 
     def _values(self) -> dict[str, Tensor]:
         """Return master weights by name, in the policy's order, on the device or on the host."""
-        held = self.optimizer.masters()
-        return {name: held.get(name, parameter.detach()) for name, parameter in self.policy.named_parameters()}
+        masters = self.optimizer.masters()
+        return {name: masters.get(name, parameter.detach()) for name, parameter in self.policy.named_parameters()}
 
     def publish(self, version: int) -> None:
         """Quantize the master weights and switch the policy to the result."""
