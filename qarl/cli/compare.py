@@ -10,6 +10,7 @@ from qarl_formats.registry import scheme_names
 
 from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
+from qarl.cli.options import Calibration, CalibrationSamples
 from qarl.comparison.api import OFFLINE_TOKENS, refuse
 from qarl.config.limits import TOKENS, WORKERS
 from qarl.config.quant import GROUPED, KVCacheDtype
@@ -135,6 +136,17 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            "--methods",
+            metavar="LIST",
+            help="With --offline: rtn,gptq,awq; a row for each scheme and method. Default: rtn.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration: Calibration = None,
+    calibration_samples: CalibrationSamples = None,
 ) -> None:
     """Compare schemes, learners and seeds of a configuration, variants of a study, or existing runs.
 
@@ -142,7 +154,8 @@ def compare(
     """
     only_offline: dict[str, object] = {"--text": text, "--group-size": group_size, "--max-tokens": max_tokens}
     only_offline |= {"--kv-cache-dtype": kv_cache_dtype, "--device": device}
-    only_offline |= {"--verify-digests": verify_digests}
+    only_offline |= {"--verify-digests": verify_digests, "--methods": methods, "--calibration": calibration}
+    only_offline |= {"--calibration-samples": calibration_samples}
     only_config = {"--learners": learners, "--seeds": seeds, "--reuse": reuse or None, "--jobs": jobs}
     only_study = {"--profile": profile, "--only": only}
     if offline is not None:
@@ -165,6 +178,9 @@ def compare(
             out=out,
             device=device or "auto",
             verify_digests=verify_digests is not False,
+            methods=methods or "rtn",
+            calibration=calibration,
+            calibration_samples=calibration_samples,
         )
         raise typer.Exit(done.exit_code)
     refuse(only_offline, "requires --offline")

@@ -30,14 +30,16 @@ Calibration = Annotated[
     Path | None,
     typer.Option(
         "--calibration",
-        parser=path_of("--calibration", stream=True),
+        parser=path_of("--calibration"),
         metavar="FILE",
-        help="UTF-8 text for gptq and awq; default the language reference that CPython carries.",
+        help="Calibration text of gptq and awq, a UTF-8 file. Default: the language reference that CPython carries.",
     ),
 ]
 CalibrationSamples = Annotated[
     int | None,
-    typer.Option(min=1, max=SEQUENCES, help="Windows of 256 tokens for gptq and awq; default 128.", show_default=False),
+    typer.Option(
+        min=1, max=SEQUENCES, help="Windows of 256 tokens that gptq and awq read. Default: 128.", show_default=False
+    ),
 ]
 TemplateKwargs = Annotated[
     str | None,

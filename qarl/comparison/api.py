@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from qarl.config.quant import KVCacheDtype
+from qarl.config.quant import Init, KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, override_texts, read_source
 from qarl.errors import UserError
 from qarl.inputs.json import read_json_object
@@ -94,6 +94,9 @@ def compare_offline(
     out: AnyPath | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     verify_digests: bool = True,
+    methods: Names = ("rtn",),
+    calibration: AnyPath | None = None,
+    calibration_samples: int | None = None,
 ) -> ComparisonResult:
     """Compare schemes of a model without RL: weight error, divergence from bf16, perplexity, bytes and speed.
 
@@ -109,6 +112,9 @@ def compare_offline(
         out: Directory for the result. Default: runs/offline-NAME.
         device: auto, cpu or cuda.
         verify_digests: Check an exported directory against its qarl_export.json.
+        methods: rtn, gptq, awq (`quant.init`): a row for each scheme and method.
+        calibration: UTF-8 file for gptq and awq. Default: the language reference that CPython carries.
+        calibration_samples: Windows of 256 tokens. Default: 128.
 
     Returns:
         The comparison.
@@ -121,6 +127,7 @@ def compare_offline(
     from qarl.comparison.plan import parse_names
 
     names = parse_names("--schemes", _commas(schemes) or "", scheme_names())
+    chosen = parse_names("--methods", _commas(methods) or "", get_args(Init))
     wait_politely()
     from qarl.comparison.offline.compare_offline import compare_offline as run  # imports torch
 
@@ -138,6 +145,9 @@ def compare_offline(
         max_tokens=max_tokens,
         device=device,
         verify_digests=verify_digests,
+        methods=chosen,
+        calibration=None if calibration is None else user_path(calibration, "--calibration"),
+        calibration_samples=calibration_samples,
     )
     return _compared(where, code)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from qarl.comparison.offline.members import Bench, measure
 from qarl.comparison.offline.offline_page import write_page_and_plots
@@ -15,8 +18,10 @@ from qarl.comparison.offline.speed import SpeedTest
 from qarl.comparison.offline.summary import member_line, print_table
 from qarl.comparison.offline.targets import reference_target, scheme_targets, weights_mark
 from qarl.comparison.offline.windows import cut, read_text
+from qarl.inference.calibrated import sequences_of
 from qarl.inference.masters import open_masters
 from qarl.inference.opening import context_of
+from qarl.inference.target import Target
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
 from qarl.storage.environment import describe_environment
@@ -36,6 +41,9 @@ def compare_offline(
     speed: SpeedTest | None = None,
     device: str = "auto",
     verify_digests: bool = True,
+    methods: Sequence[str] = ("rtn",),
+    calibration: Path | None = None,
+    calibration_samples: int | None = None,
     seed: int = 0,
     say: Callable[[str], None] = print,
 ) -> int:
@@ -55,6 +63,7 @@ def compare_offline(
         speed: Sizes of the speed test; default `SpeedTest()`.
         device: auto, cpu or cuda.
         verify_digests: See `resolve_target`.
+        methods, calibration, calibration_samples: See `scheme_targets`.
         seed: Seed of the tokens in the speed test.
         say: Called with one line of progress.
 
@@ -65,7 +74,8 @@ def compare_offline(
         UserError: A model or text that cannot be read, an unknown scheme, a text shorter than one window, an `out`
             that holds something else.
     """
-    targets = scheme_targets(model, schemes, group_size, kv_cache_dtype, verify_digests)
+    chosen = methods, calibration, calibration_samples
+    targets = scheme_targets(model, schemes, group_size, kv_cache_dtype, verify_digests, *chosen)
     base = reference_target(model, verify_digests)
     cache = next(iter(targets.values())).quant.kv_cache_dtype
     source = read_text(text)
@@ -73,7 +83,8 @@ def compare_offline(
     context = context_of(base)
     window = min(window, context - 1)  # a start token is added
     speed = (speed or SpeedTest()).within(context)
-    windows = cut(source, load_tokenizer(base.model), window, max_tokens)
+    tokenizer = load_tokenizer(base.model)
+    windows = cut(source, tokenizer, window, max_tokens)
     settings: dict[str, Any] = {
         "model": base.name,
         "step": base.step,
@@ -91,13 +102,14 @@ def compare_offline(
         "new_tokens": speed.new_tokens,
         "repeats": speed.repeats,
         "seed": seed,
+        **_calibration(targets, tokenizer),
         "device": _device_name(where),
         "threads": torch.get_num_threads(),
     }
     open_out(out, settings)
     title = f"Schemes of {base.name}" + (", FP8 KV cache" if cache == "fp8" else "")
     record = Record(out, settings, title, command_line(), describe_environment(seed))
-    members = {name: record.member(name) for name in schemes}
+    members = {name: record.member(name) for name in targets}
     record.save(list(members.values()))
     missing = [name for name, member in members.items() if member["state"] == "pending"]
     for name, member in members.items():
@@ -119,6 +131,20 @@ def compare_offline(
     print_table(result["members"])
     say(f"page: {out / 'comparison.html'}")
     return 1 if any(member["state"] == "failed" for member in members.values()) else 0
+
+
+def _calibration(targets: Mapping[str, Target], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what determines the codes of gptq and awq. Raises UserError if the text cannot be read."""
+    target = next((target for target in targets.values() if target.quant.init != "rtn"), None)
+    if target is None:
+        return {}
+    sequences = sequences_of(target, tokenizer)
+    return {
+        "calibration": target.quant.calibration.source,
+        "calibration_sequences": len(sequences),
+        "calibration_tokens": sum(map(len, sequences)),
+        "calibration_sha256": hashlib.sha256(json.dumps(sequences).encode()).hexdigest(),
+    }
 
 
 def _device_name(device: torch.device) -> str:

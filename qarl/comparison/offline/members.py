@@ -22,6 +22,7 @@ from qarl.config import RolloutConfig
 from qarl.config.quant import scheme_of
 from qarl.config.weight_files import stored_format
 from qarl.errors import UserError
+from qarl.inference.calibrated import calibrated
 from qarl.inference.masters import Masters, open_masters
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
@@ -43,13 +44,16 @@ class Bench:
     reference_file: Path
     say: Callable[[str], None]
 
-    def open(self, target: Target) -> Opened:
+    def open(self, target: Target, masters: Masters | None = None) -> Opened:
         test = self.speed
         sizes = RolloutConfig(max_num_seqs=test.batch, max_batched_tokens=test.batch * test.prompt_tokens)
+        return open_policy(target, device=self.device.type, rollout=sizes, masters=masters or self.masters_of(target))
+
+    def masters_of(self, target: Target) -> Masters:
+        """The masters that a scheme rounds to nearest, or calibrates."""
         # Masters from a quantized checkpoint depend on the scheme; see `qarl.policy.stored_weights`.
         own = target.kind == "model" and stored_format(Path(target.model.path)) is not None
-        masters = open_masters(target) if own else self.masters
-        return open_policy(target, device=self.device.type, rollout=sizes, masters=masters)
+        return open_masters(target) if own else self.masters
 
 
 def measure(bench: Bench, schemes: list[str]) -> Iterator[dict[str, Any]]:
@@ -71,8 +75,12 @@ def _numbers(bench: Bench, scheme: str, reference: Tensor) -> dict[str, Any]:
     target = bench.targets[scheme]
     bench.masters.check(scheme_of(target.quant), target.quant.ignore, "--group-size")
     bench.say(f"{scheme}: quantizing" if scheme != REFERENCE else f"{scheme}: opening")
-    opened = bench.open(target)
-    layers = list(weight_errors(bench.masters, opened.policy.current))
+    masters = calibrated(
+        target, bench.masters_of(target), bench.device.type, lambda line: bench.say(f"{scheme}: {line}")
+    )
+    opened = bench.open(target, masters)
+    # The codes of AWQ approximate scaled weights, those of GPTQ the model's own.
+    layers = list(weight_errors(masters if target.quant.init == "awq" else bench.masters, opened.policy.current))
     bench.say(f"{scheme}: {len(bench.windows.ids)} windows of text")
     text = token_numbers(opened.policy, final_states(opened.policy, bench.windows), reference, bench.windows)
     bench.say(f"{scheme}: speed")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
+from pathlib import Path
 
 from qarl_formats.registry import grouped_names, scheme_names
 
+from qarl.config.quant import schemes_of_init
 from qarl.errors import UserError
-from qarl.inference.target import Target, given, resolve_target
+from qarl.inference.target import Target, calibration_keys, given, resolve_target
 from qarl.inputs.files import read_bytes
 from qarl.storage.input_files import UNKNOWN, model_files
 from qarl.storage.manifest import MANIFEST
@@ -22,8 +25,11 @@ def scheme_targets(
     group_size: int | None,
     kv_cache_dtype: str | None,
     verify_digests: bool = True,
+    methods: Sequence[str] = ("rtn",),
+    calibration: Path | None = None,
+    calibration_samples: int | None = None,
 ) -> dict[str, Target]:
-    """Return the target of each scheme, in the given order. Reads no weights.
+    """Return the target of each scheme and method by `member_name`, in the given order. Reads no weights.
 
     Args:
         model: A run, one of its checkpoints, or a model.
@@ -31,6 +37,8 @@ def scheme_targets(
         group_size: Group size of the schemes that have groups.
         kv_cache_dtype: KV cache dtype of all schemes; None: as in the run, or auto for a model.
         verify_digests: See `resolve_target`.
+        methods: Values of `quant.init`. A scheme gets the methods that it has; bf16 has only rtn, and always gets it.
+        calibration, calibration_samples: See `calibration_keys`.
 
     Raises:
         UserError: No scheme, an unknown scheme, one named twice, or a group size that no scheme here has.
@@ -45,7 +53,13 @@ def scheme_targets(
     if group_size is not None and not set(schemes) & set(grouped_names()):
         raise UserError(f"--group-size {group_size}: none of the schemes {','.join(schemes)} has groups; leave it out")
     cache = given(kv_cache_dtype=kv_cache_dtype)
-    quants = {name: {"scheme": name} | _group(name, group_size) | cache for name in schemes}
+    calibrating = [method for method in methods if method != "rtn"] or ["rtn"]
+    keys = {method: calibration_keys(method, calibration, calibration_samples, "--methods") for method in calibrating}
+    quants = {
+        member_name(scheme, method): {"scheme": scheme} | _group(scheme, group_size) | cache | keys.get(method, {})
+        for scheme in schemes
+        for method in _methods_of(scheme, methods)
+    }
     return {name: resolve_target(model, quant=quant, verify_digests=verify_digests) for name, quant in quants.items()}
 
 
@@ -54,6 +68,21 @@ def reference_target(model: str, verify_digests: bool = True) -> Target:
     `resolve_target`.
     """
     return resolve_target(model, quant={"scheme": REFERENCE, "kv_cache_dtype": "auto"}, verify_digests=verify_digests)
+
+
+def member_name(scheme: str, method: str) -> str:
+    """Return the name of a row: `w4a16`, or `w4a16-gptq`."""
+    return scheme if method == "rtn" else f"{scheme}-{method}"
+
+
+def _methods_of(scheme: str, methods: Sequence[str]) -> list[str]:
+    """Return the methods that a scheme has. Raises UserError if there is none."""
+    if scheme == REFERENCE:
+        return ["rtn"]
+    found = [method for method in methods if scheme in schemes_of_init(method)]
+    if not found:
+        raise UserError(f"--methods: scheme {scheme} has none of {','.join(methods)}; add rtn, or leave out {scheme}")
+    return found
 
 
 def _group(scheme: str, group_size: int | None) -> dict[str, int]:

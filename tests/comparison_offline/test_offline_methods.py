@@ -1,0 +1,116 @@
+"""Rounding to nearest, GPTQ and AWQ side by side, and `qarl quantize --method`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from qarl_formats.compressed import from_state_dict
+from qarl_formats.registry import make_scheme
+from safetensors.torch import load_file
+
+from qarl import api, cli
+from qarl.comparison.offline.compare_offline import compare_offline
+from qarl.comparison.offline.offline_page import comparison_charts
+from qarl.data.calibration import calibration_sequences
+from qarl.errors import UserError
+from qarl.inference.masters import open_masters
+from qarl.inference.opening import open_policy
+from qarl.inference.target import resolve_target
+from qarl.policy.load import load_tokenizer
+from qarl.policy.starting_codes import starting_masters
+
+TEXT = "".join(f"{n} times {n + 1} is {n * (n + 1)}. The next one is harder: try it.\n" for n in range(60))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "calibration.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def members_in(out):
+    return {member["name"]: member for member in json.loads((out / "comparison.json").read_text())["members"]}
+
+
+def test_each_scheme_gets_a_row_for_each_of_its_methods(tiny_model, tmp_path, compare, text, capsys):
+    given = {"methods": ["rtn", "gptq", "awq"], "calibration": text}
+    code, _ = compare(tiny_model(), ["bf16", "w4a16", "w8a8"], page=True, **given)
+    rows = members_in(tmp_path / "out")
+    assert code == 0 and list(rows) == ["bf16", "w4a16", "w4a16-gptq", "w4a16-awq", "w8a8", "w8a8-gptq"]
+    assert all(row["state"] == "finished" for row in rows.values())
+    assert rows["w4a16-gptq"]["kl"]["mean"] != rows["w4a16"]["kl"]["mean"] != rows["w4a16-awq"]["kl"]["mean"]
+    assert "weights_w4a16-gptq" in comparison_charts(list(rows.values()))
+    assert "w4a16-gptq g32" in (tmp_path / "out" / "comparison.html").read_text()
+    assert "w4a16-awq g32" in capsys.readouterr().out
+
+
+def test_gptq_moves_weights_further_than_rounding_to_nearest(tiny_model, tmp_path, compare, text):
+    """Its loss is on outputs. Errors are of the model's weights, and for AWQ of the scaled ones."""
+    compare(tiny_model(), ["w4a16"], methods=["rtn", "gptq", "awq"], calibration=text)
+    first = {name: row["weight_error"][0]["relative"] for name, row in members_in(tmp_path / "out").items()}
+    assert first["w4a16"] < first["w4a16-gptq"] < 2 * first["w4a16"]
+    assert 0.5 * first["w4a16"] < first["w4a16-awq"] < 2 * first["w4a16"]
+
+
+def test_another_calibration_text_is_another_comparison(tiny_model, compare, text):
+    given = {"methods": ["gptq"], "calibration": text}
+    compare(tiny_model(), ["w4a16"], **given)
+    text.write_text(TEXT[::-1])
+    with pytest.raises(UserError, match=r"holds another comparison \(calibration_sha256 was"):
+        compare(tiny_model(), ["w4a16"], **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"methods": ["gptq"]}, "--methods: scheme fp8 has none of gptq; add rtn, or leave out fp8"),
+        ({"methods": ["rtn"], "calibration_samples": 4}, "--calibration-samples: rounding to nearest does not"),
+        ({"methods": ["rtn", "gptq"], "calibration": "missing.txt"}, "missing.txt: no such file"),
+    ],
+)
+def test_methods_that_cannot_be_are_refused(tiny_model, tmp_path, given, message):
+    with pytest.raises(UserError) as refused:
+        compare_offline(str(tiny_model()), ["w4a16", "fp8"], out=tmp_path / "out", group_size=32, **given)
+    assert message in str(refused.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_quantized_model_has_the_codes_that_a_run_would_start_from(tiny_model, tmp_path, text, method):
+    given = {"group_size": 32, "method": method, "calibration": text, "calibration_samples": 6}
+    out = api.quantize(tiny_model(), tmp_path / "out", "w4a16", **given).path
+    written = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert {"gptq": "with GPTQ", "awq": "with AWQ"}[method] in (out / "README.md").read_text()
+
+    target = resolve_target(str(tiny_model()), quant={"scheme": "w4a16", "group_size": 32})
+    masters, scheme = open_masters(target), make_scheme("w4a16", 32)
+    calibration = target.quant.calibration.model_copy(update={"source": str(text), "samples": 6})
+    sequences = calibration_sequences(calibration, load_tokenizer(target.model), 512)
+    found = starting_masters(open_policy(target, device="cpu").policy, method, sequences, masters.read)
+    for name in (f"model.layers.1.{leaf}" for leaf in ("self_attn.q_proj", "mlp.down_proj")):
+        own = {key: tensor for key, tensor in written.items() if key.startswith(f"{name}.")}
+        expected, _ = scheme.quantize(found[f"{name}.weight"])
+        assert (from_state_dict(name, own, scheme).tensors["weight_packed"] == expected["weight_packed"]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--scheme", "fp8", "--method", "gptq"], "is for w4a16, w8a8, w4a8, nvfp4a16, not fp8; use rtn"),
+        (["--scheme", "bf16", "--method", "awq"], "--method"),
+        (["--scheme", "w4a16", "--calibration", "README.md"], "--calibration: rounding to nearest does not calibrate"),
+        (["--scheme", "w4a16", "--group-size", "32", "--method", "gptq", "--calibration", "none.txt"], "none.txt"),
+        (["--scheme", "w4a16", "--method", "hqq"], "hqq"),
+    ],
+)
+def test_quantize_refuses_in_one_line(tiny_model, tmp_path, options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["quantize", str(tiny_model()), str(tmp_path / "out"), *options])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in error and not (tmp_path / "out").exists()
+
+
+def test_a_mixture_of_experts_cannot_be_calibrated(tiny_model, tmp_path, text):
+    with pytest.raises(UserError, match="use rtn for a mixture of experts"):
+        api.quantize(tiny_model("olmoe"), tmp_path / "out", "w4a16", group_size=32, method="gptq", calibration=text)
