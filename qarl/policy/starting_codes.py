@@ -135,19 +135,25 @@ class _Walk:
 class _GPTQ(_Walk):
     def quantize(self, layer: DecoderLayer, linear: PackedLinear, modules: list[str], x: Tensor) -> None:
         scheme, hessian = self.policy.scheme, hessian_of(x)
-        shared = shared_scales(modules, scheme, self.master)
-        weights = {}
-        for module in modules:
-            name = f"{module}.weight"
-            weight = self.master(name)
-            shape = weight.shape[0], weight.shape[1]
-            try:
-                stored = gptq(weight, hessian, scheme, shared.get(name))
-            except ValueError as error:
-                raise UserError(f"quant.init: gptq: {module}: {error}") from error
-            self.found[name], _ = scheme.preimage(stored, shape)
-            weights[module] = LowBitWeight(scheme, stored, shape)
+        masters = [self.master(f"{module}.weight") for module in modules]
+        widths = [len(master) for master in masters]
+        shared = scheme.shared(masters)
+        if scheme.can_concatenate(widths):  # rows do not depend on each other, and one pass over the columns is faster
+            parts = self._chosen(modules, torch.cat(masters), hessian, shared).split(widths)
+        else:
+            parts = [self._chosen([name], one, hessian, shared) for name, one in zip(modules, masters, strict=True)]
+        weights = dict(zip(modules, parts, strict=True))
+        for module, weight in weights.items():
+            self.found[f"{module}.weight"], _ = scheme.preimage(weight.tensors, weight.shape)
         self.multiply_with(linear, weights)
+
+    def _chosen(self, modules: list[str], weight: Tensor, hessian: Tensor, shared: Tensor | None) -> LowBitWeight:
+        scheme = self.policy.scheme
+        try:
+            stored = gptq(weight, hessian, scheme, shared)
+        except ValueError as error:
+            raise UserError(f"quant.init: gptq: {', '.join(modules)}: {error}") from error
+        return LowBitWeight(scheme, stored, (weight.shape[0], weight.shape[1]))
 
 
 class _AWQ(_Walk):

@@ -105,11 +105,17 @@ def test_version_0_publishes_the_codes_of_gptq(tiny_model, scheme, monkeypatch):
     monkeypatch.setattr("qarl.policy.starting_codes.gptq", recorded)
     policy = policy_of(tiny_model("llama"), scheme)
     replace_masters(policy, "gptq", sequences(0))
-    modules = [name for linear in policy.decoder.linears for name in linear.names]
-    assert policy.version == 0 and len(made) == len(modules)
-    for module, stored in zip(modules, made, strict=True):
-        held = policy.sampler._installed.weights[module].tensors
-        assert all(same_bits(held[suffix], stored[suffix]) for suffix in stored)
+    linears, found = policy.decoder.linears, iter(made)
+    assert policy.version == 0 and policy.sampler.current
+    for linear in linears:
+        whole = policy.scheme.can_concatenate(linear.widths)
+        for names in [linear.names] if whole else [(name,) for name in linear.names]:
+            widths = [policy.current.weights[name].shape[0] for name in names]
+            parts = policy.scheme.split(next(found), widths)
+            for name, stored in zip(names, parts, strict=True):
+                held = policy.current.weights[name].tensors
+                assert all(same_bits(held[suffix], stored[suffix]) for suffix in stored)
+    assert next(found, None) is None
 
 
 def test_each_linear_sees_the_outputs_of_the_quantized_linears_before_it(tiny_model):
