@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from qarl_formats.scheme import CHANNEL, Scheme
 from qarl_formats.weight import LowBitWeight, groups_changed
 from torch import Tensor
 
@@ -37,7 +38,8 @@ def compare_start(config: Config, snapshot: Snapshot) -> str | None:
     counts: Counter[str] = Counter()
     for module in weights.quantized:
         counts.update(_compared(weights, snapshot, module))
-    return _line(weights.format.method, counts)
+    first = weights.stored(f"{next(iter(weights.quantized))}.weight") if weights.quantized else None
+    return _line(weights.format.method, counts, first)
 
 
 def _compared(weights: StoredWeights, snapshot: Snapshot, module: str) -> dict[str, int]:
@@ -49,9 +51,13 @@ def _compared(weights: StoredWeights, snapshot: Snapshot, module: str) -> dict[s
     return {"layers": 1, "changed": changed, "groups": groups}
 
 
-def _line(method: str, counts: Counter[str]) -> str:
+def _line(method: str, counts: Counter[str], first: LowBitWeight | Tensor | None) -> str:
+    """first: the first quantized weight of the file."""
     if not counts["layers"]:
-        return f"the model is quantized ({method}); masters are its dequantized values, quantized anew"
+        text = f"the model is quantized ({method}); master weights are its dequantized values"
+        return text + (
+            f"; to start from its codes, set {_keys(first.scheme)}" if isinstance(first, LowBitWeight) else ""
+        )
     same = f"version 0 has the codes and scales of the quantized checkpoint ({method}, {counts['layers']:,} layers)"
     if counts["changed"]:
         share = 100 * counts["changed"] / counts["groups"]
@@ -59,3 +65,12 @@ def _line(method: str, counts: Counter[str]) -> str:
     if counts["dequantized"]:
         same += f"; {counts['dequantized']:,} other layers start from dequantized values"
     return same
+
+
+def _keys(scheme: Scheme) -> str:
+    """The `quant` section whose weights are stored as `scheme` stores them."""
+    keys = [f"scheme: {scheme.name}"]
+    keys += [f"group_size: {scheme.group_size or CHANNEL}"] if scheme.group_sizes else []
+    keys += [] if scheme.symmetric else ["symmetric: false"]
+    keys += [f"scale_dtype: {scheme.scale_dtype}"] if scheme.scale_dtypes else []
+    return f"quant: {{{', '.join(keys)}}}"

@@ -186,7 +186,12 @@ def test_the_start_says_how_version_0_compares(saved, tiny_model):
     assert _line(directory, **SAME["gptq"]) == (
         "version 0 has the codes and scales of the quantized checkpoint (gptq, 14 layers)"
     )
-    assert "dequantized values, quantized anew" in _line(directory, scheme="w8a8")
+    assert _line(directory, scheme="w8a8") == (
+        "the model is quantized (gptq); master weights are its dequantized values; to start from its codes, set quant: "
+        "{scheme: w4a16, group_size: 32, scale_dtype: float16}"
+    )
+    assert _line(saved("mxfp4")[0], scheme="w8a8").endswith("; master weights are its dequantized values")
+    assert "symmetric: false, scale_dtype: float16}" in _line(saved("awq")[0], scheme="w4a16", group_size=32)
     assert _line(tiny_model("llama"), scheme="w8a8") is None
     some = _line(directory, **SAME["gptq"], ignore=["lm_head", "model.layers.1.mlp.up_proj"])
     assert some.endswith("(gptq, 13 layers); 1 other layers start from dequantized values")
