@@ -180,9 +180,13 @@ def _quantized(
 ) -> dict[str, Wanted]:
     """Replace quantized weights by the tensors that the format stores them in."""
     wanted = _plain(architecture)
-    for module, n, k in architecture.linears():
-        if not stored.quantizes(module, found):
-            continue
+    linears = [linear for linear in architecture.linears() if stored.quantizes(linear.name, found)]
+    if not linears:
+        raise UserError(
+            f"{directory / CONFIG}: quantization_config: {stored.method}, and no Linear layer is stored so (none has a "
+            f"{stored.mark}); remove the entry, or restore the model's own files"
+        )
+    for module, n, k in linears:
         del wanted[f"{module}.weight"]
         try:
             specs = stored.specs(module, (n, k), found)

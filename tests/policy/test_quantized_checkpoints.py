@@ -300,6 +300,16 @@ def test_a_group_size_that_does_not_divide_is_refused(tiny_model, tmp_path):
         load_model(ModelConfig(path=str(tmp_path / "model")))
 
 
+def test_a_plain_model_that_says_it_is_quantized_is_refused(tiny_model, tmp_path):
+    import shutil
+
+    directory = shutil.copytree(tiny_model("llama"), tmp_path / "plain")
+    description = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(description | {"quantization_config": awq()[1]}))
+    with pytest.raises(UserError, match=r"config.json: quantization_config: awq, and no Linear layer .* a qweight"):
+        load_model(ModelConfig(path=str(directory)))
+
+
 def test_static_activation_order_is_column_order(tiny_model, tmp_path):
     """-1 in weight_g_idx means that the groups are in the order of the columns."""
     writer, config = compressed("w4a16")

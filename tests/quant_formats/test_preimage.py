@@ -7,7 +7,7 @@ import torch
 from qarl_formats import preimage, rounding
 from qarl_formats.bits import same_bits
 from qarl_formats.registry import make_scheme
-from qarl_formats.scheme import SCALE_DTYPES
+from qarl_formats.scheme import SCALE_DTYPES, Scheme
 from torch import Tensor
 
 N, K = 24, 256
@@ -158,3 +158,12 @@ def test_many_groups_are_searched_in_parts(monkeypatch):
     whole = scheme.preimage(stored, (N, K))
     monkeypatch.setattr(preimage, "_CHUNK", 100)
     assert all(map(torch.equal, whole, scheme.preimage(stored, (N, K))))
+
+
+def test_a_scheme_without_its_own_search_takes_the_dequantized_values():
+    for name, count in (("fp8", 0), ("w8a8", 1)):  # e4m3 has the largest value on the grid, int8 beside it
+        scheme = make_scheme(name)
+        stored, _ = scheme.quantize(MASTERS["normal"])
+        master, missing = Scheme.preimage(scheme, stored, (N, K))
+        assert torch.equal(master, scheme.dequantize(stored, (N, K), torch.float32))
+        assert int(missing) == count
