@@ -24,6 +24,8 @@ EVERYWHERE = {  # pattern -> what to write
     r"\bof which there (?:is|are)\b": "a full sentence",
     r"\bthat (?:is|are) there\b": "existing",
     r"\bbears (?:a|the|this)\b": "supports",
+    r"\bshall\b": "must or will",
+    r"\b(?:response|token|step|rank|layer|function|prompt|call) a (?:step|line|call|rank|row)\b": "per",
     r"\b(?:scale|value|number|step|byte|bytes|GB|ms) a (?:row|token|rank|parameter|layer|group|response)\b": "per",
 }
 

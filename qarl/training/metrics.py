@@ -207,16 +207,16 @@ def rollout_tensors(batch: Batch, rewards: list[float], versions: list[list[int]
         versions: Policy version of each token, per response, if earlier versions sampled any of them.
 
     Returns:
-            prompt_lengths, response_lengths, groups   (R,) int32
-            prompt_tokens, response_tokens             (T,) int32; a prompt is repeated for each of its responses
-            advantages, rewards                        (R,) float32
-            logp_sampler, logp_old, logp               (T,) float32; logp is of the learner's last training forward
-            version                                    (1,) int64, policy version at the start of the step
-            versions                                   (T,) int64, if `versions` is given
-            written                                    (T,) uint8, if the policy did not write all tokens; log-probs
-                                                       then cover only the tokens it wrote
-            routing                                    (N, L, k) uint8 or int16, if the sampler reported its experts:
-                                                       prompt + response - 1 rows per response (`Rollout.routing`)
+        prompt_lengths, response_lengths, groups   (R,) int32
+        prompt_tokens, response_tokens             (T,) int32; a prompt is repeated for each of its responses
+        advantages, rewards                        (R,) float32
+        logp_sampler, logp_old, logp               (T,) float32; logp is of the learner's last training forward
+        version                                    (1,) int64, policy version at the start of the step
+        versions                                   (T,) int64, if `versions` is given
+        written                                    (T,) uint8, if the policy did not write all tokens; log-probs
+                                                   then cover only the tokens it wrote
+        routing                                    (N, L, k) uint8 or int16, if the sampler reported its experts:
+                                                   prompt + response - 1 rows per response (`Rollout.routing`)
     """
     whole = batch.whole(CPU)
 

@@ -150,7 +150,7 @@ def test_a_changed_model_file_is_not_taken_for_the_old_one_and_a_touched_one_is(
 def test_a_directory_of_something_else_is_left_alone(tiny_model, tmp_path, compare):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="exists and is no comparison"):
+    with pytest.raises(UserError, match="exists and is not a comparison"):
         compare(tiny_model(), ["fp8"])
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
@@ -166,7 +166,7 @@ def test_a_comparison_of_runs_is_left_alone(tiny_model, tmp_path, compare):
     ("schemes", "message"),
     [
         (["fp4"], "--schemes: 'fp4' is unknown"),
-        (["fp8", "fp8"], "--schemes: fp8 is named twice"),
+        (["fp8", "fp8"], "--schemes: fp8 is given twice"),
         ([], "--schemes: names no scheme"),
         (["bf16", "fp8"], "--group-size 32: none of the schemes bf16,fp8 has groups"),
     ],

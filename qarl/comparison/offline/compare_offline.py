@@ -55,7 +55,7 @@ def compare_offline(
         model: A run, one of its checkpoints, or a model. A quantized checkpoint stands for its dequantized values.
         schemes: Scheme names. bf16, the baseline, gets a row only if it is among them.
         out: Directory of the results; created, or resumed if the arguments are the same.
-        text: UTF-8 file; default the text that comes with qarl.
+        text: UTF-8 file. Default: the text included in qarl.
         group_size: Group size of the schemes that have groups.
         kv_cache_dtype: KV cache dtype of all schemes except the reference, see `scheme_targets`.
         max_tokens: Number of tokens of the text to use.

@@ -71,10 +71,19 @@ class TokenNumbers:
 
 @torch.no_grad()
 def token_numbers(policy: Policy, states: Tensor, reference: Tensor, windows: Windows) -> TokenNumbers:
-    """Compare the distributions of `states` with those of `reference`, both (windows, predictions, H).
+    """Compare the distributions of `states` with those of `reference`.
 
     Both use the policy's output layer, which no scheme quantizes. Softmax and sums over the vocabulary are in float64,
-    so that equal distributions give exactly 0. Raises UserError if a log-prob is not finite.
+    so that equal distributions give exactly 0.
+
+    Args:
+        policy: The policy.
+        states: (windows, predictions, H), of the scheme.
+        reference: (windows, predictions, H), of bf16.
+        windows: The text.
+
+    Raises:
+        UserError: A log-prob is not finite.
     """
     device = policy.device
     chunk = max(1, LOGIT_BYTES // (8 * policy.sampler.weights.head.shape[0]))
@@ -94,7 +103,7 @@ def token_numbers(policy: Policy, states: Tensor, reference: Tensor, windows: Wi
             column.append(values.cpu())
     numbers = TokenNumbers(*(torch.cat(column).view(targets.shape) for column in columns))
     if not (numbers.kl.isfinite().all() and numbers.nll.isfinite().all()):
-        raise UserError("its log-probs on the text are not finite; a model.dtype with more range may hold them")
+        raise UserError("its log-probs on the text are not finite; use a model.dtype with a larger range")
     return numbers
 
 

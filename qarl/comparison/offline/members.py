@@ -32,7 +32,11 @@ from qarl.storage.disk import disk_errors
 
 @dataclass(frozen=True)
 class Bench:
-    """Settings and data that all schemes share. reference_file: caches the reference's states between starts."""
+    """Settings and data shared by all schemes.
+
+    Attributes:
+        reference_file: Caches the reference's states between starts.
+    """
 
     targets: Mapping[str, Target]
     reference: Target
@@ -57,7 +61,11 @@ class Bench:
 
 
 def measure(bench: Bench, schemes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield a member per scheme, in order: finished, or failed with the reason. Raises UserError if bf16 cannot run."""
+    """Yield a member per scheme, in order: finished, or failed with the reason.
+
+    Raises:
+        UserError: bf16 cannot run.
+    """
     reference = _reference(bench)
     for scheme in schemes:
         began = time.perf_counter()

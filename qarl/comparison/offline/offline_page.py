@@ -37,7 +37,15 @@ GAINS = ("size", "decode", "prefill")
 
 
 def write_page_and_plots(out: Path, result: dict[str, Any]) -> None:
-    """Write the page and its charts. result: content of comparison.json. Raises UserError if the disk refuses."""
+    """Write the page and its charts.
+
+    Args:
+        out: Output directory.
+        result: Content of comparison.json.
+
+    Raises:
+        UserError: A file cannot be written.
+    """
     charts = comparison_charts(result["members"])
     settings = result["settings"]
     subtitle = f"{settings['predicted_tokens']} tokens of {_text_name(settings)}, device {settings['device']}"
@@ -54,9 +62,9 @@ def comparison_charts(members: list[Member]) -> dict[str, Chart]:
         charts["kl"] = BarChart(
             "Divergence from bf16", "KL(bf16 || scheme), nats per token", [_bar(m, m["kl"]) for m in changed]
         )
-        charts["perplexity"] = BarChart("Perplexity above that of bf16", "%", [_increase(m) for m in changed])
+        charts["perplexity"] = BarChart("Perplexity increase over bf16", "%", [_increase(m) for m in changed])
     if done:
-        spread = "Median, lowest and highest of the repeats."
+        spread = "Median, minimum and maximum of the repeats."
         charts["size"] = BarChart("Checkpoint", "MiB", [Bar(label(m), m["checkpoint_bytes"] / 2**20) for m in done])
         charts["decode"] = BarChart(
             "Generation", "new tokens/s", [_rate(m, "decode_tokens_per_s") for m in done], note=spread
@@ -87,13 +95,13 @@ def page_sections(result: dict[str, Any], charts: dict[str, Chart]) -> list[Sect
     if settings["text"] == BUNDLED:
         glance.append(
             Text(
-                "The text is the one that comes with qarl: a few pages of English, school mathematics and Python. A "
-                "text of your own domain tells more: --text FILE.",
+                "Measured on the text included in qarl: a few pages of English, school mathematics and Python. Use "
+                "--text FILE with a text of your domain for more relevant results.",
                 "note",
             )
         )
-    sections = [Section("At a glance", glance)]
-    for title, names in (("What the model loses", LOSSES), ("What is gained", GAINS)):
+    sections = [Section("Overview", glance)]
+    for title, names in (("Quality loss", LOSSES), ("Savings", GAINS)):
         sections.append(Section(title, [charts[name] for name in names if name in charts]))
     weights: list[Block] = [chart for name, chart in charts.items() if name.startswith("weights")]
     if weights:
@@ -102,7 +110,7 @@ def page_sections(result: dict[str, Any], charts: dict[str, Chart]) -> list[Sect
     versions = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
     facts = [(name.replace("_", " "), str(value)) for name, value in settings.items() if value is not None]
     facts += [("cpu", str(environment["cpu"])), ("packages", versions)]
-    sections.append(Section("How it was measured", [Facts(facts), Code(shlex.join(result["command"]))]))
+    sections.append(Section("Method", [Facts(facts), Code(shlex.join(result["command"]))]))
     return sections
 
 
@@ -110,11 +118,11 @@ def _how(settings: dict[str, Any]) -> str:
     return (
         f"KL and perplexity: {settings['predicted_tokens']} tokens in {settings['windows']} windows of "
         f"{settings['window']}, each read from its start; means with 95 % intervals over the windows. Median and p99 "
-        "are over tokens. The ratio to bf16 compares the same tokens, so it is surer than either perplexity. Each "
-        "scheme runs as it is served: its own codes, scales and quantized activations. Speed: "
+        "are over tokens. The ratio to bf16 compares the same tokens, so it is more precise than either perplexity. "
+        "Each scheme runs as it is served: its own codes, scales and quantized activations. Speed: "
         f"{settings['batch']} prompts of {settings['prompt_tokens']} tokens, {settings['new_tokens']} new ones each, "
-        f"in qarl's native engine (device {settings['device']}, CPU threads: {settings['threads']}); it is no forecast "
-        "of another engine's speed."
+        f"in qarl's native engine (device {settings['device']}, CPU threads: {settings['threads']}); it does not "
+        "predict the speed of other engines."
     )
 
 

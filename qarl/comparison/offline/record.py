@@ -83,7 +83,12 @@ class _Kept(_Values):
 
 @dataclass(frozen=True)
 class Record:
-    """Stored results. out: the directory. settings: JSON values that determine the numbers, common to all members."""
+    """Stored results.
+
+    Args:
+        out: The directory.
+        settings: JSON values that determine the numbers, common to all members.
+    """
 
     out: Path
     settings: dict[str, Any]
@@ -127,7 +132,11 @@ class Record:
 
 
 def open_out(out: Path, settings: dict[str, Any]) -> None:
-    """Create `out`, or check that it holds the same comparison. Raises UserError if it holds anything else."""
+    """Create `out`, or check that it holds the same comparison.
+
+    Raises:
+        UserError: It holds anything else.
+    """
     require_output(out, "--out", folder=True)
     require_kinds(out, ("comparison.json", "comparison.html"), ("members", "plots"), "--out")
     file = out / "comparison.json"
@@ -145,6 +154,6 @@ def open_out(out: Path, settings: dict[str, Any]) -> None:
                 f"{settings[changed[0]]}); choose another --out, or remove it"
             )
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: exists and is no comparison; choose another --out")
+        raise UserError(f"{out}: exists and is not a comparison; choose another --out")
     with disk_errors(out, place="--out"):
         out.mkdir(parents=True, exist_ok=True)

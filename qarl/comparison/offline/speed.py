@@ -35,10 +35,16 @@ class SpeedTest:
 
 
 def engine_speed(opened: Opened, tokens: list[int], test: SpeedTest, seed: int) -> dict[str, Any]:
-    """Return median, lowest and highest rate over the repeats, after a short untimed run.
+    """Return median, minimum and maximum rate over the repeats, after a short untimed run.
 
-    The engine must take all prompts in its first step (max_num_seqs, max_batched_tokens). That step is the prefill, the
-    rest is the decode. tokens: text to make prompts from, repeated as needed.
+    The engine must accept all prompts in its first step (max_num_seqs, max_batched_tokens). That step is the prefill,
+    the rest is the decode.
+
+    Args:
+        opened: The opened target.
+        tokens: Text to create prompts from, repeated as needed.
+        test: Sizes of the test.
+        seed: Random seed.
     """
     start = [i * test.prompt_tokens for i in range(test.batch)]
     text = tokens * (-(-test.batch * test.prompt_tokens // len(tokens)))
@@ -55,7 +61,7 @@ def engine_speed(opened: Opened, tokens: list[int], test: SpeedTest, seed: int) 
 
         opened.engine.generate(prompts, sampling, opened.policy.version, progress)
         (first, drawn), (last, total) = steps[0], steps[-1]
-        assert drawn == test.batch, "the engine did not take all prompts in one step"
+        assert drawn == test.batch, "the engine did not accept all prompts in one step"
         if repeat > 0:
             prefill.append(test.batch * test.prompt_tokens / (first - began))
             decode.append((total - drawn) / (last - first))

@@ -20,7 +20,11 @@ LOSS_COLUMNS = [
     Column("KL, nats", "right", "KL(bf16 || scheme) of the next token over the whole vocabulary, mean over tokens"),
     Column("KL median", "right"),
     Column("KL p99", "right"),
-    Column("same top token", "right", "share of tokens where bf16 and the scheme have the same likeliest next token"),
+    Column(
+        "same top token",
+        "right",
+        "fraction of tokens for which bf16 and the scheme have the same most probable next token",
+    ),
     Column("perplexity", "right"),
     Column("vs bf16", "right", "perplexity over that of bf16, on the same tokens"),
 ]
@@ -102,16 +106,14 @@ def member_line(m: dict[str, Any]) -> str:
 
 
 def print_table(members: list[dict[str, Any]]) -> None:
-    """Print the table on stdout with schemes as columns, because there are few and terminals are narrow. Reasons
-    follow.
-    """
+    """Print the table with schemes as columns, because there are few and terminals are narrow, then reasons."""
     table = RichTable("", title="Means with 95 % intervals", title_justify="left", show_lines=True)
     for member in members:
         table.add_column(Text(label(member)), justify="right")
     for source in (loss_table(members), cost_table(members)):
         for place, column in enumerate(source.columns[1:], 1):
             table.add_row(column.name, *(Text(row[place].replace(" [", "\n[")) for row in source.rows))
-    console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width to keep to
+    console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width
     console.print(table)
     for member in members:
         if member["state"] == "failed":

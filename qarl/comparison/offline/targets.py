@@ -35,23 +35,25 @@ def scheme_targets(
         model: A run, one of its checkpoints, or a model.
         schemes: Scheme names.
         group_size: Group size of the schemes that have groups.
-        kv_cache_dtype: KV cache dtype of all schemes; None: as in the run, or auto for a model.
+        kv_cache_dtype: KV cache dtype of all schemes. Default: as in the run, or auto for a model.
         verify_digests: See `resolve_target`.
         methods: Values of `quant.init`. A scheme gets the methods that it has; bf16 has only rtn, and always gets it.
         calibration, calibration_samples: See `calibration_keys`.
 
     Raises:
-        UserError: No scheme, an unknown scheme, one named twice, or a group size that no scheme here has.
+        UserError: No scheme, an unknown scheme, a duplicate, or a group size that none of the schemes supports.
     """
     for place, name in enumerate(schemes):
         if name not in scheme_names():
             raise UserError(f"--schemes: '{name}' is unknown; choose from {','.join(scheme_names())}")
         if name in schemes[:place]:
-            raise UserError(f"--schemes: {name} is named twice; name it once")
+            raise UserError(f"--schemes: {name} is given twice; remove one")
     if not schemes:
         raise UserError(f"--schemes: names no scheme; choose from {','.join(scheme_names())}")
     if group_size is not None and not set(schemes) & set(grouped_names()):
-        raise UserError(f"--group-size {group_size}: none of the schemes {','.join(schemes)} has groups; leave it out")
+        raise UserError(
+            f"--group-size {group_size}: none of the schemes {','.join(schemes)} has groups; remove the option"
+        )
     cache = given(kv_cache_dtype=kv_cache_dtype)
     calibrating = [method for method in methods if method != "rtn"] or ["rtn"]
     keys = {method: calibration_keys(method, calibration, calibration_samples, "--methods") for method in calibrating}
@@ -64,8 +66,10 @@ def scheme_targets(
 
 
 def reference_target(model: str, verify_digests: bool = True) -> Target:
-    """Return the model with nothing quantized, including the KV cache. Reads no weights. For errors see
-    `resolve_target`.
+    """Return the unquantized model, including an unquantized KV cache. Reads no weights.
+
+    Raises:
+        UserError: See `resolve_target`.
     """
     return resolve_target(model, quant={"scheme": REFERENCE, "kv_cache_dtype": "auto"}, verify_digests=verify_digests)
 

@@ -35,10 +35,11 @@ def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, An
 
 
 def error_of(weight: Tensor, held: Tensor) -> dict[str, float | None]:
-    """Return the errors of `held` against `weight`, of the same shape, computed in float64.
+    """Return the errors of `held` against `weight`, of the same shape, in float64.
 
-    relative: ||W - H|| / ||W|| (Frobenius; None for a zero matrix). sqnr_db: 20 log10(||W|| / ||W - H||), None if they
-    are equal. max_abs: largest |W - H|.
+    Returns:
+        relative: ||W - H|| / ||W|| (Frobenius norm; None for a zero matrix). sqnr_db: 20 log10(||W|| / ||W - H||), None
+        if equal. max_abs: largest |W - H|.
     """
     wide = weight.double()
     difference = wide - held.double()

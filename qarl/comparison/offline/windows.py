@@ -19,7 +19,7 @@ TEXT_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Source:
-    """A text. name: its path, or `BUNDLED`. sha256: of its UTF-8 bytes."""
+    """A text. name: its path, or `BUNDLED`. sha256: digest of its UTF-8 bytes."""
 
     name: str
     text: str
@@ -43,9 +43,10 @@ class Windows:
 
 
 def read_text(path: Path | None) -> Source:
-    """Read the user's file, or the bundled text of English, mathematics and code if there is none.
+    """Read the user's file, or by default the bundled text of English, mathematics and code.
 
-    Raises UserError if the file is missing, too large, not UTF-8, or empty.
+    Raises:
+        UserError: The file is missing, too large, not UTF-8, or empty.
     """
     if path is None:
         data = (resources.files("qarl.comparison.offline") / "default_text.txt").read_bytes()
@@ -63,11 +64,13 @@ def read_text(path: Path | None) -> Source:
 def cut(source: Source, tokenizer: PreTrainedTokenizerBase, length: int, max_tokens: int) -> Windows:
     """Split the first `max_tokens` tokens of the text into windows of `length`.
 
-    Special tokens that the tokenizer prepends do not count. An incomplete last window is dropped. Raises UserError if
-    the text is shorter than one window.
+    Special tokens that the tokenizer prepends do not count. An incomplete last window is dropped.
+
+    Raises:
+        UserError: The text is shorter than one window.
     """
     if max_tokens < length:
-        raise UserError(f"--max-tokens: {max_tokens} is less than one window of {length} tokens; raise it")
+        raise UserError(f"--max-tokens: {max_tokens} is less than one window of {length} tokens; increase it")
     ids = tokenizer(source.text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
     count = len(ids) // length
     if count == 0:
