@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 from qarl_formats.checkpoints import CheckpointFormat, CompressedTensors
+from qarl_formats.registry import scheme_class, scheme_names
 from qarl_formats.scheme import Scheme
 
 from qarl.config import Config, ModelConfig, QuantConfig, check_model
@@ -106,7 +107,8 @@ def resolve_target(
         name: A run, one of its checkpoints, an exported directory, or a model.
         step: Checkpoint of a run. Default: the newest.
         quant: `quant.*` keys that replace the run's, or a model's default (scheme bf16). A quantized checkpoint is
-            opened in its own scheme by default, and from its values if keys other than `kv_cache_dtype` are given.
+            opened in its own scheme by default, and from its values if keys other than `kv_cache_dtype` are given. The
+            default `scale_dtype` of a scheme with the same kind of weights is then the file's.
         model: Path of a run's base model, if it moved.
         verify_digests: Compare an exported directory with its qarl_export.json: configuration and tokenizer now,
             tensors when they are read.
@@ -142,7 +144,7 @@ def resolve_target(
     if stored is not None and stored.scheme is not None and not set(quant or {}) - {"kv_cache_dtype"}:
         kind, own = "export", _quant_of_export(path, stored, stored.scheme, quant or {})
     else:
-        own = _quant({"scheme": "bf16"} | dict(quant or {}))
+        own = _quant({"scheme": "bf16"} | _scales_of(path, stored, quant or {}) | dict(quant or {}))
     return Target(kind, name, base, own, record=record, verify_digests=verify_digests)
 
 
@@ -159,6 +161,19 @@ def _quant_of_export(path: Path, stored: CheckpointFormat, scheme: Scheme, other
             **others,
         }
     )
+
+
+def _scales_of(path: Path, stored: CheckpointFormat | None, quant: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `quant.scale_dtype` of a checkpoint if `quant` asks for a scheme with the same kind of weights.
+
+    With that dtype the codes stay those of the file.
+    """
+    name, own = quant.get("scheme"), None if stored is None else stored.scheme
+    if stored is None or own is None or name not in scheme_names():
+        return {}
+    kind = scheme_class(name)
+    same = all(getattr(kind, key) == getattr(own, key) for key in ("weight_bits", "weight_type", "row_block"))
+    return {"scale_dtype": _scale_dtype(path, stored, stored_tensors(path))} if same and kind.scale_dtypes else {}
 
 
 def _ignored(path: Path, stored: CheckpointFormat, found: Mapping[str, StoredTensor]) -> list[str]:

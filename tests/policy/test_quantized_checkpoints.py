@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from qarl_formats.checkpoints import checkpoint_format
+from qarl_formats.checkpoints import CompressedTensors, checkpoint_format
 from qarl_formats.checkpoints.mxfp4 import dequantize_mxfp4
 from qarl_formats.weight import LowBitWeight, groups_changed
 from quantized_models import FORMATS, SAME, awq, compressed, gptq, save_format, save_quantized
 from safetensors.torch import load_file, save_file
 
+from qarl import quantize
 from qarl.config import Config, ModelConfig, QuantConfig
 from qarl.config.architecture import read_config_json
 from qarl.config.quant import scheme_of
@@ -139,6 +140,16 @@ def test_a_checkpoint_opens_in_its_own_scheme_with_its_own_tensors(saved, name):
     for module in weights.quantized:
         assert groups_changed(weights.stored(f"{module}.weight"), opened.policy.current.weight(module))[0] == 0
     opened.close()
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_quantize_converts_a_checkpoint_without_changing_its_codes(saved, tmp_path, name):
+    directory, _ = saved(name)
+    quantize(directory, tmp_path / "out", "w4a16", group_size=32, symmetric=name == "gptq")
+    ours, theirs = (model_weights(ModelConfig(path=str(path))) for path in (tmp_path / "out", directory))
+    assert isinstance(ours.format, CompressedTensors)
+    for module in theirs.quantized:
+        assert groups_changed(theirs.stored(f"{module}.weight"), ours.stored(f"{module}.weight"))[0] == 0
 
 
 @pytest.mark.parametrize("name", ["gptq activation order", "mxfp4", "awq of 16"])
