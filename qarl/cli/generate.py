@@ -68,7 +68,7 @@ def generate(
     ] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the smallest set of tokens with this probability. 1: off.")] = 1.0,
     min_p: Annotated[
-        float, typer.Option(help="Only tokens of at least this share of the most probable one's probability; 0 is off.")
+        float, typer.Option(help="Drop tokens less probable than this fraction of the most probable one. 0: off.")
     ] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=TOKENS, help="Longest completion.")] = 128,
     scheme: Scheme = None,
