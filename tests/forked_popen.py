@@ -24,14 +24,14 @@ class ForkedPopen:
     """A fork that stands for the process of `[python, ...]`.
 
     Args:
-        command: As `Popen` takes it: Python with `-c CODE`, `-m MODULE` or a script, and arguments.
-        body: What runs in the fork, given the command, instead of its program.
+        args: As `Popen` takes it: Python with `-c CODE`, `-m MODULE` or a script, and arguments.
+        body: What runs in the fork, given `args`, instead of its program.
         stdin: The fork reads nothing, whatever this is.
     """
 
     def __init__(
         self,
-        command: list[str],
+        args: list[str],
         *,
         env: Mapping[str, str],
         body: Callable[[list[str]], None] | None = None,
@@ -46,7 +46,7 @@ class ForkedPopen:
         if self.pid == 0:
             try:
                 _become({1: stdout, 2: stderr}, pass_fds, env, start_new_session)
-                (body or _run)(command)
+                (body or _run)(args)
             except BaseException as end:
                 _leave(end)
             _leave(SystemExit(0))

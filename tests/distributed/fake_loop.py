@@ -3,7 +3,7 @@
     python fake_loop.py train --nproc 3 CONFIG        as qarl
     python -m torch.distributed.run ... fake_loop.py train CONFIG
 
-FAULT in the environment, such as `kill 1`: what which rank does in the third round.
+In the environment: FAULT, such as `kill 1`, what which rank does in the third round; FORKED, that ranks are forks.
 """
 
 from __future__ import annotations
@@ -118,4 +118,8 @@ if __name__ == "__main__":
 
     launch._BOOT = launch._BOOT.replace("from qarl", "import fake_loop; fake_loop.install(); from qarl", 1)
     sys.path.append(str(Path(__file__).parent))
+    if os.environ.get("FORKED"):
+        import forked_popen
+
+        forked_popen.install(launch)
     main(sys.argv[1:])

@@ -78,6 +78,26 @@ class Rank:
             os.kill(self.pid, signum)
 
 
+class Program(Rank):
+    """A Python file that runs in a fork, as a `Popen` with pipes for stdout and stderr."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 0)
+        self._folder = folder
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it printed, once it has ended."""
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a fork", timeout)
+            time.sleep(TICK_S)
+        return output(self._folder, 0), (self._folder / "errors-0").read_text(errors="replace")
+
+
 def start_ranks(
     count: int,
     function: str,
@@ -95,11 +115,21 @@ def start_ranks(
         "environment": dict(environment or {}),
         "folder": str(folder),
     }
+    _send(order)
+    return [Rank(folder, rank) for rank in range(count)]
+
+
+def start_program(argv: list[str], folder: Path, cwd: Path, environment: Mapping[str, str]) -> Program:
+    """Run a Python file with its arguments in a fork. folder: an empty one for `output-0` and `errors-0`."""
+    _send({"count": 1, "program": argv, "cwd": str(cwd), "environment": dict(environment), "folder": str(folder)})
+    return Program(folder)
+
+
+def _send(order: Mapping[str, Any]) -> None:
     server = _server()
     assert server.stdin is not None
     server.stdin.write(json.dumps(order) + "\n")
     server.stdin.flush()
-    return [Rank(folder, rank) for rank in range(count)]
 
 
 def wait_ranks(ranks: list[Rank], limit_s: float = 60) -> list[int | None]:
@@ -182,20 +212,34 @@ def _fork(rank: int, order: dict[str, Any]) -> int:
         return pid
     from forks import redirect
 
+    program = "program" in order
     printed = str(Path(order["folder"], f"output-{rank}"))
-    redirect({0: os.devnull, 1: printed, 2: printed})
+    redirect({0: os.devnull, 1: printed, 2: str(Path(order["folder"], f"errors-{rank}")) if program else printed})
     faulthandler.enable()
     own = {"RANK": rank, "WORLD_SIZE": order["count"], "LOCAL_RANK": rank, "QARL_RANKS": order["folder"]}
-    os.environ.update({**{name: str(value) for name, value in own.items()}, **order["environment"]})
-    code = 1
+    os.environ.update({**({} if program else {name: str(own[name]) for name in own}), **order["environment"]})
+    code: Any = 1
     try:
-        _call(rank, order)
+        if program:
+            _run_program(order)
+        else:
+            _call(rank, order)
         code = 0
+    except SystemExit as end:
+        code = end.code
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _run_program(order: dict[str, Any]) -> None:
+    from forks import run_program
+
+    os.chdir(order["cwd"])
+    tempfile.tempdir = None  # TMPDIR may be another one
+    run_program(order["program"][0], order["program"][1:])
 
 
 def _call(rank: int, order: dict[str, Any]) -> None:
