@@ -1,6 +1,5 @@
-"""Exports of SmolLM2: in transformers, and in real vLLM the native engine's greedy log-probs within each bound.
+"""Exports: SmolLM2's in transformers, and tiny ones in real vLLM, with the native engine's greedy log-probs.
 
-vLLM reads its first layers alone: every kind of weight is in each of them, and the time is theirs.
 vLLM has a process of its own for w4a16, as users have it: there nothing has loaded the kernels before it is asked for
 them. For the others it is a fork of one that has it imported.
 fp8 is stored as w8a8 is, a scale a row; that vLLM multiplies it, whole runs show (rollout_vllm/test_vllm_runs.py).
@@ -8,14 +7,11 @@ fp8 is stored as w8a8 is, a scale a row; that vLLM multiplies it, whole runs sho
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -29,48 +25,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qarl.exporting import job, readers, verify
 from qarl.exporting.job import export_target
 from qarl.exporting.readers import Unsupported
-from qarl.inference.masters import Masters
 from qarl.inference.target import resolve_target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCHEMES = {
     "bf16": {"scheme": "bf16"},
-    "w4a16": {"scheme": "w4a16", "group_size": 64},
+    "w4a16": {"scheme": "w4a16", "group_size": 32},
     "w8a8": {"scheme": "w8a8"},
-    "w4a8": {"scheme": "w4a8", "group_size": 64},
+    "w4a8": {"scheme": "w4a8", "group_size": 32},
 }
 
 
 OWN_PROCESS = "w4a16"
-LAYERS = 2
 TOKENS = 8
-
-
-def first_layers(masters: Masters) -> Masters:
-    """The masters of a model of the first LAYERS layers."""
-    config = copy.deepcopy(masters.config)
-    later = re.compile(rf"model\.layers\.({'|'.join(map(str, range(LAYERS, config.num_hidden_layers)))})\.")
-    config.num_hidden_layers = LAYERS
-    shapes = {name: shape for name, shape in masters.shapes.items() if not later.match(name)}
-    return replace(
-        masters, config=config, shapes=shapes, linears=frozenset(n for n in masters.linears if not later.match(n))
-    )
-
-
-@pytest.fixture(scope="module")
-def exports(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """SmolLM2 from its GGUF as w4a16, and its first layers as bf16. Opening the GGUF takes longer than the rest."""
-    places: dict[str, Path] = {}
-    with parsed_once():
-        masters = job.open_masters(resolve_target(smollm2))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, opened in (("bf16", first_layers(masters)), ("w4a16", masters)):
-            patch.setattr(job, "open_masters", lambda target, opened=opened: opened)
-            target = resolve_target(smollm2, quant=SCHEMES[name])
-            places[name] = tmp_path_factory.mktemp("smollm2") / name
-            report = export_target(target, places[name], dtype=torch.bfloat16, max_shard_bytes=50 * 10**6)
-            assert (report.tensor_bytes / report.bf16_bytes < 0.5) == (name == "w4a16")
-    return places
 
 
 @pytest.fixture
@@ -86,8 +53,13 @@ def forked(vllm_server: ForkServer) -> Callable[..., subprocess.CompletedProcess
     return run
 
 
-def test_smollm2_is_quantized_and_loads_in_transformers(exports):
-    out = exports["w4a16"]
+def test_smollm2_is_quantized_and_loads_in_transformers(smollm2: str, tmp_path: Path, monkeypatch):
+    with parsed_once():
+        masters = job.open_masters(resolve_target(smollm2))
+    monkeypatch.setattr(job, "open_masters", lambda target: masters)
+    target = resolve_target(smollm2, quant={"scheme": "w4a16", "group_size": 64})
+    report = export_target(target, out := tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=50 * 10**6)
+    assert report.tensor_bytes / report.bf16_bytes < 0.5
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -100,7 +72,7 @@ def test_smollm2_is_quantized_and_loads_in_transformers(exports):
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("name", SCHEMES)
-def test_vllm_agrees_with_the_native_engine(name, exports, tmp_path, monkeypatch, request):
+def test_vllm_agrees_with_the_native_engine(name, tiny_model, tmp_path, monkeypatch, request):
     def unsupported(*arguments):
         raise Unsupported("transformers is not what this test is about")
 
@@ -108,7 +80,7 @@ def test_vllm_agrees_with_the_native_engine(name, exports, tmp_path, monkeypatch
         monkeypatch.setattr(readers.subprocess, "run", request.getfixturevalue("forked"))
     monkeypatch.setattr(verify, "MAX_TOKENS", TOKENS)
     monkeypatch.setattr(verify, "read_transformers", unsupported)
-    run = save_run(tmp_path / "run", exports["bf16"], steps=(1,), noise=0.0, **SCHEMES[name])
+    run = save_run(tmp_path / "run", tiny_model(head_dim=32), steps=(1,), noise=0.0, **SCHEMES[name])
     run.export(tmp_path / "out", unpacked=name == "w4a8")
     record = verify.verify_export(resolve_target(str(run.path)), tmp_path / "out", device="cpu", say=print)
     found = {agreement["reader"]: agreement for agreement in record["readers"]}
