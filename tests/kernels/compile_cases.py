@@ -48,7 +48,7 @@ from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
 INT4 = {"divisor": 7.5, "lowest": -8, "highest": 7, "scale_dtype": BF16}
-MATRICES = ((4096, 12_288), (1000, 1000))
+MATRIX = (4096, 12_288)
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -69,29 +69,29 @@ def on_hopper() -> bool:
 
 def integer_weights() -> Iterator[str]:
     """Quantize, dequantize and tile: int4 and int8."""
-    for (n, k), group in for_this_gpu(tuple(zip(MATRICES, (32, None), strict=True))):
-        for symmetric in (True, False):
-            packed, scale, zero_point, _ = quantize.quantize_int4(
-                empty(n, k, dtype=FP32), group, symmetric=symmetric, **INT4
-            )
-            dequantize.dequantize_int4(packed, scale, zero_point, k, BF16)
-            tile.meta_w4a16(scale, zero_point, n, k, group, BF16)
-            yield f"int4 {n}x{k} group {group} {'symmetric' if symmetric else 'asymmetric'}"
-        tile.meta_w4a8(scale, n, k, group)
-        tile.untile_int4(tile.tile_int4(packed, k), n, k)
-        codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.int8)
-        dequantize.dequantize_bytes(codes, scale, BF16)
-        yield f"tile, int8 {n}x{k}"
+    (n, k), group = MATRIX, 32
+    for symmetric in (True, False):
+        packed, scale, zero_point, _ = quantize.quantize_int4(
+            empty(n, k, dtype=FP32), group, symmetric=symmetric, **INT4
+        )
+        dequantize.dequantize_int4(packed, scale, zero_point, k, BF16)
+        tile.meta_w4a16(scale, zero_point, n, k, group, BF16)
+        yield f"int4 {n}x{k} group {group} {'symmetric' if symmetric else 'asymmetric'}"
+    tile.meta_w4a8(scale, n, k, group)
+    tile.untile_int4(tile.tile_int4(packed, k), n, k)
+    codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.int8)
+    dequantize.dequantize_bytes(codes, scale, BF16)
+    yield f"tile, int8 {n}x{k}"
 
 
 def fp8_weights() -> Iterator[str]:
     """Quantize and dequantize: e4m3, a scale per row and per block."""
-    for n, k in for_this_gpu(MATRICES):
-        codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.float8_e4m3fn)
-        dequantize.dequantize_bytes(codes, scale, BF16)
-        codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.float8_e4m3fn, True)
-        dequantize.dequantize_bytes(codes, scale, BF16, True)
-        yield f"fp8 {n}x{k}"
+    n, k = MATRIX
+    codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.float8_e4m3fn)
+    dequantize.dequantize_bytes(codes, scale, BF16)
+    codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.float8_e4m3fn, True)
+    dequantize.dequantize_bytes(codes, scale, BF16, True)
+    yield f"fp8 {n}x{k}"
 
 
 def digests() -> Iterator[str]:
@@ -115,46 +115,43 @@ def draws() -> Iterator[str]:
         yield f"draw of {vocabulary}"
 
 
-ACTIVATIONS = ((BF16, 28_672), (FP32, 1000))
-
-
 def int8_activations() -> Iterator[str]:
-    for dtype, k in for_this_gpu(ACTIVATIONS):
-        quantize.activation_codes(empty(7, k, dtype=dtype), "int8")
-        yield f"int8 of {dtype} {k}"
+    k = 28_672
+    quantize.activation_codes(empty(7, k), "int8")
+    yield f"int8 of {k}"
 
 
 def fp8_activations() -> Iterator[str]:
-    for dtype, k in for_this_gpu(ACTIVATIONS):
-        quantize.activation_codes(empty(7, k, dtype=dtype), "fp8")
-        quantize.activation_codes(empty(7, k, dtype=dtype), "fp8_group")
-        yield f"fp8 of {dtype} {k}"
+    k = 28_672
+    quantize.activation_codes(empty(7, k), "fp8")
+    quantize.activation_codes(empty(7, k), "fp8_group")
+    yield f"fp8 of {k}"
 
 
 def norms() -> Iterator[str]:
     """Norm, its backward, column sums; no quantization."""
-    for dtype, h in for_this_gpu(((BF16, 8192), (torch.float16, 1000))):
-        x, weight, inverse = empty(4096, h, dtype=dtype), empty(h, dtype=dtype), empty(4096, dtype=FP32)
-        fused_norm.add_rms_norm(x, x, weight, 1e-6)
-        fused_norm.add_rms_norm(x, None, weight, 1e-6)
-        fused_norm.rms_norm_again(x, inverse, weight)
-        fused_norm.add_rms_norm_backward(x, x, x, inverse, weight, empty(h, dtype=FP32))
-        token_sums.column_sum(x, empty(h, dtype=FP32))
-        yield f"norm {dtype} {h}"
+    h = 8192
+    x, weight, inverse = empty(4096, h), empty(h), empty(4096, dtype=FP32)
+    fused_norm.add_rms_norm(x, x, weight, 1e-6)
+    fused_norm.add_rms_norm(x, None, weight, 1e-6)
+    fused_norm.rms_norm_again(x, inverse, weight)
+    fused_norm.add_rms_norm_backward(x, x, x, inverse, weight, empty(h, dtype=FP32))
+    token_sums.column_sum(x, empty(h, dtype=FP32))
+    yield f"norm {h}"
 
 
 def rotaries() -> Iterator[str]:
-    for head_dim, normed in for_this_gpu(((80, False), (128, True))):
-        qkv, table = empty(4096, 40 * head_dim), empty(4096, head_dim)
-        positions, cache = empty(4096, dtype=torch.int64), empty(300, 4, 64, head_dim)
-        norm = empty(head_dim) if normed else None
-        rotation = rotary.Rotation(32, 4, head_dim, table, table, positions, norm, norm, 1e-6)
-        q, k, _ = rotary.rotary_forward(qkv, rotation)
-        total = empty(head_dim, dtype=FP32)
-        rotary_backward.rotary_backward(q, k, qkv, rotation, empty(4096, 40 * head_dim), total, total)
-        for rows_ in (8, 4096):
-            rotary.rotary_into_pages(qkv[:rows_], rotation, cache, cache, positions)
-        yield f"rotary {head_dim}{' and norm' if normed else ''}"
+    head_dim = 128
+    qkv, table = empty(4096, 40 * head_dim), empty(4096, head_dim)
+    positions, cache = empty(4096, dtype=torch.int64), empty(300, 4, 64, head_dim)
+    norm = empty(head_dim)
+    rotation = rotary.Rotation(32, 4, head_dim, table, table, positions, norm, norm, 1e-6)
+    q, k, _ = rotary.rotary_forward(qkv, rotation)
+    total = empty(head_dim, dtype=FP32)
+    rotary_backward.rotary_backward(q, k, qkv, rotation, empty(4096, 40 * head_dim), total, total)
+    for rows_ in (8, 4096):
+        rotary.rotary_into_pages(qkv[:rows_], rotation, cache, cache, positions)
+    yield f"rotary {head_dim} and norm"
 
 
 def fp8_kv_cache() -> Iterator[str]:
@@ -186,11 +183,11 @@ def fp8_kv_cache() -> Iterator[str]:
 
 def gates() -> Iterator[str]:
     """SiLU gate and its backward, embedding gradient; no quantization."""
-    for i in for_this_gpu((12_288, 1000)):
-        gate_up = empty(4096, 2 * i)
-        product = swiglu.swiglu(gate_up).product
-        swiglu.swiglu_backward(product, gate_up, True, gate_up)
-        yield f"gate {i}"
+    i = 12_288
+    gate_up = empty(4096, 2 * i)
+    product = swiglu.swiglu(gate_up).product
+    swiglu.swiglu_backward(product, gate_up, True, gate_up)
+    yield f"gate {i}"
     token_sums.embedding_grad(empty(4096, 4096), empty(4096, dtype=torch.int64), empty(50_000, 4096, dtype=FP32), -1)
     yield "embedding"
 
@@ -198,13 +195,12 @@ def gates() -> Iterator[str]:
 def fused_quantization(activations: tuple[rows.Activation, ...]) -> Iterator[str]:
     """Quantization inside the norm and the gate."""
     for activation in activations:
-        for h, added in for_this_gpu(((1000, False), (16_384, True))):
-            residual = empty(4096, h) if added else None
-            fused_norm.add_rms_norm(empty(4096, h), residual, empty(h), 1e-6, activation, added)
-            yield f"norm {activation} {h}"
-        for i in for_this_gpu((1000, 32_768)):
-            swiglu.swiglu(empty(4096, 2 * i), activation)
-            yield f"gate {activation} {i}"
+        h = 16_384
+        fused_norm.add_rms_norm(empty(4096, h), empty(4096, h), empty(h), 1e-6, activation, True)
+        yield f"norm {activation} {h}"
+        i = 32_768
+        swiglu.swiglu(empty(4096, 2 * i), activation)
+        yield f"gate {activation} {i}"
 
 
 def fused_int8() -> Iterator[str]:
@@ -327,12 +323,12 @@ def fp8() -> Iterator[str]:
 def fp4_weights() -> Iterator[str]:
     """Quantize and dequantize NVFP4, with and without the global scale."""
     divisor = empty(1, dtype=FP32)
-    for n, k in for_this_gpu(((1001, 1008), (4096, 12_288))):
-        packed, scale, _ = nvfp4_weights.quantize_nvfp4(empty(n, k, dtype=FP32), divisor)
-        for dtype in (BF16, torch.float16):
-            nvfp4_weights.dequantize_nvfp4(packed, scale, divisor, dtype)
-            nvfp4_weights.dequantize_nvfp4(packed, scale, None, dtype)
-        yield f"nvfp4 {n}x{k}"
+    n, k = MATRIX
+    packed, scale, _ = nvfp4_weights.quantize_nvfp4(empty(n, k, dtype=FP32), divisor)
+    for dtype in (BF16, torch.float16):
+        nvfp4_weights.dequantize_nvfp4(packed, scale, divisor, dtype)
+        nvfp4_weights.dequantize_nvfp4(packed, scale, None, dtype)
+    yield f"nvfp4 {n}x{k}"
 
 
 def fp4() -> Iterator[str]:
@@ -442,14 +438,12 @@ def head_gradients() -> Iterator[str]:
 
 def fp8_backward_codes() -> Iterator[str]:
     """Quantizing gradients by row and by column, and transposing codes."""
-    for n, k in for_this_gpu(((1000, 1000), (12_288, 2048))):
-        for of_rows, of_columns in ((True, True), (True, False), (False, True)):
-            fp8_backward.quantize(empty(4000, n), None, rows=of_rows, columns=of_columns)
-        if on_hopper():
-            fp8_backward.quantize(empty(4000, n, dtype=torch.float16), None)
-        fp8_backward.quantize(empty(4000, n), empty(n, dtype=FP32))
-        fp8_backward.transpose(empty(n, k, dtype=torch.float8_e4m3fn), empty(n, 1))
-        yield f"backward codes {n}x{k}"
+    n, k = 12_288, 2048
+    for of_rows, of_columns in ((True, True), (True, False), (False, True)):
+        fp8_backward.quantize(empty(4000, n), None, rows=of_rows, columns=of_columns)
+    fp8_backward.quantize(empty(4000, n), empty(n, dtype=FP32))
+    fp8_backward.transpose(empty(n, k, dtype=torch.float8_e4m3fn), empty(n, 1))
+    yield f"backward codes {n}x{k}"
 
 
 def fp8_backward_products() -> Iterator[str]:
@@ -475,7 +469,7 @@ MIXTURES = ((8, 2, 4096, 14_336), (512, 16, 1000, 500), (128, 8, 2048, 768))
 
 def moe_routing_and_order() -> Iterator[str]:
     """Routing and its backward, of few tokens and of many, chosen and replayed; sorting by expert."""
-    for experts, slots, hidden, _ in for_this_gpu(MIXTURES):
+    for experts, slots, hidden, _ in MIXTURES[-1:]:
         whole = experts == 128  # the others differ in how wide a tile is
         for tokens in (64, 8192) if whole else (64,):
             x, weight = empty(tokens, hidden), empty(experts, hidden)
@@ -498,7 +492,7 @@ def groups_of(experts: int, slots: int, tokens: int) -> Groups:
 
 def moe_combinations() -> Iterator[str]:
     """From rows of slots to rows of tokens, and back."""
-    for experts, slots, hidden, _ in for_this_gpu(MIXTURES):
+    for experts, slots, hidden, _ in MIXTURES[-1:]:
         groups = groups_of(experts, slots, 4096)
         y, d, weights = empty(4096, hidden), empty(4096 * slots, hidden), empty(4096, slots, dtype=FP32)
         moe_combine.combine(d, weights, groups)
