@@ -164,8 +164,6 @@ def compare(
             raise UserError(
                 f"--offline: '{offline}' is not a model; give a run, a directory, a hub name, or package:NAME"
             )
-        if targets:
-            raise UserError(f"compare: '{targets[0]}': --offline takes one model and no other argument; remove it")
         if schemes is None:
             raise UserError(f"--schemes: needed with --offline, such as --schemes {','.join(scheme_names())}")
         done = api.compare_offline(
@@ -181,6 +179,7 @@ def compare(
             methods=methods or "rtn",
             calibration=calibration,
             calibration_samples=calibration_samples,
+            trained=targets or (),
         )
         raise typer.Exit(done.exit_code)
     refuse(only_offline, "requires --offline")

@@ -97,6 +97,7 @@ def compare_offline(
     methods: Names = ("rtn",),
     calibration: AnyPath | None = None,
     calibration_samples: int | None = None,
+    trained: Sequence[AnyPath] = (),
 ) -> ComparisonResult:
     """Compare schemes of a model without RL: weight error, divergence from bf16, perplexity, bytes and speed.
 
@@ -115,6 +116,7 @@ def compare_offline(
         methods: rtn, gptq, awq (`quant.init`): a row for each scheme and method.
         calibration: UTF-8 file for gptq and awq. Default: the language reference that CPython carries.
         calibration_samples: Windows of 256 tokens. Default: 128.
+        trained: Runs, checkpoints or exports that were trained from the model; each gets a row.
 
     Returns:
         The comparison.
@@ -148,6 +150,7 @@ def compare_offline(
         methods=chosen,
         calibration=None if calibration is None else user_path(calibration, "--calibration"),
         calibration_samples=calibration_samples,
+        trained=[os.fspath(path) for path in trained],
     )
     return _compared(where, code)
 

@@ -11,7 +11,7 @@ from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 
 from qarl.comparison.intervals import mean_interval, t_quantile
-from qarl.comparison.offline.divergence import TokenNumbers, final_states, token_numbers
+from qarl.comparison.offline.divergence import Reference, TokenNumbers, final_states, token_numbers
 from qarl.comparison.offline.speed import SpeedTest, engine_speed
 from qarl.comparison.offline.weight_errors import checkpoint_bytes, error_of, weight_errors
 from qarl.comparison.offline.windows import Windows, cut, read_text
@@ -38,7 +38,8 @@ def windows() -> Windows:
 
 
 def numbers_of(path, scheme, windows, dtype="float32") -> TokenNumbers:
-    reference = final_states(opened(path, "bf16", dtype).policy, windows)
+    plain = opened(path, "bf16", dtype).policy
+    reference = Reference(final_states(plain, windows), plain.sampler.weights.head)
     policy = opened(path, scheme, dtype).policy
     return token_numbers(policy, final_states(policy, windows), reference, windows)
 

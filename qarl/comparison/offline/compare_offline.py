@@ -16,7 +16,7 @@ from qarl.comparison.offline.offline_page import write_page_and_plots
 from qarl.comparison.offline.record import Record, open_out
 from qarl.comparison.offline.speed import SpeedTest
 from qarl.comparison.offline.summary import member_line, print_table
-from qarl.comparison.offline.targets import reference_target, scheme_targets, weights_mark
+from qarl.comparison.offline.targets import reference_target, scheme_targets, trained_targets, weights_mark
 from qarl.comparison.offline.windows import cut, read_text
 from qarl.inference.calibrated import sequences_of
 from qarl.inference.masters import open_masters
@@ -44,6 +44,7 @@ def compare_offline(
     methods: Sequence[str] = ("rtn",),
     calibration: Path | None = None,
     calibration_samples: int | None = None,
+    trained: Sequence[str] = (),
     seed: int = 0,
     say: Callable[[str], None] = print,
 ) -> int:
@@ -64,6 +65,7 @@ def compare_offline(
         device: auto, cpu or cuda.
         verify_digests: See `resolve_target`.
         methods, calibration, calibration_samples: See `scheme_targets`.
+        trained: Trained policies of the model, each of which gets a row: runs, checkpoints of runs, or exports.
         seed: Seed of the tokens in the speed test.
         say: Called with one line of progress.
 
@@ -76,6 +78,8 @@ def compare_offline(
     """
     chosen = methods, calibration, calibration_samples
     targets = scheme_targets(model, schemes, group_size, kv_cache_dtype, verify_digests, *chosen)
+    policies = trained_targets(trained, targets, verify_digests)
+    targets |= policies
     base = reference_target(model, verify_digests)
     cache = next(iter(targets.values())).quant.kv_cache_dtype
     source = read_text(text)
@@ -103,6 +107,7 @@ def compare_offline(
         "repeats": speed.repeats,
         "seed": seed,
         **_calibration(targets, tokenizer),
+        **({"trained": {name: weights_mark(target) for name, target in policies.items()}} if policies else {}),
         "device": _device_name(where),
         "threads": torch.get_num_threads(),
     }
@@ -118,7 +123,8 @@ def compare_offline(
     if missing:
         say(f"opening {model}")
         bench = Bench(
-            targets, base, open_masters(base), windows, speed, where, seed, out / "reference.safetensors", say
+            *(targets, base, open_masters(base), windows, speed, where, seed, out / "reference.safetensors", say),
+            policies,
         )
         for member in measure(bench, missing):
             if member["state"] == "finished":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from qarl_kernels.logprob import logits_of
 from torch import Tensor
 
 from qarl.comparison.intervals import mean_interval
@@ -69,30 +70,37 @@ class TokenNumbers:
         }
 
 
-@torch.no_grad()
-def token_numbers(policy: Policy, states: Tensor, reference: Tensor, windows: Windows) -> TokenNumbers:
-    """Compare the distributions of `states` with those of `reference`.
+class Reference(NamedTuple):
+    """The policy that others are compared with: its states (windows, predictions, H) and its output layer (V, H)."""
 
-    Both use the policy's output layer, which no scheme quantizes. Softmax and sums over the vocabulary are in float64,
-    so that equal distributions give exactly 0.
+    states: Tensor
+    head: Tensor
+
+
+@torch.no_grad()
+def token_numbers(policy: Policy, states: Tensor, reference: Reference, windows: Windows) -> TokenNumbers:
+    """Compare the distributions of a policy with those of the reference.
+
+    Softmax and sums over the vocabulary are in float64, so that equal distributions give exactly 0.
 
     Args:
         policy: The policy.
-        states: (windows, predictions, H), of the scheme.
-        reference: (windows, predictions, H), of bf16.
+        states: (windows, predictions, H), its states before each predicted token.
+        reference: States and output layer of the reference; both have the policy's vocabulary.
         windows: The text.
 
     Raises:
         UserError: A log-prob is not finite.
     """
     device = policy.device
-    chunk = max(1, LOGIT_BYTES // (8 * policy.sampler.weights.head.shape[0]))
+    head = reference.head.to(device)
+    chunk = max(1, LOGIT_BYTES // (8 * head.shape[0]))
     columns: list[list[Tensor]] = [[], [], [], []]
     targets = torch.tensor([ids[-windows.predictions :] for ids in windows.ids])
-    flat_states, flat_reference, flat_targets = states.flatten(0, 1), reference.flatten(0, 1), targets.flatten()
+    flat_states, flat_reference, flat_targets = states.flatten(0, 1), reference.states.flatten(0, 1), targets.flatten()
     for start in range(0, len(flat_targets), chunk):
         part = slice(start, start + chunk)
-        p = policy.sampler.logits(flat_reference[part].to(device)).double().log_softmax(-1)
+        p = logits_of(flat_reference[part].to(device), head, policy.kernels).double().log_softmax(-1)
         q = policy.sampler.logits(flat_states[part].to(device)).double().log_softmax(-1)
         following = flat_targets[part].to(device)[:, None]
         # A divergence is never negative, but its float64 sum may be by rounding.

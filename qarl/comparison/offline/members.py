@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
 
-from qarl.comparison.offline.divergence import final_states, token_numbers
+from qarl.comparison.offline.divergence import Reference, final_states, token_numbers
 from qarl.comparison.offline.speed import SpeedTest, engine_speed
 from qarl.comparison.offline.targets import REFERENCE
 from qarl.comparison.offline.weight_errors import checkpoint_bytes, weight_errors
@@ -35,7 +34,9 @@ class Bench:
     """Settings and data shared by all schemes.
 
     Attributes:
-        reference_file: Caches the reference's states between starts.
+        targets: What is measured, by member name.
+        trained: The names of those that are trained policies, with weights of their own.
+        reference_file: Caches the reference's states and output layer between starts.
     """
 
     targets: Mapping[str, Target]
@@ -47,11 +48,17 @@ class Bench:
     seed: int
     reference_file: Path
     say: Callable[[str], None]
+    trained: Collection[str] = ()
 
     def open(self, target: Target, masters: Masters | None = None) -> Opened:
+        masters = masters or self.masters_of(target)
+        return open_policy(target, device=self.device.type, rollout=self.sizes, masters=masters)
+
+    @property
+    def sizes(self) -> RolloutConfig:
+        """Engine sizes of the speed test."""
         test = self.speed
-        sizes = RolloutConfig(max_num_seqs=test.batch, max_batched_tokens=test.batch * test.prompt_tokens)
-        return open_policy(target, device=self.device.type, rollout=sizes, masters=masters or self.masters_of(target))
+        return RolloutConfig(max_num_seqs=test.batch, max_batched_tokens=test.batch * test.prompt_tokens)
 
     def masters_of(self, target: Target) -> Masters:
         """The masters that a scheme rounds to nearest, or calibrates."""
@@ -79,14 +86,27 @@ def measure(bench: Bench, schemes: list[str]) -> Iterator[dict[str, Any]]:
         yield {"name": scheme, "state": "finished", "reason": None, **numbers, "seconds": time.perf_counter() - began}
 
 
-def _numbers(bench: Bench, scheme: str, reference: Tensor) -> dict[str, Any]:
-    target = bench.targets[scheme]
+def _opened(bench: Bench, name: str) -> tuple[Opened, Masters]:
+    """Open a member, and the masters that its codes approximate."""
+    target = bench.targets[name]
+    if name in bench.trained:
+        bench.say(f"{name}: opening")
+        opened = open_policy(target, device=bench.device.type, rollout=bench.sizes)
+        mine, its = bench.masters.shapes, dict(opened.policy.model.named_parameters())
+        if mine.keys() != its.keys() or any(mine[key] != tuple(its[key].shape) for key in mine):
+            raise UserError(
+                f"{target.name}: is not a model of the shape of {bench.reference.name}; give a policy of it"
+            )
+        return opened, bench.masters
     bench.masters.check(scheme_of(target.quant), target.quant.ignore, "--group-size")
-    bench.say(f"{scheme}: quantizing" if scheme != REFERENCE else f"{scheme}: opening")
-    masters = calibrated(
-        target, bench.masters_of(target), bench.device.type, lambda line: bench.say(f"{scheme}: {line}")
-    )
-    opened = bench.open(target, masters)
+    bench.say(f"{name}: quantizing" if name != REFERENCE else f"{name}: opening")
+    masters = calibrated(target, bench.masters_of(target), bench.device.type, lambda line: bench.say(f"{name}: {line}"))
+    return bench.open(target, masters), masters
+
+
+def _numbers(bench: Bench, scheme: str, reference: Reference) -> dict[str, Any]:
+    target = bench.targets[scheme]
+    opened, masters = _opened(bench, scheme)
     # The codes of AWQ approximate scaled weights, those of GPTQ the model's own.
     layers = list(weight_errors(masters if target.quant.init == "awq" else bench.masters, opened.policy.current))
     bench.say(f"{scheme}: {len(bench.windows.ids)} windows of text")
@@ -106,24 +126,24 @@ def _numbers(bench: Bench, scheme: str, reference: Tensor) -> dict[str, Any]:
     }
 
 
-def _reference(bench: Bench) -> Tensor:
-    """Return the bf16 policy's states before each predicted token: (windows, predictions, H) in the compute dtype."""
+def _reference(bench: Bench) -> Reference:
+    """Return the bf16 policy's states before each predicted token, in the compute dtype, and its output layer."""
     windows, target = bench.windows, bench.reference
     dtype = DTYPES[target.run.model.dtype if target.run else target.model.dtype]
     shape = (len(windows.ids), windows.predictions, bench.masters.config.hidden_size)
     try:
-        held = load_file(bench.reference_file)["states"]
-        if tuple(held.shape) == shape and held.dtype == dtype:
-            return held
+        held = load_file(bench.reference_file)
+        if tuple(held["states"].shape) == shape and held["states"].dtype == dtype:
+            return Reference(held["states"], held["head"])
     except (OSError, SafetensorError, KeyError):
         pass  # missing or incomplete
     bench.say(f"{REFERENCE}: the reference, {shape[0]} windows of text")
     opened = bench.open(target)
-    states = final_states(opened.policy, windows)
+    found = Reference(final_states(opened.policy, windows), opened.policy.sampler.weights.head.detach().cpu())
     opened.close()
-    data = save({"states": states})
+    data = save(found._asdict())
     temporary = bench.reference_file.with_suffix(".tmp")
     with disk_errors(bench.reference_file, len(data), place="--out"):
         temporary.write_bytes(data)
         temporary.replace(bench.reference_file)
-    return states
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from qarl_formats.registry import grouped_names, scheme_names
@@ -63,6 +63,27 @@ def scheme_targets(
         for method in _methods_of(scheme, methods)
     }
     return {name: resolve_target(model, quant=quant, verify_digests=verify_digests) for name, quant in quants.items()}
+
+
+def trained_targets(names: Sequence[str], taken: Collection[str], verify_digests: bool = True) -> dict[str, Target]:
+    """Return trained policies by member name: runs, checkpoints of runs, or exports, in their own scheme.
+
+    Args:
+        names: As given by the user.
+        taken: Member names of the schemes.
+        verify_digests: See `resolve_target`.
+
+    Raises:
+        UserError: There is no such policy, or two have the same name.
+    """
+    found: dict[str, Target] = {}
+    for name in names:
+        target = resolve_target(name, verify_digests=verify_digests)
+        label = Path(name).name or name
+        if label in found or label in taken:
+            raise UserError(f"compare: {name}: another row is called {label}; rename the directory, or leave one out")
+        found[label] = target
+    return found
 
 
 def reference_target(model: str, verify_digests: bool = True) -> Target:

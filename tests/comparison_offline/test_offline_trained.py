@@ -1,0 +1,50 @@
+"""Trained policies beside the schemes of the model that they started from."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_models import tiny_settings
+
+import qarl
+from qarl.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, tmp_path_factory):
+    """A run that changed every weight, the output layer too, and its export."""
+    folder = tmp_path_factory.mktemp("trained")
+    settings = tiny_settings(tiny_model(), train={"run_dir": str(folder / "rl"), "threads": 1})
+    qarl.train(settings)
+    qarl.export(folder / "rl", folder / "served", for_vllm=False)
+    return folder
+
+
+def members_in(out):
+    return {member["name"]: member for member in json.loads((out / "comparison.json").read_text())["members"]}
+
+
+def test_a_run_and_its_export_get_the_same_numbers_against_the_model(tiny_model, tmp_path, compare, trained):
+    given = [str(trained / "rl"), str(trained / "served")]
+    code, _ = compare(tiny_model(), ["bf16", "w4a16"], page=True, trained=given)
+    rows = members_in(tmp_path / "out")
+    assert code == 0 and list(rows) == ["bf16", "w4a16", "rl", "served"]
+    assert rows["bf16"]["kl"]["max"] == 0.0 and rows["rl"]["kl"]["mean"] > rows["w4a16"]["kl"]["mean"]
+    for key in ("kl", "perplexity", "checkpoint_bytes", "weight_error"):
+        assert rows["rl"][key] == rows["served"][key], key
+    code, lines = compare(tiny_model(), ["bf16", "w4a16"], trained=given)
+    assert code == 0 and "rl: measured before" in lines
+
+
+def test_a_policy_of_another_shape_fails_alone(tiny_model, tmp_path, compare, trained):
+    other = tiny_model("llama", num_hidden_layers=1)
+    code, _ = compare(other, ["w4a16"], trained=[str(trained / "served")])
+    rows = members_in(tmp_path / "out")
+    assert code == 1 and rows["w4a16"]["state"] == "finished"
+    assert "is not a model of the shape of" in rows["served"]["reason"]
+
+
+def test_two_rows_of_one_name_are_refused(tiny_model, compare, trained):
+    with pytest.raises(UserError, match="another row is called rl"):
+        compare(tiny_model(), ["w4a16"], trained=[str(trained / "rl")] * 2)
