@@ -136,24 +136,26 @@ class _GPTQ(_Walk):
     def quantize(self, layer: DecoderLayer, linear: PackedLinear, modules: list[str], x: Tensor) -> None:
         scheme, hessian = self.policy.scheme, hessian_of(x)
         masters = [self.master(f"{module}.weight") for module in modules]
-        widths = [len(master) for master in masters]
         shared = scheme.shared(masters)
-        if scheme.can_concatenate(widths):  # rows do not depend on each other, and one pass over the columns is faster
-            parts = self._chosen(modules, torch.cat(masters), hessian, shared).split(widths)
+        if scheme.can_concatenate([len(master) for master in masters]):
+            # Rows do not depend on each other, and one pass over the columns is faster.
+            weights = self._chosen(modules, masters, hessian, shared)
         else:
-            parts = [self._chosen([name], one, hessian, shared) for name, one in zip(modules, masters, strict=True)]
-        weights = dict(zip(modules, parts, strict=True))
-        for module, weight in weights.items():
-            self.found[f"{module}.weight"], _ = scheme.preimage(weight.tensors, weight.shape)
-        self.multiply_with(linear, weights)
+            pairs = zip(modules, masters, strict=True)
+            weights = [part for module, one in pairs for part in self._chosen([module], [one], hessian, shared)]
+        self.multiply_with(linear, dict(zip(modules, weights, strict=True)))
 
-    def _chosen(self, modules: list[str], weight: Tensor, hessian: Tensor, shared: Tensor | None) -> LowBitWeight:
-        scheme = self.policy.scheme
+    def _chosen(
+        self, modules: list[str], masters: list[Tensor], hessian: Tensor, shared: Tensor | None
+    ) -> list[LowBitWeight]:
+        """Quantize concatenated modules, and keep their new masters."""
+        scheme, widths = self.policy.scheme, [len(master) for master in masters]
         try:
-            stored = gptq(weight, hessian, scheme, shared)
+            stored, master = gptq(torch.cat(masters), hessian, scheme, shared)
         except ValueError as error:
             raise UserError(f"quant.init: gptq: {', '.join(modules)}: {error}") from error
-        return LowBitWeight(scheme, stored, (weight.shape[0], weight.shape[1]))
+        self.found |= {f"{name}.weight": its for name, its in zip(modules, master.split(widths), strict=True)}
+        return LowBitWeight(scheme, stored, (master.shape[0], master.shape[1])).split(widths)
 
 
 class _AWQ(_Walk):

@@ -11,8 +11,11 @@ Columns with large inputs come first ("activation order"), while the most column
 
 Scales and zero points are those of round-to-nearest. A scale is a function of the ends of its group (absmax / 7.5 for
 int4), so a master exists only if the codes reach these ends (`qarl_formats.preimage`). The elements at the ends
-therefore keep their nearest codes, and other columns compensate their errors too. A group that does not reach an end of
-the grid (zeros, or a scale at the smallest number of its dtype) keeps all its nearest codes.
+therefore keep their nearest codes, and other columns compensate their errors too. Where that is not enough (zeros, or
+a float32 scale for which 7.5 scales round to code -7), the whole group keeps its nearest codes, which have a master:
+their weights.
+
+llm-compressor is not used: version 0.14 requires compressed-tensors 0.19, and its codes have no masters.
 """
 
 from __future__ import annotations
@@ -20,12 +23,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qarl_formats.scheme import CodeGrid, Scheme
+from qarl_formats.scheme import CodeGrid, Scheme, Shape
 
 DAMP = 0.01
 BLOCK = 128  # columns whose updates of all later columns are one matrix product
 _RETRIES = 4
-_NEAR = 0.9  # of the end of the grid; rounding a scale moves the ends of a group by 1/16 (e4m3) at most
 
 
 @torch.no_grad()
@@ -36,7 +38,7 @@ def gptq(
     shared: Tensor | None = None,
     damp: float = DAMP,
     block: int = BLOCK,
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], Tensor]:
     """Quantize a weight so that its products with calibration inputs change little.
 
     Args:
@@ -48,32 +50,52 @@ def gptq(
         block: Columns per block; affects speed and rounding errors only.
 
     Returns:
-        The stored tensors by suffix.
+        The stored tensors by suffix, and a master that quantizes to them, float32 [N, K].
+
+    Raises:
+        ValueError: H has no Cholesky factor.
     """
-    shape, dtype = (weight.shape[0], weight.shape[1]), hessian.dtype
-    stored, _ = scheme.quantize(weight.contiguous(), shared=shared)
+    shape = weight.shape[0], weight.shape[1]
+    nearest, _ = scheme.quantize(weight.contiguous(), shared=shared)
+    grid = scheme.code_grid(nearest, shape)
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    grid = scheme.code_grid(stored, shape)
-    nearest = scheme.codes(stored, shape).float()
-    fixed = _fixed(weight, grid, ends=2 if "weight_zero_point" in stored else 1)
-    # Transposed, so that a column of the weight is contiguous: all are [K, N] in the order of rounding.
-    step, zero = (_columns(one.repeat_interleave(shape[1] // one.shape[1], 1), order, dtype) for one in grid[1:])
-    codes, fixed = _columns(nearest, order, dtype), _columns(fixed, order, torch.bool)
-    left = _columns(weight, order, dtype)
-    levels = grid.levels.to(dtype)
-    between = (levels[1:] + levels[:-1]) / 2
     factor = inverse_factor(hessian[order][:, order], damp)
-    for start in range(0, shape[1], block):
-        stop = min(start + block, shape[1])
+    codes = scheme.codes(nearest, shape).float()
+    fixed = _ends(weight, grid, both="weight_zero_point" in nearest)
+    while True:
+        stored = scheme.with_codes(nearest, _compensated(weight, codes, fixed, grid, order, factor, block))
+        master, missing = scheme.preimage(stored, shape)
+        if not missing:
+            return stored, master
+        lost = _without_master(scheme, stored, master, shape, shared)
+        if not (lost & ~fixed).any():
+            return stored, torch.where(lost, weight, master)
+        fixed |= lost
+
+
+def _compensated(
+    weight: Tensor, codes: Tensor, fixed: Tensor, grid: CodeGrid, order: Tensor, factor: Tensor, block: int
+) -> Tensor:
+    """The codes that GPTQ chooses, float32 [N, K].
+
+    codes: the nearest ones. fixed: bool [N, K], which to keep. order: of the columns. factor: U for that order.
+    """
+    columns, dtype, levels = len(order), factor.dtype, grid.levels.to(factor.dtype)
+    between = (levels[1:] + levels[:-1]) / 2
+    # Transposed, so that a column of the weight is contiguous: all are [K, N] in the order of rounding.
+    step, zero = (_columns(one.repeat_interleave(columns // one.shape[1], 1), order, dtype) for one in grid[1:])
+    chosen, kept = _columns(codes, order, dtype), _columns(fixed, order, torch.bool)
+    left = _columns(weight, order, dtype)
+    for start in range(0, columns, block):
+        stop = min(start + block, columns)
         errors = torch.empty_like(left[start:stop])
         for j in range(start, stop):
-            chosen = levels[torch.bucketize(left[j] / step[j] + zero[j], between)]
-            codes[j] = torch.where(fixed[j], codes[j], chosen)
-            errors[j - start] = (left[j] - (codes[j] - zero[j]) * step[j]) / factor[j, j]
+            best = levels[torch.bucketize(left[j] / step[j] + zero[j], between)]
+            chosen[j] = torch.where(kept[j], chosen[j], best)
+            errors[j - start] = (left[j] - (chosen[j] - zero[j]) * step[j]) / factor[j, j]
             left[j + 1 : stop].addr_(factor[j, j + 1 : stop], errors[j - start], alpha=-1)
         left[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
-    back = torch.empty_like(codes).index_copy_(0, order, codes)
-    return scheme.with_codes(stored, back.t().contiguous().float())
+    return torch.empty_like(chosen).index_copy_(0, order, chosen).t().contiguous().float()
 
 
 def inverse_factor(hessian: Tensor, damp: float) -> Tensor:
@@ -96,18 +118,25 @@ def inverse_factor(hessian: Tensor, damp: float) -> Tensor:
     raise ValueError("the Hessian of the calibration inputs has no Cholesky factor; use other calibration text")
 
 
-def _fixed(weight: Tensor, grid: CodeGrid, ends: int) -> Tensor:
-    """Whether an element keeps its nearest code: bool [N, K].
+def _ends(weight: Tensor, grid: CodeGrid, both: bool) -> Tensor:
+    """Mark the elements that make a group's scale: bool [N, K].
 
-    ends: 1 if the largest magnitude of a group makes its scale, 2 if the smallest and the largest value do.
+    both: the smallest and the largest value do; otherwise the largest magnitude does.
     """
     values = weight.reshape(*grid.step.shape, -1)
-    rows = [values.argmin(-1, True), values.argmax(-1, True)] if ends == 2 else [values.abs().argmax(-1, True)]
-    index = torch.cat(rows, -1)
-    scaled = values.gather(-1, index) / grid.step[..., None] + grid.zero[..., None]
-    reached = ((scaled <= _NEAR * grid.levels[0]) | (scaled >= _NEAR * grid.levels[-1])).any(-1, keepdim=True)
-    fixed = torch.zeros_like(values, dtype=torch.bool).scatter_(-1, index, True)
-    return (fixed | ~reached).view_as(weight)
+    index = [values.argmin(-1, True), values.argmax(-1, True)] if both else [values.abs().argmax(-1, True)]
+    return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, torch.cat(index, -1), True).view_as(weight)
+
+
+def _without_master(
+    scheme: Scheme, stored: dict[str, Tensor], master: Tensor, shape: Shape, shared: Tensor | None
+) -> Tensor:
+    """Mark the elements of groups that a master does not give: bool [N, K]."""
+    again, _ = scheme.quantize(master, shared=shared)
+    (_, step, zero), other = scheme.code_grid(stored, shape), scheme.code_grid(again, shape)
+    codes = scheme.codes(stored, shape).float() != scheme.codes(again, shape).float()
+    lost = codes.view(*step.shape, -1).any(-1) | (step != other.step) | (zero != other.zero)
+    return lost.repeat_interleave(shape[1] // step.shape[1], 1)
 
 
 def _columns(matrix: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:

@@ -111,7 +111,7 @@ def test_version_0_publishes_the_codes_of_gptq(tiny_model, scheme, monkeypatch):
         whole = policy.scheme.can_concatenate(linear.widths)
         for names in [linear.names] if whole else [(name,) for name in linear.names]:
             widths = [policy.current.weights[name].shape[0] for name in names]
-            parts = policy.scheme.split(next(found), widths)
+            parts = policy.scheme.split(next(found)[0], widths)
             for name, stored in zip(names, parts, strict=True):
                 held = policy.current.weights[name].tensors
                 assert all(same_bits(held[suffix], stored[suffix]) for suffix in stored)
@@ -130,7 +130,7 @@ def test_each_linear_sees_the_outputs_of_the_quantized_linears_before_it(tiny_mo
     with policy.decoder.noting(note):
         policy.sampler.states(sequences(0))
     name = "model.layers.1.mlp.down_proj"
-    stored = gptq(before[f"{name}.weight"], hessian_of(seen["input"]), policy.scheme)
+    stored, _ = gptq(before[f"{name}.weight"], hessian_of(seen["input"]), policy.scheme)
     assert torch.equal(policy.current.weights[name].tensors["weight_packed"], stored["weight_packed"])
 
 
