@@ -254,3 +254,36 @@ def test_a_captured_product_replays(family: str) -> None:
     x.copy_(random(9, 1536, seed=2, device=CUDA, dtype=BF16))
     graph.replay()
     assert torch.equal(y, layer.call(x))
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_divergence_from_a_teacher(kind, dtype):
+    """Beside autograd in float64 on the same 16-bit operands; ragged chunks, another width of the teacher."""
+    from qarl_kernels.divergence import Divergence, token_divergence
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows, width, other, vocabulary = 300, 128, 64, 1000
+    hidden = torch.randn(rows, width, device="cuda", generator=generator).mul(0.3).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, device="cuda", generator=generator).mul(0.3).to(dtype)
+    states = torch.randn(rows, other, device="cuda", generator=generator).mul(0.3).to(dtype)
+    head = torch.randn(vocabulary, other, device="cuda", generator=generator).mul(0.3).to(dtype)
+    master = weight.float().requires_grad_()
+    value, agrees = token_divergence(hidden, master, weight, states, head, Divergence(kind), 128)
+    scale = torch.linspace(0.0, 1.0, rows, device="cuda")
+    (value * scale).sum().backward()
+
+    h, w = hidden.detach().double().requires_grad_(), weight.double().requires_grad_()
+    log_q, log_p = (h @ w.t()).log_softmax(-1), (states.double() @ head.double().t()).log_softmax(-1)
+    q, p = log_q.exp(), log_p.exp()
+    m = ((p + q) / 2).log()
+    forward, reverse = (p * (log_p - log_q)).sum(-1), (q * (log_q - log_p)).sum(-1)
+    jsd = ((p * (log_p - m)).sum(-1) + (q * (log_q - m)).sum(-1)) / 2
+    expected = {"forward_kl": forward, "reverse_kl": reverse, "jsd": jsd}[kind]
+    (expected * scale.double()).sum().backward()
+    torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(agrees, log_q.argmax(-1) == log_p.argmax(-1))
+    for found, wanted in ((hidden.grad, h.grad), (master.grad, w.grad)):
+        assert (
+            found.double() - wanted
+        ).norm() < 0.01 * wanted.norm()  # operands of the products are rounded to 16 bits

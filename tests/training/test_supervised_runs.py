@@ -295,6 +295,17 @@ def test_distillation_on_sampled_responses_needs_no_rewards_and_mismatch_stays_0
 
 
 @pytest.mark.slow
+def test_distillation_on_two_ranks_differs_by_rounding_only(qarl, config, models):
+    given = f"objective.teacher={{path: {models[1]}}}", "rollout.engine=data", "train.steps=2"
+    alone = run(qarl, "distill", config, "distilled", *given)
+    both = run(qarl, "distill", config, "distilled2", *given, "--nproc", "2")
+    for one, two in zip(metrics_of(alone), metrics_of(both), strict=True):
+        assert two["teacher/divergence"] == pytest.approx(one["teacher/divergence"], rel=0.05)
+    held = [json.loads((folder / "evaluations.jsonl").read_text().splitlines()[0]) for folder in (alone, both)]
+    assert held[0]["held_out"] == pytest.approx(held[1]["held_out"])
+
+
+@pytest.mark.slow
 def test_a_teacher_regularizes_an_rl_objective(qarl, llama, tmp_path):
     data = settings(llama, objective={"name": "tbpo", "teacher": {"path": str(llama), "coef": 0.1}}, train={"steps": 2})
     config = write_config(tmp_path / "c.yaml", data)
