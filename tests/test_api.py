@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import forked_popen
 import pytest
 from tiny_runs import settings, write_config
 
 import qarl
+from qarl.comparison import start_members
 from qarl.config.source import override_texts, read_source
 from qarl.exporting.readers import Unsupported
 
@@ -133,7 +135,8 @@ def test_evaluate_returns_the_results_and_their_directory(trained, folder):
     assert set(done.pass_at) == {1, 2} and 0 <= done.avg <= done.pass_at[2] <= 1
 
 
-def test_compare_of_runs_and_of_a_dict_returns_the_members(trained, folder, tiny_model):
+def test_compare_of_runs_and_of_a_dict_returns_the_members(trained, folder, tiny_model, monkeypatch):
+    forked_popen.install(start_members, replace=monkeypatch.setattr)
     data = settings(tiny_model(), train={"steps": 1}, logging={"tensorboard": False})
     done = qarl.compare(data, schemes=["w4a16", "w8a8"], out=folder / "schemes", jobs=2)
     assert done.exit_code == 0 and set(done.members) == {"w4a16-aligned-seed0", "w8a8-aligned-seed0"}

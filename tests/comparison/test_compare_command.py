@@ -19,37 +19,12 @@ from qarl.storage.runs import read_run
 
 pytestmark = pytest.mark.slow
 
-# A member's process as a fork of the comparison's, which costs a tenth of a new one; all else is as it is.
+# A member's process is a fork of the comparison's, which costs a tenth of a new one.
 FORKED = """
-import os, signal, qarl.comparison.compare, qarl.comparison.start_members
-
-class Forked:
-    def __init__(self, argv, log, environment):
-        self.pid = os.fork()
-        if self.pid == 0:
-            for fd in (1, 2):
-                os.dup2(log.fileno(), fd)
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(signum, signal.default_int_handler)
-            from qarl.cli import main
-            try:
-                main(argv)
-            except SystemExit as end:
-                import sys
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(end.code)
-
-    def poll(self):
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        return None if pid == 0 else os.waitstatus_to_exitcode(status)
-
-    def send_signal(self, signum):
-        os.kill(self.pid, signum)
-
-qarl.comparison.start_members.POLL_SECONDS = 0.02
-qarl.comparison.compare.compare_config.__defaults__ = (1, Forked)
-qarl.comparison.compare.compare_study.__defaults__ = (None, None, None, 1, Forked)
+import forked_popen
+from qarl.comparison import start_members
+start_members.POLL_SECONDS = 0.02
+forked_popen.install(start_members)
 """
 
 # Raises after the first step of w4a16-aligned, as long as there is a file `fail`.
