@@ -64,6 +64,9 @@ def file_faults(config: Config) -> Iterator[Fault]:
     if isinstance(config.objective, Custom) and config.objective.file is not None:
         text = f"no such file below {Path.cwd()}; give an existing file.py:name"
         yield from _expect(("objective", "path"), config.objective.file, "file", text, config.objective.path)
+    if (teacher := config.objective.teacher) is not None and teacher.path.startswith((".", "/", "~")):
+        text = "no such directory; give a model directory, a run, a hub name, or package:NAME"
+        yield from _expect(("objective", "teacher", "path"), teacher.path, "directory", text)
     if config.evaluation.held_out is not None:
         yield from _source_faults(("evaluation", "held_out", "source"), config.evaluation.held_out)
     for index, task in enumerate(config.evaluation.tasks):

@@ -349,11 +349,14 @@ def open_teacher(config: Config, device: torch.device, context: int, console: Ru
     from qarl.inference.opening import context_of, open_frozen
     from qarl.inference.target import resolve_target
 
-    with console.phase("teacher"):
-        target = resolve_target(section.path)
-        if target.kind == "model":
-            target = replace(target, model=target.model.model_copy(update={"dtype": section.dtype}))
-        policy, _ = open_frozen(target, device.type, min(context, context_of(target)))
+    try:
+        with console.phase("teacher"):
+            target = resolve_target(section.path)
+            if target.kind == "model":
+                target = replace(target, model=target.model.model_copy(update={"dtype": section.dtype}))
+            policy, _ = open_frozen(target, device.type, min(context, context_of(target)))
+    except UserError as error:
+        raise UserError(f"objective.teacher.path: {error}") from error
     assert section.loss is not None, "resolved"
     divergence = Divergence(section.loss, section.beta, section.temperature, section.top_k)
     return Teacher(policy, divergence, policy.current.manifest().digest())

@@ -354,3 +354,17 @@ def test_a_teacher_of_another_vocabulary_is_refused(qarl, config, tiny_model):
     done = qarl.run("distill", config, f"train.run_dir={config.parent / 'other'}", teacher, cwd=config.parent)
     assert done.code == 2 and "the teacher has 300 tokens and the student 259" in done.err
     assert not (config.parent / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("./nowhere", 'objective.teacher.path = "./nowhere": no such directory'),
+        ("rows.jsonl", "objective.teacher.path: rows.jsonl: is a file"),
+    ],
+)
+def test_a_teacher_that_cannot_be_read_is_one_line(qarl, config, path, text):
+    done = qarl.run("distill", config, "train.run_dir=lost", f"objective.teacher={{path: {path}}}", cwd=config.parent)
+    errors = [line for line in done.err.splitlines() if line.startswith("error")]
+    assert done.code == 2 and len(errors) == 1 and text in errors[0]
+    assert not (config.parent / "lost").exists()
