@@ -24,6 +24,9 @@ BATCHED_TOKENS = {"vllm": 8192, "native": 4096, "data": 4096}  # with given resp
 FEWEST_SEQUENCES = 64
 # Fractions of GPU memory for the native engine's KV cache: normally, and at most to reach FEWEST_SEQUENCES.
 KV_SHARE, MOST_KV_SHARE = 1 / 4, 1 / 2
+# The sampler of asynchronous rollouts has a GPU of its own, which holds only low-bit weights beside the cache, and
+# responses of several steps in progress. 384 sequences took 3.05 s per step and 256 took 3.71 (async_gpu.json).
+OWN_GPU_SEQUENCES, OWN_GPU_KV_SHARE = 384, 0.6
 
 # More tokens than the first value gain nothing; fewer than ENOUGH_TOKENS leave parts of a GPU idle.
 MICRO_BATCH_TOKENS = (16384, 8192, 4096, 2048, 1024)
@@ -138,6 +141,10 @@ def _sequences(rollout: RolloutConfig, sequence_bytes: int | None, memory: int |
         return SEQUENCES
     if sequence_bytes is None or memory is None:
         return FEWEST_SEQUENCES
+    if rollout.asynchronous is not None and rollout.replay is None:
+        for count in (OWN_GPU_SEQUENCES, SEQUENCES, SEQUENCES // 2):
+            if count * sequence_bytes <= memory * OWN_GPU_KV_SHARE:
+                return count
     count = SEQUENCES
     while count > 1 and count * sequence_bytes > memory * (KV_SHARE if count > FEWEST_SEQUENCES else MOST_KV_SHARE):
         count //= 2

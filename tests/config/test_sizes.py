@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from qarl.config import Config
+from qarl.config import Config, RolloutConfig
 from qarl.config.architecture import Architecture
 from qarl.memory import estimate as memory
 from qarl.memory.sizes import (
@@ -281,3 +281,11 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
 
     monkeypatch.setattr(machine.ctypes, "CDLL", absent)
     assert machine.gpu_bytes() is None and machine.visible_gpus() == []
+
+
+def test_an_asynchronous_sampler_fills_its_own_gpu():
+    rollout = RolloutConfig.model_validate({"async": {"max_staleness": 1}})
+    found = [sampler_sizes(rollout, "cuda", size * GIB // 1000, 80 * GIB).max_num_seqs for size in (100, 170, 300, 900)]
+    assert found == [384, 256, 128, 64 // 2]
+    replayed = RolloutConfig.model_validate({"async": {"max_staleness": 1}, "replay": "runs/a"})
+    assert sampler_sizes(replayed, "cuda", GIB // 10, 80 * GIB).max_num_seqs == 128
