@@ -19,13 +19,7 @@ from qarl.storage.runs import read_run
 
 pytestmark = pytest.mark.slow
 
-# A member's process is a fork of the comparison's, which costs a tenth of a new one.
-FORKED = """
-import forked_popen
-from qarl.comparison import start_members
-start_members.POLL_SECONDS = 0.02
-forked_popen.install(start_members)
-"""
+OFTEN = "from qarl.comparison import start_members; start_members.POLL_SECONDS = 0.02"
 
 # Raises after the first step of w4a16-aligned, as long as there is a file `fail`.
 JUDGE = """
@@ -53,7 +47,7 @@ def judge(completions, prompts, **columns):
 
 
 def compare(qarl, folder: Path, *argv: object):
-    return qarl.run("compare", *argv, before=FORKED, cwd=folder)
+    return qarl.run("compare", *argv, before=OFTEN, cwd=folder)
 
 
 def members(out: Path) -> dict[str, dict]:
@@ -209,7 +203,7 @@ def test_an_interrupted_comparison_goes_on(qarl, tiny_model, tmp_path):
     sections = {"train": {"steps": 4}, "checkpoint": {"every": 12}, "reward": reward}
     config = configured(tmp_path, tiny_model("llama"), **sections)
     argv = ("compare", config, "--seeds", "0,1", "--out", "out")
-    started = qarl.start(*argv, before=FORKED, cwd=tmp_path)
+    started = qarl.start(*argv, before=OFTEN, cwd=tmp_path)
     first = tmp_path / "out/runs/w4a16-aligned-seed0/metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (tmp_path / "third").exists():
@@ -221,7 +215,7 @@ def test_an_interrupted_comparison_goes_on(qarl, tiny_model, tmp_path):
     assert [member["state"] for member in members(tmp_path / "out").values()] == ["stopped", "waiting"]
     kept = first.read_bytes()
     assert kept.count(b"\n") == 2
-    done = qarl.run(*argv, "train.steps=5", before=FORKED, cwd=tmp_path)  # steps may grow: what was trained counts
+    done = qarl.run(*argv, "train.steps=5", before=OFTEN, cwd=tmp_path)  # steps may grow: what was trained counts
     assert done.code == 0, done.err
     assert first.read_bytes().startswith(kept)
     assert "resumed from" in (tmp_path / "out/logs/w4a16-aligned-seed0.log").read_text()

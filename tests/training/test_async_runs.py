@@ -11,12 +11,8 @@ from tiny_runs import Qarl, settings, write_config
 
 pytestmark = pytest.mark.slow
 
-# The sampler's process is a fork of the learner's, with its imports.
-FORK_SAMPLER = """
-import forked_popen
-from qarl.rollout.vllm import process
-forked_popen.install(process)
-"""
+# The sampler's process starts as a user's does; otherwise it is a fork of the learner's.
+START_SAMPLER = "import subprocess; from qarl.rollout.vllm import process; process.subprocess = subprocess"
 # Kills the sampler's process at the N-th take of a step's responses.
 KILL_SAMPLER = """
 import os, signal
@@ -64,14 +60,8 @@ class Runs:
         )
         self.config = write_config(folder / "c.yaml", data)
 
-    def train(
-        self, name: str, *overrides: str, before: str = "", code: int = 0, forked: bool = True, **ahead: Any
-    ) -> list[dict[str, Any]]:
-        """The metrics of a run, without those that depend on time. ahead: `rollout.async`; nothing: synchronous.
-
-        forked: The sampler's process is a fork; otherwise it starts as a user's does.
-        """
-        before = before + FORK_SAMPLER * forked
+    def train(self, name: str, *overrides: str, before: str = "", code: int = 0, **ahead: Any) -> list[dict[str, Any]]:
+        """The metrics of a run, without those that depend on time. ahead: `rollout.async`; nothing: synchronous."""
         given = [f"rollout.async={json.dumps(ahead)}"] if ahead else []
         run = [f"train.run_dir={self.folder / name}", *given, *overrides]
         done = self.qarl.run("train", self.config, *run, before=before, cwd=self.folder)
@@ -104,7 +94,7 @@ def synchronous(runs) -> list[dict[str, Any]]:
 
 
 def test_staleness_0_gives_the_numbers_of_the_synchronous_run(runs, synchronous):
-    assert runs.train("zero", forked=False, max_staleness=0) == synchronous
+    assert runs.train("zero", before=START_SAMPLER, max_staleness=0) == synchronous
     ages = [row["async/staleness_max"] for row in runs.metrics("zero")]
     assert ages == [0.0] * 6
 
