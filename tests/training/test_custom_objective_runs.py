@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_runs import ROOT, Finished, Qarl, settings, write_config
+from tiny_runs import ONE_PICTURE, ROOT, Finished, Qarl, settings, write_config
 
 from qarl.config.objective import OBJECTIVES
 
@@ -58,7 +58,7 @@ def test_the_example_trains_reports_and_is_diagnosed(place, qarl):
     stored = yaml.safe_load((place.folder / "run" / "config.yaml").read_text())
     assert stored["objective"]["path"] == "own.py:cispo" and stored["objective"]["ratio"] == "train"
     for command in (["report", "run"], ["diagnose", "run", "--no-gradients"], ["runs", "."]):
-        done = qarl.run(*command, cwd=place.folder)
+        done = qarl.run(*command, cwd=place.folder, before=ONE_PICTURE)
         assert done.code == 0, done.err
 
 

@@ -33,6 +33,20 @@ from qarl.types import Prompt
 ROOT = Path(__file__).parents[2]
 
 
+# For a report of which the pictures are not looked at: all are copies of the first, which takes seconds less.
+ONE_PICTURE = """
+import contextlib
+from qarl.report import charts, run_report
+run_report.render_in_parallel = lambda sections: contextlib.nullcontext()
+real, made = charts.save, {}
+def save(chart, form):
+    if form not in made:
+        made[form] = real(chart, form)
+    return made[form]
+charts.save = save
+"""
+
+
 def settings(path: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
     """`tiny_settings` of a run of six steps."""
     own = {"train": {"steps": 6}, "checkpoint": {"every": 2}}
