@@ -199,9 +199,9 @@ def _jobs(case: str, capabilities: Iterable[tuple[int, int]]) -> Iterator[_Job]:
 
 
 def spread(jobs: Sequence[_Job], most: int) -> list[_Job]:
-    """At most so many specialisations per kernel on sm_90, evenly spread over its launches, ends included.
+    """At most so many specialisations per kernel and capability, evenly spread over its launches, ends included.
 
-    Before sm_90 only the last launch is compiled. Of a single specialisation on sm_90 it is the first.
+    Of a single one the first on sm_90, else the last, so that both ends of the launches are compiled.
     """
     by_kernel: dict[tuple[tuple[int, int], str], list[_Job]] = {}
     for job in jobs:
@@ -209,10 +209,8 @@ def spread(jobs: Sequence[_Job], most: int) -> list[_Job]:
     found = []
     for (capability, _), own in by_kernel.items():
         count, last = min(most, len(own)), len(own) - 1
-        if capability != (9, 0):
-            found.append(own[last])
-        elif count == 1:
-            found.append(own[0])
+        if count == 1:
+            found.append(own[0 if capability == (9, 0) else last])
         else:
             found += [own[round(i * last / (count - 1))] for i in range(count)]
     return found
