@@ -16,6 +16,7 @@ from qarl.policy.attention import Span
 from qarl.policy.decoder import Recompute
 from qarl.policy.fused_attention import DecodeAttention, PagedAttention
 from qarl.policy.policy import Policy
+from qarl.policy.starting_codes import hessian_of, starting_masters
 from qarl.weight_sync.fingerprints import PublishError, verify_in_process
 from qarl.weight_sync.quantize import quantize_parameters
 from qarl.weight_sync.snapshot import Snapshot
@@ -317,3 +318,22 @@ def test_rows_that_fill_a_batch_up_have_positions_that_there_are(make, kept_grad
     filled, found = gradients(policy)
     assert torch.equal(filled, logp)
     assert_gradients_close(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize(("scheme", "group", "method"), [("w4a16", 32, "awq"), ("w8a8", None, "gptq")])
+def test_calibration_sees_the_inputs_of_the_layers_in_plain_torch(make, scheme, group, method, monkeypatch):
+    """Values of w4a16, and codes and scales of w8a8. Roundings choose a few other codes, which later layers see."""
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        "qarl.policy.starting_codes.hessian_of", lambda x: seen.append(x.float().clone()) or hessian_of(x)
+    )
+    for fused in BOTH:
+        policy = make(fused, scheme, group)
+        own = dict(policy.named_parameters())
+        text = [tokens(7, 1), tokens(5, 2)]  # few rows: the interpreter lacks operations of the product of many
+        found = starting_masters(policy, method, text, lambda name, own=own: own[name].detach())
+        assert all(master.isfinite().all() for master in found.values())
+    ours, plain = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert len(ours) == len(plain) >= 3
+    for one, other in zip(ours, plain, strict=True):
+        assert (one - other).norm() < 0.1 * other.norm()

@@ -120,6 +120,13 @@ def test_a_mixture_of_experts_is_refused(qarl, tiny_model, tmp_path):
     assert done.code == 2 and "use rtn for a mixture of experts" in done.err
 
 
-def test_two_ranks_are_refused(runs):
+def test_two_ranks_start_from_a_checkpoint_with_the_codes(runs, tiny_model):
     done = runs.train("run", "--nproc=2")
     assert done.code == 2 and "quant.init: gptq: needs one process; write the model with `qarl quantize" in done.err
+    out, options = runs.folder / "gptq", ["--scheme", "w4a16", "--group-size", "32", "--method", "gptq"]
+    assert runs.qarl.run("quantize", tiny_model("llama"), out, *options, "--calibration", runs.text).code == 0
+    done = runs.train("run", "--nproc=2", "quant.init=rtn", f"model.path={out}", "train.steps=1")
+    assert done.code == 0, done.err
+    same = "version 0 has the codes and scales of the quantized checkpoint"
+    line = next(line for line in done.out.splitlines() if same in line)
+    assert "without a preimage" not in line
