@@ -8,13 +8,12 @@ import functools
 from typing import Any
 
 from triton import language
-from triton.language import semantic
 from triton.runtime import interpreter
 
 
 def prepare() -> None:
     """Change the interpreter of this process. Where another Triton's is built otherwise, it stays as slow as it is."""
-    for change in (_patch_once_a_launch, _look_dtypes_up_once, _share_shapes, _promote_once, _leave_overflows):
+    for change in (_patch_once_a_launch, _look_dtypes_up_once, _share_shapes, _leave_overflows):
         with contextlib.suppress(AttributeError, TypeError):
             change()
 
@@ -63,57 +62,17 @@ def _look_dtypes_up_once() -> None:
 
 
 def _share_shapes() -> None:
-    """A block's type is made for every result, and checks its shape as if it were new; a tensor wraps it once more.
-
-    Blocks of one shape have the same object for it, by which operands are known to need no broadcast.
-    """
-    real, broadcast = language.block_type.__init__, semantic.TritonSemantic.broadcast_impl_value
+    """A block's type is made for every result, and checks its shape as if it were new."""
+    real = language.block_type.__init__
     made: dict[tuple[int, ...], tuple[Any, int]] = {}  # sizes -> shape as Triton has it, number of elements
-    names: dict[tuple[tuple[int, ...], str], str] = {}
-    wrapped: dict[int, tuple[Any, Any, Any]] = {}  # id of a shape of `made` -> it, a tensor's shape and numel
-    scalar = (), language.constexpr(1)
 
     def make(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple(getattr(size, "value", size) for size in getattr(shape, "values", shape))
+        sizes = tuple(getattr(size, "value", size) for size in shape)
         if sizes not in made:
             real(self, element_ty, shape)
             made[sizes] = self.shape, self.numel
         self.element_ty = element_ty
         self.shape, self.numel = made[sizes]
-        key = sizes, element_ty.name
-        if key not in names:
-            names[key] = f"<{self.shape}, {element_ty}>"
-        self.name = names[key]
+        self.name = f"<{self.shape}, {element_ty}>"
 
-    def fill(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        if not type.is_block():
-            self.shape, self.numel = scalar
-            return
-        if id(type.shape) not in wrapped:
-            sizes = tuple(language.constexpr(size) for size in type.shape)
-            wrapped[id(type.shape)] = type.shape, sizes, language.constexpr(type.numel)
-        _, self.shape, self.numel = wrapped[id(type.shape)]
-
-    def broadcast_unless_alike(self: Any, lhs: Any, rhs: Any) -> Any:
-        if getattr(lhs.type, "shape", None) is getattr(rhs.type, "shape", None):
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
-
-    language.block_type.__init__, language.tensor.__init__ = make, fill
-    semantic.TritonSemantic.broadcast_impl_value = broadcast_unless_alike
-
-
-def _promote_once() -> None:
-    """The type that an operation computes in follows from those of its operands; types are compared by their names."""
-    real, equal = semantic.TritonSemantic.computation_type_impl, language.dtype.__eq__
-    known: dict[tuple[Any, ...], Any] = {}
-
-    def promote(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
-        key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
-        if key not in known:
-            known[key] = real(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
-        return known[key]
-
-    semantic.TritonSemantic.computation_type_impl = promote
-    language.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    language.block_type.__init__ = make

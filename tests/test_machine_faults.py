@@ -152,7 +152,7 @@ def test_a_removed_working_directory_is_named_by_every_command(qarl, tmp_path, c
     (gone := tmp_path / "gone").mkdir()
     done = qarl.run(command.split()[0], *COMMANDS[command], before=CWD_GONE, cwd=gone)
     assert (done.code, done.out) == (2, "")
-    assert done.err == "error: the working directory has been removed; change to one that exists\n"
+    assert done.err == "error: the working directory was removed; change to an existing one\n"
 
 
 @pytest.mark.slow

@@ -407,12 +407,9 @@ def test_which_ranks_have_a_vllm(vllm, count, drawing) -> None:
 
 
 # The first rank's vLLM starts as a user's does, the other's is a fork.
-FIRST_STARTS = """
-import os, subprocess
-from qarl.rollout.vllm import process
+OWN_CACHE = """
+import os
 os.environ["VLLM_CACHE_ROOT"] = {cache!r}
-if os.environ["RANK"] == "0":
-    process.subprocess = subprocess
 """
 
 
@@ -424,7 +421,7 @@ def test_two_ranks_with_a_vllm_each_train(qarl_with_vllm, tiny_model, tmp_path) 
     data = settings(tiny_model(head_dim=32), rollout=vllm, train={"steps": 2}, checkpoint={"every": 100})
     data["model"]["device"] = "cpu"
     config = write_config(tmp_path / "c.yaml", data)
-    done = train(qarl_with_vllm, tmp_path, config, 2, FIRST_STARTS.format(cache=str(tmp_path)))
+    done = train(qarl_with_vllm, tmp_path, config, 2, OWN_CACHE.format(cache=str(tmp_path)))
     assert done.code == 0, done.err
     assert "vLLM failed" not in done.out + (done.run / "rank-001.log").read_text()
     for record in done.metrics:

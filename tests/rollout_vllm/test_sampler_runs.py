@@ -147,9 +147,9 @@ begun, begin, load = [], SamplerProcess.__init__, setup.load_model
 def note(self, *given):
     begin(self, *given)
     begun.append(self._process)
-def wait(config):
+def wait(*given):
     begun[0].wait()
-    return load(config)
+    return load(*given)
 fake_sampler.FakeHost.import_ahead = staticmethod(lambda exact: os._exit(3))
 SamplerProcess.__init__, setup.load_model, setup.tensors_digest = note, wait, None
 """

@@ -43,7 +43,7 @@ CORRECTIONS = {
 }
 PENALTIES = {"kl_coef": 0.1, "entropy_coef": 0.05}
 SECTIONS = [
-    *({"name": name} for name in sorted(BY_NAME) if name != "custom"),
+    *({"name": name} for name in sorted(BY_NAME) if name not in ("custom", "distill")),
     *({"name": "grpo", "ratio": ratio, **PENALTIES} for ratio in ("train", "rollout", "shadow", "one")),
     *({"name": "grpo", "loss": loss} for loss in ("detach", "detach_center", "no_clip")),
     {"name": "gspo", "aggregation": "token-mean", "dvp_outside": "token"},

@@ -84,7 +84,7 @@ def test_a_reward_file_that_dies_while_it_is_loaded_says_why_and_where(qarl, tin
     done = qarl.run("train", config(folder, tiny_model), cwd=folder)
     assert done.code == 2 and done.err.count("\n") == 1
     assert "`judge`: while loading it, its worker process exited with code 3; last output: " in done.err
-    assert "licence (all of it in runs/r/rewards.log)" in done.err and "\x1b" not in done.err
+    assert "licence (full output in runs/r/rewards.log)" in done.err and "\x1b" not in done.err
     assert (folder / "runs/r/rewards.log").read_bytes() == b"first\nno \x1b[31mlicence\n"
     (folder / "judge.py").write_text(JUDGE)
     assert qarl.run("train", config(folder, tiny_model), cwd=folder).code == 0  # the same command, once it is mended
