@@ -53,6 +53,28 @@ def weight_grad(dy: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor | N
     return None
 
 
+def output_grad(rows: Tensor, states: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
+    """Return the gradient of the states of an output layer, and add that of its weight to `into`.
+
+    Args:
+        rows: (R, V) float32, gradient of the logits.
+        states: (R, H).
+        weight: (V, H) bf16 for products of bf16 operands, as on a GPU; otherwise float32.
+        into: (V, H) float32, or None.
+
+    Returns:
+        (R, H) of the states' dtype.
+    """
+    if weight.dtype == torch.bfloat16:
+        rows = rows.bfloat16()
+        if into is not None:
+            weight_grad(rows, states, into=into)
+        return rows @ weight
+    if into is not None:
+        into.addmm_(rows.t(), states.float())
+    return (rows @ weight).to(states.dtype)
+
+
 SumOf: TypeAlias = Callable[[Tensor], Tensor | None]
 """Returns the float32 buffer to which the gradient of a master is added; None: leave it to autograd."""
 

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qarl_kernels.backward import SumOf, weight_grad, weight_sum
+from qarl_kernels.backward import SumOf, output_grad, weight_sum
 from qarl_kernels.logprob import logits_of
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -98,22 +98,13 @@ class _TokenDivergence(torch.autograd.Function):
         hidden, weight, states, head = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         into, returned = weight_sum(ctx.master, ctx.sum_of, weight)
-        low = weight.dtype == torch.bfloat16  # on a GPU: operands in bf16, sums in float32
-        wide = weight if low else weight.float()
+        wide = weight if weight.dtype == torch.bfloat16 else weight.float()
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             student = logits_of(hidden[part], weight, ctx.kernels)
             log_probs = ctx.divergence.log_probs(student, logits_of(states[part], head, ctx.kernels))
             rows = ctx.divergence.logit_grad(*log_probs).mul_(grad[part, None])
-            if low:
-                rows = rows.bfloat16()
-                grad_hidden[part] = rows @ weight
-                if into is not None:
-                    weight_grad(rows, hidden[part], into=into)
-                continue
-            grad_hidden[part] = (rows @ wide).to(hidden.dtype)
-            if into is not None:
-                into.addmm_(rows.t(), hidden[part].float())
+            grad_hidden[part] = output_grad(rows, hidden[part], wide, into)
         return grad_hidden, returned, None, None, None, None, None, None, None
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qarl_kernels import invariant
-from qarl_kernels.backward import SumOf, weight_grad, weight_sum
+from qarl_kernels.backward import SumOf, output_grad, weight_sum
 from qarl_kernels.truncation import CUT_LOGIT_GAP, Distribution, KeptSets, Recording, Replay, Truncation, normalized
 
 
@@ -135,23 +135,14 @@ class _TokenLogProbs(torch.autograd.Function):
         into, returned = weight_sum(ctx.master, ctx.sum_of, weight)
         # On the CPU chunks are summed separately first, which gives the bits of autograd's accumulation.
         grad_weight = torch.zeros_like(into) if into is not returned and hidden.device.type == "cpu" else into
-        low = weight.dtype == torch.bfloat16  # on a GPU: operands in bf16, sums in float32
-        wide = weight if low else weight.float()
+        wide = weight if weight.dtype == torch.bfloat16 else weight.float()
         for start, kept in _chunks(hidden.shape[0], ctx.chunk, ctx.truncation):
             part = slice(start, start + ctx.chunk)
             logits = logits_of(hidden[part], weight, ctx.kernels)
             cut = truncate_(logits, ctx.truncation, kept)
             scaled = (None if g is None else g[part, None] / ctx.truncation.divisor for g in (grad, grad_entropy))
             rows = _logit_grad(normalized(logits), cut, targets[part, None], *scaled)
-            if low:
-                rows = rows.bfloat16()
-                grad_hidden[part] = rows @ weight
-                if grad_weight is not None:
-                    weight_grad(rows, hidden[part], into=grad_weight)
-                continue
-            grad_hidden[part] = (rows @ wide).to(hidden.dtype)
-            if grad_weight is not None:
-                grad_weight.addmm_(rows.t(), hidden[part].float())
+            grad_hidden[part] = output_grad(rows, hidden[part], wide, grad_weight)
         if grad_weight is not into:
             into.add_(grad_weight)
         return grad_hidden, returned, None, None, None, None, None, None, None
