@@ -72,11 +72,12 @@ class Config(Section):
     def _supervised_defaults(cls, data: Any) -> Any:
         """Fill in the rollout defaults of objectives without rewards: one response per prompt, for sft a given one."""
         objective = data.get("objective") if isinstance(data, dict) else None
-        name, rollout = objective.get("name") if isinstance(objective, dict) else None, None
-        if name in ("sft", "distill") and isinstance(rollout := data.get("rollout") or {}, dict):
-            defaults = {"n": 1, **({"engine": "data"} if name == "sft" else {})}
-            data = {**data, "rollout": defaults | rollout}
-        return data
+        name = objective.get("name") if isinstance(objective, dict) else None
+        defaults: dict[str, dict[str, Any]] = {"sft": {"n": 1, "engine": "data"}, "distill": {"n": 1}}
+        if not isinstance(name, str) or name not in defaults:
+            return data
+        rollout = data.get("rollout") or {}
+        return {**data, "rollout": defaults[name] | rollout} if isinstance(rollout, dict) else data
 
     @property
     def run_dir(self) -> Path:

@@ -23,7 +23,6 @@ from qarl.config import Config
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import on_first
 from qarl.errors import UserError
-from qarl.evaluation.held_out import HeldOut
 from qarl.evaluation.records import append_rows, keep_rows, read_rows, to_line
 from qarl.evaluation.results import Row, metrics_of
 from qarl.evaluation.runner import MemorySink, Settings, evaluate
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
     from qarl.policy.policy import Policy
     from qarl.training.console import RunConsole
+    from qarl.training.held_out import HeldOut
 
 PLACE = "train.run_dir"
 KEY = "evaluation.max_response_length"

@@ -37,7 +37,7 @@ def load_rows(config: ModelConfig, plan: RowPlan, ranks: Ranks, quant: QuantConf
 
 
 def row_weights(config: ModelConfig, ranks: Ranks, quant: QuantConfig | None = None) -> StoredWeights | None:
-    """The weights of which single tensors can be read; None if the whole model must be loaded.
+    """Return the weights if tensors can be read one by one; None if the whole model must be loaded.
 
     A collective for GGUF models: the first rank converts the file.
     """

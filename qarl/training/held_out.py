@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from qarl_kernels.logprob import Truncation
 from qarl.config import Config
 from qarl.distributed.ranks import Ranks
 from qarl.policy.teacher import Comparison, Teacher
+from qarl.training.micro_batches import Response, by_tokens
 from qarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -49,7 +51,6 @@ class HeldOut:
         A collective.
         """
         sums = torch.zeros(4, dtype=torch.float64)
-        sums = torch.zeros(4, dtype=torch.float64)
         own = self.ranks.share(len(self.examples))
         for part in self._batches([self.examples[index] for index in own]):
             sums += self._sums(part)
@@ -77,15 +78,10 @@ class HeldOut:
 
     def _batches(self, examples: list[Prompt]) -> Iterator[list[Prompt]]:
         """Split into batches of up to `train.micro_batch_tokens` tokens, one example at least."""
-        batch: list[Prompt] = []
-        size = 0
-        for example in examples:
-            assert example.response is not None, "held-out examples have responses"
-            length = len(example.token_ids) + len(example.response.token_ids)
-            if batch and size + length > self._tokens:
-                yield batch
-                batch, size = [], 0
-            batch.append(example)
-            size += length
-        if batch:
-            yield batch
+        sizes = [
+            Response(index, len(example.token_ids), len(example.response.token_ids))
+            for index, example in enumerate(examples)
+            if example.response is not None
+        ]
+        for start, end in pairwise([0, *by_tokens(sizes, self._tokens)]):
+            yield examples[start:end]

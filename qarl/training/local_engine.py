@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,53 +10,22 @@ from qarl.config import Config
 from qarl.data import PromptStream
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardResult
-from qarl.rollout.engine import Progress, SamplingParams, ignore_progress
 from qarl.rollout.native.engine import NativeEngine
 from qarl.types import FinishReason, Prompt, Rollout
-from qarl.weight_sync.snapshot import Snapshot
 
 Taken = tuple[list[Prompt], list[Rollout], RewardResult]
 
 
-class LocalEngine:
-    """Gives each step its responses. Evaluations sample with the native engine.
-
-    See `RolloutEngine` for `publish`, `generate`, `sleep`, `wake` and `close`.
-    """
+class LocalEngine(NativeEngine):
+    """Gives each step its responses. Evaluations sample with the native engine that it is."""
 
     def __init__(self, config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(policy.sampler, tokenizer, config.rollout)
         self.policy = policy
-        self.version: int | None = None
-        self.metrics: dict[str, float] = {}
-        self._local = NativeEngine(policy.sampler, tokenizer, config.rollout)
 
     def take(self, count: int, step: int, tick: Callable[[], None]) -> Taken:
         """Return the prompts, responses and scores of a step, counted from 0; see `AsyncEngine.take`."""
         raise NotImplementedError
-
-    def publish(self, snapshot: Snapshot) -> None:
-        self._local.publish(snapshot)
-        self.version = snapshot.version
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        version: int,
-        progress: Progress = ignore_progress,
-        first: Sequence[int] | None = None,
-    ) -> list[Rollout]:
-        return self._local.generate(prompts, sampling, version, progress, first)
-
-    def sleep(self) -> None:
-        self._local.sleep()
-
-    def wake(self) -> None:
-        """Do nothing: nothing sleeps that a step needs."""
-
-    def close(self) -> None:
-        self._local.close()
-        self.version = None
 
     def fill(self, step: int) -> None:
         """Do nothing: the responses are there."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.config.config import mixture_faults
+from qarl.config.data import DataConfig
 from qarl.config.quant import scheme_of
 from qarl.data import DropReport, PromptStream, build_prompts
 from qarl.data.calibration import calibration_sequences
@@ -29,7 +30,6 @@ from qarl.diagnostics.backward import require_fp8_backward
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import together
 from qarl.errors import UserError
-from qarl.evaluation.held_out import HeldOut
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
 from qarl.inference.masters import verify_base
@@ -49,6 +49,7 @@ from qarl.storage.names import checkpoint_steps, step_name
 from qarl.storage.saved_state import Inputs, started_at
 from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
+from qarl.training.held_out import HeldOut
 from qarl.training.learner import Learner
 from qarl.training.optim import round_masters
 from qarl.training.quantized_start import compare_start
@@ -257,18 +258,20 @@ def _asked_and_scored(
         vocabulary = shape.vocab_size if shape else None
         longest = config.rollout.max_response_length
         report: DropReport | ExampleReport
-        stops = stop_token_ids(load_generation_config(config.model), tokenizer)
-        examples = partial(build_examples, tokenizer=tokenizer, max_context=context, max_response_length=longest)
-        examples = partial(examples, stops=stops, vocabulary=vocabulary, now=started)
+
+        def examples(data: DataConfig, key: str) -> tuple[list[Prompt], ExampleReport]:
+            stops = stop_token_ids(load_generation_config(config.model), tokenizer)
+            return build_examples(data, tokenizer, context, longest, stops, vocabulary, started, key)
+
         if config.given:
-            prompts, report = examples(config.data)
+            prompts, report = examples(config.data, "data")
         else:
             prompts, report = build_prompts(
                 config.data, tokenizer, context, longest, vocabulary=vocabulary, now=started
             )
         held_out = None
         if config.evaluation.held_out is not None:
-            held_out = examples(config.evaluation.held_out, key="evaluation.held_out")[0]
+            held_out = examples(config.evaluation.held_out, "evaluation.held_out")[0]
         tasks = load_training_tasks(config, tokenizer, context, vocabulary, started)
         calibration = []
         if config.quant.init != "rtn":

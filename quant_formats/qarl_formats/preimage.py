@@ -116,7 +116,7 @@ def tensor_group(codes: Tensor, scale: Tensor, global_scale: Tensor) -> Found:
 
         return candidate
 
-    def zeros(codes: Tensor, scale: Tensor) -> Tensor:  # of a tensor of zeros, some of which are negative
+    def zeros(codes: Tensor, scale: Tensor) -> Tensor:  # for a tensor of zeros; codes may be -0
         return torch.where(codes.signbit(), -(2.0**-126), 0.0)
 
     # Subnormal scales are coarse: a largest code of 4 or 3 gives its scale if it lies at the end of its cell.

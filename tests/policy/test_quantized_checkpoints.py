@@ -289,7 +289,7 @@ def test_wrong_tensors_are_refused_before_anything_is_read(saved, tmp_path, name
 
 
 LIES = {
-    "a group that there is not": ("gptq", f"{UP}.g_idx", 99),
+    "a group that does not exist": ("gptq", f"{UP}.g_idx", 99),
     "a bias that is not zero": ("gptq with biases of zeros", f"{UP}.bias", 1),
     "an order that there is not": ("compressed-tensors activation order", f"{UP}.weight_g_idx", 7),
 }

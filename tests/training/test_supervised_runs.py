@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from qarl.config import Config
 from qarl.distributed.ranks import SingleProcess
-from qarl.evaluation.held_out import HeldOut
 from qarl.memory.estimate import estimate
 from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import load_architecture
 from qarl.training.batch import build_batch
 from qarl.training.console import RunConsole
+from qarl.training.held_out import HeldOut
 from qarl.training.learner import Learner
 from qarl.training.local_engine import GivenResponses
 from qarl.training.observer import Observer

@@ -65,7 +65,7 @@ def compare_offline(
         device: auto, cpu or cuda.
         verify_digests: See `resolve_target`.
         methods, calibration, calibration_samples: See `scheme_targets`.
-        trained: Trained policies of the model, each of which gets a row: runs, checkpoints of runs, or exports.
+        trained: Runs, checkpoints of runs, or exports that were trained from the model. Each gets a row.
         seed: Seed of the tokens in the speed test.
         say: Called with one line of progress.
 

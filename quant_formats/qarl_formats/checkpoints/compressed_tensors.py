@@ -66,7 +66,7 @@ def _in_order(weight: LowBitWeight, order: Tensor, module: str) -> LowBitWeight 
     if (order == -1).any() or torch.equal(order.long(), torch.arange(len(order)) // size):
         return weight
     if order.min() < 0 or order.max() >= scale.shape[1]:
-        raise ValueError(f"{module}.{_ORDER} names a group that there is not")
+        raise ValueError(f"{module}.{_ORDER} names a group that does not exist")
     codes, groups = weight.codes().float(), order.long()
     if zero is not None:
         codes -= unpack_zero_points(zero, len(codes)).float()[:, groups]

@@ -74,7 +74,7 @@ class GPTQ(CheckpointFormat):
         columns = torch.arange(shape[1]) // (self.group_size or shape[1])
         groups = tensors["g_idx"].long() if "g_idx" in tensors else columns
         if groups.min() < 0 or groups.max() >= scales.shape[1]:
-            raise ValueError(f"{module}.g_idx names a group that there is not")
+            raise ValueError(f"{module}.g_idx names a group that does not exist")
         stored = bool((zeros == OFFSET).all()) if self.symmetric else int(zeros.max()) < 2 * OFFSET
         whole = shape[1] % scales.shape[1] == 0
         if self.scheme is not None and stored and whole and torch.equal(groups, columns):
