@@ -34,8 +34,8 @@ class TrainConfig(Section):
         None,
         ge=1,
         le=TOKENS,
-        description="Tokens (prompt and response) per forward and backward, at least one response; null: up to 16,384, "
-        "depending on GPU memory.",
+        description="Tokens (prompt and response) per forward and backward, at least one response; null: up to 16,384 "
+        "(65,536 for small models), depending on GPU memory.",
     )
     epochs: int = Field(1, ge=1, le=EPOCHS, description="Passes over a step's responses.")
     recompute: Recompute = Field(

@@ -17,9 +17,10 @@ from qarl.config.by_device import ON_CPU
 from qarl.memory.activations import logit_bytes
 from qarl.memory.estimate import Device, estimate, kv_cache_bytes, kv_cache_width, phase_bytes
 
-# vLLM's own defaults for a GPU (0.24 to 0.32; its defaults are larger above 70 GiB). The native engine does not batch
-# prefills with decodes, so it gains nothing from a larger token budget.
-SEQUENCES = 256
+# vLLM's own defaults for a GPU (0.24 to 0.32; its defaults are larger above 70 GiB). The native engine decodes a small
+# model's 512 sequences in little more time than 256. It does not batch prefills with decodes, so it gains nothing from
+# a larger token budget.
+SEQUENCES = {"vllm": 256, "native": 512, "data": 256}
 BATCHED_TOKENS = {"vllm": 8192, "native": 4096, "data": 4096}  # with given responses, evaluations sample natively
 FEWEST_SEQUENCES = 64
 # Fractions of GPU memory for the native engine's KV cache: normally, and at most to reach FEWEST_SEQUENCES.
@@ -28,9 +29,11 @@ KV_SHARE, MOST_KV_SHARE = 1 / 4, 1 / 2
 # responses of several steps in progress. 384 sequences took 3.05 s per step and 256 took 3.71 (async_gpu.json).
 OWN_GPU_SEQUENCES, OWN_GPU_KV_SHARE = 384, 0.6
 
-# More tokens than the first value gain nothing; fewer than ENOUGH_TOKENS leave parts of a GPU idle.
-MICRO_BATCH_TOKENS = (16384, 8192, 4096, 2048, 1024)
-ENOUGH_TOKENS = 8192
+# Fewer than ENOUGH_TOKENS leave parts of a GPU idle. More than PLENTY_TOKENS gain only if a layer is so small that the
+# host takes longer to launch its kernels than the GPU to run them: below about LAUNCH_BOUND tokens x parameters.
+MICRO_BATCH_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048, 1024)
+PLENTY_TOKENS, ENOUGH_TOKENS = 16384, 8192
+LAUNCH_BOUND = 2e11
 RECOMPUTE = ("elementwise", "mlp", "products", "layer")  # from the fastest to the least memory
 # Fraction of GPU memory that the estimate may reach. The estimate leaves out fragmentation and kernel code.
 UPDATE_SHARE = 0.8
@@ -138,14 +141,14 @@ def _sequences(rollout: RolloutConfig, sequence_bytes: int | None, memory: int |
     them, so their number is reduced until it fits.
     """
     if rollout.engine == "vllm" or rollout.kv_cache_tokens is not None:
-        return SEQUENCES
+        return SEQUENCES["vllm"]
     if sequence_bytes is None or memory is None:
         return FEWEST_SEQUENCES
     if rollout.asynchronous is not None and rollout.replay is None:
-        for count in (OWN_GPU_SEQUENCES, SEQUENCES, SEQUENCES // 2):
+        for count in (OWN_GPU_SEQUENCES, 256, 128):
             if count * sequence_bytes <= memory * OWN_GPU_KV_SHARE:
                 return count
-    count = SEQUENCES
+    count = SEQUENCES[rollout.engine]
     while count > 1 and count * sequence_bytes > memory * (KV_SHARE if count > FEWEST_SEQUENCES else MOST_KV_SHARE):
         count //= 2
     return count
@@ -164,7 +167,7 @@ def _fastest_that_fits(config: Config, architecture: Architecture, memory: int, 
     Takes the least recomputation that fits with enough tokens to fill the GPU or a whole step, then the most tokens
     that fit. If nothing fits, takes the smallest candidate. A response longer than the micro-batch is one by itself.
     """
-    for tokens, recompute in _candidates(config):
+    for tokens, recompute in _candidates(config, architecture):
         found = _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
         items = estimate(found, architecture, "cuda", ranks=ranks, memory=memory)
         if max(phase_bytes(items, "update"), phase_bytes(items, "optimizer")) <= UPDATE_SHARE * memory:
@@ -172,12 +175,14 @@ def _fastest_that_fits(config: Config, architecture: Architecture, memory: int, 
     return found
 
 
-def _candidates(config: Config) -> Iterator[tuple[int, str]]:
+def _candidates(config: Config, architecture: Architecture) -> Iterator[tuple[int, str]]:
     """(micro-batch tokens, recompute mode), best first, smallest last. Values set by the configuration are fixed."""
     step = config.responses_per_step * config.max_sequence_length
     given = config.train.micro_batch_tokens
-    # Skip sizes of which half is enough for a whole step.
-    sizes = [given] if given else [n for n in MICRO_BATCH_TOKENS if n // 2 < step or n == MICRO_BATCH_TOKENS[-1]]
+    most = max(PLENTY_TOKENS, LAUNCH_BOUND * architecture.num_layers / architecture.multiplied_parameters)
+    # Skip sizes of which half is enough for a whole step, or for the GPU.
+    useful = [n for n in MICRO_BATCH_TOKENS if n // 2 < min(step, most) or n == MICRO_BATCH_TOKENS[-1]]
+    sizes = [given] if given else useful
     modes = [config.train.recompute] if config.train.recompute else RECOMPUTE
     enough = [n for n in sizes if n >= ENOUGH_TOKENS] or sizes[:1]
     yield from ((tokens, recompute) for recompute in modes for tokens in enough)
