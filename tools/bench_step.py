@@ -89,6 +89,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     step.add_argument("--nproc", type=count, default=1, help="step: ranks, a GPU each")
     step.add_argument("--engine", choices=("vllm", "native"), help="of qarl; default vllm on a GPU")
     step.add_argument("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
+    server = "trl: vLLM is a server on this GPU; give the trainer another one with CUDA_VISIBLE_DEVICES"
+    step.add_argument("--server-gpu", type=int, metavar="GPU", help=server)
     place = Path(tempfile.gettempdir()) / "qarl_step_bench"
     step.add_argument("--model-dir", type=Path, default=place, help="keeps random models; default %(default)s")
     parsed = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The peer of the step: TRL's GRPOTrainer with vLLM in its process, on the same model directory and prompts.
+"""The peer of the step: TRL's GRPOTrainer on the same model and prompts, with vLLM in its process or beside it.
 
 Written against TRL 1.16. Its optimizer step accumulates over all responses of a training step, as qarl's does.
 """
@@ -6,9 +6,14 @@ Written against TRL 1.16. Its optimizer step accumulates over all responses of a
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +62,9 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu
         "report_to": "none",
         "seed": options.seed,
     }
-    if engine == "vllm":
+    if engine == "vllm" and options.server_gpu is not None:
+        arguments |= {"use_vllm": True, "vllm_mode": "server"}
+    elif engine == "vllm":
         arguments |= {
             "use_vllm": True,
             "vllm_mode": "colocate",
@@ -66,6 +73,25 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu
             "vllm_max_model_length": options.prompt_tokens + options.new_tokens,
         }
     return arguments
+
+
+@contextmanager
+def server(options: argparse.Namespace, model: Path) -> Iterator[dict[str, Any]]:
+    """A vLLM server on --server-gpu, as `trl vllm-serve` starts it. Yields `GRPOConfig` arguments that name it."""
+    from trl.scripts.vllm_serve import ScriptArguments, build_command
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    length = options.prompt_tokens + options.new_tokens
+    command = build_command(ScriptArguments(model=str(model), host="127.0.0.1", port=port, max_model_len=length))
+    own = {"CUDA_VISIBLE_DEVICES": str(options.server_gpu), "VLLM_SERVER_DEV_MODE": "1"}
+    process = subprocess.Popen(command, env=os.environ | own, stdout=sys.stderr)
+    try:
+        yield {"vllm_server_base_url": f"http://127.0.0.1:{port}"}
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def trl_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
@@ -82,7 +108,13 @@ def trl_records(options: argparse.Namespace, shape: Shape, device: torch.device)
         "new_tokens": options.new_tokens,
         "tail": options.mean_tokens is not None,
     }
-    result = train(task, device)
+    if options.server_gpu is None:
+        result = train(task, device)
+    else:
+        with server(options, model) as named:
+            task["grpo"] |= named
+            result = train(task, device)
+        engine = "vllm server"
     sampled = result["responses"]
     assert sampled == options.prompts * options.responses * options.steps, f"{sampled} responses were sampled"
     yield from records_of(result, engine, options.new_tokens)
