@@ -78,6 +78,12 @@ class AsyncConfig(Section):
         description="Fraction of the responses of earlier versions whose logp_old the learner recomputes. The others "
         "use the sampler's log-probs, which are bit-identical, and save a learner forward.",
     )
+    kept_versions: Literal["auto", "device", "host"] = Field(
+        "auto",
+        description="Where the learner keeps the quantized weights of earlier versions, for logp_old. device: ready to "
+        "run; host: in pinned host memory, copied to the device one version at a time (same bits); auto: host if the "
+        "memory estimate says that they do not fit on the GPU.",
+    )
     device: int | None = Field(
         None, ge=0, lt=DEVICES, description="CUDA index of the sampler's GPU; null: the index after the learner's."
     )

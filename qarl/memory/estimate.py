@@ -34,6 +34,7 @@ VLLM_BYTES = {"separate": 1600 * 2**20, "inline": 1250 * 2**20}
 # Two buckets of offloaded state, which passes through the GPU during an optimizer step (`optim.offload`).
 OFFLOAD_BYTES = 2 * 2**28
 MUON_BYTES = 2**30  # `qarl.training.muon.BATCH_BYTES`, which imports torch
+ELSEWHERE = ("sampler GPU", "host")  # phases of items that are not in the learner's memory
 DRAWN_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
 
 
@@ -64,6 +65,15 @@ def quantized_weight_bytes(scheme: Scheme, out_features: int, in_features: int) 
     """Codes, scales and zero points of one weight as stored (compressed-tensors layout)."""
     stored = scheme.tensor_specs(out_features, in_features)
     return sum(spec.nbytes for suffix, spec in stored.items() if suffix != "weight_shape")  # not on the GPU
+
+
+def version_bytes(config: Config, architecture: Architecture) -> int:
+    """Published tensors of one version: quantized linears, and everything else in the compute dtype."""
+    scheme, width, total = scheme_of(config.quant), DTYPE_BYTES[config.model.dtype], 0
+    for name, n, k in architecture.linears():
+        quantized = scheme.quantized and not is_ignored(name, config.quant.ignore)
+        total += quantized_weight_bytes(scheme, n, k) - width * n * k if quantized else 0
+    return total + width * architecture.parameters
 
 
 def operand_bytes(
@@ -107,7 +117,8 @@ class Item:
         name: Name in the output of `qarl check`.
         bytes: Size in bytes.
         phase: When it is held: always, or only during rollouts, forwards and backwards (update), optimizer steps, or
-            weight publication. `sampler GPU`: always, on another GPU than the learner's, so no sum has it.
+            weight publication. `sampler GPU` and `host`: always, on another GPU than the learner's or in host memory
+            beside a GPU, so no sum has it.
         owner: The component that holds it.
     """
 
@@ -183,7 +194,7 @@ def estimate(
         Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
         *sampler_items(config, kv_cache, version, sampler_operands + head, device, memory),
         *([decode_item(config, a.vocab_size)] if kernels and _samples_here(config) else []),
-        *kept_items(config, version + sampler_operands + head),
+        *kept_items(config, version, sampler_operands + head, device),
         *teacher_items(config, a, device),
         *(Item(name, size, "update") for name, size in activations(config, a, device, tokens or micro_batch)),
         *([Item("version in training, in addition to the sampler's", between, "always")] if several else []),
@@ -366,15 +377,36 @@ def async_sampler_items(config: Config, kv_cache: int, published: int, operands:
     ]
 
 
-def kept_items(config: Config, version: int) -> list[Item]:
+def kept_items(config: Config, version: int, operands: int, device: Device) -> list[Item]:
     """Weights of earlier versions, which the learner keeps for responses that asynchronous rollouts sampled with them.
 
-    version: Bytes of one version with the operands of its products.
+    In host memory they have no operands of products, and a forward needs one version on the device.
+
+    Args:
+        config: Configuration of the run.
+        version: Bytes of one version's tensors.
+        operands: Bytes that its products keep in addition to them.
+        device: Where the learner computes.
     """
     ahead = config.rollout.asynchronous
     if ahead is None or ahead.proximal == "newest" or ahead.max_staleness == 0:
         return []
-    return [Item(f"weights of {ahead.max_staleness} earlier versions", ahead.max_staleness * version, "always")]
+    count = ahead.max_staleness
+    if ahead.kept_versions != "host":
+        return [Item(f"weights of {count} earlier versions", count * (version + operands), "always")]
+    phase: Phase = "always" if device == "cpu" else "host"
+    return [
+        Item("copy of an earlier version for logp_old", version + operands, "update"),
+        Item(f"weights of {count} earlier versions in host memory", kept_host_bytes(count, version, device), phase),
+    ]
+
+
+def kept_host_bytes(count: int, version: int, device: Device) -> int:
+    """Host memory of `count` earlier versions of `version` bytes each, and of one more until the oldest is dropped.
+
+    torch rounds pinned memory, which a GPU needs, up to a power of two.
+    """
+    return (count + 1) * (version if device == "cpu" else 1 << (version - 1).bit_length())
 
 
 def _samples_here(config: Config) -> bool:
@@ -398,7 +430,7 @@ def certain_bytes(config: Config, architecture: Architecture, device: Device, ra
     """Lower bound of the host memory that a run needs, in bytes.
 
     On a CPU: masters, gradients and optimizer state. For a GPU: the masters, which are read into host memory first, or
-    the offloaded state if that is larger.
+    the offloaded state and the earlier versions of asynchronous rollouts if these are larger.
 
     Args:
         config: Configuration of the run.
@@ -409,7 +441,8 @@ def certain_bytes(config: Config, architecture: Architecture, device: Device, ra
     copies = ranks if config.distributed.engine == "deepspeed" else 1
     masters = copies * master_bytes(architecture.parameters)
     if device == "cuda":
-        return max(masters, _offloaded(config, architecture))
+        kept = sum(item.bytes for item in kept_items(config, version_bytes(config, architecture), 0, device)[1:])
+        return max(masters, _offloaded(config, architecture) + ranks * kept)
     return copies * gradient_bytes(architecture.parameters) + saved_bytes(config, architecture)
 
 
@@ -427,8 +460,11 @@ def too_large(config: Config, architecture: Architecture, device: Device, ranks:
     certain, there = certain_bytes(config, architecture, device, ranks), machine_bytes()
     if certain <= there:
         return None
+    ahead = config.rollout.asynchronous
     if device == "cpu":
         what = "masters, gradients and optimizer state"
+    elif ahead is not None and ahead.kept_versions == "host":
+        what = "the masters, or what optim.offload and rollout.async.kept_versions keep in host memory,"
     elif config.optim.offload:
         kept = "masters and moments" if config.optim.offload == "all" else "moments"
         what = f"the {kept} that optim.offload keeps in host memory"
@@ -450,7 +486,7 @@ def expected_device(config: Config) -> Device:
 
 def peak_bytes(items: list[Item]) -> int:
     """Peak memory: items that are always held, plus the largest phase. Phases do not overlap."""
-    return max(phase_bytes(items, phase) for phase in get_args(Phase) if phase != "sampler GPU")
+    return max(phase_bytes(items, phase) for phase in get_args(Phase) if phase not in ELSEWHERE)
 
 
 def forward_peak(

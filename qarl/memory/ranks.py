@@ -21,7 +21,7 @@ from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
 from qarl.distributed.rows import most_rows, row_unit, stacked_experts
 
-Phase = Literal["always", "rollout", "update", "optimizer", "publish", "sampler GPU"]
+Phase = Literal["always", "rollout", "update", "optimizer", "publish", "sampler GPU", "host"]
 VECTOR = 64  # `qarl.training.row_setup.VECTOR`, which imports torch
 WINDOW = 3  # groups of masters with gradients in memory: two in flight (`qarl.training.row_sums`), one computed
 BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size, also used for its all-reduce

@@ -1,4 +1,4 @@
-"""Choose the sizes that the configuration leaves null. Imports no torch.
+"""Choose the sizes that the configuration leaves null, and where `auto` keeps earlier versions. Imports no torch.
 
 The sizes are `rollout.max_num_seqs`, `rollout.max_batched_tokens`, `train.micro_batch_tokens`, `train.recompute` and
 `train.logprob_chunk`. They change speed and memory, and the low bits of results. Therefore they are decided once and
@@ -9,14 +9,15 @@ they depend on the total memory, not on the free memory, so the same machine alw
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from qarl.config import Config, RolloutConfig
 from qarl.config.architecture import Architecture
 from qarl.config.by_device import ON_CPU
 from qarl.memory.activations import logit_bytes
-from qarl.memory.estimate import Device, estimate, kv_cache_bytes, kv_cache_width, phase_bytes
+from qarl.memory.estimate import Device, estimate, kv_cache_bytes, kv_cache_width, phase_bytes, too_large
 
+Place = Literal["device", "host"]
 # vLLM's own defaults for a GPU (0.24 to 0.32; its defaults are larger above 70 GiB). The native engine decodes a small
 # model's 512 sequences in little more time than 256. It does not batch prefills with decodes, so it gains nothing from
 # a larger token budget.
@@ -66,7 +67,8 @@ def decide_sizes(
     if device == "cpu" or architecture is None or memory is None:
         recompute = ON_CPU["train.recompute"] if device == "cpu" else RECOMPUTE[-1]
         tokens = ON_CPU["train.micro_batch_tokens"]
-        return _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
+        config = _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
+        return _keeping(config, _places(config, "device")[0])
     return _fastest_that_fits(config, architecture, memory, ranks)
 
 
@@ -115,6 +117,9 @@ def decided(given: Config, used: Config, device: Device) -> Iterator[str]:
     for key in ON_CPU:
         if _value(given, key) is None:
             yield f"{key}: null -> {_value(used, key)} ({device})"
+    before, after = given.rollout.asynchronous, used.rollout.asynchronous
+    if before is not None and after is not None and before.kept_versions == "auto":
+        yield f"rollout.async.kept_versions: auto -> {after.kept_versions} ({device})"
 
 
 def _value(config: Config, key: str) -> Any:
@@ -166,13 +171,35 @@ def _fastest_that_fits(config: Config, architecture: Architecture, memory: int, 
 
     Takes the least recomputation that fits with enough tokens to fill the GPU or a whole step, then the most tokens
     that fit. If nothing fits, takes the smallest candidate. A response longer than the micro-batch is one by itself.
+    Earlier versions of asynchronous rollouts go to host memory before more is recomputed: a copy per version and step
+    takes less time than further forwards.
     """
+    places = _places(config, "device", "host")
+    if places[-1] == "host" and too_large(_keeping(config, "host"), architecture, "cuda", ranks):
+        places = places[:1]
     for tokens, recompute in _candidates(config, architecture):
-        found = _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
-        items = estimate(found, architecture, "cuda", ranks=ranks, memory=memory)
-        if max(phase_bytes(items, "update"), phase_bytes(items, "optimizer")) <= UPDATE_SHARE * memory:
-            break
+        for place in places:
+            found = _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
+            found = _keeping(found, place)
+            items = estimate(found, architecture, "cuda", ranks=ranks, memory=memory)
+            if max(phase_bytes(items, "update"), phase_bytes(items, "optimizer")) <= UPDATE_SHARE * memory:
+                return found
     return found
+
+
+def _places(config: Config, *choices: Place) -> tuple[Place, ...]:
+    """Where earlier versions may be kept: `choices` if the configuration leaves it to the estimate."""
+    ahead = config.rollout.asynchronous
+    return choices if ahead is None or ahead.kept_versions == "auto" else (ahead.kept_versions,)
+
+
+def _keeping(config: Config, place: Place) -> Config:
+    """Set `rollout.async.kept_versions`, if rollouts are asynchronous."""
+    ahead = config.rollout.asynchronous
+    if ahead is None or ahead.kept_versions == place:
+        return config
+    update = {"async": ahead.model_copy(update={"kept_versions": place})}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
 
 
 def _candidates(config: Config, architecture: Architecture) -> Iterator[tuple[int, str]]:

@@ -19,6 +19,7 @@ from qarl.policy.attention import pack, packed
 from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.device import use_kernels
 from qarl.policy.experts import move_experts
+from qarl.policy.kept import KeptVersions
 from qarl.policy.linear import sum_of
 from qarl.policy.modules import check_family, check_norms
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
@@ -55,7 +56,7 @@ class Policy:
         current: The snapshot of the masters at `version`; `refresh` makes a new one after an optimizer step.
         weights: The learner's weight set for it.
         reference: The learner's weight set of an earlier version, see `keep_reference`; None if nothing was kept.
-        kept: The learner's weight sets of versions that waiting responses were sampled with, by version.
+        kept: Versions that waiting responses of asynchronous rollouts were sampled with.
         sampler: The forward for rollout engines; `install` switches it to a published snapshot.
         aligned: Whether learner and sampler share one forward and weight set.
         kernels: Whether quantization, products and output layer run on Triton kernels.
@@ -99,7 +100,7 @@ class Policy:
             raise UserError(f"model.path: the model {reason}")
         self.head_name = next(name for name, parameter in self.named_parameters() if parameter is self.head_master)
         self.reference: WeightSet | None = None
-        self.kept: dict[int, WeightSet] = {}
+        self.kept = KeptVersions(self, on_host=False)
         generation = getattr(model, "generation_config", None)
         layout = ModelLayout(model.config, generation, scheme, quant.ignore, dtype, device, self.max_length)
         self.sampler = Sampler(layout, self.decoder, self.head_name, self.kernels)

@@ -67,6 +67,7 @@ RESUMABLE_KEYS = (
     "rollout.vllm.timeout_s",
     "rollout.vllm.max_restarts",
     "rollout.async.device",
+    "rollout.async.kept_versions",
     "rollout.async.timeout_s",
     "rollout.async.max_restarts",
 )

@@ -188,7 +188,7 @@ class Learner:
         batch, totals = part.batch, self.totals
         totals.forward_tokens += part.forward_tokens
         first, chunk = version is not None or not batch.logp_old.known(part), self.config.train.logprob_chunk
-        weights = None if version in (None, batch.version) else self.policy.kept[version]
+        weights = None if version in (None, batch.version) else self.policy.kept.weights(version)
         retained = totals.retained if first else None
         routes = routes or part.routes
         if first and (batch.routing is not None or batch.chosen is not None):

@@ -16,6 +16,7 @@ from qarl.config import Config
 from qarl.data import PromptStream
 from qarl.diagnostics.diagnose.saved import read_rollouts, rollout_steps
 from qarl.errors import UserError
+from qarl.policy.kept import KeptVersions
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
 from qarl.rollout.engine import SamplingParams, first_samples
@@ -58,6 +59,9 @@ class ReplayEngine(LocalEngine):
         settings = config.rollout.asynchronous
         self._newest = settings is not None and settings.proximal == "newest"
         self._keeps = 0 if settings is None or self._newest else settings.max_staleness + 1
+        self._published: list[int] = []  # newest versions, in order
+        if settings is not None:
+            policy.kept = KeptVersions(policy, on_host=settings.kept_versions == "host")
         steps = rollout_steps(self.run)
         if missing := sorted(set(range(1, config.train.steps + 1)) - set(steps)):
             raise UserError(
@@ -68,9 +72,9 @@ class ReplayEngine(LocalEngine):
     def publish(self, snapshot: Snapshot) -> None:
         super().publish(snapshot)
         if self._keeps:
-            self.policy.kept[snapshot.version] = self.policy.weights
-            for version in sorted(self.policy.kept)[: -self._keeps]:
-                del self.policy.kept[version]
+            self._published = [*self._published, snapshot.version][-self._keeps :]
+            self.policy.kept.keep(self._published)
+            self.policy.kept.add(snapshot, self.policy.weights)
 
     def take(self, count: int, step: int, tick: Callable[[], None]) -> Taken:
         """Return the prompts, responses and scores of a step, counted from 0; see `AsyncEngine.take`.
@@ -89,7 +93,7 @@ class ReplayEngine(LocalEngine):
             )
         versions = saved.versions or [[saved.version] * len(tokens) for tokens in saved.responses]
         needed = {version for own in versions for version in own} - {self.policy.version}
-        if not self._newest and (unknown := needed - self.policy.kept.keys()):
+        if not self._newest and (unknown := needed - set(self._published)):
             raise UserError(
                 f"rollout.replay: step {step + 1} has tokens of policy version {max(unknown)}, and this run is at "
                 f"{self.policy.version}; use the configuration of {self.run}, and start with checkpoint.resume: never"

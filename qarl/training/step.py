@@ -141,6 +141,7 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
                         with torch.no_grad():
                             learner.logprobs(round_.part, version=version)
                     watch.progress(round_.responses)
+            learner.policy.kept.release()
             batch.share_old(ranks)
         for minibatch in minibatches:
             watch.minibatch(minibatch)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, chain
 
 import torch
 from qarl_formats.compressed import to_state_dict
@@ -17,7 +18,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from qarl.utils.packed_linears import fused_groups
 from qarl.weight_sync.expert_tensors import join_experts
-from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.fingerprints import METADATA, Fingerprint, fingerprints
+from qarl.weight_sync.transport import aligned
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,51 @@ class Snapshot:
         """Fingerprints of `published` by name: what a sampler of this version must hold."""
         return fingerprints(self.published.items())
 
+    def copied(self, buffer_of: Callable[[int], Tensor]) -> Snapshot:
+        """Copy all tensors into one buffer, on any device; see `copy_tensors`."""
+        parts = [self.tensors, *(weight.tensors for weight in chain(self.weights.values(), self.groups.values()))]
+        named = chain.from_iterable(part.items() for part in parts)
+        copies = copy_tensors((t for name, t in named if not f".{name}".endswith(METADATA)), buffer_of)
+
+        def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: copies.get(id(tensor), tensor) for name, tensor in tensors.items()}
+
+        weights = {name: replace(one, tensors=moved(one.tensors)) for name, one in self.weights.items()}
+        groups = {names: replace(one, tensors=moved(one.tensors)) for names, one in self.groups.items()}
+        return Snapshot(self.version, moved(self.tensors), weights, groups)
+
     def manifest(self) -> Manifest:
         """sha256 of every tensor: what checkpoints and exports record."""
         return Manifest(self.version, {name: describe(tensor) for name, tensor in self.tensors.items()})
+
+
+def copy_tensors(tensors: Iterable[Tensor], buffer_of: Callable[[int], Tensor]) -> dict[int, Tensor]:
+    """Copy tensors into one buffer. Views of one tensor become views of one copy.
+
+    Copying such copies again is a single transfer. To and from pinned memory it does not synchronize.
+
+    Args:
+        tensors: On one device. Their storages are copied whole.
+        buffer_of: Returns an uninitialized uint8 buffer of the given number of bytes, on any device.
+
+    Returns:
+        The copies by `id` of the tensor.
+    """
+    own = list(tensors)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in own}
+    *offsets, size = accumulate((aligned(storage.nbytes()) for storage in storages.values()), initial=0)
+    start_of = dict(zip(storages, offsets, strict=True))
+    buffer = buffer_of(size)
+    for address, storage in storages.items():
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        buffer[start_of[address] :][: len(whole)].copy_(whole, non_blocking=True)
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        start = start_of[tensor.untyped_storage().data_ptr()] // tensor.itemsize + tensor.storage_offset()
+        empty = torch.empty(0, dtype=tensor.dtype, device=buffer.device)
+        return empty.set_(buffer.untyped_storage(), start, tensor.shape, tensor.stride())
+
+    return {id(tensor): copy_of(tensor) for tensor in own}
 
 
 def build_snapshot(version: int, parameters: Iterable[tuple[str, LowBitWeight | Tensor]]) -> Snapshot:

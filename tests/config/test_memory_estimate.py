@@ -381,3 +381,41 @@ def test_the_largest_model_that_a_configuration_can_say_is_counted_at_once():
     found = memory.estimate(config(quant={"ignore": ["lm_head", "re:.*mlp"]}), largest, "cpu")
     assert memory.peak_bytes(found) > 2**60
     assert "but this machine has" in memory.too_large(config(), largest, "cpu")
+
+
+AHEAD = {"max_staleness": 3}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_earlier_versions_take_their_tensors_and_operands_or_host_memory_and_one_copy(device):
+    """A version is codes and scales, unquantized parameters and operands; host memory has the first two."""
+    own = {**config().model_dump()["rollout"], "async": AHEAD}
+    before = sizes(device)
+    version = before["codes and scales"] + before["unquantized parameters"]
+    assert memory.version_bytes(config(), TINY) == version
+    operands = before["GEMM operands"]
+    assert sizes(device, rollout=own)["weights of 3 earlier versions"] == 3 * (version + operands)
+    host = config(rollout={**own, "async": {**AHEAD, "kept_versions": "host"}})
+    items = {item.name: item for item in memory.estimate(host, TINY, device)}
+    copy, kept = items["copy of an earlier version for logp_old"], items["weights of 3 earlier versions in host memory"]
+    assert (copy.bytes, copy.phase) == (version + operands, "update")
+    pinned = 1 << (version - 1).bit_length()
+    assert pinned > version, "the power of two above"
+    assert (kept.bytes, kept.phase) == ((4 * version, "always") if device == "cpu" else (4 * pinned, "host"))
+    peak = memory.peak_bytes(list(items.values()))
+    assert peak == memory.peak_bytes([item for item in items.values() if item.phase not in ("host", "sampler GPU")])
+
+
+@pytest.mark.parametrize("more", [{"proximal": "newest"}, {"max_staleness": 0}])
+def test_no_earlier_version_is_counted_if_none_is_read(more):
+    found = sizes("cuda", rollout={"max_response_length": 8, "async": {**AHEAD, "kept_versions": "host", **more}})
+    assert not [name for name in found if "earlier version" in name]
+
+
+def test_host_memory_must_hold_the_earlier_versions(monkeypatch):
+    host = config(rollout={"max_response_length": 8, "async": {**AHEAD, "kept_versions": "host"}})
+    pinned = 1 << (memory.version_bytes(host, TINY) - 1).bit_length()
+    assert memory.certain_bytes(host, TINY, "cuda") == max(4 * PARAMETERS, 4 * pinned)
+    assert memory.certain_bytes(host, TINY, "cuda", ranks=2) == max(4 * PARAMETERS, 2 * 4 * pinned)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 4 * PARAMETERS - 1)
+    assert "rollout.async.kept_versions keep in host memory, need" in memory.too_large(host, TINY, "cuda")

@@ -291,3 +291,24 @@ def test_an_asynchronous_sampler_fills_its_own_gpu():
     assert found == [384, 256, 128, 64 // 2]
     replayed = RolloutConfig.model_validate({"async": {"max_staleness": 1}, "replay": "runs/a"})
     assert sampler_sizes(replayed, "cuda", GIB // 10, 80 * GIB).max_num_seqs == 128
+
+
+@pytest.mark.parametrize(("gib", "staleness", "place"), [(140, 1, "device"), (140, 16, "host"), (640, 16, "device")])
+def test_earlier_versions_go_to_host_memory_if_they_do_not_fit(monkeypatch, gib, staleness, place):
+    """An 8B model with int4 weights: a version takes 9 GiB with the operands of its products."""
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 512 * GIB)
+    section = {"max_response_length": 1024, "async": {"max_staleness": staleness}}
+    given = config(rollout=section, optim={"offload": True})
+    found = decide_sizes(given, "cuda", LARGE, gib * GIB)
+    assert found.rollout.asynchronous.kept_versions == place
+    assert f"rollout.async.kept_versions: auto -> {place} (cuda)" in list(decided(given, found, "cuda"))
+    fixed = config(rollout={**section, "async": {**section["async"], "kept_versions": "device"}})
+    assert decide_sizes(fixed, "cuda", LARGE, gib * GIB).rollout.asynchronous.kept_versions == "device"
+
+
+def test_earlier_versions_stay_on_the_device_if_neither_memory_holds_them(monkeypatch):
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 40 * GIB)
+    given = config(rollout={"max_response_length": 1024, "async": {"max_staleness": 16}})
+    assert decide_sizes(given, "cuda", LARGE, 140 * GIB).rollout.asynchronous.kept_versions == "device"
+    for device, architecture in (("cpu", LARGE), ("cuda", None)):
+        assert decide_sizes(given, device, architecture).rollout.asynchronous.kept_versions == "device"

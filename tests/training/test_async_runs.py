@@ -109,11 +109,15 @@ def test_staleness_0_with_dynamic_sampling_and_a_pass_rate(runs):
 
 
 def test_waiting_runs_repeat_bit_for_bit_after_a_kill_of_either_process(runs, synchronous):
-    """The kill of the learner resumes from a checkpoint with responses of earlier versions in it."""
+    """The kill of the learner resumes from a checkpoint with responses of earlier versions in it.
+
+    The runs that are killed keep earlier versions in host memory, the others on the device.
+    """
     ahead = {"max_staleness": 2, "in_flight": "wait"}
     whole = runs.train("whole", **ahead)
     assert [row["async/staleness_max"] for row in runs.metrics("whole")] == [0.0, 1.0, 2.0, 2.0, 2.0, 2.0]
     assert all(row["mismatch/delta_abs_max"] == 0.0 for row in whole)
+    ahead["kept_versions"] = "host"
     assert runs.train("sampler_killed", before=KILL_SAMPLER.replace("N", "3"), **ahead) == whole
     assert "the sampler failed: its process was ended by SIGKILL" in runs.out and "restart 1 of 2" in runs.out
     runs.train("killed", before=KILL_RUN.replace("== N", "== 5"), code=-9, **ahead)
@@ -130,6 +134,7 @@ def test_weights_that_change_in_flight_stay_exact_and_a_kill_loses_and_repeats_n
     assert runs.prompts("flight") == runs.prompts("sync")[:16]
     assert max(row["async/continued_frac"] for row in runs.metrics("flight")) > 0, "no response saw new weights"
     assert max(row["async/staleness_max"] for row in runs.metrics("flight")) <= 4
+    ahead["kept_versions"] = "host"
     assert runs.train("again", *more, "rollout.replay=" + str(runs.folder / "flight"), **ahead) == rows
 
 

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from qarl.config import Config
 from qarl.data import PromptStream
 from qarl.errors import UserError
+from qarl.policy.kept import KeptVersions
 from qarl.policy.policy import Policy
-from qarl.policy.weights import learner_weights
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rewards.shared import judge
@@ -146,7 +146,7 @@ class AsyncEngine:
 
         self._submitted: Counter[int] = Counter()  # submissions per step
         self._number = 0
-        self._snapshots: dict[int, Snapshot] = {}  # versions that waiting responses need
+        policy.kept = KeptVersions(policy, on_host=settings.kept_versions == "host")
         self._published: list[int] = []  # newest versions, in order
         self._mark = time.monotonic(), 0.0, 0.0, 0.0  # at the last take: time, seconds of generation, tokens, waited
         self._waited_s = 0.0
@@ -166,9 +166,7 @@ class AsyncEngine:
         self.version = None
         if self._started:
             self._wait(lambda: self._unanswered is None and not self._orders)
-        if self.settings.proximal == "sampled":
-            self.policy.kept[snapshot.version] = self.policy.weights
-        self._snapshots[snapshot.version] = snapshot
+        self.policy.kept.add(snapshot, self.policy.weights if self.settings.proximal == "sampled" else None)
         if snapshot.version not in self._published:
             self._published = [*self._published, snapshot.version][-2 * (self.settings.max_staleness + 2) :]
         if self._log.last_version != snapshot.version:  # a resumed run's log has it already
@@ -176,7 +174,7 @@ class AsyncEngine:
             # Packed in this thread: the other one would wait for whatever the learner starts next.
             update = self._update(snapshot) if self._started else None
             with self._changed:
-                self._enqueue(Published(snapshot, scores), update)
+                self._enqueue(Published(snapshot.version, scores), update)
         if not self._started:
             self._start()
         self.version = snapshot.version
@@ -269,15 +267,13 @@ class AsyncEngine:
         with self._changed:
             self._groups = deque(self._waiting())
             self._taken.clear()
-        needed = self._needed()
-        for versions in (self.policy.kept, self._snapshots):
-            for version in versions.keys() - needed:
-                del versions[version]
+        self.policy.kept.keep(self._needed())
 
     def _needed(self) -> set[int]:
         """Versions that a waiting response was sampled with, or has to be."""
         with self._changed:
-            needed = set(self._log.snapshots) | {self.policy.version}
+            needed = self._log.versions | {self.policy.version}
+            needed |= {entry.version for entry, _ in self._orders if isinstance(entry, Published)}
             if self.settings.proximal == "sampled":
                 needed |= {version for group in self._groups for version in group.versions}
             return needed
@@ -304,11 +300,12 @@ class AsyncEngine:
             log: list[Any] = []
             for entry in self._log.entries:
                 if isinstance(entry, Published):
-                    log.append(["publish", entry.snapshot.version])
+                    log.append(["publish", entry.version])
                 else:
                     log.append(["add", [group.number for group in entry.groups]])
         for version in sorted(self._needed() - {self.policy.version}):
-            tensors |= {f"{version}/{name}": tensor for name, tensor in self._snapshots[version].tensors.items()}
+            own = self.policy.kept.snapshot(version).tensors
+            tensors |= {f"{version}/{name}": tensor for name, tensor in own.items()}
         state = {
             "groups": rows,
             "log": log,
@@ -337,7 +334,9 @@ class AsyncEngine:
 
         groups = load_groups(tensors, state["groups"], prompt_of, self.sampling.n)
         by_number = {group.number: group for group in groups}
-        current = self.policy.current
+        stored = {name.split("/")[0] for name in tensors if "/" in name and not name.startswith("routing/")}
+        for version in sorted(map(int, stored)):
+            self.policy.kept.add(snapshot_of(version))
         with self._changed:
             self._groups = deque(groups)
             self._number = state["number"]
@@ -348,15 +347,8 @@ class AsyncEngine:
                 if operation == "add":
                     self._log.append(Added([by_number[number] for number in what if number in by_number]))
                 else:
-                    snapshot = current if what == current.version else snapshot_of(what)
-                    self._log.append(Published(snapshot, []))
+                    self._log.append(Published(what, []))
             self._orders = deque((entry, None) for entry in self._log.repeat(self.settings.in_flight == "wait"))
-        stored = {name.split("/")[0] for name in tensors if "/" in name and not name.startswith("routing/")}
-        for version in map(int, stored):
-            snapshot = self._log.snapshots.get(version) or snapshot_of(version)
-            self._snapshots[version] = snapshot
-            if self.settings.proximal == "sampled":
-                self.policy.kept[version] = learner_weights(self.policy, snapshot, {})
 
     # --- the learner's side ------------------------------------------------------------------------------------
 
@@ -486,7 +478,7 @@ class AsyncEngine:
             if entry is None:
                 self._process.order("partials", None)
             elif isinstance(entry, Published):
-                self._process.order("publish", update or self._update(entry.snapshot))
+                self._process.order("publish", update or self._update(self.policy.kept.on_device(entry.version)))
             elif missing:
                 self._process.order("add", missing)
 
@@ -516,7 +508,7 @@ class AsyncEngine:
         """Check the sampler's answer to a publish."""
         published, self._unanswered = self._unanswered, None
         self._process.transports[0].release()
-        assert published is not None and published.snapshot.version == version, "answers come in order"
+        assert published is not None and published.version == version, "answers come in order"
         self.metrics["publish/pause_s"] = paused_s
         if not published.scores:
             return

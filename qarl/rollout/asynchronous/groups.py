@@ -14,7 +14,6 @@ from qarl.errors import UserError
 from qarl.rewards import RewardResult
 from qarl.rollout.asynchronous.process import Group, Partial
 from qarl.types import Prompt, Rollout
-from qarl.weight_sync.snapshot import Snapshot
 
 
 @dataclass
@@ -88,7 +87,7 @@ class PendingGroup:
 class Published:
     """A publish in the sampler's sequence of orders. scores: of the canary, by the learner."""
 
-    snapshot: Snapshot
+    version: int
     scores: list[list[float]]
 
 
@@ -129,14 +128,14 @@ class OrderLog:
         return self.entries if waits else [*newest, *(e for e in self.entries if isinstance(e, Added))]
 
     @property
-    def snapshots(self) -> dict[int, Snapshot]:
-        """Published snapshots in the log, by version."""
-        return {e.snapshot.version: e.snapshot for e in self.entries if isinstance(e, Published)}
+    def versions(self) -> set[int]:
+        """Published versions in the log."""
+        return {e.version for e in self.entries if isinstance(e, Published)}
 
     @property
     def last_version(self) -> int | None:
         """The version published last."""
-        return max(self.snapshots, default=None)
+        return max(self.versions, default=None)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

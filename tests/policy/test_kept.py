@@ -1,0 +1,86 @@
+"""Earlier versions of asynchronous rollouts: on the device and in host memory they give the same bits."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from policy_models import logprobs, make_policy, parts_of
+
+from qarl.policy.kept import KeptVersions
+from qarl.policy.policy import Policy
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SCHEMES = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("nvfp4a16", None)]
+CASES = [(*scheme, "aligned") for scheme in SCHEMES] + [(*scheme, "fake_quant") for scheme in SCHEMES[1:3]]
+
+
+def updated(policy: Policy) -> None:
+    """Give the policy other masters and publish them as the next version."""
+    with torch.no_grad():
+        for number, (_, master) in enumerate(policy.named_parameters()):
+            noise = torch.randn(master.shape, generator=torch.Generator().manual_seed(number))
+            master.add_(noise.to(DEVICE), alpha=0.1)
+    policy.refresh(policy.version + 1)
+    policy.sampler.install(policy.current)
+
+
+def two_versions(policy: Policy, on_host: bool) -> KeptVersions:
+    kept = KeptVersions(policy, on_host)
+    for _ in range(2):
+        kept.add(policy.current, policy.weights)
+        updated(policy)
+    return kept
+
+
+@pytest.mark.parametrize(("scheme", "group", "learner"), CASES)
+def test_host_memory_gives_the_bits_of_the_device(tiny_model, scheme, group, learner):
+    found = []
+    for on_host in (False, True):
+        policy = make_policy(tiny_model("qwen3"), scheme, torch.bfloat16, group, DEVICE, learner=learner)
+        before = [logprobs(policy).detach()]
+        updated(policy)
+        before.append(logprobs(policy).detach())
+        policy = make_policy(tiny_model("qwen3"), scheme, torch.bfloat16, group, DEVICE, learner=learner)
+        kept = two_versions(policy, on_host)
+        found += [logprobs(policy, weights=kept.weights(version)).detach() for version in (0, 1, 0)]
+        assert torch.equal(found[-3], before[0]) and torch.equal(found[-2], before[1])
+        assert not torch.equal(before[0], before[1])
+        digests = [kept.on_device(version).manifest().digest() for version in (0, 1)]
+        assert digests == [kept.snapshot(version).manifest().digest() for version in (0, 1)]
+    assert all(torch.equal(a, b) for a, b in zip(found[:3], found[3:], strict=True))
+
+
+def test_host_memory_gives_the_bits_of_the_device_for_a_mixture(tiny_model):
+    policy = make_policy(tiny_model("qwen3_moe"), "w4a16", torch.bfloat16, 32, DEVICE)
+    expected = logprobs(policy).detach()
+    kept = two_versions(policy, on_host=True)
+    assert torch.equal(logprobs(policy, weights=kept.weights(0)).detach(), expected)
+
+
+def test_only_the_newest_version_and_one_copy_are_on_the_device(tiny_model):
+    policy = make_policy(tiny_model("llama"), "w4a16", torch.bfloat16, 32, DEVICE)
+    kept = KeptVersions(policy, on_host=True)
+    kept.add(policy.current, policy.weights)
+    first = weakref.ref(policy.current.tensors["model.layers.0.mlp.gate_proj.weight_packed"])
+    operand = weakref.ref(next(iter(parts_of(policy.weights)[0].weight.operands.values())))
+    updated(policy)
+    kept.add(policy.current, policy.weights)
+    gc.collect()
+    assert first() is None and operand() is None, "the device's tensors are referenced"
+    assert kept.weights(1) is policy.weights, "the newest version is not copied"
+    host = kept.snapshot(0)
+    storages = {t.untyped_storage().data_ptr() for n, t in host.tensors.items() if not n.endswith("weight_shape")}
+    assert len(storages) == 1, "a copy back is one transfer"
+    assert all(tensor.device.type == "cpu" for tensor in host.tensors.values())
+    assert host.tensors["model.norm.weight"].is_pinned() == ON_GPU
+    copied = weakref.ref(kept.weights(0))
+    assert kept.weights(0) is copied(), "forwards of one step share a copy"
+    kept.release()
+    gc.collect()
+    assert copied() is None
+    kept.keep([1])
+    assert 0 not in kept and 1 in kept
