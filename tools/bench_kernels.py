@@ -5,9 +5,11 @@
     python tools/bench_kernels.py --schemes w4a16 --models qwen3-8b --m 1 16 64
     python tools/bench_kernels.py --table benchmarks/results/kernels_h100.json
 
-Every kernel's result is compared with the float32 product of the same quantized operands before it is timed. A time is
-the median over repetitions of CUDA events around one call, each after the L2 cache was overwritten. Activations are
-quantized beforehand on both sides. `quantize` times quantization and its inverse as a share of the bandwidth of a copy.
+Sections are the schemes' products, `quantize` and `experts`. Every kernel's result is compared with the float32 product
+of the same quantized operands before it is timed. A time is the median over repetitions of CUDA events around one call,
+each after the L2 cache was overwritten. Activations are quantized beforehand on both sides. `quantize` times
+quantization and its inverse as a share of the bandwidth of a copy. `experts` times the experts of a layer, from normed
+states and their routing to the weighted sum, in all schemes.
 Peers that are not installed are reported and left out.
 """
 
@@ -17,11 +19,15 @@ import argparse
 import gc
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness import Report, count, environment, out_file, read_reports
+from kernel_bench.experts import MODELS as MIXTURES
+from kernel_bench.experts import SCHEMES as EXPERT_SCHEMES
+from kernel_bench.experts import expert_rows
 from kernel_bench.measure import Stopwatch
 from kernel_bench.memory import memory_rows
 from kernel_bench.products import Products
@@ -35,6 +41,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add, sections, models = parser.add_argument, list(SECTIONS), list(MODELS)
     add("--schemes", nargs="+", choices=sections, default=sections, metavar="SECTION", help=", ".join(sections))
     add("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=", ".join(models))
+    add("--mixtures", nargs="+", choices=list(MIXTURES), default=["qwen3-30b-a3b"], help="models of section experts")
     add("--m", type=count, nargs="+", default=list(ROWS), help="rows (tokens) of a product")
     add("--reps", type=count, default=15, help="timed calls; at most 7 for 4096 rows and more")
     add("--group-size", type=int, choices=(32, 64, 128), default=128, help="of int4 weights")
@@ -45,13 +52,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, stopwatch: Stopwatch, bandwidth: float) -> Iterator[list[dict[str, Any]]]:
     """The rows of one layer and section at a time."""
+    rows = sorted(set(options.m))
     products = Products(stopwatch, options.reps, options.group_size)
     for layer in layers(options.models):
         for scheme in SCHEMES:
             if scheme in options.schemes:
-                yield list(products.rows(scheme, layer, sorted(set(options.m))))
+                yield list(products.rows(scheme, layer, rows))
     if "quantize" in options.schemes:
         yield list(memory_rows(stopwatch, options.reps, options.group_size, bandwidth))
+    for model, scheme in product(options.mixtures, EXPERT_SCHEMES if "experts" in options.schemes else ()):
+        yield list(expert_rows(stopwatch, options.reps, options.group_size, model, scheme, rows))
 
 
 def main() -> None:
@@ -65,7 +75,7 @@ def main() -> None:
     report = Report(options.out, environment(), copy_tbps=stopwatch.copy_bandwidth())
     for rows in measure(options, stopwatch, report.content["copy_tbps"]):
         # After every layer: a peer that kills the process takes only its own rows along.
-        report.add(rows, f"{rows[-1]['section']} {rows[-1]['n']}x{rows[-1]['k']}")
+        report.add(rows, f"{rows[-1]['section']} {rows[-1].get('layer', '')}")
         gc.collect()
         torch.cuda.empty_cache()
     print(table(report.content))

@@ -1,45 +1,59 @@
 #!/usr/bin/env python3
-"""Tokens per second of the native engine beside Hugging Face `generate`; vLLM's are measured by tools/bench_vllm.py.
+"""Tokens per second of qarl's engines, native and vLLM, beside Hugging Face `generate`.
 
     python tools/bench_rollout.py --out out.json
-    python tools/bench_rollout.py --device cuda --shape qwen3-8b --vocabulary 151936 --batch 8 64 256 --hf \\
-        --prompt-tokens 128 --new-tokens 256 --out out.json
+    python tools/bench_rollout.py --device cuda --shape qwen3-8b --vocabulary 151936 --batch 8 64 256 --native --hf \\
+        --vllm w4a16 --numerics exact fast --prompt-tokens 128 --new-tokens 256 --out out.json
 
-A row per model, batch size, and scheme or dtype, each in a process of its own. One run warms up, and `--repeats` runs
-are timed, of which the median counts. Every sequence generates exactly `--new-tokens` tokens, sampled at temperature 1.
-GFLOP/s counts the products that any engine needs: linears for every token, the output layer for each sampled one,
-attention. The native rows also return the log-prob of every token. Shapes have random weights, made on the device.
+A row per model, batch size, and scheme or dtype, each in a process of its own; vLLM starts once for all batch sizes.
+One run warms up, and `--repeats` runs are timed, of which the median counts. Every sequence generates exactly
+`--new-tokens` tokens, sampled at temperature 1. GFLOP/s counts the products that any engine needs: linears for every
+token, the output layer for each sampled one, attention. qarl's rows also return the log-prob of every token. Shapes
+have random weights, made on the device. What a publish and a sleep of vLLM cost: `tools/bench_step.py --part step`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 
+from harness import Record, Report, count, out_file, positive, run_case, serve_case
+
+# isort: split
 import torch
-from harness import Record, Report, count, environment, out_file
-from model_sizes import SHAPES
-from qarl_formats.registry import make_scheme, scheme_names
-from step_bench.shapes import random_model, shape_of
+from model_sizes import SHAPES, random_model, shape_of
+from qarl_formats.registry import grouped_names, make_scheme, scheme_names
+from qarl_formats.scheme import is_ignored
 from tiny_models import byte_tokenizer
+from torch import Tensor
 
-from qarl.config import ModelConfig, QuantConfig, RolloutConfig
+from qarl.config import Config, ModelConfig, QuantConfig, RolloutConfig
+from qarl.policy.device import use_kernels
 from qarl.policy.experts import take_apart
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import load_architecture
 from qarl.policy.policy import Policy
+from qarl.policy.skeleton import linear_names, skeleton
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.training.allocator import keep_freed_memory
 from qarl.training.flops import forward_flops
 from qarl.training.metrics import peak_memory_gib
 from qarl.types import Prompt
+from qarl.weight_sync.quantize import quantize_parameter
+from qarl.weight_sync.snapshot import build_snapshot
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NUMERICS = ("exact", "fast", "invariant")
+STD = 0.02  # of random weights
 TEXT = "The river rises in the hills above the town, and for most of the year it is shallow enough to cross on foot. "
 
 Generate = Callable[[int], int]  # tokens of a response -> tokens generated
@@ -53,87 +67,145 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--shape", nargs="+", choices=list(SHAPES), help="models of random weights")
     add("--vocabulary", type=count, help="of shapes; default at most 49,152")
     add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--threads", type=count, help="CPU threads of torch; default torch's own choice")
     add("--batch", type=count, nargs="+", default=[32])
     add("--native", nargs="*", choices=scheme_names(), default=["bf16", "w4a16"], help="schemes of the native engine")
     add("--hf", nargs="*", choices=list(DTYPES), default=["bf16", "fp32"], help="dtypes of the peer")
-    add("--group-size", type=count, help="of w4 schemes; default 64, or the shape's")
+    add("--vllm", nargs="*", choices=scheme_names(), default=[], help="schemes of vLLM, with shapes")
+    numerics = "of vLLM: rollout.numerics; invariant is fast with VLLM_BATCH_INVARIANT=1"
+    add("--numerics", nargs="+", choices=NUMERICS, default=["exact", "fast"], help=numerics)
+    add("--memory-frac", type=positive, default=0.45, help="share of the GPU for vLLM's weights and KV cache")
     add("--prompt-tokens", type=count, default=32)
     add("--new-tokens", type=count, default=64)
     add("--repeats", type=count, default=3)
-    add("--no-graphs", action="store_true", help="launch every kernel of the native engine by itself")
-    add("--out", type=out_file, help="write the result as JSON, complete after every row")
-    return parser.parse_args(arguments)
+    add("--timeout", type=positive, default=1800.0, help="seconds of one process")
+    add("--out", type=out_file, required=True, help="write the result as JSON, complete after every row")
+    add("--case", help=argparse.SUPPRESS)  # what the tool starts its own processes with
+    parsed = parser.parse_args(arguments)
+    if parsed.vllm and not parsed.shape:
+        parser.error("--vllm runs models of random weights; name one with --shape")
+    return parsed
 
 
-def main() -> None:
-    options = parse()
-    report = Report(options.out)
-    heads = ("tokens/s", "decoding", "first", "GFLOP/s")
-    print(f"{'engine':8}{'model':22}{'variant':10}{'batch':>6}" + "".join(f"{head:>11}" for head in heads))
+def cases(options: argparse.Namespace) -> Iterator[Record]:
+    """What runs in a process of its own."""
     for model in options.shape or [options.model]:
-        for batch in options.batch:
-            for engine, variants in (("native", options.native), ("hf", options.hf)):
-                for variant in variants:
-                    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                        row, found = process.submit(measure, engine, model, variant, batch, options).result()
-                    report.add([{"environment": found}, row], f"{engine} {model} {variant} {batch}")
-                    numbers = (row["tokens_per_s"], row["decoding_per_s"], row["first_token_s"], row["gflop_per_s"])
-                    shown = "".join(f"{number:11.2f}" for number in numbers)
-                    print(f"{engine:8}{model:22}{variant:10}{batch:6}{shown}", flush=True)
+        for engine, variants in (("native", options.native), ("hf", options.hf)):
+            for batch in options.batch:
+                yield from ({"engine": engine, "model": model, "variant": v, "batch": [batch]} for v in variants)
+        for scheme in options.vllm:
+            for numerics in options.numerics:
+                labels = {"variant": scheme, "numerics": numerics, "batch": options.batch}
+                yield {"engine": "vllm", "model": model} | labels
 
 
-def measure(engine: str, source: str, variant: str, batch: int, options: argparse.Namespace) -> tuple[Record, Record]:
-    """One row, and the environment. source: a shape, or a model.path.
+def main() -> int:
+    options = parse()
+    if options.case:
+        serve_case(options.case, partial(measure, options))
+        return 0
+    report = Report(options.out)
+    options.out.with_suffix(".log").unlink(missing_ok=True)
+    heads = ("tokens/s", "decoding", "first", "GFLOP/s")
+    print(f"{'engine':8}{'model':22}{'variant':16}{'batch':>6}" + "".join(f"{head:>11}" for head in heads))
+    for case in cases(options):
+        (rows,) = run_case(case, options.out, options.timeout)
+        report.add(rows, f"{case['engine']} {case['model']} {case['variant']} {case.get('numerics', '')}")
+        for row in (row for row in rows if "tokens_per_s" in row):
+            numbers = (row["tokens_per_s"], row["decoding_per_s"], row["first_token_s"], row["gflop_per_s"])
+            variant = f"{row['variant']} {row.get('numerics', '')}"
+            shown = "".join(f"{number:11.2f}" for number in numbers)
+            print(f"{row['engine']:8}{row['model']:22}{variant:16}{row['batch']:6}{shown}", flush=True)
+    return int(report.failed)
+
+
+def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[Record]:
+    """A row per batch size.
 
     decoding_per_s: tokens after each sequence's first. first_token_s: until all of those are there. first_run_s: the
-    run after a publish, which captures graphs, its kernels being compiled.
+    run after a publish, which captures graphs, its kernels being compiled. start_s: until vLLM has its weights.
     """
-    if options.threads:
-        torch.set_num_threads(options.threads)
     if options.device == "cpu":
         keep_freed_memory()
-    new_tokens = options.new_tokens
+    engine, source, new_tokens = case["engine"], case["model"], options.new_tokens
     if source in SHAPES:
-        shape = shape_of(source, None, options.vocabulary)
-        architecture = shape.architecture()
-        group_size, model = options.group_size or shape.group_size, random_model(shape, torch.device(options.device), 0)
-        tokenizer = byte_tokenizer(chat_template=False)
-        prompts = torch.randint(3, 259, (batch, options.prompt_tokens)).tolist()
+        architecture, tokenizer = shape_of(source, None, options.vocabulary).architecture(), byte_tokenizer(False)
     else:
-        group_size, model = options.group_size or 64, load_model(ModelConfig(path=source))
-        architecture = load_architecture(ModelConfig(path=source))
-        assert architecture is not None, "what can be loaded is known"
-        tokenizer = load_tokenizer(ModelConfig(path=source))
-        token_ids = tokenizer(TEXT * (options.prompt_tokens // 8 + 3)).input_ids
-        prompts = [token_ids[i % 16 : i % 16 + options.prompt_tokens] for i in range(batch)]
-    # Products for a prompt and its response; the last sampled token is not run.
-    flops = batch * forward_flops(architecture, [range(options.prompt_tokens)], [range(new_tokens)])
-    if engine == "native":
-        run, again = native(model, tokenizer, variant, group_size, prompts, options)
-    else:
-        run, again = hugging_face(model, variant, prompts, options), lambda: None
-    run(new_tokens)
-    again()
-    first_run, *seconds = (timed(run, new_tokens, batch) for _ in range(1 + options.repeats))
-    first_token = statistics.median(timed(run, 1, batch) for _ in range(options.repeats))
-    middle = statistics.median(seconds)
-    row = {
-        "engine": engine,
-        "model": source,
-        "variant": variant,
-        "batch": batch,
-        "prompt_tokens": options.prompt_tokens,
-        "new_tokens": new_tokens,
-        "tokens_per_s": batch * new_tokens / middle,
-        "decoding_per_s": batch * (new_tokens - 1) / max(middle - first_token, 1e-9),
-        "first_token_s": first_token,
-        "first_run_s": first_run,
-        "gflop_per_s": flops / middle / 1e9,
-        "all_seconds": seconds,
-        "peak_gib": peak_memory_gib(torch.device(options.device)),
-    }
-    return row, environment()
+        architecture, tokenizer = load_architecture(ModelConfig(path=source)), load_tokenizer(ModelConfig(path=source))
+        assert architecture is not None, "a model that can be loaded has a known architecture"
+    labels = {name: value for name, value in case.items() if name not in ("batch", "rank")}
+    with ExitStack() as stack:
+        start, run_of = vllm(options, case, tokenizer, place, stack) if engine == "vllm" else ({}, None)
+        for batch in case["batch"]:
+            prompts = prompts_of(options, batch, tokenizer, source in SHAPES)
+            # Products for a prompt and its response; the last sampled token is not run.
+            flops = batch * forward_flops(architecture, [range(options.prompt_tokens)], [range(new_tokens)])
+            again: Callable[[], object] = lambda: None  # noqa: E731
+            if engine == "native":
+                run, again = native(policy_of(options, source, case["variant"]), tokenizer, prompts)
+            else:
+                run = run_of(batch) if run_of else hugging_face(options, source, case["variant"], prompts)
+            run(new_tokens)
+            again()
+            first_run, *seconds = (timed(run, new_tokens, batch) for _ in range(1 + options.repeats))
+            first_token = statistics.median(timed(run, 1, batch) for _ in range(options.repeats))
+            middle = statistics.median(seconds)
+            yield (
+                labels
+                | start
+                | {
+                    "batch": batch,
+                    "prompt_tokens": options.prompt_tokens,
+                    "new_tokens": new_tokens,
+                    "tokens_per_s": batch * new_tokens / middle,
+                    "decoding_per_s": batch * (new_tokens - 1) / max(middle - first_token, 1e-9),
+                    "first_token_s": first_token,
+                    "first_run_s": first_run,
+                    "gflop_per_s": flops / middle / 1e9,
+                    "all_seconds": seconds,
+                    "peak_gib": peak_memory_gib(torch.device(options.device)),
+                }
+            )
+
+
+def prompts_of(options: argparse.Namespace, batch: int, tokenizer, random: bool) -> list[list[int]]:
+    """Token ids: random ones without the special tokens of `byte_tokenizer`, or parts of TEXT."""
+    if random:
+        return torch.randint(3, 259, (batch, options.prompt_tokens)).tolist()
+    token_ids = tokenizer(TEXT * (options.prompt_tokens // 8 + 3)).input_ids
+    return [token_ids[i % 16 : i % 16 + options.prompt_tokens] for i in range(batch)]
+
+
+def quant_of(scheme: str, group_size: int) -> QuantConfig:
+    return QuantConfig(scheme=scheme, group_size=group_size if scheme in grouped_names() else None)
+
+
+def policy_of(options: argparse.Namespace, source: str, scheme: str) -> Policy:
+    """A policy for inference; one with random weights has one float32 master at a time in memory."""
+    device, dtype = torch.device(options.device), torch.bfloat16
+    if source not in SHAPES:
+        quant = quant_of(scheme, 64)
+        model = load_model(ModelConfig(path=source))
+        take_apart(model)
+        return Policy(model, make_scheme(scheme, quant.group_size), quant, dtype, device)
+    shape = shape_of(source, None, options.vocabulary)
+    quant = quant_of(scheme, shape.group_size)
+    kind, model = make_scheme(scheme, quant.group_size), skeleton(shape.config())
+    linears, kernels, forms = set(linear_names(model)), use_kernels(quant, kind, dtype, device), []
+    for name, parameter in model.named_parameters():
+        module = name.removesuffix(".weight")
+        low_bit = kind.quantized and module in linears and not is_ignored(module, quant.ignore)
+        master = random_master(name, tuple(parameter.shape), device)
+        forms.append((name, quantize_parameter(name, master, kind if low_bit else None, dtype, 0, kernels)))
+    context = options.prompt_tokens + options.new_tokens
+    return Policy(model, kind, quant, dtype, device, context, build_snapshot(0, forms))
+
+
+def random_master(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Float32 values of a parameter that depend only on its name and shape; norms are 1, biases 0."""
+    if len(shape) == 1:
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).mul_(STD)
 
 
 def timed(run: Generate, new_tokens: int, batch: int) -> float:
@@ -145,14 +217,9 @@ def timed(run: Generate, new_tokens: int, batch: int) -> float:
     return seconds
 
 
-def native(
-    model, tokenizer, scheme: str, group_size: int, prompts: list[list[int]], options: argparse.Namespace
-) -> tuple[Generate, Callable[[], None]]:
+def native(policy: Policy, tokenizer, prompts: list[list[int]]) -> tuple[Generate, Callable[[], object]]:
     """A function that generates once, and one that publishes the version again."""
-    quant = QuantConfig(scheme=scheme, group_size=group_size if scheme.startswith("w4") else None)
-    take_apart(model)
-    policy = Policy(model, make_scheme(scheme, quant.group_size), quant, torch.bfloat16, torch.device(options.device))
-    engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(max_num_seqs=len(prompts)), not options.no_graphs)
+    engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(max_num_seqs=len(prompts)))
     engine.publish(policy.current)
     asked = [Prompt(i, token_ids, "", {}) for i, token_ids in enumerate(prompts)]
 
@@ -163,11 +230,71 @@ def native(
     return run, lambda: engine.publish(policy.current)
 
 
-def hugging_face(model, dtype: str, prompts: list[list[int]], options: argparse.Namespace) -> Generate:
+def vllm(
+    options: argparse.Namespace, case: Record, tokenizer, place: Path, stack: ExitStack
+) -> tuple[Record, Callable[[int], Generate]]:
+    """What starting took, and a function from a batch size to one that generates once, from new prompts each time, so
+    that none is in the prefix cache."""
+    from qarl.rollout.vllm.engine import VLLMEngine
+    from qarl.weight_sync.sender import WeightSender
+
+    if case["numerics"] == "invariant":
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    policy = policy_of(options, case["model"], case["variant"])
+    canary = torch.randint(3, 259, (2, min(64, options.prompt_tokens + options.new_tokens - 1))).tolist()
+    notes: list[str] = []
+    weights = WeightSender(policy.sampler.layout, tokenizer, policy.sampler, canary, notes.append)
+    config = vllm_config(options, case, policy.quant, place)
+    engine = VLLMEngine(config, policy.sampler.layout, tokenizer, weights, place, notes.append)
+    stack.callback(engine.close)
+    start = time.perf_counter()
+    engine.publish(policy.current)
+    started = {"start_s": time.perf_counter() - start, "phases": engine.phases, "notes": notes}
+
+    def run_of(batch: int) -> Generate:
+        def run(new_tokens: int) -> int:
+            prompts = prompts_of(options, batch, tokenizer, True)
+            asked = [Prompt(i, token_ids, "", {}) for i, token_ids in enumerate(prompts)]
+            sampling = SamplingParams(n=1, seed=0, max_response_length=new_tokens)
+            return sum(len(r.token_ids) for r in engine.generate(asked, sampling, policy.version))
+
+        return run
+
+    return started, run_of
+
+
+def vllm_config(options: argparse.Namespace, case: Record, quant: QuantConfig, place: Path) -> Config:
+    """The configuration of a run that samples like this. place: The directory of the sampler's log and checkpoint."""
+    on_gpu, sequences = options.device == "cuda", max(case["batch"])
+    rollout = {
+        "engine": "vllm",
+        "numerics": "exact" if case["numerics"] == "exact" else "fast",
+        "max_response_length": options.new_tokens,
+        "max_num_seqs": sequences,
+        "max_batched_tokens": max(8192 if on_gpu else 512, sequences),
+        "ignore_eos": True,
+        "vllm": {"memory_frac": options.memory_frac, "max_restarts": 0, "enforce_eager": not on_gpu},
+    }
+    return Config.model_validate(
+        {
+            "model": {"path": "random/model", "device": options.device},
+            "quant": quant.model_dump(),
+            "rollout": rollout,
+            "data": {"source": "task:arithmetic", "max_prompt_length": options.prompt_tokens},
+            "reward": {"functions": [{"name": "exact"}]},
+            "train": {"steps": 1, "run_dir": str(place)},
+        }
+    )
+
+
+def hugging_face(options: argparse.Namespace, source: str, dtype: str, prompts: list[list[int]]) -> Generate:
     """A function that generates once."""
     from transformers import GenerationConfig
 
-    model = model.to(options.device, DTYPES[dtype])
+    device = torch.device(options.device)
+    shape = shape_of(source, None, options.vocabulary) if source in SHAPES else None
+    model = load_model(ModelConfig(path=source)) if shape is None else random_model(shape, device, 0)
+    model = model.to(device, DTYPES[dtype])
     inputs = torch.tensor(prompts, device=options.device)
     sampling = {
         "do_sample": True,
@@ -187,4 +314,4 @@ def hugging_face(model, dtype: str, prompts: list[list[int]], options: argparse.
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What an RL step costs: the learner, the optimizer and the whole step, beside Hugging Face's model and TRL.
+"""What an RL step costs: the learner, the optimizer and the whole step, beside Hugging Face's model, TRL and ZeRO-3.
 
     python tools/bench_step.py --part learner hf --shape qwen3-1.7b --length 512 2048 8192 --out out.json
     python tools/bench_step.py --part step trl --shape qwen3-1.7b --scheme w4a16 --out out.json
@@ -13,27 +13,24 @@ log beside the result. Parts:
   optimizer  an optimizer step on the masters with its quantization, and its parts
   step       training steps with exactly --new-tokens per response, as `qarl train` runs them
   trl        the same with TRL 1.16's GRPOTrainer and vLLM in its process
-Times are medians after a warm-up. The result is written after every case.
+  sharded    micro-batches and updates of qarl's learner on --nproc ranks, each with a part of the masters
+  zero3      the same tokens through the Hugging Face model under DeepSpeed's own ZeRO-3
+Times are medians after a warm-up, on several ranks of the slowest one. The result is written after every case.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from model_sizes import SHAPES
-from process_tree import SOURCES, end_hung, end_tree, tails, traced, with_sources
-
-sys.path[:0] = SOURCES
+from harness import Record, Report, count, out_file, positive, read_reports, run_case, serve_case
 
 PARTS = {
     "learner": "learner_part",
@@ -41,17 +38,17 @@ PARTS = {
     "optimizer": "learner_part",
     "step": "step_part",
     "trl": "trl_part",
+    "sharded": "sharded_part",
+    "zero3": "zero3_part",
 }
-SCHEMED = ("learner", "optimizer", "step")  # parts that run once per scheme
+SCHEMED = ("learner", "optimizer", "step", "sharded")  # parts that run once per scheme
+RANKED = ("sharded", "zero3")  # parts whose every rank is a process of the benchmark
 MODES = ("elementwise", "mlp", "products", "layer")
-LOG_LINES = 60  # shown of a case that failed
-
-Record = dict[str, Any]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    from harness import count, out_file, positive
+    from model_sizes import SHAPES
     from qarl_formats.registry import scheme_names
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,14 +62,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--vocabulary", type=count, help="of the model; default at most 49,152, that of SmolLM2's tokenizer")
     add("--tokens", type=count, default=16_384, help="of a micro-batch")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--seed", type=int, default=0)
     add("--warmup", type=int, default=3, help="calls that are not timed")
     add("--iterations", type=count, default=5, help="calls that are timed")
     add("--hf-head", choices=("logits", "trl"), default="logits", help="hf: logits of the whole batch, or TRL's chunks")
     add("--hf-dtype", choices=("float32", "bfloat16"), default="float32", help="hf: of the weights")
     add("--timeout", type=positive, default=1800.0, help="seconds of one case")
     add("--length", type=count, nargs="+", default=[512, 2048, 8192], help="learner and hf: tokens of a sequence")
-    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="learner, optimizer and step: qarl's")
     add("--out", type=out_file, help="JSON file to write")
     add("--table", type=Path, nargs="+", metavar="FILE", help="print the summary of earlier results and stop")
     add("--case", help=argparse.SUPPRESS)  # what the tool starts its own processes with
@@ -84,9 +79,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     tail = "end responses at random, with this mean, so that their lengths have a long tail; --new-tokens is the limit"
     step.add_argument("--mean-tokens", type=count, help=tail)
     step.add_argument("--prompt-tokens", type=count, default=512, help="the longest prompt that fits")
-    step.add_argument("--lr", type=positive, default=1e-6)
     step.add_argument("--memory-frac", type=positive, default=0.4, help="share of the GPU for vLLM")
-    step.add_argument("--nproc", type=count, default=1, help="step: ranks, a GPU each")
+    step.add_argument("--nproc", type=count, default=1, help="step, sharded and zero3: ranks, with a GPU each")
     step.add_argument("--engine", choices=("vllm", "native"), help="of qarl; default vllm on a GPU")
     step.add_argument("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
     server = "trl: vLLM is a server on this GPU; give the trainer another one with CUDA_VISIBLE_DEVICES"
@@ -100,7 +94,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if "trl" in parsed.part and responses % parsed.device_batch:
         parser.error(f"--device-batch {parsed.device_batch} does not divide {responses} responses")
     if "trl" in parsed.part and parsed.nproc > 1:
-        parser.error("--part trl runs in one process: leave --nproc out, or compare learners with bench_ranks.py")
+        parser.error("--part trl runs in one process: leave --nproc out, or compare learners with --part sharded zero3")
+    if set(RANKED) & set(parsed.part) and parsed.nproc < 2:
+        parser.error(f"--part {' '.join(RANKED)} takes --nproc from 2")
+    if "zero3" in parsed.part and find_spec("deepspeed") is None:
+        parser.error("--part zero3 needs deepspeed: pip install 'qarl[deepspeed]'")
     return parsed
 
 
@@ -112,92 +110,70 @@ def cases(options: argparse.Namespace) -> Iterator[Record]:
                 yield {"part": part, "shape": shape} | ({} if scheme is None else {"scheme": scheme})
 
 
-def run_case(options: argparse.Namespace, case: Record) -> None:
-    """Write the case's records to its file, one JSON line each. Runs in a process of its own."""
-    file = Path(case.pop("records"))
-    options = argparse.Namespace(**(vars(options) | case))
-    options.place = file.parent  # for its files, whose logs are shown if it fails
-
-    from harness import environment
-    from step_bench.shapes import shape_of
+def run_part(options: argparse.Namespace, case: Record, place: Path) -> Iterator[Record]:
+    """Measure a case, in its own process. place: A directory for its files, whose logs are shown if it fails."""
+    from model_sizes import shape_of
 
     from qarl.policy.device import pick_device
     from qarl.training.allocator import keep_freed_memory
 
+    options = argparse.Namespace(**(vars(options) | case))
+    options.place = place
     device = pick_device(options.device)
     options.device = device.type
     if device.type == "cpu":
         keep_freed_memory()
     shape = shape_of(options.shape, options.layers, options.vocabulary)
+    del case["rank"]
     labels = case | {"layers": shape.layers, "vocabulary": shape.vocabulary, "recompute": options.recompute}
     if options.set and options.part in SCHEMED:
         labels["set"] = options.set
     if options.part in ("step", "trl"):
-        labels |= {"prompts": options.prompts, "responses": options.responses, "ranks": options.nproc}
-    records: Callable[..., Iterator[Record]] = getattr(
+        labels |= {"prompts": options.prompts, "responses": options.responses}
+    if options.part in ("step", "trl", *RANKED):
+        labels["ranks"] = options.nproc
+    part: Callable[..., Iterator[Record]] = getattr(
         import_module(f"step_bench.{PARTS[options.part]}"), f"{options.part}_records"
     )
-    with file.open("a") as lines:
-        try:
-            for record in records(options, shape, device):
-                lines.write(json.dumps(labels | record) + "\n")
-                lines.flush()
-        finally:  # not before: asking for the GPU's name starts CUDA, and a run forks
-            lines.write(json.dumps({"environment": environment()}) + "\n")
+    for record in part(options, shape, device):
+        yield labels | record
 
 
-def collect(case: Record, options: argparse.Namespace, log: Path) -> list[Record]:
-    """The records of a case's process, and a record of why it failed, if it did."""
-    with tempfile.TemporaryDirectory() as place:
-        records = Path(place) / "records.jsonl"
-        given = json.dumps(case | {"records": str(records)})
-        environment = traced(with_sources(os.environ))
-        command = [sys.executable, __file__, *sys.argv[1:], "--case", given]
-        with log.open("a") as output:
-            print(f"--- {given}", file=output, flush=True)
-            position = output.tell()
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-            try:
-                code = process.wait(options.timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-                end_hung(process)
-            finally:
-                end_tree(process)  # with whatever it started
-            printed = log.read_bytes()[position:].decode(errors="replace").splitlines() or ["nothing"]
-            logs = tails(Path(place)) if code != 0 else ""  # of a run's ranks and samplers
-            print(logs, end="", file=output)
-        lines = [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
-    if code != 0:
-        print(logs, *printed[-LOG_LINES:], sep="\n", file=sys.stderr)
-        why = f"took more than {options.timeout:g} s" if code is None else f"exit {code}: {printed[-1]}"
-        lines.append(case | {"error": why})
-    return lines
+def slowest(ranks: Sequence[Sequence[Record]]) -> Iterator[Record]:
+    """Records of several ranks as one each: the first rank's, with the slowest rank's seconds and the most memory."""
+    for first, *others in itertools.zip_longest(*ranks, fillvalue={}):
+        several = [first, *others]
+        if len(ranks) > 1 and all("seconds" in one for one in several):
+            first["seconds_by_rank"] = [one["seconds"] for one in several]
+            first["seconds"] = max(first["seconds_by_rank"])
+            first["peak_gib"] = max(one["peak_gib"] for one in several)
+            if "tokens_per_s" in first:
+                first["tokens_per_s"] = first["tokens"] / first["seconds"]
+        if first:
+            yield first
 
 
-def main() -> None:
-    from harness import Report, read_reports
+def main() -> int:
     from step_bench.summary import table
 
     options = parse()
     if options.table is not None:
         print(table(read_reports(options.table)))
-        return
+        return 0
     if options.case is not None:
-        run_case(options, json.loads(options.case))
-        return
-    own_head = "hf" in options.part and options.hf_head == "trl"
+        serve_case(options.case, partial(run_part, options))
+        return 0
+    own_head = {"hf", "zero3"} & set(options.part) and options.hf_head == "trl"
     if ("trl" in options.part or own_head) and find_spec("trl") is None:
         sys.exit(f"error: {'--hf-head' if own_head else '--part'} trl needs TRL: pip install trl")
-    report, log = Report(options.out), options.out.with_suffix(".log")
-    log.unlink(missing_ok=True)
+    report = Report(options.out)
+    options.out.with_suffix(".log").unlink(missing_ok=True)
     for case in cases(options):
-        report.add(collect(case, options, log), " ".join(case.values()))
+        ranks = options.nproc if case["part"] in RANKED else 1
+        report.add(slowest(run_case(case, options.out, options.timeout, ranks)), " ".join(case.values()))
     print(table([report.content]))
-    sys.exit(int(report.failed))
+    return int(report.failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

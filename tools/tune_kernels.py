@@ -31,13 +31,11 @@ import triton
 from kernel_bench.candidates import candidates
 from kernel_bench.experts import MODELS as MIXTURES
 from kernel_bench.experts import Sizes
-from kernel_bench.grouped import BACKWARD_TOKENS, PRODUCTS, TOKENS, GroupedProblem
 from kernel_bench.measure import Late, Stopwatch
 from kernel_bench.precompile import precompile
 from kernel_bench.shapes import MODELS, TUNED, layers
 from kernel_bench.summary import geometric_mean
-from kernel_bench.tables import dump_tile, format_table
-from kernel_bench.tuned import Problem
+from kernel_bench.tuned import BACKWARD_TOKENS, PRODUCTS, TOKENS, GroupedProblem, Problem, dump_tile, format_table
 from qarl_kernels.launch import Launch, device_name, recording
 from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Tile, lookup, parse_entry
 from triton.compiler.errors import CompilationError

@@ -1,4 +1,4 @@
-"""The peer of tools/bench_ranks.py on two ranks: the log-probs, gradients and AdamW of one process."""
+"""The peer of tools/bench_step.py on two ranks: the log-probs, gradients and AdamW of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def steps(group: Any, changes: list[dict[str, int]]) -> list[dict[str, Any]]:
 def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
     """A micro-batch and an update of the engine and of a plain model with its weights, one beside the other."""
     from deepspeed.utils import safe_get_full_fp32_param
-    from ranks_bench import rank, zero3
+    from step_bench import sharded_part, zero3_part
     from step_bench.hf_part import token_logprobs
     from torch.func import functional_call
     from transformers import AutoModelForCausalLM
@@ -41,10 +41,10 @@ def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
 
     twin = AutoModelForCausalLM.from_config(SHAPE.config(), dtype=torch.bfloat16)
     deepspeed = start_deepspeed(CPU, 30)
-    ids = rank.random_tokens(SHAPE, TOKENS, group.rank)
-    settings = zero3.zero3_settings(SHAPE, len(ids), group.count)
+    ids = sharded_part.random_tokens(SHAPE, TOKENS, group.rank)
+    settings = zero3_part.zero3_settings(SHAPE, len(ids), group.count)
     settings["zero_optimization"] |= changes
-    with zero3.zero3_engine(deepspeed, SHAPE, settings, "logits") as engine:
+    with zero3_part.zero3_engine(deepspeed, SHAPE, settings, "logits") as engine:
         named = dict(engine.module.named_parameters())
         masters = {
             name: safe_get_full_fp32_param(parameter).clone().requires_grad_() for name, parameter in named.items()
@@ -53,7 +53,9 @@ def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
 
         expected = token_logprobs(lambda **given: functional_call(twin, rounded, (), given), ids, False)
         expected.mean().backward()
-        optimizer = torch.optim.AdamW(list(masters.values()), zero3.OPTIM.lr, weight_decay=zero3.OPTIM.weight_decay)
+        optimizer = torch.optim.AdamW(
+            list(masters.values()), zero3_part.OPTIM.lr, weight_decay=zero3_part.OPTIM.weight_decay
+        )
         for name, master in masters.items():
             gradient = rounded[name].grad
             assert gradient is not None
@@ -74,7 +76,7 @@ def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
             engine.backward(token_logprobs(engine, ids, False).mean())
 
         micro()  # which notes the order of modules
-        received = zero3.received_bytes(deepspeed, micro, group.count)
+        received = zero3_part.received_bytes(deepspeed, micro, group.count)
         return {
             "logp": (logp - expected).abs().max().item(),
             "norm": [float(engine.get_global_grad_norm()), norm],

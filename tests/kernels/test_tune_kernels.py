@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import tune_kernels
+from kernel_bench.candidates import grouped_candidates
 from kernel_bench.experts import Sizes
-from kernel_bench.grouped import PRODUCTS, TOKENS, GroupedProblem
-from kernel_bench.grouped_candidates import grouped_candidates
-from kernel_bench.tables import dump_tile, format_table
+from kernel_bench.tuned import PRODUCTS, TOKENS, GroupedProblem, dump_tile, format_table
 
 CPU = torch.device("cpu")
 SIZES = Sizes(experts=3, per_token=2, hidden=128, inner=128)

@@ -1,12 +1,12 @@
-"""tools/bench_experts.py where there is no GPU: qarl's side in the interpreter against float32, and the summary."""
+"""Section `experts` of tools/bench_kernels.py without a GPU: qarl's side in the interpreter, and the summary."""
 
 from __future__ import annotations
 
-import bench_experts
 import pytest
 import torch
-from kernel_bench.experts import Experts, Sizes, make_routing, qarl, torch_grouped
-from kernel_bench.measure import Wrong
+from kernel_bench.experts import TOLERANCE, Experts, Sizes, make_routing, qarl, torch_grouped
+from kernel_bench.measure import Wrong, check
+from kernel_bench.summary import table
 
 CPU = torch.device("cpu")
 SIZES = Sizes(4, 2, 64, 32)
@@ -19,11 +19,9 @@ def test_qarls_experts_are_those_of_float32(scheme: str, kind: str) -> None:
     picked = torch.arange(5)
     expected = experts.expected(x, routing, picked)
     result = qarl(experts)(x, routing)()
-    assert bench_experts.checked(result, expected, picked) < bench_experts.TOLERANCE
+    assert check(result, expected, picked, (5, SIZES.hidden), TOLERANCE) < TOLERANCE
     with pytest.raises(Wrong, match="relative error"):
-        bench_experts.checked(result.flip(0), expected, picked)
-    with pytest.raises(Wrong, match="not finite"):
-        bench_experts.checked(result / 0, expected, picked)
+        check(result.flip(0), expected, picked, (5, SIZES.hidden), TOLERANCE)
 
 
 def test_a_peer_that_does_not_serve_a_scheme_says_so() -> None:
@@ -41,13 +39,13 @@ def test_skewed_routing_prefers_the_first_experts() -> None:
 def test_the_table_has_the_best_peer_the_worst_case_and_what_did_not_run() -> None:
     case = {"model": "m", "routing": "balanced", "m": 8}
     rows = [
-        {"section": "w4a16", "who": "qarl", "us": 10.0} | case,
-        {"section": "w4a16", "who": "vllm_marlin", "us": 15.0} | case,
-        {"section": "bf16", "who": "qarl", "us": 20.0} | case,
-        {"section": "bf16", "who": "vllm_triton", "us": 30.0} | case,
-        {"section": "bf16", "who": "torch_grouped", "us": 16.0} | case,
-        {"section": "w8a8", "who": "vllm_triton", "skipped": "no kernel", "model": "m"},
+        {"section": "experts w4a16", "who": "qarl", "us": 10.0} | case,
+        {"section": "experts w4a16", "who": "vllm_marlin", "us": 15.0} | case,
+        {"section": "experts bf16", "who": "qarl", "us": 20.0} | case,
+        {"section": "experts bf16", "who": "vllm_triton", "us": 30.0} | case,
+        {"section": "experts bf16", "who": "torch_grouped", "us": 16.0} | case,
+        {"section": "experts w8a8", "who": "vllm_triton", "skipped": "no kernel", "model": "m"},
     ]
-    text = bench_experts.table({"environment": None, "records": rows})
-    assert "w4a16      mean  1.50" in text and "skipped 1x w8a8 vllm_triton: no kernel" in text
-    assert "bf16       mean  0.80" in text and "against torch_grouped" in text
+    text = table({"environment": None, "copy_tbps": 3.0, "records": rows})
+    assert "experts w4a16     mean 1.50" in text and "skipped 1x experts w8a8 vllm_triton: no kernel" in text
+    assert "experts bf16      mean 0.80" in text and "against torch_grouped" in text

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_sizes import SHAPES
+
+from qarl.policy.skeleton import skeleton
 
 CPU = torch.device("cpu")
+GPUS = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+)
 TINY = ["--shape", "tiny", "--device", "cpu", "--warmup", "0", "--iterations", "1", "--tokens", "48", "--out", "unused"]
 
 
@@ -32,7 +42,7 @@ def options(*arguments: str, scheme: str = "w4a16") -> Any:
 
 
 def tiny():
-    from step_bench.shapes import shape_of
+    from model_sizes import shape_of
 
     return shape_of("tiny", None, None)
 
@@ -61,8 +71,7 @@ def test_only_parts_with_schemes_run_once_for_each():
 
 
 def test_shapes_are_those_of_the_models_they_are_named_after():
-    from model_sizes import SHAPES
-    from step_bench.shapes import shape_of
+    from model_sizes import shape_of
 
     # Parameters by the models' own pages, with the vocabularies of their tokenizers.
     for name, vocabulary, billions in (
@@ -83,7 +92,7 @@ def test_shapes_are_those_of_the_models_they_are_named_after():
 
 
 def test_questions_differ_and_come_again():
-    from step_bench.shapes import questions
+    from model_sizes import questions
 
     found = questions(200, 0)
     assert len(set(found)) == 200 and found == questions(200, 0) and found[:5] != questions(5, 1)
@@ -105,18 +114,17 @@ def test_learner_and_peer_run_the_same_tokens_of_the_same_model():
 
 
 def test_learner_and_peer_give_the_same_log_probs():
+    from model_sizes import random_model
     from qarl_kernels.logprob import Truncation
     from step_bench.hf_part import selected_logprobs
-    from step_bench.learner_part import make_policy, random_tokens
-    from step_bench.settings import learner_config
-    from step_bench.shapes import random_model
+    from step_bench.learner_part import learner_config, make_policy, random_tokens
 
     given = options(scheme="bf16")
     sequences = random_tokens(3, 17, 512, 0)
     policy = make_policy(given, tiny(), CPU, learner_config(given, tiny(), CPU, 16), 17)
     logp, _ = policy.logprobs([ids[:1] for ids in sequences], [ids[1:] for ids in sequences], Truncation(), 128)
     ids = torch.tensor(sequences)
-    logits = random_model(tiny(), CPU, given.seed)(input_ids=ids[:, :-1]).logits
+    logits = random_model(tiny(), CPU, 0)(input_ids=ids[:, :-1]).logits
     # The policy computes in bf16: logits of about 1 are off by some 2^-8.
     torch.testing.assert_close(logp.view(3, 16), selected_logprobs(logits, ids[:, 1:]), rtol=0, atol=0.03)
 
@@ -140,8 +148,7 @@ def test_selected_log_probs_are_those_of_a_softmax():
 
 
 def test_a_gpu_learners_record_has_the_memory_that_is_expected_of_it():
-    from step_bench.learner_part import estimated_gib
-    from step_bench.settings import learner_config
+    from step_bench.learner_part import estimated_gib, learner_config
 
     architecture = tiny().architecture()
     config = learner_config(options("--recompute", "mlp", scheme="bf16"), tiny(), CPU, 16)
@@ -159,8 +166,7 @@ def test_a_gpu_learners_record_has_the_memory_that_is_expected_of_it():
 
 
 def test_overrides_reach_the_policy_and_recomputing_is_asked_of_it():
-    from step_bench.learner_part import make_policy
-    from step_bench.settings import learner_config
+    from step_bench.learner_part import learner_config, make_policy
 
     given = options("--set", "quant.group_size=64", "train.logprob_chunk=64", "--recompute", "elementwise")
     config = learner_config(given, tiny(), CPU, 16)
@@ -173,7 +179,7 @@ def test_overrides_reach_the_policy_and_recomputing_is_asked_of_it():
 def test_an_optimizer_step_is_timed_whole_and_in_parts(optimizer: str):
     from step_bench.learner_part import optimizer_records
 
-    rows = list(optimizer_records(options("--optimizer", optimizer, "--warmup", "1"), tiny(), CPU))
+    rows = list(optimizer_records(options("--set", f"optim.name={optimizer}", "--warmup", "1"), tiny(), CPU))
     assert [row["what"] for row in rows] == ["update", "clip", "optimizer", "refresh"]
     assert {row["parameters"] for row in rows} == {tiny().architecture().parameters}
     assert {row["optimizer"] for row in rows} == {optimizer}
@@ -190,7 +196,7 @@ def test_times_are_those_of_calls_after_the_warm_up():
 def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
     from step_bench.trl_part import grpo_arguments
 
-    given = options("--prompts", "32", "--responses", "8", "--device-batch", "8")
+    given = options("--prompts", "32", "--responses", "8")
     found = grpo_arguments(given, tmp_path, "vllm", True)
     assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 256
     assert found["max_completion_length"] == 1024 and found["generation_kwargs"] == {"ignore_eos": True}
@@ -203,8 +209,8 @@ def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
     ("given", "said"),
     [
         (["--device-batch", "7"], "--device-batch 7 does not divide 256 responses"),
-        (["--nproc", "2"], "leave --nproc out, or compare learners with bench_ranks.py"),
-        (["--lr", "nan"], "--lr: 'nan': must be a number above 0"),
+        (["--nproc", "2"], "leave --nproc out, or compare learners with --part sharded zero3"),
+        (["--timeout", "nan"], "--timeout: 'nan': must be a number above 0"),
         (["--out", "/"], "--out: / is a folder; name a file"),
     ],
 )
@@ -320,12 +326,8 @@ def run_tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The tool as a command: its exit code."""
     import bench_step
 
-    monkeypatch.setattr(sys, "argv", ["bench_step.py", *arguments])
-    try:
-        bench_step.main()
-    except SystemExit as ended:
-        return int(ended.code)
-    return 0
+    monkeypatch.setattr(sys, "argv", [bench_step.__file__, *arguments])
+    return bench_step.main()
 
 
 @pytest.mark.slow
@@ -368,3 +370,73 @@ def test_the_peer_may_have_weights_in_bfloat16():
 
     rows = list(hf_records(options("--length", "16", "--hf-dtype", "bfloat16"), tiny(), CPU))
     assert [(row["what"], row["dtype"]) for row in rows] == [("forward", "bfloat16"), ("forward_backward", "bfloat16")]
+
+
+@pytest.mark.parametrize("device", ["cpu", GPUS])
+def test_a_sharded_learner_runs_beside_its_peer(device: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """One layer; float32 gradients beside 16-bit ones and weights."""
+    out = tmp_path / "out.json"
+    parts = ["sharded", *["zero3"] * (importlib.util.find_spec("deepspeed") is not None)]
+    sizes = ["--shape", "tiny", "--layers", "1", "--scheme", "w4a16", "--warmup", "0", "--iterations", "1"]
+    where = ["--tokens", "64", "--nproc", "2", "--device", device, "--out", str(out)]
+    assert run_tool(monkeypatch, *sizes, *where, "--part", *parts) == 0, capsys.readouterr().err
+    records = json.loads(out.read_text())["records"]
+    assert list(dict.fromkeys(record["part"] for record in records)) == parts
+    assert all(record["seconds"] == max(record["seconds_by_rank"]) > 0 for record in records)
+    found = {(record["part"], record["what"]): record for record in records}
+    parameters = sum(p.numel() for p in skeleton(replace(SHAPES["tiny"], layers=1).config()).parameters())
+    for (part, what), record in found.items():
+        if what == "micro-batch":
+            assert record["tokens_per_s"] == 64 / record["seconds"]
+            width = {"sharded": 4, "zero3": 2}[part]
+            assert record["received_bytes_by_kind"]["gradients"] == pytest.approx(width * parameters / 2, rel=0.01)
+    assert 0 < found["sharded", "update"]["received_bytes_by_kind"]["codes"] < 2 * parameters / 2
+    if ("zero3", "update") in found:
+        assert found["sharded", "update"].keys() <= found["zero3", "update"].keys()
+        # the embedding and the products' weights once: no norm is cut
+        weights = parameters - 2 * 64 - 2 * 32 - 64
+        assert found["zero3", "micro-batch"]["received_bytes_by_kind"]["weights"] == 2 * weights / 2
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path, monkeypatch, capsys) -> None:
+    out = tmp_path / "out.json"
+    arguments = [*TINY[:-1], str(out), "--part", "sharded", "--nproc", "2", "--scheme", "bf16", "--set", "train.none=1"]
+    assert run_tool(monkeypatch, *arguments) == 1
+    (failed,) = json.loads(out.read_text())["records"]
+    assert failed["part"] == "sharded" and failed["error"].startswith("exit 1")
+    assert "train.none" in out.with_suffix(".log").read_text()
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("given", "missing", "said"),
+    [
+        (["zero3", "--nproc", "2"], "deepspeed", "--part zero3 needs deepspeed: pip install 'qarl[deepspeed]'"),
+        (["sharded"], "", "--part sharded zero3 takes --nproc from 2"),
+    ],
+)
+def test_ranks_that_cannot_run_are_refused_in_a_line(given, missing, said, monkeypatch, capsys) -> None:
+    import bench_step
+
+    monkeypatch.setattr(bench_step, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(SystemExit):
+        bench_step.parse(["--out", "x", "--part", *given])
+    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+
+
+def test_the_table_sets_each_sharded_learner_beside_the_peer() -> None:
+    from step_bench.summary import table
+
+    def row(part: str, what: str, seconds: float, **more: Any) -> dict[str, Any]:
+        rate = {"tokens": 1024, "tokens_per_s": 1024 / seconds} if what == "micro-batch" else {}
+        labels = {"part": part, "scheme": "bf16", "what": what, "ranks": 2, "seconds": seconds}
+        return labels | rate | {"peak_gib": 2.0, "received_bytes_by_kind": {"gradients": 10**9}} | more
+
+    ours = [row("sharded", "micro-batch", 1.0), row("sharded", "update", 0.5)]
+    peer = [
+        row("zero3", "micro-batch", 2.0, head="trl"),
+        row("zero3", "update", 0.25, head="trl", peak_gib=3.0, received_bytes_by_kind={}),
+    ]
+    lines = [" ".join(line.split()) for line in table([report(*ours, *peer)]).splitlines()]
+    assert "sharded bf16 1024 2.00 1000.0 500.0 2.0 1 gradients; an update 1 gradients" in lines
+    assert "zero3 bf16 512 1.00 2000.0 250.0 3.0 1 gradients; an update none TRL's output layer" in lines

@@ -51,8 +51,9 @@ def test_its_tool_takes_it(tool: str, arguments: list[str], monkeypatch) -> None
 
 def step_configurations(options: argparse.Namespace) -> None:
     """The configuration of each case of bench_step is a valid one, overrides too."""
-    from step_bench.settings import learner_config, step_sections
-    from step_bench.shapes import shape_of
+    from model_sizes import shape_of
+    from step_bench.learner_part import learner_config
+    from step_bench.step_part import step_sections
 
     options.device = "cuda"
     for scheme, shape in itertools.product(list(options.scheme), options.shape):
@@ -85,7 +86,6 @@ def test_qarl_takes_its_studies(tmp_path: Path, monkeypatch) -> None:
 
 def test_a_case_ends_before_its_job_does() -> None:
     """So that a case which hangs leaves a record, and those after it have their time."""
-    for tool in ("bench_step", "bench_ranks"):
-        for job, words in calls("python", f"tools/{tool}.py"):
-            given = dict(itertools.pairwise(words))
-            assert float(given.get("--timeout", 0)) <= job.seconds, job.name
+    for job, words in calls("python", "tools/bench_step.py"):
+        given = dict(itertools.pairwise(words))
+        assert float(given.get("--timeout", 0)) <= job.seconds, job.name

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import run_jobs
 import yaml
-from process_tree import runs
+from process_tree import Started, runs
+from process_tree import start as process_start
 
 TOOL = Path(run_jobs.__file__)
 
@@ -106,13 +107,12 @@ def test_a_signal_ends_the_jobs(tmp_path: Path) -> None:
 def test_a_signal_between_a_start_and_its_note_leaves_no_job_behind(tmp_path: Path, monkeypatch) -> None:
     started = []
 
-    class Signalled(run_jobs.subprocess.Popen):
-        def __init__(self, *arguments, **options) -> None:
-            super().__init__(*arguments, **options)
-            started.append(self)
-            signal.raise_signal(signal.SIGTERM)
+    def start_and_signal(*given, **options) -> Started:
+        started.append(process_start(*given, **options))
+        signal.raise_signal(signal.SIGTERM)
+        return started[-1]
 
-    monkeypatch.setattr(run_jobs.subprocess, "Popen", Signalled)
+    monkeypatch.setattr(run_jobs, "start", start_and_signal)
     job = run_jobs.Job("long", "exec sleep 1000", 1000)
     queue = run_jobs.Queue([job, job], ["0", "1"], tmp_path)
     before = signal.signal(signal.SIGTERM, queue.stop)
@@ -120,7 +120,7 @@ def test_a_signal_between_a_start_and_its_note_leaves_no_job_behind(tmp_path: Pa
         queue.run()
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert [process.returncode for process in started] == [-signal.SIGTERM] and queue.stopped == signal.SIGTERM
+    assert [one.process.returncode for one in started] == [-signal.SIGTERM] and queue.stopped == signal.SIGTERM
 
 
 BAD = {

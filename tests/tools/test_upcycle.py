@@ -14,8 +14,7 @@ import upcycle
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from upcycling.experts import Experts, Mlp, cluster, perturb
-from upcycling.router import fit, mixture
+from upcycling import Experts, Mlp, cluster, fit, mixture, perturb
 
 from qarl.errors import UserError
 
@@ -80,25 +79,23 @@ def test_one_seed_makes_the_same_bytes_and_another_does_not(child: SimpleNamespa
 
 
 def test_without_noise_the_logits_are_the_parents(child: SimpleNamespace, tmp_path: Path) -> None:
-    report = run(tmp_path / "same", child.parent, "--noise", 0, "--dtype", "float32")
+    report = run(tmp_path / "same", child.parent, "--noise", 0)
     ids = torch.arange(100).view(2, 50)
     with torch.no_grad():
         ours, theirs = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float()(ids).logits
             for path in (tmp_path / "same", child.parent)
         )
     # Weights that sum to one, and the products they are multiplied with, are rounded to 24 bits.
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert report["trained"]["own"]["kl_mean"] == pytest.approx(0, abs=1e-6)
+    assert report["texts"]["own"]["kl_mean"] < 1e-3  # of a parent that is not rounded to bf16
 
 
-def test_training_lowers_the_kl_and_every_expert_is_used(child: SimpleNamespace) -> None:
-    for text in ("own", "real"):
-        before, after = child.report["untrained"][text], child.report["trained"][text]
-        assert 0 < after["kl_mean"] < before["kl_mean"]
-        routed = child.report["routing"][text]
-        assert 0 < routed["share_min"] <= routed["share_max"] < 1
-        assert all(sum(layer) == pytest.approx(1, abs=1e-3) for layer in routed["share"])
+def test_training_lowers_the_error_and_every_expert_is_used(child: SimpleNamespace) -> None:
+    assert len(child.report["texts"]) == 2
+    for found in child.report["texts"].values():
+        assert found["kl_mean"] > 0 and found["tokens"] > 0
+        assert 0 < found["share_min"] <= found["share_max"] < 1
     errors = child.report["router_error"]
     assert all(after < before for before, after in zip(errors["before"], errors["after"], strict=True))
 
@@ -108,7 +105,7 @@ def test_the_report_lies_beside_the_model(child: SimpleNamespace) -> None:
     sizes = load_file(child.out / "model.safetensors")
     routed = sum(tensor.numel() for name, tensor in sizes.items() if ".experts." in name)
     assert child.report["active_parameters"] == child.report["parameters"] - routed // 2  # two of four
-    assert f"{child.report['trained']['own']['perplexity_child']:.3f}" in upcycle.table(child.report)
+    assert f"{child.report['texts']['own']['perplexity_child']:.3f}" in upcycle.table(child.report)
 
 
 def random_experts(generator: torch.Generator) -> tuple[Experts, Tensor, Tensor, Tensor]:
@@ -117,7 +114,7 @@ def random_experts(generator: torch.Generator) -> tuple[Experts, Tensor, Tensor,
     x = torch.randn(300, 16, generator=generator)
     centers = cluster(x, 3, generator)
     active = dense.features(x)
-    return perturb(dense, x, active, centers, 0.5, 0.25, generator), x, active, centers
+    return perturb(dense, x, active, centers, 0.5, generator), x, active, centers
 
 
 def test_products_of_errors_give_the_error_of_every_mixture() -> None:
@@ -143,7 +140,7 @@ def test_an_expert_differs_in_the_features_that_its_cluster_uses_least() -> None
         expert = experts.expert(index)
         changed = (expert.gate != experts.dense.gate).any(1)
         assert torch.equal(changed, (expert.down != experts.dense.down).any(0))
-        assert changed.sum() == 12
+        assert changed.sum() == 6  # SHARE of 48
         assert share[index][changed].max() <= share[index][~changed].min() * (1 + 1e-5)
 
 
@@ -153,7 +150,7 @@ def test_a_router_finds_the_experts_that_are_right() -> None:
     right = x[:, 0] > 0  # experts 0 and 1 for these tokens, 2 and 3 for the others
     wrong = torch.stack([~right, ~right, right, right], 1).float()
     first = 0.01 * torch.randn(4, 8, generator=generator)
-    found = fit(x, torch.diag_embed(wrong), first, top_k=2, steps=300, balance=0.01, generator=generator)
+    found = fit(x, torch.diag_embed(wrong), first, top_k=2, steps=300, generator=generator)
     assert found.after < 0.2 * found.before
     _, weights, _ = mixture(x @ found.weight.T, 2)
     assert (weights * wrong).sum(1).mean() < 0.2  # 0.5 for a router that knows nothing
@@ -162,7 +159,6 @@ def test_a_router_finds_the_experts_that_are_right() -> None:
 BAD = [
     (["--top-k", "5"], "--top-k: 5 is not from 1 to 4"),
     (["--noise", "nan"], "--noise: nan is not from 0 to 10"),
-    (["--share", "1.5"], "--share: 1.5 is not from 0 to 1"),
     (["--tokens", "16"], "--tokens: 16 is not from 128 to"),
     (["--model", "no/such/model/anywhere"], "no/such/model/anywhere"),
 ]

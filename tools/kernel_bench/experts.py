@@ -6,21 +6,26 @@ quantization where the scheme has one, and the sum. Repacking of weights is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
-from qarl_formats.registry import make_scheme
+from kernel_bench.measure import Stopwatch, check
+from kernel_bench.peers import ERRORS, Absent, reason
+from kernel_bench.problems import Call, qarl_scheme
+from kernel_bench.shapes import repetitions
 from qarl_formats.scheme import Codes
 from qarl_formats.weight import LowBitWeight, quantize_weight
 from torch import Tensor
 
-from kernel_bench.peers import Absent
-
 ROUTINGS = ("balanced", "skewed")
+SCHEMES = ("bf16", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8", "nvfp4a16")
 CHECKED = 16  # tokens whose output is computed in float32
-Call = Callable[[], Tensor]
+# Relative Frobenius error: activations in 8 bits cost 3e-2 in two products, a wrong scale or expert 1.
+TOLERANCE = 8e-2
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Experts:
         self.scheme, self.sizes, self.device = scheme, sizes, device
         generator = torch.Generator(device).manual_seed(0)
         e, h, i = sizes.experts, sizes.hidden, sizes.inner
-        kind = make_scheme(scheme, group_size if scheme.startswith("w4") else None) if scheme != "bf16" else None
+        kind = None if scheme == "bf16" else qarl_scheme(scheme, group_size)
 
         def made(rows: int, columns: int) -> LowBitWeight:
             master = torch.randn(rows, columns, generator=generator, device=device).mul_(0.02)
@@ -76,21 +81,15 @@ class Experts:
             return quantize_weight(master, kind, scheme, kernels=device.type == "cuda")
 
         self.gate_up, self.down = made(e * 2 * i, h), made(e * h, i)
+        self._values: dict[str, Tensor] = {}
 
     def values(self, which: str, expert: int) -> Tensor:
         """Of one expert, float32: (2 I, H) or (H, I)."""
         rows = 2 * self.sizes.inner if which == "gate_up" else self.sizes.hidden
-        return self._dequantized(which)[expert * rows : (expert + 1) * rows].float()
-
-    def _dequantized(self, which: str) -> Tensor:
-        cached = self.__dict__.setdefault("_values", {})
-        if which not in cached:
-            cached[which] = getattr(self, which).dequantize(torch.bfloat16, kernels=self.device.type == "cuda")
-        return cached[which]
-
-    def forget(self) -> None:
-        """Drop the values that `values` made."""
-        self.__dict__.pop("_values", None)
+        if which not in self._values:
+            kernels = self.device.type == "cuda"
+            self._values[which] = getattr(self, which).dequantize(torch.bfloat16, kernels=kernels)
+        return self._values[which][expert * rows : (expert + 1) * rows].float()
 
     def expected(self, x: Tensor, routing: Routing, tokens: Tensor) -> Tensor:
         """Float32 outputs of a few tokens, without quantization of activations: (tokens, H)."""
@@ -113,17 +112,17 @@ def qarl(experts: Experts) -> Callable[[Tensor, Routing], Call]:
     gate_up, down = (weight.prepare(torch.bfloat16, kernels=True) for weight in (experts.gate_up, experts.down))
     kind = gate_up.scheme.input_codes
 
-    def product(weight: LowBitWeight, x: Tensor, codes: Any, groups: Any, gathered: bool) -> Tensor:
+    def multiply(weight: LowBitWeight, x: Tensor, codes: Any, groups: Any, gathered: bool) -> Tensor:
         read = x if codes is None else Codes(*codes, torch.bfloat16)
         return weight.matmul(read, None, groups, gathered)
 
     def bind(x: Tensor, routing: Routing) -> Call:
         def run() -> Tensor:
             groups = groups_of(routing.experts, experts.sizes.experts, kernels=True)
-            both = product(gate_up, x, None if kind is None else quantize.activation_codes(x, kind), groups, True)
+            both = multiply(gate_up, x, None if kind is None else quantize.activation_codes(x, kind), groups, True)
             gated = swiglu(both, kind, want_product=kind is None)
             codes = None if gated.codes is None else (gated.codes, gated.scale)
-            outputs = product(down, gated.product if codes is None else x, codes, groups, False)
+            outputs = multiply(down, gated.product if codes is None else x, codes, groups, False)
             return combine(outputs, routing.weights, groups)
 
         return run
@@ -220,7 +219,31 @@ def torch_grouped(experts: Experts) -> Callable[[Tensor, Routing], Call]:
 PEERS = {"vllm_triton": vllm_triton, "vllm_marlin": vllm_marlin, "torch_grouped": torch_grouped}
 
 
-def runners(experts: Experts) -> Iterator[tuple[str, Callable[[Experts], Callable[[Tensor, Routing], Call]]]]:
-    """qarl first, then the peers; what a builder raises becomes the reason why it is left out."""
-    yield "qarl", qarl
-    yield from PEERS.items()
+def expert_rows(
+    stopwatch: Stopwatch, reps: int, group_size: int, model: str, scheme: str, many: Sequence[int]
+) -> Iterator[Row]:
+    """One row for every kernel, routing and number of tokens; one that did not run has `skipped`, the reason."""
+    sizes, device = MODELS[model], stopwatch.device
+    base: Row = {"section": f"experts {scheme}", "model": model}
+    experts, bound = Experts(scheme, sizes, group_size, device), {}
+    for who, build in {"qarl": qarl, **PEERS}.items():
+        try:
+            bound[who] = build(experts)
+        except ERRORS as error:
+            yield base | {"who": who, "skipped": reason(error)}
+    states = torch.randn(max(many), sizes.hidden, device=device, dtype=torch.bfloat16)
+    for tokens, kind in product(many, ROUTINGS):
+        routing, x = make_routing(kind, tokens, sizes, device), states[:tokens]
+        picked = torch.linspace(0, tokens - 1, min(tokens, CHECKED), device=device).round().long()
+        expected = experts.expected(x, routing, picked)
+        for who, bind in bound.items():
+            labels = base | {"who": who, "routing": kind, "m": tokens}
+            try:
+                call = bind(x, routing)
+                error = check(call(), expected, picked, (tokens, sizes.hidden), TOLERANCE)
+                us = stopwatch.microseconds(call, repetitions(reps, tokens))
+            except ERRORS as failure:
+                yield labels | {"skipped": reason(failure)}
+                continue
+            flops = 6 * tokens * sizes.per_token * sizes.hidden * sizes.inner
+            yield labels | {"us": us, "relative_error": error, "tflops": flops / us / 1e6}

@@ -83,17 +83,19 @@ def picked_rows(m: int, device: torch.device) -> Tensor:
     return torch.linspace(0, m - 1, count, dtype=torch.float64, device=device).round().long()
 
 
-def check(result: Tensor, expected: Tensor, rows: Tensor, shape: tuple[int, int]) -> float:
+def check(
+    result: Tensor, expected: Tensor, rows: Tensor, shape: tuple[int, int], tolerance: float = TOLERANCE
+) -> float:
     """Relative Frobenius error of result[rows] against expected, after all of result is found to be finite.
 
     Raises:
-        Wrong: shape, a value that is not finite, or an error above TOLERANCE.
+        Wrong: shape, a value that is not finite, or an error above the tolerance.
     """
     if tuple(result.shape) != shape:
         raise Wrong(f"wrong shape {tuple(result.shape)}, not {shape}")
     if not result.isfinite().all():
         raise Wrong(f"wrong: {int(result.isfinite().logical_not().sum())} values are not finite")
     error = float((result[rows].float() - expected).norm() / expected.norm())
-    if not error < TOLERANCE:
+    if not error < tolerance:
         raise Wrong(f"wrong: relative error {error:.1e}")
     return error

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from kernel_bench.shapes import BLOCK
 from qarl_formats.registry import make_scheme, scheme_class
-from qarl_formats.scheme import Scheme
-from qarl_formats.weight import quantize_weight
+from qarl_formats.scheme import Codes, Scheme
+from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor
 
-from kernel_bench.shapes import BLOCK
-
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 Call = Callable[[], Tensor]
-
-
 Maker = Callable[[int], Call]  # rows -> a product that is ready to run; may raise what a peer raises
 
 
@@ -25,20 +22,25 @@ Maker = Callable[[int], Call]  # rows -> a product that is ready to run; may rai
 class Weight:
     """A Linear's weight as stored, and as float32 values.
 
-    Args:
-        scheme: one of `SCHEMES`.
-        n, k: out_features, in_features.
-        tensors: by compressed-tensors suffix; `weight` bf16 for dense.
+    Attributes:
+        scheme: One of `SCHEMES`.
+        n, k: Output and input features.
+        low_bit: The weight as the learner multiplies it.
+        tensors: Stored tensors by compressed-tensors suffix; `weight` bf16 for dense.
         values: float32 (N, K), what the codes stand for.
-        group: input features that share a scale, for int4.
+        group: Input features that share a scale, for int4.
     """
 
     scheme: str
     n: int
     k: int
-    tensors: dict[str, Tensor]
+    low_bit: LowBitWeight
     values: Tensor
     group: int | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.low_bit.tensors
 
     @property
     def nbytes(self) -> int:
@@ -77,14 +79,14 @@ def make_weight(scheme: str, n: int, k: int, group: int, device: torch.device) -
     """Random weights, quantized by the plain-torch functions."""
     master = torch.randn(n, k, device=device, generator=torch.Generator(device).manual_seed(n + k)).mul_(0.02)
     if scheme == "dense":
-        stored = {"weight": master.to(torch.bfloat16)}
-        return Weight(scheme, n, k, stored, stored["weight"].float())
+        values = master.to(torch.bfloat16)
+        return Weight(scheme, n, k, LowBitWeight.of_values(values), values.float())
     kind = qarl_scheme(scheme, group)
     quantized = quantize_weight(master, kind, scheme)
-    # Where activations are not quantized, the operand is the value rounded to bf16.
+    # If activations are not quantized, the operand is the value rounded to bf16.
     dtype = torch.bfloat16 if kind.activation is None else torch.float32
     values = quantized.dequantize(dtype).float()
-    return Weight(scheme, n, k, quantized.tensors, values, kind.group_size)
+    return Weight(scheme, n, k, quantized, values, kind.group_size)
 
 
 def make_activations(scheme: str, m: int, k: int, device: torch.device) -> Activations:
@@ -102,20 +104,8 @@ def make_activations(scheme: str, m: int, k: int, device: torch.device) -> Activ
 
 def qarl_maker(weight: Weight, activations: Activations) -> Maker:
     """qarl's kernel on this weight."""
-    from qarl_kernels import fp8_block, gemm, tile, w4a8, w4a16
-
-    stored, x, codes, scale = weight.tensors, activations.x, activations.codes, activations.scale
-    n, k, bf16 = weight.n, weight.k, torch.bfloat16
-    if weight.scheme == "dense":
-        return lambda m: lambda: gemm.dense(x[:m], stored["weight"])
-    if weight.scheme == "w4a16":
-        packed, s_w = stored["weight_packed"], stored["weight_scale"]
-        tiled, meta = tile.tile_int4(packed, k), tile.meta_w4a16(s_w, None, n, k, weight.group, bf16)
-        return lambda m: lambda: w4a16.w4a16(x[:m], packed, s_w, None, tiled, meta, None)
-    assert codes is not None and scale is not None, f"{weight.scheme} reads quantized activations"
-    if weight.scheme == "w4a8":
-        tiled = tile.tile_int4(stored["weight_packed"], k)
-        meta = tile.meta_w4a8(stored["weight_scale"], n, k, weight.group)
-        return lambda m: lambda: w4a8.w4a8(codes[:m], scale[:m], tiled, meta, k, n, None, bf16)
-    run = fp8_block.fp8_block if weight.scheme == "fp8_block" else gemm.scaled
-    return lambda m: lambda: run(codes[:m], scale[:m], stored["weight"], stored["weight_scale"], None, bf16)
+    prepared = weight.low_bit.prepare(torch.bfloat16, kernels=True)
+    x, codes, scale = activations.x, activations.codes, activations.scale
+    if codes is None or scale is None:
+        return lambda m: partial(prepared.matmul, x[:m])
+    return lambda m: partial(prepared.matmul, Codes(codes[:m], scale[:m], torch.bfloat16))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 SCHEMES = ("w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "dense")
-SECTIONS = (*SCHEMES, "quantize")
+SECTIONS = (*SCHEMES, "quantize", "experts")
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384)
 FEW_ROWS = 64  # decode: the summary keeps products with at most this many rows apart
 BLOCK = 128  # of fp8_block

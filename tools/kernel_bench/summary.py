@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from harness import heads
-
 from kernel_bench.shapes import FEW_ROWS, SCHEMES
 
 Row = dict[str, Any]
@@ -59,6 +58,19 @@ def product_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def expert_lines(rows: Sequence[Row]) -> list[str]:
+    """One line per scheme of grouped products: geometric mean, the worst case."""
+    grouped: dict[str, list[Row]] = defaultdict(list)
+    for case in ratios([row for row in rows if row["section"].startswith("experts ")], "model", "routing", "m"):
+        grouped[case["scheme"]].append(case)
+    lines = ["best peer's time / qarl's"] if grouped else []
+    for scheme, cases in grouped.items():
+        worst = min(cases, key=lambda case: case["ratio"])
+        where = f"of {len(cases):3} cases, at {worst['routing']} m={worst['m']} against {worst['peer']}"
+        lines.append(f"{scheme:17} mean {_mean(cases)}  worst {worst['ratio']:.2f}  {where}")
+    return lines
+
+
 def memory_lines(rows: Sequence[Row]) -> list[str]:
     """One line an operation: share of copy bandwidth, qarl's and vLLM's, lowest over the matrices."""
     shares: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -95,6 +107,7 @@ def table(report: Row) -> str:
     blocks = [
         [*heads([report]), f"copy: {report['copy_tbps']:.2f} TB/s"],
         product_lines(rows),
+        expert_lines(rows),
         memory_lines(rows),
         skipped_lines(rows),
     ]

@@ -1,13 +1,25 @@
-"""What `tools/tune_kernels.py` times: a product of one family and shape on random operands."""
+"""What `tools/tune_kernels.py` times, on random operands, and the table that it writes."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from typing import Any
+
 import torch
+from kernel_bench.candidates import candidates, grouped_candidates
+from kernel_bench.experts import Sizes, make_routing
 from qarl_kernels import fp8_block, gemm, library, nvfp4a16, w4a8, w4a16
-from qarl_kernels.tuning import Tile, lookup
+from qarl_kernels.moe import backward
+from qarl_kernels.moe.dispatch import groups_of
+from qarl_kernels.moe.groups import Groups
+from qarl_kernels.tile import meta_w4a16
+from qarl_kernels.tuning import BACKWARD, SECTIONS, Shape, Tile, lookup
 from torch import Tensor
 
-from kernel_bench.candidates import candidates
+PRODUCTS = ("gate_up", "down")
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16_384)
+BACKWARD_TOKENS = (1024, 4096, 16_384)  # a training forward has no fewer
 
 
 class Problem:
@@ -96,3 +108,107 @@ class Problem:
         scales = (None, None) if self.family == "dense" else (self.scale_x, self.scale_w)
         gemm.run(self.x, self.weight, *scales, None, out, tile)
         return out
+
+
+class GroupedProblem(Problem):
+    """Random operands of a family and one of a layer's two products, and the product of m tokens with a given tile.
+
+    All experts are equally likely. gate_up reads a row per token, down a row for each of its experts. In a backward,
+    `input_grad` and `weight_grad`, n and k are those of the forward's weight.
+    """
+
+    section = "experts"
+
+    def __init__(self, family: str, sizes: Sizes, which: str, device: torch.device) -> None:
+        self.sizes, self.gathered = sizes, which == "gate_up"
+        n, k = (2 * sizes.inner, sizes.hidden) if self.gathered else (sizes.hidden, sizes.inner)
+        if family == "input_grad":
+            self.gathered = False
+        self.shape, width = Shape(n, k, sizes.experts, self.gathered), sizes.experts * n
+        super().__init__("dense" if family in BACKWARD else family, width, k, device)
+        self.family, self.n = family, n
+        if family == "w4a16":
+            self.scale = (torch.rand(width, k // 128, device=device) * 0.01).bfloat16()
+            self.meta = meta_w4a16(self.scale, None, width, k, 128, torch.bfloat16)
+        if family == "weight_grad":
+            self.into = torch.zeros(width, k, device=device)
+
+    @property
+    def key(self) -> str:
+        return str(self.shape)
+
+    def limit(self, m: int) -> int:
+        return m * self.sizes.per_token
+
+    def rows(self, m: int) -> None:
+        rows = self.limit(m)
+        super().rows(m if self.gathered else rows)
+        if self.family in BACKWARD:
+            self.dy = torch.randn(rows, self.n, device=self.device, dtype=torch.bfloat16)
+        if self.device.type == "meta":
+            order = torch.empty(rows, dtype=torch.int32, device=self.device)
+            starts = torch.empty(self.sizes.experts + 1, dtype=torch.int32, device=self.device)
+            self.groups = Groups(self.sizes.experts, self.sizes.per_token, order, order, starts)
+        else:
+            chosen = make_routing("balanced", m, self.sizes, self.device).experts
+            self.groups = groups_of(chosen, self.sizes.experts, kernels=self.device.type == "cuda")
+
+    def known(self, m: int) -> Tile:
+        return self._tile(self.family)
+
+    def _tile(self, family: str) -> Tile:
+        given = {"groups": self.groups, "gathered": self.gathered}
+        return lookup(family, self.n, self.k, self.groups.rows, self.x, **given)
+
+    def candidates(self, m: int) -> list[Tile]:
+        return grouped_candidates(self.family, self.limit(m), self.sizes.experts, self.gathered)
+
+    def comparable(self, tile: Tile) -> bool:
+        return True
+
+    def timed(self, tile: Tile) -> object:
+        if self.family == "weight_grad":  # adds to what is there, which `product` has to clear
+            return backward.grouped_weight_grad(self.dy, self.x, self.groups, self.gathered, self.into, tile)
+        return self.product(tile)
+
+    def product(self, tile: Tile) -> Tensor:
+        family, x = self.family, self.x
+        if family == "input_grad":
+            return backward.grouped_input_grad(self.dy, self.weight, self.groups, tile=tile)
+        if family == "weight_grad":
+            self.into.zero_()
+            self.timed(tile)
+            return self.into.clone()
+        grouped = {"groups": self.groups, "gathered": self.gathered, "tile": tile}
+        if family == "dense":
+            return gemm.dense(x, self.weight, **grouped)
+        if family == "w4a16":
+            return w4a16.w4a16(x, None, self.scale, None, self.tiled, self.meta, **grouped)
+        if family == "nvfp4a16":
+            return nvfp4a16.nvfp4a16(x, None, *self.stored[1:], self.tiled, self.meta, **grouped)
+        if family == "w4a8":
+            weight = self.tiled, self.meta, self.k, self.n
+            return w4a8.w4a8(x, self.scale_x, *weight, None, torch.bfloat16, **grouped)
+        products = {"w8a8": gemm.scaled, "fp8": gemm.scaled, "fp8_block": fp8_block.fp8_block}
+        return products[family](x, self.scale_x, self.weight, self.scale_w, None, torch.bfloat16, **grouped)
+
+
+def dump_tile(tile: Tile | None) -> dict[str, Any] | None:
+    """The fields of a tile that differ from their defaults."""
+    if tile is None:
+        return None
+    default = Tile(tile.way)
+    return {"way": tile.way} | {k: v for k, v in asdict(tile).items() if v != getattr(default, k)}
+
+
+def format_table(data: dict[str, Any]) -> str:
+    """A table as JSON text, one shape per line."""
+    parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items() if key not in SECTIONS]
+    for section in SECTIONS:
+        families = []
+        for family, shapes in data.get(section, {}).items():
+            lines = ",\n".join(f"   {json.dumps(shape)}: {json.dumps(tiles)}" for shape, tiles in shapes.items())
+            families.append(f"  {json.dumps(family)}: {{\n{lines}\n  }}")
+        if families:
+            parts.append(f" {json.dumps(section)}: {{\n" + ",\n".join(families) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from harness import Record
-from model_sizes import Shape
-from torch import Tensor
-
+from model_sizes import Shape, random_model
 from step_bench.learner_part import throughput
-from step_bench.shapes import random_model
+from torch import Tensor
 
 
 def hf_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
@@ -22,7 +20,7 @@ def hf_records(options: argparse.Namespace, shape: Shape, device: torch.device) 
     multiplies it in chunks and keeps no logits, as its GRPOTrainer does from 1.16 on. With `hf_dtype` bfloat16 weights
     and gradients are of that, which experts need: autocast leaves transformers' grouped product in float32.
     """
-    model = random_model(shape, device, options.seed, attn_implementation="sdpa").train()
+    model = random_model(shape, device, 0, attn_implementation="sdpa").train()
     model.to(getattr(torch, options.hf_dtype))
     if options.recompute != "elementwise":
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from harness import Record, timed
-from model_sizes import Shape
+from model_sizes import Shape, random_model
+from qarl_formats.registry import grouped_names
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
 from qarl.config import Config
 from qarl.config.architecture import Architecture
+from qarl.config.load import make_config
 from qarl.distributed.ranks import SingleProcess
 from qarl.memory.estimate import estimate, forward_peak, phase_bytes
+from qarl.memory.sizes import decide_sizes
 from qarl.policy.experts import take_apart
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
@@ -25,8 +29,30 @@ from qarl.training.optim import clip_grads, grad_norm
 from qarl.training.setup import build_policy, set_determinism
 from qarl.training.updates import LocalUpdates
 from qarl.types import Prompt, Rollout
-from step_bench.settings import learner_config
-from step_bench.shapes import random_model
+from qarl.utils.machine import gpu_bytes
+
+
+def quant_section(scheme: str, shape: Shape) -> dict[str, Any]:
+    return {"scheme": scheme} | ({"group_size": shape.group_size} if scheme in grouped_names() else {})
+
+
+def learner_sections(scheme: str, shape: Shape, device: str, tokens: int, recompute: str) -> dict[str, Any]:
+    """The configuration of a learner alone, on random weights: one optimizer step, in micro-batches of `tokens`."""
+    return {
+        "model": {"path": "random/model", "device": device},
+        "quant": quant_section(scheme, shape),
+        "data": {"source": "task:arithmetic"},
+        "reward": {"functions": [{"name": "exact"}]},
+        "objective": {"name": "grpo"},
+        "train": {"steps": 1, "micro_batch_tokens": tokens, "recompute": recompute},
+    }
+
+
+def learner_config(options: argparse.Namespace, shape: Shape, device: torch.device, length: int) -> Config:
+    """The configuration of a learner alone, with responses of `length` tokens and the sizes that fit the device."""
+    data = learner_sections(options.scheme, shape, device.type, options.tokens, options.recompute)
+    data["rollout"] = {"max_response_length": length}
+    return decide_sizes(make_config(data, "bench_step", options.set), device.type, shape.architecture(), gpu_bytes())
 
 
 def random_tokens(rows: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
@@ -88,8 +114,8 @@ def throughput(options: argparse.Namespace, shape: Shape, device: torch.device, 
     for length in options.length:
         rows = max(1, options.tokens // length)
         tokens = rows * length
-        sequences = random_tokens(rows, length + 1, shape.vocabulary, options.seed)
-        weights = torch.randn(tokens, generator=torch.Generator().manual_seed(options.seed)).to(device) / tokens
+        sequences = random_tokens(rows, length + 1, shape.vocabulary, 0)
+        weights = torch.randn(tokens, generator=torch.Generator().manual_seed(0)).to(device) / tokens
         flops = forward_flops(architecture, [ids[:1] for ids in sequences], [ids[1:] for ids in sequences])
         forward, step = calls(sequences, weights)
         for what, call, factor in (("forward", forward, 1), ("forward_backward", step, 1 + BACKWARD)):
@@ -107,7 +133,7 @@ def make_policy(
     options: argparse.Namespace, shape: Shape, device: torch.device, config: Config, max_length: int
 ) -> Policy:
     set_determinism(config)
-    model = random_model(shape, device, options.seed)
+    model = random_model(shape, device, 0)
     take_apart(model)
     policy = build_policy(config, model, device, max_length)
     policy.set_recompute(config.train.recompute)
@@ -122,7 +148,7 @@ def optimizer_records(options: argparse.Namespace, shape: Shape, device: torch.d
     masters = [parameter for _, parameter in policy.named_parameters()]
     updates = LocalUpdates(policy, config)
     learner = Learner(policy, updates, config, Truncation(), SingleProcess())
-    (ids,) = random_tokens(1, length + 1, shape.vocabulary, options.seed)
+    (ids,) = random_tokens(1, length + 1, shape.vocabulary, 0)
     response = Rollout(0, 0, ids[1:], [0.0] * length, "length", policy.version, 0, "")
     learner.begin(0, build_batch([Prompt(0, ids[:1], "")], [response], [0.0], "grpo", policy.version, device))
 

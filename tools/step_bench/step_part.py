@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -14,19 +15,66 @@ from typing import Any
 
 import torch
 from harness import Record
-from model_sizes import Shape
+from model_sizes import REWARD, Shape, model_directory, questions
+from step_bench.learner_part import quant_section
 
 from qarl.config import Config
 from qarl.config.yaml_io import dump_yaml
 from qarl.storage.runs import METRICS, read_metrics
-from step_bench.settings import step_sections
-from step_bench.shapes import REWARD, model_directory, write_questions
 
+LR = 1e-6
 PHASES = ("step", "rollout", "reward", "learner", "diagnostics", "publish")
 # Of vLLM's publish, and of its sleep.
 PARTS = ("publish_receive", "publish_load", "publish_check", "publish_score", "sampler_wake", "sampler_sleep")
 PROOFS = ("proved_frac", "sent_frac", "sent_mib", "canary_abs_mean", "canary_abs_max")
 SPREAD = ("", "_min", "_mean", "_max")  # over ranks
+
+
+def stop_tokens(mean: int | None, vocabulary: int) -> list[int]:
+    """Token ids that end a response of a model with random weights after about `mean` tokens; None: none.
+
+    Such a model gives all tokens similar probabilities, so lengths are nearly geometric.
+    """
+    return [] if mean is None else list(range(5, vocabulary, max(1, mean)))
+
+
+def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place: Path, engine: str) -> dict[str, Any]:
+    """The configuration of a whole run. place: The directory with prompts and reward, which gets the run."""
+    return {
+        "model": {
+            "path": str(model),
+            "device": options.device,
+            "max_length": options.prompt_tokens + options.new_tokens,
+        },
+        "quant": quant_section(options.scheme, shape),
+        "rollout": {
+            "engine": engine,
+            "n": options.responses,
+            "max_response_length": options.new_tokens,
+            "ignore_eos": True,  # each response has exactly as many, unless stop tokens end it
+            "stop_token_ids": stop_tokens(options.mean_tokens, shape.vocabulary),
+            "max_num_seqs": options.prompts * options.responses,
+            "vllm": {"memory_frac": options.memory_frac},
+        },
+        "data": {
+            "source": str(place / "prompts.jsonl"),
+            "chat_template": False,
+            "max_prompt_length": options.prompt_tokens,
+            "shuffle": False,
+        },
+        "reward": {"functions": [{"name": f"{place / 'reward.py'}:spread"}]},
+        "objective": {"name": "grpo"},
+        "optim": {"lr": LR},
+        "train": {
+            "steps": options.steps,
+            "prompts_per_step": options.prompts,
+            "micro_batch_tokens": options.tokens,
+            "recompute": options.recompute,
+            "run_dir": str(place / "run"),
+        },
+        "checkpoint": {"every": options.steps + 1, "save_final": False},
+        "logging": {"console": "plain", "tensorboard": False, "rollouts_every": options.steps + 1},
+    }
 
 
 def peak_of(metrics: dict[str, Any]) -> float:
@@ -37,11 +85,12 @@ def step_records(options: argparse.Namespace, shape: Shape, device: torch.device
     """A record for each training step, and one with medians over those after the first, which compiles."""
     from qarl.config import load_config
 
-    model = model_directory(options.model_dir, options.shape, shape, device, options.seed)
+    model = model_directory(options.model_dir, options.shape, shape, device, 0)
     engine = options.engine or ("vllm" if device.type == "cuda" else "native")
     place = options.place / options.part
     place.mkdir()
-    write_questions(place / "prompts.jsonl", options.prompts * options.steps, options.seed)
+    rows = [json.dumps({"prompt": text}) + "\n" for text in questions(options.prompts * options.steps, 0)]
+    (place / "prompts.jsonl").write_text("".join(rows))
     (place / "reward.py").write_text(REWARD)
     (place / "step.yaml").write_text(dump_yaml(step_sections(options, shape, model, place, engine)))
     config = load_config(place / "step.yaml", options.set)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from harness import failures, heads
+from harness import Record, failures, heads
 
-Record = dict[str, Any]
 Rows = Sequence[Record]
 
 HOW = ("shape", "layers", "vocabulary")  # what a model is
@@ -17,7 +16,7 @@ STEP = ("step_s", "rollout_s", "generate_s", "learner_s", "publish_s")
 def table(reports: Sequence[Record]) -> str:
     """The summary, as text. A peer is compared with whatever report has it."""
     rows = [row for report in reports for row in report["records"]]
-    blocks = [heads(reports), learner(rows), optimizer(rows), step(rows), failures(rows)]
+    blocks = [heads(reports), learner(rows), optimizer(rows), sharded(rows), step(rows), failures(rows)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -69,6 +68,31 @@ def optimizer(rows: Rows) -> list[str]:
         for row in rows
         if row["part"] == "optimizer" and "seconds" in row
     ]
+
+
+def sharded(rows: Rows) -> list[str]:
+    """The sharded learner beside its peer: tokens per second of a rank, their ratio, and gigabytes received."""
+    measured = [row for row in rows if row["part"] in ("sharded", "zero3") and "seconds" in row]
+    lines = []
+    for mine in grouped(measured, "ranks").values():
+        batches = [row for row in mine if row["what"] == "micro-batch"]
+        peer = next((row["tokens_per_s"] for row in batches if row["part"] == "zero3"), None)
+        lines.append(f"{name_of(mine[0])}: {mine[0]['ranks']} ranks; per rank:")
+        lines.append(f"  {'':16} {'tokens/s':>9} {'over zero3':>10} {'ms':>8} {'update ms':>9} {'GiB':>6}  GB received")
+        for row, update in zip(batches, (row for row in mine if row["what"] == "update"), strict=False):
+            ratio = f"{row['tokens_per_s'] / peer:10.2f}" if peer else f"{'':10}"
+            name = f"{row['part']} {row['scheme']}"
+            lines.append(
+                f"  {name:16} {row['tokens_per_s']:9.0f} {ratio} {1e3 * row['seconds']:8.1f} "
+                f"{1e3 * update['seconds']:9.1f} {max(row['peak_gib'], update['peak_gib']):6.1f}  "
+                f"{received(row)}; an update {received(update)} {overrides(row)}".rstrip()
+            )
+    return lines
+
+
+def received(row: Record) -> str:
+    """Gigabytes by kind."""
+    return ", ".join(f"{1e-9 * size:.3g} {kind}" for kind, size in row["received_bytes_by_kind"].items()) or "none"
 
 
 def step(rows: Rows) -> list[str]:

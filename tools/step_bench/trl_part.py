@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from harness import Record
-from model_sizes import Shape
+from model_sizes import REWARD, VOCABULARY, Shape, model_directory, questions
+from step_bench.step_part import LR, stop_tokens
 
 from qarl.training.metrics import peak_memory_gib
-from step_bench.settings import stop_tokens
-from step_bench.shapes import REWARD, VOCABULARY, model_directory, questions
 
 
 def engine_of(device: torch.device) -> str:
@@ -51,7 +50,7 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu
         "temperature": 1.0,
         "beta": 0.0,
         "shuffle_dataset": False,
-        "learning_rate": options.lr,
+        "learning_rate": LR,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
         "bf16": on_gpu,
@@ -60,7 +59,7 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
-        "seed": options.seed,
+        "seed": 0,
     }
     if engine == "vllm" and options.server_gpu is not None:
         arguments |= {"use_vllm": True, "vllm_mode": "server"}
@@ -96,7 +95,7 @@ def server(options: argparse.Namespace, model: Path) -> Iterator[dict[str, Any]]
 
 def trl_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
     """A record for each training step, and one with medians over those after the first."""
-    model = model_directory(options.model_dir, options.shape, shape, device, options.seed)
+    model = model_directory(options.model_dir, options.shape, shape, device, 0)
     engine = engine_of(device)
     place = options.place / options.part
     place.mkdir()
@@ -104,7 +103,6 @@ def trl_records(options: argparse.Namespace, shape: Shape, device: torch.device)
         "model": str(model),
         "grpo": grpo_arguments(options, place / "run", engine, device.type == "cuda"),
         "prompts": options.prompts * options.steps,
-        "seed": options.seed,
         "new_tokens": options.new_tokens,
         "tail": options.mean_tokens is not None,
     }
@@ -168,7 +166,7 @@ class Spent:
 def train(task: Record, device: torch.device) -> Record:
     """steps: seconds of each; total_s: with the start; peak_gib; responses: how many were sampled.
 
-    task: `model`, a directory; `grpo`, arguments of `trl.GRPOConfig`; `prompts`, how many, and their `seed`;
+    task: `model`, a directory; `grpo`, arguments of `trl.GRPOConfig`; `prompts`, how many;
     `new_tokens` that each response must have, unless `tail` is true.
     """
     from datasets import Dataset
@@ -199,7 +197,7 @@ def train(task: Record, device: torch.device) -> Record:
         model=task["model"],
         reward_funcs=spread,
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": questions(task["prompts"], task["seed"])}),
+        train_dataset=Dataset.from_dict({"prompt": questions(task["prompts"], 0)}),
         processing_class=AutoTokenizer.from_pretrained(task["model"], padding_side="left"),
         callbacks=[Clock()],
     )

@@ -1,8 +1,8 @@
-"""The peer of the learner in rows: a Hugging Face model under DeepSpeed's own ZeRO-3 engine."""
+"""The peer of the sharded learner: a Hugging Face model under DeepSpeed's own ZeRO-3 engine."""
 
 from __future__ import annotations
 
-import gc
+import argparse
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from harness import Record
 from model_sizes import Shape
 from step_bench.hf_part import token_logprobs
+from step_bench.sharded_part import Bench, one_rank, random_tokens
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from qarl.config.optim import OptimConfig
 from qarl.training.zero_setup import local_rank, start_deepspeed
-from ranks_bench.rank import Bench, random_tokens
 
 # Hugging Face's recipe of stage 3, of which their Trainer fills in `auto`.
 ZERO3: Record = {
@@ -42,21 +42,18 @@ ZERO3: Record = {
     "train_micro_batch_size_per_gpu": "auto",
     "steps_per_print": 10**9,
 }
-OPTIM = OptimConfig()  # what the learner has
+OPTIM = OptimConfig()  # the learner's
 
 
-def zero3_records(bench: Bench) -> Iterator[Record]:
-    """Micro-batches, forward and backward, and whole updates, as `learn` has them.
+def zero3_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
+    """Micro-batches, forward and backward, and whole updates, as the part `sharded` has them.
 
-    An update is norm, clip and AdamW; the weights are gathered by the forwards and backwards after it. Bytes are those
-    that one call received, by the sizes in DeepSpeed's log of a call that is not timed: it waits for each message.
+    An update is norm, clip and AdamW; the weights are gathered by the forwards and backwards after it. Bytes are what
+    one call received, by the sizes in DeepSpeed's log of a call that is not timed, because the log waits for each
+    message.
     """
-    with local_rank(bench.device):  # DeepSpeed looks at it in every forward
+    with one_rank(options, shape, device) as bench, local_rank(bench.device):  # DeepSpeed reads it in every forward
         yield from _records(bench)
-    gc.collect()  # hooks and what they hang on know each other
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
-    dist.barrier(bench.group)
 
 
 def _records(bench: Bench) -> Iterator[Record]:
@@ -77,13 +74,13 @@ def _records(bench: Bench) -> Iterator[Record]:
         def moved(call: Callable[[], object]) -> Record:
             return {"received_bytes_by_kind": received_bytes(deepspeed, call, count)}
 
-        labels = {"part": "zero3", "scheme": "bf16", "head": head, "offload": None}
+        labels = {"scheme": "bf16", "head": head}
         found = bench.timed(micro_batch)
         rate = {"tokens": tokens, "tokens_per_s": tokens / found["seconds"]}
         yield labels | {"what": "micro-batch", "settings": settings} | rate | found | moved(micro_batch)
         found = bench.timed(engine.step, lambda: backward(last=True))
         backward(last=True)
-        dist.barrier(bench.group)
+        dist.barrier()
         yield labels | {"what": "update"} | found | moved(engine.step)
 
 
@@ -107,12 +104,12 @@ def zero3_settings(shape: Shape, sequences: int, ranks: int) -> Record:
 
 @contextmanager
 def zero3_engine(deepspeed: Any, shape: Shape, settings: Record, head: str) -> Iterator[Any]:
-    """The engine, for as long as transformers is told of ZeRO-3. A collective.
+    """The engine, while transformers knows of ZeRO-3. A collective.
 
-    Random weights in bf16, made in parts, with masters and moments of torch's fused AdamW in float32; SDPA, layers
+    Random weights in bf16, made in parts, with float32 masters and moments of torch's fused AdamW; SDPA; layers are
     checkpointed.
     """
-    said = HfDeepSpeedConfig(settings)  # which transformers asks while it lives
+    known = HfDeepSpeedConfig(settings)  # transformers asks it while it lives
     model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16, attn_implementation="sdpa")
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     if head == "trl":
@@ -126,7 +123,7 @@ def zero3_engine(deepspeed: Any, shape: Shape, settings: Record, head: str) -> I
         yield engine
     finally:
         engine.destroy()
-        del said
+        del known
 
 
 KINDS = {

@@ -1,1 +1,0 @@
-"""Parts of tools/bench_ranks.py: what one rank measures."""

@@ -1,1 +1,0 @@
-"""What tools/bench_step.py measures, a part a module."""

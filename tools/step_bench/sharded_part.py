@@ -1,0 +1,145 @@
+"""A learner whose masters are sharded over ranks, on random weights and tokens."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Record, timed
+from model_sizes import Shape
+from qarl_kernels.logprob import Truncation
+from step_bench.learner_part import learner_sections
+from torch import Tensor
+
+from qarl.config.load import make_config
+from qarl.distributed.exchange import GroupExchange
+from qarl.distributed.ranks import SingleProcess
+from qarl.distributed.rows import RowPlan
+from qarl.policy.skeleton import skeleton
+from qarl.training.row_setup import from_rows
+
+LENGTH = 1024  # tokens of a sequence
+
+
+class Bench:
+    """One rank of a case: its process group, shape and options."""
+
+    def __init__(self, exchange: GroupExchange, shape: Shape, options: argparse.Namespace) -> None:
+        self.exchange, self.shape, self.options, self.device = exchange, shape, options, exchange.device
+
+    def timed(self, call: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> Record:
+        """See `harness.timed`. Ranks begin each call together."""
+
+        def together() -> None:
+            prepare()
+            dist.barrier()
+
+        return timed(call, self.device, self.options.warmup, self.options.iterations, prepare=together)
+
+
+@contextmanager
+def one_rank(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Bench]:
+    """The process group of a case's ranks. After an exception the process ends at once, with exit code 1: an exit as
+    usual would take the group down first, which on a GPU waits for collectives that the other ranks never reach."""
+    if device.type == "cuda":
+        device = torch.device("cuda", options.rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.FileStore(str(options.place / "store"), options.nproc),
+            rank=options.rank,
+            world_size=options.nproc,
+            timeout=timedelta(seconds=options.timeout),
+            device_id=device if device.type == "cuda" else None,
+        )
+        yield Bench(GroupExchange(dist.group.WORLD, options.rank, options.nproc, device), shape, options)
+        gc.collect()  # parameters and the hooks on their gradients refer to each other
+        dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def random_tokens(shape: Shape, tokens: int, rank: int) -> Tensor:
+    """Token ids (sequences, length + 1), int64: `length` of each are run, and `length` predicted. Each rank's own."""
+    length = min(LENGTH, tokens)
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(3, shape.vocabulary, (tokens // length, length + 1), generator=generator)
+
+
+class Bare(SingleProcess):
+    """Ranks that exchange only numbers, over the tensors' own process group."""
+
+    def __init__(self, exchange: GroupExchange) -> None:
+        self.rank, self.count, self.exchange = exchange.rank, exchange.count, exchange
+
+    def gather(self, value: Any) -> list[Any]:
+        own = torch.tensor(value, dtype=torch.float64, device=self.exchange.device)
+        ones = [range(rank, rank + 1) for rank in range(self.count)]
+        lengths = self.exchange.gather_rows(torch.tensor([len(own)], device=own.device), ones).tolist()
+        ends = [sum(lengths[: rank + 1]) for rank in range(self.count)]
+        cut = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        return [part.tolist() for part in self.exchange.gather_rows(own, cut).split(lengths)]
+
+
+def sharded_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
+    """Micro-batches, forward and backward, and whole updates.
+
+    An update is norm, clip, optimizer, quantization and the gather of all codes. Bytes are what one call received.
+    """
+    with one_rank(options, shape, device) as bench:
+        yield from _records(bench)
+
+
+def _records(bench: Bench) -> Iterator[Record]:
+    shape, device, exchange, options = bench.shape, bench.device, bench.exchange, bench.options
+
+    def random_rows(plan: RowPlan) -> dict[str, Tensor]:
+        generator = torch.Generator(device).manual_seed(exchange.rank)
+        sizes = {name: (len(plan.cut(name)[exchange.rank]), *size[1:]) for name, size in plan.shapes.items()}
+        return {k: torch.randn(size, device=device, generator=generator).mul_(0.02) for k, size in sizes.items()}
+
+    sections = learner_sections(options.scheme, shape, device.type, options.tokens, options.recompute)
+    config = make_config(sections, "bench_step", options.set)
+    policy, updates = from_rows(config, skeleton(shape.config()), random_rows, device, None, exchange, Bare(exchange))
+    policy.set_recompute(options.recompute)
+    ids = random_tokens(shape, options.tokens, exchange.rank).tolist()
+    prompts, responses = [row[:1] for row in ids], [row[1:] for row in ids]
+
+    def backward() -> None:
+        logp, _ = policy.logprobs(prompts, responses, Truncation(), 4096)
+        updates.backward(logp.mean())
+
+    def update() -> None:
+        updates.step(updates.norm())
+
+    def moved(call: Callable[[], object]) -> Record:
+        """Bytes that come to this rank in a call, by kind."""
+        before = exchange.received.copy()
+        call()
+        return {"received_bytes_by_kind": dict(exchange.received - before)}
+
+    found = bench.timed(backward)
+    rate = {"tokens": options.tokens, "tokens_per_s": options.tokens / found["seconds"]}
+    yield {"what": "micro-batch"} | rate | found | moved(backward)
+    found = bench.timed(update, backward)
+    backward()
+    dist.barrier()
+    yield {"what": "update"} | found | moved(update)
+    updates.clear()
+    dist.barrier()

@@ -1,1 +1,0 @@
-"""The parts of tools/upcycle.py, one idea each."""
