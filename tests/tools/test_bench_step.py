@@ -377,7 +377,7 @@ def test_a_sharded_learner_runs_beside_its_peer(device: str, tmp_path: Path, mon
     """One layer; float32 gradients beside 16-bit ones and weights."""
     out = tmp_path / "out.json"
     parts = ["sharded", *["zero3"] * (importlib.util.find_spec("deepspeed") is not None)]
-    sizes = ["--shape", "tiny", "--layers", "1", "--scheme", "w4a16", "--warmup", "0", "--iterations", "1"]
+    sizes = ["--shape", "tiny", "--layers", "1", "--scheme", "w4a16", "--warmup", "1", "--iterations", "1"]
     where = ["--tokens", "64", "--nproc", "2", "--device", device, "--out", str(out)]
     assert run_tool(monkeypatch, *sizes, *where, "--part", *parts) == 0, capsys.readouterr().err
     records = json.loads(out.read_text())["records"]
