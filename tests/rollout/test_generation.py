@@ -140,17 +140,16 @@ def test_groups_are_read_back_as_they_were_saved():
 
 
 def test_a_log_keeps_what_missing_responses_need_and_no_more():
-    def published(version: int) -> Published:
-        return Published(type("Snapshot", (), {"version": version})(), [])  # type: ignore[arg-type]
-
     log, late = OrderLog(), group(4, 1)
-    entries = [published(0), Added([group(0, 2)]), published(1), Added([late]), published(2), Added([group(1, 0)])]
+    publishes = [Published(version, []) for version in range(3)]
+    added = [Added([group(0, 2)]), Added([late]), Added([group(1, 0)])]
+    entries = [entry for pair in zip(publishes, added, strict=True) for entry in pair]
     for entry in entries:
         log.append(entry)
     assert [type(e).__name__ for e in log.entries] == ["Published", "Added", "Published", "Added"]
-    assert sorted(log.snapshots) == [1, 2] and log.last_version == 2
+    assert log.versions == {1, 2} and log.last_version == 2
     assert log.repeat(waits=True) == log.entries
     assert [type(e).__name__ for e in log.repeat(waits=False)] == ["Published", "Added", "Added"]
     late.finish(3, [1], [0.0], "stop", "", [1], None)
     log.prune()
-    assert sorted(log.snapshots) == [2] and len(log.entries) == 2
+    assert log.versions == {2} and len(log.entries) == 2
