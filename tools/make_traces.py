@@ -18,9 +18,9 @@ Files in --out:
   ladder.jsonl                `prompt` and `answer` of all levels, to choose the levels
   summary.json                the arguments, and counts and token lengths of the solutions
 
-Every solution ends with the line `Answer: ...`, which the reward `regex` reads with `PATTERN` and group 1.
-If it does not give every solution the score 1, nothing is written. No prompt appears twice in all files together. The same arguments
-give the same files.
+Every solution ends with the line `Answer: ...`, which the reward `regex` reads with `PATTERN` and group 1. If it does
+not give every solution the score 1, nothing is written. No prompt appears twice in all files together. The same
+arguments give the same files.
 """
 
 from __future__ import annotations
