@@ -79,7 +79,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     tail = "end responses at random, with this mean, so that their lengths have a long tail; --new-tokens is the limit"
     step.add_argument("--mean-tokens", type=count, help=tail)
     step.add_argument("--prompt-tokens", type=count, default=512, help="the longest prompt that fits")
-    step.add_argument("--memory-frac", type=positive, default=0.4, help="share of the GPU for vLLM")
+    frac = "share of the GPU for vLLM; default 0.4, or with rollout.async qarl's for a GPU of its own"
+    step.add_argument("--memory-frac", type=positive, help=frac)
     step.add_argument("--nproc", type=count, default=1, help="step, sharded and zero3: ranks, with a GPU each")
     step.add_argument("--engine", choices=("vllm", "native"), help="of qarl; default vllm on a GPU")
     step.add_argument("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")

@@ -269,7 +269,8 @@ class Config(Section):
         """Settings that cannot be combined with asynchronous rollouts."""
         if self.model.device == "cpu" and ahead.device is not None:
             yield Fault(("rollout", "async", "device"), ahead.device, "model.device is cpu; leave null")
-        if self.model.device == "cuda" and (reason := self.inexact_on_gpu):
+        native = self.rollout.engine == "native"
+        if native and self.model.device == "cuda" and (reason := self.inexact_on_gpu):
             yield Fault(("rollout", "async"), "...", reason.removesuffix(", or use numerics fast"))
         old_masters = self.quant.learner == "full_precision" or self.learner_dtype != self.model.dtype
         if ahead.proximal == "sampled" and old_masters:
@@ -277,6 +278,8 @@ class Config(Section):
             yield Fault(("rollout", "async", "proximal"), "sampled", text)
         if ahead.verify_frac < 1:
             yield from self._unverified_faults(ahead.verify_frac)
+        if not native:
+            yield from self._vllm_routing_faults()
         if ahead.in_flight == "wait":
             return
         text = f"rollout.async.in_flight: {ahead.in_flight} mixes policy versions in a response; use wait"
@@ -289,9 +292,19 @@ class Config(Section):
         if (floor := self.objective.router_floor) is not None:
             yield Fault(("objective", "router_shift_floor"), floor, text)
 
+    def _vllm_routing_faults(self) -> Iterator[Fault]:
+        """Records of the experts, which are made per call of vLLM and not while requests come and go."""
+        text = "rollout.async with engine vllm does not record experts; must be {}, or use rollout.engine: native"
+        if self.model.routing == "replay":
+            yield Fault(("model", "routing"), "replay", text.format("own or replay_learner"))
+        if every := self.diagnostics.routing_every:
+            yield Fault(("diagnostics", "routing_every"), every, text.format(0))
+
     def _unverified_faults(self, frac: float) -> Iterator[Fault]:
         """Settings that require a learner forward at the policy version of every response."""
         key = ("rollout", "async", "verify_frac")
+        if self.rollout.engine == "vllm" and self.vllm_numerics == "fast":
+            yield Fault(key, frac, "the log-probs of vLLM's own kernels are not the learner's; must be 1")
         if self.quant.learner != "aligned":
             yield Fault(key, frac, f"a {self.quant.learner} learner's log-probs are not the sampler's; must be 1")
         if self.objective.truncation_set == "replay":

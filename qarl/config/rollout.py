@@ -24,7 +24,7 @@ from qarl.config.limits import (
     TOKENS,
     VOCABULARY,
 )
-from qarl.config.vllm import EXACT_ARGS, VLLMConfig
+from qarl.config.vllm import EXACT_ARGS, OWN_GPU_FRAC, SHARED_GPU_FRAC, VLLMConfig
 
 
 class DynamicSampling(Section):
@@ -43,7 +43,7 @@ class DynamicSampling(Section):
 
 
 class AsyncConfig(Section):
-    """Asynchronous rollouts: a native engine in a separate process samples the next steps while the learner trains.
+    """Asynchronous rollouts: an engine in a separate process samples the next steps while the learner trains.
 
     On GPUs, the engine has its own GPU. Each step has the same prompts as without this section.
     """
@@ -196,6 +196,21 @@ class RolloutConfig(Section):
         return found
 
     @property
+    def exact(self) -> bool:
+        """Whether the sampler computes with the learner's own operations. `numerics` is resolved."""
+        return self.engine == "native" or (self.engine == "vllm" and self.numerics == "exact")
+
+    @property
+    def own_gpu(self) -> bool:
+        """Whether vLLM has a GPU of its own, if there are GPUs."""
+        return self.asynchronous is not None or self.vllm.device is not None
+
+    @property
+    def memory_frac(self) -> float:
+        """`vllm.memory_frac`, or its default."""
+        return self.vllm.memory_frac or (OWN_GPU_FRAC if self.asynchronous is not None else SHARED_GPU_FRAC)
+
+    @property
     def inexact(self) -> str:
         """The key of this section that rules out exact numerics in vLLM; "" if none does."""
         if self.linear_kernels == "vllm":
@@ -235,9 +250,8 @@ class RolloutConfig(Section):
         if self.engine == "data":
             yield from self._given_faults()
             return
-        if self.asynchronous is not None and self.engine != "native":
-            text = "asynchronous rollouts run on engine native; set rollout.engine: native, or leave async out"
-            yield Fault(("engine",), self.engine, text)
+        if self.asynchronous is not None and self.engine == "vllm":
+            yield from self._async_vllm_faults()
         if self.linear_kernels == "qarl" and self.engine == "native":
             yield Fault(
                 ("linear_kernels",),
@@ -258,6 +272,20 @@ class RolloutConfig(Section):
                 f"vLLM gives each of the rollout.max_num_seqs = {self.max_num_seqs} sequences a token; must be as many "
                 "or more",
             )
+
+    def _async_vllm_faults(self) -> Iterator[Fault]:
+        """Settings of vLLM that its asynchronous process, which has one GPU, does not support."""
+        vllm = self.vllm
+        if vllm.process == "inline":
+            yield Fault(("vllm", "process"), "inline", "rollout.async samples in a process of its own; use separate")
+        if vllm.device is not None:
+            text = "with rollout.async, rollout.async.device is the sampler's GPU; leave null"
+            yield Fault(("vllm", "device"), vllm.device, text)
+        if vllm.tensor_parallel > 1:
+            text = "requests arrive by time with rollout.async, and all parts of a model must schedule the same; use 1"
+            yield Fault(("vllm", "tensor_parallel"), vllm.tensor_parallel, text)
+        if vllm.publish == "delta":
+            yield Fault(("vllm", "publish"), "delta", "rollout.async sends every tensor; use full")
 
     def _given_faults(self) -> Iterator[Fault]:
         """Settings of sampling that have no meaning for given responses."""

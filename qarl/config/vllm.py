@@ -77,6 +77,9 @@ EXACT_ARGS = (
     "scheduling_policy",
 )
 
+# Defaults of `memory_frac`. vLLM's own is 0.9; a publish to the GPU needs some of the rest.
+SHARED_GPU_FRAC, OWN_GPU_FRAC = 0.4, 0.85
+
 
 class VLLMConfig(Section):
     """Used if `rollout.engine` is vllm."""
@@ -108,8 +111,12 @@ class VLLMConfig(Section):
         le=DEVICES,
         description="GPUs over which one vLLM's model is split: from `device` on, or the rank's and the next ones.",
     )
-    memory_frac: float = Field(
-        0.4, gt=0, lt=1, description="Fraction of the GPU's memory for vLLM's weights and KV cache."
+    memory_frac: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Fraction of the GPU's memory for vLLM's weights and KV cache. null: 0.4, or 0.85 with "
+        "rollout.async, where vLLM has a GPU of its own.",
     )
     enforce_eager: bool | None = Field(
         None, description="Disable torch.compile and CUDA graphs. null: true on the CPU, false on CUDA."

@@ -64,7 +64,7 @@ def command(config: Config) -> str:
 
 def promised(config: Config, policy: Policy) -> bool:
     """Whether the run is exact: an aligned learner, and a sampler that computes with the learner's operations."""
-    exact = config.rollout.engine == "native" or config.rollout.numerics == "exact"
-    if (ahead := config.rollout.asynchronous) is not None:
-        exact = ahead.exact
+    exact, ahead = config.rollout.exact, config.rollout.asynchronous
+    if ahead is not None and not ahead.exact:
+        return False
     return policy.aligned and (policy.kernels or policy.device.type == "cpu") and exact

@@ -333,7 +333,7 @@ def sampler_items(
     rollout, vllm = config.rollout, config.rollout.vllm
     cache = f"KV cache ({config.kv_cache_tokens:,} tokens)"
     if rollout.asynchronous is not None and rollout.replay is None:
-        items = async_sampler_items(config, kv_cache, published, operands)
+        items = async_sampler_items(config, kv_cache, published, operands, device, memory)
         return items if device == "cpu" else [replace(item, phase="sampler GPU") for item in items]
     if rollout.engine == "data" and not config.evaluation.tasks:
         return []
@@ -348,9 +348,9 @@ def sampler_items(
         held = (published + kv_cache) // vllm.tensor_parallel
         share = f"vLLM weights and KV cache ({config.kv_cache_tokens:,} tokens)"
         if rollout.kv_cache_tokens is None:
-            held = held if memory is None else int(vllm.memory_frac * memory)
+            held = held if memory is None else int(rollout.memory_frac * memory)
             share = (
-                f"vLLM weights and KV cache ({'filled; takes ' * (memory is None)}{vllm.memory_frac:.0%} of the GPU)"
+                f"vLLM weights and KV cache ({'filled; takes ' * (memory is None)}{rollout.memory_frac:.0%} of the GPU)"
             )
         staged = published if fast and (vllm.staging or delta) and scheme_of(config.quant).packed else 0
         return [
@@ -368,12 +368,22 @@ def sampler_items(
     ]
 
 
-def async_sampler_items(config: Config, kv_cache: int, published: int, operands: int) -> list[Item]:
-    """Memory of the sampler process of asynchronous rollouts, on its own GPU if it has one."""
+def async_sampler_items(
+    config: Config, kv_cache: int, published: int, operands: int, device: Device, memory: int | None
+) -> list[Item]:
+    """Memory of the sampler process of asynchronous rollouts, on its own GPU if it has one. See `sampler_items`."""
+    rollout, cache = config.rollout, f"sampler's KV cache ({config.kv_cache_tokens:,} tokens)"
+    process = PROCESS_BYTES
+    if rollout.engine == "vllm":
+        process = process if device == "cuda" else VLLM_BYTES["separate"]
+        operands = operands if rollout.numerics == "exact" else 0
+        if device == "cuda" and rollout.kv_cache_tokens is None and memory is not None:
+            kv_cache = max(int(rollout.memory_frac * memory) - published - operands, 0)
+            cache = f"sampler's KV cache (what the weights leave of {rollout.memory_frac:.0%} of the GPU)"
     return [
-        Item("sampler's process", PROCESS_BYTES, "always", "sampler"),
+        Item("sampler's process", process, "always", "sampler"),
         Item("sampler's weights", published + operands, "always", "sampler"),
-        Item(f"sampler's KV cache ({config.kv_cache_tokens:,} tokens)", kv_cache, "always", "sampler"),
+        Item(cache, kv_cache, "always", "sampler"),
     ]
 
 

@@ -145,15 +145,17 @@ def _sequences(rollout: RolloutConfig, sequence_bytes: int | None, memory: int |
     vLLM, and a KV cache of configured size, admit as many sequences as fit. The native engine's own cache holds all of
     them, so their number is reduced until it fits.
     """
-    if rollout.engine == "vllm" or rollout.kv_cache_tokens is not None:
+    if rollout.kv_cache_tokens is not None:
         return SEQUENCES["vllm"]
     if sequence_bytes is None or memory is None:
-        return FEWEST_SEQUENCES
+        return SEQUENCES["vllm"] if rollout.engine == "vllm" else FEWEST_SEQUENCES
     if rollout.asynchronous is not None and rollout.replay is None:
         for count in (OWN_GPU_SEQUENCES, 256, 128):
             if count * sequence_bytes <= memory * OWN_GPU_KV_SHARE:
                 return count
     count = SEQUENCES[rollout.engine]
+    if rollout.engine == "vllm":
+        return count
     while count > 1 and count * sequence_bytes > memory * (KV_SHARE if count > FEWEST_SEQUENCES else MOST_KV_SHARE):
         count //= 2
     return count

@@ -29,6 +29,14 @@ class Stopping:
         elif len(tokens) == self.sampling.max_response_length:
             sequence.finish_reason, sequence.text = "length", self._decode(tokens)
 
+    def stopped_at(self, tokens: list[int], start: int) -> int | None:
+        """Return the length at which a stop string ended a response that another engine continued after `start` tokens.
+
+        That engine does not see a stop string that began before. None: none ended there.
+        """
+        ends = range(start + 1, min(len(tokens), start + self._tail) + 1)
+        return next((end for end in ends if self._text_before_stop(tokens[:end]) is not None), None)
+
     def final_text(self, tokens: list[int], stopped_by: int | str | None) -> str:
         """Return the text of a response that another engine ended.
 

@@ -403,7 +403,7 @@ def _headroom(config: Config, device: torch.device, ranks: Ranks) -> Headroom | 
 
 
 def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> Sampler | None:
-    if config.rollout.engine != "vllm" or not _draws(config, ranks):
+    if config.rollout.engine != "vllm" or config.rollout.asynchronous is not None or not _draws(config, ranks):
         return None
     from qarl.rollout.vllm.launch import prelaunch_sampler
 

@@ -11,6 +11,7 @@ from qarl.memory.sizes import keep_sizes
 
 VLLM = ["rollout.engine=vllm"]
 EXACT = [*VLLM, "rollout.numerics=exact"]
+AHEAD = "rollout.async={max_staleness: 1}"
 FAST = [*VLLM, "rollout.numerics=fast"]
 
 # overrides, key and value as they stand in the message, part of what says what is valid
@@ -266,6 +267,13 @@ REFUSALS = [
         "args.async_scheduling = true",
         "all GPUs must do the same",
     ),
+    ([*VLLM, AHEAD, "rollout.vllm.process=inline"], 'rollout.vllm.process = "inline"', "use separate"),
+    ([*VLLM, AHEAD, "rollout.vllm.device=1"], "rollout.vllm.device = 1", "rollout.async.device is the sampler's GPU"),
+    ([*FAST, AHEAD, "rollout.vllm.tensor_parallel=2"], "tensor_parallel = 2", "must schedule the same; use 1"),
+    ([*VLLM, AHEAD, "rollout.vllm.publish=delta"], 'rollout.vllm.publish = "delta"', "use full"),
+    ([*VLLM, AHEAD, "model.routing=replay"], 'model.routing = "replay"', "or use rollout.engine: native"),
+    ([*VLLM, AHEAD, "diagnostics.routing_every=1"], "diagnostics.routing_every = 1", "must be 0"),
+    ([*FAST, "rollout.async={verify_frac: 0.5}"], "rollout.async.verify_frac = 0.5", "vLLM's own kernels"),
     ([*VLLM, "rollout.vllm.tensor_parallel=2", "rollout.linear_kernels=qarl"], "tensor_parallel = 2", "must be 1"),
     ([*EXACT, "rollout.vllm.tensor_parallel=2"], "rollout.vllm.tensor_parallel = 2", "adds up in one product"),
     (["rollout.vllm.args={block-size: 16}"], "args.block-size = 16", "write block_size"),

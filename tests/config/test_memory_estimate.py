@@ -215,6 +215,20 @@ def test_vllm_takes_its_share_of_a_gpu_whose_memory_is_known_and_never_what_woul
     assert held(10**5, 4096) == held(10**12, 4096) == held(None, 4096) > held(10**5)
 
 
+def test_an_asynchronous_vllm_fills_its_own_gpu_and_takes_none_of_the_learners():
+    def held(known: int | None, **settings) -> dict[str, int]:
+        own = config(rollout=vllm(**settings) | {"async": {"max_staleness": 1}})
+        items = memory.estimate(own, TINY, "cuda", memory=known)
+        assert {item.phase for item in items if item.owner == "sampler"} == {"sampler GPU"}
+        return {item.name: item.bytes for item in items if item.owner == "sampler"}
+
+    for settings, frac in (({}, 0.85), ({"memory_frac": 0.5}, 0.5)):
+        found = held(10**12, **settings)
+        cache = found[f"sampler's KV cache (what the weights leave of {frac:.0%} of the GPU)"]
+        assert cache + found["sampler's weights"] == int(frac * 10**12)
+    assert sum(held(None).values()) < 10**10
+
+
 @pytest.mark.parametrize("offload", [None, "moments"])
 def test_an_update_takes_the_next_version_and_what_passes_through_the_gpu(offload):
     own = config(rollout=vllm(), optim={"offload": offload} if offload else {})

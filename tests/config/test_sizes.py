@@ -289,6 +289,9 @@ def test_an_asynchronous_sampler_fills_its_own_gpu():
     rollout = RolloutConfig.model_validate({"async": {"max_staleness": 1}})
     found = [sampler_sizes(rollout, "cuda", size * GIB // 1000, 80 * GIB).max_num_seqs for size in (100, 170, 300, 900)]
     assert found == [384, 256, 128, 64 // 2]
+    vllm = rollout.model_copy(update={"engine": "vllm"})
+    found = [sampler_sizes(vllm, "cuda", size * GIB // 1000, 80 * GIB).max_num_seqs for size in (100, 170, 300, 900)]
+    assert found == [384, 256, 128, 256], "vLLM admits as many as fit"
     replayed = RolloutConfig.model_validate({"async": {"max_staleness": 1}, "replay": "runs/a"})
     assert sampler_sizes(replayed, "cuda", GIB // 10, 80 * GIB).max_num_seqs == 128
 

@@ -15,7 +15,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ from qarl.rollout.engine import Progress, SamplingParams
 from qarl.rollout.vllm import process
 from qarl.rollout.vllm.channel import HEADER
 from qarl.rollout.vllm.phases import Phases
-from qarl.rollout.vllm.settings import Request, Response, SamplerSettings
+from qarl.rollout.vllm.settings import InFlight, Request, Response, SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify
 from qarl.weight_sync.update import PATCH, patched
 
 VOCABULARY = 259
 EVEN = -math.log(VOCABULARY)
+SLOTS = 8  # requests that get a token in a step
 
 
 def settings(folder: Path) -> SamplerSettings:
@@ -53,6 +55,9 @@ class FakeHost:
             pids.write(f"{os.getpid()}\n")
         self._offset = self._pace = 0.0
         self._endless = False
+        self._streams: dict[str, tuple[Response, int]] = {}  # requests in progress: the response, and its tokens so far
+        self._ended: list[tuple[str, Response]] = []
+        self.publishes: list[tuple[int, str]] = []  # version, and what happened to requests in progress
         self.tensors: dict[str, Tensor] = {}
         self._trouble("start")
         for path in settings.checkpoint.glob("*.safetensors"):
@@ -68,8 +73,14 @@ class FakeHost:
         return {"version": "fake", "proved_frac": 1.0, "notes": [], "phases": {}}
 
     def publish(
-        self, version: int, arriving: Iterable[tuple[str, Tensor]], expected: Mapping[str, Fingerprint]
+        self,
+        version: int,
+        arriving: Iterable[tuple[str, Tensor]],
+        expected: Mapping[str, Fingerprint],
+        in_flight: InFlight = "wait",
     ) -> dict[str, float]:
+        assert in_flight != "wait" or not self._streams, "vLLM could not empty its cache"
+        self.publishes.append((version, in_flight))
         self._offset = 0.0
         for name, tensor in arriving:
             self._trouble("publish")
@@ -79,7 +90,35 @@ class FakeHost:
         return {}
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        self._advance()  # requests in progress continue meanwhile
         return [[EVEN + self._offset] * (len(tokens) - 1) for tokens in sequences]
+
+    def add(self, name: str, request: Request, sampling: SamplingParams) -> None:
+        assert name not in self._streams
+        self._streams[name] = _draw(request, sampling), 0
+
+    def step(self) -> list[tuple[str, Response]]:
+        self._advance()
+        return self.drain()
+
+    def drain(self) -> list[tuple[str, Response]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def so_far(self) -> Iterator[tuple[str, int, Callable[[], tuple[list[int], list[float]]]]]:
+        for name, (response, count) in self._streams.items():
+            yield name, count, partial(_first, response, count)
+
+    def _advance(self) -> None:
+        """A token for each of the first `SLOTS` requests in progress."""
+        self._trouble("step")
+        time.sleep(self._pace)
+        for name, (response, count) in list(self._streams.items())[:SLOTS]:
+            if count + 1 < len(response.token_ids):
+                self._streams[name] = response, count + 1
+            else:
+                del self._streams[name]
+                self._ended.append((name, response))
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress) -> list[Response]:
         """One response after the other; troubles come after the first."""
@@ -189,6 +228,10 @@ def rubbish() -> dict[str, bytes]:
         "code": frame(("done", os.system)),
         "unknown": frame(("\x1b[31mevil", None)),
     }
+
+
+def _first(response: Response, count: int) -> tuple[list[int], list[float]]:
+    return response.token_ids[:count], response.logprobs[:count]
 
 
 def _draw(request: Request, sampling: SamplingParams) -> Response:

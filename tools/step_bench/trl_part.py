@@ -68,7 +68,7 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu
             "use_vllm": True,
             "vllm_mode": "colocate",
             "vllm_tensor_parallel_size": 1,
-            "vllm_gpu_memory_utilization": options.memory_frac,
+            "vllm_gpu_memory_utilization": options.memory_frac or 0.4,
             "vllm_max_model_length": options.prompt_tokens + options.new_tokens,
         }
     return arguments

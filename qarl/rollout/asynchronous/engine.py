@@ -9,6 +9,7 @@ is older than that, and no response is dropped for being long.
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 import time
 from collections import Counter, deque
@@ -41,16 +42,18 @@ from qarl.rollout.engine import (
     round_seed,
 )
 from qarl.rollout.native.engine import NativeEngine
-from qarl.rollout.vllm.process import SamplerError, see
+from qarl.rollout.vllm.launch import LOG, sampler_settings
+from qarl.rollout.vllm.process import SamplerError, not_started, see
 from qarl.types import Prompt, Rollout
 from qarl.utils.averages import mean
 from qarl.weight_sync.canary import Bound, canary_of, difference
+from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
 from qarl.weight_sync.sender import SamplerFault
 from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.transport import learner_gpu
 from qarl.weight_sync.update import WeightUpdate
 
-LOG = "sampler.log"  # in the run directory
+CHECKPOINT = "sampler"  # in the run directory, while vLLM loads it
 POLL_S = 0.01  # for a message of the sampler's process
 LOOK_S = 0.05  # between two looks of the learner that waits
 CLOSE_S = 5.0  # for a thread, when the run ends
@@ -78,7 +81,9 @@ def launch(config: Config, device: torch.device, place: Path) -> AsyncProcess:
                 f"rollout.async: the sampler needs a GPU of its own, and this machine shows {count}; take two or more "
                 "(rollout.async.device chooses one), or leave rollout.async out"
             )
-    return AsyncProcess(device, gpu, place / LOG, settings.timeout_s)
+    numerics = "exact" if config.rollout.exact else "fast"
+    vllm = config.rollout.engine == "vllm"
+    return AsyncProcess(device, gpu, numerics, place / LOG, settings.timeout_s, vllm)
 
 
 class AsyncEngine:
@@ -115,7 +120,7 @@ class AsyncEngine:
         settings = config.rollout.asynchronous
         assert settings is not None, "the run samples asynchronously"
         self.config, self.settings, self.policy, self.sampling = config, settings, policy, sampling
-        self.place, self.say = place, say
+        self.place, self.say, self.tokenizer = place, say, tokenizer
         self.version: int | None = None
         self.metrics: dict[str, float] = {}
         self.restarts = 0
@@ -357,6 +362,8 @@ class AsyncEngine:
         try:
             self._build(self._process)
         except SamplerFault as fault:
+            if self.config.rollout.engine == "vllm":
+                raise not_started(fault, self.place / LOG) from fault
             raise SamplerError(f"rollout.async: the sampler did not start: {fault}{see(self.place / LOG)}") from fault
         self._started = True
         self._mark = time.monotonic(), 0.0, 0.0, 0.0
@@ -364,6 +371,8 @@ class AsyncEngine:
             thread.start()
 
     def _build(self, process: AsyncProcess) -> None:
+        if self.config.rollout.engine == "vllm":
+            self._load_vllm(process)
         on_cpu = self.policy.device.type == "cpu"
         settings = AsyncSettings(
             config=self.config.to_yaml(),
@@ -376,6 +385,21 @@ class AsyncEngine:
         )
         process.begin_with(settings)
         process.wait_until_ready(self._raise_fault)
+
+    def _load_vllm(self, process: AsyncProcess) -> None:
+        """Start vLLM on a checkpoint of the newest version. The publish that it gets first may bring an older one."""
+        snapshot, layout, folder = self._log.newest, self.policy.sampler.layout, self.place / CHECKPOINT
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted start
+        try:
+            write_snapshot_checkpoint(folder, snapshot, layout, self.tokenizer)
+            process.begin_start(sampler_settings(self.config, layout, folder), snapshot.fingerprints)
+            process.wait_until_ready(self._raise_fault)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not self._started:
+            self.metrics["publish/proved_frac"] = process.result["proved_frac"]
+            for note in process.result["notes"]:
+                self.say(note)
 
     def _submit(self, count: int, step: int, now: int) -> None:
         """Give the sampler the next prompts of the data, with the random numbers of `step`, before step `now`."""
@@ -513,9 +537,11 @@ class AsyncEngine:
         if not published.scores:
             return
         found = difference([x for own in scores for x in own], [x for own in published.scores for x in own])
+        self.metrics |= {"publish/canary_abs_mean": found.mean, "publish/canary_abs_max": found.max}
         if self._bound is None:
-            self._bound = Bound.of(found, exact=True)
-            if found.max:
+            exact = self.config.rollout.exact
+            self._bound = Bound.of(found, exact)
+            if exact and found.max:
                 self.say(
                     f"rollout.async: the canary's log-probs differ by {found} between sampler and learner, and should "
                     "be bit-identical; run qarl verify-exact to find out where they differ"

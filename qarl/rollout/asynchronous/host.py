@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import socket
 import time
-import traceback
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from qarl_kernels.attention import PAGE
@@ -33,12 +34,14 @@ from qarl.rollout.native.engine import Generation, NativeEngine
 from qarl.rollout.native.sequence import Sequence, uniforms
 from qarl.rollout.published_weights import PublishedWeights
 from qarl.rollout.vllm.channel import Channel
-from qarl.rollout.vllm.worker import explain
+from qarl.rollout.vllm.worker import send_failure
 from qarl.types import Prompt
-from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.snapshot import ModelLayout
 from qarl.weight_sync.transport import open_receiver
 from qarl.weight_sync.update import WeightUpdate, receive
+
+if TYPE_CHECKING:
+    from qarl.rollout.asynchronous.vllm_host import VLLMHost
 
 HEARTBEAT_S = 0.5  # between two signs of life
 
@@ -184,7 +187,7 @@ class Host:
 class Server:
     """Serves one learner: orders in sequence, generation in between."""
 
-    def __init__(self, channel: Channel, host: Host, receiver: Any) -> None:
+    def __init__(self, channel: Channel, host: Host | VLLMHost, receiver: Any) -> None:
         self._channel, self._host, self._receiver = channel, host, receiver
         self._orders: deque[tuple[str, Any]] = deque()
         self._last = time.monotonic()
@@ -235,6 +238,18 @@ class Server:
             self._channel.send("alive", self._host.busy_s)
 
 
+def serve(channel: Channel, build: Callable[[], Host | VLLMHost], receiver: Any) -> None:
+    """Build the host, answer, and serve the learner until it is gone. Failures are sent to the learner."""
+    try:
+        host = build()
+        channel.send("done")
+        Server(channel, host, receiver).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:  # whatever the model, the device or a kernel raises
+        send_failure(channel, error)
+
+
 def main(descriptor: int) -> None:
     """Serve the learner at the other end of the connection `descriptor`, until it is gone."""
     channel = Channel(socket.socket(fileno=descriptor))
@@ -242,13 +257,4 @@ def main(descriptor: int) -> None:
         order = channel.poll(None)
         assert order is not None and order[0] == "start", "the first order brings the settings"
         settings, plan = order[1]
-        try:
-            host = Host(settings)
-            channel.send("done")
-            Server(channel, host, open_receiver(plan)).run()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise
-        except Exception as error:  # whatever the model, the device or a kernel raises
-            with suppress(OSError):  # a full disk
-                traceback.print_exception(error)
-            channel.send("failed", (explain(error), isinstance(error, PublishError)))
+        serve(channel, partial(Host, settings), open_receiver(plan))

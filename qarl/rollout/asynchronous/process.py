@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.channel import register
 from qarl.rollout.vllm.process import TICK_S, SamplerProcess
+from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.sender import SamplerFault
 
 START_S = 300.0  # for imports and the model
@@ -59,17 +62,33 @@ register(AsyncSettings, Group)
 class AsyncProcess(SamplerProcess):
     """A sampler's process that generates while the learner learns. It sends signs of life all the time.
 
-    learner: The learner's device. gpu: CUDA index of the sampler's GPU; None on the CPU.
+    Args:
+        learner: The learner's device.
+        gpu: CUDA index of the sampler's GPU; None on the CPU.
+        numerics: See `SamplerSettings`.
+        vllm: Whether vLLM samples, in the process that it also has in a synchronous run. Otherwise the native engine.
     """
 
-    module = "qarl.rollout.asynchronous.child"
-
-    def __init__(self, learner: torch.device, gpu: int | None, log: Path, timeout_s: float) -> None:
-        super().__init__(learner, gpu, "exact", log, timeout_s)
+    def __init__(
+        self, learner: torch.device, gpu: int | None, numerics: str, log: Path, timeout_s: float, vllm: bool
+    ) -> None:
+        self._vllm = vllm
+        self.module = SamplerProcess.module if vllm else "qarl.rollout.asynchronous.child"
+        super().__init__(learner, gpu, numerics, log, timeout_s)
 
     def begin_with(self, settings: AsyncSettings) -> None:
-        """Send the settings. The process then imports and builds the model."""
-        self.begin("start", (settings, self._plan))
+        """Send the settings. The process then imports and builds the model, unless vLLM has."""
+        if self._vllm:
+            self.begin("sample", settings)
+        else:
+            self.begin("start", (settings, self._plan))
+        self._expect_ready()
+
+    def begin_start(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint]) -> None:
+        super().begin_start(settings, expected)
+        self._expect_ready()
+
+    def _expect_ready(self) -> None:
         self.expect_answer()
         self._deadline = max(self._deadline, time.monotonic() + START_S)  # it imports and builds without a sign of life
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from qarl_kernels.logprob import Truncation
 
 from qarl.policy.trace import Tracer
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress
@@ -24,7 +23,7 @@ from qarl.rollout.vllm.numerics import Numerics, numerics_of
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.recording import Recording, recorded
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
-from qarl.rollout.vllm.settings import Request, Response, SamplerSettings, vllm_environment
+from qarl.rollout.vllm.settings import InFlight, Request, Response, SamplerSettings, vllm_environment
 from qarl.weight_sync.fingerprints import Fingerprint, PublishError
 from qarl.weight_sync.update import Arriving, receive
 
@@ -57,6 +56,8 @@ class Host:
         self._phases = Phases() if phases is None else phases
         self.numerics = numerics_of(settings)
         self._llm = start_vllm(settings, self.numerics, self._phases)
+        self._ended: list[Any] = []  # outputs that ended while something else was waited for
+        self._salt: str | None = None  # requests with different salts share no cached keys and values
         self._worker = self._llm.collective_rpc(lambda worker: getattr(worker, "worker", worker))[0]
         self.numerics.started(self._worker, expected)
         if settings.routing:
@@ -75,12 +76,16 @@ class Host:
     # --- publishing --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
+    def publish(
+        self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint], in_flight: InFlight = "wait"
+    ) -> dict[str, float]:
         """Load the tensors of a publish and verify what the model holds afterwards.
 
         Args:
             arriving: Tensors in checkpoint layout, or patches of held tensors, by published name.
             expected: Fingerprints of the whole snapshot.
+            in_flight: Whether requests in progress recompute or keep their keys and values; wait: there are none.
+                Call `drain` first.
 
         Returns:
             Seconds of the parts receive, load and check.
@@ -90,7 +95,7 @@ class Host:
                 with a part of the same model.
         """
         try:
-            seconds = self._publish(version, arriving, expected)
+            seconds = self._publish(version, arriving, expected, in_flight)
         except Exception:
             self.numerics.agreed(False)
             raise
@@ -98,13 +103,17 @@ class Host:
             raise PublishError(f"publish of version {version}: another process of the same model refused it")
         return seconds
 
-    def _publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
+    def _publish(
+        self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint], in_flight: InFlight
+    ) -> dict[str, float]:
         begin = time.perf_counter()
         tensors = receive(version, arriving, expected, lambda name: self.numerics.base(name, expected))
         received = self._now()
         if tensors:
             self.numerics.load(tensors)
-            if not self._llm.reset_prefix_cache():
+            if in_flight == "keep_kv":
+                self._salt = str(version)  # vLLM cannot empty a cache that running requests use
+            elif not self._llm.reset_prefix_cache(reset_running_requests=in_flight == "recompute_kv"):
                 raise PublishError(f"publish of version {version}: vLLM still runs requests of an earlier version")
         loaded = self._now()
         self.numerics.check(version, expected)
@@ -117,12 +126,15 @@ class Host:
         return time.perf_counter()
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Natural-log probabilities of every token but the first of each sequence, at temperature 1."""
+        """Natural-log probabilities of every token but the first of each sequence, at temperature 1.
+
+        Requests in progress continue meanwhile. With the scheduling policy `priority` these come first.
+        """
         import vllm
 
-        self.numerics.shape(Truncation())
-        params = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self._run([(tokens, params) for tokens in sequences], ignore_progress)
+        # Seeded, because vLLM draws the noise of a batch request by request if one of it has no seed.
+        params = vllm.SamplingParams(seed=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self._run([(tokens, params) for tokens in sequences], ignore_progress, priority=-1)
         return [
             [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
             for output, tokens in zip(outputs, sequences, strict=True)
@@ -136,28 +148,8 @@ class Host:
         progress: Called after every step with the number of finished responses and their tokens. If it raises, the
         call ends and vLLM drops the requests.
         """
-        import vllm
-        from vllm.sampling_params import RequestOutputKind
-
-        # vLLM accepts temperatures from 0.01 to 2. The policy's sampler applies any; vLLM only decides greedy or not.
-        own = self.numerics.forward is None
-        cut = sampling.truncation
-        common = {
-            "max_tokens": sampling.max_response_length,
-            "temperature": cut.temperature if own else float(cut.temperature > 0),
-            "top_p": cut.top_p,
-            "top_k": cut.top_k,
-            "min_p": cut.min_p,
-            "stop": list(sampling.stop),
-            "stop_token_ids": sorted(sampling.stop_token_ids),
-            "logprobs": 0,
-            "flat_logprobs": True,
-            "detokenize": bool(sampling.stop),
-            "ignore_eos": True,  # what ends a response is in stop_token_ids
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-        }
-        self.numerics.shape(cut)
-        with_params = [(r.token_ids, vllm.SamplingParams(seed=r.seed, **common)) for r in requests]
+        self.numerics.shape(sampling.truncation)
+        with_params = [(r.token_ids, self._params(sampling, r.seed)) for r in requests]
         if not sampling.record_routing:
             return [_response(output) for output in self._run(with_params, progress)]
         self._llm.reset_prefix_cache()  # cached prefixes must come from this call, whose experts are recorded
@@ -168,6 +160,29 @@ class Host:
         routing = recording.routing([[*request.token_ids, *output.outputs[0].token_ids] for request, output in pairs])
         return [_response(output, rows.numpy().tobytes()) for output, rows in zip(outputs, routing, strict=True)]
 
+    def _params(self, sampling: SamplingParams, seed: int) -> Any:
+        """vLLM's parameters of one request."""
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        # vLLM accepts temperatures from 0.01 to 2. The policy's sampler applies any; vLLM only decides greedy or not.
+        own, cut = self.numerics.forward is None, sampling.truncation
+        return vllm.SamplingParams(
+            seed=seed,
+            max_tokens=sampling.max_response_length,
+            temperature=cut.temperature if own else float(cut.temperature > 0),
+            top_p=cut.top_p,
+            top_k=cut.top_k,
+            min_p=cut.min_p,
+            stop=list(sampling.stop),
+            stop_token_ids=sorted(sampling.stop_token_ids),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            ignore_eos=True,  # what ends a response is in stop_token_ids
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
     def trace(self, requests: Sequence[Request], sampling: SamplingParams, tracer: Tracer) -> list[Response]:
         """`generate` with every operation of its forwards reported to the tracer; exact numerics only."""
         from qarl.rollout.vllm.exact.tracing import traced
@@ -177,28 +192,85 @@ class Host:
         with traced(self._worker.model_runner, self.numerics.forward, tracer):
             return self.generate(requests, sampling, ignore_progress)
 
-    def _run(self, requests: Sequence[tuple[list[int], Any]], progress: Progress) -> list[Any]:
-        """Final outputs, in the order of the requests."""
+    def _run(self, requests: Sequence[tuple[list[int], Any]], progress: Progress, priority: int = 0) -> list[Any]:
+        """Final outputs, in the order of the requests. Outputs of other requests wait for `step`."""
         from vllm.inputs import TokensPrompt
 
         engine = self._llm.llm_engine
         added: list[str] = []
-        outputs: dict[int, Any] = {}
+        outputs: dict[str, Any] = {}
         tokens = 0
         try:
             for index, (token_ids, params) in enumerate(requests):
-                engine.add_request(str(index), TokensPrompt(prompt_token_ids=token_ids), params)
+                engine.add_request(str(index), TokensPrompt(prompt_token_ids=token_ids), params, priority=priority)
                 added.append(str(index))
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    if output.finished:
-                        outputs[int(output.request_id)] = output
-                        tokens += len(output.outputs[0].token_ids)
+            while len(outputs) < len(added):
+                for output in self._finished():
+                    if output.request_id not in added:
+                        self._ended.append(output)
+                        continue
+                    outputs[output.request_id] = output
+                    tokens += len(output.outputs[0].token_ids)
                 progress(len(outputs), tokens)
         except BaseException:
-            engine.abort_request([name for name in added if int(name) not in outputs])
+            engine.abort_request([name for name in added if name not in outputs])
             raise
-        return [outputs[index] for index in range(len(requests))]
+        return [outputs[name] for name in added]
+
+    def _finished(self) -> list[Any]:
+        """Run an engine step. Returns the outputs of requests that ended in it."""
+        return [output for output in self._llm.llm_engine.step() if output.finished]
+
+    # --- requests that come and go, for asynchronous rollouts -------------------------------------------------------
+
+    def add(self, name: str, request: Request, sampling: SamplingParams) -> None:
+        """Add a request to those that `step` advances.
+
+        Args:
+            name: Not a number, unlike the names of `generate` and `score`.
+            request: Prompt and seed.
+            sampling: Its truncation is the same for all requests in progress.
+        """
+        from vllm.inputs import TokensPrompt
+
+        self.numerics.shape(sampling.truncation)
+        prompt = TokensPrompt(prompt_token_ids=request.token_ids)
+        if self._salt is not None:
+            prompt["cache_salt"] = self._salt
+        self._llm.llm_engine.add_request(name, prompt, self._params(sampling, request.seed))
+
+    def step(self) -> list[tuple[str, Response]]:
+        """Run an engine step. Returns the responses that ended since the last call, by name."""
+        return self._taken(self._finished())
+
+    def drain(self) -> list[tuple[str, Response]]:
+        """Finish the batches that vLLM has started ahead, and start no other one. Returns as `step`."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        core = self._llm.llm_engine.engine_core.engine_core
+        ended: list[Any] = []
+        if core.batch_queue:  # of asynchronous scheduling
+            core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            try:
+                while core.batch_queue:
+                    ended += self._finished()
+            finally:
+                core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        return self._taken(ended)
+
+    def _taken(self, ended: list[Any]) -> list[tuple[str, Response]]:
+        ended, self._ended = [*self._ended, *ended], []
+        return [(output.request_id, _response(output)) for output in ended]
+
+    def so_far(self) -> Iterator[tuple[str, int, Callable[[], tuple[list[int], list[float]]]]]:
+        """Yield name, number of tokens, and a function that returns tokens and log-probs, of each request in progress.
+
+        After `drain` these are all tokens that were sampled.
+        """
+        for state in self._llm.llm_engine.output_processor.request_states.values():
+            tokens, logprobs = state.detokenizer, state.logprobs_processor
+            count = tokens.num_output_tokens()
+            yield state.external_req_id, count, partial(_so_far, tokens, logprobs)
 
     # --- memory ------------------------------------------------------------------------------------------------
 
@@ -267,7 +339,14 @@ def beside_others(worker: Any) -> Iterator[None]:
 
 def _response(output: Any, routing: bytes = b"") -> Response:
     (response,) = output.outputs
-    # The sampled token is the first entry of each position.
-    logprobs = [response.logprobs.logprobs[start] for start in response.logprobs.start_indices]
     reason = "stop" if response.finish_reason == "stop" else "length"
-    return Response(list(response.token_ids), logprobs, reason, response.stop_reason, routing)
+    return Response(list(response.token_ids), _sampled(response.logprobs), reason, response.stop_reason, routing)
+
+
+def _sampled(logprobs: Any) -> list[float]:
+    """Log-probs of the sampled tokens, which are the first entry of each position."""
+    return [logprobs.logprobs[start] for start in logprobs.start_indices]
+
+
+def _so_far(detokenizer: Any, logprobs: Any) -> tuple[list[int], list[float]]:
+    return list(detokenizer.output_token_ids), _sampled(logprobs.logprobs)

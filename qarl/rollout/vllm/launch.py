@@ -64,13 +64,15 @@ def _engine_arguments(config: Config, layout: ModelLayout) -> dict[str, Any]:
         "seed": 0,
     }
     if on_gpu:
-        arguments["gpu_memory_utilization"] = vllm.memory_frac
-        arguments["enable_sleep_mode"] = vllm.device is None and vllm.sleep > 0  # if it shares the learner's GPU
+        arguments["gpu_memory_utilization"] = rollout.memory_frac
+        arguments["enable_sleep_mode"] = not rollout.own_gpu and vllm.sleep > 0
     else:
         # On the CPU vLLM cannot take back the random numbers that a seeded request uses up in the middle of its prompt
         # (0.24 to 0.32), so prompts are not split.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(rollout.max_batched_tokens, layout.max_length)
+    if rollout.asynchronous is not None and rollout.asynchronous.in_flight != "wait":
+        arguments["scheduling_policy"] = "priority"  # the canary comes before responses in progress
     if (nbytes := kv_cache_bytes(config, layout)) is not None:
         arguments["kv_cache_memory_bytes"] = math.ceil(nbytes / vllm.tensor_parallel)
     fp8 = config.quant.kv_cache_dtype == "fp8"

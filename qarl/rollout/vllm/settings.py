@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
 }
 EXACT_MODEL = "QarlExact"  # name of the policy's forward in vLLM's registry of models
+InFlight = Literal["wait", "keep_kv", "recompute_kv"]  # see rollout.async.in_flight
 KV_FP8 = "qarl_kv_fp8"  # key of vLLM's additional configuration: the policy's forward keeps keys and values in e4m3
 
 

@@ -13,10 +13,12 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 from qarl.errors import UserError
+from qarl.rollout.asynchronous.process import AsyncSettings
 from qarl.rollout.engine import Progress
 from qarl.rollout.vllm.channel import Channel
 from qarl.rollout.vllm.host import Host
@@ -100,6 +102,13 @@ def serve(channel: Channel, phases: Phases) -> None:
         operation, payload = order
         if operation == "abort":  # arrived after the last step
             continue
+        if operation == "sample":
+            assert isinstance(payload, AsyncSettings)
+            from qarl.rollout.asynchronous.host import serve as serve_samples
+            from qarl.rollout.asynchronous.vllm_host import VLLMHost
+
+            serve_samples(channel, partial(VLLMHost, host, payload), receiver)
+            return
         try:
             result = perform(host, operation, payload, receiver.take, progress)
         except Aborted:

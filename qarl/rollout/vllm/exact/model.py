@@ -47,6 +47,7 @@ class ExactModel(nn.Module):
         self._rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.before_batch: Callable[[Tensor], None] | None = None
         self._sampled_from: Distribution | None = None
+        self._hidden = torch.empty(0)  # states that it was computed from
         self.truncation = Truncation()
         with _plain_defaults():
             self._build(bool(vllm_config.additional_config.get(KV_FP8)))
@@ -99,7 +100,8 @@ class ExactModel(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """float32 (R, V) of states (R, H), as tokens are sampled from them."""
-        self._sampled_from = distribution(hidden_states.contiguous(), self._read.head, self.truncation)
+        self._hidden = hidden_states
+        self._sampled_from = self._distribution(hidden_states, self.truncation)
         return self._sampled_from.logits
 
     # --- for the sampler and the start ---------------------------------------------------------------------------
@@ -119,6 +121,14 @@ class ExactModel(nn.Module):
         found, self._sampled_from = self._sampled_from, None
         assert found is not None and found.logits is logits, "vLLM samples from what was computed last"
         return found
+
+    def take_whole(self, logits: Tensor) -> Distribution:
+        """As `take`, at temperature 1 and without truncation, as prompts are scored."""
+        found = self.take(logits)
+        return found if self.truncation == Truncation() else self._distribution(self._hidden, Truncation())
+
+    def _distribution(self, hidden_states: Tensor, truncation: Truncation) -> Distribution:
+        return distribution(hidden_states.contiguous(), self._read.head, truncation)
 
     @property
     def fused(self) -> bool:

@@ -111,8 +111,8 @@ class PolicySampler(Sampler):
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:
         """Called for prompt tokens; `gather_logprobs` follows with the same rows."""
-        self._scored = self._policy.take(logits)
-        return logits
+        self._scored = self._policy.take_whole(logits)
+        return self._scored.logits
 
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
         assert num_logprobs == 0, "qarl asks only for the log-probs of given tokens"
