@@ -1,4 +1,4 @@
-"""vLLM as the sampler of asynchronous rollouts: versions of tokens, continued responses, kills, and two runs on real vLLM.
+"""vLLM as the sampler of asynchronous rollouts: versions of tokens, continued responses, kills, exactness.
 
 The sampler is `fake_sampler` unless a test says otherwise.
 """
@@ -132,7 +132,7 @@ def test_a_stop_string_may_begin_before_the_tokens_that_are_continued(made, tiny
     assert found[2] == tokens[:6] and found[4:6] == ("stop", "a ") and found[6] == [0] * cut + [1] * (6 - cut)
 
 
-# --- whole runs --------------------------------------------------------------------------------------------------------
+# --- whole runs ------------------------------------------------------------------------------------------------------
 
 INSTALL = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import fake_sampler; fake_sampler.install()\n"
 KILL_SAMPLER = """
@@ -188,37 +188,40 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def fakes(qarl, even_model, tmp_path_factory) -> Runs:
-    """Of which responses take up to 40 steps of a sampler that waits in each."""
+    """Of which responses take up to 24 steps of the sampler."""
     folder = tmp_path_factory.mktemp("fakes")
     (folder / "troubles").write_text("")
-    rollout = {"engine": "vllm", "numerics": "fast", "max_response_length": 40}
+    rollout = {"engine": "vllm", "numerics": "fast", "max_response_length": 24}
     rollout |= {"stop_token_ids": [2], "ignore_eos": True, "vllm": {"args": {"troubles": str(folder / "troubles")}}}
     data = settings(even_model, rollout=rollout, optim={"lr": 1e-5}, train={"steps": 4, "threads": 1})
     return Runs(qarl, folder, data, INSTALL)
 
 
+@pytest.fixture(scope="module")
+def whole(fakes) -> list[dict[str, Any]]:
+    return fakes.train("whole", max_staleness=1, in_flight="wait")
+
+
 @pytest.mark.slow
-def test_waiting_runs_repeat_after_a_kill_of_the_sampler(fakes):
+def test_waiting_runs_repeat_after_a_kill_of_the_sampler(fakes, whole):
     ahead = {"max_staleness": 1, "in_flight": "wait"}
-    whole = fakes.train("whole", **ahead)
     assert [row["async/staleness_max"] for row in whole] == [0.0, 1.0, 1.0, 1.0]
     assert timeless(fakes.train("killed", before=KILL_SAMPLER, **ahead)) == timeless(whole)
     assert "the sampler failed: its process was ended by SIGKILL" in fakes.out and "restart 1 of 2" in fakes.out
-    assert len(set(fake_sampler.pids(fakes.folder / "troubles"))) == 3
     assert not (fakes.folder / "killed" / "sampler").exists(), "the checkpoint that vLLM loads is removed"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["prompts", "finished"])
-def test_a_killed_run_loses_and_repeats_no_prompt(fakes, order):
+def test_a_killed_run_loses_and_repeats_no_prompt(fakes, whole, order):
     (fakes.folder / "troubles").write_text("step slow")
     ahead = {"max_staleness": 2, "in_flight": "recompute_kv", "order": order}
     fakes.train(order, before=KILL_RUN, code=-9, **ahead)
     rows = fakes.train(order, **ahead)
     assert len(rows) == 4 and max(row["async/staleness_max"] for row in rows) <= 2
-    assert len(set(fakes.prompts(order))) == 16
-    if order == "prompts":
-        assert fakes.prompts(order) == sorted(fakes.prompts(order), key=fakes.prompts("whole").index)
+    assert max(row["async/continued_frac"] for row in rows) > 0, "no response saw new weights"
+    found, inorder = fakes.prompts(order), fakes.prompts("whole")
+    assert found == inorder if order == "prompts" else sorted(found) == sorted(inorder)
 
 
 @pytest.fixture(scope="module")

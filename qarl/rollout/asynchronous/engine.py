@@ -388,7 +388,9 @@ class AsyncEngine:
 
     def _load_vllm(self, process: AsyncProcess) -> None:
         """Start vLLM on a checkpoint of the newest version. The publish that it gets first may bring an older one."""
-        snapshot, layout, folder = self._log.newest, self.policy.sampler.layout, self.place / CHECKPOINT
+        layout, folder, newest = self.policy.sampler.layout, self.place / CHECKPOINT, self._log.last_version
+        assert newest is not None, "a version was published"
+        snapshot = self.policy.kept.snapshot(newest)
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted start
         try:
             write_snapshot_checkpoint(folder, snapshot, layout, self.tokenizer)

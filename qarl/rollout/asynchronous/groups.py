@@ -133,11 +133,6 @@ class OrderLog:
         return {e.version for e in self.entries if isinstance(e, Published)}
 
     @property
-    def newest(self) -> Snapshot:
-        """The snapshot published last."""
-        return [entry.snapshot for entry in self.entries if isinstance(entry, Published)][-1]
-
-    @property
     def last_version(self) -> int | None:
         """The version published last."""
         return max(self.versions, default=None)
