@@ -7,7 +7,7 @@
 
 Bad is: a traceback, a hang, a death by a signal, memory beyond a bound, an exit code that is no user's mistake,
 output that drives a terminal or says nothing, and an exit code 0 after damage that must be refused. A case of a seed
-is the same whatever the count, the kinds and the jobs. Exit code 1 if any case is bad.
+is the same whatever the count and the kinds. Exit code 1 if any case is bad.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import datetime
 import gc
 import json
-import multiprocessing
 import os
 import re
 import shlex
@@ -32,8 +31,9 @@ if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from fuzzing.base import Base, make_base
-from fuzzing.series import KINDS, Result, names, remove, run_case
-from fuzzing.summary import Tally, describe
+from fuzzing.series import KINDS, names, remove, run_case
+from fuzzing.verdict import Result, Tally, describe
+from harness import count, out_file
 
 # Modules that commands import when they need them: here once, not in every case.
 WARM = """
@@ -51,15 +51,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     kinds = f"what is mutated, of {', '.join(KINDS)}; default all"
     train = "instead: train N configurations that `qarl check` accepts, two steps each"
     add("--seed", default=today, help="of the series; any text; default today's date (%(default)s)")
-    add("--count", type=int, default=300, help="cases")
+    add("--count", type=count, default=300, help="cases")
     add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=kinds)
     add("--accepted-train", type=int, default=0, metavar="N", help=train)
     add("--only", metavar="KIND-N", help="run this case alone, and keep its directory")
-    add("--jobs", type=int, default=1, help="processes that run cases")
-    add("--json", type=Path, metavar="OUT", help="write the record")
+    add("--json", type=out_file, metavar="OUT", help="write the record")
     parsed = parser.parse_args(arguments)
-    if min(parsed.count, parsed.jobs) < 1 or "/" in parsed.seed:
-        parser.error("--count and --jobs take numbers from 1, --seed no slash")
+    if "/" in parsed.seed:
+        parser.error("--seed takes no slash")
     if parsed.only is not None and not re.fullmatch(rf"({'|'.join(KINDS)}|valid)-\d+", parsed.only):
         parser.error(f"--only {parsed.only}: a case is a kind and a number, such as run-17")
     return parsed
@@ -77,18 +76,8 @@ def results(options: argparse.Namespace, base: Base, root: Path) -> Iterator[Res
             number += 1
             yield result
         return
-    jobs = ((options.seed, name, base, root, command) for name in names(options.seed, options.count, options.kinds))
-    if options.jobs == 1:
-        yield from (run_case(*job) for job in jobs)
-        return
-    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
-        yield from pool.imap_unordered(_run, jobs, chunksize=4)
-
-
-def _run(job: tuple) -> Result:
-    result = run_case(*job)
-    result.case.examine = None  # a function cannot be pickled, and is not needed any more
-    return result
+    for name in names(options.seed, options.count, options.kinds):
+        yield run_case(options.seed, name, base, root, command)
 
 
 def main() -> int:
@@ -115,7 +104,6 @@ def main() -> int:
     remove(root)
     print(tally.table())
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         record = tally.record(shlex.join(sys.argv), time.perf_counter() - begin)
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return int(tally.bad > 0)

@@ -1,8 +1,7 @@
 """Check that two checkouts compute the same bits: tiny runs on the CPU, whose results are digested and compared.
 
-    python tools/same_bits.py --before ../old --after .          # run both and compare
-    python tools/same_bits.py --save base.json                   # run this checkout and keep the digests
-    python tools/same_bits.py --against base.json --quick        # run this checkout and compare with kept digests
+    python tools/same_bits.py --before ../old
+    python tools/same_bits.py --before ../old --quick --only 'scheme/*' moe/fp8
 
 A case is a `qarl train`, by its overrides of a tiny configuration; some resume, export or have two ranks. Compared are
 the metrics (without times and memory), the recorded responses, the digest of the published version, and each tensor of
@@ -209,7 +208,7 @@ def compare(before: Digests, after: Digests, names: list[str]) -> int:
     """Print each case with its first difference; returns the exit code."""
     unequal = 0
     for name in names:
-        old, new = before.get(name, {"error": "was not run"}), after[name]
+        old, new = before[name], after[name]
         differences = [key for key in {**old, **new} if old.get(key) != new.get(key)]
         errors = [f"{side}: {found['error']}" for side, found in (("before", old), ("after", new)) if "error" in found]
         if errors:
@@ -231,10 +230,8 @@ def _short(found: Mapping[str, str], key: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="checkout to compare with")
-    parser.add_argument("--after", "--checkout", type=Path, default=ROOT, help="checkout to run; default this one")
-    parser.add_argument("--against", type=Path, help="file of --save to compare with")
-    parser.add_argument("--save", type=Path, help="write the digests of the checkout here")
+    parser.add_argument("--before", type=Path, required=True, help="checkout to compare with")
+    parser.add_argument("--after", type=Path, default=ROOT, help="checkout to run; default this one")
     parser.add_argument("--quick", action="store_true", help="a few cases, in two minutes")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases by name: scheme/* moe/fp8")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override for all cases")
@@ -243,13 +240,9 @@ def main() -> int:
     names = [name for name, case in CASES.items() if name in chosen and (case.quick or not options.quick)]
     with tempfile.TemporaryDirectory(prefix="same-bits-") as folder:
         (Path(folder) / "models").mkdir()
-        kept = json.loads(options.against.read_text()) if options.against else None
-        if options.before:
-            kept = run(options.before.resolve(), names, Path(folder), options.set)
-        found = run(options.after.resolve(), names, Path(folder), options.set)
-    if options.save:
-        options.save.write_text(json.dumps(found, indent=0))
-    return compare(kept, found, names) if kept is not None else int(any("error" in case for case in found.values()))
+        sides = (options.before.resolve(), options.after.resolve())
+        before, after = (run(checkout, names, Path(folder), options.set) for checkout in sides)
+    return compare(before, after, names)
 
 
 if __name__ == "__main__":

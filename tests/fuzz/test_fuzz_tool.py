@@ -80,8 +80,7 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 def run(directory: Path, command: Callable[[], object], **about: Any):
     """The verdict on a command that takes a second at most."""
-    from fuzzing.case import Case
-    from fuzzing.execute import execute
+    from fuzzing.case import Case, execute
     from fuzzing.verdict import judge
 
     case = Case("config-0", directory, "planted: a fault", ["check", "c.yaml"], **about)
@@ -108,9 +107,9 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path, short_limit: None) 
 def test_a_case_that_is_kept_from_the_cores_is_waited_for(
     tmp_path: Path, short_limit: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fuzzing.execute
+    import fuzzing.case
 
-    monkeypatch.setattr(fuzzing.execute, "_starved", lambda pid, limit_s: True)
+    monkeypatch.setattr(fuzzing.case, "_starved", lambda pid, limit_s: True)
     _, verdict = run(tmp_path, lambda: time.sleep(2.5))
     assert verdict.status == "accepted"
 
@@ -196,8 +195,6 @@ def base(tmp_path_factory: pytest.TempPathFactory):
         root / RUN,
         root / "export",
         root / "results",
-        root / "x.bin",
-        root / "x.gguf",
         (CONFIGS / "quickstart.yaml",),
     )
     for folder in (found.model, found.export):
@@ -211,8 +208,6 @@ def base(tmp_path_factory: pytest.TempPathFactory):
     found.results.mkdir()
     for name in ("completions.jsonl", "evaluation.json", "results.json"):
         (found.results / name).write_text('{"task": "a", "prompt_id": 3, "reward": 0.5}')
-    (root / "x.bin").write_bytes(bytes(100))
-    (root / "x.gguf").write_bytes(bytes(9_000))
     for folder in ("checkpoints", "rollouts", "diagnostics", "evaluations"):
         (found.run / folder).mkdir(parents=True)
     (found.run / "config.yaml").write_text(yaml.safe_dump(found.config()))
@@ -295,13 +290,12 @@ def test_every_key_of_the_schema_and_every_option_is_within_reach() -> None:
 
 
 def test_the_summary_counts_what_was_found(tmp_path: Path, short_limit: None) -> None:
-    from fuzzing.series import Result
-    from fuzzing.summary import Tally, describe
+    from fuzzing.verdict import Result, Tally, describe
 
     tally = Tally("9")
     for number, name in enumerate(("accepted", "refused in a line", "traceback", "traceback", "hang")):
         case, verdict = run(tmp_path / str(number), PLANTED[name][0])
-        from fuzzing.execute import Outcome
+        from fuzzing.case import Outcome
 
         tally.add(Result(case, Outcome(0, False, 0.5, 0, b"", b"KeyError: 'planted'", ""), verdict))
     record = tally.record("tools/fuzz.py", 1.0)
@@ -348,8 +342,7 @@ def test_valid_configurations_keep_to_the_schemas_ranges(base: Any) -> None:
 
 
 def test_a_sequence_of_arguments_reaches_the_command(tmp_path: Path) -> None:
-    from fuzzing.case import Case
-    from fuzzing.execute import execute
+    from fuzzing.case import Case, execute
 
     def command(argv: Sequence[str]) -> None:
         print(*argv, os.environ["HOME"], os.getcwd(), sep="\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from running import NEEDS_TRITON
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -140,6 +141,18 @@ def test_operands_stand_for_the_numbers_that_were_quantized(scheme: str) -> None
     assert (values - x).norm() / x.norm() < 0.03
     expected = {"w4a16": 512, "dense": 512, "w8a8": 260, "w4a8": 260, "fp8": 260, "fp8_block": 264}
     assert activations.row_bytes() == expected[scheme]
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "dense"])
+def test_qarls_kernels_multiply_the_operands(scheme: str) -> None:
+    from kernel_bench.measure import check
+    from kernel_bench.problems import make_activations, make_weight, qarl_maker
+
+    cpu, rows = torch.device("cpu"), torch.arange(3)
+    weight, activations = make_weight(scheme, 128, 128, 64, cpu), make_activations(scheme, 4, 128, cpu)
+    result = qarl_maker(weight, activations)(3)()
+    assert check(result, activations.values(rows) @ weight.values.t(), rows, (3, 128)) < 1e-2
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "dense"])

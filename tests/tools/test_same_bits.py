@@ -36,8 +36,3 @@ def test_cases_are_valid_configurations(case: Case, tmp_path: Path) -> None:
 def test_the_first_difference_is_reported(after: same_bits.Digests, line: str, capsys: pytest.CaptureFixture) -> None:
     code = same_bits.compare({"a": {"loss": "1.0", "x": "2"}}, after, ["a"])
     assert capsys.readouterr().out.startswith(line) and code == (0 if line.startswith("equal") else 1)
-
-
-def test_a_case_without_a_kept_result_is_reported(capsys: pytest.CaptureFixture) -> None:
-    assert same_bits.compare({}, {"a": {}}, ["a"]) == 1
-    assert "before: was not run" in capsys.readouterr().out

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from fuzzing.case import Case, execute
 from tiny_models import save_tiny_model, tiny_settings
-
-from fuzzing.case import Case
-from fuzzing.execute import execute
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ROWS = [
@@ -46,10 +44,15 @@ SUMS = {"source": "task:arithmetic", "task": {"size": 4}, "max_prompt_length": 6
 
 @dataclass(frozen=True)
 class Base:
-    """Directories that no case writes to. root: theirs. model: a Hugging Face directory.
+    """Directories that no case writes to.
 
-    run: finished, 3 steps, of a model, data and a reward beside it. export: of that run. results: of `EVALUATE`.
-    pickle, gguf: the model's weights in those formats. shipped: the YAML that comes with qarl.
+    Attributes:
+        root: The directory of all.
+        model: A Hugging Face directory.
+        run: A finished run of 3 steps, with model, data and reward beside it.
+        export: An export of that run.
+        results: The output of `EVALUATE`.
+        shipped: The configurations that come with qarl.
     """
 
     root: Path
@@ -57,8 +60,6 @@ class Base:
     run: Path
     export: Path
     results: Path
-    pickle: Path
-    gguf: Path
     shipped: tuple[Path, ...]
 
     def config(self, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -77,12 +78,12 @@ class Base:
 
 
 def make_base(root: Path, command: Callable[[Sequence[str]], object]) -> Base:
-    """Make it all below `root`, in forks."""
+    """Make everything below `root`, in forks."""
     model = save_tiny_model(root / "model")
     work = Case("base-0", root / "made")
     work.cwd.mkdir(parents=True)
     made = (work.cwd / RUN, work.cwd / "export", work.cwd / RESULTS)
-    base = Base(root, model, *made, _pickled(model), _as_gguf(model), tuple(sorted(CONFIGS.rglob("*.yaml"))))
+    base = Base(root, model, *made, tuple(sorted(CONFIGS.rglob("*.yaml"))))
     lay_out(base, work, "model", "data", "reward")
     config = base.config(
         model={"path": "model"},
@@ -118,50 +119,3 @@ def lay_out(base: Base, case: Case, *parts: str) -> None:
             (case.cwd / name).write_text(text)
         else:
             shutil.copytree(getattr(base, part), case.cwd / (RUN if part == "run" else part), symlinks=True)
-
-
-def _pickled(model: Path) -> Path:
-    """Its weights as torch.save writes them."""
-    import torch
-    from safetensors.torch import load_file
-
-    path = model.parent / "pytorch_model.bin"
-    torch.save(load_file(model / "model.safetensors"), path)
-    return path
-
-
-def _as_gguf(model: Path) -> Path:
-    """Its weights and vocabulary as llama.cpp's format, unquantized.
-
-    Query and key rows are not permuted as llama.cpp wants them: another model of the same shapes, which is all the
-    same here.
-    """
-    from gguf import GGUFWriter
-    from safetensors.numpy import load_file
-
-    from qarl.config.weight_files import gguf_name
-
-    config = json.loads((model / "config.json").read_text())
-    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
-    path = model.parent / "model.gguf"
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*sorted(vocabulary, key=vocabulary.get)[:-1], "ab"])  # a vocabulary that has a merge
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    for name, value in load_file(model / "model.safetensors").items():
-        writer.add_tensor(gguf_name(name), value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path

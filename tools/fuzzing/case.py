@@ -1,20 +1,39 @@
-"""One case: a command line, the directory it runs in, and what is known about it beforehand."""
+"""One case: a command line, the directory it runs in, what is known about it, and its execution in a fork.
+
+This process has everything imported and never runs a command itself, so a case costs a fork. It must not start a pool
+of threads: a process with one cannot be forked.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import random
-from collections.abc import Callable
+import resource
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Never
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-# Wall seconds a command may take on two busy cores. What only reads files has no business taking long.
+# Wall seconds that a command may take on two busy cores. A command that only reads files must be fast.
 READING_S, WORKING_S = 10.0, 60.0
 READING = ("check", "schema", "runs")
 GIB = 2**30
+FILE_LIMIT = 256 * 2**20  # bytes of any file that a case writes
+READ_LIMIT = 4 * 2**20  # bytes of output that are looked at
+PATIENCE = 6  # times the limit, if other processes keep it from the cores
+ADDRESS_SPACE = 6 * GIB  # beyond this process's; a case that asks for more gets a MemoryError, not the machine
 
 
 @dataclass
@@ -84,3 +103,142 @@ def with_draws(seed: str, name: str, build: Callable[[DrawFn], None]) -> None:
     stream = random.Random(f"{seed}:{name}")
     while once.hypothesis.fuzz_one_input(stream.randbytes(2**15)) is None:
         pass
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        code: Exit code; negative for a signal.
+        timed_out: It was killed for its time limit.
+        memory: Bytes resident at its peak beyond those at its start.
+        stack: Where it was when a signal or the limit ended it.
+    """
+
+    code: int
+    timed_out: bool
+    seconds: float
+    memory: int
+    out: bytes
+    err: bytes
+    stack: str
+
+
+def execute(case: Case, command: Callable[[Sequence[str]], object]) -> Outcome:
+    """Run `command(case.argv)` in `case.cwd`; its output and the stack of a cut-off go to `case.directory`."""
+    for name in ("home", "tmp"):
+        (case.directory / name).mkdir(exist_ok=True)
+    begin = time.monotonic()
+    starts, started = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(started, str(_resident()).encode())  # less than this process's: pages of files come with their use
+        os.close(starts)
+        os.close(started)
+        _child(case, command)
+    os.close(started)
+    before = int(os.read(starts, 40))
+    os.close(starts)
+    watch = os.pidfd_open(pid)
+    timed_out = not select.select([watch], [], [], case.limit_s)[0]
+    while timed_out and _starved(pid, case.limit_s) and time.monotonic() - begin < PATIENCE * case.limit_s:
+        timed_out = not select.select([watch], [], [], 1.0)[0]
+    os.close(watch)
+    _end_group(pid)  # what it started too; the child itself is not reaped yet, so the id is still its own
+    _, status, usage = os.wait4(pid, 0)
+    stack = case.directory / "stack"
+    return Outcome(
+        os.waitstatus_to_exitcode(status),
+        timed_out,
+        time.monotonic() - begin,
+        max(0, usage.ru_maxrss * 1024 - before),
+        _head(case.directory / "out"),
+        _head(case.directory / "err"),
+        stack.read_text(errors="replace") if stack.exists() else "",
+    )
+
+
+def _child(case: Case, command: Callable[[Sequence[str]], object]) -> Never:
+    os.setpgid(0, 0)
+    stack = open(case.directory / "stack", "w")  # noqa: SIM115 - open until the process ends
+    _redirect(case.directory)
+    home, tmp = str(case.directory / "home"), str(case.directory / "tmp")
+    os.environ |= {"HOME": home, "HF_HOME": home, "XDG_CACHE_HOME": home, "TMPDIR": tmp, "HF_HUB_OFFLINE": "1"}
+    tempfile.tempdir = None  # which was looked up in the environment before
+    os.chdir(case.cwd)
+    if case.second_rank is not None:
+        _join_second_rank(case.second_rank)
+    own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (own + ADDRESS_SPACE,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable(stack)
+    faulthandler.dump_traceback_later(case.limit_s - 0.5, file=stack)
+    sys.argv = ["qarl", *case.argv]
+    code: object = 0
+    try:
+        command(case.argv)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # as an interpreter ends, without taking down what was imported
+        traceback.print_exc()
+        code = 1
+    try:
+        sys.stdout.flush()
+    except BaseException:  # as an interpreter ends that cannot write what is left
+        traceback.print_exc()
+        code = 120
+    sys.stderr.flush()
+    os._exit(int(code) & 0xFF)
+
+
+def _join_second_rank(directory: Path) -> None:
+    """Fork a second rank, which goes on in `directory` with its output discarded; both get a launcher's environment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = 0 if os.fork() else 1
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if rank:
+        os.chdir(directory)
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+
+
+def _redirect(directory: Path) -> None:
+    """Standard input from nothing, output to files, as a user's terminal takes it: UTF-8, surrogates refused."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    for fd, name in ((1, "out"), (2, "err")):
+        target = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        os.dup2(target, fd)
+        os.close(target)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _starved(pid: int, limit_s: float) -> bool:
+    """Whether it wants a core of a machine that has given it less than half of its time so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return fields[0] in "RD" and used < limit_s / 2
+
+
+def _end_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        os.kill(pid, signal.SIGKILL)  # not yet the head of its group
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(READ_LIMIT)

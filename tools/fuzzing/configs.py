@@ -8,13 +8,24 @@ from functools import cache
 from typing import Any
 
 import yaml
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy
-
 from fuzzing.base import SUMS, Base, lay_out
 from fuzzing.case import Case
-from fuzzing.damage import damage_yaml
-from fuzzing.values import argument, chance, listed, make_traps, paths, pick, position, shown, texts, yaml_values
+from fuzzing.damage import damage_yaml, edit_record
+from fuzzing.values import (
+    argument,
+    chance,
+    json_values,
+    listed,
+    make_traps,
+    paths,
+    pick,
+    position,
+    shown,
+    texts,
+    yaml_values,
+)
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
 
 Key = tuple[str | int, ...]
 # A study whose shared model does not exist: whatever else is read, no member is ever trained.
@@ -82,13 +93,13 @@ def mutate_config(draw: DrawFn, base: Base, case: Case) -> None:
 def _changed(draw: DrawFn, base: Base) -> tuple[str, bytes]:
     """A valid configuration with one to three keys given something else; hostile YAML goes in as it is."""
     data = base.config()
+    if chance(draw, 12):
+        what, text = edit_record(draw, data, draw(json_values))
+        return what, text.encode()
     snippets: list[str] = []
     changes = []
     for _ in range(pick(draw, (1, 1, 1, 2, 3))):
         path = pick(draw, list(schema_keys()))
-        if chance(draw, 12):
-            changes.append(_reshape(draw, data, path))
-            continue
         place(data, path, f"@{len(snippets)}@")
         possible = chance(draw, 30) and draw(allowed(pick(draw, schema_keys()[path])))
         snippets.append(json.dumps(possible) if possible is not False else draw(yaml_values))
@@ -98,24 +109,6 @@ def _changed(draw: DrawFn, base: Base) -> tuple[str, bytes]:
     for number, snippet in enumerate(snippets):
         text = text.replace(f'"@{number}@"', f"\n {snippet}\n" if snippet.startswith(("#", "%", "-")) else snippet)
     return "; ".join(changes), text.encode("utf-8", "surrogatepass")
-
-
-def _reshape(draw: DrawFn, data: dict[str, Any], path: Key) -> str:
-    """Change the shape of `data` at the section of `path`."""
-    top = str(path[0])
-    section = data.pop(top, {})
-    name = draw(st.sampled_from((top.upper(), top + " ", top[:-1])) | texts)
-    shapes = {
-        "missing": {},
-        "renamed": {name: section},
-        "in a list": {top: [section]},
-        "flat": {top: section, ".".join(map(str, path)): 1},
-        "no section": {top: pick(draw, (None, "", 0, [], "text", True))},
-        "a list of many": {top: section, "reward": {"functions": data.get("reward", {}).get("functions", []) * 5_000}},
-    }
-    kind = pick(draw, list(shapes))
-    data |= shapes[kind]
-    return f"{top} {kind}"
 
 
 def place(data: dict[str, Any], path: Key, value: Any) -> None:
@@ -159,8 +152,8 @@ def mutate_override(draw: DrawFn, base: Base, case: Case) -> None:
         name = ".".join(map(str, pick(draw, list(schema_keys()))))
         if chance(draw, 20):
             around = (f"{name}.", f".{name}", f"{name}.x", f"{name}.0", name.upper(), f" {name} ", f"{name}\n")
-            index = pick(draw, ("9" * 20, "-1", "²", "٣", "9" * 5_000))
-            odd = ("", ".", "a..b", f"reward.functions.{index}.name", "k" * 5_000, ".".join("k" * 5_000), "model", "0")
+            indices = [f"reward.functions.{index}.name" for index in ("9" * 20, "-1", "²", "٣", "9" * 5_000)]
+            odd = ("", ".", "a..b", *indices, "k" * 5_000, ".".join("k" * 5_000), "model", "0")
             name = draw(st.sampled_from(around) | st.sampled_from(odd) | texts)
         value = draw(yaml_values) if chance(draw, 80) else draw(texts | paths)
         overrides.append(argument(name + ("" if chance(draw, 5) else "=") + value))
@@ -168,25 +161,12 @@ def mutate_override(draw: DrawFn, base: Base, case: Case) -> None:
     case.argv = ["check", "tiny.yaml", *overrides]
 
 
-# Values for keys that multiply into time or memory, or whose range says too little.
-SMALL: dict[str, tuple[Any, ...]] = {
-    "rollout.n": (1, 2, 3, 4),
-    "rollout.max_response_length": (1, 2, 7, 8, 33),
-    "rollout.max_num_seqs": (None, 1, 2, 7, 64),
-    "rollout.max_batched_tokens": (None, 1, 16, 100, 4096),
-    "rollout.kv_cache_tokens": (None, 16, 102, 110, 1000),
-    "rollout.dynamic_sampling.max_rounds": (1, 2, 5),
+# Values for keys whose range allows what takes long or says too little. Other whole numbers are near their lower end.
+VALID: dict[str, tuple[Any, ...]] = {
+    "rollout.kv_cache_tokens": (None, 102, 110, 1000),
     "rollout.stop": ([], ["a"], ["\n", "ab"], ["x" * 50]),
     "rollout.stop_token_ids": ([], [5], [0, 258], [100_000]),
-    "train.prompts_per_step": (1, 2, 3, 4),
-    "train.minibatch_size": (None, 1, 2, 3, 4, 8),
-    "train.micro_batch_tokens": (None, 1, 30, 100, 16384),
-    "train.epochs": (1, 2, 3),
-    "train.logprob_chunk": (None, 1, 3, 128),
-    "train.threads": (None, 1, 2),
-    "train.max_skipped_steps": (0, 1, 2, 100),
     "data.max_prompt_length": (80, 96, 100),
-    "data.max_rows": (None, 1, 2, 5),
     "data.system_prompt": (None, "", "Add.", "\ud83d\ude00" * 3),
     "data.prompt_template": (None, "{prompt}", "{prompt} =", "{answer}", "{prompt:>30}"),
     "data.columns": ({}, {"question": "prompt"}, {"x": "answer"}),
@@ -198,11 +178,7 @@ SMALL: dict[str, tuple[Any, ...]] = {
     "model.revision": (None,),
     "reward.workers": (1, 2),
     "reward.timeout_s": (5.0, 60.0),
-    "evaluation.samples": (1, 2, 3),
-    "evaluation.every": (None, 1, 2),
     "evaluation.pass_at": (None, [1], [1, 2], [2]),
-    "evaluation.max_response_length": (None, 1, 5, 20),
-    "checkpoint.every": (1, 2, 50),
     "checkpoint.resume": ("auto", "never"),
     "logging.console": ("plain", "none", "rich"),
 }
@@ -250,7 +226,7 @@ def valid_config(draw: DrawFn, base: Base) -> tuple[str, dict[str, Any]]:
         path = pick(draw, valid_keys())
         node = pick(draw, schema_keys()[path])
         name = ".".join(map(str, path))
-        value = pick(draw, SMALL[name]) if name in SMALL else draw(allowed(node))
+        value = pick(draw, VALID[name]) if name in VALID else draw(allowed(node, small=True))
         place(data, path, value)
         if "x-name" in node:
             place(data, (*path[:-1], "name"), node["x-name"])
@@ -260,31 +236,31 @@ def valid_config(draw: DrawFn, base: Base) -> tuple[str, dict[str, Any]]:
     return "; ".join(changes), data
 
 
-def allowed(node: dict[str, Any]) -> SearchStrategy[Any]:
-    """Values that a key's JSON schema allows."""
+def allowed(node: dict[str, Any], small: bool = False) -> SearchStrategy[Any]:
+    """Values that a key's JSON schema allows. small: Whole numbers near the lower end of their range only."""
     kind = node.get("type")
     if "anyOf" in node:
-        return st.one_of(*map(allowed, node["anyOf"]))
+        return st.one_of(*(allowed(one, small) for one in node["anyOf"]))
     if "enum" in node or "const" in node:
         return st.sampled_from(node.get("enum") or [node["const"]])
     if kind == "array" and "prefixItems" in node:
         return st.tuples(*map(allowed, node["prefixItems"])).map(list)
     if kind == "array":
-        return st.lists(allowed(node["items"]), max_size=2)
-    if kind in ("integer", "number"):
-        return _numbers(node, kind == "integer")
-    return {"boolean": st.booleans(), "string": st.sampled_from(("a", "x y", "\u00e9"))}.get(kind, st.none())
+        return st.lists(allowed(node["items"], small), max_size=2)
+    if kind == "number":
+        return _numbers(node)
+    if kind == "integer":
+        low = int(node.get("minimum", node.get("exclusiveMinimum", -2) + 1))
+        high = int(node.get("maximum", node.get("exclusiveMaximum", 2**31) - 1))
+        near = st.integers(low, min(low + 5, high))
+        return near if small else near | st.just(high)
+    return {"boolean": st.booleans(), "string": st.sampled_from(("a", "x y", "\u00e9"))}.get(str(kind), st.none())
 
 
-def _numbers(node: dict[str, Any], whole: bool) -> SearchStrategy[Any]:
-    """Numbers of a range: its ends if they are part of it, near its lower end, and anywhere."""
-    low, high = node.get("minimum", node.get("exclusiveMinimum")), node.get("maximum", node.get("exclusiveMaximum"))
-    open_below, open_above = "exclusiveMinimum" in node, "exclusiveMaximum" in node
-    if whole:
-        bottom, top = int(-1 if low is None else low) + open_below, int(2**31 if high is None else high) - open_above
-        return st.integers(bottom, min(bottom + 5, top)) | st.just(top)
-    bottom, top = float(-1.0 if low is None else low), float(1e6 if high is None else high)
-    ends = [end for end, is_open in ((bottom, open_below), (top, open_above)) if not is_open]
+def _numbers(node: dict[str, Any]) -> SearchStrategy[float]:
+    """Numbers of a range: its ends if they are part of it, and anywhere between."""
+    low = float(node.get("minimum", node.get("exclusiveMinimum", -1.0)))
+    high = float(node.get("maximum", node.get("exclusiveMaximum", 1e6)))
+    ends = [node[end] for end in ("minimum", "maximum") if end in node]
     parts = st.sampled_from((1e-9, 1e-4, 1e-3, 0.1, 0.5, 1 - 1e-9)) | st.floats(1e-9, 1 - 1e-9)
-    between = parts.map(lambda part: bottom + (top - bottom) * part)
-    return st.one_of(between, between, st.just(bottom + min(1e-4, (top - bottom) / 2)), *map(st.just, ends))
+    return st.one_of(parts.map(lambda part: low + (high - low) * part), *map(st.just, map(float, ends)))

@@ -12,10 +12,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from fuzzing.values import bombs, json_values, nested, pick, position, shown, tags, yaml_values
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
-
-from fuzzing.values import bombs, json_values, nested, pick, position, shown, tags, yaml_values
 
 TIED = "lm_head.weight"  # may be absent
 
@@ -43,52 +42,39 @@ def damage_bytes(draw: DrawFn, data: bytes) -> tuple[str, bytes]:
 
 def damage_yaml(draw: DrawFn, text: str) -> tuple[str, bytes]:
     """Damage a YAML document: mostly one of its lines."""
-    lines = text.split("\n")
+    lines, value = text.split("\n"), draw(yaml_values)
     row = position(draw, len(lines))
     line = lines[row]
     key, _, rest = line.partition(":")
-    value, tag, column = draw(yaml_values), draw(tags), position(draw, len(line) + 1)
-    char = pick(draw, "\0\x07\x1b\x85\u2028\u202e\ufeff\ufffe\ud800{}[]&*!|>%@`\"'#,?")
+    column, char = position(draw, len(line) + 1), pick(draw, "\0\x07\x1b\x85\u2028\u202e\ufeff\ud800{}[]&*!|>%@`\"'#,?")
     kinds = {
         f"given {shown(value)}": f"{key}: {value}",
-        f"tagged {tag}": f"{key}: {tag} {rest}",
+        "tagged": f"{key}: {draw(tags)} {rest}",
         "twice": f"{line}\n{line}",
-        "dropped": None,
+        "dropped": "",
         "indented": " " * pick(draw, (1, 3, 40)) + line,
         "with a tab": "\t" + line.lstrip(),
         "in a second document": f"---\n{line}",
         f"with {char!a}": line[:column] + char + line[column:],
         "before a merge into itself": f"{line}\na: &a\n  b: *a\n  <<: *a",
-        "before a bomb": f"{line}\n{pick(draw, ('bomb', 'x', 'notes'))}: {draw(bombs())}",
-        "before a deep value": f"{line}\nx: {draw(nested())}",
+        "before a bomb": f"{line}\nbomb: {draw(bombs())}",
+        "before a deep value": f"{line}\nx: {draw(nested)}",
     }
     what = pick(draw, [*kinds, next(iter(kinds)), "bytes", "whole"])
     if what == "bytes":
         return damage_bytes(draw, text.encode())
-    if what == "whole":
-        return f"nothing but {shown(value)}", _encoded(value)
-    lines[row : row + 1] = [] if kinds[what] is None else [kinds[what]]
-    return f"line {row} {what}", _encoded("\n".join(lines))
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+    lines = [value] if what == "whole" else [*lines[:row], kinds[what], *lines[row + 1 :]]
+    return f"line {row} {what}", "\n".join(lines).encode("utf-8", "surrogatepass")
 
 
 def damage_json(draw: DrawFn, text: str) -> tuple[str, bytes]:
-    """Damage JSON or JSON lines: bytes, a line, a character, or (mostly) one value of one record."""
-    kind = pick(draw, ("bytes", "whole", "line", "character", "value", "value", "value", "value"))
-    value = draw(json_values)
+    """Damage JSON or JSON lines: bytes, a line, or (mostly) one value of one record."""
+    kind, value = pick(draw, ("bytes", "whole", "line", "value", "value", "value", "value")), draw(json_values)
     if kind == "bytes":
         return damage_bytes(draw, text.encode())
-    if kind == "whole":
-        return f"nothing but {shown(value)}", value.encode()
-    if kind == "character":
-        place, char = position(draw, len(text)), pick(draw, '{}[]",:\\0-e.\n')
-        return f"{char!a} at {place}", (text[:place] + char + text[place + 1 :]).encode()
-    lines = text.splitlines()
-    if kind == "value" and (whole := parsed(text)) is not None:
-        lines = [json.dumps(whole, indent=1)]
+    lines, document = text.splitlines(), parsed(text) if kind == "value" else None
+    if document is not None or kind == "whole":
+        lines = [json.dumps(document, indent=1)]
     row = position(draw, len(lines))
     record = parsed(lines[row]) if kind == "value" else None
     if isinstance(record, dict | list) and record:
@@ -129,7 +115,7 @@ def edit_record(draw: DrawFn, record: Any, value: str) -> tuple[str, str]:
 
 
 def damage_safetensors(draw: DrawFn, raw: bytes) -> tuple[str, bytes]:
-    """Make it no safetensors file any more, or one whose header lies.
+    """Damage a safetensors file, or make its header lie.
 
     Format: eight bytes of header length, little-endian; a JSON header name -> {dtype, shape, data_offsets}; the data.
     """
@@ -147,22 +133,17 @@ def damage_safetensors(draw: DrawFn, raw: bytes) -> tuple[str, bytes]:
 def damage_file(draw: DrawFn, path: Path) -> str:
     """Damage a file as what it is: YAML, JSON, safetensors or bytes."""
     raw = path.read_bytes()
-    if path.suffix == ".yaml":
-        what, data = damage_yaml(draw, raw.decode(errors="replace"))
-    elif path.suffix in (".json", ".jsonl"):
-        what, data = damage_json(draw, raw.decode(errors="replace"))
-    elif path.suffix == ".safetensors":
-        what, data = damage_safetensors(draw, raw)
+    text_damage = {".yaml": damage_yaml, ".json": damage_json, ".jsonl": damage_json}.get(path.suffix)
+    if text_damage is not None:
+        what, data = text_damage(draw, raw.decode(errors="replace"))
     else:
-        what, data = damage_bytes(draw, raw)
+        what, data = (damage_safetensors if path.suffix == ".safetensors" else damage_bytes)(draw, raw)
     path.write_bytes(data)
     return f"{path.name} {what}"
 
 
 def damage_entry(draw: DrawFn, path: Path) -> str:
     """Replace a file or folder by something else of that name."""
-    neighbours = sorted(p for p in path.parent.iterdir() if p != path and p.is_file() and not p.is_symlink())
-    other = neighbours[position(draw, len(neighbours))] if neighbours else None
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -175,7 +156,6 @@ def damage_entry(draw: DrawFn, path: Path) -> str:
         "a FIFO": lambda: os.mkfifo(path),
         "a zero device": lambda: path.symlink_to("/dev/zero"),
         "empty": path.touch,
-        "its neighbour": lambda: shutil.copyfile(other, path) if other else None,
     }
     kind = pick(draw, list(kinds))
     kinds[kind]()
@@ -209,7 +189,7 @@ def flip_bit(draw: DrawFn, tensors: dict[str, Any]) -> str:
 
 
 def lose_tensors(draw: DrawFn, tensors: dict[str, Any]) -> str:
-    """Take away, rename, add or reshape tensors such that no model of that configuration is left."""
+    """Take away, rename, add or reshape a tensor, so that no model of that configuration is left."""
     name = pick(draw, [name for name in tensors if name != TIED])
     wide = pick(draw, [n for n in tensors if n != TIED and tensors[n].dim() == 2 and len(set(tensors[n].shape)) == 2])
     matrix = tensors[wide]
@@ -221,14 +201,11 @@ def lose_tensors(draw: DrawFn, tensors: dict[str, Any]) -> str:
     if kind == "extra":
         name = pick(draw, ("model.layers.0.mlp.extra.weight", "model.layers.7.mlp.up_proj.weight", "extra"))
         tensors[name] = matrix
-        return f"{name} added"
-    part = pick(draw, (name, "model.layers.1.", ""))
-    prefix, suffix = pick(draw, (("transformer.", ""), ("", ".data"), ("", "_old")))
-    for old in [n for n in tensors if n.startswith(part)]:
-        tensor = tensors.pop(old)
+    else:
+        tensor = tensors.pop(name)
         if kind == "renamed":
-            tensors[f"{prefix}{old}{suffix}"] = tensor
-    return f"{part}* {kind}"
+            tensors[pick(draw, (f"transformer.{name}", f"{name}.data", f"{name}_old"))] = tensor
+    return f"{name} {kind}"
 
 
 def spoil_values(draw: DrawFn, tensors: dict[str, Any]) -> tuple[str, bool]:

@@ -8,25 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, sampled_from
-
 from fuzzing.base import EVALUATE_GREEDILY, ROWS, Base
 from fuzzing.case import Case
-from fuzzing.damage import (
-    damage_entry,
-    damage_file,
-)
-from fuzzing.values import (
-    ESCAPE,
-    chance,
-    json_values,
-    listed,
-    make_traps,
-    pick,
-    shown,
-    texts,
-)
+from fuzzing.damage import damage_entry, damage_file
+from fuzzing.values import ESCAPE, chance, json_values, listed, make_traps, pick, shown, texts
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, sampled_from
 
 FORMATS = listed(r"""
     {question} =  {question:>99999999999}  {question!r}  {answer:{answer}}  {question.__class__}  {question[0]}
@@ -50,11 +37,8 @@ columns = sampled_from(("question", "question", "answer", "solution")) | texts |
 def mutate_dataset(draw: DrawFn, base: Base, case: Case) -> None:
     """One step of training on rows with a hostile cell or in a damaged file, or an evaluation."""
     make_traps(case.cwd)
-    column, cell, source = (
-        draw(columns),
-        draw(cells),
-        f"rows.{pick(draw, ('jsonl', 'jsonl', 'json', 'csv', 'parquet'))}",
-    )
+    column, cell = draw(columns), draw(cells)
+    source = f"rows.{pick(draw, ('jsonl', 'jsonl', 'json', 'csv', 'parquet'))}"
     path = case.cwd / source
     if chance(draw, 15):
         (case.cwd / "rows").mkdir()

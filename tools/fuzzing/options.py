@@ -9,11 +9,10 @@ from functools import cache
 from typing import get_type_hints
 
 import yaml
-from hypothesis.strategies import DrawFn, SearchStrategy, sampled_from
-
 from fuzzing.base import COMPARE, EVALUATE, GENERATE, QUANTIZE, RUN, Base, lay_out
 from fuzzing.case import Case
 from fuzzing.values import argument, chance, floats, integers, listed, make_traps, paths, pick, shown, texts, weighted
+from hypothesis.strategies import DrawFn, SearchStrategy, sampled_from
 
 # Command lines that work, in a directory with all parts of the base; that of `compare` without a model trains nothing.
 WORKING: dict[str, tuple[str, ...]] = {
@@ -36,16 +35,8 @@ WORKING: dict[str, tuple[str, ...]] = {
     "distill": ("distill tiny.yaml objective.teacher.path=model",),
     "verify-exact": ("verify-exact model --tokens 8 --longest 8", f"verify-exact {RUN} --tokens 8 --longest 8"),
 }
-WEIGHTS = {name: 8 for name in WORKING} | {
-    "check": 3,
-    "schema": 1,
-    "runs": 4,
-    "report": 4,
-    "diagnose": 4,
-    "train": 1,
-    "sft": 1,
-    "distill": 1,
-}
+RARE = {"check": 3, "schema": 1, "runs": 4, "report": 4, "diagnose": 4, "train": 1, "sft": 1, "distill": 1}
+WEIGHTS = {name: 8 for name in WORKING} | RARE
 SLOW = {("export", "verify"), ("verify-exact", "engine")}  # start vLLM where it is installed, which takes a minute
 KINDS = {"option": 5, "positional": 1, "unknown": 1, "missing": 1, "extra": 1, "bare": 1}
 lists = sampled_from(listed("bf16  bf16,bf16  ,  w4a16,  0,1,2  0,-1  1-3  a,b  1e3  0x1  ²,1  bf16 , fp8"))

@@ -1,4 +1,4 @@
-"""The series of cases of a seed: case `run-7` of a seed is the same whatever the count, the kinds and the jobs."""
+"""The series of cases of a seed: case `run-7` of a seed is the same whatever the count and the kinds."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from hypothesis.strategies import DrawFn
-
 from fuzzing.base import Base, lay_out
-from fuzzing.case import Case, with_draws
+from fuzzing.case import Case, execute, with_draws
 from fuzzing.configs import mutate_config, mutate_override, valid_config
 from fuzzing.datasets import mutate_dataset
-from fuzzing.execute import Outcome, execute
-from fuzzing.models import mutate_model
 from fuzzing.options import mutate_options
 from fuzzing.rewards import mutate_reward
-from fuzzing.runs import mutate_ranks, mutate_run
+from fuzzing.stored import mutate_model, mutate_ranks, mutate_run
 from fuzzing.values import shown
-from fuzzing.verdict import Verdict, judge
+from fuzzing.verdict import Result, Verdict, judge
+from hypothesis.strategies import DrawFn
 
 Command = Callable[[Sequence[str]], object]
 
@@ -50,13 +46,6 @@ MUTATORS: dict[str, tuple[int, Callable[[DrawFn, Base, Case], None]]] = {
     "valid": (0, mutate_nothing),
 }
 KINDS = tuple(kind for kind, (weight, _) in MUTATORS.items() if weight)
-
-
-@dataclass(frozen=True)
-class Result:
-    case: Case
-    outcome: Outcome
-    verdict: Verdict
 
 
 def names(seed: str, count: int, kinds: Collection[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Strategies for hostile values: texts, paths, numbers, YAML and JSON; and short forms of draws that the rest uses."""
+"""Strategies for hostile values: texts, paths, numbers, YAML and JSON; and short forms of draws."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy, sampled_from
+from hypothesis.strategies import DrawFn, sampled_from
 
 T = TypeVar("T")
 ESCAPE, OVERRIDE = "\x1b[31mred", "abc\u202edef"  # a terminal would act on these
@@ -50,12 +50,8 @@ def argument(text: str) -> str:
 
 
 def listed(text: str) -> list[str]:
-    """The entries of a text that has two spaces or a line break between them."""
+    """The entries of a text, which have two spaces or a line break between them."""
     return re.split(r"\s*\n\s*|  +", text.strip())
-
-
-def _repeated(parts: Sequence[str], *counts: int) -> SearchStrategy[str]:
-    return st.tuples(sampled_from(parts), sampled_from(counts)).map(lambda pair: pair[0] * pair[1])
 
 
 characters = st.characters(exclude_categories=())  # surrogates and control characters included
@@ -63,27 +59,15 @@ characters = st.characters(exclude_categories=())  # surrogates and control char
 MEANINGFUL = listed(r"""
     [bold red]markup[/]  [/]  [link=http://x]y  {prompt:>99999999999}  {0}  {  }  {prompt.__class__}
     {prompt!r:{prompt}}  %s%n%d  $HOME  `id`  null  true  1e6  ²²²  ٣  NaN  -1  re:(  re:(a+)+$  re:.*  task:nothing
-    reasoning-gym:
     reasoning-gym:../x  package:  package:os  package:..  package:nosuch  a:b:c  x.py:f  os:system  no.module:f
-    builtins:eval  math,exact  ,  0,  ../../../etc/passwd  https://example.com/x  org/name/extra  -  --  a=b
+    builtins:eval  math,exact  ,  0,  ../../../etc/passwd  https://example.com/x  org/name/extra  -  --  a=b  x
 """)
-UNPRINTABLE = (
-    "\0",
-    "a\0b",
-    ESCAPE,
-    OVERRIDE,
-    "\x1b]0;title\x07",
-    "\u2028line",
-    "\ufeff",
-    "\ud800",
-    "a\udc80b",
-    "a\r\n\tb",
-)
+UNPRINTABLE = ("\0", "a\0b", ESCAPE, OVERRIDE, "\x1b]0;title\x07", "\u2028line", "\ufeff", "\ud800", "a\r\n\tb")
 texts = st.one_of(
-    sampled_from(["", " ", "x", *MEANINGFUL]),
+    sampled_from(["", " ", *MEANINGFUL]),
     sampled_from(UNPRINTABLE),
     st.text(characters, max_size=20),
-    _repeated(("x", "é", "e\u0301", "日本"), 100, 5_000),
+    sampled_from(("x" * 5_000, "e\u0301" * 100, "日本" * 5_000)),
 )
 
 # Entries of a working directory, made by `make_traps`, and paths that lead out of it or nowhere.
@@ -91,21 +75,14 @@ TRAPS = listed("""
     ~nosuchuser/x  ~  folder  file  file/below  dangling  loop  fifo  zero  null  full  .  ..  ../../x  folder//x
     file.json  folder.jsonl  noaccess/x  empty.yaml  /proc/self/mem  /proc/nonexistent/x  /proc/self/fd/1
 """)
-paths = st.one_of(
-    sampled_from(TRAPS),
-    sampled_from(TRAPS),
-    sampled_from(("", " ", "new\nline", *UNPRINTABLE, "n" * 300, "p/" * 2_500, "x" * 5_000 + ".json")),
-)
+LONG = ("", " ", "new\nline", "n" * 300, "p/" * 2_500, "x" * 5_000 + ".json")
+paths = sampled_from(TRAPS) | sampled_from(TRAPS) | sampled_from((*LONG, *UNPRINTABLE))
 # Of files, steps and tensors, where a plain name is expected.
-file_names = st.one_of(
-    sampled_from(
-        listed("""
+NAMES = listed("""
     .  ..  ../x  ../../model/config.json  /etc/passwd  /dev/zero  a/b  ²²²  ٣٣٣٣٣٣  -00001  000000  999999999  1e6
     state.json  manifest.json  con.safetensors
 """)
-    ),
-    sampled_from(("", "000002 ", "new\nline", "n" * 300, "0" * 300, "9" * 300, *UNPRINTABLE)),
-)
+file_names = sampled_from([*NAMES, "", "000002 ", "new\nline", "n" * 300, "0" * 300, "9" * 300, *UNPRINTABLE])
 
 
 def make_traps(directory: Path) -> None:
@@ -113,12 +90,11 @@ def make_traps(directory: Path) -> None:
 
     Devices are this directory's own: a command that replaces its output file would replace /dev/null otherwise.
     """
-    (directory / "folder").mkdir()
-    (directory / "folder.jsonl").mkdir()
+    for name in ("folder", "folder.jsonl"):
+        (directory / name).mkdir()
     (directory / "noaccess").mkdir(mode=0o000)
-    (directory / "file").write_text("some text\n")
-    (directory / "file.json").write_text("[]")
-    (directory / "empty.yaml").touch()
+    for name, content in (("file", "some text\n"), ("file.json", "[]"), ("empty.yaml", "")):
+        (directory / name).write_text(content)
     (directory / "dangling").symlink_to("nowhere/at/all")
     (directory / "loop").symlink_to("loop")
     os.mkfifo(directory / "fifo")
@@ -134,45 +110,32 @@ EDGES = [sign * (2**bits - below) for bits in (8, 16, 31, 32, 63, 64, 100) for s
 integers = st.one_of(
     st.integers(-3, 8).map(str),
     sampled_from(EDGES).map(str),
-    st.integers(-(2**31), 2**31).map(str),
+    st.integers().map(str),
     sampled_from(("-0", "9" * 400, "-" + "9" * 400, "9" * 5_000)),
 )
-floats = st.one_of(
-    st.floats().map(repr),
-    sampled_from(
-        listed(
-            "0.0  -0.0  0.1  -1.5  1e-320  1e-45  1e6  1e15  1e38  1e39  1e308  -1e308  1e400  1e999999999  nan  -inf"
-        )
-    ),
+floats = st.floats().map(repr) | sampled_from(listed("0.0  -0.0  0.1  1e-45  1e38  1e39  -1e308  1e400  1e999999999"))
+quoted = st.one_of(texts, paths, sampled_from(("x" * 100_000, "é\t" * 1_000))).map(json.dumps)
+brackets = sampled_from((("[", "]"), ('{"a":', "}")))
+depths = sampled_from((50, 500, 1_000, 20_000, 200_000))
+nested = st.builds(
+    lambda pair, depth, close: pair[0] * depth + pair[1] * depth * close, brackets, depths, st.booleans()
 )
-yaml_floats = floats.map(lambda text: text.replace("inf", ".inf").replace("nan", ".nan"))
-json_floats = floats.map(lambda text: text.replace("inf", "Infinity").replace("nan", "NaN"))
-quoted = st.one_of(texts, paths, _repeated("xé\t", 1_000, 100_000)).map(json.dumps)
 
 # What YAML has beyond plain values.
 ODD_YAML = listed(r"""
     ~  yes  0o7  0x1F  1_000  1__0  +1  1.  .5  ._  =  <<  ''  "  "\  "\ud800"  "\udcff\ud800"  "\x1b[2J"  "\N"
-    "\U00110000"
+    "\U00110000"  .nan  -.inf  .inf
     2024-13-45  2024-02-30T25:61:61Z  {<<: 1}  {<<: [1]}  {<<: {a: 1}, a: 2}  {<<: &a {<<: *a}}  *nothing
     &a [*a]  &a {b: *a}  &a [&b [*a, *b]]  {? [a] : b}  {? {a: 1} : b}  {null: 1}  {1.5: 2}  {true: 1}  {a: 1, a: 2}
-    !unknown x  !<tag:yaml.org,2002:int> q  []  {}  [null]  {a: {b: {c: {}}}}  - a  a: b  --- a
+    !unknown x  !<tag:yaml.org,2002:int> q  []  {}  [null]  {a: {b: {c: {}}}}  - a  a: b  --- a  1:90  aGk=
 """)
-tags = sampled_from(
-    listed("""
+TAGS = """
     !!int  !!float  !!bool  !!null  !!timestamp  !!binary  !!set  !!omap  !!pairs  !!seq  !!map  !!str  !x
     !!python/object/apply:os.system  !!python/name:os.system
-""")
-)
-scalars = st.one_of(integers, yaml_floats, quoted, sampled_from(("null", "true")))
-collections = sampled_from(listed("[a]  [{a: 1}]  {a, b}  {a: 1}  1:90  0b2  x  maybe  '@@@'  aGk="))
-
-
-@st.composite
-def nested(draw: DrawFn) -> str:
-    """Brackets within brackets."""
-    depth = pick(draw, (50, 500, 1_000, 20_000, 200_000))
-    opening, closing = pick(draw, (("[", "]"), ("{a: ", "}"), ('{"a":', "}"), ("[{a: ", "}]"), ("? ", "")))
-    return opening * depth + closing * pick(draw, (depth, depth, 0))
+"""
+tags = sampled_from(listed(TAGS))
+scalars = st.one_of(integers, floats, quoted, sampled_from(("null", "true")))
+counts = sampled_from((1, 2, 500))
 
 
 @st.composite
@@ -189,28 +152,25 @@ def bombs(draw: DrawFn) -> str:
 
 yaml_values = st.one_of(
     integers,
-    yaml_floats,
+    floats,
     quoted,
     quoted,
     sampled_from(ODD_YAML),
-    st.tuples(tags, st.one_of(collections, scalars)).map(" ".join),
+    st.tuples(tags, sampled_from(ODD_YAML) | scalars).map(" ".join),
     st.text("&*!|>%@`\"'#,?:-=<[]{}~.9a \\\n", min_size=1, max_size=8),
-    st.tuples(scalars, sampled_from((1, 2, 3, 1_000))).map(lambda pair: f"[{', '.join([pair[0]] * pair[1])}]"),
-    st.tuples(scalars, sampled_from((1, 3, 500))).map(
-        lambda pair: "{" + ", ".join(f"k{i}: {pair[0]}" for i in range(pair[1])) + "}"
-    ),
-    st.one_of(nested(), bombs()),
+    st.builds(lambda value, count: f"[{', '.join([value] * count)}]", scalars, counts),
+    st.builds(lambda value, count: f"{{{', '.join(f'k{i}: {value}' for i in range(count))}}}", scalars, counts),
+    nested | bombs(),
 )
-plain_json: SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 300) | st.text(characters, max_size=5),
+documents = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.text(characters, max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
 json_values = st.one_of(
     integers,
-    json_floats,
     quoted,
-    plain_json.map(json.dumps),
-    sampled_from(("null", "true", "[]", "{}", '"x"', '{"a": 1, "a": 2}', "[" + "0," * 5_000 + "0]")),
-    nested().filter(lambda text: ": " not in text and "?" not in text),
+    documents.map(json.dumps),
+    sampled_from(("null", "true", "[]", "{}", '"x"', '{"a": 1, "a": 2}', "[" + "0," * 5_000 + "0]", "1e999")),
+    nested,
 )

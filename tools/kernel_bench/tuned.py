@@ -26,6 +26,7 @@ class Problem:
     """Random operands of one family and shape, and the product of m rows with a given tile."""
 
     section = "tiles"  # of a table
+    grouped: dict[str, Any] = {}  # noqa: RUF012 - arguments of a grouped product: its groups, and whether rows are gathered
 
     def __init__(self, family: str, n: int, k: int, device: torch.device, group: int = 128) -> None:
         self.family, self.n, self.k, self.device = family, n, k, device
@@ -87,26 +88,29 @@ class Problem:
 
     def product(self, tile: Tile) -> Tensor:
         """The result of m rows, after `rows(m)`."""
-        dtype = torch.bfloat16
-        if self.family == "w4a16":
-            if tile.way == "dequantized":
-                packed = self.tiled.view(self.n, -1)  # as many words; their order does not matter to the time
-                scale = self.scale_w.expand(-1, self.k // 128).bfloat16().contiguous()
-                weight = w4a16.dequantize_int4(packed, scale, None, self.k, dtype)
-                return gemm.dense(self.x, weight)
-            return w4a16.w4a16(self.x, None, self.scale_w, None, self.tiled, self.meta, tile=tile)
-        if self.family == "nvfp4a16":
-            return nvfp4a16.nvfp4a16(self.x, *self.stored, self.tiled, self.meta, tile=tile)
-        if self.family == "w4a8":
-            weight = self.tiled, self.meta, self.k, self.n
-            return w4a8.w4a8(self.x, self.scale_x, *weight, None, dtype, tile=tile)
-        if self.family == "fp8_block":
-            return fp8_block.fp8_block(self.x, self.scale_x, self.weight, self.scale_w, None, dtype, tile=tile)
-        out = torch.empty(self.x.shape[0], self.n, dtype=dtype, device=self.device)
+        family, x, dtype, how = self.family, self.x, torch.bfloat16, {**self.grouped, "tile": tile}
+        if family == "w4a16" and tile.way == "dequantized" and not self.grouped:
+            packed = self.tiled.view(self.n, -1)  # as many words; their order does not matter to the time
+            scale = self.scale_w.expand(-1, self.k // 128).bfloat16().contiguous()
+            return gemm.dense(x, w4a16.dequantize_int4(packed, scale, None, self.k, dtype))
+        if family == "w4a16":
+            return w4a16.w4a16(x, None, self.scale_w, None, self.tiled, self.meta, **how)
+        if family == "nvfp4a16":
+            packed = None if self.grouped else self.stored[0]
+            return nvfp4a16.nvfp4a16(x, packed, *self.stored[1:], self.tiled, self.meta, **how)
+        if family == "w4a8":
+            return w4a8.w4a8(x, self.scale_x, self.tiled, self.meta, self.k, self.n, None, dtype, **how)
+        if family == "fp8_block":
+            return fp8_block.fp8_block(x, self.scale_x, self.weight, self.scale_w, None, dtype, **how)
+        if self.grouped:
+            if family == "dense":
+                return gemm.dense(x, self.weight, **how)
+            return gemm.scaled(x, self.scale_x, self.weight, self.scale_w, None, dtype, **how)
+        out = torch.empty(x.shape[0], self.n, dtype=dtype, device=self.device)
         if tile.way == "library":
-            return out[: library.product(self.x, self.weight, out, gemm.by_kernel)]  # shorter where its bits differ
-        scales = (None, None) if self.family == "dense" else (self.scale_x, self.scale_w)
-        gemm.run(self.x, self.weight, *scales, None, out, tile)
+            return out[: library.product(x, self.weight, out, gemm.by_kernel)]  # shorter where its bits differ
+        scales = (None, None) if family == "dense" else (self.scale_x, self.scale_w)
+        gemm.run(x, self.weight, *scales, None, out, tile)
         return out
 
 
@@ -128,8 +132,8 @@ class GroupedProblem(Problem):
         super().__init__("dense" if family in BACKWARD else family, width, k, device)
         self.family, self.n = family, n
         if family == "w4a16":
-            self.scale = (torch.rand(width, k // 128, device=device) * 0.01).bfloat16()
-            self.meta = meta_w4a16(self.scale, None, width, k, 128, torch.bfloat16)
+            self.scale_w = (torch.rand(width, k // 128, device=device) * 0.01).bfloat16()
+            self.meta = meta_w4a16(self.scale_w, None, width, k, 128, torch.bfloat16)
         if family == "weight_grad":
             self.into = torch.zeros(width, k, device=device)
 
@@ -152,13 +156,10 @@ class GroupedProblem(Problem):
         else:
             chosen = make_routing("balanced", m, self.sizes, self.device).experts
             self.groups = groups_of(chosen, self.sizes.experts, kernels=self.device.type == "cuda")
+        self.grouped = {"groups": self.groups, "gathered": self.gathered}
 
     def known(self, m: int) -> Tile:
-        return self._tile(self.family)
-
-    def _tile(self, family: str) -> Tile:
-        given = {"groups": self.groups, "gathered": self.gathered}
-        return lookup(family, self.n, self.k, self.groups.rows, self.x, **given)
+        return lookup(self.family, self.n, self.k, self.groups.rows, self.x, **self.grouped)
 
     def candidates(self, m: int) -> list[Tile]:
         return grouped_candidates(self.family, self.limit(m), self.sizes.experts, self.gathered)
@@ -172,25 +173,13 @@ class GroupedProblem(Problem):
         return self.product(tile)
 
     def product(self, tile: Tile) -> Tensor:
-        family, x = self.family, self.x
-        if family == "input_grad":
+        if self.family == "input_grad":
             return backward.grouped_input_grad(self.dy, self.weight, self.groups, tile=tile)
-        if family == "weight_grad":
+        if self.family == "weight_grad":
             self.into.zero_()
             self.timed(tile)
             return self.into.clone()
-        grouped = {"groups": self.groups, "gathered": self.gathered, "tile": tile}
-        if family == "dense":
-            return gemm.dense(x, self.weight, **grouped)
-        if family == "w4a16":
-            return w4a16.w4a16(x, None, self.scale, None, self.tiled, self.meta, **grouped)
-        if family == "nvfp4a16":
-            return nvfp4a16.nvfp4a16(x, None, *self.stored[1:], self.tiled, self.meta, **grouped)
-        if family == "w4a8":
-            weight = self.tiled, self.meta, self.k, self.n
-            return w4a8.w4a8(x, self.scale_x, *weight, None, torch.bfloat16, **grouped)
-        products = {"w8a8": gemm.scaled, "fp8": gemm.scaled, "fp8_block": fp8_block.fp8_block}
-        return products[family](x, self.scale_x, self.weight, self.scale_w, None, torch.bfloat16, **grouped)
+        return super().product(tile)
 
 
 def dump_tile(tile: Tile | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Runs that are damaged, forged or incomplete; other inputs for a resumed run or for a second rank."""
+"""Runs, models and exports that are damaged, forged or incomplete; other inputs for a resumed run or a second rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, sampled_from
-
-from fuzzing.base import EVALUATE, GENERATE, RUN, Base, lay_out
+from fuzzing.base import COMPARE, EVALUATE, EVALUATE_GREEDILY, GENERATE, QUANTIZE, RUN, Base, lay_out
 from fuzzing.case import Case
 from fuzzing.damage import (
     damage_entry,
@@ -27,23 +24,127 @@ from fuzzing.damage import (
     spoil_values,
     write_tensors,
 )
-from fuzzing.values import (
-    chance,
-    file_names,
-    json_values,
-    listed,
-    make_traps,
-    pick,
-    position,
-    shown,
-    weighted,
-)
+from fuzzing.values import chance, file_names, json_values, listed, make_traps, pick, position, shown, texts, weighted
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, sampled_from
 
+Refusing = tuple[str, ...]  # commands that must refuse a run
 READERS = {"runs": 5, "report": 2, "diagnose": 3, "generate": 3, "eval": 3, "export": 3, "compare": 2, "train": 6}
-OPENERS = ("generate", "export", "eval")  # of the newest checkpoint's masters
-LAST = "checkpoints/000003"
+OPENERS = ("generate", "export", "eval")  # read the newest checkpoint's masters
 RUN_DAMAGE = {"file": 40, "tensors": 10, "forged": 8, "entry": 14, "history": 5, "inputs": 7, "results": 8}
-Refusing = tuple[str, ...]  # commands that must refuse the run
+LAST = "checkpoints/000003"
+MODEL_LINES = {
+    "generate": GENERATE.format("model"),
+    "quantize": QUANTIZE,
+    "compare": COMPARE,
+    "eval": EVALUATE_GREEDILY.format("model", "rows.jsonl"),
+    "check": "check c.yaml",
+    "train": "train c.yaml",
+}
+MODEL_COMMANDS = {"generate": 2, "quantize": 2, "check": 1, "compare": 1, "train": 1, "eval": 1}
+MODEL_DAMAGE = {"tensors": 11, "tree": 30, "sharded": 8, "contradiction": 3, "export": 7}
+WEIGHTS = "model.safetensors"
+# Keys of config.json and generation_config.json that a library acts on, and JSON that means something to one of them.
+KEYS = listed("""
+    auto_map  architectures  model_type  quantization_config  rope_parameters  rope_scaling  dtype  hidden_act
+    rms_norm_eps  attention_dropout  eos_token_id  pad_token_id  tie_word_embeddings  layer_types  attn_implementation
+    head_dim  id2label  transformers_version  num_labels  temperature  do_sample  stop_strings  max_length  hidden_size
+    intermediate_size  num_hidden_layers  num_attention_heads  num_key_value_heads  vocab_size
+""")
+POINTED = listed(r"""
+    {"AutoConfig": 5}  {"AutoConfig": ["a", null]}  {"AutoModelForCausalLM": "../../x.py--y.Z"}  [5]  [null]  "nosuch"
+    ["NoSuchModel"]  ["LlamaForSequenceClassification"]  "bert"  "../llama"  "gpt2"  "mamba"  {"quant_method": "gptq"}
+    {"quant_method": "compressed-tensors"}  {"quant_method": "compressed-tensors", "config_groups": []}  [[1]]
+    {"quant_method": 5}  {"rope_type": "yarn"}  {"rope_theta": "x"}  {"rope_theta": 0}  {"rope_theta": 1e400}
+    {"type": "linear"}  {"rope_type": "yarn", "factor": -1}  {"rope_type": 5}  "float99"  "int8"  "float64"  [1, null]
+    "__class__"  ["nosuch", "nosuch"]  {"x": 1}  999999  -1  0  1000000000  1.5  "64"
+""")
+CHAT_TEMPLATES = listed(r"""
+    {% for  {{ x.y.z }}  {{ messages[99].content }}  {{ raise_exception('no \u001b[31m') }}  {{ 1 / 0 }}  plain  \ud800
+    {{ 'a' * 99999999999 }}  {% for i in range(99999999999) %}{% endfor %}  {{ messages.__class__.__mro__ }}
+    {{ ''.format.__globals__ }}  {{ '\ud800' }}  {% include 'x' %}  {% macro m() %}{{ m() }}{% endmacro %}{{ m() }}
+    {{ messages[0]['content'] + 5 }}  {{ strftime_now(5) }}
+""")
+CONTRADICTIONS = {"num_hidden_layers": 3, "intermediate_size": 64, "vocab_size": 200, "num_key_value_heads": 4}
+
+
+# --- models and exports
+
+
+def mutate_model(draw: DrawFn, base: Base, case: Case) -> None:
+    """A damaged model or export for one of the commands that take one."""
+    make_traps(case.cwd)
+    lay_out(base, case, "model", "data")
+    model, variant = case.cwd / "model", weighted(draw, MODEL_DAMAGE)
+    command, refuse = weighted(draw, MODEL_COMMANDS), variant == "contradiction"
+    if variant == "tensors":
+        tensors = read_tensors(model / WEIGHTS)
+        what, refuse = (lose_tensors(draw, tensors), True) if chance(draw, 70) else spoil_values(draw, tensors)
+        write_tensors(model / WEIGHTS, tensors)
+    elif variant == "contradiction":
+        key = pick(draw, list(CONTRADICTIONS))
+        config = json.loads((model / "config.json").read_text()) | {key: CONTRADICTIONS[key]}
+        (model / "config.json").write_text(json.dumps(config))
+        what = f"{key} = {CONTRADICTIONS[key]}, which the tensors contradict"
+    elif variant == "export":
+        what, refuse = _damaged_export(draw, base, model)
+        command = pick(draw, ("generate", "eval"))
+    else:
+        if variant == "sharded":
+            _shard(model)
+        what = _damaged_tree(draw, model)
+    (case.cwd / "c.yaml").write_text(yaml.safe_dump(base.config(model={"path": "./model"})))
+    case.mutation, case.argv = f"model {variant}: {what}", shlex.split(MODEL_LINES[command])
+    case.must_refuse = refuse and command != "check"  # which reads no tensors
+    if variant == "export" and not refuse:  # half of the cases reach the checks behind the digests
+        case.argv += pick(draw, ([], ["--no-verify-digests"]))
+
+
+def _shard(model: Path) -> None:
+    """Two shards and an index in place of one file."""
+    tensors, files = read_tensors(model / WEIGHTS), [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    (model / WEIGHTS).unlink()
+    weight_map = {name: files[number % 2] for number, name in enumerate(tensors)}
+    for file in files:
+        write_tensors(model / file, {name: tensors[name] for name in tensors if weight_map[name] == file})
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (model / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _damaged_tree(draw: DrawFn, model: Path) -> str:
+    """Damage something in a model's directory: a file, an entry, a key of a document, or a template."""
+    kind = pick(draw, ("file", "file", "entry", "key", "key", "key", "template"))
+    if kind == "template":
+        template = draw(sampled_from(CHAT_TEMPLATES) | texts)
+        (model / "chat_template.jinja").write_bytes(template.encode("utf-8", "surrogatepass"))
+        return f"chat template {shown(template)}"
+    if kind != "key":
+        files = sorted(model.iterdir())
+        return (damage_file if kind == "file" else damage_entry)(draw, files[position(draw, len(files))])
+    path = pick(draw, sorted(model.glob("*config.json")))
+    data = json.loads(path.read_text())
+    key, value = draw(sampled_from(KEYS) | sampled_from(list(data))), draw(sampled_from(POINTED) | json_values)
+    path.write_text(json.dumps(data | {key: "@0@"}, indent=1).replace('"@0@"', value))
+    return f"{path.name} {key} = {shown(value)}"
+
+
+def _damaged_export(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
+    """Put a damaged export in place of the model. Damage that a digest covers must be refused."""
+    shutil.rmtree(model)
+    shutil.copytree(base.export, model)
+    kind = pick(draw, ("tree", "tree", "tree", "flip", "missing"))
+    if kind == "tree":
+        return _damaged_tree(draw, model), False
+    (file,) = model.glob("*.safetensors")
+    tensors = read_tensors(file)
+    what = flip_bit(draw, tensors) if kind == "flip" else f"{pick(draw, list(tensors))} missing"
+    if kind == "missing":
+        del tensors[what.split()[0]]
+    write_tensors(file, tensors)
+    return what, True
+
+
+# --- runs
 
 
 def mutate_run(draw: DrawFn, base: Base, case: Case) -> None:
@@ -56,17 +157,8 @@ def mutate_run(draw: DrawFn, base: Base, case: Case) -> None:
         what = (damage_file if chance(draw, 75) else damage_entry)(draw, path)
         case.mutation, case.argv = f"results: {what}", shlex.split(EVALUATE)
         return
-    changes = {
-        "file": _file,
-        "tensors": _tensors,
-        "forged": _forged,
-        "entry": _entry,
-        "history": _history,
-        "inputs": _inputs,
-    }
-    what, refusing = changes[kind](draw, run)
-    command = "train" if kind == "inputs" else weighted(draw, READERS)
-    target = str(RUN)
+    what, refusing = DAMAGE[kind](draw, run)
+    command, target = "train" if kind == "inputs" else weighted(draw, READERS), str(RUN)
     if command in (*OPENERS, "diagnose") and chance(draw, 15):
         target = f"{RUN}/checkpoints/{pick(draw, ('latest', '000003', '000001'))}"
     if command == "compare":
@@ -86,31 +178,25 @@ def mutate_run(draw: DrawFn, base: Base, case: Case) -> None:
 
 
 def _file(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """A file damaged as what it is. Of a checkpoint's state, mostly with digests that fit."""
+    """Damage a file as what it is. Of a checkpoint's state, mostly with digests that fit."""
     records = listed("config.yaml  metrics.jsonl  evaluations.jsonl  environment.json  evaluations/000002.jsonl") * 2
     steps = listed("rollouts/{}.jsonl  rollouts/{}.safetensors  diagnostics/{}.json  checkpoints/{}/manifest.json")
-    steps += listed(
-        "checkpoints/{}/state.json  checkpoints/{}/masters.safetensors  checkpoints/{}/optimizer.safetensors"
-    )
+    steps += [f"checkpoints/{{}}/{name}" for name in ("state.json", "masters.safetensors", "optimizer.safetensors")]
     path = run / pick(draw, [*records, *steps]).format(pick(draw, ("000001", "000003", "000003")))
     before = path.read_bytes()
     what = f"{path.relative_to(run)} {damage_file(draw, path)}"
     if path.name == "state.json" and chance(draw, 80):
         _seal_files(path.parent)
         return f"{what}, digests fit", ()
+    changed = before != path.read_bytes()
+    if path.name == "manifest.json":  # in whose JSON a space between values means nothing
+        changed = json.loads(before) != parsed(path.read_text(errors="replace"))
     digested = path.parent == run / LAST and path.name != "optimizer.safetensors"
-    return what, OPENERS if digested and _means_other(before, path) else ()
-
-
-def _means_other(before: bytes, path: Path) -> bool:
-    """Whether a file's bytes changed, or a manifest's JSON, in which a space between values means nothing."""
-    if path.name != "manifest.json":
-        return before != path.read_bytes()
-    return json.loads(before) != parsed(path.read_text(errors="replace"))
+    return what, OPENERS if digested and changed else ()
 
 
 def _tensors(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Tensors lost, of other shapes, types or values, mostly with digests that fit."""
+    """Tensors lost, or with other shapes, types or values, mostly with digests that fit."""
     names = ("rollouts/000003", f"{LAST}/masters", f"{LAST}/masters", f"{LAST}/optimizer")
     path = run / f"{pick(draw, names)}.safetensors"
     tensors, sealed = read_tensors(path), chance(draw, 80)
@@ -120,7 +206,7 @@ def _tensors(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
         refusing = (*OPENERS, "train") if sealed else OPENERS
     else:
         what, _ = spoil_values(draw, tensors)
-        if sealed and "zeros" in what:  # which they may have been; other codes than the run recorded if not
+        if sealed and "zeros" in what:  # they may have been zeros; if not, the run recorded other codes
             refusing = ()
     write_tensors(path, tensors)
     if sealed and path.parent == run / LAST:
@@ -156,7 +242,7 @@ def _seal(path: Path, manifest: Any) -> None:
 
 
 def _seal_files(directory: Path) -> None:
-    """Let the manifest's digests fit the files as they are."""
+    """Make the manifest's digests fit the files."""
     manifest = json.loads((directory / "manifest.json").read_text())
     for name in manifest["files"]:
         raw = (directory / name).read_bytes()
@@ -165,7 +251,7 @@ def _seal_files(directory: Path) -> None:
 
 
 def _entry(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Something else of an entry's name, or an entry with a name that nobody expects."""
+    """Replace an entry by something else of its name, or give it an unexpected name."""
     found = sorted(path for path in run.rglob("*") if path.is_symlink() or path.exists())
     path = found[position(draw, len(found))]
     name = draw(file_names).replace("/", "").replace("\0", "").strip(".")[:200]
@@ -177,7 +263,7 @@ def _entry(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
 
 
 def _history(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Parts of the run's past gone."""
+    """Remove parts of the run's past."""
     metrics = run / "metrics.jsonl"
     first, second, third = metrics.read_text().splitlines(keepends=True)
     kept = {
@@ -196,9 +282,22 @@ def _history(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
 
 
 def _inputs(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """What the run was started with is another now: a resumed run would be no run of either."""
+    """Change what the run was started with: resuming would continue neither of two runs."""
     kind = pick(draw, ("reward", "row", "order", "rows", "weight", "tokenizer", "nothing"))
     return _change_input(draw, run.parent.parent, kind), ("train",) if kind != "nothing" else ()
+
+
+DAMAGE: dict[str, Callable[[DrawFn, Path], tuple[str, Refusing]]] = {
+    "file": _file,
+    "tensors": _tensors,
+    "forged": _forged,
+    "entry": _entry,
+    "history": _history,
+    "inputs": _inputs,
+}
+
+
+# --- two ranks
 
 
 def mutate_ranks(draw: DrawFn, base: Base, case: Case) -> None:
@@ -240,7 +339,6 @@ EDITS = {
     "generation": [("model/generation_config.json", '"eos_token_id": 1', '"eos_token_id": 7')],
     "config": [
         ("model/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": {}e-9'),
-        ("model/config.json", '"rope_theta": 10000.0', '"rope_theta": {}.5'),
         ("model/config.json", '"num_attention_heads": 4', '"num_attention_heads": 8'),
         ("model/config.json", '"tie_word_embeddings": true', '"tie_word_embeddings": false'),
     ],
@@ -266,13 +364,3 @@ def _change_input(draw: DrawFn, cwd: Path, kind: str) -> str:
         assert old in text, f"{name} has no {old}"
         (cwd / name).write_text(text.replace(old, new.format(number), 1))
     return what
-
-
-DAMAGE: dict[str, Callable[[DrawFn, Path], tuple[str, Refusing]]] = {
-    "file": _file,
-    "tensors": _tensors,
-    "forged": _forged,
-    "entry": _entry,
-    "history": _history,
-    "inputs": _inputs,
-}
