@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -32,11 +33,11 @@ from kernel_bench.candidates import candidates
 from kernel_bench.experts import MODELS as MIXTURES
 from kernel_bench.experts import Sizes
 from kernel_bench.measure import Late, Stopwatch
-from kernel_bench.precompile import precompile
 from kernel_bench.shapes import MODELS, TUNED, layers
 from kernel_bench.summary import geometric_mean
 from kernel_bench.tuned import BACKWARD_TOKENS, PRODUCTS, TOKENS, GroupedProblem, Problem, dump_tile, format_table
-from qarl_kernels.launch import Launch, device_name, recording
+from qarl_kernels.ahead import compile_ahead
+from qarl_kernels.launch import device_name
 from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Tile, lookup, parse_entry
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
@@ -120,42 +121,33 @@ def merged(measured: dict[int, Tile], old: Entry = NOTHING, ladder: Sequence[int
     return pairs
 
 
-def launches_of(
-    families: list[str], rows: list[int], capability: tuple[int, int], shapes: list[tuple[int, int]] | None = None
-) -> list[Launch]:
-    """The launch of every candidate, and of the tiles that the tables give now, on tensors without memory."""
-    with recording(capability) as launches:
-        for family in families:
-            problem = Problem(family, 4096, 4096, torch.device("meta"))
-            problem.rows(64)
-            tiles = [lookup(family, n, k, m, problem.x) for n, k in shapes or () for m in rows]
-            for tile in dict.fromkeys(tiles + [tile for m in rows for tile in candidates(family, m)]):
-                if tile.way not in ("library", "dequantized"):
-                    problem.product(tile)
-            for n, k in shapes or ():
-                for m in rows:
-                    if Tile("dequantized") in candidates(family, m):
-                        problem = Problem(family, n, k, torch.device("meta"))
-                        problem.rows(m)
-                        problem.product(Tile("dequantized"))
-    return launches
-
-
-def grouped_launches(
-    family: str, sizes: Sizes, which: Sequence[str], tokens: list[int], capability: tuple[int, int]
-) -> list[Launch]:
-    """As `launches_of`, of one family's grouped products."""
-    with recording(capability) as launches:
-        for one in which:
-            problem = GroupedProblem(family, sizes, one, torch.device("meta"))
-            tried: set[Tile] = set()
-            for m in tokens:
+def launch_all(families: list[str], rows: list[int], shapes: Sequence[tuple[int, int]] = ()) -> None:
+    """Launch every candidate, and the tiles that the tables give now, on tensors without memory."""
+    for family in families:
+        problem = Problem(family, 4096, 4096, torch.device("meta"))
+        problem.rows(64)
+        tiles = [lookup(family, n, k, m, problem.x) for n, k in shapes for m in rows]
+        for tile in dict.fromkeys(tiles + [tile for m in rows for tile in candidates(family, m)]):
+            if tile.way not in ("library", "dequantized"):
+                problem.product(tile)
+        for (n, k), m in itertools.product(shapes, rows):
+            if Tile("dequantized") in candidates(family, m):
+                problem = Problem(family, n, k, torch.device("meta"))
                 problem.rows(m)
-                for tile in {problem.known(m): None} | dict.fromkeys(problem.candidates(m)):
-                    if tile not in tried or tile.way == "dequantized":  # which reads a tile for m rows of its own
-                        problem.product(tile)
-                    tried.add(tile)
-    return launches
+                problem.product(Tile("dequantized"))
+
+
+def launch_grouped(family: str, sizes: Sizes, which: Sequence[str], tokens: list[int]) -> None:
+    """As `launch_all`, the grouped products of one family."""
+    for one in which:
+        problem = GroupedProblem(family, sizes, one, torch.device("meta"))
+        tried: set[Tile] = set()
+        for m in tokens:
+            problem.rows(m)
+            for tile in {problem.known(m): None} | dict.fromkeys(problem.candidates(m)):
+                if tile not in tried or tile.way == "dequantized":  # which reads a tile for m rows of its own
+                    problem.product(tile)
+                tried.add(tile)
 
 
 def save(out: Path, problem: Problem, found: Tuned, ladder: Sequence[int]) -> None:
@@ -228,7 +220,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--m", type=int, nargs="+", help=f"numbers of rows, of experts tokens; default: {ROWS}, {TOKENS}")
     add("--seconds", type=float, default=math.inf, help="time for all of it, compiling included")
-    add("--workers", type=int, default=os.cpu_count(), help="processes that compile beforehand")
+    add("--workers", type=int, default=os.cpu_count(), help="threads that compile beforehand")
     add("--out", type=Path, help="the table; default: the one of this GPU inside qarl_kernels")
     parsed = parser.parse_args(arguments)
     if parsed.families is None:
@@ -243,18 +235,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class Part:
-    """What is compiled together and then measured: the launches, and for each problem how to make it, and its rows."""
+    """What is compiled together and then measured.
 
-    launches: Callable[[], list[Launch]]
+    Attributes:
+        launch: Launches all kernels on tensors without memory.
+        problems: What makes each problem, and its numbers of rows.
+        ladder: From a problem to the numbers of rows of its table.
+    """
+
+    launch: Callable[[], None]
     problems: list[tuple[Callable[[], Problem], list[int]]]
     ladder: Callable[[Problem], Sequence[int]]
 
 
-def parts_of(arguments: argparse.Namespace, device: torch.device, capability: tuple[int, int]) -> list[Part]:
-    """The work. Grouped products in one part a model and family, so that a table is worth something after each."""
+def parts_of(arguments: argparse.Namespace, device: torch.device) -> list[Part]:
+    """The work. Grouped products have a part per model and family, so that each leaves a table that is of use."""
     if arguments.experts:
         return [
-            _grouped_part(family, MIXTURES[model], arguments.m, device, capability)
+            _grouped_part(family, MIXTURES[model], arguments.m, device)
             for model in arguments.experts
             for family in arguments.families
         ]
@@ -267,15 +265,13 @@ def parts_of(arguments: argparse.Namespace, device: torch.device, capability: tu
                 print(f"{family} {n}x{k}: left to the default tile (K is not a multiple of 128)")
             else:
                 problems.append((partial(Problem, family, n, k, device), rows))
-    return [Part(partial(launches_of, arguments.families, rows, capability, shapes), problems, lambda _: ROWS)]
+    return [Part(partial(launch_all, arguments.families, rows, shapes), problems, lambda _: ROWS)]
 
 
-def _grouped_part(
-    family: str, sizes: Sizes, tokens: list[int] | None, device: torch.device, capability: tuple[int, int]
-) -> Part:
+def _grouped_part(family: str, sizes: Sizes, tokens: list[int] | None, device: torch.device) -> Part:
     rows = sorted(set(tokens or (BACKWARD_TOKENS if family in BACKWARD else TOKENS)))
     return Part(
-        partial(grouped_launches, family, sizes, PRODUCTS, rows, capability),
+        partial(launch_grouped, family, sizes, PRODUCTS, rows),
         [(partial(GroupedProblem, family, sizes, which, device), rows) for which in PRODUCTS],
         lambda problem: [problem.limit(m) for m in TOKENS],
     )
@@ -286,18 +282,16 @@ def main() -> None:
     arguments = parse()
     if not torch.cuda.is_available():
         sys.exit("tuning needs a CUDA device; torch sees none")
-    device, capability = torch.device("cuda"), torch.cuda.get_device_capability()
+    device = torch.device("cuda", torch.cuda.current_device())
     watch = Stopwatch(device)
     out = arguments.out or TABLES / f"{device_name(watch.flush)}.json"
-    parts = parts_of(arguments, device, capability)
+    parts = parts_of(arguments, device)
     left = sum(len(part.problems) for part in parts)
     gains: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         begin = time.monotonic()
-        launches = part.launches()
-        failed = precompile(launches, capability, arguments.workers)
-        seconds = time.monotonic() - begin
-        print(f"{len(launches)} kernels compiled in {seconds:.0f} s, {len(failed)} of them failed", flush=True)
+        compiled = compile_ahead(part.launch, device, arguments.workers)  # one after the other takes longer than timing
+        print(f"{compiled} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
         for make, rows in part.problems:
             now = time.monotonic()
             deadline = now + (started + arguments.seconds - now) / left

@@ -13,6 +13,7 @@ import torch
 from mixtures import weight_grad
 from products import relative_error
 from qarl_kernels import tuning
+from qarl_kernels.launch import recording
 from qarl_kernels.tuning import BACKWARD, FAMILIES, Entry, Tile
 from running import NEEDS_TRITON
 from safetensors.torch import save_file
@@ -41,7 +42,8 @@ def test_candidates_keep_what_their_kernels_promise(family: str, m: int) -> None
 
 def test_every_candidate_is_recorded_for_compilation_before() -> None:
     rows = [16, 1024]
-    launches = tune_kernels.launches_of(["w4a16", "fp8"], rows, (9, 0))
+    with recording((9, 0)) as launches:
+        tune_kernels.launch_all(["w4a16", "fp8"], rows)
     tiles = {(f, t) for f in ("w4a16", "fp8") for m in rows for t in tune_kernels.candidates(f, m)}
     assert len(launches) == sum(tile.way != "dequantized" for _, tile in tiles)
 
@@ -140,7 +142,8 @@ def test_candidates_of_grouped_products_keep_what_their_kernels_promise(family: 
 
 def test_every_grouped_candidate_is_recorded_for_compilation_before() -> None:
     tokens = [4, 1024]
-    launches = tune_kernels.grouped_launches("w8a8", SIZES, PRODUCTS, tokens, (9, 0))
+    with recording((9, 0)) as launches:
+        tune_kernels.launch_grouped("w8a8", SIZES, PRODUCTS, tokens)
     tried = set()
     for which in PRODUCTS:
         tried |= {(which, tile) for m in tokens for tile in grouped_candidates("w8a8", 2 * m, 3, which == "gate_up")}
@@ -149,7 +152,8 @@ def test_every_grouped_candidate_is_recorded_for_compilation_before() -> None:
             problem.rows(m)
             tried.add((which, problem.known(m)))  # whichever table it is from
     assert len(launches) == len(tried)
-    fused = tune_kernels.grouped_launches("w4a16", SIZES, PRODUCTS, [512], (9, 0))
+    with recording((9, 0)) as fused:
+        tune_kernels.launch_grouped("w4a16", SIZES, PRODUCTS, [512])
     assert any("dequantize" in launch.kernel.__name__ for launch in fused)
 
 
@@ -221,10 +225,10 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], message: str, cap
 
 def test_experts_are_tuned_one_family_after_the_other() -> None:
     arguments = tune_kernels.parse(["--experts", "tiny", "mixtral-8x7b", "--families", "w4a16", "weight_grad"])
-    parts = tune_kernels.parts_of(arguments, CPU, (9, 0))
+    parts = tune_kernels.parts_of(arguments, CPU)
     assert [len(part.problems) for part in parts] == [2] * 4
     assert [part.problems[0][1][0] for part in parts] == [1, 1024] * 2
     assert len(tune_kernels.parse(["--experts", "tiny"]).families) == len(FAMILIES) + 2
     assert tune_kernels.parse(["--preset"]).families == list(FAMILIES)
-    (part,) = tune_kernels.parts_of(tune_kernels.parse(["--shapes", "64x128", "64x100", "--m", "8"]), CPU, (9, 0))
+    (part,) = tune_kernels.parts_of(tune_kernels.parse(["--shapes", "64x128", "64x100", "--m", "8"]), CPU)
     assert len(part.problems) == 2 * len(FAMILIES) - 2  # the tiled int4 weights need whole blocks of K
