@@ -22,10 +22,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
-from harness import Record, Report, count, out_file, positive, run_case, serve_case
+from harness import Record, count, out_file, positive, run_cases
 
 # isort: split
 import torch
@@ -100,22 +99,18 @@ def cases(options: argparse.Namespace) -> Iterator[Record]:
 
 def main() -> int:
     options = parse()
-    if options.case:
-        serve_case(options.case, partial(measure, options))
-        return 0
-    report = Report(options.out)
-    options.out.with_suffix(".log").unlink(missing_ok=True)
-    heads = ("tokens/s", "decoding", "first", "GFLOP/s")
-    print(f"{'engine':8}{'model':22}{'variant':16}{'batch':>6}" + "".join(f"{head:>11}" for head in heads))
-    for case in cases(options):
-        (rows,) = run_case(case, options.out, options.timeout)
-        report.add(rows, f"{case['engine']} {case['model']} {case['variant']} {case.get('numerics', '')}")
-        for row in (row for row in rows if "tokens_per_s" in row):
-            numbers = (row["tokens_per_s"], row["decoding_per_s"], row["first_token_s"], row["gflop_per_s"])
-            variant = f"{row['variant']} {row.get('numerics', '')}"
-            shown = "".join(f"{number:11.2f}" for number in numbers)
-            print(f"{row['engine']:8}{row['model']:22}{variant:16}{row['batch']:6}{shown}", flush=True)
-    return int(report.failed)
+    if not options.case:
+        heads = ("tokens/s", "decoding", "first", "GFLOP/s")
+        print(f"{'engine':8}{'model':22}{'variant':16}{'batch':>6}" + "".join(f"{head:>11}" for head in heads))
+    return run_cases(options, cases(options), measure, show)
+
+
+def show(row: Record) -> None:
+    """Print a row."""
+    if "error" not in row:
+        numbers = (row["tokens_per_s"], row["decoding_per_s"], row["first_token_s"], row["gflop_per_s"])
+        variant, shown = f"{row['variant']} {row.get('numerics', '')}", "".join(f"{number:11.2f}" for number in numbers)
+        print(f"{row['engine']:8}{row['model']:22}{variant:16}{row['batch']:6}{shown}", flush=True)
 
 
 def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[Record]:

@@ -19,11 +19,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import Record, Report, count, out_file, positive, run_case, serve_case
+from harness import Record, count, out_file, positive, run_cases
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -184,18 +183,11 @@ def run_trl(
 
 def main() -> int:
     options = parse()
-    if options.case:
-        serve_case(options.case, partial(measure, options))
-        return 0
-    report = Report(options.out)
-    options.out.with_suffix(".log").unlink(missing_ok=True)
-    for case in cases(options):
-        (found,) = run_case(case, options.out, options.timeout)
-        report.add(found, " ".join(case.values()))
-        for record in found:
-            if "environment" not in record:
-                print({name: value for name, value in record.items() if name != "seconds"}, flush=True)
-    return int(report.failed)
+
+    def show(record: Record) -> None:
+        print({name: value for name, value in record.items() if name != "seconds"}, flush=True)
+
+    return run_cases(options, cases(options), measure, show)
 
 
 if __name__ == "__main__":

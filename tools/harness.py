@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,33 @@ def serve_case(given: str, measure: Callable[[Record, Path], Iterable[Record]]) 
                 lines.flush()
         finally:  # not before: asking for the GPU's name starts CUDA, and a run forks
             lines.write(json.dumps({"environment": environment()}) + "\n")
+
+
+def run_cases(
+    options: argparse.Namespace,
+    cases: Iterable[Record],
+    measure: Callable[[argparse.Namespace, Record, Path], Iterable[Record]],
+    show: Callable[[Record], None],
+) -> int:
+    """The main part of a benchmark whose cases run in processes of their own; returns the exit code.
+
+    Args:
+        options: The command line, with `case`, `out` and `timeout`.
+        cases: What to measure; its texts are its name.
+        measure: From the options, a case and a directory for its files to the records, in the case's process.
+        show: Called with each record.
+    """
+    if options.case:
+        serve_case(options.case, partial(measure, options))
+        return 0
+    report = Report(options.out)
+    options.out.with_suffix(".log").unlink(missing_ok=True)
+    for case in cases:
+        (found,) = run_case(case, options.out, options.timeout)
+        report.add(found, " ".join(value for value in case.values() if isinstance(value, str)))
+        for record in (record for record in found if "environment" not in record):
+            show(record)
+    return int(report.failed)
 
 
 class Report:
