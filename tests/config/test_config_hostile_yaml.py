@@ -254,6 +254,8 @@ def test_a_configuration_too_large_for_its_own_yaml_is_refused(minimal):
     [
         (b"a: \xff", "not UTF-8 text .line 1, byte 0xff at 3"),
         (b"a: b\n" * 10**6, "holds more than 262,144 bytes"),
+        (b"", "the file is empty"),
+        (b"# nothing\n", "the file is empty"),
         (b"\xef\xbb\xbf- a", "holds a list"),
         (b"\0", "line 1, column 1: not valid YAML: the character U.0000"),
     ],

@@ -32,27 +32,14 @@ def test_a_path_reaches_lists_free_mappings_and_null_sections_and_the_last_value
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.steps", "an override is key.path=value"),
-        ("=3", "an override is key.path=value"),
-        ("train..steps=3", "an override is key.path=value"),
-        ("train.steps=[", "not valid YAML"),
-        ("train.steps.x=3", "train.steps = 3 has no keys below it; override train.steps itself"),
-        ("reward.functions.1.weight=2", "reward.functions is a list; valid indices are 0 to 0"),
-        ("reward.functions.first.weight=2", "reward.functions is a list; valid indices are 0 to 0"),
-        ("quant.ignore.0=x", "the file gives no list quant.ignore; give the whole list, quant.ignore=[...]"),
-    ],
-)
-def test_an_override_that_cannot_be_applied_is_refused_on_one_line(load, override, message):
-    with pytest.raises(UserError) as caught:
-        load(override)
-    assert str(caught.value).startswith(f"command line: {override}: ")
-    assert message in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+        ("train.steps", "train.steps: an override is key.path=value"),
+        ("=3", "=3: an override is key.path=value"),
+        ("train..steps=3", "train..steps=3: an override is key.path=value"),
+        ("train.steps=[", "train.steps=[: "),
+        ("train.steps.x=3", "train.steps.x=3: train.steps = 3 has no keys below it; override train.steps itself"),
+        ("reward.functions.1.weight=2", "reward.functions.1.weight=2: reward.functions is a list"),
+        ("reward.functions.first.weight=2", "reward.functions.first.weight=2: reward.functions is a list"),
+        ("quant.ignore.0=x", "quant.ignore.0=x: the file gives no list quant.ignore; give the whole list"),
         ("reward.functions.0000.weight=2", "valid indices are 0 to 0"),
         ("reward.functions.00.weight=2", "valid indices are 0 to 0"),
         ("reward.functions.-0.weight=2", "valid indices are 0 to 0"),
@@ -72,9 +59,9 @@ def test_an_override_that_cannot_be_applied_is_refused_on_one_line(load, overrid
         ("optim.lr=1e-6\n---\n2", "another document"),
         ("optim={lr: 1, lr: 2}", "lr: line 1: the key already stands in line 1"),
     ],
-    ids=range(18),
+    ids=range(26),
 )
-def test_a_hostile_override_is_one_line(load, override, message):
+def test_an_override_that_cannot_be_applied_is_refused_on_one_line(load, override, message):
     with pytest.raises(UserError) as caught:
         load(override)
     line = str(caught.value)

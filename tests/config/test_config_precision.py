@@ -8,6 +8,11 @@ from qarl.config.diagnostics import COSTLY, DiagnosticsConfig
 from qarl.errors import UserError
 
 
+def test_a_float16_learner_scales_its_loss_dynamically(load):
+    config = load("quant.learner=full_precision", "model.learner_dtype=float16")
+    assert config.loss_scale == 65536.0 and config.dynamic_loss_scale
+
+
 def test_an_aligned_learner_of_another_dtype_is_refused_with_the_way_out(load):
     with pytest.raises(UserError) as caught:
         load("model.learner_dtype=float32")
@@ -59,15 +64,3 @@ def test_costly_diagnostics_are_off_and_due_at_every_nth_step_counted_from_1(loa
     assert section.due(1) == {"shadow"} and section.due(3) == {"shadow", "deployed"}
     assert section.due(12) == {"shadow", "deployed", "gradients"}
     assert DiagnosticsConfig(**{f"{name}_every": 2 for name in COSTLY}).due(2) == set(COSTLY)
-
-
-def test_the_resolved_file_holds_the_new_keys_and_loads_to_the_same(load, reloaded):
-    config = load(
-        "quant.learner=full_precision",
-        "model.learner_dtype=float16",
-        "diagnostics.crossings_every=5",
-        "optim.master_dtype=bfloat16",
-        "logging.rollout_tensors=false",
-    )
-    again = reloaded(config)
-    assert again == config and again.loss_scale == 65536.0 and again.dynamic_loss_scale

@@ -70,10 +70,6 @@ def test_characters_that_drive_a_terminal_are_written_as_escapes():
         ("a: 1\nb: 2\na: 3", "t: a: line 3: the key already stands in line 1"),
         ("a:\n  b: [{c: 1, c: 2}]", "t: a.b.0.c: line 2: the key already stands in line 2"),
         ("a: {1: x}", "t: a: line 1: key 1 must be a string; put it in quotes"),
-        ("a: [", "t: line 1, column 5: not valid YAML"),
-        ("a: 1\n---\nb: 2", "not valid YAML: but found another document"),
-        ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-        ("a: \x07", "special characters are not allowed"),
     ],
 )
 def test_broken_yaml_is_refused_with_its_place(text, message):
@@ -81,22 +77,6 @@ def test_broken_yaml_is_refused_with_its_place(text, message):
         parse_yaml(text, "t")
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "the file is empty"),
-        (b"# nothing\n", "the file is empty"),
-        (b"- a\n", "holds a list"),
-        (b"\xff\xfe", "UTF-8"),
-    ],
-)
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content, message):
-    path = tmp_path / "x.yaml"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        load_config(path)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path):
@@ -121,12 +101,14 @@ def test_an_empty_section_means_its_defaults(minimal):
         ["rollout.engine=vllm", "rollout.vllm={device: 1, publish: delta, args: {a: [null, {y: 1.5}]}}"],
         ["objective={name: dapo, loss: no_clip, kl_coef: 0.1}", "correction={preset: geo_rs_token_tis, veto: 1e-4}"],
         ["objective={name: gspo, dvp_rho: 2.26e-6}", "correction.preset=bypass_k3_rs"],
+        ["quant.learner=full_precision", "model.learner_dtype=float16", "optim.master_dtype=bfloat16"],
+        ["diagnostics.crossings_every=5", "logging.rollout_tensors=false"],
         [
             "evaluation={every: 2, tasks: [{preset: gsm8k, path: /a/b.jsonl}, {name: own, "
             "data: {source: 'task:arithmetic'}, reward: [{name: exact}]}]}"
         ],
     ],
-    ids=len,
+    ids=str,
 )
 def test_to_yaml_loads_back_to_an_equal_config_from_any_file_name(load, reloaded, overrides):
     config = load(*overrides)
