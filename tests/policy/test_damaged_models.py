@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from damaged_models import Weights, gguf_of, quantized_copy
 from qarl_kernels.logprob import Truncation
 
@@ -249,117 +250,47 @@ def test_code_in_the_directory_does_not_run_unless_it_is_trusted(tiny_model, tmp
 
 # --- configurations of published models, as their config.json has them ----------------------------------------------
 
-SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-PUBLISHED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {  # values of SIZES, and the other keys
-    "llama-2-7b": (
-        ("llama", 4096, 11008, 32, 32, 32000),
-        {
-            "num_key_value_heads": 32,
-            "hidden_act": "silu",
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": None,
-            "pretraining_tp": 1,
-            "tie_word_embeddings": False,
-            "torch_dtype": "float16",
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-    "llama-7b-old": (
-        ("llama", 4096, 11008, 32, 32, 32000),
-        {
-            "pad_token_id": -1,
-            "rms_norm_eps": 1e-06,
-            "max_sequence_length": 2048,
-            "hidden_act": "silu",
-            "initializer_range": 0.02,
-        },
-    ),
-    "llama-3.1-8b": (
-        ("llama", 4096, 14336, 32, 32, 128256),
-        {
-            "num_key_value_heads": 8,
-            "mlp_bias": False,
-            "max_position_embeddings": 131072,
-            "rope_theta": 500000.0,
-            "eos_token_id": [128001, 128009],
-            "rope_scaling": {
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-                "rope_type": "llama3",
-            },
-        },
-    ),
-    "llama-3.1-405b": (
-        ("llama", 16384, 53248, 126, 128, 128256),
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072},
-    ),
-    "mistral-7b": (
-        ("mistral", 4096, 14336, 32, 32, 32000),
-        {
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-            "max_position_embeddings": 32768,
-            "rope_theta": 10000.0,
-            "torch_dtype": "bfloat16",
-        },
-    ),
-    "mistral-nemo": (
-        ("mistral", 5120, 14336, 40, 32, 131072),
-        {
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "sliding_window": None,
-            "max_position_embeddings": 1024000,
-            "rope_theta": 1000000.0,
-        },
-    ),
-    "qwen2.5-1m": (
-        ("qwen2", 3584, 18944, 28, 28, 152064),
-        {
-            "num_key_value_heads": 4,
-            "rope_theta": 10000000.0,
-            "max_position_embeddings": 1010000,
-            "sliding_window": 32768,
-            "use_sliding_window": False,
-            "max_window_layers": 28,
-            "dual_chunk_attention_config": {"chunk_size": 262144},
-        },
-    ),
-    "qwen2.5-yarn": (
-        ("qwen2", 896, 4864, 24, 14, 151936),
-        {
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": True,
-            "use_mrope": False,
-            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
-        },
-    ),
-    "qwen3-0.6b": (
-        ("qwen3", 1024, 3072, 28, 16, 151936),
-        {
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "rope_theta": 1000000,
-            "attention_bias": False,
-            "rope_scaling": None,
-            "sliding_window": None,
-            "max_window_layers": 28,
-            "rms_norm_eps": 1e-06,
-        },
-    ),
-}
+PUBLISHED: dict[str, dict[str, Any]] = yaml.safe_load(
+    """
+    llama-2-7b: {model_type: llama, hidden_size: 4096, intermediate_size: 11008, num_hidden_layers: 32,
+      num_attention_heads: 32, vocab_size: 32000, num_key_value_heads: 32, hidden_act: silu,
+      max_position_embeddings: 4096, rms_norm_eps: 1.0e-5, rope_scaling: null, pretraining_tp: 1,
+      tie_word_embeddings: false, torch_dtype: float16, bos_token_id: 1, eos_token_id: 2}
+    llama-7b-old: {model_type: llama, hidden_size: 4096, intermediate_size: 11008, num_hidden_layers: 32,
+      num_attention_heads: 32, vocab_size: 32000, pad_token_id: -1, rms_norm_eps: 1.0e-6, max_sequence_length: 2048,
+      hidden_act: silu, initializer_range: 0.02}
+    llama-3.1-8b: {model_type: llama, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32,
+      num_attention_heads: 32, vocab_size: 128256, num_key_value_heads: 8, mlp_bias: false,
+      max_position_embeddings: 131072, rope_theta: 500000.0, eos_token_id: [128001, 128009],
+      rope_scaling: {factor: 8.0, low_freq_factor: 1.0,
+      high_freq_factor: 4.0, original_max_position_embeddings: 8192, rope_type: llama3}}
+    llama-3.1-405b: {model_type: llama, hidden_size: 16384, intermediate_size: 53248, num_hidden_layers: 126,
+      num_attention_heads: 128, vocab_size: 128256, num_key_value_heads: 8, max_position_embeddings: 131072}
+    mistral-7b: {model_type: mistral, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32,
+      num_attention_heads: 32, vocab_size: 32000, num_key_value_heads: 8, sliding_window: 4096,
+      max_position_embeddings: 32768, rope_theta: 10000.0, torch_dtype: bfloat16}
+    mistral-nemo: {model_type: mistral, hidden_size: 5120, intermediate_size: 14336, num_hidden_layers: 40,
+      num_attention_heads: 32, vocab_size: 131072, num_key_value_heads: 8, head_dim: 128, sliding_window: null,
+      max_position_embeddings: 1024000, rope_theta: 1000000.0}
+    qwen2.5-1m: {model_type: qwen2, hidden_size: 3584, intermediate_size: 18944, num_hidden_layers: 28,
+      num_attention_heads: 28, vocab_size: 152064, num_key_value_heads: 4, rope_theta: 10000000.0,
+      max_position_embeddings: 1010000, sliding_window: 32768, use_sliding_window: false, max_window_layers: 28,
+      dual_chunk_attention_config: {chunk_size: 262144}}
+    qwen2.5-yarn: {model_type: qwen2, hidden_size: 896, intermediate_size: 4864, num_hidden_layers: 24,
+      num_attention_heads: 14, vocab_size: 151936, num_key_value_heads: 2, max_position_embeddings: 32768,
+      tie_word_embeddings: true, use_mrope: false,
+      rope_scaling: {factor: 4.0, original_max_position_embeddings: 32768, type: yarn}}
+    qwen3-0.6b: {model_type: qwen3, hidden_size: 1024, intermediate_size: 3072, num_hidden_layers: 28,
+      num_attention_heads: 16, vocab_size: 151936, num_key_value_heads: 8, head_dim: 128,
+      max_position_embeddings: 40960, rope_theta: 1000000, attention_bias: false, rope_scaling: null,
+      sliding_window: null, max_window_layers: 28, rms_norm_eps: 1.0e-6}
+    """
+)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_accepted(tmp_path, name):
-    sizes, others = PUBLISHED[name]
-    (tmp_path / "config.json").write_text(json.dumps(dict(zip(SIZES, sizes, strict=True)) | others))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     assert read_config_json(tmp_path / "config.json").parameters > 4e8
     load_model_config(ModelConfig(path=str(tmp_path)))
 

@@ -8,8 +8,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from policy_models import assert_gradients_close, make_policy, operand_of, parts_of, tokens
-from qarl_kernels.launch import INTERPRETED
+from fused_models import (
+    BOTH,
+    DEVICE,
+    NEEDS_TRITON,
+    ON_GPU,
+    PROMPTS,
+    RESPONSES,
+    TOLERANCE,
+    Pairs,
+    assert_near,
+    caches_of,
+)
+from policy_models import assert_gradients_close, operand_of, parts_of, tokens
+from qarl_formats.bits import same_bits
 from qarl_kernels.logprob import Truncation
 
 from qarl.policy.attention import Span
@@ -18,18 +30,9 @@ from qarl.policy.fused_attention import DecodeAttention, PagedAttention
 from qarl.policy.policy import Policy
 from qarl.policy.starting_codes import hessian_of, starting_masters
 from qarl.weight_sync.fingerprints import PublishError, verify_in_process
-from qarl.weight_sync.quantize import quantize_parameters
-from qarl.weight_sync.snapshot import Snapshot
 
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
-)
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = NEEDS_TRITON
 PLAIN = Truncation()
-BOTH = (True, False)  # fused layers, and those in plain torch
-PROMPTS = [tokens(3, 1)] * 2 + [tokens(5, 2)]
-RESPONSES = [tokens(6, 3), tokens(1, 4), tokens(4, 5)]
 ALL = [
     ("bf16", None),
     ("w4a16", 32),
@@ -45,35 +48,13 @@ MODES = ["mlp", "products", "layer"]
 RECOMPUTED = [("bf16", None, mode) for mode in (MODES if ON_GPU else ["products"])] + [
     ("w8a8", None, mode) for mode in (MODES if ON_GPU else ["mlp", "layer"])
 ]
-# bf16 rounds every activation; other sums turn some of them over, and codes of activations with them
-TOLERANCE = {"bf16": 0.05, "w4a16": 0.05, "nvfp4a16": 0.05, "w8a8": 0.1}
 GATE, UP = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"
 
 
 @pytest.fixture(scope="module")
-def make(tiny_model) -> Callable[..., Policy]:
-    """make(fused, scheme, group, family, **quant): a policy of Triton kernels or of plain torch; one for all tests."""
-    made: dict[str, Policy] = {}
-
-    def of(fused: bool, scheme: str = "bf16", group: int | None = None, family: str = "qwen3", **quant) -> Policy:
-        key = repr((fused, scheme, group, family, sorted(quant.items())))
-        if key not in made:
-            directory = tiny_model(family, num_hidden_layers=2 if ON_GPU else 1)
-            kernels = {} if fused else {"kernels": "reference"}
-            with pytest.MonkeyPatch.context() as patch:
-                if fused:
-                    patch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
-                if not ON_GPU and scheme != "w4a16":  # the interpreter takes seconds to quantize a weight row by row
-                    patch.setattr("qarl.policy.policy.quantize_parameters", _quantized_by_torch)
-                made[key] = make_policy(directory, scheme, torch.bfloat16, group, DEVICE, **kernels, **quant)
-        assert made[key].weights.fused == fused
-        return made[key]
-
-    return of
-
-
-def _quantized_by_torch(masters, scheme_of, dtype, version, kernels, shared, stacks) -> Snapshot:
-    return quantize_parameters(masters, scheme_of, dtype, version, False, shared)
+def make(tiny_model) -> Pairs:
+    layers = 2 if ON_GPU else 1
+    return Pairs(lambda family: tiny_model(family, num_hidden_layers=layers), "qwen3", lambda scheme: scheme != "w4a16")
 
 
 def logprobs(policy: Policy, prompts=PROMPTS, responses=RESPONSES) -> torch.Tensor:
@@ -99,13 +80,6 @@ def gradients(policy: Policy, recompute: Recompute = "elementwise") -> tuple[tor
 def kept_gradients() -> Callable[[Policy], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """`gradients` of a policy that keeps all it can, once for all tests."""
     return functools.cache(gradients)
-
-
-def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], cosine: float) -> None:
-    for name, gradient in expected.items():
-        near = torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0)
-        assert near > cosine, (name, float(near))
-        assert 0.9 < found[name].norm() / gradient.norm() < 1.1, name
 
 
 @pytest.mark.parametrize(
@@ -193,15 +167,8 @@ def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group, quant) ->
     assert torch.equal(alone, whole)
     ids = PROMPTS[0] + RESPONSES[2]
     states = policy.sampler.states([ids])
-    config = policy.config
-    shape = (2, config.num_key_value_heads, 64, config.head_dim)
-    held = policy.sampler.cache_dtype
-    assert held == (torch.float8_e4m3fn if "kv_cache_dtype" in quant else torch.bfloat16)
-    caches = [
-        tuple(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE).to(held) for _ in "kv")
-        for _ in range(config.num_hidden_layers)
-    ]
-    found, start = [], 0
+    assert policy.sampler.cache_dtype == (torch.float8_e4m3fn if "kv_cache_dtype" in quant else torch.bfloat16)
+    caches, found, start = caches_of(policy), [], 0
     for count in (2, 3, 1, 1):
         attention = policy.sampler.paged([Span(0, count, start, [1])], caches)
         found.append(policy.sampler.hidden_states(torch.tensor(ids[start : start + count], device=DEVICE), attention))
@@ -289,10 +256,6 @@ def test_a_code_that_the_product_reads_otherwise_is_found(make) -> None:
             verify_in_process(0, policy.current.tensors, policy.sampler.held())
     finally:
         tiled[0] ^= 1
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(*(t.cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
 def test_rows_that_fill_a_batch_up_change_nothing(make, kept_gradients, monkeypatch) -> None:

@@ -7,11 +7,11 @@ import gc
 
 import pytest
 import torch
+from fused_models import DEVICE, NEEDS_TRITON, ON_GPU
 from policy_models import make_policy, tokens
 from qarl_formats.rows import adjacent
 from qarl_formats.scheme import Codes
 from qarl_formats.weight import LowBitWeight
-from qarl_kernels.launch import INTERPRETED
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,12 +23,9 @@ from qarl.policy.attention import packed
 from qarl.policy.policy import Policy
 from qarl.weight_sync.quantize import quantize_parameters
 
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
-)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = NEEDS_TRITON
 COUNT = 64
-SCHEMES = ["bf16", "w8a8"] if torch.cuda.is_available() else ["bf16"]  # the interpreter quantizes slowly
+SCHEMES = ["bf16", "w8a8"] if ON_GPU else ["bf16"]  # the interpreter quantizes slowly
 MODES = ["elementwise", "mlp", "products", "layer"]
 
 

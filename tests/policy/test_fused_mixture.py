@@ -6,13 +6,26 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from policy_models import make_policy, tokens
+from fused_models import (
+    BOTH,
+    DEVICE,
+    NEEDS_TRITON,
+    ON_GPU,
+    PROMPTS,
+    RESPONSES,
+    TOLERANCE,
+    Pairs,
+    assert_near,
+    caches_of,
+)
+from policy_models import make_policy
+from qarl_formats.bits import same_bits
 from qarl_formats.rows import adjacent
 from qarl_formats.weight import quantize_weight
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 
 from qarl.diagnostics.crossings import crossings
@@ -22,57 +35,27 @@ from qarl.policy.decoder import Recompute
 from qarl.policy.policy import Policy
 from qarl.policy.routes import Balance, Routes
 from qarl.weight_sync.fingerprints import PublishError, verify_in_process
-from qarl.weight_sync.quantize import quantize_parameters
-from qarl.weight_sync.snapshot import Snapshot
 
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
-)
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = NEEDS_TRITON
 PLAIN = Truncation()
-BOTH = (True, False)  # fused layers, and those in plain torch
-PROMPTS = [tokens(3, 1)] * 2 + [tokens(5, 2)]
-RESPONSES = [tokens(6, 3), tokens(1, 4), tokens(4, 5)]
 ROWS = 3 + 5 + 0 + 5 + 3
 FEW = [("bf16", None), ("w8a8", None), ("w4a16", 32)]
 ALL = [*FEW, ("fp8", None), ("fp8_block", None), ("w4a8", 32), ("nvfp4a16", None)]
 SCHEMES = ALL if ON_GPU else FEW  # the interpreter takes seconds for each
 CODES = {"nvfp4a16": ["weight_packed"], "w4a16": ["weight_packed"], "fp8": ["weight"]}
-# bf16 rounds every activation; other sums turn some of them over, and codes of activations with them
-TOLERANCE = {"bf16": 0.05, "w4a16": 0.05, "nvfp4a16": 0.05, "w8a8": 0.1}
 
 
 @pytest.fixture(scope="module")
-def make(tiny_model) -> Callable[..., Policy]:
-    """make(fused, scheme, group, family, **quant): a policy of Triton kernels or of plain torch; one for all tests."""
-    made: dict[str, Policy] = {}
+def make(tiny_model) -> Pairs:
+    def directory(family: str) -> Path:
+        layers = 2 if ON_GPU or family == "qwen3_moe" else 1  # of that one the first has an MLP
+        if not ON_GPU:
+            small = {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+        else:
+            small = {"hidden_size": 128, **({"moe_intermediate_size": 128} if family.startswith("qwen") else {})}
+        return tiny_model(family, num_hidden_layers=layers, **small)
 
-    def of(fused: bool, scheme: str = "bf16", group: int | None = None, family: str = "mixtral", **quant) -> Policy:
-        key = repr((fused, scheme, group, family, sorted(quant.items())))
-        if key not in made:
-            layers = 2 if ON_GPU or family == "qwen3_moe" else 1  # of that one the first has an MLP
-            small = (
-                {"hidden_size": 128, **({"moe_intermediate_size": 128} if family.startswith("qwen") else {})}
-                if ON_GPU
-                else {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-            )
-            directory = tiny_model(family, num_hidden_layers=layers, **small)
-            kernels = {} if fused else {"kernels": "reference"}
-            with pytest.MonkeyPatch.context() as patch:
-                if fused:
-                    patch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
-                if not ON_GPU:  # the interpreter takes seconds to quantize a weight row by row
-                    patch.setattr("qarl.policy.policy.quantize_parameters", _quantized_by_torch)
-                made[key] = make_policy(directory, scheme, torch.bfloat16, group, DEVICE, **kernels, **quant)
-        assert made[key].weights.fused == fused
-        return made[key]
-
-    return of
-
-
-def _quantized_by_torch(masters, scheme_of, dtype, version, kernels, shared, stacks) -> Snapshot:
-    return quantize_parameters(masters, scheme_of, dtype, version, False, shared)
+    return Pairs(directory, "mixtral", lambda scheme: True)
 
 
 def logprobs(policy: Policy, routes: Routes, prompts=PROMPTS, responses=RESPONSES) -> torch.Tensor:
@@ -102,17 +85,6 @@ def gradients(
 def own_gradients() -> Callable[[Policy], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """`gradients` of a policy that keeps all it can and chooses for itself, once for all tests."""
     return functools.cache(lambda policy: gradients(policy, Routes()))
-
-
-def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], cosine: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        if not gradient.any():
-            assert not found[name].any(), f"{name}: no token reaches it"
-            continue
-        near = torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0)
-        assert near > cosine, (name, float(near))
-        assert 0.9 < found[name].norm() / gradient.norm() < 1.1, name
 
 
 EVERY = [
@@ -199,12 +171,7 @@ def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group) -> None:
     assert torch.equal(alone, whole[-len(alone) :])
     ids = PROMPTS[2] + RESPONSES[2][:1]
     states = policy.sampler.states([ids])
-    config = policy.config
-    shape = (2, config.num_key_value_heads, 64, policy.decoder.layers[0].head_dim)
-    caches = [
-        tuple(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for _ in "kv")
-        for _ in range(config.num_hidden_layers)
-    ]
+    caches = caches_of(policy)
     for start, stop in ((0, len(ids) - 1), (len(ids) - 1, len(ids))):
         attention = policy.sampler.paged([Span(0, stop - start, start, [1])], caches)
         found = policy.sampler.hidden_states(torch.tensor(ids[start:stop], device=DEVICE), attention)
@@ -219,10 +186,6 @@ def test_what_is_published_lies_where_the_products_read_it(make, scheme, group) 
     assert held.keys() == policy.current.tensors.keys() == plain.current.tensors.keys()
     for name, tensor in policy.current.tensors.items():
         assert same_bits(held[name], tensor) and same_bits(plain.current.tensors[name], tensor), name
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(*(t.cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from policy_models import OneLinear, make_policy, parts_of
+from qarl_formats.bits import same_bits
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
 from qarl_formats.schemes.bf16 import OrdinaryProduct
 from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_kernels.flash.forward import check
 from qarl_kernels.launch import INTERPRETED
-from torch import Tensor, nn
+from torch import nn
 
 from qarl.config import QuantConfig
 from qarl.config.architecture import unserved_heads
@@ -120,10 +121,6 @@ def test_a_kernel_operand_holds_the_published_tensors_and_no_float_copy(scheme: 
 def test_scales_of_another_dtype_leave_w4a16_untiled(scheme: str, tiled: bool) -> None:
     operands = _published(scheme, scale_dtype="float32").prepare(torch.bfloat16, kernels=True).operands
     assert ("weight_tiled" in operands) == ("weight_meta" in operands) == tiled
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @interpreted

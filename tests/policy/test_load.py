@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from gguf_once import parsed_once
-from policy_models import hf_logprobs, logprobs, make_policy
+from policy_models import hf_logprobs, make_policy
 from qarl_kernels.logprob import Truncation
 
 from qarl.config import ModelConfig
@@ -92,40 +90,6 @@ def test_broken_weights_are_one_line(tiny_model, tmp_path: Path) -> None:
     (broken / "model.safetensors").write_bytes(b"not a model")
     with pytest.raises(UserError, match=r"broken/model.safetensors: is cut short, or no safetensors file; restore it"):
         load_model(ModelConfig(path=str(broken)))
-
-
-@pytest.fixture
-def changed(tiny_model, tmp_path: Path) -> Callable[..., Path]:
-    """changed(**entries) -> a tiny Llama with these entries in its config.json."""
-
-    def make(**entries) -> Path:
-        directory = shutil.copytree(tiny_model("llama"), tmp_path / "changed")
-        config = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps(config | entries))
-        return directory
-
-    return make
-
-
-ROPE = {"rope_theta": 10000.0, "factor": 2.0}
-FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-OF_256 = {"original_max_position_embeddings": 256}
-
-
-@pytest.mark.parametrize(("kind", "more"), [("dynamic", {}), ("longrope", FACTORS | OF_256)])
-def test_rope_that_changes_with_length_is_refused(changed, kind: str, more: dict) -> None:
-    with pytest.raises(UserError, match=f'rope_parameters.rope_type = "{kind}": changes with the sequence length'):
-        make_policy(changed(rope_parameters={"rope_type": kind, **ROPE, **more}))
-
-
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [("linear", {}), ("llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **OF_256}), ("yarn", OF_256)],
-)
-def test_rope_that_is_fixed_is_that_of_the_hugging_face_model(changed, kind: str, more: dict) -> None:
-    directory = changed(rope_parameters={"rope_type": kind, **ROPE, **more})
-    model = load_model(ModelConfig(path=str(directory)))
-    torch.testing.assert_close(logprobs(make_policy(directory)), hf_logprobs(model), rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

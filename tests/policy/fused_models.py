@@ -1,0 +1,84 @@
+"""Policies of Triton kernels beside the same in plain torch: on a GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from policy_models import make_policy, tokens
+from qarl_kernels.launch import INTERPRETED
+from torch import Tensor
+
+from qarl.policy.attention import Caches
+from qarl.policy.policy import Policy
+from qarl.weight_sync.quantize import quantize_parameters
+from qarl.weight_sync.snapshot import Snapshot
+
+NEEDS_TRITON = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
+)
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+BOTH = (True, False)  # fused layers, and those in plain torch
+PROMPTS = [tokens(3, 1)] * 2 + [tokens(5, 2)]
+RESPONSES = [tokens(6, 3), tokens(1, 4), tokens(4, 5)]
+# bf16 rounds every activation; other sums turn some of them over, and codes of activations with them
+TOLERANCE = {"bf16": 0.05, "w4a16": 0.05, "nvfp4a16": 0.05, "w8a8": 0.1}
+
+
+class Pairs:
+    """pairs(fused, scheme, group, family, **quant): a policy of Triton kernels or of plain torch, made once.
+
+    directory: The model of a family. by_torch: Schemes whose weights plain torch quantizes on a CPU, because the
+    interpreter takes seconds to quantize a weight row by row.
+    """
+
+    def __init__(self, directory: Callable[[str], Path], family: str, by_torch: Callable[[str], bool]) -> None:
+        self.directory, self.family, self.by_torch = directory, family, by_torch
+        self.made: dict[str, Policy] = {}
+
+    def __call__(
+        self, fused: bool, scheme: str = "bf16", group: int | None = None, family: str | None = None, **quant
+    ) -> Policy:
+        family = family or self.family
+        key = repr((fused, scheme, group, family, sorted(quant.items())))
+        if key not in self.made:
+            kernels = {} if fused else {"kernels": "reference"}
+            with pytest.MonkeyPatch.context() as patch:
+                if fused:
+                    patch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
+                if not ON_GPU and self.by_torch(scheme):
+                    patch.setattr("qarl.policy.policy.quantize_parameters", _quantized_by_torch)
+                policy = make_policy(self.directory(family), scheme, torch.bfloat16, group, DEVICE, **kernels, **quant)
+            self.made[key] = policy
+        assert self.made[key].weights.fused == fused
+        return self.made[key]
+
+
+def _quantized_by_torch(masters, scheme_of, dtype, version, kernels, shared, stacks) -> Snapshot:
+    return quantize_parameters(masters, scheme_of, dtype, version, False, shared)
+
+
+def caches_of(policy: Policy) -> Caches:
+    """Two pages of zeros for each layer."""
+    config = policy.config
+    shape = (2, config.num_key_value_heads, 64, policy.decoder.layers[0].head_dim)
+    dtype = policy.sampler.cache_dtype
+    return [
+        tuple(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE).to(dtype) for _ in "kv")
+        for _ in range(config.num_hidden_layers)
+    ]
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], cosine: float) -> None:
+    """Gradients of one direction and length, and of none where no token reaches a weight."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        if not gradient.any():
+            assert not found[name].any(), f"{name}: no token reaches it"
+            continue
+        near = torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0)
+        assert near > cosine, (name, float(near))
+        assert 0.9 < found[name].norm() / gradient.norm() < 1.1, name
