@@ -14,10 +14,7 @@ import torch
 import yaml
 from tiny_models import tiny_settings
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 SCHEMES = [("qwen3", "w4a16", 32), ("llama", "bf16", None), ("qwen3", "fp8", None), ("qwen3_moe", "w8a8", None)]
 SIZES = {

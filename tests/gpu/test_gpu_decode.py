@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from kernel_oracles import to_cache
+from policy_models import make_policy, tokens
+from products import random
 from qarl_kernels.flash import decode
 from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
@@ -21,16 +21,6 @@ from torch import Tensor
 
 from qarl.policy.fused_attention import DecodeAttention, PagedAttention
 from qarl.policy.policy import Policy
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "policy"))
-from policy_models import make_policy, tokens
-from products import random
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
-]
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16

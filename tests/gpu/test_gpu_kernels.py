@@ -2,60 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from qarl_kernels import fp8_block, gemm, library, quantize, tuning, w4a8, w4a16
+from nvfp4_products import Nvfp4
+from products import Int4, integers, random, relative_error
+from qarl_kernels import fp8_block, gemm, library, nvfp4, nvfp4a16, quantize, tuning, w4a8, w4a16
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
+from shipped_tables import entries
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-from products import Int4, integers, random, relative_error
-from shipped_tables import entries
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
-]
+pytestmark = pytest.mark.usefixtures("full_float32_products")
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
-FAMILIES = ["dense", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8"]
+FAMILIES = tuning.FAMILIES
 # (N, K): SmolLM2's, whose K are not multiples of 128; a tuned one; a vocabulary; the longest K of Llama-3-70B
 SHAPES = [(576, 1536), (1536, 576), (6144, 4096), (1024, 28_672)]
-ROWS = [
-    1,
-    2,
-    3,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    31,
-    33,
-    64,
-    65,
-    100,
-    128,
-    129,
-    255,
-    256,
-    257,
-    500,
-    1000,
-    1024,
-    1025,
-    2049,
-    4096,
-    5000,
-]
+ROWS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 100, 128, 129, 255, 256, 257, 500, 1000, 1024, 1025, 4096, 5000]
 MOST = 8192
 
 
@@ -114,6 +81,14 @@ def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
             ),
             expected,
         )
+    if family == "nvfp4a16":
+        fp4 = Nvfp4.random(n, k, device=CUDA)
+        form = *fp4.stored(), *fp4.tiled()
+        return Linear(
+            lambda x: nvfp4a16.nvfp4a16(x, *form),
+            lambda x, tile: nvfp4a16.nvfp4a16(x, *form, tile=tile),
+            lambda x: nvfp4.nvfp4a16(x.float(), fp4.scaled_codes(), fp4.global_scale),
+        )
     scale = torch.rand(n, 1, device=CUDA) * 0.01
     if family == "dense":
         codes, activation, reference = random(n, k, seed=2, device=CUDA, dtype=BF16), lambda x: (x, None), None
@@ -153,17 +128,9 @@ def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
     return Linear(call, product, expected)
 
 
-@pytest.fixture(autouse=True)
-def full_float32_products():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-    torch.cuda.empty_cache()
-
-
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "n", "k"), [*((family, *shape) for family in FAMILIES for shape in SHAPES), ("nvfp4a16", 1000, 1008)]
+)
 def test_a_row_has_the_same_bits_in_every_batch_and_place(family: str, n: int, k: int) -> None:
     layer = linear(family, n, k)
     x = random(MOST, k, seed=7, device=CUDA, dtype=BF16)

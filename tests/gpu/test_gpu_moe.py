@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from mixtures import chosen, input_grad, parts, weight_grad
+from products import random, relative_error
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.weight import LowBitWeight, concatenate, quantize_weight
 from qarl_kernels import gemm, tuning
 from qarl_kernels.moe import backward, combine, dispatch, routing
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-from mixtures import chosen, input_grad, parts, weight_grad
-from products import random, relative_error
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
-]
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16

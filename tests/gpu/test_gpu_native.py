@@ -18,11 +18,6 @@ from qarl.rollout.native.async_runner import AsyncRunner
 from qarl.rollout.native.engine import NativeEngine
 from qarl.types import Prompt, Rollout
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
-]
-
 SCHEMES = [
     ("bf16", {}),
     ("w8a8", {}),

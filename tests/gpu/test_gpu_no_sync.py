@@ -22,11 +22,6 @@ from qarl.training.setup import build_policy, set_determinism
 from qarl.training.step import learn
 from qarl.training.updates import LocalUpdates
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
-]
-
 GPU = torch.device("cuda", 0)
 CORRECTION = {"level": "token", "mode": "truncate", "upper": 2.0, "veto": 1e-4}
 RUNS = [

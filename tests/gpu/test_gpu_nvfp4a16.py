@@ -1,31 +1,21 @@
-"""What only a GPU can show of nvfp4a16: one function on every tile and for every number of rows, and exact decoding."""
+"""What only a GPU can show of nvfp4a16 beside `test_gpu_kernels.py`: float16, exact decoding, codes of masters."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from nvfp4_products import Nvfp4
+from products import random
 from qarl_formats import nvfp4 as formats
 from qarl_kernels import gemm, nvfp4, nvfp4_weights, nvfp4a16
 from qarl_kernels.tuning import Tile
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-from nvfp4_products import Nvfp4
-from products import random, relative_error
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
-]
+pytestmark = pytest.mark.usefixtures("full_float32_products")
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
 # (N, K): SmolLM2's, one with K of no whole tile, a large one, the longest K of Llama-3-70B
 SHAPES = [(576, 1536), (1536, 576), (1000, 1008), (6144, 4096), (1024, 28_672)]
-ROWS = [1, 2, 7, 8, 9, 15, 16, 17, 33, 64, 65, 128, 129, 255, 256, 257, 1000, 1024, 1025, 4096, 5000]
-MOST = 8192
 TILES = [
     Tile("narrow", 8, 32, warps=2, stages=4),
     Tile("narrow", 16, 32, warps=2, stages=4),
@@ -37,35 +27,10 @@ TILES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def full_float32_products():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-    torch.cuda.empty_cache()
-
-
 def master(n: int, k: int) -> torch.Tensor:
     """float32 (N, K) whose groups are of many sizes."""
     groups = torch.rand(n, k // 16, generator=torch.Generator().manual_seed(4)).mul_(6).neg_().exp_()
     return random(n, k, seed=3, device="cpu") * groups.repeat_interleave(16, 1)
-
-
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_a_row_has_the_same_bits_in_every_batch_and_place(n: int, k: int) -> None:
-    weight = Nvfp4.random(n, k, device=CUDA)
-    tiled = weight.tiled()
-    x = random(MOST, k, seed=7, device=CUDA, dtype=BF16)
-    whole = nvfp4a16.nvfp4a16(x, *weight.stored(), *tiled)
-    expected = nvfp4.nvfp4a16(x[::37].float(), weight.scaled_codes(), weight.global_scale)
-    assert relative_error(whole[::37], expected) < 5e-3
-    for rows in ROWS:
-        for start in (0, 1, 37, MOST - rows):
-            part = nvfp4a16.nvfp4a16(x[start : start + rows], *weight.stored(), *tiled)
-            assert torch.equal(part, whole[start : start + rows]), f"{rows} rows from {start}"
-    shuffled = torch.randperm(MOST, generator=torch.Generator().manual_seed(1)).to(CUDA)
-    assert torch.equal(nvfp4a16.nvfp4a16(x[shuffled], *weight.stored(), *tiled), whole[shuffled])
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
@@ -116,17 +81,3 @@ def test_masters_give_the_codes_and_scales_that_a_cpu_computes(n: int, k: int) -
     for dtype in (BF16, torch.float16, torch.float32):
         values = nvfp4_weights.dequantize_nvfp4(packed, scale, divisor.to(CUDA), dtype)
         assert torch.equal(values.cpu(), nvfp4.dequantized_nvfp4(*expected, divisor, dtype))
-
-
-def test_a_captured_product_replays() -> None:
-    weight = Nvfp4.random(576, 1536, device=CUDA)
-    tiled = weight.tiled()
-    for rows in (9, 64, 300):
-        x = random(rows, 1536, seed=1, device=CUDA, dtype=BF16)
-        nvfp4a16.nvfp4a16(x, *weight.stored(), *tiled)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = nvfp4a16.nvfp4a16(x, *weight.stored(), *tiled)
-        x.copy_(random(rows, 1536, seed=2, device=CUDA, dtype=BF16))
-        graph.replay()
-        assert torch.equal(y, nvfp4a16.nvfp4a16(x, *weight.stored(), *tiled))

@@ -20,11 +20,6 @@ from qarl.policy.policy import Policy
 from qarl.policy.weights import WeightSet
 from qarl.weight_sync.quantize import quantize_parameter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
-]
-
 CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
 SCHEMES = (

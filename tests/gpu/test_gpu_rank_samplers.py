@@ -14,7 +14,6 @@ import torch
 from process_tree import TAIL, run_traced, tails
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; torch sees fewer"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),

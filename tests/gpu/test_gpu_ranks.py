@@ -10,7 +10,7 @@ import torch
 from test_ranks_launch import QARL, Run, errors
 
 GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; torch sees {GPUS}")]
+pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; torch sees {GPUS}")
 
 FAULTS = {  # exit code, rank, what is said of it
     "late 1": (75, 1, "did not come to where the others waited for 4 s"),

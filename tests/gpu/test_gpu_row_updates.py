@@ -16,7 +16,7 @@ from qarl.training.row_setup import build_rows
 
 # The driver tells how many there are without a context, which forks of this process could not have then.
 GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; torch sees {GPUS}")]
+pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; torch sees {GPUS}")
 
 CASES = {
     "w4a16, tied": ("llama", {}, 3),

@@ -9,11 +9,6 @@ import pytest
 import torch
 from qarl_kernels import reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
-]
-
 SCHEMES = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("fp8_block", None), ("w4a8", 32)]
 MIXTURES = [("mixtral", "w4a16", 32), ("qwen3_moe", "fp8", None), ("olmoe", "bf16", None), ("qwen2_moe", "w8a8", None)]
 FP8_KV = [("qwen3", "w4a16", 32), ("mistral", "bf16", None), ("llama", "fp8", None), ("mixtral", "w8a8", None)]

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from far_side import Sampler, ragged
+from listening import listening
 from qarl_kernels.digest import digest
 from torch import Tensor
 
 from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.transport import CudaIpcTransport, ReceiverPlan, open_transport
 from qarl.weight_sync.update import patch_of, patched
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "rollout_vllm"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "weight_sync"))
-from far_side import Sampler, ragged
-from listening import listening
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
-]
 
 FIRST = torch.device("cuda", 0)
 BIG = 64 << 20  # bytes; above what the caching allocator serves from small blocks

@@ -15,11 +15,6 @@ import torch
 import qarl
 from qarl.policy.layer import DecoderLayer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
-]
-
 # Whole blocks of 128 in every expert, which fp8_block needs to hold those of a layer as one weight.
 WHOLE = {
     "mixtral": {"hidden_size": 128},

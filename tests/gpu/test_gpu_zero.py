@@ -18,7 +18,6 @@ from tiny_runs import settings, write_config
 GPUS = torch.cuda.device_count()
 LIMIT_S = 110  # of a run
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; torch sees {GPUS}"),
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
 ]

@@ -1,0 +1,31 @@
+"""Every test of this folder needs a GPU, and may use the modules beside the tests that run without one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent / folder) for folder in ("kernels", "rollout_vllm", "weight_sync")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none")
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture
+def full_float32_products() -> Iterator[None]:
+    """Products of plain torch have no TF32, and what a test held is given back."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+    torch.cuda.empty_cache()
