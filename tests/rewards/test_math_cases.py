@@ -32,20 +32,19 @@ def scores(gold: object, answer: str, forms: list[str] = FORMS) -> set[float]:
     return {score(gold, form % answer) for form in forms}
 
 
-@pytest.mark.parametrize("kind", BOXED)
-def test_boxed_answers(kind):
-    wrong = [case for case in BOXED[kind] if score(case[0], rf"so \boxed{{{case[1]}}}") != case[2]]
-    assert wrong == []
-
-
-@pytest.mark.parametrize("kind", RESPONSES)
-def test_responses(kind):
-    assert [case for case in RESPONSES[kind] if score(case[0], case[1]) != case[2]] == []
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [*((r"so \boxed{%s}", rows) for rows in BOXED.values()), *(("%s", rows) for rows in RESPONSES.values())],
+    ids=[*BOXED, *RESPONSES],
+)
+def test_answers_have_their_score(form, rows):
+    cases = [(gold, answer, right) for gold, right, *answers in rows for answer in answers]
+    assert [case for case in cases if score(case[0], form % case[1]) != case[2]] == []
 
 
 def test_each_ground_truth_is_its_own_answer():
     """Except where the text of the ground truth is a formula, which a box does not hold."""
-    golds = {str(gold) for cases in BOXED.values() for gold, _, _ in cases if not isinstance(gold, list)}
+    golds = {str(gold) for rows in BOXED.values() for gold, *_ in rows if not isinstance(gold, list)}
     plain = [gold for gold in golds if "####" not in gold and "$" not in gold.replace(r"\$", "")]
     assert [gold for gold in sorted(plain) if score(gold, rf"\boxed{{{gold}}}") != 1.0] == []
 
@@ -267,9 +266,9 @@ def test_options_are_checked(options, message):
     ],
 )
 def test_work_is_bounded(gold, answer):
-    started = time.monotonic()
+    started = time.process_time()
     try:
         assert score(gold, rf"\boxed{{{answer}}}", timeout_s=1) == 0.0
     except ValueError as error:
         assert "ground truth" in str(error)
-    assert time.monotonic() - started < 6.0
+    assert time.process_time() - started < 6.0

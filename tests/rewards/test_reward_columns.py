@@ -6,7 +6,6 @@ import pytest
 
 from qarl.config.reward import RewardConfig
 from qarl.data.tasks import generate
-from qarl.errors import UserError
 from qarl.rewards import RewardPool
 
 TAKERS = {
@@ -54,34 +53,6 @@ def test_answers_of_5000_digits_are_compared():
         columns = {"answer": [digits, digits, "\ud800", 10**3999]}
         completions = [digits, digits[1:] + "8", "\ud800", str(10**3999)]
         assert rewards.score(completions, ["p"] * 4, columns).total == [1.0, 0.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("math:dist", "must be f"),
-        ("builtins:iter", "has no readable signature"),
-        ("builtins:type", "has no readable signature"),
-        ("~nosuchuser/x.py:f", "there is no user 'nosuchuser'"),
-        ("x" * 300 + ".py:f", "a name of 303 bytes"),
-        ("a\0b.py:f", "NUL"),
-    ],
-)
-def test_odd_references_are_one_line(name, said):
-    config = RewardConfig.model_construct(functions=[_Function(name)])
-    with pytest.raises(UserError, match=said) as caught:
-        RewardPool(config)
-    assert "\n" not in str(caught.value)
-
-
-class _Function:
-    """A `reward.functions` item, as the configuration would not let all of these pass."""
-
-    weight = 1.0
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.options: dict = {}
 
 
 def test_entries_of_reasoning_gym_score_in_a_worker_as_they_do_here():

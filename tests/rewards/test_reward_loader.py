@@ -73,6 +73,12 @@ def test_column_named_like_a_builtins_option_is_not_taken_for_it():
         ("json:nothing", None, r"there is no `nothing` in it"),
         ("mine.py:f(x)", GOOD, r"after the colon must stand a function's name"),
         ("exactly", None, r"not a built-in reward \(did you mean `exact`\?\)"),
+        ("math:dist", None, "must be f"),
+        ("builtins:iter", None, "has no readable signature"),
+        ("builtins:type", None, "has no readable signature"),
+        ("~nosuchuser/x.py:f", None, "there is no user 'nosuchuser'"),
+        ("x" * 300 + ".py:f", None, "a name of 303 bytes"),
+        ("a\0b.py:f", None, "NUL"),
     ],
 )
 def test_unloadable_function_is_one_line(tmp_path, name, text, message):
