@@ -137,16 +137,6 @@ def test_no_gradient_reaches_the_log_probs():
     assert not corrected(correction, x)[0].requires_grad
 
 
-@pytest.mark.parametrize("weighting", [TOKEN_TIS, SEQ_TIS, {}])
-@pytest.mark.parametrize(("old", "sampler"), [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf)])
-def test_infinite_log_probs_give_finite_weights(weighting, old, sampler):
-    x = TokenLogProbs(torch.tensor([old, -1.0]), torch.tensor([old, -1.0]), torch.tensor([sampler, -1.0]))
-    correction = CorrectionConfig(**weighting, reject=[CORR, ROLLOUT], veto=VETO)
-    weights, stats = corrected(correction, x, Segments.from_lengths([2]))
-    assert weights.isfinite().all()
-    assert all(math.isfinite(value) for value in finish_stats(stats).values())
-
-
 def test_a_correction_without_parts_is_not_active():
     assert not CorrectionConfig().active
     assert all(CorrectionConfig(**parts).active for parts in (TOKEN_TIS, {"reject": [CORR]}, {"veto": VETO}))

@@ -27,7 +27,7 @@ from test_objective_formulas import (
     objectives,
     responses_of,
 )
-from transcription import Response, loss
+from transcription import Response, gradient_of_formula, loss
 
 from qarl.config import CorrectionConfig
 from qarl.objectives.base import RatioObjective
@@ -59,21 +59,6 @@ def with_holes(seed: int):
             x[i] = -math.inf
     batch.logp = logp.requires_grad_()
     return batch
-
-
-def gradient_of_formula(formula, responses) -> list[float]:
-    step, found = 1e-6, []
-    for r in responses:
-        for i, x in enumerate(r.l):
-            if x == -math.inf:
-                found.append(0.0)
-                continue
-            r.l[i] = x + step
-            up = formula()
-            r.l[i] = x - step
-            found.append((up - formula()) / (2 * step))
-            r.l[i] = x
-    return found
 
 
 def numbers_and_levels() -> list[tuple[int, str | None]]:
@@ -115,7 +100,6 @@ def test_loss_and_gradient_are_those_of_the_formula_wherever_tokens_are_outside(
 
         assert got.item() == pytest.approx(formula(), rel=1e-12, abs=1e-13)
         expected = torch.tensor(gradient_of_formula(formula, responses), dtype=torch.float64)
-        # central differences: truncation of order step^2, rounding of order 1e-16 / step
         torch.testing.assert_close(batch.logp.grad, expected, rtol=1e-7, atol=1e-9)
         assert all(map(math.isfinite, finish_stats(stats).values()))
 

@@ -7,6 +7,7 @@ at the point of differentiation; `l` alone is moved by finite differences.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -311,3 +312,19 @@ def loss(
             "seq-mean-token-sum-norm": math.fsum(worth) / len(responses) / max_tokens,
         }[objective.aggregation]
     return -total
+
+
+def gradient_of_formula(formula: Callable[[], float], responses: list[Response]) -> Row:
+    """Central differences by each `l`, of an error of order step^2 + 1e-16 / step; 0 where it is infinite."""
+    step, found = 1e-6, []
+    for r in responses:
+        for i, x in enumerate(r.l):
+            if x == -math.inf:
+                found.append(0.0)
+                continue
+            r.l[i] = x + step
+            up = formula()
+            r.l[i] = x - step
+            found.append((up - formula()) / (2 * step))
+            r.l[i] = x
+    return found
