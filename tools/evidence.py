@@ -1,109 +1,392 @@
 #!/usr/bin/env python3
-"""Read the runs of configs/evidence: which tasks the starting policy answers.
+"""The runs of configs/evidence: what the starting policy answers, which arms are missing, records, figures, tables.
 
-python tools/evidence.py ladder runs/evidence_sft      # answered by family and level, for every evaluation of the run
+    python tools/evidence.py ladder runs/evidence_sft               # answered tasks by family and level
+    python tools/evidence.py missing runs/evidence --seeds 0 1 2    # arms without a record, and how far their runs are
+    python tools/evidence.py record runs/evidence                   # benchmarks/results/evidence/*.json, one per run
+    python tools/evidence.py figures                                # docs/results.md and docs/images/evidence_*.png
+
+A record is known by arm, learning rate, size (steps x responses) and seed. `figures` averages over seeds. It draws each
+arm at the learning rate with the highest training reward over the last quarter of the steps, so that the test set
+chooses nothing; the tables have all learning rates. Intervals are 95 %. That of an accuracy is Wilson's over prompts
+(qarl.evaluation.estimators), or Student's t over three or more seeds if that is wider. Arms are compared with a paired
+bootstrap over prompts, because all of them answer the same ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from process_tree import SOURCES
-
-sys.path[:0] = SOURCES
+from qarl.comparison.intervals import mean_interval
+from qarl.comparison.study import load_study
+from qarl.errors import UserError
+from qarl.evaluation.estimators import mean_over_prompts
+from qarl.report.formatting import number
+from qarl.storage.runs import RunRecord, find_runs, read_run
 
 Row = dict[str, Any]
+Key = tuple[str, float]  # arm, learning rate
+
+ROOT = Path(__file__).parents[1]
+STUDY = ROOT / "configs/evidence/arms.yaml"
+RECORDS = ROOT / "benchmarks/results/evidence"
+CURVES = {  # metric -> (how a table's number is taken from the steps, head of its column)
+    "reward/mean": ("last quarter", "reward, last quarter"),
+    "mismatch/delta_abs_mean": ("mean", "mismatch, mean abs(delta)"),
+    "policy/rollout_k3": ("mean", "KL of the sampler, k3"),
+    "policy/kl_k3": ("mean", "KL of the updates, k3"),
+    "policy/kl_ref": ("last quarter", "KL from the start"),
+    "policy/clip_frac": ("mean", "clipped or dropped"),
+    "policy/entropy": ("last quarter", "entropy, last quarter"),
+    "policy/grad_norm": ("mean", "gradient norm"),
+    "error_tokens/frac": ("last quarter", "error tokens, last quarter"),
+    "quant/codes_changed_frac": ("mean", "codes changed per step"),
+    "response/length_mean": ("last quarter", "tokens, last quarter"),
+    "time/step_s": ("median", "seconds per step"),
+}
+SECTIONS = (
+    "model",
+    "quant",
+    "rollout",
+    "objective",
+    "correction",
+    "optim",
+    "train",
+)  # of the configuration in a record
+RESAMPLES = 10_000
+TRAILING = 5  # steps per point of the training reward
+BEGIN, END = "<!-- made by tools/evidence.py figures -->", "<!-- end -->"
 
 
 def read_lines(path: Path) -> list[Row]:
-    """The objects of a JSON-lines file. Raises SystemExit if it cannot be read."""
+    """The objects of a JSON-lines file. Raises UserError if it cannot be read."""
     try:
         return [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
-        sys.exit(f"error: {path}: {error}; name a file that qarl or tools/make_traces.py wrote")
+        raise UserError(f"{path}: {error}; name a file that qarl or tools/make_traces.py wrote") from None
 
 
-def with_sizes(completions: Sequence[Row], tasks: Sequence[Row]) -> list[Row]:
-    """Completions of an evaluation with `family` and `level` of the task that they answer.
+def sized_rows(record: RunRecord, path: Path) -> dict[str, list[Row]]:
+    """Completions of an evaluation by the name of their task, each with the family and level of its prompt.
 
     Args:
-        completions: Lines of evaluations/NNNNNN.jsonl or completions.jsonl.
-        tasks: Lines of the file that the evaluation read; `prompt_id` counts them from 0.
+        record: The run, whose configuration names the files of the tasks.
+        path: evaluations/NNNNNN.jsonl, or completions.jsonl of `qarl eval`.
     """
-    found = []
-    for row in completions:
-        task = tasks[row["prompt_id"]] if row["prompt_id"] < len(tasks) else None
-        if task is None or task["prompt"] not in row["prompt"]:
-            sys.exit(
-                f"error: prompt {row['prompt_id']} is not that of the evaluation; the file of its tasks has changed"
-            )
-        found.append(row | {"family": task["family"], "level": task["level"]})
+    tasks = {str(task.name): read_lines(Path(task.dataset.source)) for task in record.config.evaluation.tasks}
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in read_lines(path):
+        asked = tasks[row["task"]][row["prompt_id"] :][:1]  # prompt_id counts the lines of the file from 0
+        if not asked or asked[0]["prompt"] not in row["prompt"]:
+            raise UserError(f"{path}: prompt {row['prompt_id']} is another one now; restore the file of the tasks")
+        found[row["task"]].append(row | {name: asked[0][name] for name in ("family", "level")})
     return found
 
 
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
 def ladder_table(rows: Sequence[Row]) -> str:
-    """Markdown: the share of right answers by family and level, with the share of truncated responses."""
-    cells: dict[tuple[str, int | str], list[Row]] = defaultdict(list)
-    for row in rows:
-        for family in (row["family"], "all"):
-            for level in (row["level"], "all"):
-                cells[family, level].append(row)
-    families = [*dict.fromkeys(row["family"] for row in rows), "all"]
-    levels = [*sorted({row["level"] for row in rows}), "all"]
+    """Markdown: the share of right answers by family and level, and the share of truncated responses."""
 
-    def share(found: Sequence[Row]) -> str:
-        return f"{sum(row['correct'] for row in found) / len(found):.0%} of {len(found)}" if found else ""
+    def share(**wanted: Any) -> str:
+        found = [row["correct"] for row in rows if all(row[key] == value for key, value in wanted.items())]
+        return f"{statistics.fmean(found):.0%} of {len(found)}" if found else ""
 
-    lines = [
-        "| | " + " | ".join(f"level {level}" for level in levels) + " | truncated |",
-        "| --- " * (len(levels) + 2) + "|",
-    ]
-    for family in families:
-        cut = sum(row["finish_reason"] == "length" for row in cells[family, "all"]) / len(cells[family, "all"])
-        lines.append(f"| {family} | " + " | ".join(share(cells[family, level]) for level in levels) + f" | {cut:.0%} |")
-    return "\n".join(lines)
+    levels, lines = sorted({row["level"] for row in rows}), []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        cut = statistics.fmean(row["finish_reason"] == "length" for row in rows if row["family"] == family)
+        cells = [share(family=family, level=level) for level in levels]
+        lines.append([family, *cells, share(family=family), f"{cut:.0%}"])
+    lines.append(["all", *(share(level=level) for level in levels), share(), ""])
+    return markdown(["family", *(f"level {level}" for level in levels), "all levels", "truncated"], lines)
 
 
-def show_ladder(options: argparse.Namespace) -> int:
-    from qarl.storage.runs import read_run
-
+def show_ladder(options: argparse.Namespace) -> None:
     record = read_run(options.run)
-    sources = {str(task.name): Path(task.dataset.source) for task in record.config.evaluation.tasks}
     files = sorted((options.run / "evaluations").glob("*.jsonl")) + sorted(options.run.glob("eval/*/completions.jsonl"))
     if not files:
-        sys.exit(f"error: {options.run}: no evaluation; run qarl eval {options.run}")
+        raise UserError(f"{options.run}: no evaluation; run qarl eval {options.run}")
     for path in files:
-        rows = read_lines(path)
-        for name in dict.fromkeys(row["task"] for row in rows):
-            sized = with_sizes([row for row in rows if row["task"] == name], read_lines(sources[name]))
-            print(f"{path.relative_to(options.run)}, task {name}\n\n{ladder_table(sized)}\n")
-    return 0
+        for name, rows in sized_rows(record, path).items():
+            print(f"{path.relative_to(options.run)}, task {name}\n\n{ladder_table(rows)}\n")
+
+
+def identity(record: RunRecord, tag: str = "") -> Row:
+    """What a record is known by. The arm is the name of the run's directory without its seed."""
+    config = record.config
+    arm = re.sub(r"-seed\d+$", "", record.path.name) + (f"+{tag}" if tag else "")
+    size = {"steps": config.train.steps, "responses": config.responses_per_step}
+    return {"arm": arm, "lr": config.optim.lr, **size, "seed": config.train.seed}
+
+
+def show_missing(options: argparse.Namespace) -> None:
+    arms = list(load_study(str(options.study)).variants)
+    recorded = {(r["arm"], r["lr"], r["seed"]) for r in read_records(options.records, options.size)}
+    known = [(identity(run), run) for root in options.roots if root.is_dir() for run in find_runs(root)[0]]
+    runs = {(found["arm"], found["lr"], found["seed"]): run for found, run in known}
+    rates = options.lr or sorted({lr for _, lr, _ in recorded | runs.keys()}) or [1e-5]
+    wanted = [(arm, lr, seed) for arm in arms for lr in rates for seed in options.seeds]
+    for key in wanted:
+        run = runs.get(key)
+        state = f"{run.state}, step {run.step} of {run.config.train.steps}" if run else "not started"
+        if key not in recorded:
+            print(f"{key[0]:20}  lr {key[1]:g}  seed {key[2]}  {state}")
+    print(f"{len([key for key in wanted if key not in recorded])} of {len(wanted)} have no record")
+
+
+def make_record(record: RunRecord, tag: str = "") -> Row:
+    """One run as figures need it. `correct`: right samples per test prompt, in order."""
+    environment = {k: v for k, v in record.environment.items() if k not in ("command", "host", "seed", "inputs")}
+    config = record.config.model_dump(mode="json", exclude_none=True)
+    curves = {name: [_short(row.get(name)) for row in record.metrics] for name in CURVES}
+    evaluations = []
+    for evaluation in record.evaluations:
+        rows = sized_rows(record, record.path / "evaluations" / f"{evaluation['step']:06d}.jsonl")["test"]
+        right: dict[int, int] = defaultdict(int)
+        for row in rows:
+            right[row["prompt_id"]] += row["correct"]
+        families = {row["prompt_id"]: row["family"] for row in rows}
+        counts = [right[prompt] for prompt in sorted(right)]
+        cut = statistics.fmean(row["finish_reason"] == "length" for row in rows)
+        evaluations.append({"step": evaluation["step"], "correct": counts, "truncated_frac": _short(cut)})
+    return {
+        **identity(record, tag),
+        "samples": record.config.evaluation.samples,
+        "environment": environment,
+        "config": {name: config.get(name) for name in SECTIONS},
+        "families": [families[prompt] for prompt in sorted(families)] if record.evaluations else [],
+        "evaluations": evaluations,
+        "curves": {name: values for name, values in curves.items() if any(v is not None for v in values)},
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def write_records(options: argparse.Namespace) -> None:
+    options.records.mkdir(parents=True, exist_ok=True)
+    for run in (run for root in options.roots for run in find_runs(root)[0]):
+        if run.state != "finished":
+            print(f"{run.path}: {run.state} at step {run.step} of {run.config.train.steps}; no record")
+            continue
+        made = make_record(run, options.tag)
+        lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in made.items())
+        path = options.records / "{arm}-{steps}x{responses}-lr{lr:g}-seed{seed}.json".format(**made)
+        path.write_text("{\n" + lines + "\n}\n")
+        print(path)
+
+
+def read_records(folder: Path, size: str | None = None) -> list[Row]:
+    """Records of one size in steps x responses, such as 60x256. Raises UserError if `size` is needed to choose."""
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    sizes = sorted({f"{r['steps']}x{r['responses']}" for r in records})
+    if size is None and len(sizes) > 1:
+        raise UserError(f"{folder}: records of several sizes; choose one with --size: {', '.join(sizes)}")
+    return [r for r in records if size is None or f"{r['steps']}x{r['responses']}" == size]
+
+
+def prompt_means(records: Sequence[Row], index: int) -> list[float]:
+    """Share of right answers per test prompt over samples and seeds. index: which evaluation, such as -1."""
+    columns = zip(*(record["evaluations"][index]["correct"] for record in records), strict=True)
+    return [sum(column) / len(column) / records[0]["samples"] for column in columns]
+
+
+def accuracy(records: Sequence[Row], index: int) -> tuple[float, float, float]:
+    """Mean over prompts and seeds with its interval: over prompts, or over three or more seeds if that is wider."""
+    found = mean_over_prompts(prompt_means(records, index), records[0]["samples"] * len(records))
+    low, high = found.low, found.high
+    if len(records) >= 3:  # equal seeds, as before the first step, would give an interval of width 0
+        _, *ends = mean_interval([statistics.fmean(prompt_means([record], index)) for record in records])
+        low, high = max(0.0, min(low, *ends[:1])), min(1.0, max(high, *ends[1:]))
+    return found.mean, low, high
+
+
+def difference(records: Sequence[Row], others: Sequence[Row]) -> tuple[float, float, float]:
+    """Final accuracy minus that of the others, with the interval of a paired bootstrap over prompts."""
+    import numpy as np
+
+    gaps = np.array(prompt_means(records, -1)) - np.array(prompt_means(others, -1))
+    draws = np.random.default_rng(0).integers(len(gaps), size=(RESAMPLES, len(gaps)))
+    low, high = np.quantile(gaps[draws].mean(1), (0.025, 0.975))
+    return float(gaps.mean()), float(low), float(high)
+
+
+def steps_mean(records: Sequence[Row], metric: str) -> list[float | None]:
+    """Mean over seeds at each step; None for a step without the metric."""
+    columns = zip(*(record["curves"].get(metric, []) for record in records), strict=False)
+    return [statistics.fmean(column) if None not in column else None for column in columns]
+
+
+def step_number(records: Sequence[Row], metric: str) -> float | None:
+    """A metric as one number, taken over the steps as `CURVES` says."""
+    values = [value for value in steps_mean(records, metric) if value is not None]
+    if not values:
+        return None
+    how = CURVES[metric][0]
+    if how == "median":
+        return statistics.median(values[1:] or values)  # the first step compiles
+    return statistics.fmean(values[-max(1, len(values) // 4) :] if how == "last quarter" else values)
+
+
+def percent(found: tuple[float, float, float], sign: str = "") -> str:
+    mean, low, high = (format(100 * value, f"{sign}.1f") for value in found)
+    return f"{mean} [{low}, {high}]"
+
+
+def tables(groups: dict[Key, list[Row]], reference: str) -> list[str]:
+    """Markdown: accuracy and differences, accuracy by family, measurements of the steps."""
+    other = next((records for (arm, _), records in groups.items() if arm == reference), None)
+    results, families, measured = [], [], []
+    for (arm, lr), records in groups.items():
+        gap = percent(difference(records, other), "+") if other not in (None, records) else ""
+        seeds = ", ".join(str(record["seed"]) for record in records)
+        before, after = percent(accuracy(records, 0)), percent(accuracy(records, -1))
+        results.append([arm, f"{lr:g}", seeds, before, after, gap])
+        values, names = prompt_means(records, -1), records[0]["families"]
+        means = {name: statistics.fmean(v for v, n in zip(values, names, strict=True) if n == name) for name in names}
+        families.append([arm, f"{lr:g}", *(f"{100 * means[name]:.1f}" for name in sorted(means))])
+        measured.append([arm, f"{lr:g}", *(number(step_number(records, metric)) for metric in CURVES)])
+    head = ["arm", "lr", "seeds", "start, %", "end, %", f"end, against {reference}"]
+    by_family = ["arm", "lr", *(f"{name}, %" for name in sorted(set(next(iter(groups.values()))[0]["families"])))]
+    used = [i for i in range(2, 2 + len(CURVES)) if any(row[i] != number(None) for row in measured)]
+    heads = ["arm", "lr", *(head for _, head in CURVES.values())]
+    third = markdown([heads[i] for i in (0, 1, *used)], [[row[i] for i in (0, 1, *used)] for row in measured])
+    return [markdown(head, results), markdown(by_family, families), third]
+
+
+def charts(best: dict[str, list[Row]]) -> dict[str, Any]:
+    """Name of a picture -> chart, with one curve per arm."""
+    from qarl.report.blocks import Bar, BarChart, LineChart, Series
+
+    def trailing(values: Sequence[float | None]) -> list[float | None]:
+        parts = [[v for v in values[max(0, i - TRAILING + 1) : i + 1] if v is not None] for i in range(len(values))]
+        return [statistics.fmean(part) if part else None for part in parts]
+
+    served, reward, minutes, mismatch, bars = [], [], [], [], []
+    for arm, records in best.items():
+        steps = list(range(1, records[0]["steps"] + 1))
+        found = [accuracy(records, i) for i in range(len(records[0]["evaluations"]))]
+        at = [evaluation["step"] for evaluation in records[0]["evaluations"]]
+        served.append(Series(arm, at, *([100 * f[i] for f in found] for i in range(3))))
+        smooth, seconds = trailing(steps_mean(records, "reward/mean")), steps_mean(records, "time/step_s")
+        reward.append(Series(arm, steps, smooth))
+        minutes.append(Series(arm, [sum(s or 0 for s in seconds[:i]) / 60 for i in steps], smooth))
+        mismatch.append(Series(arm, steps, steps_mean(records, "mismatch/delta_abs_mean")))
+        bars.append(Bar(arm, *(100 * value for value in found[-1])))
+    kept = f"Mean of {TRAILING} steps"
+    return {
+        "accuracy": LineChart("Test tasks answered by the served policy", "step", "%, 95 % intervals", served),
+        "final": BarChart("After the last step", "test tasks answered, %, 95 % intervals", bars),
+        "reward": LineChart("Training reward", "step", kept.lower(), reward),
+        "minutes": LineChart("Training reward against time", "minutes of training steps", kept.lower(), minutes),
+        "mismatch": LineChart("Mismatch of sampler and learner", "step", "mean |delta|, nats", mismatch, log_y=True),
+    }
+
+
+def grouped(records: Sequence[Row], order: Sequence[str]) -> tuple[dict[Key, list[Row]], dict[str, list[Row]]]:
+    """Records by arm and learning rate, in the study's order, and those of each arm's best learning rate."""
+
+    def reward(found: Sequence[Row]) -> float:
+        return step_number(found, "reward/mean") or 0.0
+
+    groups: dict[Key, list[Row]] = defaultdict(list)
+    for record in records:
+        groups[record["arm"], record["lr"]].append(record)
+    place = {arm: index for index, arm in enumerate(order)}
+    keys = sorted(groups, key=lambda key: (place.get(key[0].partition("+")[0], len(place)), key))
+    best: dict[str, list[Row]] = {}
+    for key in keys:
+        if key[0] not in best or reward(groups[key]) > reward(best[key[0]]):
+            best[key[0]] = groups[key]
+    return {key: groups[key] for key in keys}, best
+
+
+def write_figures(options: argparse.Namespace) -> None:
+    from qarl.report.charts import png
+    from qarl.report.figures import has_data
+
+    records = read_records(options.records, options.size)
+    if not records:
+        raise UserError(f"{options.records}: no records; make them with tools/evidence.py record")
+    groups, best = grouped(records, list(load_study(str(options.study)).variants))
+    pictures = options.docs / "images"
+    pictures.mkdir(parents=True, exist_ok=True)
+    lines = [BEGIN, "", setting(records), ""]
+    for name, chart in charts(best).items():
+        if has_data(chart):
+            (pictures / f"evidence_{name}.png").write_bytes(png(chart))
+            lines += [f"![{chart.title}](images/evidence_{name}.png)", ""]
+    for table in tables(groups, options.reference):
+        lines += [table, ""]
+    page = options.docs / "results.md"
+    text = page.read_text() if page.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
+    before, _, rest = text.partition(BEGIN)
+    page.write_text(before + "\n".join(lines) + END + rest.partition(END)[2])
+    print(page)
+
+
+def setting(records: Sequence[Row]) -> str:
+    """One paragraph: model, sizes, device and versions of the records."""
+    first, found = records[0], [record["environment"] for record in records]
+    devices = sorted({", ".join(one.get("gpus") or [one.get("cpu", "CPU")]) for one in found})
+    versions = [f"{name} {version}" for name, version in found[0]["packages"].items() if name in ("torch", "triton")]
+    revisions = sorted({str(one.get("git_revision"))[:8] for one in found})
+    length = first["config"]["rollout"]["max_response_length"]
+    return (
+        f"{first['steps']} steps of {first['responses']} responses of up to {length} tokens, from the policy of "
+        f"`configs/evidence/sft.yaml`, with the arms of `configs/evidence/arms.yaml`. {len(first['families'])} test "
+        f"prompts, {first['samples']} samples each. {'; '.join(devices)}; {', '.join(versions)}; revision "
+        f"{', '.join(revisions)}. Intervals are 95 %, over prompts, or over three or more seeds if that is wider. "
+        "Records: `benchmarks/results/evidence/`."
+    )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    ladder = commands.add_parser("ladder", help="answered tasks by family and level")
-    ladder.add_argument("run", type=Path, help="a run whose evaluation tasks are files of tools/make_traces.py")
-    ladder.set_defaults(action=show_ladder)
+
+    def command(name: str, action: Any, about: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=about)
+        added.add_argument("--records", type=Path, default=RECORDS, help="folder of records; default %(default)s")
+        added.add_argument("--study", type=Path, default=STUDY, help="default %(default)s")
+        added.set_defaults(action=action)
+        return added
+
+    command("ladder", show_ladder, "answered tasks by family and level").add_argument("run", type=Path)
+    missing = command("missing", show_missing, "arms, learning rates and seeds without a record")
+    missing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    missing.add_argument("roots", type=Path, nargs="*", help="folders of runs")
+    missing.add_argument("--lr", type=float, nargs="+", help="default: those of the runs and records")
+    record = command("record", write_records, "write the records of finished runs")
+    record.add_argument("--tag", default="", help="added to the arms' names, for runs from another policy")
+    record.add_argument("roots", type=Path, nargs="+", help="folders of runs")
+    figures = command("figures", write_figures, "write docs/results.md and its pictures")
+    figures.add_argument("--docs", type=Path, default=ROOT / "docs")
+    for one in (missing, figures):
+        one.add_argument("--size", metavar="STEPSxRESPONSES", help="of the records, if there are several")
+    figures.add_argument("--reference", default="qarl-tbpo", help="arm of the differences; default %(default)s")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    from qarl.errors import UserError
-
     options = parse()
     try:
-        return options.action(options)
+        options.action(options)
     except UserError as error:
         sys.exit(f"error: {error}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from qarl.comparison.study import is_study
 from qarl.config import Config, check_inputs, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SHIPPED = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "reproductions")
+SHIPPED = sorted(path for path in CONFIGS.rglob("*.yaml") if not is_study(str(path)))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(CONFIGS)))
