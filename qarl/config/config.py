@@ -169,8 +169,11 @@ class Config(Section):
     def sequences(self) -> int:
         """Sequences decoded together. If null, the CPU default, which is the lowest."""
         ahead = self.rollout.asynchronous
-        steps = 1 if ahead is None else ahead.max_staleness + 1  # whose responses are in progress together
-        return min(self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"], steps * self.responses_per_step)
+        steps, prompts = 1, self.train.prompts_per_step
+        if ahead is not None:
+            steps = ahead.max_staleness + 1  # whose responses are in progress together
+            prompts = math.ceil(prompts * ahead.oversample)
+        return min(self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"], steps * prompts * self.rollout.n)
 
     @property
     def kv_cache_tokens(self) -> int:

@@ -45,7 +45,7 @@ class DynamicSampling(Section):
 class AsyncConfig(Section):
     """Asynchronous rollouts: an engine in a separate process samples the next steps while the learner trains.
 
-    On GPUs, the engine has its own GPU. Each step has the same prompts as without this section.
+    On GPUs, the engine has its own GPU. By default each step has the same prompts as without this section.
     """
 
     max_staleness: int = Field(
@@ -65,6 +65,14 @@ class AsyncConfig(Section):
         "prompts",
         description="Order in which steps consume groups. prompts: data order, waiting for long responses; finished: "
         "complete groups first, unfinished ones in a later step (partial rollouts) within max_staleness.",
+    )
+    oversample: float = Field(
+        1.0,
+        ge=1,
+        le=16,
+        description="Groups that are started, as a multiple of those that a step learns from; rounded up. The first "
+        "complete ones are learned from, and the others are cancelled: an alternative to order: finished, with a bias "
+        "towards short responses.",
     )
     proximal: Literal["sampled", "newest"] = Field(
         "sampled",
@@ -104,6 +112,11 @@ class AsyncConfig(Section):
             key = "in_flight: keep_kv" if self.in_flight == "keep_kv" else "proximal: newest"
             text = f"with {key} the sampler's log-probs are not those of logp_old; must be 1"
             yield Fault(("verify_frac",), self.verify_frac, text)
+        if self.oversample > 1 and self.order == "finished":
+            text = (
+                "order: finished continues unfinished responses instead of cancelling them; must be 1, or use prompts"
+            )
+            yield Fault(("oversample",), self.oversample, text)
 
 
 class RolloutConfig(Section):

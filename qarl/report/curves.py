@@ -256,6 +256,7 @@ ASYNC = (
     ),
     Curves("Groups completed before they were requested", "groups", (("async/queue_groups", "complete"),)),
     Curves("Responses with tokens of several versions", "fraction", (("async/continued_frac", "continued"),)),
+    Curves("Groups cancelled by over-sampling", "fraction", (("async/cancelled_frac", "cancelled"),)),
     Curves("Time without generation during a publish", "seconds", (("publish/pause_s", "pause"),)),
     Curves("Restarts of the sampler so far", "restarts", (("async/restarts", "restarts"),)),
 )

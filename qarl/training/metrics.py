@@ -198,16 +198,23 @@ def rollout_rows(
     return rows
 
 
-def rollout_tensors(batch: Batch, rewards: list[float], versions: list[list[int]] | None = None) -> dict[str, Tensor]:
+def rollout_tensors(
+    batch: Batch,
+    rewards: list[float],
+    versions: list[list[int]] | None = None,
+    prompt_ids: Sequence[int] | None = None,
+) -> dict[str, Tensor]:
     """Return the tensors of rollouts/NNNNNN.safetensors: R responses with T tokens in total, concatenated in order.
 
     Args:
         batch: The batch of the step.
         rewards: Total reward per response.
         versions: Policy version of each token, per response, if earlier versions sampled any of them.
+        prompt_ids: `Prompt.id` per response.
 
     Returns:
         prompt_lengths, response_lengths, groups   (R,) int32
+        prompt_ids                                 (R,) int64, if given
         prompt_tokens, response_tokens             (T,) int32; a prompt is repeated for each of its responses
         advantages, rewards                        (R,) float32
         logp_sampler, logp_old, logp               (T,) float32; logp is of the learner's last training forward
@@ -226,6 +233,8 @@ def rollout_tensors(batch: Batch, rewards: list[float], versions: list[list[int]
     extra = {} if batch.routing is None else {"routing": torch.cat(batch.routing)}
     if batch.written is not None:
         extra["written"] = torch.tensor([flag for response in batch.written for flag in response], dtype=torch.uint8)
+    if prompt_ids is not None:
+        extra["prompt_ids"] = torch.tensor(list(prompt_ids), dtype=torch.int64)
     if versions is not None:
         extra["versions"] = torch.tensor([version for own in versions for version in own])
     return {

@@ -6,7 +6,7 @@ each token, repeat such a run exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from qarl.rollout.engine import SamplingParams, first_samples
 from qarl.rollout.native.sequence import Sequence as Response
 from qarl.rollout.stopping import Stopping
 from qarl.training.local_engine import LocalEngine, Taken
-from qarl.types import Rollout
+from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot
 
 
@@ -34,7 +34,8 @@ class ReplayEngine(LocalEngine):
         config: Configuration of the run; `rollout.replay` is set.
         policy: The learner's policy.
         tokenizer: Tokenizer of the model.
-        stream: Prompts; must be those of the recorded run.
+        prompts: All prompts of the data.
+        stream: Their order; must be that of the recorded run.
         rewards: Scores the responses again.
         sampling: Sampling parameters.
 
@@ -47,6 +48,7 @@ class ReplayEngine(LocalEngine):
         config: Config,
         policy: Policy,
         tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Prompt],
         stream: PromptStream,
         rewards: RewardPool,
         sampling: SamplingParams,
@@ -57,6 +59,9 @@ class ReplayEngine(LocalEngine):
         self.stream, self.rewards, self.sampling = stream, rewards, sampling
         self._stopping = Stopping(tokenizer, sampling)
         settings = config.rollout.asynchronous
+        # Such a run does not learn from prompts in the order of the data, so the record says which ones they are.
+        self._reorders = settings is not None and (settings.order == "finished" or settings.oversample > 1)
+        self._prompts = {prompt.id: prompt for prompt in prompts}
         self._newest = settings is not None and settings.proximal == "newest"
         self._keeps = 0 if settings is None or self._newest else settings.max_staleness + 1
         self._published: list[int] = []  # newest versions, in order
@@ -83,7 +88,8 @@ class ReplayEngine(LocalEngine):
             UserError: The recorded step has other prompts, or tokens of a policy version that this run does not have.
         """
         saved = read_rollouts(self.run, step + 1)
-        prompts, n = self.stream.next(count), self.sampling.n
+        n = self.sampling.n
+        prompts = self._recorded(saved.prompt_ids)[:count] if self._reorders else self.stream.next(count)
         repeated = [prompt for prompt in prompts for _ in range(n)]
         samples = [begin + i for begin in first_samples(prompts, n) for i in range(n)]
         if [prompt.token_ids for prompt in repeated] != saved.prompts:
@@ -122,3 +128,12 @@ class ReplayEngine(LocalEngine):
         columns = {name: [prompt.columns[name] for prompt in repeated] for name in repeated[0].columns}
         texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
         return prompts, rollouts, self.rewards.score(texts, [prompt.text for prompt in repeated], columns, ids)
+
+    def _recorded(self, ids: list[int] | None) -> list[Prompt]:
+        """Return the prompts of a recorded step. ids: per response. Raises UserError if they are not in the data."""
+        fix = f"record {self.run} again" if ids is None else "use its data"
+        if ids is None or not self._prompts.keys() >= set(ids):
+            raise UserError(
+                f"rollout.replay: {self.run} does not say which prompts of this data it learned from; {fix}"
+            )
+        return [self._prompts[number] for number in ids[:: self.sampling.n]]

@@ -159,7 +159,7 @@ def build_run(
         elif config.rollout.replay is not None:
             from qarl.training.replay import ReplayEngine
 
-            ahead = ReplayEngine(config, policy, asked.tokenizer, asked.stream, rewards, sampling)
+            ahead = ReplayEngine(config, policy, asked.tokenizer, asked.prompts, asked.stream, rewards, sampling)
         elif process is not None:
             from qarl.rollout.asynchronous.engine import AsyncEngine
 

@@ -146,7 +146,7 @@ def trace_of(
         versions = None
         if any(version != batch.version for r in rollouts for version in r.versions or [r.version]):
             versions = [r.versions or [r.version] * len(r.token_ids) for r in rollouts]
-        trace.tensors = rollout_tensors(batch, scores.total, versions)
+        trace.tensors = rollout_tensors(batch, scores.total, versions, [r.prompt_id for r in rollouts])
     if probe.record:
         trace.tokens = probe.tokens(batch)
         trace.layers = crossed if "crossings" in probe.due else None

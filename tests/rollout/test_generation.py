@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -12,7 +14,15 @@ from tiny_models import tiny_settings
 
 from qarl.config import Config
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.rollout.asynchronous.groups import Added, OrderLog, PendingGroup, Published, load_groups, save_groups
+from qarl.rollout.asynchronous.groups import (
+    Added,
+    OrderLog,
+    PendingGroup,
+    Published,
+    Wave,
+    load_groups,
+    save_groups,
+)
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import Generation, NativeEngine
 from qarl.rollout.native.sequence import Sequence, uniforms
@@ -116,6 +126,25 @@ def test_a_response_goes_on_from_its_tokens(tiny_model):
         assert (one.response, one.logprobs, one.text) == (other.response, other.logprobs, other.text)
 
 
+def test_cancelled_responses_end_and_the_others_do_not_change(tiny_model):
+    whole, cut = Flight(tiny_model("llama")), Flight(tiny_model("llama"))
+    for flight in (whole, cut):
+        flight.responses = [r for p in PROMPTS for r in flight.generation.add(p, range(2), SAMPLING.seed)]
+    while whole.generation.busy:
+        whole.generation.step()
+    for _ in range(5):
+        cut.generation.step()
+    cut.generation.settle()
+    gone = {response for response in cut.responses if response.prompt.id != 1}
+    cut.generation.cancel(gone)
+    while cut.generation.busy:
+        cut.generation.step()
+    for one, other in zip(whole.responses, cut.responses, strict=True):
+        assert (other.finish_reason is None) == (other in gone)
+        if other not in gone:
+            assert (one.response, one.logprobs) == (other.response, other.logprobs)
+
+
 # --- groups in flight ------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +168,15 @@ def test_groups_are_read_back_as_they_were_saved():
     assert found[0].versions == {0, 1}
 
 
+def test_saved_groups_of_a_wave_share_it_again():
+    wave = Wave(4, 2)
+    groups = [replace(group(number, finished=0), wave=wave if number < 6 else None) for number in (4, 5, 6)]
+    tensors, rows = save_groups(groups)
+    found = load_groups(tensors, json.loads(json.dumps(rows)), PROMPTS.__getitem__, n=2)
+    assert found[0].wave is found[1].wave and (found[0].wave.number, found[0].wave.needed) == (4, 2)
+    assert found[2].wave is None
+
+
 def test_a_log_keeps_what_missing_responses_need_and_no_more():
     log, late = OrderLog(), group(4, 1)
     publishes = [Published(version, []) for version in range(3)]
@@ -153,3 +191,12 @@ def test_a_log_keeps_what_missing_responses_need_and_no_more():
     late.finish(3, [1], [0.0], "stop", "", [1], None)
     log.prune()
     assert log.versions == {2} and len(log.entries) == 2
+
+
+def test_a_log_forgets_cancelled_groups():
+    log, one = OrderLog(), group(4, 1)
+    for entry in (Published(0, []), Added([one]), Published(1, [])):
+        log.append(entry)
+    one.cancelled = True
+    log.prune()
+    assert log.versions == {1} and len(log.entries) == 1

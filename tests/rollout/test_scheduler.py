@@ -115,6 +115,31 @@ def test_random_arrivals_all_finish_on_their_own_keys_and_leak_no_page(seed: int
     assert all(s.pages == [] for s in simulation.targets)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_cancelled_prompts_leave_no_page_and_the_others_finish(seed: int):
+    """Whether their samples run, are prefilled, wait, or have lost their pages."""
+    rng = random.Random(seed)
+    simulation = Simulation(
+        pages=rng.choice([3, 6, 40]),
+        max_num_seqs=rng.choice([1, 4, 64]),
+        max_batched_tokens=rng.choice([3, 64, 512]),
+        max_response_length=60,
+    )
+    added = [simulation.add(rng.randint(1, 100), [rng.randint(1, 60) for _ in range(4)]) for _ in range(6)]
+    gone: set[Sequence] = set()
+    for samples in rng.sample(added, 3):
+        for _ in range(rng.randint(0, 20)):
+            if simulation.scheduler.busy:
+                simulation.step()
+        left = {sample for sample in samples if sample not in simulation.finished}
+        simulation.scheduler.cancel(left)
+        gone |= left
+        assert all(sample.pages == [] for sample in left)
+    simulation.run(limit=20_000)
+    assert set(simulation.finished) == set(simulation.targets) - gone
+    assert simulation.pool.free == simulation.pool.count
+
+
 def test_a_preempted_sequence_keeps_its_response_and_comes_back():
     simulation = Simulation(pages=3)
     first, second = simulation.add(60, [30]), simulation.add(60, [30])

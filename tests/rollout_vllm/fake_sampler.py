@@ -105,6 +105,10 @@ class FakeHost:
         ended, self._ended = self._ended, []
         return ended
 
+    def cancel(self, names: list[str]) -> None:
+        for name in names:
+            del self._streams[name]
+
     def so_far(self) -> Iterator[tuple[str, int, Callable[[], tuple[list[int], list[float]]]]]:
         for name, (response, count) in self._streams.items():
             yield name, count, partial(_first, response, count)

@@ -116,6 +116,17 @@ def test_unfinished_responses_continue_in_another_process_from_their_tokens(made
     assert first[2] == [10, 11, 50, 51, 52] and first[6] == [1, 2, 3, 3, 3] and len(first[3]) == 5
 
 
+def test_cancelled_groups_end_and_the_others_go_on(made):
+    host, served = made()
+    host.answers = {(*PROMPT,): list(range(10, 20)), (6,): [30, 31, 32]}
+    publish(served, 1)
+    served.add([Group(0, 9, PROMPT, 7, [0, 1]), Group(1, 8, [6], 7, [0])])
+    served.step()
+    served.cancel([0, 5])
+    (left,) = to_the_end(served)
+    assert left[:3] == (1, 0, [30, 31, 32]) and not served.busy
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3, 5])
 def test_a_stop_string_may_begin_before_the_tokens_that_are_continued(made, tiny_model, cut):
     """vLLM sees only what it samples itself, so it goes on past a stop string that another process began."""
@@ -245,7 +256,8 @@ def test_staleness_0_gives_the_numbers_of_the_synchronous_run_on_real_vllm(real)
 @pytest.mark.slow
 def test_weights_that_change_in_flight_stay_exact_in_real_vllm(real):
     """A token with a wrong version, or keys of earlier weights, would show as a mismatch."""
-    rows = real.train("flight", max_staleness=2, in_flight="recompute_kv")
+    rows = real.train("flight", max_staleness=2, in_flight="recompute_kv", oversample=1.5)
+    assert max(row["async/cancelled_frac"] for row in rows) > 0, "no response was cancelled"
     assert all(row["mismatch/delta_abs_max"] == row["publish/canary_abs_max"] == 0.0 for row in rows)
     assert max(row["async/continued_frac"] for row in rows) > 0, "no response saw new weights"
     kept = real.train("kept", max_staleness=2, in_flight="keep_kv")

@@ -153,6 +153,28 @@ def test_partial_rollouts_are_learned_from_later_and_none_is_lost(runs, synchron
     assert all(row["mismatch/delta_abs_max"] == 0.0 for row in rows)
     assert sorted(runs.prompts("partial")) == sorted(runs.prompts("sync"))
     assert max(row["async/staleness_max"] for row in runs.metrics("partial")) <= 3
+    assert runs.train("partial_again", *more, f"rollout.replay={runs.folder / 'partial'}", **ahead) == rows
+
+
+def test_a_step_takes_the_first_groups_of_a_wave_and_cancels_the_rest(runs, synchronous):
+    """After a kill of the sampler or of the run, too. A replay learns from the same groups."""
+    ahead = {"max_staleness": 2, "in_flight": "recompute_kv", "oversample": 1.5}
+    stops = "rollout.stop_token_ids=[70, 71, 72, 73, 74, 75, 76, 77, 78, 79]"
+    more = stops, "rollout.max_response_length=80", "rollout.max_num_seqs=8"
+    runs.train("waves", *more, before=KILL_RUN.replace("== N", "== 3"), code=-9, **ahead)
+    rows = runs.train("waves", *more, before=KILL_SAMPLER.replace("N", "2"), **ahead)
+    assert "restart 1 of 2" in runs.out
+    assert all(row["mismatch/delta_abs_max"] == 0.0 for row in rows)
+    assert max(row["async/staleness_max"] for row in runs.metrics("waves")) <= 2
+    runs.train("order", "train.prompts_per_step=6", "rollout.max_response_length=8")
+    started, learned = runs.prompts("order"), runs.prompts("waves")
+    assert len(learned) == 24 and len(started) == 36
+    for step in range(6):
+        taken, wave = learned[4 * step : 4 * step + 4], started[6 * step : 6 * step + 6]
+        assert taken == [prompt for prompt in wave if prompt in taken], "in the order of the data, each once"
+    cancelled = [row["async/cancelled_frac"] for row in runs.metrics("waves")]
+    assert max(cancelled) > 0 and learned != [p for i in range(6) for p in started[6 * i : 6 * i + 4]]
+    assert runs.train("waves_again", *more, f"rollout.replay={runs.folder / 'waves'}", **ahead) == rows
 
 
 def test_the_newest_policy_as_proximal_one_leaves_staleness_to_the_correction(runs):

@@ -38,6 +38,7 @@ class SavedStep:
         routing: Expert routing per response, see `Rollout.routing`; None if the sampler did not report it.
         written: Whether the policy wrote each response token; None: all tokens.
         versions: Policy version that sampled each response token; None: `version` for all tokens.
+        prompt_ids: `Prompt.id` per response; None in runs of earlier versions of qarl.
     """
 
     step: int
@@ -53,6 +54,7 @@ class SavedStep:
     routing: list[Tensor] | None = None
     written: list[list[bool]] | None = None
     versions: list[list[int]] | None = None
+    prompt_ids: list[int] | None = None
 
     @property
     def own_tokens(self) -> list[list[int]]:
@@ -174,6 +176,9 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     routing = _routing(path, tensors.get("routing"), [p + r - 1 for p, r in zip(*lengths.values(), strict=True)])
     version = int(tensors["version"])
     versions = _versions(path, tensors.get("versions"), lengths["response_lengths"])
+    ids = tensors.get("prompt_ids")
+    if ids is not None and (ids.dtype != torch.int64 or ids.shape != (responses,)):
+        raise UserError(f"{path}: prompt_ids is not int64 [{responses}]; give another --step")
     return SavedStep(
         step,
         version,
@@ -183,6 +188,7 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
         routing=routing,
         written=written,
         versions=versions,
+        prompt_ids=None if ids is None else ids.tolist(),
         **columns,
     )
 

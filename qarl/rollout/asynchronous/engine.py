@@ -3,7 +3,7 @@
 A thread owns the connection to the sampler's process, and another one scores complete groups, so sampling and rewards
 go on while the learner learns. After the publish for step s, the sampler has prompts for the steps up to
 s + max_staleness. A group is learned from at most `max_staleness` steps after the sampler got its prompt. So no token
-is older than that, and no response is dropped for being long.
+is older than that. No response is dropped for being long, unless `rollout.async.oversample` is above 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rewards.shared import judge
-from qarl.rollout.asynchronous.groups import Added, OrderLog, PendingGroup, Published, load_groups, save_groups
+from qarl.rollout.asynchronous.groups import Added, OrderLog, PendingGroup, Published, Wave, load_groups, save_groups
 from qarl.rollout.asynchronous.process import AsyncProcess, AsyncSettings
 from qarl.rollout.engine import (
     Progress,
@@ -144,6 +144,8 @@ class AsyncEngine:
         self._partials: list[Any] | None = []  # None: asked for
         self._asks_partials = False
         self._to_score: deque[PendingGroup] = deque()
+        self._to_cancel: list[int] = []  # numbers of groups that the sampler's process still has to drop
+        self._cancelled = 0  # groups, since the last take
         self._fault: BaseException | None = None
         self._closing = False
         self._sampler_s = self._tokens = 0.0  # seconds of generation and tokens of finished responses, so far
@@ -220,7 +222,7 @@ class AsyncEngine:
     def fill(self, step: int) -> None:
         """Give the sampler the prompts that its staleness allows before training step `step`, counted from 0."""
         with self._changed:
-            waiting = len(self._groups) - len(self._taken)
+            waiting = self._places()
             limit = (self.settings.max_staleness + 1) * self._per_step
             while waiting < limit and (target := step + waiting // self._per_step) < self.config.train.steps:
                 count = min(self._per_step, limit - waiting)
@@ -236,7 +238,7 @@ class AsyncEngine:
             tick: Called while waiting. If it raises, the groups stay.
         """
         with self._changed:
-            missing = count - (len(self._groups) - len(self._taken))
+            missing = count - self._places()
             if missing > 0:  # a further round of dynamic sampling
                 self._submit(missing, step, step)
             ready = sum(group.scores is not None for group in self._waiting())
@@ -256,6 +258,12 @@ class AsyncEngine:
         """Groups that no step has taken."""
         return [group for group in self._groups if group.number not in self._taken]
 
+    def _places(self) -> int:
+        """Number of groups that steps will take of those that wait; the others will be cancelled."""
+        sizes = Counter(group.wave for group in self._groups)
+        alone = sizes.pop(None, 0)
+        return alone + sum(min(wave.needed, size) for wave, size in sizes.items() if wave) - len(self._taken)
+
     def _next(self, count: int, step: int) -> list[PendingGroup]:
         """Choose the groups of a step, in the order of their prompts, whether they are complete or not.
 
@@ -270,6 +278,9 @@ class AsyncEngine:
     def finish(self) -> None:
         """Forget the groups of the step that was learned from, and the weights that no waiting response needs."""
         with self._changed:
+            for group in self._groups:
+                if group.wave is not None and group.number in self._taken:
+                    group.wave.needed -= 1
             self._groups = deque(self._waiting())
             self._taken.clear()
         self.policy.kept.keep(self._needed())
@@ -379,7 +390,7 @@ class AsyncEngine:
             device="cpu" if on_cpu else "cuda:0",
             max_length=self.policy.max_length,
             longest=self._longest,
-            sequences=(self.settings.max_staleness + 1) * self._per_step * self.sampling.n,
+            sequences=self._groups_for(self._per_step) * (self.settings.max_staleness + 1) * self.sampling.n,
             sampling=replace(self.sampling, record_routing=self.config.records_routing),
             threads=torch.get_num_threads() if on_cpu else None,
         )
@@ -404,20 +415,29 @@ class AsyncEngine:
                 self.say(note)
 
     def _submit(self, count: int, step: int, now: int) -> None:
-        """Give the sampler the next prompts of the data, with the random numbers of `step`, before step `now`."""
+        """Give the sampler the next prompts of the data, with the random numbers of `step`, before step `now`.
+
+        count: Groups that will be learned from.
+        """
         serial = self._submitted[step]
         self._submitted[step] += 1
         for old in [one for one in self._submitted if one < step - 2 * self.settings.max_staleness - 2]:
             del self._submitted[old]
-        prompts, n = self._stream.next(count), self.sampling.n
+        started, n = self._groups_for(count), self.sampling.n
+        prompts = self._stream.next(started)
         seed = round_seed(self.sampling.seed + step, serial)
+        wave = Wave(self._number, count) if started > count else None
         groups = [
-            PendingGroup(self._number + i, step, now, prompt, seed, first, n)
+            PendingGroup(self._number + i, step, now, prompt, seed, first, n, wave=wave)
             for i, (prompt, first) in enumerate(zip(prompts, first_samples(prompts, n), strict=True))
         ]
-        self._number += count
+        self._number += started
         self._groups += groups
         self._enqueue(Added(groups))
+
+    def _groups_for(self, count: int) -> int:
+        """Groups that are started so that `count` of them are learned from."""
+        return math.ceil(count * self.settings.oversample)
 
     def _enqueue(self, entry: Published | Added, update: WeightUpdate | None = None) -> None:
         self._log.append(entry)
@@ -462,6 +482,9 @@ class AsyncEngine:
             "async/learner_idle_frac": min((self._waited_s - waited_s) / passed, 1.0),
             "async/restarts": float(self.restarts),
         }
+        if self.settings.oversample > 1:
+            self.metrics["async/cancelled_frac"] = self._cancelled / (self._cancelled + len(groups))
+            self._cancelled = 0
         if worked > 0:
             self.metrics["throughput/rollout_tokens_per_s"] = (self._mark[2] - tokens) / worked
 
@@ -492,6 +515,10 @@ class AsyncEngine:
     def _send_orders(self) -> None:
         while True:
             with self._changed:
+                cancelled, self._to_cancel = self._to_cancel, []
+            if cancelled:
+                self._process.order("cancel", cancelled)
+            with self._changed:
                 if self._asks_partials:
                     self._asks_partials = False
                     entry: Published | Added | None = None
@@ -500,7 +527,7 @@ class AsyncEngine:
                 else:
                     entry, update = self._orders.popleft()
                     self._unanswered = entry if isinstance(entry, Published) else self._unanswered
-                missing = [g.request() for g in entry.groups if not g.complete] if isinstance(entry, Added) else []
+                missing = [g.request() for g in entry.groups if not g.ended] if isinstance(entry, Added) else []
             if entry is None:
                 self._process.order("partials", None)
             elif isinstance(entry, Published):
@@ -521,14 +548,29 @@ class AsyncEngine:
                 self._sampler_s = self._earlier_s + sampler_s
                 by_number = {group.number: group for group in self._groups}
                 for number, sample, *answer in answers:
-                    group = by_number[number]
-                    group.finish(sample, *answer)
                     self._tokens += len(answer[0])
+                    group = by_number.get(number)
+                    if group is None or group.cancelled:  # it ended before the sampler knew
+                        continue
+                    group.finish(sample, *answer)
                     if group.complete:
                         self._to_score.append(group)
+                        self._cancel_rest(group.wave)
                 self._log.prune()
             case _:
                 raise SamplerError(f"rollout.async: the sampler's process sent {kind[:40]!r}")
+
+    def _cancel_rest(self, wave: Wave | None) -> None:
+        """Cancel the unfinished groups of a wave if enough are complete."""
+        members = [group for group in self._groups if group.wave is wave]
+        if wave is None or sum(group.complete for group in members) < wave.needed:
+            return
+        for group in members:
+            group.cancelled = not group.complete
+        gone = [group.number for group in members if group.cancelled]
+        self._groups = deque(group for group in self._groups if not group.cancelled)
+        self._to_cancel += gone
+        self._cancelled += len(gone)
 
     def _check(self, version: int, paused_s: float, scores: list[list[float]]) -> None:
         """Check the sampler's answer to a publish."""
@@ -571,7 +613,7 @@ class AsyncEngine:
             process.close()
             raise
         with self._changed:
-            self._process, self._unanswered = process, None
+            self._process, self._unanswered, self._to_cancel = process, None, []
             self._earlier_s = self._sampler_s
             self._asks_partials = self._asks_partials or self._partials is None
             self._orders = deque((entry, None) for entry in self._log.repeat(self.settings.in_flight == "wait"))

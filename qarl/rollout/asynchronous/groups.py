@@ -16,6 +16,19 @@ from qarl.rollout.asynchronous.process import Group, Partial
 from qarl.types import Prompt, Rollout
 
 
+@dataclass(eq=False)
+class Wave:
+    """Groups that were started together, of which a step takes the first complete ones.
+
+    Attributes:
+        number: That of its first group.
+        needed: Groups that are still to be learned from. The others are cancelled when so many are complete.
+    """
+
+    number: int
+    needed: int
+
+
 @dataclass
 class PendingGroup:
     """The responses to one prompt.
@@ -29,6 +42,8 @@ class PendingGroup:
         rollouts: Finished responses by sample number.
         partial: Unfinished responses that a checkpoint had.
         scores: Of the responses, in the order of their numbers; None until they are scored.
+        wave: None: the group is learned from in any case.
+        cancelled: Whether enough other groups of its wave were complete earlier.
     """
 
     number: int
@@ -41,6 +56,8 @@ class PendingGroup:
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     partial: dict[int, Partial] = field(default_factory=dict)
     scores: RewardResult | None = None
+    wave: Wave | None = None
+    cancelled: bool = False
 
     @property
     def samples(self) -> range:
@@ -49,6 +66,11 @@ class PendingGroup:
     @property
     def complete(self) -> bool:
         return len(self.rollouts) == self.n
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to sample."""
+        return self.complete or self.cancelled
 
     @property
     def ordered(self) -> list[Rollout]:
@@ -113,7 +135,7 @@ class OrderLog:
 
     def prune(self) -> None:
         """Drop what no missing response needs any more."""
-        entries = [e for e in self.entries if not (isinstance(e, Added) and all(g.complete for g in e.groups))]
+        entries = [e for e in self.entries if not (isinstance(e, Added) and all(g.ended for g in e.groups))]
         while len(entries) > 1 and isinstance(entries[0], Published) and isinstance(entries[1], Published):
             del entries[0]
         self.entries = entries
@@ -166,6 +188,8 @@ def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list
             logprobs += values
             responses.append({"sample": sample, "reason": None, "text": "", "versions": run_lengths(versions)})
         row = {"number": group.number, "step": group.step, "submitted": group.submitted, "prompt": group.prompt.id}
+        if group.wave is not None:
+            row["wave"] = [group.wave.number, group.wave.needed]
         rows.append({**row, "seed": group.seed, "first": group.first, "responses": responses})
     tensors["tokens"] = torch.tensor(tokens, dtype=torch.int64)
     tensors["logprobs"] = torch.tensor(logprobs, dtype=torch.float64)
@@ -177,10 +201,12 @@ def load_groups(
 ) -> list[PendingGroup]:
     """Return groups as `save_groups` saved them. Raises UserError if they are not whole."""
     ids, values = tensors["tokens"].tolist(), tensors["logprobs"].tolist()
-    groups, at = [], 0
+    groups, waves, at = [], dict[int, Wave](), 0
     for row in rows:
         prompt = prompt_of(row["prompt"])
         group = PendingGroup(row["number"], row["step"], row["submitted"], prompt, row["seed"], row["first"], n)
+        if (wave := row.get("wave")) is not None:
+            group.wave = waves.setdefault(wave[0], Wave(*wave))
         for response in row["responses"]:
             versions = [version for version, count in response["versions"] for _ in range(count)]
             span = slice(at, at + len(versions))

@@ -2,7 +2,7 @@
 
 Orders arrive in sequence: `add` (prompts), `publish` (weights), `partials` (report unfinished responses). `wait` means
 that a publish, and all orders after it, wait until the responses in progress have ended. Otherwise they continue with
-the new weights.
+the new weights. `cancel` (drop responses in progress) overtakes other orders, because a publish may wait for them.
 
 Nothing is loaded from a checkpoint: the first publish brings all tensors.
 """
@@ -139,6 +139,15 @@ class Host:
                 sequences.append(sequence)
             self._group_of |= dict.fromkeys(sequences, group.number)
 
+    def cancel(self, groups: list[int]) -> None:
+        """Drop the responses in progress of some groups; after `settle`."""
+        gone = {sequence for sequence, group in self._group_of.items() if group in groups}
+        if gone:
+            assert self.generation is not None
+            self.generation.cancel(gone)
+            for sequence in gone:
+                del self._group_of[sequence]
+
     def partials(self) -> list[tuple[int, int, list[int], list[float], list[int]]]:
         """Return (group, sample, tokens, log-probs, versions) of unfinished responses with tokens."""
         found = ((s, group) for s, group in self._group_of.items() if s.response)
@@ -198,7 +207,11 @@ class Server:
         while True:
             idle = not self._host.busy and not self._orders
             while (order := self._channel.poll(HEARTBEAT_S if idle else 0.0)) is not None:
-                self._orders.append(order)
+                if order[0] == "cancel":
+                    self._send(self._host.settle())
+                    self._host.cancel(order[1])
+                else:
+                    self._orders.append(order)
                 idle = False
             if self._orders and not (self._orders[0][0] == "publish" and self._waits):
                 self._perform(*self._orders.popleft())

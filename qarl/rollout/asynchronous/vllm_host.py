@@ -95,6 +95,13 @@ class VLLMHost:
                 self._responses[name] = InProgress(group.number, prompt, sample, before)
                 self._host.add(name, Request(group.token_ids + before[0], seed), left)
 
+    def cancel(self, groups: list[int]) -> None:
+        """See `asynchronous.host.Host.cancel`."""
+        names = [name for name, response in self._responses.items() if response.group in groups]
+        self._host.cancel(names)
+        for name in names:
+            del self._responses[name]
+
     def partials(self) -> list[tuple[int, int, list[int], list[float], list[int]]]:
         """Return (group, sample, tokens, log-probs, versions) of unfinished responses with tokens; after `settle`."""
         assert self._version is not None

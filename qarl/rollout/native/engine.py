@@ -6,7 +6,7 @@ So the log-probs reported here equal the learner's recomputation bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from math import isfinite
 
 import torch
@@ -129,6 +129,11 @@ class Generation:
         """Compute the keys and values of all responses in progress again, with the sampler's weights of now."""
         assert self._unread is None, "settle first"
         self._scheduler.preempt_all()
+
+    def cancel(self, responses: Set[Response]) -> None:
+        """Drop all responses in progress to some prompts."""
+        assert self._unread is None, "settle first"
+        self._scheduler.cancel(responses)
 
     def rollout(self, response: Response, seed: int) -> Rollout:
         """Return a response that has ended. Its version is that of its last token."""

@@ -13,7 +13,7 @@ pool can hold any single sequence, so every step makes progress.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -125,6 +125,15 @@ class Scheduler:
         """Remove a sequence and free its pages."""
         self.running.remove(sequence)
         self._drop_pages(sequence)
+
+    def cancel(self, gone: Set[Sequence]) -> None:
+        """Remove sequences, wherever they are, and free their pages. Samples that wait together go together."""
+        for sequence in [sequence for sequence in self.running if sequence in gone]:
+            self.finish(sequence)
+        for prefill in (prefill for prefill in self.prefilling if prefill.lead in gone):
+            self._drop_pages(prefill.lead)
+        self.prefilling = [prefill for prefill in self.prefilling if prefill.lead not in gone]
+        self.waiting = deque(prefill for prefill in self.waiting if prefill.lead not in gone)
 
     def preempt_all(self) -> None:
         """Take the pages of all started sequences, which are computed again before any waiting one starts."""

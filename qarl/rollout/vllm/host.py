@@ -258,6 +258,10 @@ class Host:
                 core.scheduler.set_pause_state(PauseState.UNPAUSED)
         return self._taken(ended)
 
+    def cancel(self, names: list[str]) -> None:
+        """Drop requests in progress; after `drain`."""
+        self._llm.llm_engine.abort_request(names)
+
     def _taken(self, ended: list[Any]) -> list[tuple[str, Response]]:
         ended, self._ended = [*self._ended, *ended], []
         return [(output.request_id, _response(output)) for output in ended]
