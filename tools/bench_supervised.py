@@ -17,7 +17,6 @@ import math
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,46 +125,20 @@ def run_trl(
 ) -> tuple[list[float], float]:
     import torch
     from datasets import load_dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from step_bench.trl_part import Spent, step_clock, trainer_arguments
+    from transformers import AutoTokenizer
 
     from qarl.training.metrics import peak_memory_gib
 
     device, seconds = torch.device(options.device), list[float]()
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
-            self._begin = self._now()
-
-        def on_step_end(self, *arguments: Any, **named: Any) -> None:
-            seconds.append(self._now() - self._begin)
-
-        @staticmethod
-        def _now() -> float:
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            return time.perf_counter()
-
-    init = {"attn_implementation": "sdpa", "dtype": "float32"}
-    arguments = {
-        "output_dir": str(rows.parent / "trl"),
-        "max_steps": options.steps,
-        "per_device_train_batch_size": options.device_batch,
-        "gradient_accumulation_steps": options.examples // options.device_batch,
-        "max_length": options.length + 128,
-        "learning_rate": 1e-6,
-        "lr_scheduler_type": "constant",
-        "optim": "adamw_torch_fused" if device.type == "cuda" else "adamw_torch",
-        "bf16": device.type == "cuda",
-        "use_cpu": device.type == "cpu",
-        "gradient_checkpointing": options.checkpointing,
-        "model_init_kwargs": init,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
+    sizes = (options.steps, options.examples, options.device_batch)
+    arguments = trainer_arguments(rows.parent / "trl", *sizes, options.device, options.checkpointing)
+    arguments["max_length"] = options.length + 128
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     data = load_dataset("json", data_files=str(rows), split="train")
-    common = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [Clock()]}
+    clock = step_clock(Spent(device).now, seconds.append)
+    common = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [clock]}
     if case["job"] == "sft":
         from trl import SFTConfig, SFTTrainer
 
@@ -173,7 +146,7 @@ def run_trl(
     else:
         from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-        teacher = init | {"dtype": "bfloat16"}
+        teacher = arguments["model_init_kwargs"] | {"dtype": "bfloat16"}
         more = {"lmbda": 0.0, "beta": 0.5, "temperature": 1.0, "teacher_model_init_kwargs": teacher}
         config = GKDConfig(**arguments, **more)
         trainer = GKDTrainer(model=str(model), teacher_model=str(model), args=config, **common)

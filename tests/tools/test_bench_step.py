@@ -197,11 +197,11 @@ def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
     from step_bench.trl_part import grpo_arguments
 
     given = options("--prompts", "32", "--responses", "8")
-    found = grpo_arguments(given, tmp_path, "vllm", True)
+    found = grpo_arguments(given, tmp_path, "vllm")
     assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 256
     assert found["max_completion_length"] == 1024 and found["generation_kwargs"] == {"ignore_eos": True}
     assert found["model_init_kwargs"]["dtype"] == "float32"
-    own = grpo_arguments(options("--new-tokens", "7"), tmp_path, "transformers", False)
+    own = grpo_arguments(options("--new-tokens", "7"), tmp_path, "transformers")
     assert "use_vllm" not in own and own["generation_kwargs"] == {"min_new_tokens": 7} and not own["bf16"]
 
 
@@ -237,7 +237,7 @@ def test_trl_takes_its_arguments(tmp_path):
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     from step_bench.trl_part import grpo_arguments
 
-    config = trl.GRPOConfig(**grpo_arguments(options(), tmp_path, "vllm", False), use_cpu=True)
+    config = trl.GRPOConfig(**grpo_arguments(options(), tmp_path, "vllm"))
     assert (config.steps_per_generation, config.generation_batch_size) == (32, 256)
 
 

@@ -65,7 +65,7 @@ def step_configurations(options: argparse.Namespace) -> None:
         if "trl" in options.part:
             from step_bench.trl_part import grpo_arguments
 
-            assert grpo_arguments(options, Path("place"), "vllm", True)["use_vllm"]
+            assert grpo_arguments(options, Path("place"), "vllm")["use_vllm"]
         if {"learner", "optimizer"} & set(options.part):
             learner_config(options, model, torch.device("cuda"), 512)
 

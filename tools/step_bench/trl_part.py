@@ -30,35 +30,66 @@ def engine_of(device: torch.device) -> str:
     return "vllm" if device.type == "cuda" else "transformers"
 
 
-def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu: bool) -> dict[str, Any]:
-    """Of `trl.GRPOConfig`. A training step generates once, for all its prompts, and steps the optimizer once."""
-    responses = options.prompts * options.responses
-    assert responses % options.device_batch == 0, "bench_step.parse refuses it"
-    tokens = stop_tokens(options.mean_tokens, options.vocabulary or VOCABULARY)
-    stops = {"stop_token_ids": tokens} if tokens else {}
-    arguments: dict[str, Any] = {
+def trainer_arguments(place: Path, steps: int, rows: int, batch: int, device: str, checkpointing: bool) -> Record:
+    """Arguments that all of TRL's trainers get: float32 masters, bf16 products on a GPU, AdamW.
+
+    Args:
+        place: The trainer's directory.
+        steps: Training steps, of one optimizer step each.
+        rows: Rows per optimizer step.
+        batch: Rows that run together; divides `rows`.
+        device: "cuda" or "cpu".
+        checkpointing: Whether the backward recomputes activations.
+    """
+    return {
         "output_dir": str(place),
-        "max_steps": options.steps,
-        "per_device_train_batch_size": options.device_batch,
-        "gradient_accumulation_steps": responses // options.device_batch,
-        "num_generations": options.responses,
-        "max_completion_length": options.new_tokens,
-        # each response has exactly as many tokens
-        "generation_kwargs": {"ignore_eos": True, **stops}
-        if engine == "vllm"
-        else {"min_new_tokens": options.new_tokens},
-        "temperature": 1.0,
-        "beta": 0.0,
-        "shuffle_dataset": False,
+        "max_steps": steps,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": rows // batch,
         "learning_rate": LR,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
-        "bf16": on_gpu,
-        "gradient_checkpointing": options.recompute != "elementwise",
+        "bf16": device == "cuda",
+        "use_cpu": device == "cpu",
+        "gradient_checkpointing": checkpointing,
         "model_init_kwargs": {"attn_implementation": "sdpa", "dtype": "float32"},
-        "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
+    }
+
+
+def step_clock(now: Callable[[], float], done: Callable[[float], object]) -> Any:
+    """A TrainerCallback that calls `done` with the seconds of each training step."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        """The first micro-batch of a step generates for all of them, so a step begins before it."""
+
+        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
+            self._begin = now()
+
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            done(now() - self._begin)
+
+    return Clock()
+
+
+def grpo_arguments(options: argparse.Namespace, place: Path, engine: str) -> Record:
+    """Arguments of `trl.GRPOConfig`. A training step generates once, for all prompts, and steps the optimizer once."""
+    rows, batch, checkpointing = options.prompts * options.responses, options.device_batch, options.recompute
+    assert rows % batch == 0, "bench_step.parse refuses it"
+    tokens = stop_tokens(options.mean_tokens, options.vocabulary or VOCABULARY)
+    ending = {"ignore_eos": True} | ({"stop_token_ids": tokens} if tokens else {})
+    arguments = trainer_arguments(place, options.steps, rows, batch, options.device, checkpointing != "elementwise")
+    arguments |= {
+        "num_generations": options.responses,
+        "max_completion_length": options.new_tokens,
+        # each response has exactly as many tokens
+        "generation_kwargs": ending if engine == "vllm" else {"min_new_tokens": options.new_tokens},
+        "temperature": 1.0,
+        "beta": 0.0,
+        "shuffle_dataset": False,
+        "logging_steps": 1,
         "seed": 0,
     }
     if engine == "vllm" and options.server_gpu is not None:
@@ -101,7 +132,7 @@ def trl_records(options: argparse.Namespace, shape: Shape, device: torch.device)
     place.mkdir()
     task = {
         "model": str(model),
-        "grpo": grpo_arguments(options, place / "run", engine, device.type == "cuda"),
+        "grpo": grpo_arguments(options, place / "run", engine),
         "prompts": options.prompts * options.steps,
         "new_tokens": options.new_tokens,
         "tail": options.mean_tokens is not None,
@@ -170,7 +201,7 @@ def train(task: Record, device: torch.device) -> Record:
     `new_tokens` that each response must have, unless `tail` is true.
     """
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     spent, lengths = Spent(device), []
@@ -182,15 +213,6 @@ def train(task: Record, device: torch.device) -> Record:
         lengths.extend(map(len, completion_ids))
         return reward["spread"](completions, **columns)
 
-    class Clock(TrainerCallback):
-        """The first micro-batch of a step generates for all of them, so a step begins before it."""
-
-        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
-            self._begin = spent.now()
-
-        def on_step_end(self, *arguments: Any, **named: Any) -> None:
-            steps.append({"step_s": spent.now() - self._begin} | spent.read())
-
     begin = time.perf_counter()
     arguments = GRPOConfig(**task["grpo"])
     trainer = GRPOTrainer(
@@ -199,7 +221,7 @@ def train(task: Record, device: torch.device) -> Record:
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": questions(task["prompts"], 0)}),
         processing_class=AutoTokenizer.from_pretrained(task["model"], padding_side="left"),
-        callbacks=[Clock()],
+        callbacks=[step_clock(spent.now, lambda step: steps.append({"step_s": step} | spent.read()))],
     )
     spent.within(trainer, "_generate_and_score_completions", "rollout_s")  # with the log-probs at the snapshot
     if arguments.use_vllm:
