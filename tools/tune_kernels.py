@@ -29,21 +29,28 @@ from pathlib import Path
 
 import torch
 import triton
-from kernel_bench.candidates import candidates
 from kernel_bench.experts import MODELS as MIXTURES
-from kernel_bench.experts import Sizes
 from kernel_bench.measure import Late, Stopwatch
 from kernel_bench.shapes import MODELS, TUNED, layers
 from kernel_bench.summary import geometric_mean
-from kernel_bench.tuned import BACKWARD_TOKENS, PRODUCTS, TOKENS, GroupedProblem, Problem, dump_tile, format_table
+from kernel_bench.tuned import (
+    BACKWARD_TOKENS,
+    PRODUCTS,
+    ROWS,
+    TOKENS,
+    GroupedProblem,
+    Problem,
+    dump_tile,
+    format_table,
+)
 from qarl_kernels.ahead import compile_ahead
 from qarl_kernels.launch import device_name
-from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Tile, lookup, parse_entry
+from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Tile, parse_entry
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 NOTHING = Entry(())
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+Work = tuple[Callable[[torch.device], Problem], list[int]]  # what makes a problem on a device, and its numbers of rows
 
 
 @dataclass
@@ -121,36 +128,21 @@ def merged(measured: dict[int, Tile], old: Entry = NOTHING, ladder: Sequence[int
     return pairs
 
 
-def launch_all(families: list[str], rows: list[int], shapes: Sequence[tuple[int, int]] = ()) -> None:
+def launch_all(work: Sequence[Work]) -> None:
     """Launch every candidate, and the tiles that the tables give now, on tensors without memory."""
-    for family in families:
-        problem = Problem(family, 4096, 4096, torch.device("meta"))
-        problem.rows(64)
-        tiles = [lookup(family, n, k, m, problem.x) for n, k in shapes for m in rows]
-        for tile in dict.fromkeys(tiles + [tile for m in rows for tile in candidates(family, m)]):
-            if tile.way not in ("library", "dequantized"):
-                problem.product(tile)
-        for (n, k), m in itertools.product(shapes, rows):
-            if Tile("dequantized") in candidates(family, m):
-                problem = Problem(family, n, k, torch.device("meta"))
-                problem.rows(m)
-                problem.product(Tile("dequantized"))
-
-
-def launch_grouped(family: str, sizes: Sizes, which: Sequence[str], tokens: list[int]) -> None:
-    """As `launch_all`, the grouped products of one family."""
-    for one in which:
-        problem = GroupedProblem(family, sizes, one, torch.device("meta"))
-        tried: set[Tile] = set()
-        for m in tokens:
+    tried = set()
+    for make, rows in work:
+        problem = make(torch.device("meta"))
+        for m in rows:
             problem.rows(m)
-            for tile in {problem.known(m): None} | dict.fromkeys(problem.candidates(m)):
-                if tile not in tried or tile.way == "dequantized":  # which reads a tile for m rows of its own
-                    problem.product(tile)
-                tried.add(tile)
+            for tile in dict.fromkeys([problem.known(m), *problem.candidates(m)]):
+                kernel = problem.family, problem.section, problem.grouped.get("gathered"), tile
+                if tile.way != "library" and (kernel not in tried or tile.way == "dequantized"):
+                    problem.product(tile)  # the way `dequantized` reads a tile for m rows of its own
+                tried.add(kernel)
 
 
-def save(out: Path, problem: Problem, found: Tuned, ladder: Sequence[int]) -> None:
+def save(out: Path, problem: Problem, found: Tuned) -> None:
     """Put what was measured into the table. Another process may do the same with the same file."""
     out.parent.mkdir(parents=True, exist_ok=True)
     directory = os.open(out.parent, os.O_RDONLY)
@@ -160,7 +152,7 @@ def save(out: Path, problem: Problem, found: Tuned, ladder: Sequence[int]) -> No
         table |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
         shapes = table.setdefault(problem.section, {}).setdefault(problem.family, {})
         old = parse_entry(shapes.get(problem.key, []))
-        shapes[problem.key] = merged(found.tiles, old, ladder)
+        shapes[problem.key] = merged(found.tiles, old, problem.ladder())
         whole = out.with_suffix(".part")
         whole.write_text(format_table(table))
         whole.replace(out)
@@ -220,7 +212,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--m", type=int, nargs="+", help=f"numbers of rows, of experts tokens; default: {ROWS}, {TOKENS}")
     add("--seconds", type=float, default=math.inf, help="time for all of it, compiling included")
-    add("--workers", type=int, default=os.cpu_count(), help="threads that compile beforehand")
     add("--out", type=Path, help="the table; default: the one of this GPU inside qarl_kernels")
     parsed = parser.parse_args(arguments)
     if parsed.families is None:
@@ -233,48 +224,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
-@dataclass
-class Part:
-    """What is compiled together and then measured.
-
-    Attributes:
-        launch: Launches all kernels on tensors without memory.
-        problems: What makes each problem, and its numbers of rows.
-        ladder: From a problem to the numbers of rows of its table.
-    """
-
-    launch: Callable[[], None]
-    problems: list[tuple[Callable[[], Problem], list[int]]]
-    ladder: Callable[[Problem], Sequence[int]]
-
-
-def parts_of(arguments: argparse.Namespace, device: torch.device) -> list[Part]:
-    """The work. Grouped products have a part per model and family, so that each leaves a table that is of use."""
+def parts_of(arguments: argparse.Namespace) -> list[list[Work]]:
+    """What is compiled together and then measured. Grouped products have a part per model and family, so that each
+    leaves a table that is of use."""
     if arguments.experts:
-        return [
-            _grouped_part(family, MIXTURES[model], arguments.m, device)
-            for model in arguments.experts
-            for family in arguments.families
-        ]
+        parts = []
+        for model, family in itertools.product(arguments.experts, arguments.families):
+            rows = sorted(set(arguments.m or (BACKWARD_TOKENS if family in BACKWARD else TOKENS)))
+            parts.append([(partial(GroupedProblem, family, MIXTURES[model], which), rows) for which in PRODUCTS])
+        return parts
     preset = None if arguments.preset is None else [(a.n, a.k) for a in layers(arguments.preset or MODELS)]
     shapes = preset or arguments.shapes or shapes_of_model(arguments.model)
-    rows, problems = sorted(set(arguments.m or ROWS)), []
-    for family in arguments.families:
-        for n, k in shapes:
-            if k % 128 and family in ("w4a16", "w4a8"):
-                print(f"{family} {n}x{k}: left to the default tile (K is not a multiple of 128)")
-            else:
-                problems.append((partial(Problem, family, n, k, device), rows))
-    return [Part(partial(launch_all, arguments.families, rows, shapes), problems, lambda _: ROWS)]
-
-
-def _grouped_part(family: str, sizes: Sizes, tokens: list[int] | None, device: torch.device) -> Part:
-    rows = sorted(set(tokens or (BACKWARD_TOKENS if family in BACKWARD else TOKENS)))
-    return Part(
-        partial(launch_grouped, family, sizes, PRODUCTS, rows),
-        [(partial(GroupedProblem, family, sizes, which, device), rows) for which in PRODUCTS],
-        lambda problem: [problem.limit(m) for m in TOKENS],
-    )
+    part: list[Work] = []
+    for family, (n, k) in itertools.product(arguments.families, shapes):
+        if k % 128 and family in ("w4a16", "w4a8"):
+            print(f"{family} {n}x{k}: left to the default tile (K is not a multiple of 128)")
+        else:
+            part.append((partial(Problem, family, n, k), sorted(set(arguments.m or ROWS))))
+    return [part]
 
 
 def main() -> None:
@@ -285,22 +252,23 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     watch = Stopwatch(device)
     out = arguments.out or TABLES / f"{device_name(watch.flush)}.json"
-    parts = parts_of(arguments, device)
-    left = sum(len(part.problems) for part in parts)
+    parts = parts_of(arguments)
+    left = sum(map(len, parts))
     gains: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         begin = time.monotonic()
-        compiled = compile_ahead(part.launch, device, arguments.workers)  # one after the other takes longer than timing
+        # One after the other, compiling takes longer than timing.
+        compiled = compile_ahead(partial(launch_all, part), device, os.cpu_count() or 1)
         print(f"{compiled} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
-        for make, rows in part.problems:
+        for make, rows in part:
             now = time.monotonic()
             deadline = now + (started + arguments.seconds - now) / left
             left -= 1
-            problem = make()
+            problem = make(device)
             found = tune(problem, rows, watch, deadline)
             print("\n".join(found.notes), end="\n" if found.notes else "", flush=True)
             if found.tiles:
-                save(out, problem, found, part.ladder(problem))
+                save(out, problem, found)
             gains[problem.family] += found.gains.values()
             del problem
             torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import tune_kernels
-from kernel_bench.candidates import grouped_candidates
+from kernel_bench.candidates import candidates, grouped_candidates
 from kernel_bench.experts import Sizes
 from kernel_bench.tuned import PRODUCTS, TOKENS, GroupedProblem, dump_tile, format_table
 
@@ -31,7 +31,7 @@ SIZES = Sizes(experts=3, per_token=2, hidden=128, inner=128)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("m", tune_kernels.ROWS)
 def test_candidates_keep_what_their_kernels_promise(family: str, m: int) -> None:
-    tiles = tune_kernels.candidates(family, m)
+    tiles = candidates(family, m)
     assert len(tiles) >= 2 and len(set(tiles)) == len(tiles)
     for tile in tiles:
         if family == "fp8":  # wgmma alone: mma.sync sums FP8 otherwise
@@ -43,9 +43,15 @@ def test_candidates_keep_what_their_kernels_promise(family: str, m: int) -> None
 def test_every_candidate_is_recorded_for_compilation_before() -> None:
     rows = [16, 1024]
     with recording((9, 0)) as launches:
-        tune_kernels.launch_all(["w4a16", "fp8"], rows)
-    tiles = {(f, t) for f in ("w4a16", "fp8") for m in rows for t in tune_kernels.candidates(f, m)}
-    assert len(launches) == sum(tile.way != "dequantized" for _, tile in tiles)
+        tune_kernels.launch_all([(partial(tune_kernels.Problem, "fp8", 4096, 4096), rows)])
+        problem = tune_kernels.Problem("fp8", 4096, 4096, torch.device("meta"))
+        problem.rows(16)
+        tiles = {tile for m in rows for tile in (problem.known(m), *candidates("fp8", m))}
+    assert len(launches) == len(tiles)
+    with recording((9, 0)) as fused:
+        tune_kernels.launch_all([(partial(tune_kernels.Problem, "w4a16", 4096, 4096), rows)])
+    assert sum("dequantize" in launch.kernel.__name__ for launch in fused) == 1  # of 1024 rows
+    assert len(fused) >= len({tile for m in rows for tile in candidates("w4a16", m)})
 
 
 def test_shapes_come_from_the_headers_of_a_model(tmp_path: Path) -> None:
@@ -143,7 +149,7 @@ def test_candidates_of_grouped_products_keep_what_their_kernels_promise(family: 
 def test_every_grouped_candidate_is_recorded_for_compilation_before() -> None:
     tokens = [4, 1024]
     with recording((9, 0)) as launches:
-        tune_kernels.launch_grouped("w8a8", SIZES, PRODUCTS, tokens)
+        tune_kernels.launch_all([(partial(GroupedProblem, "w8a8", SIZES, which), tokens) for which in PRODUCTS])
     tried = set()
     for which in PRODUCTS:
         tried |= {(which, tile) for m in tokens for tile in grouped_candidates("w8a8", 2 * m, 3, which == "gate_up")}
@@ -153,7 +159,7 @@ def test_every_grouped_candidate_is_recorded_for_compilation_before() -> None:
             tried.add((which, problem.known(m)))  # whichever table it is from
     assert len(launches) == len(tried)
     with recording((9, 0)) as fused:
-        tune_kernels.launch_grouped("w4a16", SIZES, PRODUCTS, [512])
+        tune_kernels.launch_all([(partial(GroupedProblem, "w4a16", SIZES, which), [512]) for which in PRODUCTS])
     assert any("dequantize" in launch.kernel.__name__ for launch in fused)
 
 
@@ -193,7 +199,7 @@ def test_what_is_measured_of_experts_is_found_again(monkeypatch, tmp_path: Path)
             monkeypatch.setattr(problem, "rows", lambda m: None)
             monkeypatch.setattr(problem, "known", lambda m: fast)
             found = tune_kernels.tune(problem, [4, 16], Clock({fast: 5.0}))
-            tune_kernels.save(out, problem, found, [problem.limit(m) for m in TOKENS])
+            tune_kernels.save(out, problem, found)
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(measure, ["dense", "fp8_block", "w8a8"]))
@@ -225,10 +231,10 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], message: str, cap
 
 def test_experts_are_tuned_one_family_after_the_other() -> None:
     arguments = tune_kernels.parse(["--experts", "tiny", "mixtral-8x7b", "--families", "w4a16", "weight_grad"])
-    parts = tune_kernels.parts_of(arguments, CPU)
-    assert [len(part.problems) for part in parts] == [2] * 4
-    assert [part.problems[0][1][0] for part in parts] == [1, 1024] * 2
+    parts = tune_kernels.parts_of(arguments)
+    assert [len(part) for part in parts] == [2] * 4
+    assert [part[0][1][0] for part in parts] == [1, 1024] * 2
     assert len(tune_kernels.parse(["--experts", "tiny"]).families) == len(FAMILIES) + 2
     assert tune_kernels.parse(["--preset"]).families == list(FAMILIES)
-    (part,) = tune_kernels.parts_of(tune_kernels.parse(["--shapes", "64x128", "64x100", "--m", "8"]), CPU)
-    assert len(part.problems) == 2 * len(FAMILIES) - 2  # the tiled int4 weights need whole blocks of K
+    (part,) = tune_kernels.parts_of(tune_kernels.parse(["--shapes", "64x128", "64x100", "--m", "8"]))
+    assert len(part) == 2 * len(FAMILIES) - 2  # the tiled int4 weights need whole blocks of K

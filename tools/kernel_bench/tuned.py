@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +18,8 @@ from qarl_kernels.tile import meta_w4a16
 from qarl_kernels.tuning import BACKWARD, SECTIONS, Shape, Tile, lookup
 from torch import Tensor
 
-PRODUCTS = ("gate_up", "down")
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+PRODUCTS = ("gate_up", "down")  # of experts
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16_384)
 BACKWARD_TOKENS = (1024, 4096, 16_384)  # a training forward has no fewer
 
@@ -69,6 +71,10 @@ class Problem:
     def limit(self, m: int) -> int:
         """Rows as a table counts them."""
         return m
+
+    def ladder(self) -> Sequence[int]:
+        """Numbers of rows of a table that measures all."""
+        return ROWS
 
     def known(self, m: int) -> Tile:
         """What the tables give now. After `rows`."""
@@ -143,6 +149,9 @@ class GroupedProblem(Problem):
 
     def limit(self, m: int) -> int:
         return m * self.sizes.per_token
+
+    def ladder(self) -> Sequence[int]:
+        return [self.limit(m) for m in TOKENS]
 
     def rows(self, m: int) -> None:
         rows = self.limit(m)
