@@ -156,7 +156,7 @@ def test_every_reproduction_plans_on_smollm2(path, profile):
     assert [member.name for member in found] == list(study.variants)
     gpu = (profile or "").startswith("gpu")
     for member in found:  # what must have no mismatch at all has qarl's own sampler
-        own = member.name == "zero-mismatch" or not gpu
+        own = member.name == "zero-mismatch" or path.stem == "staleness" or not gpu
         assert member.config.rollout.engine == ("native" if own else "vllm"), member.name
     assert study.columns and study.curves and "gpu" in study.profiles
     heads = [column.head for column in study.columns]
@@ -190,12 +190,32 @@ def test_the_study_of_exactness_has_a_mismatch_in_all_variants_but_the_exact_one
             assert once == member.name.startswith("reinforce")
 
 
-def test_the_six_reproductions_are_there():
+def test_the_seven_reproductions_are_there():
     assert {path.stem for path in REPRODUCTIONS} == {
         "phantom_clipping",
         "correction_grid",
         "dynamic_vocabulary_pruning",
         "exactness",
         "mixture",
+        "staleness",
         "tbpo_ablation",
     }
+
+
+def test_the_study_of_staleness_has_each_objective_at_each_staleness_and_phantom_clipping_with_two_gaps():
+    path = next(path for path in REPRODUCTIONS if path.stem == "staleness")
+    study = load_study(str(path))
+    for profile in (None, *study.profiles):
+        members = plan_study(study, str(path), [], Path("out"), profile)
+        assert {member.name for member in members} == {
+            f"{name}-{steps}" for name in ("grpo", "gspo", "tbpo", "phantom", "trl") for steps in (0, 1, 4, 16)
+        }
+        for member in members:
+            config, (name, steps) = member.config, member.name.split("-")
+            ahead = config.rollout.asynchronous
+            assert ahead.max_staleness == int(steps) and ahead.in_flight == "wait"
+            assert config.minibatch_size == config.responses_per_step, "the ratio moves by staleness alone"
+            gap = name in ("phantom", "trl")
+            assert (config.quant.learner == "full_precision") == gap
+            assert not gap or config.objective.ratio == "rollout"
+            assert config.objective.name == ("grpo" if gap else name)
