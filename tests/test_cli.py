@@ -113,6 +113,18 @@ def test_check_warns_of_what_needs_a_gpu_where_there_is_none(device, config, cap
     assert lines == (expected if device == "cpu" else [])
 
 
+@pytest.mark.parametrize(
+    ("device", "ahead", "said"), [("cuda", True, True), ("cpu", True, False), ("cuda", False, False)]
+)
+def test_check_suggests_a_split_of_gpus_for_asynchronous_rollouts(device, ahead, said, config, capsys, monkeypatch):
+    monkeypatch.setattr("qarl.cli.expected_device", lambda config: device)
+    monkeypatch.setattr("qarl.cli.gpu_bytes", lambda: 80 * 2**30)
+    assert run("check", config, *(["rollout.async={max_staleness: 2}"] if ahead else [])) == 0
+    out = capsys.readouterr().out
+    assert ("times as long as learning; with one GPU each, the" in out) == said
+    assert ("rollout.async.kept_versions: auto -> device" in out) == ahead
+
+
 def test_check_says_what_a_correction_preset_stands_for(config, capsys):
     assert run("check", config, "objective={name: grpo}", "correction={preset: srs-k3-ppo, veto: 1e-4}") == 0
     line = "correction.preset srs-k3-ppo: reject sum k3 of rollout outside [none, 0.001]; veto below 0.0001"

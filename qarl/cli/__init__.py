@@ -29,6 +29,7 @@ from qarl.memory.out_of_memory import memory_errors
 from qarl.memory.sizes import decide_sizes, decided
 from qarl.objectives.base import RatioObjective
 from qarl.terminal.streams import inert_output
+from qarl.training.balance import assumed_length, split_text, step_time
 from qarl.utils.machine import gpu_bytes, machine_bytes
 
 app = typer.Typer(
@@ -191,6 +192,9 @@ def check(config: ConfigFile, overrides: Overrides = None, nproc: Processes = No
         typer.echo(inspection.note)
         return
     _print_estimate(estimate(sized, inspection.architecture, device, ranks=ranks, memory=memory), device, ranks)
+    if device == "cuda" and loaded.rollout.asynchronous is not None and loaded.rollout.replay is None:
+        length = assumed_length(sized)
+        typer.echo(split_text(step_time(sized, inspection.architecture, length), length))
     if fault := too_large(loaded, inspection.architecture, device, ranks):
         typer.echo(f"{NOT_HERE}{fault}")
 
