@@ -65,7 +65,7 @@ def test_a_final_assistant_message_is_continued(name):
     source, header = HEADERS[name]
     tokenizer, rng, kept = tokenizer_with(source), random.Random(name), 0
     template = ChatTemplate(tokenizer)
-    for _ in range(25):
+    for _ in range(15):
         messages = [*conversation(rng), {"role": "assistant", "content": "".join(rng.choices(PIECES, k=3)) + "a"}]
         if (text := rendered(template, messages)) is None:
             continue
@@ -75,14 +75,14 @@ def test_a_final_assistant_message_is_continued(name):
         assert text.count(header) == sum(m["role"] == "assistant" for m in plain)
         clock = {"strftime_now": template.now.strftime}
         assert text == tokenizer.apply_chat_template(plain, tokenize=False, continue_final_message=True, **clock)
-    assert kept >= 8
+    assert kept >= 4
 
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_final_message_of_another_kind_or_without_text_begins_a_turn(name):
     tokenizer, rng = tokenizer_with(HEADERS[name][0]), random.Random(name)
     template = ChatTemplate(tokenizer)
-    for blank in BLANK * 3:
+    for blank in BLANK * 2:
         messages = [*conversation(rng), {"role": "user", "content": "Go on."}]
         closed = plain_messages(messages, "")
         clock = {"strftime_now": template.now.strftime}
@@ -135,7 +135,8 @@ def added(before: list[str], after: list[str]) -> processors.PostProcessor:
     )
 
 
-def tokenizers_that_add() -> dict[str, tuple[PreTrainedTokenizerFast, list[int]]]:
+@pytest.fixture(scope="module")
+def adding() -> dict[str, tuple[PreTrainedTokenizerFast, list[int]]]:
     """Tokenizers, and what each adds in front."""
     some = [[], ["<s>"], ["<x>"], ["<s>", "<x>"], ["<s>", "<s>"]]
     ends = [[], ["</s>"], ["<x>"], ["<x>", "</s>"], ["</s>", "</s>"]]
@@ -160,17 +161,17 @@ def tokenizers_that_add() -> dict[str, tuple[PreTrainedTokenizerFast, list[int]]
     return found
 
 
-def test_a_plain_prompt_has_what_the_tokenizer_adds_in_front_and_nothing_behind():
-    for name, (tokenizer, front) in tokenizers_that_add().items():
+def test_a_plain_prompt_has_what_the_tokenizer_adds_in_front_and_nothing_behind(adding):
+    for name, (tokenizer, front) in adding.items():
         bare = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
         assert encode(tokenizer, TEXTS, templated=False) == [[*front, *ids] for ids in bare], name
         assert encode(tokenizer, ["", ""], templated=False) == [front, front], name
 
 
-def test_a_templated_prompt_has_the_templates_tokens_alone(tmp_path):
+def test_a_templated_prompt_has_the_templates_tokens_alone(tmp_path, adding):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a b"}\n')
-    for name, (tokenizer, _) in tokenizers_that_add().items():
+    for name, (tokenizer, _) in adding.items():
         prompt = build_prompts(DataConfig(source=str(path)), tokenizer, 1000, 1)[0][0]
         assert prompt.text == "<s> a b " and prompt.token_ids[0] == 1, name
         assert prompt.token_ids[1] != 1 and prompt.token_ids[-1] != 2, name

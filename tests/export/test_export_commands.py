@@ -26,32 +26,39 @@ def run(tiny_model, tmp_path) -> TinyRun:
 
 
 @pytest.fixture
-def qarl(capsys):
-    """qarl(*argv) -> what was printed; fails unless it exits with 0."""
+def ended(capsys):
+    """ended(*argv) -> the exit code, and what was printed on stdout and stderr."""
 
-    def call(*argv: object) -> str:
+    def call(*argv: object) -> tuple[int, str, str]:
         capsys.readouterr()  # what making the model printed
         with pytest.raises(SystemExit) as caught:
             cli.main([str(arg) for arg in argv])
-        printed = capsys.readouterr()
-        assert not caught.value.code, printed.err
-        return printed.out
+        return caught.value.code or 0, *capsys.readouterr()
 
     return call
 
 
 @pytest.fixture
-def refusal(capsys):
+def qarl(ended):
+    """qarl(*argv) -> what was printed; fails unless it exits with 0."""
+
+    def call(*argv: object) -> str:
+        code, out, err = ended(*argv)
+        assert code == 0, err
+        return out
+
+    return call
+
+
+@pytest.fixture
+def refusal(ended):
     """refusal(*argv) -> the one line on stderr; fails unless the exit code is 2 and stdout is empty."""
 
     def call(*argv: object) -> str:
-        capsys.readouterr()  # what making the model printed
-        with pytest.raises(SystemExit) as caught:
-            cli.main([str(arg) for arg in argv])
-        printed = capsys.readouterr()
-        assert (caught.value.code, printed.out) == (2, "")
-        assert printed.err.startswith("error: ") and printed.err.count("\n") == 1, printed.err
-        return printed.err
+        code, out, err = ended(*argv)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+        return err
 
     return call
 
@@ -107,7 +114,7 @@ def test_export_finds_a_base_model_that_moved_with_the_option(tiny_model, tmp_pa
 
 
 @pytest.mark.parametrize("ok, code", [(True, 0), (False, 1)])
-def test_export_verify_ends_as_the_verification_does(ok, code, run, tmp_path, monkeypatch):
+def test_export_verify_ends_as_the_verification_does(ok, code, run, tmp_path, monkeypatch, ended):
     seen = []
 
     def verify(target, out, **options):
@@ -115,9 +122,8 @@ def test_export_verify_ends_as_the_verification_does(ok, code, run, tmp_path, mo
         return {"ok": ok}
 
     monkeypatch.setattr("qarl.exporting.verify.verify_export", verify)
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["export", str(run.path), str(tmp_path / "out"), "--verify"])
-    assert (caught.value.code or 0) == code and seen == [(4, tmp_path / "out", True)]
+    assert ended("export", run.path, tmp_path / "out", "--verify")[0] == code
+    assert seen == [(4, tmp_path / "out", True)]
 
 
 class FakeHub:
@@ -141,18 +147,17 @@ class FakeHub:
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_an_export_is_pushed_with_its_card_unless_it_failed_its_verification(ok, run, tmp_path, monkeypatch, capsys):
+def test_an_export_is_pushed_with_its_card_unless_it_failed_its_verification(ok, run, tmp_path, monkeypatch, ended):
     hub = FakeHub()
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
     monkeypatch.setattr("qarl.exporting.verify.verify_export", lambda *given, **options: {"ok": ok})
-    with pytest.raises(SystemExit):
-        cli.main(["export", str(run.path), str(tmp_path / "out"), "--verify", "--push-to-hub", "mine", "--private"])
+    _, out, _ = ended("export", run.path, tmp_path / "out", "--verify", "--push-to-hub", "mine", "--private")
     assert hub.calls[0] == ("create_repo", "mine", True, True)
     assert [call[:2] for call in hub.calls[1:]] == ([("upload_folder", "me/mine")] if ok else [])
     if ok:
         assert {"README.md", "model.safetensors", "qarl_export.json"} <= set(hub.calls[1][2])
         assert "Step 4" in hub.calls[1][3]
-    assert ("pushed to hub/me/mine/1" in capsys.readouterr().out) == ok
+    assert ("pushed to hub/me/mine/1" in out) == ok
 
 
 @pytest.mark.parametrize("call", ["create_repo", "upload_folder"])
@@ -164,11 +169,6 @@ def test_a_hub_that_refuses_is_one_line_and_no_export_is_lost(call, run, tmp_pat
     assert (str(tmp_path / "out") in line) == (call == "upload_folder")
 
 
-def test_export_of_a_run_without_a_checkpoint_is_refused(run, refusal):
-    shutil.rmtree(run.path / "checkpoints")
-    assert "the run has no checkpoint yet" in refusal("export", run.path)
-
-
 def test_export_of_a_damaged_checkpoint_names_the_others_and_takes_none(run, refusal):
     flip(run.path / "checkpoints" / "000004" / "masters.safetensors")
     line = refusal("export", run.path)
@@ -176,14 +176,13 @@ def test_export_of_a_damaged_checkpoint_names_the_others_and_takes_none(run, ref
     assert not (run.path / "export").exists()
 
 
-def test_export_of_the_only_checkpoint_damaged_says_to_restore_it(run, refusal):
+def test_export_of_what_the_run_does_not_have_says_what_it_has_or_that_nothing_is_left(run, refusal):
+    assert "--step: " in (line := refusal("export", run.path, "--step", 3)) and "it has 2, 4" in line
     shutil.rmtree(run.path / "checkpoints" / "000002")
     flip(run.path / "checkpoints" / "000004" / "state.json")
     assert "restore it from a copy" in refusal("export", run.path)
-
-
-def test_export_of_a_step_that_is_missing_lists_those_there(run, refusal):
-    assert "--step: " in (line := refusal("export", run.path, "--step", 3)) and "it has 2, 4" in line
+    shutil.rmtree(run.path / "checkpoints")
+    assert "the run has no checkpoint yet" in refusal("export", run.path)
 
 
 def test_export_points_to_quantize_and_quantize_to_export(tiny_model, run, refusal, tmp_path):

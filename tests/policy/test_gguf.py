@@ -9,6 +9,7 @@ import pytest
 import torch
 from damaged_models import Weights, gguf_of
 from gguf_once import parsed_once
+from policy_models import hf_logprobs, logprobs, make_policy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import ModelConfig
@@ -137,7 +138,9 @@ def same_tokenizers(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
 
 @pytest.mark.slow
 @parsed_once()
-def test_smollm2_is_the_same_from_its_conversion(smollm2, another_process, monkeypatch, tmp_path):
+def test_smollm2_is_the_same_from_its_conversion_and_its_policy_is_the_model(
+    smollm2, another_process, monkeypatch, tmp_path
+):
     config = ModelConfig(path=smollm2)
     load_model(config), load_tokenizer(config), load_model_config(config)  # converted now, unless the suite has
     another_process()
@@ -150,3 +153,11 @@ def test_smollm2_is_the_same_from_its_conversion(smollm2, another_process, monke
     assert own.to_dict() == load_model_config(config).to_dict()
     text = "<|im_start|>user\nWhat is 2 + 3?\n\n  a_b  \u00e9\u4e2d\U0001f600<|im_end|>"
     assert tokenizer(text)["input_ids"] == plain(text)["input_ids"]
+    assert getattr(model.config, "quantization_config", None) is None
+    texts = "The capital of France is", " Paris, and the capital of Italy is Rome."
+    prompt, response = ([tokenizer(part)["input_ids"]] for part in texts)
+    with torch.no_grad():
+        expected = hf_logprobs(model, prompt, response)
+        assert expected.mean() > -2.0  # a language model that loaded right finds this likely
+        found = logprobs(make_policy(model), prompt, response)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)  # 30 layers of float32 rounding

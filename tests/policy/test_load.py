@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_once import parsed_once
-from policy_models import hf_logprobs, make_policy
-from qarl_kernels.logprob import Truncation
 
 from qarl.config import ModelConfig
 from qarl.errors import UserError
@@ -90,20 +87,3 @@ def test_broken_weights_are_one_line(tiny_model, tmp_path: Path) -> None:
     (broken / "model.safetensors").write_bytes(b"not a model")
     with pytest.raises(UserError, match=r"broken/model.safetensors: is cut short, or no safetensors file; restore it"):
         load_model(ModelConfig(path=str(broken)))
-
-
-@pytest.mark.slow
-def test_smollm2_from_gguf_speaks_as_the_hugging_face_model_does(smollm2: str) -> None:
-    config = ModelConfig(path=smollm2)
-    with parsed_once():
-        tokenizer, model = load_tokenizer(config), load_model(config)
-    assert getattr(model.config, "quantization_config", None) is None
-    prompt = tokenizer("The capital of France is")["input_ids"]
-    response = tokenizer(" Paris, and the capital of Italy is Rome.")["input_ids"]
-    with torch.no_grad():
-        expected = hf_logprobs(model, [prompt], [response])
-    assert expected.mean() > -2.0  # a language model that loaded right finds this likely
-    policy = make_policy(model)
-    with torch.no_grad():
-        found, _ = policy.logprobs([prompt], [response], Truncation(), 128)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)  # 30 layers of float32 rounding
