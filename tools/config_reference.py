@@ -1,13 +1,10 @@
 """Writes docs/configuration_keys.md, every key of the configuration, from its JSON schema.
 
     python tools/config_reference.py
-
-With --check nothing is written; the exit code is 1 if the page differs from the schema.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -45,21 +42,11 @@ class Row(NamedTuple):
         return self.key, self.kind, self.text
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
-    check = parser.parse_args().check
+def main() -> None:
     sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
     from qarl.config import Config
 
-    text = page(Config.model_json_schema())
-    if check:
-        if PAGE.read_text() != text:
-            print(f"{PAGE.relative_to(ROOT)} is out of date; run python tools/config_reference.py")
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
+    PAGE.write_text(page(Config.model_json_schema()))
 
 
 def page(schema: Schema) -> str:
@@ -268,4 +255,4 @@ def table(heads: list[str], found: list[list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

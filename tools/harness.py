@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from process_tree import SOURCES, start, tails, wait_all
+from process_tree import SOURCES, first_exit, start, tails
 
 sys.path[:0] = SOURCES
 
@@ -97,14 +97,20 @@ def run_case(case: Record, out: Path, timeout_s: float = math.inf, ranks: int = 
         began = log.tell()
         command = [sys.executable, *sys.argv, "--case"]
         given = [json.dumps(case | {"records": str(file), "rank": rank}) for rank, file in enumerate(files)]
-        code = wait_all([start([*command, text], os.environ, log) for text in given], timeout_s)
-        printed = Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines() or ["nothing"]
+        started = [start([*command, text], os.environ, log) for text in given]
+        try:
+            code = first_exit(started, timeout_s)
+            lines = Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines()
+        finally:
+            for one in started:
+                one.end()  # with its stacks, if it still runs
+        printed = Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines()
         found = [[json.loads(line) for line in file.open()] if file.exists() else [] for file in files]
         if code != 0:
             logs = tails(Path(place))  # of a run's ranks and samplers
             log.write(logs.encode())
             print(logs, *printed[-LOG_LINES:], sep="\n", file=sys.stderr)
-            why = f"took more than {timeout_s:g} s" if code is None else f"exit {code}: {printed[-1]}"
+            why = f"took more than {timeout_s:g} s" if code is None else f"exit {code}: {(lines or ['nothing'])[-1]}"
             found[0].append(case | {"error": why})
     return found
 

@@ -78,22 +78,19 @@ def start(
     return Started(process, f"{mark}=1")
 
 
-def wait_all(started: Sequence[Started], limit_s: float) -> int | None:
-    """Wait until all processes ended, one failed, or the time is over; then end what is left.
+def first_exit(started: Sequence[Started], limit_s: float) -> int | None:
+    """Wait until all processes ended, one failed, or the time is over.
 
     Returns:
-        0, the exit code of a process that failed, or None if the time was over.
+        0, the exit code of a process that failed, or None if the time was over. Processes may be left; see `end`.
     """
-    deadline, code = time.monotonic() + limit_s, None
-    try:
-        while code is None and time.monotonic() < deadline:
-            codes = [one.process.poll() for one in started]
-            code = next((found for found in codes if found), None if None in codes else 0)
-            time.sleep(0.05 if code is None else 0)
-        return code
-    finally:
-        for one in started:
-            one.end()
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        codes = [one.process.poll() for one in started]
+        if any(codes) or None not in codes:
+            return next(filter(None, codes), 0)
+        time.sleep(0.05)
+    return None
 
 
 def marked(mark: str) -> list[int]:
@@ -143,7 +140,11 @@ def run_traced(
     with tempfile.TemporaryDirectory() as place:
         files = Path(place, "stdout"), Path(place, "stderr")
         with files[0].open("wb") as out, files[1].open("wb") as errors:
-            code = wait_all([start(command, environment, out, errors)], limit_s)
+            started = start(command, environment, out, errors)
+            try:
+                code = first_exit([started], limit_s)
+            finally:
+                started.end()
         if code is None:
             raise TimeoutError(f"{command[0]} took more than {limit_s:g} s\n" + "\n".join(map(tail, files)))
         return subprocess.CompletedProcess(command, code, *(file.read_text(errors="replace") for file in files))
