@@ -403,6 +403,7 @@ class AsyncEngine:
         assert newest is not None, "a version was published"
         snapshot = self.policy.kept.snapshot(newest)
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted start
+        begin = time.perf_counter()
         try:
             write_snapshot_checkpoint(folder, snapshot, layout, self.tokenizer)
             process.begin_start(sampler_settings(self.config, layout, folder), snapshot.fingerprints)
@@ -410,6 +411,7 @@ class AsyncEngine:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if not self._started:
+            self.metrics["time/sampler_start_s"] = time.perf_counter() - begin
             self.metrics["publish/proved_frac"] = process.result["proved_frac"]
             for note in process.result["notes"]:
                 self.say(note)
