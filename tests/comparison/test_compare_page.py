@@ -65,26 +65,10 @@ def test_comparison_json_has_its_fields_and_is_strict(three, tmp_path):
     read = json.loads((tmp_path / "comparison.json").read_text(), parse_constant=pytest.fail)
     assert (read["format_version"], read["kind"], read["title"]) == (1, "runs", "A comparison")
     assert {
-        "name",
-        "state",
-        "reason",
-        "scheme",
-        "learner",
-        "seed",
-        "objective",
-        "run_dir",
-        "steps",
-        "reward_first_quarter",
-        "reward_last_quarter",
-        "evaluation",
-        "mismatch_delta_abs_mean",
-        "mismatch_delta_abs_max",
-        "checkpoint_bytes",
-        "memory_peak_gib",
-        "step_s",
-        "rollout_s",
-        "learner_s",
-        "publish_s",
+        *["name", "state", "reason", "scheme", "learner", "seed", "objective", "run_dir", "steps"],
+        *["reward_first_quarter", "reward_last_quarter", "evaluation", "mismatch_delta_abs_mean"],
+        *["mismatch_delta_abs_max", "checkpoint_bytes", "memory_peak_gib", "step_s", "rollout_s"],
+        *["learner_s", "publish_s"],
     } <= set(read["members"][0])
     assert read["configuration_differences"] == {"train.seed": {"fine": 0, "other": 1}}
     assert read["environment_differences"] == {}  # of host and command, which say nothing about the numbers
@@ -105,15 +89,8 @@ def test_each_chart_is_a_png_and_those_of_an_earlier_page_go(three, tmp_path):
     write_outputs(tmp_path, compared(*three), three[1])
     names = {path.name for path in (tmp_path / "plots").iterdir()}
     assert names == {
-        "reward.png",
-        "mismatch.png",
-        "evaluation.png",
-        "step_time.png",
-        "rollout_time.png",
-        "learner_time.png",
-        "publish_time.png",
-        "peak_memory.png",
-        "checkpoint_size.png",
+        *["reward.png", "mismatch.png", "evaluation.png", "step_time.png", "rollout_time.png"],
+        *["learner_time.png", "publish_time.png", "peak_memory.png", "checkpoint_size.png"],
     }
     assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in names)
 

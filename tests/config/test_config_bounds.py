@@ -22,17 +22,9 @@ INT64 = 2**63
 FLOAT32 = 3.4e38
 # Free mappings, limited as a whole (`value_faults`), and parts of a study that become a configuration.
 FREE = {
-    "data.task",
-    "reward.functions.[].options",
-    "rollout.vllm.args",
-    "distributed.config",
-    "objective.custom.kwargs",
-    "config",
-    "profiles.{}",
-    "variants.{}",
-    "evaluation.held_out.task",
-    "evaluation.tasks.[].data.task",
-    "evaluation.tasks.[].reward.[].options",
+    *["data.task", "reward.functions.[].options", "rollout.vllm.args", "distributed.config"],
+    *["objective.custom.kwargs", "config", "profiles.{}", "variants.{}", "evaluation.held_out.task"],
+    *["evaluation.tasks.[].data.task", "evaluation.tasks.[].reward.[].options"],
 }
 
 LEAVES = [leaf for root in (Config, Study) for leaf in leaves(root, [], "")]
@@ -42,13 +34,9 @@ NUMBERS = [leaf for leaf in LEAVES if leaf[1] in (int, float)]
 def test_the_walk_finds_what_is_there():
     paths = {path for path, *_ in LEAVES}
     assert {
-        "optim.betas.[]",
-        "rollout.stop.[]",
-        "correction.reject.[].upper",
-        "evaluation.tasks.[].data.max_rows",
-        "logging.wandb.name",
-        "data.columns.{}",
-        "rollout.vllm.timeout_s",
+        *["optim.betas.[]", "rollout.stop.[]", "correction.reject.[].upper"],
+        *["evaluation.tasks.[].data.max_rows", "logging.wandb.name", "data.columns.{}"],
+        *["rollout.vllm.timeout_s"],
     } <= paths
     assert len(NUMBERS) > 80
 

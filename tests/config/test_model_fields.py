@@ -21,15 +21,8 @@ from qarl.utils.expert_names import EXPERT_NAMES
 
 # Beside the family's own modeling_*.py: what builds its masks, rotary embeddings, caches, experts and outputs.
 SHARED = (
-    "masking_utils",
-    "modeling_rope_utils",
-    "modeling_utils",
-    "cache_utils",
-    "configuration_utils",
-    "integrations/moe",
-    "integrations/sdpa_attention",
-    "utils/generic",
-    "utils/output_capturing",
+    *["masking_utils", "modeling_rope_utils", "modeling_utils", "cache_utils", "configuration_utils"],
+    *["integrations/moe", "integrations/sdpa_attention", "utils/generic", "utils/output_capturing"],
 )
 
 

@@ -16,18 +16,8 @@ from qarl.data.conversation import ChatTemplate, encode, plain_messages
 from qarl.errors import UserError
 
 PIECES = [
-    "Let me think.",
-    " <think>",
-    "<think>\n",
-    "a",
-    "</think>",
-    "\n\n",
-    " ",
-    "5 + 7",
-    "\n",
-    "é",
-    "<|assistant|",
-    "0",
+    *["Let me think.", " <think>", "<think>\n", "a", "</think>", "\n\n", " ", "5 + 7", "\n", "é"],
+    *["<|assistant|", "0"],
 ]
 BLANK = ["", " ", "\n", " \t\n"]
 

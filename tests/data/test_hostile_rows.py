@@ -113,20 +113,9 @@ def test_whatever_a_chat_template_does_is_one_line(tmp_path, tokenizer, name):
 
 
 SPECS = [
-    "{prompt:>99999999999}",
-    "{prompt:.99999999999}",
-    "{prompt:>1001}",
-    "{n:099999999999d}",
-    "{n:.100000000f}",
-    "{prompt:{n}}",
-    "{prompt:{prompt}}",
-    "{n:>{n}.{n}}",
-    "{prompt.x}",
-    "{prompt[0]}",
-    "{0}",
-    "{}",
-    "{prompt!x}",
-    "{",
+    *["{prompt:>99999999999}", "{prompt:.99999999999}", "{prompt:>1001}", "{n:099999999999d}"],
+    *["{n:.100000000f}", "{prompt:{n}}", "{prompt:{prompt}}", "{n:>{n}.{n}}", "{prompt.x}", "{prompt[0]}"],
+    *["{0}", "{}", "{prompt!x}", "{"],
 ]
 
 

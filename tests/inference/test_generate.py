@@ -32,6 +32,12 @@ def run_qarl(capsys, *arguments) -> tuple[int, str, str]:
     return end.value.code, shown.out, shown.err
 
 
+def trained(model: str, **data) -> Config:
+    """A run's configuration."""
+    sections = {"model": {"path": model}, "data": {"source": "task:arithmetic", **data}, "train": {"steps": 1}}
+    return Config.model_validate(sections | {"reward": {"functions": [{"name": "exact"}]}})
+
+
 def test_running_out_of_memory_is_a_line_with_what_to_lower(tiny_model, monkeypatch):
     def fail(*given, **named):
         raise RuntimeError("CUDA error: out of memory")
@@ -86,21 +92,18 @@ def test_the_seed_decides_what_is_drawn(tiny_model):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_a_model_with_a_chat_template_gets_it(tiny_model):
-    assert completions(tiny_model(), ["hi"])[0].prompt.text == "<|user|>hi\n<|assistant|>"
-
-
-def test_a_model_without_a_chat_template_gets_the_plain_text(tiny_model):
-    assert completions(tiny_model(chat_template=False), ["hi"])[0].prompt.text == "hi"
-
-
-def test_no_chat_gives_the_plain_text(tiny_model):
-    assert completions(tiny_model(), ["hi"], chat=False)[0].prompt.text == "hi"
-
-
-def test_a_system_message_goes_first(tiny_model):
-    found = completions(tiny_model(), ["hi"], system="be brief")[0]
-    assert found.prompt.text == "<|system|>be brief\n<|user|>hi\n<|assistant|>"
+@pytest.mark.parametrize(
+    ("template", "look", "text"),
+    [
+        (True, {}, "<|user|>hi\n<|assistant|>"),
+        (False, {}, "hi"),
+        (True, {"chat": False}, "hi"),
+        (True, {"system": "be brief"}, "<|system|>be brief\n<|user|>hi\n<|assistant|>"),
+    ],
+)
+def test_a_model_gets_its_chat_template_and_the_system_message_first(tiny_model, template, look, text):
+    model = tiny_model() if template else tiny_model(chat_template=False)
+    assert completions(model, ["hi"], **look)[0].prompt.text == text
 
 
 @pytest.mark.parametrize(
@@ -117,14 +120,7 @@ def test_a_system_message_goes_first(tiny_model):
 )
 def test_a_run_is_asked_as_it_was_trained(tiny_model, data, look, text):
     path = str(tiny_model())
-    config = Config.model_validate(
-        {
-            "model": {"path": path},
-            "data": {"source": "task:arithmetic", **data},
-            "reward": {"functions": [{"name": "exact"}]},
-            "train": {"steps": 1},
-        }
-    )
+    config = trained(path, **data)
     target = replace(resolve_target(path), run=config)
     assert render(target, load_tokenizer(target.model), ["hi"], look)[0].text == text
 
@@ -183,9 +179,6 @@ def test_prompts_that_cannot_be_used_are_refused(tmp_path, prompts, content, mes
         file.write_bytes(content)
     with pytest.raises(UserError, match=message):
         gather_texts(prompts, file if content is not None else None)
-
-
-def test_a_missing_prompt_file_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--prompt-file: .*absent.txt: no such file"):
         gather_texts([], tmp_path / "absent.txt")
 
@@ -196,24 +189,8 @@ def test_a_file_is_one_more_prompt(tmp_path):
 
 
 def test_json_lines_hold_ids_and_log_probs(tiny_model, capsys):
-    code, out, _ = run_qarl(
-        capsys,
-        "generate",
-        tiny_model(),
-        "--prompt",
-        "a",
-        "--prompt",
-        "b",
-        "--n",
-        2,
-        "--temperature",
-        1,
-        "--max-new-tokens",
-        4,
-        "--scheme",
-        "fp8",
-        "--json",
-    )
+    options = "--prompt a --prompt b --n 2 --temperature 1 --max-new-tokens 4 --scheme fp8 --json"
+    code, out, _ = run_qarl(capsys, "generate", tiny_model(), *options.split())
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert [(row["prompt"], row["sample"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -264,14 +241,7 @@ THINKING = (
 def test_arguments_of_the_template_are_the_runs_own_unless_given(tiny_model, tmp_path):
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     (model / "chat_template.jinja").write_text(THINKING)
-    config = Config.model_validate(
-        {
-            "model": {"path": str(model)},
-            "data": {"source": "task:arithmetic", "chat_template_kwargs": {"enable_thinking": False}},
-            "reward": {"functions": [{"name": "exact"}]},
-            "train": {"steps": 1},
-        }
-    )
+    config = trained(str(model), chat_template_kwargs={"enable_thinking": False})
     run = replace(resolve_target(str(model)), run=config)
     tokenizer = load_tokenizer(run.model)
     for target, given, text in (

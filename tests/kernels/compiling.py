@@ -1,18 +1,15 @@
 """Compile recorded kernel launches for GPUs that are not here, and read what the compiler made of them.
 
-    python tests/kernels/compiling.py module:function --capabilities 8.0 9.0     # one JSON line per kernel
-    python tests/kernels/compiling.py serve                                      # for tests, see `Compiler`
-
-`function` is a generator: it calls the kernels' Python wrappers on CPU (or meta) tensors and yields a label after each
-call. It runs once per capability inside `qarl_kernels.launch.recording`, so nothing executes; every launch since the
-last yield belongs to that label. Triton's own binder specialises the arguments, so that what is compiled is what a GPU
-would run. Tests have a `Compiler`, which starts a subprocess: with TRITON_INTERPRET=1, which the test suite sets,
-`@triton.jit` makes functions that cannot be compiled.
+A test has a `Compiler`, which starts this file and gives it cases, "module:function". The function is a generator: it
+calls the kernels' Python wrappers on CPU (or meta) tensors and yields a label after each call. It runs once per
+capability inside `qarl_kernels.launch.recording`, so nothing executes; every launch since the last yield belongs to
+that label. Triton's own binder specialises the arguments, so that what is compiled is what a GPU would run.
+This needs a process of its own: with TRITON_INTERPRET=1, which the test suite sets, `@triton.jit` makes functions that
+cannot be compiled.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -224,20 +221,11 @@ def _run(index: int) -> Compiled:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", help="module:function, a generator; or `serve`")
-    parser.add_argument("--capabilities", nargs="+", default=[f"{a}.{b}" for a, b in CAPABILITIES])
-    parser.add_argument("--processes", type=int, default=2)
-    arguments = parser.parse_args()
-    if INTERPRETED:
-        parser.error("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
+    assert not INTERPRETED, "unset TRITON_INTERPRET: interpreted kernels cannot be compiled"
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # a cached kernel has no log
     triton.knobs.compilation.disable_line_info = True  # the same code, sooner
-    if arguments.case == "serve":
-        serve_cases()
-    capabilities = [(int(major), int(minor)) for major, minor in (text.split(".") for text in arguments.capabilities)]
-    compile_case(arguments.case, capabilities, arguments.processes)
+    serve_cases()
 
 
 def compile_case(case: str, capabilities: Sequence[Sequence[int]], processes: int, most: int | None = None) -> None:
@@ -271,7 +259,7 @@ class Compiler:
         from forks import ForkServer
 
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        self._server = ForkServer(Path(__file__), "serve", environment=environment)
+        self._server = ForkServer(Path(__file__), environment=environment)
         self._made: dict[tuple[str, tuple[tuple[int, int], ...]], list[Compiled]] = {}
 
     def compile(

@@ -34,7 +34,14 @@ def test_number(value, text):
 
 @pytest.mark.parametrize(
     "value, text",
-    [(0.0123, "12.3 ms"), (1.5, "1.5 s"), (59.99, "1 min 00 s"), (3599.7, "1 h 00 min"), (200_000, "2 d 7 h")],
+    [
+        (0.0123, "12.3 ms"),
+        (1.5, "1.5 s"),
+        (59.99, "1 min 00 s"),
+        (3599.7, "1 h 00 min"),
+        (172_799, "47 h 59 min"),
+        (172_800, "2 d 0 h"),
+    ],
 )
 def test_seconds(value, text):
     assert seconds(value) == text
