@@ -139,6 +139,15 @@ def test_a_file_that_is_only_touched_or_written_again_changes_nothing(world, nam
     assert world.own(world.config()).reused
 
 
+def test_a_run_of_fewer_steps_is_trained_on_and_one_of_more_is_refused(world):
+    of = world.config().train
+    fewer, more = (world.config(train=of.model_copy(update={"steps": steps}).model_dump()) for steps in (3, 5))
+    member = world.own(more)
+    assert (member.state, member.reused) == ("waiting", False)
+    with pytest.raises(UserError, match=r"holds 4 steps, more than train.steps = 3; choose another --out, or raise"):
+        world.own(fewer)
+
+
 @pytest.mark.parametrize("name", ["model/added_tokens.json", "rows/more.jsonl"])
 def test_a_file_that_is_new_is_noticed(world, name):
     (world.folder / name).write_text('{"prompt": "3 + 3", "answer": "6"}\n')
