@@ -44,23 +44,13 @@ def test_every_example_is_named_in_the_page_about_python():
 
 
 def test_the_architecture_names_what_is_there():
-    rooms = {"quant_formats/qarl_formats/": ROOT / "quant_formats/qarl_formats", "qarl/": ROOT / "qarl"}
-    rooms |= {"kernels/qarl_kernels/": ROOT / "kernels/qarl_kernels"}
-    below, seen = ROOT, 0
     text = (ROOT / "docs/architecture.md").read_text()
-    tree = [line for line in text.splitlines() if line.startswith("    ")]
-    for line in tree:
-        names = re.match(r" {4}(?: {2})?((?:[\w.]+/?[\w]*/? ?)+?)(?: {2,}|$)", line)
-        if names is None or line.startswith(" " * 20):
-            continue
-        if not line.startswith(" " * 6):
-            below = rooms.get(names[1].split()[0], ROOT)
-            if below != ROOT:
-                continue
-        for name in names[1].split():
-            assert (below / name).exists(), f"{below.name}: {name}"
-            seen += 1
-    assert seen > 40
-    listed = set(re.findall(r"[\w.]+(?=/)", "\n".join(tree)))
-    inside = {path.name for path in (ROOT / "qarl").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
-    assert inside <= listed, inside - listed
+    rooms = [ROOT / name for name in ("kernels/qarl_kernels", "quant_formats/qarl_formats", "qarl")]
+    for room in rooms:
+        rows = text.partition(f"## {room.relative_to(ROOT)}\n")[2].partition("\n## ")[0]
+        table = "".join(re.findall(r"(?m)^\|.*", rows))
+        places = re.findall(r"`([\w/]+(?:\.py|/))`", table)
+        missing = [name for name in places if not (room / name).exists() and not any(room.rglob(name.rstrip("/")))]
+        assert len(places) > 10 and not missing, f"{room.name}: {missing}"
+        inside = {f"{path.name}/" for path in room.iterdir() if (path / "__init__.py").exists()}
+        assert inside <= set(places), inside - set(places)
