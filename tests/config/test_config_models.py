@@ -66,6 +66,8 @@ def test_defaults_follow_from_other_keys_and_what_is_given_stands(load):
     assert load("train.minibatch_size=16").minibatch_size == 16
     assert load("rollout.max_num_seqs=3").kv_cache_tokens == 3 * (512 + 256)
     assert load("train.prompts_per_step=1", "rollout.n=2").kv_cache_tokens == 2 * (512 + 256)
+    ahead = "rollout.async={max_staleness: 1, oversample: 1.5}"
+    assert load(ahead, "train.prompts_per_step=3", "rollout.n=2").sequences == 2 * 5 * 2
     assert load("quant.scheme=w4a8").quant.group_size == 128
     assert load("quant.scheme=fp8").quant.group_size is None
     optim = load("optim={name: muon, lr: 2e-5}").optim

@@ -81,7 +81,7 @@ def test_qarl_takes_its_studies(tmp_path: Path, monkeypatch) -> None:
         file, seeds = str(ROOT / given), [int(seed) for seed in options["--seeds"].split(",")]
         found = study.plan_study(study.load_study(file), file, [], tmp_path, options["--profile"], None, seeds)
         members[job.name] = len(found)
-    assert members == {"exactness": 15, "exactness-w4a16": 15, "mixture": 27}
+    assert members == {"exactness": 15, "exactness-w4a16": 15, "mixture": 27, "staleness": 60}
 
 
 def test_a_case_ends_before_its_job_does() -> None:
