@@ -397,3 +397,37 @@ def test_the_rates_of_the_mixture_are_the_record() -> None:
         found = [100 * statistics.fmean(right[:4]), 100 * statistics.fmean(right[4:])]
         assert numbers(early) + numbers(late) == [pytest.approx(mean, abs=0.51) for mean in found]
         assert numbers(most) + numbers(last) == [pytest.approx(kl, abs=0.000051) for kl in (max(far), far[-1])]
+
+
+def test_the_tables_of_staleness_are_the_record() -> None:
+    columns = {
+        group["name"]: {name.removeprefix("column:"): value for name, value in group.items()}
+        for group in results("reproduction_staleness_cpu")["groups"]
+    }
+    ages, variants = (0, 1, 4, 16), ("grpo", "gspo", "tbpo", "phantom", "trl")
+    for name, (_, *cells) in zip(variants, table("## Staleness", "reproductions"), strict=True):
+        for age, cell in zip(ages, cells, strict=True):
+            reward = columns[f"{name}-{age}"]["reward, last quarter"]
+            found = [float(number) for number in re.findall(r"-?[\d.]+", cell)]
+            assert found == [pytest.approx(reward[key], abs=0.006) for key in ("mean", "low", "high")], (name, age)
+    for age, (_, alpha, idle, *gaps) in zip(
+        ages, table("Means over all steps and seeds", "reproductions"), strict=True
+    ):
+        means = {n: {k: v["mean"] for k, v in columns[f"{n}-{age}"].items() if isinstance(v, dict)} for n in variants}
+        assert numbers(alpha) == [pytest.approx(means["grpo"]["mean |alpha|"], abs=6e-4)]
+        assert numbers(idle) == [pytest.approx(100 * means[n]["clipped or dropped"], abs=0.06) for n in variants[:3]]
+        for name, cell in zip(variants[3:], gaps, strict=True):
+            beta, *shares = numbers(cell)
+            assert beta == pytest.approx(means[name]["mean |beta|"], abs=6e-5)
+            lost = ("phantom clipped", "phantom, gradient lost")
+            assert shares == [pytest.approx(100 * means[name][key], abs=0.06) for key in lost]
+
+
+def test_the_table_of_over_sampling_is_the_record() -> None:
+    text = (ROOT / "docs/asynchronous.md").read_text().partition("async_oversample_cpu.json")[2]
+    rows = [numbers(line) for line in text[text.index("\n|") :].split("\n\n")[0].splitlines()[3:]]
+    records = results("async_oversample_cpu")["records"]
+    for row, found in zip(rows, records, strict=True):
+        started, learned = found["tokens_mean_started"], found["tokens_mean_learned_from"]
+        expected = found["oversample"], started, learned, 100 * (1 - learned / started), found["tokens_mean_cancelled"]
+        assert row == [pytest.approx(value, abs=0.51 if i == 3 else 0.06) for i, value in enumerate(expected)]
