@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
@@ -90,6 +91,7 @@ def run_case(case: Record, out: Path, timeout_s: float = math.inf, ranks: int = 
     Returns:
         The records of each rank; those of the first end with why the case failed, if it did.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through `finally` below
     with tempfile.TemporaryDirectory() as place, out.with_suffix(".log").open("ab") as log:
         files = [Path(place) / f"records-{rank}.jsonl" for rank in range(ranks)]
         log.write(f"--- {json.dumps(case)}\n".encode())
