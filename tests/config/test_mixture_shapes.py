@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import yaml
 from estimates import config
 
 from qarl.config.architecture import Architecture, read_config_json
@@ -19,45 +20,24 @@ from qarl.memory.sizes import decide_sizes
 
 GIB = 2**30
 # Qwen3-30B-A3B, as published.
-LARGE = {
-    "model_type": "qwen3_moe",
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-    "vocab_size": 151936,
-}
+LARGE = yaml.safe_load(
+    """
+    {model_type: qwen3_moe, decoder_sparse_step: 1, head_dim: 128, hidden_size: 2048, intermediate_size: 6144,
+     max_position_embeddings: 40960, mlp_only_layers: [], moe_intermediate_size: 768, norm_topk_prob: true,
+     num_attention_heads: 32, num_experts: 128, num_experts_per_tok: 8, num_hidden_layers: 48,
+     num_key_value_heads: 4, tie_word_embeddings: false, vocab_size: 151936}
+    """
+)
 # Qwen1.5-MoE-A2.7B, as published.
-WITH_SHARED = {
-    "model_type": "qwen2_moe",
-    "decoder_sparse_step": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "max_position_embeddings": 8192,
-    "max_window_layers": 21,
-    "moe_intermediate_size": 1408,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 16,
-    "shared_expert_intermediate_size": 5632,
-    "sliding_window": 32768,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+WITH_SHARED = yaml.safe_load(
+    """
+    {model_type: qwen2_moe, decoder_sparse_step: 1, hidden_size: 2048, intermediate_size: 5632,
+     max_position_embeddings: 8192, max_window_layers: 21, moe_intermediate_size: 1408, norm_topk_prob: false,
+     num_attention_heads: 16, num_experts: 60, num_experts_per_tok: 4, num_hidden_layers: 24,
+     num_key_value_heads: 16, shared_expert_intermediate_size: 5632, sliding_window: 32768,
+     tie_word_embeddings: false, use_sliding_window: false, vocab_size: 151936}
+    """
+)
 
 
 @pytest.fixture
