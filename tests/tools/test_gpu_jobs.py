@@ -77,11 +77,12 @@ def test_qarl_takes_its_studies(tmp_path: Path, monkeypatch) -> None:
     members = {}
     for job, (given, *rest) in calls("python", "-m", "qarl.cli", "compare"):
         options = dict(zip(rest[::2], rest[1::2], strict=True))
-        assert set(options) == {"--profile", "--seeds", "--jobs", "--out"}
+        assert set(options) - {"--only"} == {"--profile", "--seeds", "--jobs", "--out"}
         file, seeds = str(ROOT / given), [int(seed) for seed in options["--seeds"].split(",")]
-        found = study.plan_study(study.load_study(file), file, [], tmp_path, options["--profile"], None, seeds)
+        only = options["--only"].split(",") if "--only" in options else None
+        found = study.plan_study(study.load_study(file), file, [], tmp_path, options["--profile"], only, seeds)
         members[job.name] = len(found)
-    assert members == {"exactness": 15, "exactness-w4a16": 15, "mixture": 27, "staleness": 60}
+    assert members == {"exactness": 15, "exactness-w4a16": 15, "mixture": 27, "staleness": 60, "evidence": 4}
 
 
 def test_a_case_ends_before_its_job_does() -> None:
