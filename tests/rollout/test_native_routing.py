@@ -50,3 +50,17 @@ def test_nothing_is_recorded_where_nobody_asks_and_of_a_dense_model(make_policy,
     asked_no_more = engine.generate(prompts, replace(short, record_routing=False), 0)
     assert asked_no_more == recorded and all(r.routing is None for r in asked_no_more)
     assert all(r.routing is None for r in make_engine(make_policy()).generate(prompts, short, 0))
+
+
+def test_new_weights_free_what_was_recorded(make_policy, make_engine, prompts) -> None:
+    engine = make_engine(make_policy("qwen3_moe"))
+    expected = engine.generate(prompts, SAMPLING, 0)
+    generation = engine.begin(SAMPLING, 0, 72, 9)
+    for version in range(3):
+        generation.use_version(version)
+        assert not generation._record._prompts and not generation._record._responses
+        responses = [r for prompt in prompts for r in generation.add(prompt, range(3), 3)]
+        while generation.busy:
+            generation.step()
+        found = [generation.rollout(response, 3) for response in responses]
+        assert all(torch.equal(a.routing, b.routing) for a, b in zip(found, expected, strict=True))

@@ -119,7 +119,7 @@ class Host:
         if self.generation is None:
             settings = self.settings
             self.generation = self.engine.begin(settings.sampling, update.version, settings.longest, settings.sequences)
-        self.generation.version = update.version
+        self.generation.use_version(update.version)
         if self.in_flight == "recompute_kv":
             self.generation.recompute()
         return time.perf_counter() - begin, scores

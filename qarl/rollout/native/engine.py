@@ -125,6 +125,15 @@ class Generation:
         self.tokens += len(extended)
         return extended
 
+    def use_version(self, version: int) -> None:
+        """Take the sampler's weights to be those of `version` from the next step on.
+
+        Drops the recorded experts of responses that ended. Routing is recorded only if none continues with new weights.
+        """
+        self.version = version
+        if self._record is not None and not self.busy:
+            self._record = RoutingRecord()
+
     def recompute(self) -> None:
         """Compute the keys and values of all responses in progress again, with the sampler's weights of now."""
         assert self._unread is None, "settle first"
