@@ -81,8 +81,7 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
         text = "a replay runs on one rank; start one, or leave it out"
         yield Fault(("rollout", "replay"), with_ranks, text)
     if config.rollout.asynchronous is not None:
-        text = "the learner of asynchronous rollouts is one rank; start one, or leave async out"
-        yield Fault(("rollout", "async"), with_ranks, text)
+        yield from _async_faults(config, count, gpus)
     if config.distributed.engine == "deepspeed":
         yield from _deepspeed_faults(config)
     for key in ("gradients_every", "backward_every"):
@@ -104,6 +103,26 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
             elif last >= gpus:
                 text = f"vLLMs would be on GPUs {vllm.device} to {last}, but this machine shows {gpus}, from 0"
                 yield Fault(("rollout", "vllm", "device"), vllm.device, text)
+
+
+def _async_faults(config: Config, count: int, gpus: int | None) -> Iterator[Fault]:
+    """GPUs for the samplers of asynchronous rollouts: one per rank, after the learners'."""
+    ahead, vllm = config.rollout.asynchronous, config.rollout.vllm
+    assert ahead is not None, "the run samples asynchronously"
+    if config.rollout.engine == "vllm" and vllm.data_parallel is not None:
+        text = "with rollout.async each rank has a sampler; leave null"
+        yield Fault(("rollout", "vllm", "data_parallel"), vllm.data_parallel, text)
+    if gpus is None:
+        return
+    first = count if ahead.device is None else ahead.device
+    if first < count:
+        text = f"is a learner's GPU with {count} ranks, of which each has its own; must be {count} or more, or null"
+        yield Fault(("rollout", "async", "device"), first, text)
+    elif first + count > gpus:
+        text = (
+            f"each has a sampler, which would be on GPUs {first} to {first + count - 1}, but this machine shows {gpus}"
+        )
+        yield Fault(("rollout", "async"), f"with {count} ranks", f"{text}, from 0; start fewer ranks")
 
 
 def _deepspeed_faults(config: Config) -> Iterator[Fault]:

@@ -93,7 +93,10 @@ class AsyncConfig(Section):
         "memory estimate says that they do not fit on the GPU.",
     )
     device: int | None = Field(
-        None, ge=0, lt=DEVICES, description="CUDA index of the sampler's GPU; null: the index after the learner's."
+        None,
+        ge=0,
+        lt=DEVICES,
+        description="CUDA index of the first rank's sampler, the others follow; null: the index after the learner's.",
     )
     timeout_s: float = Field(
         600.0, ge=10, le=SECONDS, description="Seconds without a sign of life after which the sampler counts as hung."
@@ -245,6 +248,8 @@ class RolloutConfig(Section):
     @property
     def restarts_s(self) -> float:
         """Maximum seconds spent on restarts of a sampler: detecting the hang, and starting a new process."""
+        if (ahead := self.asynchronous) is not None:
+            return 2 * ahead.timeout_s * ahead.max_restarts
         return 2 * self.vllm.timeout_s * self.vllm.max_restarts if self.engine == "vllm" else 0.0
 
     @property

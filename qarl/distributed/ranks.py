@@ -126,9 +126,7 @@ class Ranks(ABC):
         among = range(self.count) if among is None else among
         if self.rank not in among:
             return range(count, count)
-        (each, more), place = divmod(count, len(among)), among.index(self.rank)
-        start = place * each + min(place, more)
-        return range(start, start + each + (place < more))
+        return share_of(among.index(self.rank), count, len(among))
 
 
 class SingleProcess(Ranks):
@@ -151,6 +149,13 @@ class SingleProcess(Ranks):
 
     def close(self) -> None:
         return
+
+
+def share_of(place: int, count: int, shares: int) -> range:
+    """Return the share at `place` of `count` items in `shares` contiguous shares; see `Ranks.share`."""
+    each, more = divmod(count, shares)
+    start = place * each + min(place, more)
+    return range(start, start + each + (place < more))
 
 
 def total(ranks: Ranks, values: Sequence[float]) -> list[float]:

@@ -13,7 +13,7 @@ from qarl.storage.disk import fsync_directory
 from qarl.storage.tensorfile import safetensors_chunks, write_file
 
 GROUPS = ("masters", "optimizer")
-ROLLOUTS = "rollouts"  # group of what asynchronous rollouts have sampled ahead; only one process has it
+ROLLOUTS = "rollouts"  # group of what asynchronous rollouts have sampled ahead; only their checkpoints have it
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def plan_files(pieces: Sequence[Piece], rank: int, count: int, most: int) -> dic
     further pieces of the same tensor, go into `masters-r0001-of-0004-00002.safetensors`, and so on.
     """
     files: dict[str, dict[str, Piece]] = {}
-    for group in GROUPS:
+    for group in _groups(pieces):
         shards: list[dict[str, Piece]] = []
         filled = 0
         for piece in (piece for piece in pieces if piece.group == group and piece.values.numel()):
@@ -67,15 +67,20 @@ def plan_files(pieces: Sequence[Piece], rank: int, count: int, most: int) -> dic
 
 def described(pieces: Sequence[Piece], files: Mapping[str, Mapping[str, Piece]]) -> dict[str, Any]:
     """Return the entries of a format 2 manifest (shapes, pieces, groups) for one rank's pieces in `files`."""
-    shapes: dict[str, dict[str, list[int]]] = {group: {} for group in GROUPS}
+    shapes: dict[str, dict[str, list[int]]] = {group: {} for group in _groups(pieces)}
     for piece in pieces:
         shapes[piece.group][piece.name] = list(piece.shape)
     spans = {
         file: {name: [piece.start, piece.start + piece.values.numel()] for name, piece in members.items()}
         for file, members in files.items()
     }
-    groups = {group: [file for file in files if file.startswith(f"{group}-")] for group in GROUPS}
+    groups = {group: [file for file in files if file.startswith(f"{group}-")] for group in shapes}
     return {"shapes": shapes, "pieces": spans, "groups": groups}
+
+
+def _groups(pieces: Iterable[Piece]) -> list[str]:
+    """`GROUPS`, and further groups that the pieces have."""
+    return list(dict.fromkeys([*GROUPS, *(piece.group for piece in pieces)]))
 
 
 def write_pieces(directory: Path, files: Mapping[str, Mapping[str, Piece]]) -> dict[str, dict[str, Any]]:

@@ -53,9 +53,9 @@ def write_pieces_manifest(directory: Path, step: int, state_json: bytes, shares:
     files: dict[str, dict[str, Any]] = {}
     for share in shares:
         for group, members in share["shapes"].items():
-            shapes[group] |= members
+            shapes.setdefault(group, {}).update(members)
         for group, names in share["groups"].items():
-            groups[group] += names
+            groups.setdefault(group, []).extend(names)
         pieces |= share["pieces"]
         files |= share["files"]
     for file, entry in files.items():

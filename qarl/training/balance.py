@@ -54,7 +54,7 @@ def split_text(time: StepTime, length: int, gpus: int = 8) -> str:
     return (
         f"time estimate (H100s, responses of {length:,} tokens): sampling takes {time.ratio:.1f} times as long as "
         f"learning; with one GPU each, the {waits} waits for {share:.0%} of a step; of {gpus} GPUs, {samplers} for "
-        f"sampling and {gpus - samplers} for learning are balanced (rollout.async runs one sampler and one learner)"
+        f"sampling and {gpus - samplers} for learning are balanced (rollout.async runs one sampler per learner)"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,17 @@ def token_metrics(batch: Batch) -> dict[str, float]:
         return mismatch | error_token_metrics(ids, sampler, batch.advantages, segments)
 
 
+# Metrics of each rank's sampler, and what all ranks report.
+REDUCED: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "async/sampler_idle_frac": mean,
+    "async/learner_idle_frac": mean,
+    "async/restarts": sum,
+    "publish/pause_s": max,
+    "publish/canary_abs_mean": mean,
+    "publish/canary_abs_max": max,
+}
+
+
 def over_ranks(metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
     """Return min, mean and max over ranks of the time and memory metrics, and throughput. A collective.
 
@@ -133,14 +144,21 @@ def over_ranks(metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
         ranks: All ranks of the run.
 
     Returns:
-        `NAME_min`, `NAME_mean` and `NAME_max` for each `time/*` and `memory/*` that all ranks have. Empty for a single
-        rank.
+        `NAME_min`, `NAME_mean` and `NAME_max` for each `time/*` and `memory/*` that all ranks have, and one value for
+        each name in `REDUCED`. Empty for a single rank.
     """
     if ranks.count == 1:
         return {}
     every = ranks.gather({name: value for name, value in metrics.items() if name.startswith(("time/", "memory/"))})
     found = spread(every)
-    for phase in ("rollout", "learner"):
+    own = ranks.gather({name: metrics[name] for name in REDUCED if name in metrics})
+    for name in dict.fromkeys(name for rank in own for name in rank):
+        found[name] = REDUCED[name]([rank[name] for rank in own if name in rank])
+    if asynchronous := "async/restarts" in metrics:
+        found["throughput/rollout_tokens_per_s"] = sum(
+            ranks.gather(metrics.get("throughput/rollout_tokens_per_s", 0.0))
+        )
+    for phase in ("learner",) if asynchronous else ("rollout", "learner"):
         name, time_s = f"throughput/{phase}_tokens_per_s", f"time/{phase}_s"
         if name in metrics:
             found[name] = metrics[name] * metrics[time_s] / found[f"{time_s}_max"]

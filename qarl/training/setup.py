@@ -138,7 +138,7 @@ def build_run(
     try:
         require_same_inputs(ranks, config, asked.inputs, asked.stream, asked.tasks)
         early = _early_sampler(config, device, place, ranks)
-        process = _async_process(config, device, place)
+        process = together(ranks, lambda: _async_process(config, device, place, ranks))
         look = partial(together, ranks, lambda: None if early is None else early.look())
         if ranks.count == 1:
             policy, updates, weights = _of_one_process(config, device, console, asked, look)
@@ -164,7 +164,7 @@ def build_run(
             from qarl.rollout.asynchronous.engine import AsyncEngine
 
             shared = asked.tokenizer, asked.prompts, asked.stream, rewards, sampling
-            ahead = AsyncEngine(config, policy, *shared, place, say, process)
+            ahead = AsyncEngine(config, policy, *shared, place, say, process, ranks)
         engine: RolloutEngine = ahead or together(
             ranks,
             lambda: (
@@ -410,13 +410,13 @@ def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ran
     return prelaunch_sampler(config, device, place)
 
 
-def _async_process(config: Config, device: torch.device, place: Path) -> AsyncProcess | None:
+def _async_process(config: Config, device: torch.device, place: Path, ranks: Ranks) -> AsyncProcess | None:
     """Start the sampler's process of asynchronous rollouts, so that it imports while the policy is loaded."""
     if config.rollout.asynchronous is None or config.rollout.replay is not None:
         return None
-    from qarl.rollout.asynchronous.engine import launch
+    from qarl.rollout.asynchronous.engine import launch, sampler_gpu
 
-    return launch(config, device, place)
+    return launch(config, device, sampler_gpu(config, device, ranks), place)
 
 
 def build_engine(

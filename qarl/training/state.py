@@ -101,7 +101,7 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
             )
 
     together(ranks, require_codes)
-    _load_rollouts(run, checkpoint, state)
+    together(ranks, lambda: _load_rollouts(run, checkpoint, state))
     lines = [f"{what} changed since the checkpoint of step {checkpoint.step}" for what in changed]
     if checkpoint.ranks != ranks.count:
         lines.append(

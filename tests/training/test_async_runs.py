@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import forked_launch
+import psutil
 import pytest
+import torch
 from tiny_runs import Qarl, settings, write_config
+
+from qarl.storage.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +41,15 @@ def log(self, step, metrics):
         os.kill(os.getpid(), signal.SIGKILL)
 Recorder.log = log
 """
+# Writes the pids of the samplers to a file.
+PIDS = """
+from qarl.rollout.asynchronous.process import AsyncProcess
+ready = AsyncProcess.begin_with
+def begin_with(self, settings):
+    open("pids", "a").write(f"{self.pid}\\n")
+    ready(self, settings)
+AsyncProcess.begin_with = begin_with
+"""
 SLOW_REWARD = """
 import time
 def slow(completions, **columns):
@@ -44,6 +58,7 @@ def slow(completions, **columns):
 """
 # Long responses, two at a time, so that weights arrive while some are in progress.
 SLOW_SAMPLER = "rollout.max_response_length=120", "rollout.max_num_seqs=2"
+STOPS = "rollout.stop_token_ids=[70, 71, 72, 73, 74, 75, 76, 77, 78, 79]"
 OF_TIMES = ("time/", "memory/", "throughput/", "async/", "publish/")
 
 
@@ -72,6 +87,17 @@ class Runs:
         return [
             {key: value for key, value in row.items() if not key.startswith(OF_TIMES)} for row in self.metrics(name)
         ]
+
+    def train_on_ranks(self, name: str, *overrides: str, before: str = "", **more: Any) -> list[dict[str, Any]]:
+        """`train` on two ranks, each of which runs `before` first."""
+        first = self.folder / "first.py"
+        first.write_text(before)
+        return self.train(name, *overrides, "--nproc", "2", before=forked_launch.before(first), **more)
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        """The masters of the last checkpoint."""
+        masters = CheckpointStore.load(self.folder / name / "checkpoints" / "latest", groups=["masters"])
+        return dict(masters.tensors["masters"])
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -147,7 +173,7 @@ def test_kept_keys_and_values_are_not_exact_and_nobody_is_warned(runs):
 def test_partial_rollouts_are_learned_from_later_and_none_is_lost(runs, synchronous):
     """Responses of very different lengths: a step takes complete groups, and the bound on staleness holds."""
     ahead = {"max_staleness": 3, "in_flight": "recompute_kv", "order": "finished"}
-    more = "rollout.stop_token_ids=[70, 71, 72, 73, 74, 75, 76, 77, 78, 79]", "rollout.max_response_length=80"
+    more = STOPS, "rollout.max_response_length=80"
     runs.train("partial", *more, before=KILL_RUN.replace("== N", "== 3"), code=-9, **ahead)
     rows = runs.train("partial", *more, **ahead)
     assert all(row["mismatch/delta_abs_max"] == 0.0 for row in rows)
@@ -159,8 +185,7 @@ def test_partial_rollouts_are_learned_from_later_and_none_is_lost(runs, synchron
 def test_a_step_takes_the_first_groups_of_a_wave_and_cancels_the_rest(runs, synchronous):
     """After a kill of the sampler or of the run, too. A replay learns from the same groups."""
     ahead = {"max_staleness": 2, "in_flight": "recompute_kv", "oversample": 1.5}
-    stops = "rollout.stop_token_ids=[70, 71, 72, 73, 74, 75, 76, 77, 78, 79]"
-    more = stops, "rollout.max_response_length=80", "rollout.max_num_seqs=8"
+    more = STOPS, "rollout.max_response_length=80", "rollout.max_num_seqs=8"
     runs.train("waves", *more, before=KILL_RUN.replace("== N", "== 3"), code=-9, **ahead)
     rows = runs.train("waves", *more, before=KILL_SAMPLER.replace("N", "2"), **ahead)
     assert "restart 1 of 2" in runs.out
@@ -223,3 +248,90 @@ def test_a_replay_names_what_does_not_fit(runs, synchronous):
     assert "has no rollouts of step 7" in runs.err
     runs.train("other_seed", recorded, "train.seed=5", code=2)
     assert "has other prompts than this run" in runs.err
+
+
+# --- two ranks, each with a sampler
+
+
+@pytest.fixture(scope="module")
+def synchronous_ranks(runs) -> list[dict[str, Any]]:
+    return runs.train_on_ranks("ranks_sync")
+
+
+def on_rank(rank: int, code: str) -> str:
+    """Python that runs `code` on one rank only."""
+    return f"import os\nif os.environ.get('RANK') == '{rank}':\n" + "".join(f"    {x}\n" for x in code.splitlines())
+
+
+def test_two_ranks_at_staleness_0_give_the_bits_of_the_synchronous_two(runs, synchronous_ranks):
+    assert runs.train_on_ranks("ranks_zero", max_staleness=0) == synchronous_ranks
+    weights = runs.weights("ranks_sync")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in runs.weights("ranks_zero").items())
+    assert runs.prompts("ranks_zero") == runs.prompts("ranks_sync")
+
+
+def test_two_ranks_at_staleness_0_with_dynamic_sampling(runs):
+    more = "rollout.dynamic_sampling={max_rounds: 3, oversample: 1.5}", "train.steps=3"
+    assert runs.train_on_ranks("ranks_dynamic", *more, max_staleness=0) == runs.train_on_ranks("ranks_dynamic_s", *more)
+
+
+def kill_rank(rank: int, take: int) -> str:
+    """Python that kills a rank itself, as `kill -9` does, at its N-th take."""
+    return on_rank(rank, KILL_SAMPLER.replace("N", str(take)).replace("self._process.pid", "os.getpid()"))
+
+
+def test_two_waiting_ranks_repeat_bit_for_bit_after_a_kill_of_a_sampler_or_a_rank(runs):
+    ahead = {"max_staleness": 2, "in_flight": "wait"}
+    more = "rollout.dynamic_sampling={max_rounds: 3, oversample: 1.5}", "train.prompts_per_step=3"
+    whole = runs.train_on_ranks("ranks_whole", *more, **ahead)
+    assert all(row["mismatch/delta_abs_max"] == 0.0 for row in whole)
+    assert max(row["async/staleness_max"] for row in runs.metrics("ranks_whole")) == 2
+    before = on_rank(1, KILL_SAMPLER.replace("N", "3"))
+    assert runs.train_on_ranks("ranks_sampler_killed", *more, before=before, **ahead) == whole
+    assert [row["async/restarts"] for row in runs.metrics("ranks_sampler_killed")][-1] == 1.0
+    runs.train_on_ranks("ranks_killed", *more, before=PIDS + kill_rank(1, 9), code=137, **ahead)
+    assert "rank 1" in runs.err.strip().splitlines()[-1]
+    assert len(runs.metrics("ranks_killed")) < 6
+    pids = {int(pid) for pid in (runs.folder / "pids").read_text().split()}
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids)), "samplers end with their ranks"
+    assert runs.train_on_ranks("ranks_killed", *more, **ahead) == whole
+    weights = runs.weights("ranks_whole")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in runs.weights("ranks_killed").items())
+
+
+def test_partial_rollouts_of_two_ranks_continue_on_one(runs, synchronous_ranks):
+    """A step takes complete groups of either rank, and the bound on staleness holds. No prompt is lost or repeated."""
+    ahead = {"max_staleness": 3, "in_flight": "recompute_kv", "order": "finished"}
+    more = STOPS, "rollout.max_response_length=80"
+    runs.train_on_ranks("ranks_partial", *more, before=kill_rank(1, 4), code=137, **ahead)
+    rows = runs.train("ranks_partial", *more, **ahead)
+    assert "the number of ranks changed" in runs.out
+    assert all(row["mismatch/delta_abs_max"] == 0.0 for row in rows)
+    assert sorted(runs.prompts("ranks_partial")) == sorted(runs.prompts("ranks_sync"))
+    assert max(row["async/staleness_max"] for row in runs.metrics("ranks_partial")) <= 3
+
+
+def test_each_of_two_ranks_cancels_the_rest_of_its_share_of_a_wave(runs):
+    ahead = {"max_staleness": 2, "in_flight": "recompute_kv", "oversample": 1.5}
+    more = STOPS, "rollout.max_response_length=80", "rollout.max_num_seqs=8"
+    runs.train_on_ranks("ranks_waves", *more, before=kill_rank(0, 4), code=137, **ahead)
+    rows = runs.train_on_ranks("ranks_waves", *more, before=on_rank(1, KILL_SAMPLER.replace("N", "2")), **ahead)
+    assert all(row["mismatch/delta_abs_max"] == 0.0 for row in rows)
+    runs.train("ranks_order", "train.prompts_per_step=6", "rollout.max_response_length=8")
+    started, learned = runs.prompts("ranks_order"), runs.prompts("ranks_waves")
+    assert len(learned) == 24 and len(started) == 36
+    for step in range(6):
+        for rank in range(2):  # two of each rank's three
+            first, wave = 4 * step + 2 * rank, started[6 * step + 3 * rank :][:3]
+            assert learned[first : first + 2] == [prompt for prompt in wave if prompt in learned[first : first + 2]]
+    assert max(row["async/cancelled_frac"] for row in runs.metrics("ranks_waves")) > 0
+
+
+def test_a_sampler_of_a_rank_that_fails_again_and_again_ends_all_ranks_in_one_line(runs):
+    before = on_rank(1, KILL_SAMPLER.replace("len(calls) == N", "True"))
+    ahead = {"max_staleness": 1, "max_restarts": 1, "in_flight": "recompute_kv"}
+    runs.train_on_ranks("ranks_failing", before=before, code=2, **ahead)
+    last = runs.err.strip().splitlines()[-1]
+    assert "rank 1" in last and "rollout.async: the sampler failed: its process was ended by SIGKILL" in last
+    assert runs.metrics("ranks_failing"), "finished steps are saved"

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 import shutil
+import socket
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,24 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.data import PromptStream
+from qarl.distributed.ranks import Ranks, share_of
+from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.policy.kept import KeptVersions
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rewards.shared import judge
-from qarl.rollout.asynchronous.groups import Added, OrderLog, PendingGroup, Published, Wave, load_groups, save_groups
+from qarl.rollout.asynchronous.groups import (
+    Added,
+    OrderLog,
+    PendingGroup,
+    Published,
+    Wave,
+    load_groups,
+    merged_logs,
+    save_groups,
+)
 from qarl.rollout.asynchronous.process import AsyncProcess, AsyncSettings
 from qarl.rollout.engine import (
     Progress,
@@ -42,6 +56,7 @@ from qarl.rollout.engine import (
     round_seed,
 )
 from qarl.rollout.native.engine import NativeEngine
+from qarl.rollout.shared import gather_rollouts
 from qarl.rollout.vllm.launch import LOG, sampler_settings
 from qarl.rollout.vllm.process import SamplerError, not_started, see
 from qarl.types import Prompt, Rollout
@@ -59,28 +74,51 @@ LOOK_S = 0.05  # between two looks of the learner that waits
 CLOSE_S = 5.0  # for a thread, when the run ends
 
 
-def launch(config: Config, device: torch.device, place: Path) -> AsyncProcess:
+def sampler_gpu(config: Config, device: torch.device, ranks: Ranks) -> int | None:
+    """Return the CUDA index of this rank's sampler; None on the CPU. A collective.
+
+    The samplers of several ranks are on the GPUs after those of all learners of the machine, or from
+    `rollout.async.device` on.
+
+    Args:
+        config: Of the run.
+        device: The learner's.
+        ranks: Of the run.
+
+    Raises:
+        UserError: There is no GPU for the sampler.
+    """
+    settings, hosts = config.rollout.asynchronous, ranks.gather(socket.gethostname())
+    assert settings is not None, "the run samples asynchronously"
+    if device.type == "cpu":
+        return None
+    here, before = hosts.count(hosts[ranks.rank]), hosts[: ranks.rank].count(hosts[ranks.rank])
+    learners = range(here) if here > 1 else range(learner_gpu(device), learner_gpu(device) + 1)
+    gpu = (learners.stop if settings.device is None else settings.device) + before
+    count = torch.cuda.device_count()
+    if gpu >= count or gpu in learners:
+        raise UserError(
+            f"rollout.async: {here} samplers need a GPU each beside the {here} of the learner, and this machine shows "
+            f"{count}; take {2 * here} or more (rollout.async.device is that of the first sampler), or leave "
+            "rollout.async out"
+        )
+    return gpu
+
+
+def launch(config: Config, device: torch.device, gpu: int | None, place: Path) -> AsyncProcess:
     """Start the sampler's process, which imports what it needs and then waits for `AsyncEngine`.
 
     Args:
         config: Of the run.
         device: The learner's.
+        gpu: See `sampler_gpu`.
         place: Directory of the log.
 
     Raises:
-        UserError: There is no GPU for the sampler, or the log cannot be written.
+        UserError: The log cannot be written.
     """
     settings = config.rollout.asynchronous
     assert settings is not None, "the run samples asynchronously"
-    gpu = None
-    if device.type == "cuda":
-        gpu = learner_gpu(device) + 1 if settings.device is None else settings.device
-        count = torch.cuda.device_count()
-        if gpu >= count or gpu == learner_gpu(device):
-            raise UserError(
-                f"rollout.async: the sampler needs a GPU of its own, and this machine shows {count}; take two or more "
-                "(rollout.async.device chooses one), or leave rollout.async out"
-            )
     numerics = "exact" if config.rollout.exact else "fast"
     vllm = config.rollout.engine == "vllm"
     return AsyncProcess(device, gpu, numerics, place / LOG, settings.timeout_s, vllm)
@@ -89,10 +127,13 @@ def launch(config: Config, device: torch.device, place: Path) -> AsyncProcess:
 class AsyncEngine:
     """The sampler's process, the groups in flight, and an engine beside the learner for evaluations.
 
-    See `RolloutEngine` for `publish`, `generate`, `sleep`, `wake` and `close`.
+    See `RolloutEngine` for `publish`, `generate`, `sleep`, `wake` and `close`. Of several ranks each has a sampler,
+    which gets its share of the prompts of each step. Every rank lists the groups of all ranks in the same order, so
+    that all take the same ones. `take`, `finish` and `state` are collectives.
 
     Args:
         process: See `launch`; it is the engine's from now on.
+        ranks: Of the run.
         stream: Gives the prompts of all steps.
         rewards: Scores responses, from a thread of the engine.
         sampling: Of step 0; each step has its own seed.
@@ -116,6 +157,7 @@ class AsyncEngine:
         place: Path,
         say: Callable[[str], None],
         process: AsyncProcess,
+        ranks: Ranks,
     ) -> None:
         settings = config.rollout.asynchronous
         assert settings is not None, "the run samples asynchronously"
@@ -124,6 +166,7 @@ class AsyncEngine:
         self.version: int | None = None
         self.metrics: dict[str, float] = {}
         self.restarts = 0
+        self._ranks = ranks
         self._stream, self._rewards = stream, rewards
         self._prompts = {prompt.id: prompt for prompt in prompts}
         self._local = NativeEngine(policy.sampler, tokenizer, config.rollout)
@@ -241,18 +284,68 @@ class AsyncEngine:
             missing = count - self._places()
             if missing > 0:  # a further round of dynamic sampling
                 self._submit(missing, step, step)
-            ready = sum(group.scores is not None for group in self._waiting())
         begin = time.monotonic()
-        self._wait(lambda: all(group.scores is not None for group in self._next(count, step)), tick)
+        groups, ready = self._agree(count, step, tick)
         with self._changed:
-            groups = self._next(count, step)
             self._taken |= {group.number for group in groups}
         self._waited_s += time.monotonic() - begin
-        self._measure(groups, ready)
-        scores = RewardResult.joined([group.scores for group in groups if group.scores is not None])
-        judge(scores, self.config.reward.max_failed_frac)
-        rollouts = [rollout for group in groups for rollout in group.ordered]
+        rollouts, scores = self._gather(groups)
+        self._measure(rollouts, len(groups), ready)
+        together(self._ranks, lambda: judge(scores, self.config.reward.max_failed_frac))
         return [group.prompt for group in groups], rollouts, scores
+
+    def _agree(self, count: int, step: int, tick: Callable[[], None]) -> tuple[list[PendingGroup], int]:
+        """Wait until the groups of a step are complete on their ranks.
+
+        Returns:
+            The groups, and how many were complete before the wait.
+        """
+        ranks, ready = self._ranks, None
+        fixed = self.settings.order == "prompts" and self.settings.oversample == 1
+
+        def look() -> None:
+            tick()
+            ranks.poll()
+
+        while True:
+            with self._changed:
+                waiting, own = self._waiting(), self._scored()
+            scored = {number: bool(done) for view in ranks.gather(own) for number, done in view}
+            with self._changed:  # without those that another rank has cancelled
+                gone = {group.number for group in waiting} - scored.keys()
+                self._groups = deque(group for group in self._groups if group.number not in gone)
+            chosen = self._next([group for group in waiting if group.number in scored], scored, count, step)
+            ready = sum(scored.values()) if ready is None else ready
+            if all(scored[group.number] for group in chosen):
+                return chosen, ready
+            mine = [group for group in chosen if group.rank == ranks.rank]
+            until = time.monotonic() + LOOK_S if ranks.count > 1 else math.inf
+
+            def settled(own: Any = own, mine: Any = mine, until: float = until) -> bool:
+                if fixed:
+                    return all(group.scores is not None for group in mine)
+                return self._scored() != own or time.monotonic() > until
+
+            together(ranks, partial(self._wait, settled, look), self.config.rollout.restarts_s)
+
+    def _scored(self) -> list[list[int]]:
+        """Return [number, 1 if it is complete and scored, else 0] of each waiting group of this rank."""
+        rank = self._ranks.rank
+        return [[g.number, int(g.scores is not None)] for g in self._waiting() if g.rank == rank]
+
+    def _gather(self, groups: list[PendingGroup]) -> tuple[list[Rollout], RewardResult]:
+        """Return the responses and scores of complete groups of all ranks, in the order of `groups`."""
+        ranks, n = self._ranks, self.sampling.n
+        own = [group for group in groups if group.rank == ranks.rank]
+        rollouts = gather_rollouts([rollout for group in own for rollout in group.ordered], ranks)
+        scores = [asdict(group.scores) for group in own if group.scores is not None]
+        results = [RewardResult(**one) for several in ranks.gather(scores) for one in several]
+        gathered = sorted(range(len(groups)), key=lambda i: groups[i].rank)
+        order = sorted(range(len(groups)), key=gathered.__getitem__)  # where each group is in what was gathered
+        return (
+            [rollout for i in order for rollout in rollouts[i * n : (i + 1) * n]],
+            RewardResult.joined([results[i] for i in order]),
+        )
 
     def _waiting(self) -> list[PendingGroup]:
         """Groups that no step has taken."""
@@ -264,15 +357,22 @@ class AsyncEngine:
         alone = sizes.pop(None, 0)
         return alone + sum(min(wave.needed, size) for wave, size in sizes.items() if wave) - len(self._taken)
 
-    def _next(self, count: int, step: int) -> list[PendingGroup]:
+    def _next(
+        self, waiting: list[PendingGroup], scored: Mapping[int, bool], count: int, step: int
+    ) -> list[PendingGroup]:
         """Choose the groups of a step, in the order of their prompts, whether they are complete or not.
 
         With order `finished` those come first that may not wait longer, then complete ones.
+
+        Args:
+            waiting: Groups that no step has taken, of all ranks.
+            scored: Whether each of them, by its number, is complete and scored.
+            count: Number of groups.
+            step: Training step, from 0.
         """
-        waiting = self._waiting()
         if self.settings.order == "finished":
             oldest = step - self.settings.max_staleness
-            waiting.sort(key=lambda group: (group.submitted > oldest, group.scores is None))  # a stable sort
+            waiting.sort(key=lambda group: (group.submitted > oldest, not scored[group.number]))  # a stable sort
         return sorted(waiting[:count], key=lambda group: group.number)
 
     def finish(self) -> None:
@@ -283,7 +383,7 @@ class AsyncEngine:
                     group.wave.needed -= 1
             self._groups = deque(self._waiting())
             self._taken.clear()
-        self.policy.kept.keep(self._needed())
+        self.policy.kept.keep(self._needed_by_all())
 
     def _needed(self) -> set[int]:
         """Versions that a waiting response was sampled with, or has to be."""
@@ -294,10 +394,14 @@ class AsyncEngine:
                 needed |= {version for group in self._groups for version in group.versions}
             return needed
 
+    def _needed_by_all(self) -> set[int]:
+        """`_needed` of all ranks: each of them learns from the responses of all."""
+        return {version for own in self._ranks.gather(sorted(self._needed())) for version in own}
+
     # --- checkpoints -------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors and the JSON that `load` continues from.
+        """Return this rank's tensors and the JSON, of all ranks, that `load` continues from.
 
         With `in_flight: wait` unfinished responses are sampled again from the same weights. Otherwise what they have so
         far is saved.
@@ -308,23 +412,28 @@ class AsyncEngine:
                 while self._partials is None and self._fault is None:  # after a fault, what is here is saved
                     self._changed.wait(LOOK_S)
         with self._changed:
-            by_number = {group.number: group for group in self._groups}
-            for number, sample, *partial in self._partials or ():
+            own = [group for group in self._groups if group.rank == self._ranks.rank]
+            by_number = {group.number: group for group in own}
+            for number, sample, *found in self._partials or ():
                 if (group := by_number.get(number)) is not None and sample not in group.rollouts:
-                    group.partial[sample] = tuple(partial)
-            tensors, rows = save_groups(self._groups)
+                    group.partial[sample] = tuple(found)
+            tensors, rows = save_groups(own)
             log: list[Any] = []
             for entry in self._log.entries:
                 if isinstance(entry, Published):
                     log.append(["publish", entry.version])
                 else:
                     log.append(["add", [group.number for group in entry.groups]])
-        for version in sorted(self._needed() - {self.policy.version}):
-            own = self.policy.kept.snapshot(version).tensors
-            tensors |= {f"{version}/{name}": tensor for name, tensor in own.items()}
+        ranks, needed = self._ranks, self._needed_by_all() - {self.policy.version}
+        whole = {name: torch.cat(ranks.gather_tensors(tensors.pop(name))) for name in ("tokens", "logprobs")}
+        if ranks.first:
+            tensors |= whole
+            for version in sorted(needed):
+                kept = self.policy.kept.snapshot(version).tensors
+                tensors |= {f"{version}/{name}": tensor for name, tensor in kept.items()}
         state = {
-            "groups": rows,
-            "log": log,
+            "groups": [row for every in ranks.gather(rows) for row in every],
+            "log": merged_logs(ranks.gather(log)),
             "number": self._number,
             "submitted": [[step, count] for step, count in sorted(self._submitted.items())],
             "published": self._published,
@@ -335,7 +444,7 @@ class AsyncEngine:
     def load(
         self, tensors: Mapping[str, Tensor], state: dict[str, Any], snapshot_of: Callable[[int], Snapshot]
     ) -> None:
-        """Continue from `state`, before the first publish.
+        """Continue from `state`, before the first publish. Any number of ranks may have saved it.
 
         snapshot_of: Builds a kept version from its tensors.
 
@@ -349,7 +458,13 @@ class AsyncEngine:
             return self._prompts[number]
 
         groups = load_groups(tensors, state["groups"], prompt_of, self.sampling.n)
-        by_number = {group.number: group for group in groups}
+        groups.sort(key=lambda group: group.number)
+        for group in groups:
+            group.rank %= self._ranks.count
+            if group.rank != self._ranks.rank:
+                group.rollouts, group.partial = {}, {}
+        own = [group for group in groups if group.rank == self._ranks.rank]
+        by_number = {group.number: group for group in own}
         stored = {name.split("/")[0] for name in tensors if "/" in name and not name.startswith("routing/")}
         for version in sorted(map(int, stored)):
             self.policy.kept.add(snapshot_of(version))
@@ -358,7 +473,7 @@ class AsyncEngine:
             self._number = state["number"]
             self._submitted = Counter(dict(map(tuple, state["submitted"])))
             self._published = list(state["published"])
-            self._to_score.extend(group for group in groups if group.complete)
+            self._to_score.extend(group for group in own if group.complete)
             for operation, what in state["log"]:
                 if operation == "add":
                     self._log.append(Added([by_number[number] for number in what if number in by_number]))
@@ -390,7 +505,9 @@ class AsyncEngine:
             device="cpu" if on_cpu else "cuda:0",
             max_length=self.policy.max_length,
             longest=self._longest,
-            sequences=self._groups_for(self._per_step) * (self.settings.max_staleness + 1) * self.sampling.n,
+            sequences=self._groups_for(len(share_of(0, self._per_step, self._ranks.count)))
+            * (self.settings.max_staleness + 1)
+            * self.sampling.n,
             sampling=replace(self.sampling, record_routing=self.config.records_routing),
             threads=torch.get_num_threads() if on_cpu else None,
         )
@@ -425,17 +542,22 @@ class AsyncEngine:
         self._submitted[step] += 1
         for old in [one for one in self._submitted if one < step - 2 * self.settings.max_staleness - 2]:
             del self._submitted[old]
-        started, n = self._groups_for(count), self.sampling.n
-        prompts = self._stream.next(started)
+        ranks, n = self._ranks, self.sampling.n
+        needed = [len(share_of(rank, count, ranks.count)) for rank in range(ranks.count)]
+        started = list(map(self._groups_for, needed))
+        prompts = self._stream.next(sum(started))
         seed = round_seed(self.sampling.seed + step, serial)
-        wave = Wave(self._number, count) if started > count else None
-        groups = [
-            PendingGroup(self._number + i, step, now, prompt, seed, first, n, wave=wave)
-            for i, (prompt, first) in enumerate(zip(prompts, first_samples(prompts, n), strict=True))
-        ]
-        self._number += started
-        self._groups += groups
-        self._enqueue(Added(groups))
+        numbered = enumerate(zip(prompts, first_samples(prompts, n), strict=True), self._number)
+        for rank in range(ranks.count):
+            wave = Wave(self._number, needed[rank]) if started[rank] > needed[rank] else None
+            groups = [
+                PendingGroup(number, step, now, prompt, seed, first, n, rank, wave=wave)
+                for number, (prompt, first) in islice(numbered, started[rank])
+            ]
+            self._number += started[rank]
+            self._groups += groups
+            if rank == ranks.rank:
+                self._enqueue(Added(groups))
 
     def _groups_for(self, count: int) -> int:
         """Groups that are started so that `count` of them are learned from."""
@@ -465,10 +587,9 @@ class AsyncEngine:
         if self._fault is not None:
             raise self._fault
 
-    def _measure(self, groups: Sequence[PendingGroup], ready: int) -> None:
-        """Fill `metrics` for a step that learns from `groups`. ready: groups that were complete before."""
+    def _measure(self, rollouts: Sequence[Rollout], groups: int, ready: int) -> None:
+        """Fill `metrics` for a step. groups: that it learns from. ready: groups that were complete before."""
         age = {version: len(self._published) - 1 - i for i, version in enumerate(self._published)}
-        rollouts = [rollout for group in groups for rollout in group.ordered]
         ages = [age[version] for r in rollouts for version in r.versions or [r.version] * len(r.token_ids)]
         then, sampler_s, tokens, waited_s = self._mark
         with self._changed:
@@ -485,8 +606,10 @@ class AsyncEngine:
             "async/restarts": float(self.restarts),
         }
         if self.settings.oversample > 1:
-            self.metrics["async/cancelled_frac"] = self._cancelled / (self._cancelled + len(groups))
-            self._cancelled = 0
+            with self._changed:
+                own, self._cancelled = self._cancelled, 0
+            cancelled = sum(self._ranks.gather(own))
+            self.metrics["async/cancelled_frac"] = cancelled / (cancelled + groups)
         if worked > 0:
             self.metrics["throughput/rollout_tokens_per_s"] = (self._mark[2] - tokens) / worked
 
@@ -608,7 +731,7 @@ class AsyncEngine:
             ) from fault
         self.restarts += 1
         self.say(f"the sampler failed: {fault}; restart {self.restarts} of {limit}{see(log)}")
-        process = launch(self.config, self.policy.device, self.place)
+        process = launch(self.config, self.policy.device, self._process.gpu, self.place)
         try:
             self._build(process)
         except BaseException:

@@ -42,6 +42,7 @@ class PendingGroup:
         rollouts: Finished responses by sample number.
         partial: Unfinished responses that a checkpoint had.
         scores: Of the responses, in the order of their numbers; None until they are scored.
+        rank: Rank whose sampler got it. The other ranks know no more of it than its prompt.
         wave: None: the group is learned from in any case.
         cancelled: Whether enough other groups of its wave were complete earlier.
     """
@@ -53,6 +54,7 @@ class PendingGroup:
     seed: int
     first: int
     n: int
+    rank: int = 0
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     partial: dict[int, Partial] = field(default_factory=dict)
     scores: RewardResult | None = None
@@ -190,6 +192,8 @@ def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list
         row = {"number": group.number, "step": group.step, "submitted": group.submitted, "prompt": group.prompt.id}
         if group.wave is not None:
             row["wave"] = [group.wave.number, group.wave.needed]
+        if group.rank:
+            row["rank"] = group.rank
         rows.append({**row, "seed": group.seed, "first": group.first, "responses": responses})
     tensors["tokens"] = torch.tensor(tokens, dtype=torch.int64)
     tensors["logprobs"] = torch.tensor(logprobs, dtype=torch.float64)
@@ -204,24 +208,41 @@ def load_groups(
     groups, waves, at = [], dict[int, Wave](), 0
     for row in rows:
         prompt = prompt_of(row["prompt"])
-        group = PendingGroup(row["number"], row["step"], row["submitted"], prompt, row["seed"], row["first"], n)
+        own = row["step"], row["submitted"], prompt, row["seed"], row["first"], n, row.get("rank", 0)
+        group = PendingGroup(row["number"], *own)
         if (wave := row.get("wave")) is not None:
             group.wave = waves.setdefault(wave[0], Wave(*wave))
         for response in row["responses"]:
             versions = [version for version, count in response["versions"] for _ in range(count)]
             span = slice(at, at + len(versions))
             at = span.stop
-            own, logprobs, sample = ids[span], values[span], response["sample"]
+            tokens, logprobs, sample = ids[span], values[span], response["sample"]
             if response["reason"] is None:
-                group.partial[sample] = own, logprobs, versions
+                group.partial[sample] = tokens, logprobs, versions
                 continue
-            group.finish(sample, own, logprobs, response["reason"], response["text"], versions, None)
+            group.finish(sample, tokens, logprobs, response["reason"], response["text"], versions, None)
             if (routing := tensors.get(f"routing/{group.number}/{sample}")) is not None:
                 object.__setattr__(group.rollouts[sample], "routing", routing)
         groups.append(group)
     if at != len(ids) or at != len(values):
         raise UserError("the saved responses have other lengths than their list says")
     return groups
+
+
+def merged_logs(logs: list[list[list[Any]]]) -> list[list[Any]]:
+    """Merge the saved order logs of all ranks, which differ in their groups and in what is not needed any more."""
+    if len(logs) == 1:
+        return logs[0]
+    added: dict[int, list[int]] = {}  # by the version that was published before
+    for log in logs:
+        for operation, what in log:
+            if operation == "publish":
+                groups = added.setdefault(what, [])
+            else:
+                groups += what
+    return [
+        entry for v in sorted(added) for entry in (["publish", v], *([["add", sorted(added[v])]] if added[v] else []))
+    ]
 
 
 def run_lengths(values: Iterable[int]) -> list[list[int]]:

@@ -72,7 +72,7 @@ class AsyncProcess(SamplerProcess):
     def __init__(
         self, learner: torch.device, gpu: int | None, numerics: str, log: Path, timeout_s: float, vllm: bool
     ) -> None:
-        self._vllm = vllm
+        self._vllm, self.gpu = vllm, gpu
         self.module = SamplerProcess.module if vllm else "qarl.rollout.asynchronous.child"
         super().__init__(learner, gpu, numerics, log, timeout_s)
 
