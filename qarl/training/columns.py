@@ -41,8 +41,9 @@ class Column:
         """
         if mask is not None:
             before = [self._values[index] for index in part.indices]
-            old = [packed.new_zeros(n) if x is None else x for n, x in zip(part.lengths, before, strict=True)]
-            packed = torch.where(mask, packed.detach(), torch.cat(old).to(packed.device))
+            pairs = zip(part.lengths, before, strict=True)
+            old = [packed.new_zeros(n) if x is None else x.to(packed.device) for n, x in pairs]
+            packed = torch.where(mask, packed.detach(), torch.cat(old))
         for index, values in zip(part.indices, packed.detach().split(part.lengths), strict=True):
             self._values[index] = values
         self._new.update(part.indices)
@@ -54,7 +55,7 @@ class Column:
     def share(self, ranks: Ranks) -> None:
         """Send newly filled responses to all ranks. A collective.
 
-        If several ranks filled the same response, their values are equal.
+        If several ranks filled the same response, their values are equal: of tokens that a mask left out, too.
         """
         if ranks.count == 1:
             return

@@ -64,7 +64,7 @@ def sample(config: Config, run: Run, step: int, watch: Observers) -> Sampled:
 
     def once(prompts: int, number: int = 0) -> Sampled:
         if run.ahead is not None:
-            found = take(config, run.ahead, prompts, step, watch)
+            found = take(config, run.ahead, prompts, step, watch, number)
         else:
             asked = run.stream.next(prompts)
             found = Sampled(asked, *sample_and_score(config, run, asked, step, watch, number))
@@ -79,10 +79,17 @@ def sample(config: Config, run: Run, step: int, watch: Observers) -> Sampled:
     return sampled
 
 
-def take(config: Config, ahead: AsyncEngine | LocalEngine, prompts: int, step: int, watch: Observers) -> Sampled:
-    """Take the next groups of responses from asynchronous rollouts, a recorded run or the data, with their scores."""
+def take(
+    config: Config, ahead: AsyncEngine | LocalEngine, prompts: int, step: int, watch: Observers, number: int = 0
+) -> Sampled:
+    """Take the next groups of responses from asynchronous rollouts, a recorded run or the data, with their scores.
+
+    number: of the round of dynamic sampling. Later rounds only ask for the groups that they take: what a whole step
+    needs would be left over for the next step, and be too old for `max_staleness`.
+    """
     with watch.phase("rollout", prompts * config.rollout.n):
-        ahead.fill(step)
+        if number == 0:
+            ahead.fill(step)
         sampled = Sampled(*ahead.take(prompts, step, lambda: watch.progress(0)))
     with watch.phase("reward", None):  # computed meanwhile; readers of the phases' times expect it
         return sampled
@@ -141,8 +148,9 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
                         with torch.no_grad():
                             learner.logprobs(round_.part, version=version)
                     watch.progress(round_.responses)
+                # Before the next version: another rank may fill other tokens of the same responses.
+                batch.share_old(ranks)
             learner.policy.kept.release()
-            batch.share_old(ranks)
         for minibatch in minibatches:
             watch.minibatch(minibatch)
             plan = learner.plan(minibatch, watch)

@@ -139,6 +139,23 @@ def test_there_is_a_gpu_for_each_rank(config: Path) -> None:
     assert list(several_ranks_faults(loaded, 2, gpus=2)) == []
 
 
+@pytest.mark.parametrize(
+    ("ahead", "gpus", "text"),
+    [
+        ("{}", 3, "each has a sampler, which would be on GPUs 2 to 3, but this machine shows 3, from 0"),
+        ("{device: 3}", 4, "each has a sampler, which would be on GPUs 3 to 4, but this machine shows 4, from 0"),
+        ("{device: 1}", 4, "is a learner's GPU with 2 ranks"),
+        ("{}", 4, None),
+        ("{device: 2}", 4, None),
+        ("{}", None, None),
+    ],
+)
+def test_there_is_a_gpu_for_the_sampler_of_each_rank(config: Path, ahead: str, gpus: int, text: str | None) -> None:
+    loaded = load_config(config, [f"rollout.async={ahead}", "model.device=auto"])
+    found = [fault.text for fault in several_ranks_faults(loaded, 2, gpus=gpus)]
+    assert len(found) == (text is not None) and all(text in one for one in found)
+
+
 def test_check_and_train_refuse_before_anything_starts(config: Path, capsys) -> None:
     for command in ("check", "train"):
         with pytest.raises(SystemExit) as caught:
