@@ -414,7 +414,7 @@ def _async_process(config: Config, device: torch.device, place: Path, ranks: Ran
     """Start the sampler's process of asynchronous rollouts, so that it imports while the policy is loaded."""
     if config.rollout.asynchronous is None or config.rollout.replay is not None:
         return None
-    from qarl.rollout.asynchronous.engine import launch, sampler_gpu
+    from qarl.rollout.asynchronous.link import launch, sampler_gpu
 
     return launch(config, device, sampler_gpu(config, device, ranks), place)
 

@@ -153,7 +153,7 @@ real, calls = AsyncEngine.take, []
 def take(self, *arguments):
     calls.append(1)
     if len(calls) == 2:
-        os.kill(self._process.pid, signal.SIGKILL)
+        os.kill(self._link.process.pid, signal.SIGKILL)
     return real(self, *arguments)
 AsyncEngine.take = take
 """

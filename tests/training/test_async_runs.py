@@ -26,7 +26,7 @@ real, calls = AsyncEngine.take, []
 def take(self, *arguments):
     calls.append(1)
     if len(calls) == N:
-        os.kill(self._process.pid, signal.SIGKILL)
+        os.kill(self._link.process.pid, signal.SIGKILL)
     return real(self, *arguments)
 AsyncEngine.take = take
 """
@@ -288,7 +288,7 @@ def test_two_ranks_at_staleness_0_with_dynamic_sampling(runs, rounds):
 
 def kill_rank(rank: int, take: int) -> str:
     """Python that kills a rank itself, as `kill -9` does, at its N-th take."""
-    return on_rank(rank, KILL_SAMPLER.replace("N", str(take)).replace("self._process.pid", "os.getpid()"))
+    return on_rank(rank, KILL_SAMPLER.replace("N", str(take)).replace("self._link.process.pid", "os.getpid()"))
 
 
 def test_two_waiting_ranks_repeat_bit_for_bit_after_a_kill_of_a_sampler_or_a_rank(runs, rounds):

@@ -1,0 +1,307 @@
+"""The link to a sampler's process: a thread sends orders, takes answers, and restarts the process if it fails."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qarl.config import Config
+from qarl.distributed.ranks import Ranks
+from qarl.errors import UserError
+from qarl.policy.policy import Policy
+from qarl.rollout.asynchronous.group_queue import LOOK_S, GroupQueue
+from qarl.rollout.asynchronous.groups import Added, Published
+from qarl.rollout.asynchronous.process import AsyncProcess, AsyncSettings
+from qarl.rollout.vllm.launch import LOG, sampler_settings
+from qarl.rollout.vllm.process import SamplerError, not_started, see
+from qarl.weight_sync.canary import Bound, difference
+from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
+from qarl.weight_sync.sender import SamplerFault
+from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.transport import learner_gpu
+from qarl.weight_sync.update import WeightUpdate
+
+CHECKPOINT = "sampler"  # in the run directory, while vLLM loads it
+POLL_S = 0.01  # for a message of the sampler's process
+
+
+def sampler_gpu(config: Config, device: torch.device, ranks: Ranks) -> int | None:
+    """Return the CUDA index of this rank's sampler; None on the CPU. A collective.
+
+    The samplers of several ranks are on the GPUs after those of all learners of the machine, or from
+    `rollout.async.device` on.
+
+    Args:
+        config: Of the run.
+        device: The learner's.
+        ranks: Of the run.
+
+    Raises:
+        UserError: There is no GPU for the sampler.
+    """
+    settings, hosts = config.rollout.asynchronous, ranks.gather(socket.gethostname())
+    assert settings is not None, "the run samples asynchronously"
+    if device.type == "cpu":
+        return None
+    here, before = hosts.count(hosts[ranks.rank]), hosts[: ranks.rank].count(hosts[ranks.rank])
+    learners = range(here) if here > 1 else range(learner_gpu(device), learner_gpu(device) + 1)
+    gpu = (learners.stop if settings.device is None else settings.device) + before
+    count = torch.cuda.device_count()
+    if gpu >= count or gpu in learners:
+        raise UserError(
+            f"rollout.async: {here} samplers need a GPU each beside the {here} of the learner, and this machine shows "
+            f"{count}; take {2 * here} or more (rollout.async.device is that of the first sampler), or leave "
+            "rollout.async out"
+        )
+    return gpu
+
+
+def launch(config: Config, device: torch.device, gpu: int | None, place: Path) -> AsyncProcess:
+    """Start the sampler's process, which imports what it needs and then waits for `SamplerLink`.
+
+    Args:
+        config: Of the run.
+        device: The learner's.
+        gpu: See `sampler_gpu`.
+        place: Directory of the log.
+
+    Raises:
+        UserError: The log cannot be written.
+    """
+    settings = config.rollout.asynchronous
+    assert settings is not None, "the run samples asynchronously"
+    numerics = "exact" if config.rollout.exact else "fast"
+    vllm = config.rollout.engine == "vllm"
+    return AsyncProcess(device, gpu, numerics, place / LOG, settings.timeout_s, vllm)
+
+
+class SamplerLink:
+    """Orders for one sampler, and its answers.
+
+    Args:
+        config: Of the run.
+        process: See `launch`; it is the link's from now on.
+        queue: Gets the answers. Its lock also guards what is shared here.
+        canary: Token sequences that learner and sampler score after each publish.
+        place: Directory of the log.
+        say: Called with one line for the user.
+
+    Attributes:
+        process: The current one.
+        started: Whether it has a model.
+        restarts: Number of processes that failed.
+        sampler_s: Seconds of generation so far.
+        tokens: Of finished responses so far.
+        metrics: Of the start and the last publish.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        process: AsyncProcess,
+        queue: GroupQueue,
+        canary: list[list[int]],
+        place: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        assert config.rollout.asynchronous is not None, "the run samples asynchronously"
+        self.settings = config.rollout.asynchronous
+        self.process, self.started, self.restarts = process, False, 0
+        self.sampler_s = self.tokens = 0.0
+        self.metrics: dict[str, float] = {}
+        self._config, self._policy, self._tokenizer = config, policy, tokenizer
+        self._queue, self._canary, self._place, self._say = queue, canary, place, say
+        self._bound: Bound | None = None
+        self._orders: deque[tuple[Published | Added, WeightUpdate | None]] = deque()  # still to be sent
+        self._unanswered: Published | None = None  # publish that the sampler has not answered
+        self._partials: list[Any] | None = []  # None: asked for
+        self._asks_partials = False
+        self._earlier_s = 0.0  # seconds of generation of processes that failed
+        self._model: AsyncSettings | None = None
+
+    # --- the learner's side ------------------------------------------------------------------------------------
+
+    def start(self, model: AsyncSettings) -> None:
+        """Wait until the process has built the model, and start the thread. Raises SamplerError if it does not."""
+        self._model = model
+        try:
+            self._build(self.process)
+        except SamplerFault as fault:
+            log = self._place / LOG
+            if self._config.rollout.engine == "vllm":
+                raise not_started(fault, log) from fault
+            raise SamplerError(f"rollout.async: the sampler did not start: {fault}{see(log)}") from fault
+        self.started = True
+        self._queue.run("sampler", self._serve)
+
+    def enqueue(self, entry: Published | Added, update: WeightUpdate | None = None) -> None:
+        """Add an order; under the lock. update: The packed weights of a publish, if there is a process to take them."""
+        self._queue.log.append(entry)
+        self._orders.append((entry, update))
+        self._queue.changed.notify_all()
+
+    def repeat(self) -> None:
+        """Order again whatever responses are missing; under the lock."""
+        waits = self.settings.in_flight == "wait"
+        self._orders = deque((entry, None) for entry in self._queue.log.repeat(waits))
+
+    def wait_for_answers(self) -> None:
+        """Wait until the sampler has all orders and has answered the last publish."""
+        if self.started:
+            self._queue.wait(lambda: self._unanswered is None and not self._orders)
+
+    def pack(self, snapshot: Snapshot) -> WeightUpdate:
+        """Pack a snapshot for the process. One update at a time is packed."""
+        payload = self.process.transports[0].pack(snapshot.published)
+        return WeightUpdate(snapshot.version, [payload], snapshot.fingerprints, self._canary)
+
+    def versions(self) -> set[int]:
+        """Return the versions that are still to be sent; under the lock."""
+        return {entry.version for entry, _ in self._orders if isinstance(entry, Published)}
+
+    def partials(self) -> list[Any]:
+        """Ask for what unfinished responses have so far, as `Host.partials` returns it. After a fault: nothing."""
+        with self._queue.changed:
+            self._partials, self._asks_partials = None, True
+            while self._partials is None and self._queue.fault is None:
+                self._queue.changed.wait(LOOK_S)
+            return self._partials or []
+
+    # --- the model ---------------------------------------------------------------------------------------------
+
+    def _build(self, process: AsyncProcess) -> None:
+        assert self._model is not None, "`start` brings the settings"
+        if self._config.rollout.engine == "vllm":
+            self._load_vllm(process)
+        process.begin_with(self._model)
+        process.wait_until_ready(self._queue.raise_fault)
+
+    def _load_vllm(self, process: AsyncProcess) -> None:
+        """Start vLLM on a checkpoint of the newest version. The publish that it gets first may bring an older one."""
+        layout, folder = self._policy.sampler.layout, self._place / CHECKPOINT
+        newest = self._queue.log.last_version
+        assert newest is not None, "a version was published"
+        snapshot = self._policy.kept.snapshot(newest)
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted start
+        begin = time.perf_counter()
+        try:
+            write_snapshot_checkpoint(folder, snapshot, layout, self._tokenizer)
+            process.begin_start(sampler_settings(self._config, layout, folder), snapshot.fingerprints)
+            process.wait_until_ready(self._queue.raise_fault)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not self.started:
+            self.metrics["time/sampler_start_s"] = time.perf_counter() - begin
+            self.metrics["publish/proved_frac"] = process.result["proved_frac"]
+            for note in process.result["notes"]:
+                self._say(note)
+
+    # --- the thread --------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Send orders and take what the sampler's process sends, until the queue closes."""
+        while not self._queue.closing:
+            try:
+                self._send_orders()
+                message = self.process.message(POLL_S)
+            except SamplerFault as fault:
+                self._restart(fault)
+                continue
+            if message is not None:
+                with self._queue.changed:
+                    self._receive(*message)
+                    self._queue.changed.notify_all()
+
+    def _send_orders(self) -> None:
+        while True:
+            with self._queue.changed:
+                cancelled, self._queue.to_cancel = self._queue.to_cancel, []
+            if cancelled:
+                self.process.order("cancel", cancelled)
+            with self._queue.changed:
+                if self._asks_partials:
+                    self._asks_partials = False
+                    entry: Published | Added | None = None
+                elif not self._orders or (self._unanswered and isinstance(self._orders[0][0], Published)):
+                    return
+                else:
+                    entry, update = self._orders.popleft()
+                    self._unanswered = entry if isinstance(entry, Published) else self._unanswered
+                missing = [g.request() for g in entry.groups if not g.ended] if isinstance(entry, Added) else []
+            if entry is None:
+                self.process.order("partials", None)
+            elif isinstance(entry, Published):
+                self.process.order("publish", update or self.pack(self._policy.kept.on_device(entry.version)))
+            elif missing:
+                self.process.order("add", missing)
+
+    def _receive(self, kind: str, body: Any) -> None:
+        match kind:
+            case "alive":
+                self.sampler_s = self._earlier_s + body
+            case "partials":
+                self._partials = body
+            case "published":
+                self._check(*body)
+            case "finished":
+                answers, sampler_s = body
+                self.sampler_s = self._earlier_s + sampler_s
+                self.tokens += self._queue.finish(answers)
+            case _:
+                raise SamplerError(f"rollout.async: the sampler's process sent {kind[:40]!r}")
+
+    def _check(self, version: int, paused_s: float, scores: list[list[float]]) -> None:
+        """Check the sampler's answer to a publish."""
+        published, self._unanswered = self._unanswered, None
+        self.process.transports[0].release()
+        assert published is not None and published.version == version, "answers come in order"
+        self.metrics["publish/pause_s"] = paused_s
+        if not published.scores:
+            return
+        found = difference([x for own in scores for x in own], [x for own in published.scores for x in own])
+        self.metrics |= {"publish/canary_abs_mean": found.mean, "publish/canary_abs_max": found.max}
+        if self._bound is None:
+            exact = self._config.rollout.exact
+            self._bound = Bound.of(found, exact)
+            if exact and found.max:
+                self._say(
+                    f"rollout.async: the canary's log-probs differ by {found} between sampler and learner, and should "
+                    "be bit-identical; run qarl verify-exact to find out where they differ"
+                )
+        self._bound.check(version, found)
+
+    def _restart(self, fault: SamplerFault) -> None:
+        """Start another process and repeat the orders whose responses are missing.
+
+        Raises SamplerError past the limit.
+        """
+        self.process.close()
+        limit, log = self.settings.max_restarts, self._place / LOG
+        if self.restarts == limit:
+            raise SamplerError(
+                f"rollout.async: the sampler failed: {fault}; restarted {limit} times already "
+                f"(rollout.async.max_restarts){see(log)}"
+            ) from fault
+        self.restarts += 1
+        self._say(f"the sampler failed: {fault}; restart {self.restarts} of {limit}{see(log)}")
+        process = launch(self._config, self._policy.device, self.process.gpu, self._place)
+        try:
+            self._build(process)
+        except BaseException:
+            process.close()
+            raise
+        with self._queue.changed:
+            self.process, self._unanswered, self._queue.to_cancel = process, None, []
+            self._earlier_s = self.sampler_s
+            self._asks_partials = self._asks_partials or self._partials is None
+            self.repeat()
