@@ -71,7 +71,8 @@ def test_a_failure_and_a_limit_are_told_and_the_rest_runs(tmp_path: Path) -> Non
 
 def test_nothing_of_a_job_is_left_whatever_session_it_leads(tmp_path: Path, monkeypatch) -> None:
     started = "setsid sleep 1000 & echo $! > $OUT/{0}.pid"
-    hangs = started.format("hangs") + "; trap '' TERM; touch $OUT/deaf; sleep 1000"
+    # The file comes after the job's start was noted, or the job would get 60 real seconds.
+    hangs = started.format("hangs") + "; trap '' TERM; sleep 1; touch $OUT/deaf; sleep 1000"
     file = jobs(
         tmp_path,
         {"name": "ends", "command": started.format("ends")},
