@@ -116,7 +116,10 @@ class AsyncEngine:
         self._number = 0
         policy.kept = KeptVersions(policy, on_host=settings.kept_versions == "host")
         self._published: list[int] = []  # newest versions, in order
-        self._mark = time.monotonic(), 0.0, 0.0, 0.0  # at the last take: time, seconds of generation, tokens, waited
+        # Of a step, which takes groups several times with dynamic sampling.
+        self._took: list[Rollout] = []
+        self._ready = self._cancelled = 0
+        self._began = self._mark = 0.0, 0.0, 0.0, 0.0  # time, seconds of generation, tokens, waited; mark: last take
         self._waited_s = 0.0
 
     # --- the contract of an engine -----------------------------------------------------------------------------
@@ -198,7 +201,7 @@ class AsyncEngine:
             self._queue.taken |= {group.number for group in groups}
         self._waited_s += time.monotonic() - begin
         rollouts, scores = self._gather(groups)
-        self._measure(rollouts, len(groups), ready)
+        self._measure(rollouts, ready)
         together(self._ranks, lambda: judge(scores, self.config.reward.max_failed_frac))
         return [group.prompt for group in groups], rollouts, scores
 
@@ -275,6 +278,7 @@ class AsyncEngine:
 
     def finish(self) -> None:
         """Forget the groups of the step that was learned from, and the weights that no waiting response needs."""
+        self._took, self._began, self._cancelled = [], self._mark, 0
         with self._queue.changed:
             self._queue.learned()
         self.policy.kept.keep(self._needed_by_all())
@@ -388,7 +392,7 @@ class AsyncEngine:
                 threads=torch.get_num_threads() if on_cpu else None,
             )
         )
-        self._mark = time.monotonic(), 0.0, 0.0, 0.0
+        self._began = self._mark = time.monotonic(), 0.0, 0.0, 0.0
         self._queue.run("rewards", self._score)
 
     def _submit(self, count: int, step: int, now: int) -> None:
@@ -421,11 +425,13 @@ class AsyncEngine:
         """Groups that are started so that `count` of them are learned from."""
         return math.ceil(count * self.settings.oversample)
 
-    def _measure(self, rollouts: Sequence[Rollout], groups: int, ready: int) -> None:
-        """Fill `metrics` for a step. groups: that it learns from. ready: groups that were complete before."""
+    def _measure(self, rollouts: Sequence[Rollout], ready: int) -> None:
+        """Fill `metrics` for the step so far. ready: groups that were complete before this take."""
+        self._ready = self._ready if self._took else ready
+        self._took += rollouts
         age = {version: len(self._published) - 1 - i for i, version in enumerate(self._published)}
-        ages = [age[version] for r in rollouts for version in r.versions or [r.version] * len(r.token_ids)]
-        then, sampler_s, tokens, waited_s = self._mark
+        ages = [age[version] for r in self._took for version in r.versions or [r.version] * len(r.token_ids)]
+        then, sampler_s, tokens, waited_s = self._began
         with self._queue.changed:
             self._mark = time.monotonic(), self._link.sampler_s, self._link.tokens, self._waited_s
         passed = self._mark[0] - then
@@ -433,8 +439,8 @@ class AsyncEngine:
         self.metrics |= {
             "async/staleness_mean": mean(ages),
             "async/staleness_max": float(max(ages)),
-            "async/continued_frac": mean([float(r.versions is not None) for r in rollouts]),
-            "async/queue_groups": float(ready),
+            "async/continued_frac": mean([float(r.versions is not None) for r in self._took]),
+            "async/queue_groups": float(self._ready),
             "async/sampler_idle_frac": min(max(1 - worked / passed, 0.0), 1.0),
             "async/learner_idle_frac": min((self._waited_s - waited_s) / passed, 1.0),
             "async/restarts": float(self._link.restarts),
@@ -442,8 +448,9 @@ class AsyncEngine:
         if self.settings.oversample > 1:
             with self._queue.changed:
                 own, self._queue.cancelled = self._queue.cancelled, 0
-            cancelled = sum(self._ranks.gather(own))
-            self.metrics["async/cancelled_frac"] = cancelled / (cancelled + groups)
+            self._cancelled += sum(self._ranks.gather(own))
+            groups = len(self._took) // self.sampling.n
+            self.metrics["async/cancelled_frac"] = self._cancelled / (self._cancelled + groups)
         if worked > 0:
             self.metrics["throughput/rollout_tokens_per_s"] = (self._mark[2] - tokens) / worked
 
