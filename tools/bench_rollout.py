@@ -6,7 +6,7 @@
         --vllm w4a16 --numerics exact fast --prompt-tokens 128 --new-tokens 256 --out out.json
 
 A row per model, batch size, and scheme or dtype, each in a process of its own; vLLM starts once for all batch sizes.
-One run warms up, and `--repeats` runs are timed, of which the median counts. Every sequence generates exactly
+After one run that warms up, the median of `--repeats` timed runs counts. Every sequence generates exactly
 `--new-tokens` tokens, sampled at temperature 1. GFLOP/s counts the products that any engine needs: linears for every
 token, the output layer for each sampled one, attention. qarl's rows also return the log-prob of every token. Shapes
 have random weights, made on the device. What a publish and a sleep of vLLM cost: `tools/bench_step.py --part step`.

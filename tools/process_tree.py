@@ -166,7 +166,7 @@ def send(pid: int, number: int) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process has not ended; one whose exit code nobody has read yet has ended."""
+    """Whether the process has not ended. A zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

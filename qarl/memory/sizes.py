@@ -209,7 +209,7 @@ def _candidates(config: Config, architecture: Architecture) -> Iterator[tuple[in
     step = config.responses_per_step * config.max_sequence_length
     given = config.train.micro_batch_tokens
     most = max(PLENTY_TOKENS, LAUNCH_BOUND * architecture.num_layers / architecture.multiplied_parameters)
-    # Skip sizes of which half is enough for a whole step, or for the GPU.
+    # Skip a size if half of it is enough for a whole step, or for the GPU.
     useful = [n for n in MICRO_BATCH_TOKENS if n // 2 < min(step, most) or n == MICRO_BATCH_TOKENS[-1]]
     sizes = [given] if given else useful
     modes = [config.train.recompute] if config.train.recompute else RECOMPUTE

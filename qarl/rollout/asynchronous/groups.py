@@ -18,7 +18,7 @@ from qarl.types import Prompt, Rollout
 
 @dataclass(eq=False)
 class Wave:
-    """Groups that were started together, of which a step takes the first complete ones.
+    """Groups that were started together. A step takes the first complete ones.
 
     Attributes:
         number: That of its first group.
