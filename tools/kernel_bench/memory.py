@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from qarl_formats.registry import scheme_names
-from qarl_formats.weight import quantize_weight
-from torch import Tensor
-
 from kernel_bench.measure import Stopwatch
 from kernel_bench.peers import ERRORS, reason, vllm_quantizers
 from kernel_bench.problems import qarl_scheme
 from kernel_bench.shapes import MATRICES
+from qarl_formats.registry import scheme_names
+from qarl_formats.weight import quantize_weight
+from torch import Tensor
 
 Row = dict[str, Any]
 Operation = tuple[Callable[[], Any], list[Tensor]]  # the call, and what it reads

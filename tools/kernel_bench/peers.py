@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from triton.errors import TritonError
-
 from kernel_bench.problems import Activations, Call, Maker, Weight
 from kernel_bench.shapes import BLOCK
+from torch import Tensor
+from triton.errors import TritonError
 
 # What a kernel may raise for a shape, a device or a version that it does not support. Peers raise all of these, and
 # one case that fails is a line of the report, not the end of the run.

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from kernel_bench.measure import Stopwatch, check, free_bytes, picked_rows, poison
 from kernel_bench.peers import ERRORS, cublas, peer_builders, reason
 from kernel_bench.problems import Activations, Maker, Weight, make_activations, make_weight, qarl_maker
 from kernel_bench.shapes import Layer, repetitions
+from torch import Tensor
 
 Row = dict[str, Any]
 
