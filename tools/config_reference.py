@@ -1,6 +1,6 @@
 """Writes docs/configuration_keys.md, every key of the configuration, from its JSON schema.
 
-    python tools/config_reference.py
+python tools/config_reference.py
 """
 
 from __future__ import annotations
