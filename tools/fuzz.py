@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -30,8 +31,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with a pool of thread
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from fuzzing.base import Base, make_base
-from fuzzing.series import KINDS, names, remove, run_case
+from fuzzing.base import make_base
+from fuzzing.series import KINDS, names, run_case
 from fuzzing.verdict import Result, Tally, describe
 from harness import count, out_file
 
@@ -64,7 +65,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
-def results(options: argparse.Namespace, base: Base, root: Path) -> Iterator[Result]:
+def results(options: argparse.Namespace, base: Path, root: Path) -> Iterator[Result]:
     """The result of every case, as they come."""
     from qarl.cli import main as command
 
@@ -101,7 +102,7 @@ def main() -> int:
         tally.add(result)
         if result.verdict.status == "bad":
             print(describe(options.seed, result), flush=True)
-    remove(root)
+    shutil.rmtree(root)
     print(tally.table())
     if options.json is not None:
         record = tally.record(shlex.join(sys.argv), time.perf_counter() - begin)

@@ -224,6 +224,12 @@ def failures(records: Sequence[Record]) -> list[str]:
     ]
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, the first column left-aligned and the others right-aligned."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+
+
 def timed(
     call: Callable[[], object],
     device: torch.device,

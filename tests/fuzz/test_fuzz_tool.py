@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -175,29 +176,22 @@ def test_the_command_cannot_harm_the_tool(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory):
-    """Directories in the shape of a base, without a model that runs: what the mutators read of it."""
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in the shape of a base, without a model that runs: what the mutators read of it."""
     import json
 
     import torch
-    import yaml
-    from fuzzing.base import CONFIGS, RUN, Base
+    from fuzzing.base import RUN, write_inputs
     from fuzzing.damage import write_tensors
 
     root = tmp_path_factory.mktemp("base")
+    run = root / RUN
+    write_inputs(root)
     tensors = {
         f"model.layers.{i}.mlp.{name}.weight": torch.zeros(4, 2) for i in (0, 1) for name in ("up_proj", "down_proj")
     }
     tensors["model.norm.weight"] = torch.zeros(2)
-    found = Base(
-        root,
-        root / "model",
-        root / RUN,
-        root / "export",
-        root / "results",
-        (CONFIGS / "quickstart.yaml",),
-    )
-    for folder in (found.model, found.export):
+    for folder in (root / "model", root / "export"):
         folder.mkdir()
         write_tensors(folder / "model.safetensors", tensors)
         (folder / "config.json").write_text(
@@ -205,23 +199,23 @@ def base(tmp_path_factory: pytest.TempPathFactory):
         )
         for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
             (folder / name).write_text('{"eos_token_id": 1, "model": {"vocab": {"a": 1, "b": 2}}}')
-    found.results.mkdir()
+    (root / "results").mkdir()
     for name in ("completions.jsonl", "evaluation.json", "results.json"):
-        (found.results / name).write_text('{"task": "a", "prompt_id": 3, "reward": 0.5}')
+        (root / "results" / name).write_text('{"task": "a", "prompt_id": 3, "reward": 0.5}')
     for folder in ("checkpoints", "rollouts", "diagnostics", "evaluations"):
-        (found.run / folder).mkdir(parents=True)
-    (found.run / "config.yaml").write_text(yaml.safe_dump(found.config()))
+        (run / folder).mkdir(parents=True)
+    shutil.copy(root / "tiny.yaml", run / "config.yaml")
     lines = "".join(
         json.dumps({"step": i, "reward/mean": 0.5, "tasks": [{"name": "a", "avg": {"mean": 1.0}}]}) + "\n"
         for i in (1, 2, 3)
     )
     for name in ("metrics.jsonl", "evaluations.jsonl", "environment.json", "evaluations/000002.jsonl"):
-        (found.run / name).write_text(lines)
+        (run / name).write_text(lines)
     for step in ("000001", "000003"):
         for name in (f"diagnostics/{step}.json", f"rollouts/{step}.jsonl"):
-            (found.run / name).write_text('{"step": 3, "tokens": [1, 2], "a": {"b": null}}')
-        write_tensors(found.run / "rollouts" / f"{step}.safetensors", tensors)
-        folder = found.run / "checkpoints" / step
+            (run / name).write_text('{"step": 3, "tokens": [1, 2], "a": {"b": null}}')
+        write_tensors(run / "rollouts" / f"{step}.safetensors", tensors)
+        folder = run / "checkpoints" / step
         folder.mkdir()
         for name in ("masters.safetensors", "optimizer.safetensors"):
             write_tensors(folder / name, tensors)
@@ -232,8 +226,8 @@ def base(tmp_path_factory: pytest.TempPathFactory):
         (folder / "manifest.json").write_text(
             json.dumps({"format_version": 1, "step": 3, "groups": {"masters": ["masters.safetensors"]}, "files": files})
         )
-    (found.run / "checkpoints" / "latest").symlink_to("000003")
-    return found
+    (run / "checkpoints" / "latest").symlink_to("000003")
+    return root
 
 
 def contents(directory: Path) -> dict[str, object]:
@@ -247,7 +241,7 @@ def contents(directory: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize("kind", ["config", "override", "option", "data", "run", "model", "reward"])
 def test_a_case_is_the_same_whenever_it_is_built(kind: str, base: Any, tmp_path: Path) -> None:
-    from fuzzing.series import build, remove
+    from fuzzing.series import build
 
     different = set()
     for number in range(12):
@@ -256,7 +250,7 @@ def test_a_case_is_the_same_whenever_it_is_built(kind: str, base: Any, tmp_path:
             random.seed(order)  # which no mutator may use
             case = build("7", f"{kind}-{number}", base, tmp_path / "case")
             made.append((case.mutation, case.argv, case.must_refuse, contents(case.directory)))
-            remove(case.directory)
+            case.remove()
         assert made[0] == made[1]
         different.add(case.mutation)
     assert len(different) > 8, "the cases of a series are all alike"
@@ -309,16 +303,16 @@ def test_the_summary_counts_what_was_found(tmp_path: Path, short_limit: None) ->
 
 
 def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:
-    from fuzzing.series import build, names, remove
+    from fuzzing.series import build, names
 
-    before = contents(base.root)
+    before = contents(base)
     for name in names("11", 150, ["run", "model", "data", "option"]):
-        remove(build("11", name, base, tmp_path / "case").directory)
-    assert contents(base.root) == before
+        build("11", name, base, tmp_path / "case").remove()
+    assert contents(base) == before
 
 
 def test_arguments_are_such_as_a_shell_can_pass() -> None:
-    from fuzzing.case import with_draws
+    from fuzzing.series import with_draws
     from fuzzing.values import argument, paths, texts
 
     found: list[str] = []
@@ -330,13 +324,13 @@ def test_arguments_are_such_as_a_shell_can_pass() -> None:
     assert argument("a\ud800b") == os.fsdecode(b"a\xed\xa0\x80b")
 
 
-def test_valid_configurations_keep_to_the_schemas_ranges(base: Any) -> None:
-    from fuzzing.case import with_draws
+def test_valid_configurations_keep_to_the_schemas_ranges() -> None:
     from fuzzing.configs import valid_config
+    from fuzzing.series import with_draws
 
     drawn: list[tuple[str, dict[str, Any]]] = []
     for number in range(200):
-        with_draws("1", f"valid-{number}", lambda draw: drawn.append(valid_config(draw, base)))
+        with_draws("1", f"valid-{number}", lambda draw: drawn.append(valid_config(draw)))
     assert len({what for what, _ in drawn}) > 150
     assert all(data["train"]["steps"] == 2 for _, data in drawn)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import random
 import resource
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -22,10 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Never
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
-
 # Wall seconds that a command may take on two busy cores. A command that only reads files must be fast.
 READING_S, WORKING_S = 10.0, 60.0
 READING = ("check", "schema", "runs")
@@ -34,6 +30,8 @@ FILE_LIMIT = 256 * 2**20  # bytes of any file that a case writes
 READ_LIMIT = 4 * 2**20  # bytes of output that are looked at
 PATIENCE = 6  # times the limit, if other processes keep it from the cores
 ADDRESS_SPACE = 6 * GIB  # beyond this process's; a case that asks for more gets a MemoryError, not the machine
+
+Command = Callable[[Sequence[str]], object]
 
 
 @dataclass
@@ -86,23 +84,19 @@ class Case:
         """Bytes that it may hold beyond those it starts with."""
         return (1 if self.reads_only else 2) * GIB
 
+    def remove(self) -> None:
+        """Remove the directory, whatever the command left in it."""
+        shutil.rmtree(self.directory, onerror=_loosen)
 
-def with_draws(seed: str, name: str, build: Callable[[DrawFn], None]) -> None:
-    """Call `build` with Hypothesis' `draw`, whose values depend on the seed and the name alone.
 
-    Hypothesis' own generation (`max_examples`) derives each example from the ones before, so a case would change with
-    the number of cases. Its interface for fuzzers makes an example of a string of bytes instead. `build` is called
-    again, with other bytes, if Hypothesis rejects an example (a filter, or one that is too large).
-    """
-
-    @settings(database=None)
-    @given(st.data())
-    def once(data: st.DataObject) -> None:
-        build(data.draw)
-
-    stream = random.Random(f"{seed}:{name}")
-    while once.hypothesis.fuzz_one_input(stream.randbytes(2**15)) is None:
-        pass
+def _loosen(function: Callable[[str], object], path: str, raised: tuple) -> None:
+    error = raised[1]
+    if isinstance(error, PermissionError):
+        os.chmod(Path(path).parent, 0o700)
+        os.chmod(path, 0o700)
+        function(path)
+    elif not isinstance(error, FileNotFoundError):
+        raise error
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,7 @@ class Outcome:
     stack: str
 
 
-def execute(case: Case, command: Callable[[Sequence[str]], object]) -> Outcome:
+def execute(case: Case, command: Command) -> Outcome:
     """Run `command(case.argv)` in `case.cwd`; its output and the stack of a cut-off go to `case.directory`."""
     for name in ("home", "tmp"):
         (case.directory / name).mkdir(exist_ok=True)
@@ -133,7 +127,7 @@ def execute(case: Case, command: Callable[[Sequence[str]], object]) -> Outcome:
     starts, started = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(started, str(_resident()).encode())  # less than this process's: pages of files come with their use
+        os.write(started, str(_pages(1)).encode())  # less than this process's: pages of files come with their use
         os.close(starts)
         os.close(started)
         _child(case, command)
@@ -145,21 +139,18 @@ def execute(case: Case, command: Callable[[Sequence[str]], object]) -> Outcome:
     while timed_out and _starved(pid, case.limit_s) and time.monotonic() - begin < PATIENCE * case.limit_s:
         timed_out = not select.select([watch], [], [], 1.0)[0]
     os.close(watch)
-    _end_group(pid)  # what it started too; the child itself is not reaped yet, so the id is still its own
+    try:
+        os.killpg(pid, signal.SIGKILL)  # what it started too; it is not reaped yet, so the id is still its own
+    except ProcessLookupError:
+        os.kill(pid, signal.SIGKILL)  # not yet the head of its group
     _, status, usage = os.wait4(pid, 0)
-    stack = case.directory / "stack"
-    return Outcome(
-        os.waitstatus_to_exitcode(status),
-        timed_out,
-        time.monotonic() - begin,
-        max(0, usage.ru_maxrss * 1024 - before),
-        _head(case.directory / "out"),
-        _head(case.directory / "err"),
-        stack.read_text(errors="replace") if stack.exists() else "",
-    )
+    memory = max(0, usage.ru_maxrss * 1024 - before)
+    out, err, stack = (_head(case.directory / name) for name in ("out", "err", "stack"))
+    code, seconds = os.waitstatus_to_exitcode(status), time.monotonic() - begin
+    return Outcome(code, timed_out, seconds, memory, out, err, stack.decode(errors="replace"))
 
 
-def _child(case: Case, command: Callable[[Sequence[str]], object]) -> Never:
+def _child(case: Case, command: Command) -> Never:
     os.setpgid(0, 0)
     stack = open(case.directory / "stack", "w")  # noqa: SIM115 - open until the process ends
     _redirect(case.directory)
@@ -169,8 +160,7 @@ def _child(case: Case, command: Callable[[Sequence[str]], object]) -> Never:
     os.chdir(case.cwd)
     if case.second_rank is not None:
         _join_second_rank(case.second_rank)
-    own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (own + ADDRESS_SPACE,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (_pages(0) + ADDRESS_SPACE,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(stack)
@@ -210,10 +200,8 @@ def _join_second_rank(directory: Path) -> None:
 
 def _redirect(directory: Path) -> None:
     """Standard input from nothing, output to files, as a user's terminal takes it: UTF-8, surrogates refused."""
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    for fd, name in ((1, "out"), (2, "err")):
-        target = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    for fd, path in enumerate((os.devnull, directory / "out", directory / "err")):
+        target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND if fd else os.O_RDONLY)
         os.dup2(target, fd)
         os.close(target)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -228,17 +216,14 @@ def _starved(pid: int, limit_s: float) -> bool:
     return fields[0] in "RD" and used < limit_s / 2
 
 
-def _end_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        os.kill(pid, signal.SIGKILL)  # not yet the head of its group
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def _pages(column: int) -> int:
+    """Bytes of this process: 0 for its address space, 1 for what is resident."""
+    return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
 
 
 def _head(path: Path) -> bytes:
+    """The first bytes of a file; none if it does not exist."""
+    if not path.exists():
+        return b""
     with path.open("rb") as file:
         return file.read(READ_LIMIT)

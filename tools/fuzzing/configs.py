@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import yaml
-from fuzzing.base import SUMS, Base, lay_out
+from fuzzing.base import SHIPPED, SUMS, config, lay_out
 from fuzzing.case import Case
 from fuzzing.damage import damage_yaml, edit_record
 from fuzzing.values import (
@@ -70,29 +72,29 @@ def _resolved(root: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
     return root["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
 
-def mutate_config(draw: DrawFn, base: Base, case: Case) -> None:
+def mutate_config(draw: DrawFn, base: Path, case: Case) -> None:
     """`qarl check` of a configuration with damage, or `qarl compare` of such a study."""
     make_traps(case.cwd)
-    lay_out(base, case, "data", "objective")
+    lay_out(base, case, "model", "rows.jsonl", "objective.py")
     case.argv = ["check", "c.yaml"]
     kind = draw(st.integers(0, 99))
     if kind < 8:
-        study = {**STUDY, "config": base.config(model={"path": "./no-such-model"})}
+        study = {**STUDY, "config": config(model={"path": "./no-such-model"})}
         what, document = damage_yaml(draw, yaml.safe_dump(study, sort_keys=False))
         case.mutation, case.argv = f"study: {what}", ["compare", "c.yaml", "--out", "out"]
     elif kind < 35:
-        shipped = base.shipped[position(draw, len(base.shipped))].read_text()
-        what, document = damage_yaml(draw, shipped if chance(draw, 60) else yaml.safe_dump(base.config()))
+        shipped = SHIPPED[position(draw, len(SHIPPED))].read_text()
+        what, document = damage_yaml(draw, shipped if chance(draw, 60) else yaml.safe_dump(config()))
         case.mutation = f"text: {what}"
     else:
-        what, document = _changed(draw, base)
+        what, document = _changed(draw)
         case.mutation = f"values: {what}"
     (case.cwd / "c.yaml").write_bytes(document)
 
 
-def _changed(draw: DrawFn, base: Base) -> tuple[str, bytes]:
+def _changed(draw: DrawFn) -> tuple[str, bytes]:
     """A valid configuration with one to three keys given something else; hostile YAML goes in as it is."""
-    data = base.config()
+    data = config()
     if chance(draw, 12):
         what, text = edit_record(draw, data, draw(json_values))
         return what, text.encode()
@@ -112,22 +114,15 @@ def _changed(draw: DrawFn, base: Base) -> tuple[str, bytes]:
 
 
 def place(data: dict[str, Any], path: Key, value: Any) -> None:
-    """Set a key, making the sections and lists on the way."""
+    """Set a key, making the sections and lists on the way; 0 is the first entry of a list."""
     here: Any = data
-    for position_, step in enumerate(path[:-1]):
-        empty: Any = [{}] if isinstance(path[position_ + 1], int) else {}
-        if isinstance(step, int):
-            if not here:
-                here.append(empty)
-            here = here[0]
-            continue
-        if not isinstance(here.get(step), type(empty)) or here[step] == []:
-            here[step] = empty
+    for step, following in pairwise(path):
+        if isinstance(here, list):
+            here[:] = here or [{}]
+        elif not isinstance(here.get(step), list if following == 0 else dict):
+            here[step] = [] if following == 0 else {}
         here = here[step]
-    if isinstance(path[-1], int):
-        here[:1] = [value]
-    else:
-        here[path[-1]] = value
+    here[path[-1]] = value
 
 
 def name_objective(draw: DrawFn, data: dict[str, Any], path: Key) -> None:
@@ -143,10 +138,10 @@ def name_objective(draw: DrawFn, data: dict[str, Any], path: Key) -> None:
         section.setdefault("path", "objective.py:f")
 
 
-def mutate_override(draw: DrawFn, base: Base, case: Case) -> None:
+def mutate_override(draw: DrawFn, base: Path, case: Case) -> None:
     """`qarl check` of a good file with hostile `KEY.PATH=VALUE` arguments."""
     make_traps(case.cwd)
-    lay_out(base, case, "config")
+    lay_out(base, case, "model", "tiny.yaml")
     overrides = []
     for _ in range(pick(draw, (1, 1, 2, 5))):
         name = ".".join(map(str, pick(draw, list(schema_keys()))))
@@ -206,12 +201,20 @@ def valid_keys() -> tuple[Key, ...]:
     return tuple(path for path, name in names.items() if not name.startswith(tuple(LEFT_OUT)))
 
 
-def valid_config(draw: DrawFn, base: Base) -> tuple[str, dict[str, Any]]:
+def mutate_nothing(draw: DrawFn, base: Path, case: Case) -> None:
+    """`qarl check` of a configuration that is within the schema's ranges."""
+    what, data = valid_config(draw)
+    case.mutation, case.argv = f"valid: {shown(what, 300)}", ["check", "c.yaml"]
+    (case.cwd / "c.yaml").write_text(yaml.safe_dump(data))
+    lay_out(base, case, "model", "objective.py")
+
+
+def valid_config(draw: DrawFn) -> tuple[str, dict[str, Any]]:
     """What was changed, and a configuration of two steps within the schema's ranges, their ends included.
 
     Sizes are kept small so that a run takes a second.
     """
-    data = base.config(train={"steps": 2}, data={"max_prompt_length": 96})  # tokens: only the tokenizer counts them
+    data = config(train={"steps": 2}, data={"max_prompt_length": 96})  # tokens: only the tokenizer counts them
     data["reward"]["functions"] = [{**pick(draw, REWARDS)} for _ in range(pick(draw, (1, 1, 1, 2)))]
     changes = []
     if chance(draw, 25):

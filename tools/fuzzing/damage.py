@@ -9,10 +9,11 @@ import json
 import os
 import shutil
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fuzzing.values import bombs, json_values, nested, pick, position, shown, tags, yaml_values
+from fuzzing.values import bombs, file_names, json_values, nested, pick, position, shown, tags, yaml_values
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
@@ -107,7 +108,7 @@ def edit_record(draw: DrawFn, record: Any, value: str) -> tuple[str, str]:
     if how == "dropped":
         del here[key]
     elif how == "renamed" and isinstance(here, dict):
-        here[draw(st.text(max_size=8))] = here.pop(key)
+        here[draw(st.text(max_size=8) | file_names)] = here.pop(key)
     else:
         how = f"= {shown(value)}"
         here[key] = "@0@"
@@ -133,9 +134,10 @@ def damage_safetensors(draw: DrawFn, raw: bytes) -> tuple[str, bytes]:
 def damage_file(draw: DrawFn, path: Path) -> str:
     """Damage a file as what it is: YAML, JSON, safetensors or bytes."""
     raw = path.read_bytes()
-    text_damage = {".yaml": damage_yaml, ".json": damage_json, ".jsonl": damage_json}.get(path.suffix)
-    if text_damage is not None:
-        what, data = text_damage(draw, raw.decode(errors="replace"))
+    if path.suffix == ".yaml":
+        what, data = damage_yaml(draw, raw.decode(errors="replace"))
+    elif path.suffix in (".json", ".jsonl"):
+        what, data = damage_json(draw, raw.decode(errors="replace"))
     else:
         what, data = (damage_safetensors if path.suffix == ".safetensors" else damage_bytes)(draw, raw)
     path.write_bytes(data)
@@ -188,42 +190,32 @@ def flip_bit(draw: DrawFn, tensors: dict[str, Any]) -> str:
     return f"bit {bit} of byte {byte} of {name} flipped"
 
 
-def lose_tensors(draw: DrawFn, tensors: dict[str, Any]) -> str:
-    """Take away, rename, add or reshape a tensor, so that no model of that configuration is left."""
-    name = pick(draw, [name for name in tensors if name != TIED])
-    wide = pick(draw, [n for n in tensors if n != TIED and tensors[n].dim() == 2 and len(set(tensors[n].shape)) == 2])
-    matrix = tensors[wide]
-    reshaped = {"transposed": matrix.T, "flat": matrix.flatten(), "a row short": matrix[:-1], "a scalar": matrix[0, 0]}
-    kind = pick(draw, (*reshaped, "extra", "missing", "renamed"))
-    if kind in reshaped:
-        tensors[wide] = reshaped[kind]
-        return f"{wide} {kind}"
-    if kind == "extra":
-        name = pick(draw, ("model.layers.0.mlp.extra.weight", "model.layers.7.mlp.up_proj.weight", "extra"))
-        tensors[name] = matrix
-    else:
-        tensor = tensors.pop(name)
-        if kind == "renamed":
-            tensors[pick(draw, (f"transformer.{name}", f"{name}.data", f"{name}_old"))] = tensor
-    return f"{name} {kind}"
+# Changes after which the tensors of a model are of no model with its configuration, and those that leave bad values.
+LOST = ("transposed", "flat", "short", "missing", "renamed", "extra")
+BAD = ("nan", "infinity", "bool", "int64", "float8_e4m3fn")
+ODD = ("zeros", "huge", "float64")
 
 
-def spoil_values(draw: DrawFn, tensors: dict[str, Any]) -> tuple[str, bool]:
-    """Other values or another type. Returns what, and whether it must be refused: NaN, infinity, no float."""
+def damage_tensors(draw: DrawFn, path: Path, kinds: Sequence[str]) -> tuple[str, str]:
+    """Change a tensor of a safetensors file in one way of `LOST`, `BAD` or `ODD`. Returns what changed, and the way."""
     import torch
 
-    name = pick(draw, list(tensors))
-    numbers = {"nan": float("nan"), "infinity": float("inf"), "zeros": 0.0, "huge": 3e38}
-    kind = pick(draw, (*numbers, "bool", "int64", "float64", "float8_e4m3fn"))
-    tensor = tensors[name].clone()
-    if kind not in numbers or not tensor.is_floating_point():
-        dtype = getattr(torch, kind) if kind not in numbers else torch.uint8
-        tensors[name] = torch.zeros(tensor.shape, dtype=dtype)
-        return f"type {dtype}: {name}", dtype != torch.float64
-    part = tensor.view(-1)
-    if draw(st.booleans()) and kind != "zeros":
-        place = position(draw, len(part))
-        part = part[place : place + 1]
-    part.fill_(numbers[kind])
-    tensors[name] = tensor
-    return f"values {kind}: {name}", kind in ("nan", "infinity")
+    tensors, kind = read_tensors(path), pick(draw, kinds)
+    names = [name for name in tensors if name != TIED]
+    if kind in LOST[:3]:
+        names = [name for name in names if tensors[name].dim() == 2 and len(set(tensors[name].shape)) == 2]
+    name = pick(draw, names)
+    tensor = tensors.pop(name) if kind in ("missing", "renamed") else tensors[name].clone()
+    numbers = {"nan": torch.nan, "infinity": torch.inf, "zeros": 0.0, "huge": 3e38}
+    if kind in LOST[:3]:
+        tensors[name] = {"transposed": tensor.T, "flat": tensor.flatten(), "short": tensor[:-1]}[kind]
+    elif kind in ("renamed", "extra"):
+        tensors[pick(draw, (f"transformer.{name}", f"{name}.data", "model.layers.7.mlp.up_proj.weight"))] = tensor
+    elif kind in numbers and tensor.is_floating_point():
+        start = position(draw, tensor.numel()) if draw(st.booleans()) and kind != "zeros" else None
+        tensor.view(-1)[start : None if start is None else start + 1] = numbers[kind]
+        tensors[name] = tensor
+    elif kind != "missing":
+        tensors[name] = torch.zeros(tensor.shape, dtype=getattr(torch, kind, torch.uint8))
+    write_tensors(path, tensors)
+    return f"{name} {kind}", kind

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from fuzzing.base import EVALUATE_GREEDILY, ROWS, Base
+from fuzzing.base import EVALUATE_GREEDILY, FILE_DATA, ROWS, config, lay_out
 from fuzzing.case import Case
 from fuzzing.damage import damage_entry, damage_file
 from fuzzing.values import ESCAPE, chance, json_values, listed, make_traps, pick, shown, texts
@@ -34,9 +34,10 @@ cells = st.one_of(
 columns = sampled_from(("question", "question", "answer", "solution")) | texts | sampled_from(("prompts", "self"))
 
 
-def mutate_dataset(draw: DrawFn, base: Base, case: Case) -> None:
+def mutate_dataset(draw: DrawFn, base: Path, case: Case) -> None:
     """One step of training on rows with a hostile cell or in a damaged file, or an evaluation."""
     make_traps(case.cwd)
+    lay_out(base, case, "model")
     column, cell = draw(columns), draw(cells)
     source = f"rows.{pick(draw, ('jsonl', 'jsonl', 'json', 'csv', 'parquet'))}"
     path = case.cwd / source
@@ -50,16 +51,16 @@ def mutate_dataset(draw: DrawFn, base: Base, case: Case) -> None:
         what = f"{what}; beside it {damage_entry(draw, path.with_name('x.jsonl'))}"
     if chance(draw, 40):
         what = f"{what}; {(damage_file if chance(draw, 80) else damage_entry)(draw, path)}"
-    data: dict[str, Any] = {"columns": {"prompt": "question"}, "task": {}, "source": source}
+    data: dict[str, Any] = FILE_DATA | {"source": source}
     if chance(draw, 20):
         data["prompt_template"] = pick(draw, FORMATS)
         what = f"{what}; template {shown(data['prompt_template'])}"
     if chance(draw, 40):
         data |= pick(draw, ({"chat_template": False}, {"split": draw(texts)}, {"split": "test"}))
     rewards = ({"name": "length", "options": {"target": 4}}, {"name": "math"}, {"name": "exact"})
-    config = base.config(data=data, reward={"functions": [pick(draw, rewards)], "timeout_s": 5.0})
-    (case.cwd / "c.yaml").write_text(yaml.safe_dump(config, allow_unicode=False))
-    evaluation = shlex.split(EVALUATE_GREEDILY.format(base.model, source))
+    settings = config(data=data, reward={"functions": [pick(draw, rewards)], "timeout_s": 5.0})
+    (case.cwd / "c.yaml").write_text(yaml.safe_dump(settings, allow_unicode=False))
+    evaluation = shlex.split(EVALUATE_GREEDILY.format(source))
     case.mutation, case.argv = what, evaluation if chance(draw, 20) else ["train", "c.yaml"]
 
 

@@ -6,10 +6,11 @@ import inspect
 import shlex
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import get_type_hints
 
 import yaml
-from fuzzing.base import COMPARE, EVALUATE, GENERATE, QUANTIZE, RUN, Base, lay_out
+from fuzzing.base import COMPARE, EVALUATE, GENERATE, QUANTIZE, RUN, config, lay_out
 from fuzzing.case import Case
 from fuzzing.values import argument, chance, floats, integers, listed, make_traps, paths, pick, shown, texts, weighted
 from hypothesis.strategies import DrawFn, SearchStrategy, sampled_from
@@ -91,11 +92,11 @@ def options() -> dict[str, tuple[Option, ...]]:
     return found
 
 
-def mutate_options(draw: DrawFn, base: Base, case: Case) -> None:
+def mutate_options(draw: DrawFn, base: Path, case: Case) -> None:
     """One command line with one or two arguments that are wrong, odd, absent, repeated or unknown."""
     make_traps(case.cwd)
-    lay_out(base, case, "config", "data", "reward", "run", "model", "export", "results")
-    (case.cwd / "nomodel.yaml").write_text(yaml.safe_dump(base.config(model={"path": "./nosuch"})))
+    lay_out(base, case)
+    (case.cwd / "nomodel.yaml").write_text(yaml.safe_dump(config(model={"path": "./nosuch"})))
     command = weighted(draw, WEIGHTS)
     argv = shlex.split(pick(draw, WORKING[command]))
     done = []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from fuzzing.base import RUN, Base
+from fuzzing.base import NEW_RUN, config, lay_out
 from fuzzing.case import Case
 from fuzzing.values import OVERRIDE, chance, listed, make_traps, pick, shown
 from hypothesis import strategies as st
@@ -98,9 +98,10 @@ OBJECTS = (
 OPTIONS = ({"completions": 1}, {"prompts": []}, {"a b": 1}, {OVERRIDE: 1}, {"x": [[[]]] * 100})
 
 
-def mutate_reward(draw: DrawFn, base: Base, case: Case) -> None:
+def mutate_reward(draw: DrawFn, base: Path, case: Case) -> None:
     """Two steps of training with such a module."""
     make_traps(case.cwd)
+    lay_out(base, case, "model")
     body, head, tail = "return honest", "", ""
     part = pick(draw, ("body", "body", "body", "head", "object"))
     if part == "body":
@@ -123,8 +124,8 @@ def mutate_reward(draw: DrawFn, base: Base, case: Case) -> None:
         function["options"] = pick(draw, OPTIONS)
     functions = [function, {"name": "length", "options": {"target": 4}}] if chance(draw, 30) else [function]
     limits = {"timeout_s": 1.0, "max_failed_frac": pick(draw, (0.5, 1.0, 1.0)), "workers": pick(draw, (1, 1, 2))}
-    config = base.config(reward={"functions": functions, **limits}, train={"steps": 2})
-    (case.cwd / "c.yaml").write_text(yaml.safe_dump(config))
+    settings = config(reward={"functions": functions, **limits}, train={"steps": 2})
+    (case.cwd / "c.yaml").write_text(yaml.safe_dump(settings))
     case.argv = ["train", "c.yaml"]
     case.mutation = f"reward {part}: {shown(what, 200)}, options {function.get('options')!a:.40}"
     case.examine = lambda cwd: _examine(cwd, body if part == "body" and whole else "")
@@ -132,7 +133,7 @@ def mutate_reward(draw: DrawFn, base: Base, case: Case) -> None:
 
 def _examine(cwd: Path, body: str) -> str | None:
     """What is wrong with an accepted run of this body; "" if scores say nothing."""
-    run = cwd / RUN
+    run = cwd / NEW_RUN
     log = run / "rewards.log"
     if log.exists() and log.stat().st_size > LOG_LIMIT:
         return "rewards.log has no bound"

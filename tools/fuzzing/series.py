@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-import yaml
-from fuzzing.base import Base, lay_out
-from fuzzing.case import Case, execute, with_draws
-from fuzzing.configs import mutate_config, mutate_override, valid_config
+from fuzzing.case import Case, Command, execute
+from fuzzing.configs import mutate_config, mutate_nothing, mutate_override
 from fuzzing.datasets import mutate_dataset
 from fuzzing.options import mutate_options
 from fuzzing.rewards import mutate_reward
 from fuzzing.stored import mutate_model, mutate_ranks, mutate_run
-from fuzzing.values import shown
 from fuzzing.verdict import Result, Verdict, judge
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-Command = Callable[[Sequence[str]], object]
-
-
-def mutate_nothing(draw: DrawFn, base: Base, case: Case) -> None:
-    """`qarl check` of a configuration that is within the schema's ranges."""
-    what, data = valid_config(draw, base)
-    case.mutation = f"valid: {shown(what, 300)}"
-    (case.cwd / "c.yaml").write_text(yaml.safe_dump(data))
-    lay_out(base, case, "objective")
-    case.argv = ["check", "c.yaml"]
-
-
 # Relative frequencies. Cases that only read a file take a hundredth of the time of those that run a model.
-MUTATORS: dict[str, tuple[int, Callable[[DrawFn, Base, Case], None]]] = {
+MUTATORS: dict[str, tuple[int, Callable[[DrawFn, Path, Case], None]]] = {
     "config": (40, mutate_config),
     "override": (15, mutate_override),
     "option": (12, mutate_options),
@@ -60,13 +45,31 @@ def names(seed: str, count: int, kinds: Collection[str]) -> Iterator[str]:
             count -= 1
 
 
-def build(seed: str, name: str, base: Base, directory: Path) -> Case:
+def with_draws(seed: str, name: str, build: Callable[[DrawFn], None]) -> None:
+    """Call `build` with Hypothesis' `draw`, whose values depend on the seed and the name alone.
+
+    Hypothesis' own generation (`max_examples`) derives each example from the ones before, so a case would change with
+    the number of cases. Its interface for fuzzers makes an example of a string of bytes instead. `build` is called
+    again, with other bytes, if Hypothesis rejects an example (a filter, or one that is too large).
+    """
+
+    @settings(database=None)
+    @given(st.data())
+    def once(data: st.DataObject) -> None:
+        build(data.draw)
+
+    stream = random.Random(f"{seed}:{name}")
+    while once.hypothesis.fuzz_one_input(stream.randbytes(2**15)) is None:
+        pass
+
+
+def build(seed: str, name: str, base: Path, directory: Path) -> Case:
     """Lay out a case in `directory`, which is made."""
     case = Case(name, directory)
 
     def lay_out_case(draw: DrawFn) -> None:
         nonlocal case
-        remove(directory)
+        case.remove()
         case = Case(name, directory)
         case.cwd.mkdir(parents=True)
         MUTATORS[case.kind][1](draw, base, case)
@@ -75,13 +78,12 @@ def build(seed: str, name: str, base: Base, directory: Path) -> Case:
     return case
 
 
-def run_case(seed: str, name: str, base: Base, root: Path, command: Command, keep: bool = False) -> Result:
+def run_case(seed: str, name: str, base: Path, root: Path, command: Command, keep: bool = False) -> Result:
     """Build, run and judge one case. keep: leave its directory.
 
     What `check` accepts of kind "valid" is trained. Refused by `train` after that is bad.
     """
-    directory = root / f"{seed}-{name}"
-    case = build(seed, name, base, directory)
+    case = build(seed, name, base, root / f"{seed}-{name}")
     outcome = execute(case, command)
     verdict = judge(case, outcome)
     if case.kind == "valid" and verdict.status == "accepted":
@@ -92,20 +94,5 @@ def run_case(seed: str, name: str, base: Base, root: Path, command: Command, kee
             last = outcome.err.decode(errors="replace").splitlines()[-1]
             verdict = Verdict("bad", "untrainable", f"train: {last[:100]}", last)
     if not keep:
-        remove(directory)
+        case.remove()
     return Result(case, outcome, verdict)
-
-
-def remove(directory: Path) -> None:
-    """Remove a case's directory, whatever the command left in it."""
-    shutil.rmtree(directory, onerror=_loosen)
-
-
-def _loosen(function: Callable[[str], object], path: str, raised: tuple) -> None:
-    error = raised[1]
-    if isinstance(error, PermissionError):
-        os.chmod(Path(path).parent, 0o700)
-        os.chmod(path, 0o700)
-        function(path)
-    elif not isinstance(error, FileNotFoundError):
-        raise error

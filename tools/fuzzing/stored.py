@@ -11,17 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from fuzzing.base import COMPARE, EVALUATE, EVALUATE_GREEDILY, GENERATE, QUANTIZE, RUN, Base, lay_out
+from fuzzing.base import (
+    COMPARE,
+    EVALUATE,
+    EVALUATE_GREEDILY,
+    FILE_DATA,
+    GENERATE,
+    NEW_RUN,
+    QUANTIZE,
+    RUN,
+    config,
+    lay_out,
+)
 from fuzzing.case import Case
 from fuzzing.damage import (
+    BAD,
+    LOST,
+    ODD,
     damage_entry,
     damage_file,
-    edit_record,
+    damage_tensors,
     flip_bit,
-    lose_tensors,
     parsed,
     read_tensors,
-    spoil_values,
     write_tensors,
 )
 from fuzzing.values import chance, file_names, json_values, listed, make_traps, pick, position, shown, texts, weighted
@@ -31,17 +43,15 @@ from hypothesis.strategies import DrawFn, sampled_from
 Refusing = tuple[str, ...]  # commands that must refuse a run
 READERS = {"runs": 5, "report": 2, "diagnose": 3, "generate": 3, "eval": 3, "export": 3, "compare": 2, "train": 6}
 OPENERS = ("generate", "export", "eval")  # read the newest checkpoint's masters
-RUN_DAMAGE = {"file": 40, "tensors": 10, "forged": 8, "entry": 14, "history": 5, "inputs": 7, "results": 8}
 LAST = "checkpoints/000003"
 MODEL_LINES = {
     "generate": GENERATE.format("model"),
     "quantize": QUANTIZE,
     "compare": COMPARE,
-    "eval": EVALUATE_GREEDILY.format("model", "rows.jsonl"),
+    "eval": EVALUATE_GREEDILY.format("rows.jsonl"),
     "check": "check c.yaml",
     "train": "train c.yaml",
 }
-MODEL_COMMANDS = {"generate": 2, "quantize": 2, "check": 1, "compare": 1, "train": 1, "eval": 1}
 MODEL_DAMAGE = {"tensors": 11, "tree": 30, "sharded": 8, "contradiction": 3, "export": 7}
 WEIGHTS = "model.safetensors"
 # Keys of config.json and generation_config.json that a library acts on, and JSON that means something to one of them.
@@ -71,29 +81,28 @@ CONTRADICTIONS = {"num_hidden_layers": 3, "intermediate_size": 64, "vocab_size":
 # --- models and exports
 
 
-def mutate_model(draw: DrawFn, base: Base, case: Case) -> None:
+def mutate_model(draw: DrawFn, base: Path, case: Case) -> None:
     """A damaged model or export for one of the commands that take one."""
     make_traps(case.cwd)
-    lay_out(base, case, "model", "data")
+    lay_out(base, case, "model", "rows.jsonl", "export")
     model, variant = case.cwd / "model", weighted(draw, MODEL_DAMAGE)
-    command, refuse = weighted(draw, MODEL_COMMANDS), variant == "contradiction"
+    command, refuse = pick(draw, list(MODEL_LINES)), variant == "contradiction"
     if variant == "tensors":
-        tensors = read_tensors(model / WEIGHTS)
-        what, refuse = (lose_tensors(draw, tensors), True) if chance(draw, 70) else spoil_values(draw, tensors)
-        write_tensors(model / WEIGHTS, tensors)
+        what, kind = damage_tensors(draw, model / WEIGHTS, (*LOST, *LOST, *BAD, *ODD))
+        refuse = kind not in ODD
     elif variant == "contradiction":
         key = pick(draw, list(CONTRADICTIONS))
-        config = json.loads((model / "config.json").read_text()) | {key: CONTRADICTIONS[key]}
-        (model / "config.json").write_text(json.dumps(config))
+        settings = json.loads((model / "config.json").read_text()) | {key: CONTRADICTIONS[key]}
+        (model / "config.json").write_text(json.dumps(settings))
         what = f"{key} = {CONTRADICTIONS[key]}, which the tensors contradict"
     elif variant == "export":
-        what, refuse = _damaged_export(draw, base, model)
+        what, refuse = _damaged_export(draw, model)
         command = pick(draw, ("generate", "eval"))
     else:
         if variant == "sharded":
             _shard(model)
         what = _damaged_tree(draw, model)
-    (case.cwd / "c.yaml").write_text(yaml.safe_dump(base.config(model={"path": "./model"})))
+    (case.cwd / "c.yaml").write_text(yaml.safe_dump(config()))
     case.mutation, case.argv = f"model {variant}: {what}", shlex.split(MODEL_LINES[command])
     case.must_refuse = refuse and command != "check"  # which reads no tensors
     if variant == "export" and not refuse:  # half of the cases reach the checks behind the digests
@@ -119,8 +128,7 @@ def _damaged_tree(draw: DrawFn, model: Path) -> str:
         (model / "chat_template.jinja").write_bytes(template.encode("utf-8", "surrogatepass"))
         return f"chat template {shown(template)}"
     if kind != "key":
-        files = sorted(model.iterdir())
-        return (damage_file if kind == "file" else damage_entry)(draw, files[position(draw, len(files))])
+        return _damaged_path(draw, sorted(model.iterdir()), files=kind == "file")
     path = pick(draw, sorted(model.glob("*config.json")))
     data = json.loads(path.read_text())
     key, value = draw(sampled_from(KEYS) | sampled_from(list(data))), draw(sampled_from(POINTED) | json_values)
@@ -128,18 +136,22 @@ def _damaged_tree(draw: DrawFn, model: Path) -> str:
     return f"{path.name} {key} = {shown(value)}"
 
 
-def _damaged_export(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
+def _damaged_path(draw: DrawFn, paths: list[Path], files: bool) -> str:
+    return (damage_file if files else damage_entry)(draw, paths[position(draw, len(paths))])
+
+
+def _damaged_export(draw: DrawFn, model: Path) -> tuple[str, bool]:
     """Put a damaged export in place of the model. Damage that a digest covers must be refused."""
     shutil.rmtree(model)
-    shutil.copytree(base.export, model)
+    model.with_name("export").rename(model)
     kind = pick(draw, ("tree", "tree", "tree", "flip", "missing"))
     if kind == "tree":
         return _damaged_tree(draw, model), False
     (file,) = model.glob("*.safetensors")
-    tensors = read_tensors(file)
-    what = flip_bit(draw, tensors) if kind == "flip" else f"{pick(draw, list(tensors))} missing"
     if kind == "missing":
-        del tensors[what.split()[0]]
+        return damage_tensors(draw, file, ["missing"])[0], True
+    tensors = read_tensors(file)
+    what = flip_bit(draw, tensors)
     write_tensors(file, tensors)
     return what, True
 
@@ -147,22 +159,17 @@ def _damaged_export(draw: DrawFn, base: Base, model: Path) -> tuple[str, bool]:
 # --- runs
 
 
-def mutate_run(draw: DrawFn, base: Base, case: Case) -> None:
+def mutate_run(draw: DrawFn, base: Path, case: Case) -> None:
     """A damaged run for one of the commands that take one; `train` resumes it for one more step."""
     make_traps(case.cwd)
-    lay_out(base, case, "run", "model", "data", "reward", "results")
-    run, kind = case.cwd / RUN, weighted(draw, RUN_DAMAGE)
-    if kind == "results":
-        path = pick(draw, sorted((case.cwd / "results").glob("*.json*")))
-        what = (damage_file if chance(draw, 75) else damage_entry)(draw, path)
-        case.mutation, case.argv = f"results: {what}", shlex.split(EVALUATE)
-        return
-    what, refusing = DAMAGE[kind](draw, run)
+    lay_out(base, case)
+    run, kind = case.cwd / RUN, pick(draw, list(RUN_DAMAGE))
+    what, refusing = RUN_DAMAGE[kind](draw, run)
     command, target = "train" if kind == "inputs" else weighted(draw, READERS), str(RUN)
     if command in (*OPENERS, "diagnose") and chance(draw, 15):
         target = f"{RUN}/checkpoints/{pick(draw, ('latest', '000003', '000001'))}"
     if command == "compare":
-        shutil.copytree(base.run, case.cwd / "runs" / "whole", symlinks=True)
+        shutil.copytree(base / RUN, case.cwd / "runs" / "whole", symlinks=True)
     lines = {
         "runs": f"runs {pick(draw, ('runs', str(RUN)))}{pick(draw, ('', '', ' --json'))}",
         "report": f"report {target}",
@@ -173,20 +180,30 @@ def mutate_run(draw: DrawFn, base: Base, case: Case) -> None:
         "compare": f"compare {RUN} runs/whole --out out",
         "train": f"train {RUN}/config.yaml train.steps=4",
     }
-    case.mutation, case.argv = f"run {kind}: {what}", shlex.split(lines[command])
+    line = EVALUATE if kind == "results" else lines[command]
+    case.mutation, case.argv = f"run {kind}: {what}", shlex.split(line)
     case.must_refuse = command in refusing and target == str(RUN)
 
 
+def _results(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
+    """Damage the results of an evaluation, which is run again."""
+    return _damaged_path(draw, sorted((run.parents[1] / "results").glob("*.json*")), files=chance(draw, 75)), ()
+
+
 def _file(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Damage a file as what it is. Of a checkpoint's state, mostly with digests that fit."""
+    """Damage a file as what it is. Of a checkpoint's state and manifest, mostly with digests that fit."""
     records = listed("config.yaml  metrics.jsonl  evaluations.jsonl  environment.json  evaluations/000002.jsonl") * 2
-    steps = listed("rollouts/{}.jsonl  rollouts/{}.safetensors  diagnostics/{}.json  checkpoints/{}/manifest.json")
-    steps += [f"checkpoints/{{}}/{name}" for name in ("state.json", "masters.safetensors", "optimizer.safetensors")]
+    steps = listed("rollouts/{}.jsonl  rollouts/{}.safetensors  diagnostics/{}.json")
+    files = listed("manifest.json  manifest.json  state.json  masters.safetensors  optimizer.safetensors")
+    steps += [f"checkpoints/{{}}/{name}" for name in files]
     path = run / pick(draw, [*records, *steps]).format(pick(draw, ("000001", "000003", "000003")))
     before = path.read_bytes()
     what = f"{path.relative_to(run)} {damage_file(draw, path)}"
-    if path.name == "state.json" and chance(draw, 80):
-        _seal_files(path.parent)
+    if path.name in ("state.json", "manifest.json") and chance(draw, 80):
+        if path.name == "state.json":
+            _seal_files(path.parent)
+        else:
+            _seal(path, parsed(path.read_text(errors="replace")))
         return f"{what}, digests fit", ()
     changed = before != path.read_bytes()
     if path.name == "manifest.json":  # in whose JSON a space between values means nothing
@@ -198,47 +215,23 @@ def _file(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
 def _tensors(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
     """Tensors lost, or with other shapes, types or values, mostly with digests that fit."""
     names = ("rollouts/000003", f"{LAST}/masters", f"{LAST}/masters", f"{LAST}/optimizer")
-    path = run / f"{pick(draw, names)}.safetensors"
-    tensors, sealed = read_tensors(path), chance(draw, 80)
-    refusing: Refusing = OPENERS if path.stem == "masters" else ()
-    if refusing and chance(draw, 70):
-        what = lose_tensors(draw, tensors)
-        refusing = (*OPENERS, "train") if sealed else OPENERS
-    else:
-        what, _ = spoil_values(draw, tensors)
-        if sealed and "zeros" in what:  # they may have been zeros; if not, the run recorded other codes
-            refusing = ()
-    write_tensors(path, tensors)
+    path, sealed = run / f"{pick(draw, names)}.safetensors", chance(draw, 80)
+    masters = path.stem == "masters"
+    what, kind = damage_tensors(draw, path, (*LOST, *LOST, *BAD, *ODD) if masters else (*BAD, *ODD))
     if sealed and path.parent == run / LAST:
         _seal_files(path.parent)
         what = f"{what}, digests fit"
-    return f"{path.name} {what}", refusing
-
-
-def _forged(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """A manifest with nonsense in it and a digest that fits."""
-    path = run / pick(draw, (LAST, LAST, "checkpoints/000001")) / "manifest.json"
-    manifest: Any = json.loads(path.read_text())
-    if chance(draw, 30):
-        elsewhere = sampled_from(("../000001/masters.safetensors", str((run / "config.yaml").resolve())))
-        name = draw(file_names | elsewhere)
-        manifest["groups"]["masters"] = [name]
-        manifest["files"][name] = manifest["files"].pop("masters.safetensors")
-        what = f"masters in {shown(name)}"
-    else:
-        pointed = ('["masters.safetensors"]', '{"masters": "x"}', '{"masters": ["no.safetensors"]}', '{"masters": []}')
-        what, text = edit_record(draw, manifest, draw(json_values | sampled_from(pointed)))
-        manifest = parsed(text)
-    _seal(path, manifest)
-    return f"{what}, its digest fits", ()
+    if not masters or (sealed and kind == "zeros"):  # they may have been zeros; if not, the run recorded other codes
+        return f"{path.name} {what}", ()
+    return f"{path.name} {what}", (*OPENERS, "train") if sealed and kind in LOST else OPENERS
 
 
 def _seal(path: Path, manifest: Any) -> None:
-    """Write a manifest with the digest of itself. A manifest that is no JSON object has none."""
+    """Write a manifest with the digest of itself. What is no JSON object stays as it is."""
     if isinstance(manifest, dict):
         manifest.pop("sha256", None)
         manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(manifest, indent=1))
+        path.write_text(json.dumps(manifest, indent=1))
 
 
 def _seal_files(directory: Path) -> None:
@@ -287,34 +280,33 @@ def _inputs(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
     return _change_input(draw, run.parent.parent, kind), ("train",) if kind != "nothing" else ()
 
 
-DAMAGE: dict[str, Callable[[DrawFn, Path], tuple[str, Refusing]]] = {
+RUN_DAMAGE: dict[str, Callable[[DrawFn, Path], tuple[str, Refusing]]] = {
     "file": _file,
     "tensors": _tensors,
-    "forged": _forged,
     "entry": _entry,
     "history": _history,
     "inputs": _inputs,
+    "results": _results,
 }
 
 
 # --- two ranks
 
 
-def mutate_ranks(draw: DrawFn, base: Base, case: Case) -> None:
+def mutate_ranks(draw: DrawFn, base: Path, case: Case) -> None:
     """Two ranks of a training run. The second finds another file at the same path, as on a second machine.
 
     A tenth of the cases change nothing, and must train.
     """
-    lay_out(base, case, "model", "data", "reward", "objective")
-    config = base.config(
-        model={"path": "model"},
-        data={"source": "rows.jsonl", "task": {}, "columns": {"prompt": "question"}},
+    lay_out(base, case, "model", "rows.jsonl", "reward.py", "objective.py")
+    settings = config(
+        data=FILE_DATA,
         reward={"functions": [{"name": "reward.py:f"}]},
         objective={"name": "custom", "path": "objective.py:f"},
-        train={"run_dir": str(case.cwd / RUN)},
+        train={"run_dir": str(case.cwd / NEW_RUN)},
         distributed={"timeout_s": 30},
     )
-    (case.cwd / "c.yaml").write_text(yaml.safe_dump(config))
+    (case.cwd / "c.yaml").write_text(yaml.safe_dump(settings))
     case.second_rank = case.directory / "second"
     shutil.copytree(case.cwd, case.second_rank)
     case.argv = ["train", "c.yaml"]
@@ -327,7 +319,7 @@ def mutate_ranks(draw: DrawFn, base: Base, case: Case) -> None:
 
 
 def _trained(cwd: Path) -> str | None:
-    return None if (cwd / RUN / "metrics.jsonl").is_file() else "ranks with the same inputs did not train"
+    return None if (cwd / NEW_RUN / "metrics.jsonl").is_file() else "ranks with the same inputs did not train"
 
 
 # By input of a run: a file, a text in it, and what it becomes.

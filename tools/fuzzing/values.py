@@ -171,6 +171,7 @@ json_values = st.one_of(
     integers,
     quoted,
     documents.map(json.dumps),
+    file_names.map(json.dumps),
     sampled_from(("null", "true", "[]", "{}", '"x"', '{"a": 1, "a": 2}', "[" + "0," * 5_000 + "0]", "1e999")),
     nested,
 )

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from fuzzing.case import GIB, Case, Outcome
 from fuzzing.values import shown
+from harness import aligned
 
 PACKAGES = ("torch", "transformers", "pydantic", "pyyaml", "safetensors", "hypothesis")
 FAULTS = ("traceback", "hang", "signal", "memory", "exit code", "output", "silent", "untrainable")
@@ -193,11 +194,9 @@ class Tally:
     def table(self) -> str:
         """The counts as text."""
         columns = ["cases", "accepted", "refused", "bad", *FAULTS, "seconds"]
-        rows = [["", *columns]]
-        for name, counts in [*sorted(self._kinds.items()), *sorted(self._commands.items()), ("all", self._total)]:
-            rows.append([name, *(f"{counts[column]:.0f}" for column in columns)])
-        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        groups = [*sorted(self._kinds.items()), *sorted(self._commands.items()), ("all", self._total)]
+        rows = [[name, *(f"{counts[column]:.0f}" for column in columns)] for name, counts in groups]
+        return "\n".join(aligned([["", *columns], *rows]))
 
     def record(self, command: str, seconds: float) -> dict[str, Any]:
         """The counts as JSON. classes: the distinct faults, the most frequent first, each with its first case."""
