@@ -3,7 +3,7 @@
     python tools/tune_kernels.py --shapes 24576x4096 4096x12288
     python tools/tune_kernels.py --model DIR            # the linear layers of a Hugging Face model directory
     python tools/tune_kernels.py --preset               # the shapes that `tools/bench_kernels.py` reports
-    python tools/tune_kernels.py --preset qwen3-4b --families w4a16 --m 64 128 256 --seconds 60
+    python tools/tune_kernels.py --preset qwen3-4b --families w4a16 --m 64 128 256
     python tools/tune_kernels.py --experts qwen3-30b-a3b mixtral-8x7b      # grouped products of the experts of a layer
 
 A table changes speed alone: a tile whose result differs in one bit from the first one's is reported and left out. Only
@@ -62,15 +62,10 @@ class Tuned:
     notes: list[str] = field(default_factory=list)
 
 
-def tune(problem: Problem, rows: list[int], watch: Stopwatch, deadline: float = math.inf) -> Tuned:
-    """The best tile for each number of rows, among them the one the tables give now.
-
-    deadline: of `time.monotonic`; every number of rows gets its share of what is left, in which the table's tile and
-    one other are timed whatever happens.
-    """
+def tune(problem: Problem, rows: list[int], watch: Stopwatch) -> Tuned:
+    """The best tile for each number of rows, among them the one the tables give now."""
     done = Tuned()
-    for index, m in enumerate(rows):
-        share = time.monotonic() + (deadline - time.monotonic()) / (len(rows) - index)
+    for m in rows:
         problem.rows(m)
         name = f"{problem.family} {problem.key} M={m}"
         before = problem.known(m)
@@ -78,10 +73,7 @@ def tune(problem: Problem, rows: list[int], watch: Stopwatch, deadline: float = 
         own = next(tile for tile in tiles if tile.way not in ("library", "dequantized"))
         expected = problem.product(own)
         timed: dict[Tile, float] = {}
-        for tried, tile in enumerate(tiles):
-            if tried > 1 and time.monotonic() > share:
-                done.notes.append(f"{name}: {len(tiles) - tried} tiles not tried, the time was over")
-                break
+        for tile in tiles:
             try:
                 if problem.comparable(tile) and not torch.equal(problem.product(tile), expected):
                     done.notes.append(f"{name} {dump_tile(tile)}: other bits")
@@ -195,23 +187,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument("--shapes", type=parse_shape, nargs="+", metavar="NxK", help="weights of N outputs, K inputs")
     what.add_argument("--model", type=Path, help="a Hugging Face model directory")
     what.add_argument("--preset", nargs="*", choices=list(TUNED), help=f"known models; none named: {', '.join(MODELS)}")
-    what.add_argument(
-        "--experts",
-        nargs="+",
-        choices=list(MIXTURES),
-        metavar="MODEL",
-        help=f"grouped products of the experts of {', '.join(MIXTURES)}",
-    )
-    add = parser.add_argument
-    add(
-        "--families",
-        nargs="+",
-        choices=(*FAMILIES, *BACKWARD),
-        metavar="FAMILY",
-        help=f"{', '.join(FAMILIES)}, of experts also {', '.join(BACKWARD)}; default: all",
-    )
+    experts = f"grouped products of the experts of {', '.join(MIXTURES)}"
+    what.add_argument("--experts", nargs="+", choices=list(MIXTURES), metavar="MODEL", help=experts)
+    add, families = parser.add_argument, (*FAMILIES, *BACKWARD)
+    known = f"{', '.join(FAMILIES)}, of experts also {', '.join(BACKWARD)}; default: all"
+    add("--families", nargs="+", choices=families, metavar="FAMILY", help=known)
     add("--m", type=int, nargs="+", help=f"numbers of rows, of experts tokens; default: {ROWS}, {TOKENS}")
-    add("--seconds", type=float, default=math.inf, help="time for all of it, compiling included")
     add("--out", type=Path, help="the table; default: the one of this GPU inside qarl_kernels")
     parsed = parser.parse_args(arguments)
     if parsed.families is None:
@@ -253,7 +234,6 @@ def main() -> None:
     watch = Stopwatch(device)
     out = arguments.out or TABLES / f"{device_name(watch.flush)}.json"
     parts = parts_of(arguments)
-    left = sum(map(len, parts))
     gains: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         begin = time.monotonic()
@@ -261,11 +241,8 @@ def main() -> None:
         compiled = compile_ahead(partial(launch_all, part), device, os.cpu_count() or 1)
         print(f"{compiled} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
         for make, rows in part:
-            now = time.monotonic()
-            deadline = now + (started + arguments.seconds - now) / left
-            left -= 1
             problem = make(device)
-            found = tune(problem, rows, watch, deadline)
+            found = tune(problem, rows, watch)
             print("\n".join(found.notes), end="\n" if found.notes else "", flush=True)
             if found.tiles:
                 save(out, problem, found)

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import tune_kernels
-from kernel_bench.candidates import candidates, grouped_candidates
+from kernel_bench.candidates import candidates
 from kernel_bench.experts import Sizes
 from kernel_bench.tuned import PRODUCTS, TOKENS, GroupedProblem, dump_tile, format_table
 
@@ -121,18 +121,12 @@ def test_a_tile_that_could_not_be_timed_is_left_out(monkeypatch) -> None:
     assert done.tiles == {64: known} and done.notes[0].endswith("Late")
 
 
-def test_when_the_time_is_over_a_few_tiles_are_tried_all_the_same(monkeypatch) -> None:
-    before = tuning.lookup("w4a16", 256, 128, 64, torch.empty(64, 128))
-    done = tune_kernels.tune(problem(monkeypatch), [64], Clock({before: 10.0}), deadline=0.0)
-    assert done.tiles == {64: before} and "not tried" in done.notes[0]
-
-
 @pytest.mark.parametrize("family", [*FAMILIES, *BACKWARD])
 @pytest.mark.parametrize(("experts", "slots"), [(128, 8), (8, 2)])
 def test_candidates_of_grouped_products_keep_what_their_kernels_promise(family: str, experts: int, slots: int) -> None:
     for tokens in TOKENS:
         for gathered in (True, False):
-            tiles = grouped_candidates(family, tokens * slots, experts, gathered)
+            tiles = candidates(family, -(-tokens * slots // experts), True, gathered)
             assert len(tiles) >= 2 and len(set(tiles)) == len(tiles)
             for tile in tiles:
                 if family == "fp8":
@@ -152,7 +146,9 @@ def test_every_grouped_candidate_is_recorded_for_compilation_before() -> None:
         tune_kernels.launch_all([(partial(GroupedProblem, "w8a8", SIZES, which), tokens) for which in PRODUCTS])
     tried = set()
     for which in PRODUCTS:
-        tried |= {(which, tile) for m in tokens for tile in grouped_candidates("w8a8", 2 * m, 3, which == "gate_up")}
+        tried |= {
+            (which, tile) for m in tokens for tile in candidates("w8a8", -(-2 * m // 3), True, which == "gate_up")
+        }
         problem = GroupedProblem("w8a8", SIZES, which, torch.device("meta"))
         for m in tokens:
             problem.rows(m)

@@ -16,6 +16,7 @@ from kernel_bench.problems import qarl_scheme
 from kernel_bench.shapes import MATRICES
 from qarl_formats.registry import scheme_names
 from qarl_formats.weight import quantize_weight
+from qarl_kernels.quantize import activation_codes
 from torch import Tensor
 
 Row = dict[str, Any]
@@ -51,32 +52,24 @@ def operations(n: int, k: int, group: int, device: torch.device) -> dict[tuple[s
     """By (who, what): quantization and its inverse of a master (n, k), and quantization of activations."""
     master = torch.randn(n, k, device=device).mul_(0.02)
     x = master.bfloat16()
+
+    def quantize(scheme: str) -> Operation:
+        kind = qarl_scheme(scheme, group)
+        return lambda: kind.quantize(master, kernels=True), [master]
+
+    def dequantize(scheme: str) -> Operation:
+        weight = quantize_weight(master, qarl_scheme(scheme, group), scheme)
+        return lambda: weight.dequantize(torch.bfloat16, kernels=True), list(weight.tensors.values())
+
+    def vllm_activation(scheme: str) -> Operation:
+        call = vllm_quantizers()[scheme]
+        return lambda: call(x), [x]
+
     found: dict[tuple[str, str], Callable[[], Operation]] = {}
     for scheme in scheme_names(lambda kind: kind.weight_bits is not None):
-        found["qarl", f"quantize {scheme}"] = partial(_quantize, master, scheme, group)
-        found["qarl", f"dequantize {scheme}"] = partial(_dequantize, master, scheme, group)
+        found["qarl", f"quantize {scheme}"] = partial(quantize, scheme)
+        found["qarl", f"dequantize {scheme}"] = partial(dequantize, scheme)
     for scheme, codes in ACTIVATIONS.items():
-        found["qarl", f"activation {codes}"] = partial(_activation, x, codes)
-        found["vllm", f"activation {codes}"] = partial(_vllm_activation, x, scheme)
+        found["qarl", f"activation {codes}"] = lambda codes=codes: (partial(activation_codes, x, codes), [x])
+        found["vllm", f"activation {codes}"] = partial(vllm_activation, scheme)
     return found
-
-
-def _quantize(master: Tensor, scheme: str, group: int) -> Operation:
-    kind = qarl_scheme(scheme, group)
-    return lambda: kind.quantize(master, kernels=True), [master]
-
-
-def _dequantize(master: Tensor, scheme: str, group: int) -> Operation:
-    weight = quantize_weight(master, qarl_scheme(scheme, group), scheme)
-    return lambda: weight.dequantize(torch.bfloat16, kernels=True), list(weight.tensors.values())
-
-
-def _activation(x: Tensor, codes: str) -> Operation:
-    from qarl_kernels import quantize
-
-    return lambda: quantize.activation_codes(x, codes), [x]
-
-
-def _vllm_activation(x: Tensor, scheme: str) -> Operation:
-    quantize = vllm_quantizers()[scheme]
-    return lambda: quantize(x), [x]

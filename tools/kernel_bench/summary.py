@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from harness import heads
+from harness import aligned, heads
 from kernel_bench.shapes import FEW_ROWS, SCHEMES
 
 Row = dict[str, Any]
@@ -37,58 +37,57 @@ def ratios(rows: Iterable[Row], *keys: str) -> list[Row]:
     return found
 
 
+def by_scheme(rows: Iterable[Row], *keys: str) -> dict[str, list[Row]]:
+    """`ratios` of each scheme."""
+    grouped: dict[str, list[Row]] = defaultdict(list)
+    for case in ratios(rows, *keys):
+        grouped[case["scheme"]].append(case)
+    return grouped
+
+
 def _mean(cases: Sequence[Row]) -> str:
     return f"{geometric_mean([case['ratio'] for case in cases]):.2f}" if cases else "-"
 
 
 def product_lines(rows: Sequence[Row]) -> list[str]:
     """One line per scheme: geometric means, the worst case, counts."""
-    grouped: dict[str, list[Row]] = defaultdict(list)
-    for case in ratios([row for row in rows if row["section"] in SCHEMES], "n", "k", "m"):
-        grouped[case["scheme"]].append(case)
-    if not grouped:
-        return []
-    few, many = f"M<={FEW_ROWS}", f"M>{FEW_ROWS}"
-    lines = [f"best peer's time / qarl's   {few:>7} {many:>7} {'worst':>6} {'cases':>6}  worst at"]
-    for scheme, cases in grouped.items():
+    head = ["best peer's time / qarl's", f"M<={FEW_ROWS}", f"M>{FEW_ROWS}", "worst", "cases", "worst at"]
+    lines = []
+    for scheme, cases in by_scheme([row for row in rows if row["section"] in SCHEMES], "n", "k", "m").items():
         worst = min(cases, key=lambda case: case["ratio"])
         means = [_mean([case for case in cases if (case["m"] <= FEW_ROWS) == decode]) for decode in (True, False)]
         where = f"M={worst['m']} {worst['n']}x{worst['k']} against {worst['peer']}"
-        lines.append(f"{scheme:27} {means[0]:>7} {means[1]:>7} {worst['ratio']:6.2f} {len(cases):6}  {where}")
-    return lines
+        lines.append([scheme, *means, f"{worst['ratio']:.2f}", str(len(cases)), where])
+    return aligned([head, *lines]) if lines else []
 
 
 def expert_lines(rows: Sequence[Row]) -> list[str]:
     """One line per scheme of grouped products: geometric mean, the worst case."""
-    grouped: dict[str, list[Row]] = defaultdict(list)
-    for case in ratios([row for row in rows if row["section"].startswith("experts ")], "model", "routing", "m"):
-        grouped[case["scheme"]].append(case)
-    lines = ["best peer's time / qarl's"] if grouped else []
-    for scheme, cases in grouped.items():
+    experts = [row for row in rows if row["section"].startswith("experts ")]
+    lines = []
+    for scheme, cases in by_scheme(experts, "model", "routing", "m").items():
         worst = min(cases, key=lambda case: case["ratio"])
-        where = f"of {len(cases):3} cases, at {worst['routing']} m={worst['m']} against {worst['peer']}"
-        lines.append(f"{scheme:17} mean {_mean(cases)}  worst {worst['ratio']:.2f}  {where}")
-    return lines
+        where = f"{worst['routing']} m={worst['m']} against {worst['peer']}"
+        lines.append([scheme, _mean(cases), f"{worst['ratio']:.2f}", str(len(cases)), where])
+    return aligned([["best peer's time / qarl's", "mean", "worst", "cases", "worst at"], *lines]) if lines else []
 
 
 def memory_lines(rows: Sequence[Row]) -> list[str]:
-    """One line an operation: share of copy bandwidth, qarl's and vLLM's, lowest over the matrices."""
+    """One line per operation: share of copy bandwidth, qarl's and vLLM's, lowest over the matrices."""
     shares: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row["section"] == "quantize" and "share" in row:
             shares[row["operation"]][row["who"]].append(row["share"])
-    if not shares:
-        return []
-    lines = [f"{'share of copy bandwidth':27} {'lowest':>7} {'mean':>7} {'vLLM':>7}"]
+    lines = []
     for operation, found in shares.items():
-        ours, theirs = found.get("qarl", []), found.get("vllm", [])
-        low, mean = (f"{min(ours):.0%}", f"{sum(ours) / len(ours):.0%}") if ours else ("-", "-")
-        lines.append(f"{operation:27} {low:>7} {mean:>7} {f'{min(theirs):.0%}' if theirs else '-':>7}")
-    return lines
+        ours, theirs = found["qarl"], found["vllm"]
+        numbers = (min(ours, default=None), sum(ours) / len(ours) if ours else None, min(theirs, default=None))
+        lines.append([operation, *("-" if number is None else f"{number:.0%}" for number in numbers)])
+    return aligned([["share of copy bandwidth", "lowest", "mean", "vLLM"], *lines]) if lines else []
 
 
 def skipped_lines(rows: Iterable[Row]) -> list[str]:
-    """What did not run or was wrong: one line a kernel and reason, with how often."""
+    """What did not run or was wrong: one line per kernel and reason, with how often."""
     counts: dict[tuple[str, str, str], int] = defaultdict(int)
     for row in rows:
         if "skipped" in row:

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from kernel_bench.candidates import candidates, grouped_candidates
+from kernel_bench.candidates import candidates
 from kernel_bench.experts import Sizes, make_routing
 from qarl_kernels import fp8_block, gemm, library, nvfp4a16, w4a8, w4a16
+from qarl_kernels.integers import cdiv
 from qarl_kernels.moe import backward
 from qarl_kernels.moe.dispatch import groups_of
 from qarl_kernels.moe.groups import Groups
@@ -171,7 +172,7 @@ class GroupedProblem(Problem):
         return lookup(self.family, self.n, self.k, self.groups.rows, self.x, **self.grouped)
 
     def candidates(self, m: int) -> list[Tile]:
-        return grouped_candidates(self.family, self.limit(m), self.sizes.experts, self.gathered)
+        return candidates(self.family, cdiv(self.limit(m), self.sizes.experts), True, self.gathered)
 
     def comparable(self, tile: Tile) -> bool:
         return True
