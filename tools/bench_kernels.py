@@ -20,11 +20,10 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Report, count, environment, out_file, read_reports
+from harness import Report, command_line, count, environment, read_reports
 from kernel_bench.experts import MODELS as MIXTURES
 from kernel_bench.experts import SCHEMES as EXPERT_SCHEMES
 from kernel_bench.experts import expert_rows
@@ -37,7 +36,7 @@ from kernel_bench.summary import failures, table
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, out=None, table=None)
     add, sections, models = parser.add_argument, list(SECTIONS), list(MODELS)
     add("--schemes", nargs="+", choices=sections, default=sections, metavar="SECTION", help=", ".join(sections))
     add("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=", ".join(models))
@@ -45,8 +44,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--m", type=count, nargs="+", default=list(ROWS), help="rows (tokens) of a product")
     add("--reps", type=count, default=15, help="timed calls; at most 7 for 4096 rows and more")
     add("--group-size", type=int, choices=(32, 64, 128), default=128, help="of int4 weights")
-    add("--out", type=out_file, help="write the result as JSON")
-    add("--table", type=Path, metavar="FILE", help="print the summary of an earlier result and stop")
     return parser.parse_args(arguments)
 
 
@@ -67,7 +64,7 @@ def measure(options: argparse.Namespace, stopwatch: Stopwatch, bandwidth: float)
 def main() -> None:
     options = parse()
     if options.table is not None:
-        print(table(*read_reports([options.table])))
+        print("\n\n".join(map(table, read_reports(options.table))))
         return
     if not torch.cuda.is_available():
         sys.exit("bench_kernels needs a CUDA device; --table FILE prints an earlier result without one")

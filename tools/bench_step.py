@@ -21,16 +21,13 @@ Times are medians after a warm-up, on several ranks of the slowest one. The resu
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness import Record, Report, count, out_file, positive, read_reports, run_case, serve_case
+from harness import MODELS, Record, command_line, count, positive, read_reports, run_cases
 
 PARTS = {
     "learner": "learner_part",
@@ -51,26 +48,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     from model_sizes import SHAPES
     from qarl_formats.registry import scheme_names
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"layers": None, "vocabulary": None, "model_dir": MODELS}
+    files = {"timeout": 1800.0, "out": None, "table": None, "case": None}
+    parser = command_line(__doc__, device="auto", set=[], **sizes, **files)
     add = parser.add_argument
     add("--part", nargs="+", choices=list(PARTS), default=["learner", "hf"], metavar="PART", help=", ".join(PARTS))
     add("--shape", nargs="+", choices=list(SHAPES), default=["qwen3-1.7b"], help="of the model")
     add("--scheme", nargs="+", choices=scheme_names(), default=["bf16", "w4a16", "w8a8", "fp8"], metavar="SCHEME")
-    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of qarl's configuration")
     add("--recompute", choices=MODES, default="layer", help="what the backward computes again")
-    add("--layers", type=count, help="of the model; default the shape's")
-    add("--vocabulary", type=count, help="of the model; default at most 49,152, that of SmolLM2's tokenizer")
     add("--tokens", type=count, default=16_384, help="of a micro-batch")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--warmup", type=int, default=3, help="calls that are not timed")
     add("--iterations", type=count, default=5, help="calls that are timed")
     add("--hf-head", choices=("logits", "trl"), default="logits", help="hf: logits of the whole batch, or TRL's chunks")
     add("--hf-dtype", choices=("float32", "bfloat16"), default="float32", help="hf: of the weights")
-    add("--timeout", type=positive, default=1800.0, help="seconds of one case")
     add("--length", type=count, nargs="+", default=[512, 2048, 8192], help="learner and hf: tokens of a sequence")
-    add("--out", type=out_file, help="JSON file to write")
-    add("--table", type=Path, nargs="+", metavar="FILE", help="print the summary of earlier results and stop")
-    add("--case", help=argparse.SUPPRESS)  # what the tool starts its own processes with
     step = parser.add_argument_group("step and trl")
     step.add_argument("--steps", type=count, default=3, help="training steps; medians leave out the first")
     step.add_argument("--prompts", type=count, default=32, help="of a step")
@@ -86,8 +77,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     step.add_argument("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
     server = "trl: vLLM is a server on this GPU; give the trainer another one with CUDA_VISIBLE_DEVICES"
     step.add_argument("--server-gpu", type=int, metavar="GPU", help=server)
-    place = Path(tempfile.gettempdir()) / "qarl_step_bench"
-    step.add_argument("--model-dir", type=Path, default=place, help="keeps random models; default %(default)s")
     parsed = parser.parse_args(arguments)
     if parsed.table is None and parsed.out is None and parsed.case is None:
         parser.error("--out is needed, or --table")
@@ -140,20 +129,6 @@ def run_part(options: argparse.Namespace, case: Record, place: Path) -> Iterator
         yield labels | record
 
 
-def slowest(ranks: Sequence[Sequence[Record]]) -> Iterator[Record]:
-    """Records of several ranks as one each: the first rank's, with the slowest rank's seconds and the most memory."""
-    for first, *others in itertools.zip_longest(*ranks, fillvalue={}):
-        several = [first, *others]
-        if len(ranks) > 1 and all("seconds" in one for one in several):
-            first["seconds_by_rank"] = [one["seconds"] for one in several]
-            first["seconds"] = max(first["seconds_by_rank"])
-            first["peak_gib"] = max(one["peak_gib"] for one in several)
-            if "tokens_per_s" in first:
-                first["tokens_per_s"] = first["tokens"] / first["seconds"]
-        if first:
-            yield first
-
-
 def main() -> int:
     from step_bench.summary import table
 
@@ -161,17 +136,11 @@ def main() -> int:
     if options.table is not None:
         print(table(read_reports(options.table)))
         return 0
-    if options.case is not None:
-        serve_case(options.case, partial(run_part, options))
-        return 0
     own_head = {"hf", "zero3"} & set(options.part) and options.hf_head == "trl"
     if ("trl" in options.part or own_head) and find_spec("trl") is None:
         sys.exit(f"error: {'--hf-head' if own_head else '--part'} trl needs TRL: pip install trl")
-    report = Report(options.out)
-    options.out.with_suffix(".log").unlink(missing_ok=True)
-    for case in cases(options):
-        ranks = options.nproc if case["part"] in RANKED else 1
-        report.add(slowest(run_case(case, options.out, options.timeout, ranks)), " ".join(case.values()))
+    ranks: Callable[[Record], int] = lambda case: options.nproc if case["part"] in RANKED else 1  # noqa: E731
+    report = run_cases(options, cases(options), run_part, ranks=ranks)
     print(table([report.content]))
     return int(report.failed)
 

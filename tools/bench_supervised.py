@@ -16,12 +16,11 @@ import json
 import math
 import random
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Record, count, out_file, positive, run_cases
+from harness import MODELS, Record, command_line, count, run_cases
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -29,25 +28,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     from model_sizes import SHAPES
     from qarl_formats.registry import scheme_names
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"layers": None, "vocabulary": None, "model_dir": MODELS}
+    parser = command_line(__doc__, device="cuda", set=[], timeout=math.inf, out=..., case=None, **sizes)
     add = parser.add_argument
     add("--job", nargs="+", choices=("sft", "distill"), default=["sft", "distill"])
     add("--scheme", nargs="+", choices=scheme_names(), default=["bf16", "w4a16"], metavar="SCHEME")
     add("--peer", action="store_true", help="also run TRL")
     add("--shape", choices=list(SHAPES), default="qwen3-1.7b")
-    add("--layers", type=count, help="of the model; default the shape's")
-    add("--vocabulary", type=count, help="of the model; default at most 49,152")
     add("--examples", type=count, default=64, help="rows per step")
     add("--length", type=count, default=1024, help="tokens of an answer")
     add("--steps", type=count, default=6)
-    add("--device", choices=("cpu", "cuda"), default="cuda")
     add("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
     add("--checkpointing", action="store_true", help="TRL recomputes activations")
-    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of qarl's configuration")
-    add("--timeout", type=positive, default=math.inf, help="seconds of one case; default no limit")
-    add("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "qarl_step_bench")
-    add("--out", type=out_file, required=True)
-    add("--case", help=argparse.SUPPRESS)  # what the tool starts its own processes with
     return parser.parse_args(arguments)
 
 
@@ -76,10 +68,12 @@ def write_rows(path: Path, model: Path, examples: int, length: int) -> int:
 
 def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[Record]:
     """Seconds of each step and the peak memory, in this process."""
-    import torch
     from model_sizes import model_directory, shape_of
 
-    device = torch.device(options.device)
+    from qarl.policy.device import pick_device
+
+    device = pick_device(options.device)
+    options.device = device.type
     shape = shape_of(options.shape, options.layers, options.vocabulary)
     model = model_directory(options.model_dir, options.shape, shape, device, 0)
     rows = place / "rows.jsonl"
@@ -160,7 +154,7 @@ def main() -> int:
     def show(record: Record) -> None:
         print({name: value for name, value in record.items() if name != "seconds"}, flush=True)
 
-    return run_cases(options, cases(options), measure, show)
+    return int(run_cases(options, cases(options), measure, show).failed)
 
 
 if __name__ == "__main__":

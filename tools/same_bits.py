@@ -18,19 +18,18 @@ import hashlib
 import json
 import os
 import shlex
-import signal
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
-from same_bits_cases import CASES
-from tiny_models import tiny_settings
+import yaml
+from same_bits_cases import CASES, Case
+from tiny_models import save_tiny_model, tiny_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 900  # for one case
@@ -58,14 +57,14 @@ def serve(checkout: Path, names: list[str], work: Path, settings: list[str], out
     for name in names:
         folder = work / name.replace("/", "-")
         folder.mkdir()
-        code = _wait(_fork(partial(_run, name, checkout, folder, settings), folder / "log"))
-        lines = (folder / "log").read_text(errors="replace").split("\n")
-        found[name] = json.loads((folder / "found").read_text()) if code == 0 else {"error": "\n".join(lines[-12:])}
-        print(f"{name}: {'failed' if code else len(found[name])}", flush=True)
-        subprocess.run(["rm", "-rf", folder], check=True)
+        try:
+            run_case(CASES[name], checkout, folder, settings)
+            found[name] = dict(digests(folder / "run"))
+        except RuntimeError as error:
+            found[name] = {"error": str(error)}
+        print(f"{name}: {'failed' if 'error' in found[name] else len(found[name])}", flush=True)
+        shutil.rmtree(folder)
     out.write_text(json.dumps(found))
-    sys.stdout.flush()
-    os._exit(0)  # taking down what was imported takes a second, and some of it prints pages
 
 
 def _use_kernels() -> None:
@@ -79,39 +78,15 @@ def _use_kernels() -> None:
         module.use_kernels = lambda *_: True  # type: ignore[attr-defined]
 
 
-def _fork(work: Callable[[], None], log: Path) -> int:
-    """Run `work` in a fork that prints to `log`; returns its pid."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code: Any = 1
-    try:
-        signal.alarm(LIMIT_S)
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-        os.dup2(1, 2)
-        work()
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code if isinstance(code, int) else 1)
-
-
-def _wait(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _run(name: str, checkout: Path, folder: Path, settings: list[str]) -> None:
-    case, run = CASES[name], folder / "run"
-    config = checkout / case.model
+def run_case(case: Case, checkout: Path, folder: Path, settings: list[str]) -> None:
+    """Run a case's commands in `folder`. Raises RuntimeError, with the end of what it printed, if one fails."""
+    run, config = folder / "run", checkout / case.model
     if not case.model.endswith(".yaml"):
-        import yaml
-
+        family, _, layers = case.model.partition(" ")
+        model = folder.parents[1] / "models" / case.model.replace(" ", "-")
+        if not model.exists():
+            save_tiny_model(model, family, num_hidden_layers=int(layers or 2))
         config = folder / "config.yaml"
-        model = _model(case.model, folder.parents[1] / "models")
         config.write_text(yaml.safe_dump(tiny_settings(model, checkpoint={"keep_last": 1})))
     argv = ["train", str(config), *shlex.split(case.overrides), *settings, f"train.run_dir={run}"]
     if case.resume:
@@ -119,37 +94,35 @@ def _run(name: str, checkout: Path, folder: Path, settings: list[str]) -> None:
     _qarl(argv, case.ranks, folder)
     if case.export:
         _qarl(["export", str(run), str(run / "export"), "--no-vllm"], 1, folder)
-    (folder / "found").write_text(json.dumps(dict(digests(run))))
-
-
-def _model(text: str, folder: Path) -> Path:
-    """A random model of "FAMILY [LAYERS]", made once for all cases."""
-    from tiny_models import save_tiny_model
-
-    family, _, layers = text.partition(" ")
-    directory = folder / text.replace(" ", "-")
-    if not directory.exists():
-        save_tiny_model(directory, family, num_hidden_layers=int(layers or 2))
-    return directory
 
 
 def _qarl(argv: list[str], ranks: int, folder: Path) -> None:
-    """Run a `qarl` command line on each rank, in forks. Raises SystemExit if one fails."""
-    from qarl import cli
-
+    """Run a `qarl` command line on each rank, in forks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    log, forks = folder / "log", get_context("fork")
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    given = [group | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    started = [forks.Process(target=_rank, args=(argv, own if ranks > 1 else {}, log)) for own in given]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join(LIMIT_S)
+        one.kill()
+        one.join()
+    if any(one.exitcode for one in started):
+        raise RuntimeError("\n".join(log.read_text(errors="replace").split("\n")[-12:]))
 
-    def rank(own: int) -> None:
-        names = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        os.environ |= {name: str(value) for name, value in names.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        cli.main(argv)
 
-    work = [partial(rank, own) for own in range(ranks)] if ranks > 1 else [partial(cli.main, argv)]
-    if any([_wait(pid) for pid in [_fork(one, folder / "log") for one in work]]):
-        raise SystemExit(1)
+def _rank(argv: list[str], environment: dict[str, str], log: Path) -> None:
+    """In a fork: the command line, whose output is appended to `log`."""
+    from qarl import cli
+
+    os.environ |= environment
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    os.dup2(1, 2)
+    cli.main(argv)
 
 
 def digests(run: Path) -> Iterator[tuple[str, str]]:
