@@ -15,6 +15,7 @@ import fake_sampler
 import pytest
 import torch
 from fake_sampler import EVEN, FakeHost
+from run_faults import BY_ENGINE, kill_run, kill_sampler, recorded, repeatable
 from tiny_models import tiny_settings
 from tiny_runs import Qarl, settings, write_config
 
@@ -146,27 +147,6 @@ def test_a_stop_string_may_begin_before_the_tokens_that_are_continued(made, tiny
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 INSTALL = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import fake_sampler; fake_sampler.install()\n"
-KILL_SAMPLER = """
-import os, signal
-from qarl.rollout.asynchronous.engine import AsyncEngine
-real, calls = AsyncEngine.take, []
-def take(self, *arguments):
-    calls.append(1)
-    if len(calls) == 2:
-        os.kill(self._link.process.pid, signal.SIGKILL)
-    return real(self, *arguments)
-AsyncEngine.take = take
-"""
-KILL_RUN = """
-import os, signal
-from qarl.training.recorder import Recorder
-real = Recorder.log
-def log(self, step, metrics):
-    real(self, step, metrics)
-    if step == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-Recorder.log = log
-"""
 # On a CPU vLLM turns it off. With it, as on a GPU, a batch runs ahead of the tokens that vLLM's host has seen.
 ASYNC_SCHEDULING = """
 from vllm.platforms.cpu import CpuPlatform
@@ -176,7 +156,6 @@ def check(cls, vllm_config):
     vllm_config.scheduler_config.async_scheduling = True
 CpuPlatform.check_and_update_config = classmethod(check)
 """
-OF_TIMES = ("time/", "memory/", "throughput/", "async/", "publish/")
 
 
 class Runs:
@@ -193,17 +172,16 @@ class Runs:
         done = self.qarl.run("train", self.config, *run, before=self.before + before)
         assert done.code == code, done.err
         self.out = done.out
-        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        return recorded(self.folder / name)
+
+    def repeatable(self, name: str) -> list[dict[str, Any]]:
+        return repeatable(self.folder / name, BY_ENGINE)
 
     def prompts(self, name: str) -> list[int]:
         """Ids of the prompts that the run learned from, in order."""
         files = sorted((self.folder / name / "rollouts").glob("*.jsonl"))
         rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         return [row["prompt_id"] for row in rows[::4]]
-
-
-def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if not key.startswith(OF_TIMES)} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +204,8 @@ def whole(fakes) -> list[dict[str, Any]]:
 def test_waiting_runs_repeat_after_a_kill_of_the_sampler(fakes, whole):
     ahead = {"max_staleness": 1, "in_flight": "wait"}
     assert [row["async/staleness_max"] for row in whole] == [0.0, 1.0, 1.0, 1.0]
-    assert timeless(fakes.train("killed", before=KILL_SAMPLER, **ahead)) == timeless(whole)
+    fakes.train("killed", before=kill_sampler(2), **ahead)
+    assert fakes.repeatable("killed") == fakes.repeatable("whole")
     assert "the sampler failed: its process was ended by SIGKILL" in fakes.out and "restart 1 of 2" in fakes.out
     assert not (fakes.folder / "killed" / "sampler").exists(), "the checkpoint that vLLM loads is removed"
 
@@ -236,7 +215,7 @@ def test_waiting_runs_repeat_after_a_kill_of_the_sampler(fakes, whole):
 def test_a_killed_run_loses_and_repeats_no_prompt(fakes, whole, order):
     (fakes.folder / "troubles").write_text("step slow")
     ahead = {"max_staleness": 2, "in_flight": "recompute_kv", "order": order}
-    fakes.train(order, before=KILL_RUN, code=-9, **ahead)
+    fakes.train(order, before=kill_run(3), code=-9, **ahead)
     rows = fakes.train(order, **ahead)
     assert len(rows) == 4 and max(row["async/staleness_max"] for row in rows) <= 2
     assert max(row["async/continued_frac"] for row in rows) > 0, "no response saw new weights"
@@ -258,7 +237,9 @@ def real(qarl_with_vllm, tiny_model, tmp_path_factory) -> Runs:
 @real_vllm
 @pytest.mark.slow
 def test_staleness_0_gives_the_numbers_of_the_synchronous_run_on_real_vllm(real):
-    assert timeless(real.train("zero", max_staleness=0)) == timeless(real.train("sync"))
+    real.train("zero", max_staleness=0)
+    real.train("sync")
+    assert real.repeatable("zero") == real.repeatable("sync")
 
 
 @real_vllm

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
+import forked_launch
 import pytest
 import torch
 from pydantic import ValidationError
+from run_faults import BY_ENGINE, GIVEN, kill_at_take, kill_run, on_rank, recorded, repeatable
 from tiny_runs import Qarl, settings, write_config
 from transformers import AutoModelForCausalLM
 
@@ -211,23 +209,6 @@ def test_held_out_scores_the_quantized_policy(models, tmp_path):
 
 # --- whole runs ----------------------------------------------------------------------------------------------------
 
-KILL = """
-import os, signal
-from qarl.training.recorder import Recorder
-real = Recorder.log
-def log(self, step, metrics):
-    real(self, step, metrics)
-    if step == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-Recorder.log = log
-"""
-OF_TIMES = ("time/", "memory/", "throughput/", "publish/")
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(OF_TIMES)} for row in rows]
-
 
 @pytest.fixture(scope="module")
 def config(models, tmp_path_factory) -> Path:
@@ -239,14 +220,6 @@ def config(models, tmp_path_factory) -> Path:
     return write_config(folder / "c.yaml", sections)
 
 
-def kill_second_rank(launcher: int, metrics: Path) -> None:
-    """Kill one of a launcher's two ranks as soon as a step is recorded."""
-    while not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.01)
-    ranks = [p for p in psutil.Process(launcher).children(recursive=True) if "rank_process" in " ".join(p.cmdline())]
-    os.kill(max(ranks, key=lambda process: process.pid).pid, signal.SIGKILL)
-
-
 def run(qarl: Qarl, command: str, config: Path, name: str, *overrides: str, code: int = 0, **order: Any) -> Path:
     folder = config.parent / name
     done = qarl.run(command, config, f"train.run_dir={folder}", *overrides, cwd=config.parent, **order)
@@ -254,33 +227,40 @@ def run(qarl: Qarl, command: str, config: Path, name: str, *overrides: str, code
     return folder
 
 
+def run_on_ranks(qarl: Qarl, command: str, config: Path, name: str, *overrides: str, before: str = "", **order) -> Path:
+    """`run` on two ranks, which are forks and run `before` first."""
+    first = config.parent / "first.py"
+    first.write_text(before)
+    return run(qarl, command, config, name, *overrides, "--nproc", "2", before=forked_launch.before(first), **order)
+
+
+@pytest.fixture(scope="module")
+def whole(qarl, config) -> Path:
+    return run(qarl, "sft", config, "whole")
+
+
 @pytest.mark.slow
-def test_sft_learns_is_evaluated_and_repeats_bit_for_bit_after_a_kill(qarl, config):
-    whole = run(qarl, "sft", config, "whole")
-    losses = [row["sft/loss"] for row in metrics_of(whole)]
+def test_sft_learns_is_evaluated_and_repeats_bit_for_bit_after_a_kill(qarl, config, whole):
+    losses = [row["sft/loss"] for row in recorded(whole)]
     assert losses[-1] < losses[0] - 0.5
-    assert not any(key.startswith(("reward/", "mismatch/")) for key in metrics_of(whole)[0])
+    assert not any(key.startswith(("reward/", "mismatch/")) for key in recorded(whole)[0])
     held = [json.loads(line)["held_out"] for line in (whole / "evaluations.jsonl").read_text().splitlines()]
     assert len(held) == 4 and held[-1]["loss"] < held[0]["loss"] - 0.5  # before, after 2, 4 and 5
-    killed = run(qarl, "sft", config, "killed", before=KILL, code=-9)
-    assert len(metrics_of(killed)) == 3
+    killed = run(qarl, "sft", config, "killed", before=kill_run(3), code=-9)
+    assert len(recorded(killed)) == 3
     run(qarl, "sft", config, "killed")
-    assert metrics_of(killed) == metrics_of(whole)
+    assert repeatable(killed, BY_ENGINE) == repeatable(whole, BY_ENGINE)
 
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_differs_by_rounding_only_and_resumes(qarl, config):
-    alone = run(qarl, "sft", config, "alone")
-    both = run(qarl, "sft", config, "both", "--nproc", "2")
-    for one, two in zip(metrics_of(alone), metrics_of(both), strict=True):
+def test_a_run_on_two_ranks_differs_by_rounding_only_and_resumes(qarl, config, whole):
+    both = run_on_ranks(qarl, "sft", config, "both")
+    for one, two in zip(recorded(whole), recorded(both), strict=True):
         assert two["sft/loss"] == pytest.approx(one["sft/loss"], rel=0.05)
-    folder = config.parent / "both_killed"
-    started = qarl.start("sft", config, f"train.run_dir={folder}", "--nproc", "2", cwd=config.parent)
-    kill_second_rank(started.pid, folder / "metrics.jsonl")
-    assert started.wait().code in (75, 137)
-    assert 0 < len(metrics_of(folder)) < len(metrics_of(both))
-    run(qarl, "sft", config, "both_killed", "--nproc", "2")
-    assert metrics_of(folder) == metrics_of(both)
+    killed = run_on_ranks(qarl, "sft", config, "both_killed", before=on_rank(1, kill_at_take(4, GIVEN)), code=137)
+    assert 0 < len(recorded(killed)) < len(recorded(both))
+    run_on_ranks(qarl, "sft", config, "both_killed")
+    assert repeatable(killed, BY_ENGINE) == repeatable(both, BY_ENGINE)
 
 
 @pytest.mark.slow
@@ -288,7 +268,7 @@ def test_distillation_on_sampled_responses_needs_no_rewards_and_mismatch_stays_0
     teacher = f"objective.teacher={{path: {models[1]}}}"
     more = "rollout.engine=native", "rollout.n=2", "evaluation.held_out=null", "evaluation.every=null"
     folder = run(qarl, "distill", config, "online", teacher, *more)
-    rows = metrics_of(folder)
+    rows = recorded(folder)
     assert all(row["mismatch/delta_abs_max"] == 0 for row in rows)
     assert rows[-1]["teacher/divergence"] < rows[0]["teacher/divergence"]
     assert "reward/mean" not in rows[0]
@@ -298,8 +278,8 @@ def test_distillation_on_sampled_responses_needs_no_rewards_and_mismatch_stays_0
 def test_distillation_on_two_ranks_differs_by_rounding_only(qarl, config, models):
     given = f"objective.teacher={{path: {models[1]}}}", "rollout.engine=data", "train.steps=2"
     alone = run(qarl, "distill", config, "distilled", *given)
-    both = run(qarl, "distill", config, "distilled2", *given, "--nproc", "2")
-    for one, two in zip(metrics_of(alone), metrics_of(both), strict=True):
+    both = run_on_ranks(qarl, "distill", config, "distilled2", *given)
+    for one, two in zip(recorded(alone), recorded(both), strict=True):
         assert two["teacher/divergence"] == pytest.approx(one["teacher/divergence"], rel=0.05)
     held = [json.loads((folder / "evaluations.jsonl").read_text().splitlines()[0]) for folder in (alone, both)]
     assert held[0]["held_out"] == pytest.approx(held[1]["held_out"])
@@ -309,7 +289,7 @@ def test_distillation_on_two_ranks_differs_by_rounding_only(qarl, config, models
 def test_a_teacher_regularizes_an_rl_objective(qarl, llama, tmp_path):
     data = settings(llama, objective={"name": "tbpo", "teacher": {"path": str(llama), "coef": 0.1}}, train={"steps": 2})
     config = write_config(tmp_path / "c.yaml", data)
-    rows = metrics_of(run(qarl, "train", config, "rl"))
+    rows = recorded(run(qarl, "train", config, "rl"))
     assert rows[0]["teacher/divergence"] > 0 and "reward/mean" in rows[0] and rows[0]["mismatch/delta_abs_max"] == 0
 
 

@@ -1,0 +1,75 @@
+"""Python for `tiny_runs.Qarl.run(before=...)` that kills a run or its sampler, and the metrics that repeat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+MEASURED = ("time/", "memory/", "throughput/")  # differ from run to run
+BY_ENGINE = (*MEASURED, "async/", "publish/")  # also differ between kinds of samplers
+
+ASYNC = "qarl.rollout.asynchronous.engine:AsyncEngine"
+GIVEN = "qarl.training.local_engine:GivenResponses"
+
+_KILL_AT_TAKE = """
+def install():
+    import os, signal
+    from {module} import {engine}
+    real, takes = {engine}.take, []
+    def take(self, *arguments):
+        takes.append(1)
+        if {when}:
+            os.kill({pid}, signal.SIGKILL)
+        return real(self, *arguments)
+    {engine}.take = take
+install()
+"""
+_KILL_RUN = """
+def install():
+    import os, signal
+    from qarl.training.recorder import Recorder
+    real = Recorder.log
+    def log(self, step, metrics):
+        real(self, step, metrics)
+        if step == {step}:
+            os.kill(os.getpid(), signal.SIGKILL)
+    Recorder.log = log
+install()
+"""
+
+
+def kill_sampler(take: int | None) -> str:
+    """Kill the sampler's process when a step takes responses for the `take`-th time. None: every time."""
+    return _kill_at_take(f"len(takes) == {take}" if take else "True", "self._link.process.pid", ASYNC)
+
+
+def kill_at_take(take: int, engine: str = ASYNC) -> str:
+    """Kill the run itself when a step takes responses for the `take`-th time. engine: ASYNC or GIVEN."""
+    return _kill_at_take(f"len(takes) == {take}", "os.getpid()", engine)
+
+
+def _kill_at_take(when: str, pid: str, engine: str) -> str:
+    module, _, name = engine.partition(":")
+    return _KILL_AT_TAKE.format(when=when, pid=pid, module=module, engine=name)
+
+
+def kill_run(step: int) -> str:
+    """Kill the run itself after the metrics of a step are recorded."""
+    return _KILL_RUN.format(step=step)
+
+
+def on_rank(rank: int, code: str) -> str:
+    """Run `code` on one rank only."""
+    return f"import os\nif os.environ.get('RANK') == '{rank}':\n" + "".join(f"    {x}\n" for x in code.splitlines())
+
+
+def recorded(run: Path) -> list[dict[str, Any]]:
+    """The metrics of every step of a run directory."""
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def repeatable(run: Path, measured: tuple[str, ...] = MEASURED) -> list[dict[str, Any]]:
+    """The metrics of every step that a repeated run has too."""
+    return [{key: value for key, value in row.items() if not key.startswith(measured)} for row in recorded(run)]
