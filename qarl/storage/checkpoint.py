@@ -25,18 +25,14 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import on_first, together
 from qarl.errors import UserError
-from qarl.storage import writing
 from qarl.storage.disk import disk_errors, free_bytes, fsync_directory
 from qarl.storage.leftovers import delete, is_abandoned, mark
 from qarl.storage.loading import Checkpoint, CheckpointDamaged, load_checkpoint
 from qarl.storage.names import checkpoint_steps, step_name
-from qarl.storage.pieces import Piece, described, plan_files, whole_tensors, write_pieces
-from qarl.storage.writing import needed_bytes, write_checkpoint, write_pieces_manifest
+from qarl.storage.pieces import Piece, needed_bytes, plan_files, write_files, write_manifest
 
 _LEFTOVER_NAME = re.compile(r"\.(tmp|old)-([0-9]{6,10})-([0-9]{1,9})-(.+)")
 
@@ -75,77 +71,54 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         return self.directory / step_name(step)
 
-    def save(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
+    def save(self, step: int, pieces: Sequence[Piece], state: dict[str, Any]) -> Path:
         """Write one checkpoint durably, point `latest` at it, then prune. Replaces an existing checkpoint of this step.
 
-        Args:
-            step: Training step.
-            tensors: Group name to tensor name to tensor, of any shape, layout, device and dtype in `DTYPE_NAMES`.
-            state: JSON values. Keys are strings, tuples come back as lists, NaN and infinities survive.
-
-        Raises:
-            UserError: The disk refuses. Nothing of this checkpoint stays, and earlier ones are untouched.
-        """
-        state_json = json.dumps(state, indent=1).encode()
-        needed = needed_bytes([tensor for group in tensors.values() for tensor in group.values()]) + len(state_json)
-        final = self.path(step)
-        self._require_space(final, needed)
-        temporary = self._hidden("tmp", step)
-        with disk_errors(final, needed):
-            try:
-                self.directory.mkdir(exist_ok=True)  # it may have been removed while the run continued
-                temporary.mkdir()
-                write_checkpoint(temporary, step, tensors, state_json)
-                self._publish(temporary, step)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)  # gone already unless something above failed
-            self._prune(step)
-        return final
-
-    def save_pieces(self, step: int, pieces: Sequence[Piece], state: dict[str, Any]) -> Path:
-        """Save tensors that are split over the ranks; all ranks write in parallel.
-
-        With one rank, which holds whole tensors, the result is the same as that of `save`.
+        All ranks write in parallel.
 
         Args:
             step: Training step.
-            pieces: Pieces held by this rank. The pieces of all ranks cover each tensor exactly once.
-            state: As for `save`; the first rank's is written.
+            pieces: Pieces held by this rank. The pieces of all ranks cover each tensor exactly once; a single process
+                holds whole tensors.
+            state: JSON values; the first rank's are written. Keys are strings, tuples come back as lists, NaN and
+                infinities survive.
+
+        Returns:
+            The checkpoint's directory.
 
         Raises:
-            UserError: The disk of a rank refuses. The other ranks' error names that rank, its host and the path.
+            UserError: The disk of a rank refuses. Nothing of this checkpoint stays, and earlier ones are untouched. The
+                other ranks' error names that rank, its host and the path.
         """
         ranks = self.ranks
-        if ranks.count == 1:
-            return self.save(step, whole_tensors(pieces), state)
         final, state_json = self.path(step), json.dumps(state, indent=1).encode()
-        needed = sum(ranks.gather(needed_bytes([piece.values for piece in pieces]))) + len(state_json)
+        needed = sum(ranks.gather(needed_bytes(pieces))) + len(state_json)
         temporary = self.directory / ranks.gather(self._hidden("tmp", step).name)[0]
-        files = plan_files(pieces, ranks.rank, ranks.count, writing.SHARD_BYTES)
+        files = plan_files(pieces, ranks.rank, ranks.count)
 
         def begin() -> None:
             self._require_space(final, needed)
             with disk_errors(final, needed):
-                self.directory.mkdir(exist_ok=True)
+                self.directory.mkdir(exist_ok=True)  # it may have been removed while the run continued
                 temporary.mkdir()
 
-        def write() -> dict[str, dict[str, Any]]:
+        def write() -> dict[str, Any]:
             with disk_errors(final, needed):
-                return write_pieces(temporary, files)
+                return write_files(temporary, pieces, files, whole=ranks.count == 1)
 
         def publish() -> None:
             with disk_errors(final, needed):
-                write_pieces_manifest(temporary, step, state_json, shares)
+                write_manifest(temporary, step, state_json, shares)
                 self._publish(temporary, step)
                 self._prune(step)
 
         try:
             on_first(ranks, begin)
-            shares = ranks.gather({"files": together(ranks, write), **described(pieces, files)})
+            shares = ranks.gather(together(ranks, write))
             on_first(ranks, publish)
         finally:
             if ranks.first:
-                shutil.rmtree(temporary, ignore_errors=True)
+                shutil.rmtree(temporary, ignore_errors=True)  # gone already unless something above failed
         return final
 
     @staticmethod

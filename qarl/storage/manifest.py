@@ -37,9 +37,8 @@ from qarl.storage.names import step_of
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**30  # hundreds of ranks with thousands of tensors need a tenth of this
 WHOLE, PIECES = 1, 2  # format versions
-GROUP_NAME = r"[a-z][a-z0-9_]*"
 
-_Group = Annotated[str, StringConstraints(pattern=f"^{GROUP_NAME}$")]
+_Group = Annotated[str, StringConstraints(pattern="^[a-z][a-z0-9_]*$")]
 _Span = Annotated[list[Bytes], Field(min_length=2, max_length=2)]
 
 

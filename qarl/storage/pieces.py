@@ -1,19 +1,22 @@
-"""Slices of tensors that several processes hold and write."""
+"""The files of a checkpoint: which slices of which tensors they hold, and writing them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from qarl.errors import UserError
 from qarl.storage.disk import fsync_directory
+from qarl.storage.manifest import MANIFEST, PIECES, WHOLE, encode, pieces_fault
 from qarl.storage.tensorfile import safetensors_chunks, write_file
 
 GROUPS = ("masters", "optimizer")
 ROLLOUTS = "rollouts"  # group of what asynchronous rollouts have sampled ahead; only their checkpoints have it
+SHARD_BYTES = 4 * 2**30  # of tensors per file
 
 
 @dataclass(frozen=True)
@@ -33,62 +36,119 @@ class Piece:
     values: Tensor
 
 
-def whole_tensors(pieces: Iterable[Piece]) -> dict[str, dict[str, Tensor]]:
-    """Return group to name to tensor for pieces that are whole tensors."""
-    tensors: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
-    for piece in pieces:
-        own = tensors.setdefault(piece.group, {})
-        assert piece.start == 0 and piece.name not in own, f"{piece.name}: a part of one process"
-        own[piece.name] = piece.values.view(piece.shape)
-    return tensors
+Files = Mapping[str, Mapping[str, Mapping[str, Piece]]]
+"""Group to file name to tensor name to piece."""
 
 
-def plan_files(pieces: Sequence[Piece], rank: int, count: int, most: int) -> dict[str, dict[str, Piece]]:
-    """Assign one rank's pieces to files: file name to tensor name to piece. Empty pieces are left out.
+def plan_files(pieces: Sequence[Piece], rank: int, count: int) -> Files:
+    """Assign one rank's pieces to files of at most SHARD_BYTES, or of a single piece.
 
-    The first file of the first of four ranks is `masters-r0001-of-0004.safetensors`. Pieces beyond `most` bytes, or
-    further pieces of the same tensor, go into `masters-r0001-of-0004-00002.safetensors`, and so on.
+    A single process writes `masters.safetensors`, which exists even if it is empty, or `masters-00001.safetensors`,
+    `masters-00002.safetensors` and so on. The first of four ranks writes `masters-r0001-of-0004.safetensors`,
+    `masters-r0001-of-0004-00002.safetensors` and so on; its empty pieces are left out.
     """
-    files: dict[str, dict[str, Piece]] = {}
-    for group in _groups(pieces):
-        shards: list[dict[str, Piece]] = []
-        filled = 0
-        for piece in (piece for piece in pieces if piece.group == group and piece.values.numel()):
-            if not shards or piece.name in shards[-1] or filled + piece.values.nbytes > most:
-                shards.append({})
-                filled = 0
-            shards[-1][piece.name] = piece
-            filled += piece.values.nbytes
-        for number, shard in enumerate(shards, start=1):
-            more = "" if number == 1 else f"-{number:05d}"
-            files[f"{group}-r{rank + 1:04d}-of-{count:04d}{more}.safetensors"] = shard
+    files: dict[str, dict[str, dict[str, Piece]]] = {}
+    for group in dict.fromkeys([*GROUPS, *(piece.group for piece in pieces)]):
+        shards = _shards([piece for piece in pieces if piece.group == group and (count == 1 or piece.values.numel())])
+        if count == 1:
+            shards = shards or [{}]
+            names = [f"{group}-{number:05d}" for number in range(1, len(shards) + 1)] if len(shards) > 1 else [group]
+        else:
+            first = f"{group}-r{rank + 1:04d}-of-{count:04d}"
+            names = [first, *(f"{first}-{number:05d}" for number in range(2, len(shards) + 1))][: len(shards)]
+        files[group] = {f"{name}.safetensors": shard for name, shard in zip(names, shards, strict=True)}
     return files
 
 
-def described(pieces: Sequence[Piece], files: Mapping[str, Mapping[str, Piece]]) -> dict[str, Any]:
-    """Return the entries of a format 2 manifest (shapes, pieces, groups) for one rank's pieces in `files`."""
-    shapes: dict[str, dict[str, list[int]]] = {group: {} for group in _groups(pieces)}
+def _shards(pieces: Sequence[Piece]) -> list[dict[str, Piece]]:
+    """Split pieces of one group into files: tensor name to piece. A file holds one piece per tensor."""
+    shards: list[dict[str, Piece]] = []
+    filled = 0
+    for piece in pieces:
+        if not shards or piece.name in shards[-1] or filled + piece.values.nbytes > SHARD_BYTES:
+            shards.append({})
+            filled = 0
+        shards[-1][piece.name] = piece
+        filled += piece.values.nbytes
+    return shards
+
+
+def needed_bytes(pieces: Sequence[Piece]) -> int:
+    """Return the bytes of a checkpoint of these pieces without state.json, including headers, manifest and block
+    padding.
+    """
+    return sum(piece.values.nbytes for piece in pieces) + 256 * len(pieces) + 16384
+
+
+def write_files(directory: Path, pieces: Sequence[Piece], files: Files, whole: bool) -> dict[str, Any]:
+    """Write one rank's files durably.
+
+    Args:
+        directory: An existing directory.
+        pieces: All pieces of this rank.
+        files: Result of `plan_files`.
+        whole: The pieces are whole tensors, and are written in their shape.
+
+    Returns:
+        The rank's entries of the manifest: groups, shapes, pieces and files.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    shapes: dict[str, dict[str, list[int]]] = {group: {} for group in files}
     for piece in pieces:
         shapes[piece.group][piece.name] = list(piece.shape)
-    spans = {
-        file: {name: [piece.start, piece.start + piece.values.numel()] for name, piece in members.items()}
-        for file, members in files.items()
-    }
-    groups = {group: [file for file in files if file.startswith(f"{group}-")] for group in shapes}
-    return {"shapes": shapes, "pieces": spans, "groups": groups}
-
-
-def _groups(pieces: Iterable[Piece]) -> list[str]:
-    """`GROUPS`, and further groups that the pieces have."""
-    return list(dict.fromkeys([*GROUPS, *(piece.group for piece in pieces)]))
-
-
-def write_pieces(directory: Path, files: Mapping[str, Mapping[str, Piece]]) -> dict[str, dict[str, Any]]:
-    """Write the files of `plan_files` durably. Returns {bytes, sha256} per file. Raises OSError."""
-    written = {}
-    for file, members in files.items():
-        written[file] = write_file(
-            directory / file, safetensors_chunks({name: piece.values for name, piece in members.items()})
-        )
+    spans: dict[str, dict[str, list[int]]] = {}
+    written: dict[str, dict[str, Any]] = {}
+    for members in files.values():
+        for file, held in members.items():
+            tensors = {name: piece.values.view(piece.shape) if whole else piece.values for name, piece in held.items()}
+            written[file] = write_file(directory / file, safetensors_chunks(tensors))
+            spans[file] = {
+                name: [piece.start, piece.start + piece.values.numel()]
+                for name, piece in held.items()
+                if piece.values.numel()
+            }
     fsync_directory(directory)
-    return written
+    groups = {group: list(members) for group, members in files.items()}
+    return {"groups": groups, "shapes": shapes, "pieces": spans, "files": written}
+
+
+def write_manifest(directory: Path, step: int, state_json: bytes, shares: Sequence[Mapping[str, Any]]) -> None:
+    """Write state.json and the manifest of the files that all ranks have written.
+
+    Args:
+        directory: Holds the files.
+        step: Training step.
+        state_json: Content of state.json.
+        shares: Results of `write_files`, per rank.
+
+    Raises:
+        UserError: This process does not see the files of a rank.
+        OSError: The disk refuses.
+    """
+    groups: dict[str, list[str]] = {}
+    shapes: dict[str, dict[str, list[int]]] = {}
+    pieces: dict[str, dict[str, list[int]]] = {}
+    files: dict[str, dict[str, Any]] = {}
+    for share in shares:
+        for group, names in share["groups"].items():
+            groups.setdefault(group, []).extend(names)
+            shapes.setdefault(group, {}).update(share["shapes"][group])
+        pieces |= share["pieces"]
+        files |= share["files"]
+    for file, entry in files.items():
+        if not (directory / file).exists() or (directory / file).stat().st_size != entry["bytes"]:
+            raise UserError(
+                f"{directory / file}: is not what another rank wrote under that name; set train.run_dir to a directory "
+                "on a disk that all nodes share"
+            )
+    assert (fault := pieces_fault(groups, shapes, pieces)) is None, fault
+    files["state.json"] = write_file(directory / "state.json", [state_json])
+    if len(shares) == 1:
+        body = {"format_version": WHOLE, "step": step, "groups": groups}
+    else:
+        body = {"format_version": PIECES, "step": step, "ranks": len(shares), "groups": groups}
+        body |= {"shapes": shapes, "pieces": pieces}
+    write_file(directory / MANIFEST, [encode({**body, "files": files})])
+    fsync_directory(directory)

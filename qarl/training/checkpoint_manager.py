@@ -139,7 +139,7 @@ class CheckpointManager:
         self.run.updates.scale.load(finished.loss_scale)
         self._refused_step = finished.step
         with self.console.phase("checkpoint"):
-            self.store.save_pieces(finished.step, *capture(self.run, finished.position))
+            self.store.save(finished.step, *capture(self.run, finished.position))
         self.saved_step, self._refused_step = finished.step, 0
         self.history = self.history.model_copy(update={"checkpoint": finished.step})
         on_first(self.ranks, lambda: write_history(self.directory.path, self.history))

@@ -23,10 +23,11 @@ from qarl.distributed.ranks import OtherRankFailed, Ranks
 from qarl.errors import UserError
 from qarl.inputs.files import read_bytes
 from qarl.storage import checkpoint as module
-from qarl.storage import writing
+from qarl.storage import pieces as storage_pieces
 from qarl.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore
 from qarl.storage.manifest import encode
-from qarl.storage.pieces import Piece
+from qarl.storage.pieces import Files, Piece
+from qarl.storage.tensorfile import safetensors_chunks
 
 
 def save(directory: Path, count: int, step: int, keep_last: int = 0, seed: int | None = None) -> list[Any]:
@@ -38,7 +39,7 @@ def save(directory: Path, count: int, step: int, keep_last: int = 0, seed: int |
             pieces = cut_rows(tensors, ranks.rank, count)
         else:
             pieces = cut_anywhere(tensors, ranks.rank, count, seed)
-        return CheckpointStore(directory, keep_last, ranks).save_pieces(step, pieces, {"step": step})
+        return CheckpointStore(directory, keep_last, ranks).save(step, pieces, {"step": step})
 
     return as_threads(count, work)
 
@@ -73,18 +74,22 @@ def test_any_cut_comes_back_whole_and_in_ranges(tmp_path, count, seed):
             assert part.shape == (stop - start,) and torch.equal(part, tensor.reshape(-1)[start:stop])
 
 
-def test_one_rank_writes_the_files_of_one_process_byte_for_byte(tmp_path):
+def test_one_rank_writes_whole_tensors_in_format_1(tmp_path):
     tensors = some_tensors(4)
-    CheckpointStore(tmp_path / "whole", 0).save(4, tensors, {"step": 4})
-    save(tmp_path / "pieces", 1, 4)
-    names = listing(tmp_path / "whole" / "000004")
-    assert names == ["manifest.json", "masters.safetensors", "optimizer.safetensors", "state.json"]
-    for name in names:
-        assert (tmp_path / "whole/000004" / name).read_bytes() == (tmp_path / "pieces/000004" / name).read_bytes()
+    save(tmp_path, 1, 4)
+    folder = tmp_path / "000004"
+    assert listing(folder) == ["manifest.json", "masters.safetensors", "optimizer.safetensors", "state.json"]
+    for group, members in tensors.items():
+        assert (folder / f"{group}.safetensors").read_bytes() == b"".join(safetensors_chunks(members))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert list(manifest) == ["format_version", "step", "groups", "files", "sha256"]
+    assert (manifest["format_version"], manifest["step"]) == (1, 4)
+    assert manifest["groups"] == {group: [f"{group}.safetensors"] for group in tensors}
+    assert sorted(manifest["files"]) == ["masters.safetensors", "optimizer.safetensors", "state.json"]
 
 
 def test_files_are_named_by_rank_and_split_above_the_shard_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "SHARD_BYTES", 200)
+    monkeypatch.setattr(storage_pieces, "SHARD_BYTES", 200)
     save(tmp_path, 2, 1)
     assert_is_step(CheckpointStore.load(tmp_path / "latest"), 1)
     names = [name for name in listing(tmp_path / "000001") if name.startswith("masters")]
@@ -108,7 +113,7 @@ def test_tensors_that_ranks_do_not_cover_once_are_never_published(tmp_path):
         values = torch.arange(6.0)
         start = 2 if ranks.rank else 0
         pieces = [Piece("masters", "w", (6,), start, values[start : start + 3])]
-        return CheckpointStore(tmp_path, 0, ranks).save_pieces(1, pieces, {})
+        return CheckpointStore(tmp_path, 0, ranks).save(1, pieces, {})
 
     first, second = as_threads(2, work)
     assert isinstance(first, AssertionError) and "'w': elements [2, 3) are in two files" in str(first)
@@ -117,12 +122,13 @@ def test_tensors_that_ranks_do_not_cover_once_are_never_published(tmp_path):
 
 def test_files_that_the_first_rank_does_not_see_are_never_published(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
-    real = module.write_pieces
+    real = module.write_files
 
-    def write(directory: Path, files: dict[str, Any]) -> dict[str, Any]:
-        return real(tmp_path / "elsewhere" if any("r0002" in file for file in files) else directory, files)
+    def write(directory: Path, pieces: list[Piece], files: Files, whole: bool) -> dict[str, Any]:
+        second = any("r0002" in file for members in files.values() for file in members)
+        return real(tmp_path / "elsewhere" if second else directory, pieces, files, whole)
 
-    monkeypatch.setattr(module, "write_pieces", write)
+    monkeypatch.setattr(module, "write_files", write)
     first, second = save(tmp_path / "checkpoints", 2, 1)
     assert type(first) is UserError and "r0002-of-0002.safetensors: is not what another rank wrote" in str(first)
     assert isinstance(second, OtherRankFailed) and listing(tmp_path / "checkpoints") == []
@@ -170,7 +176,7 @@ def test_the_first_rank_checks_the_space_of_all(tmp_path, monkeypatch):
     save(tmp_path, 3, 1)
     with monkeypatch.context() as patch:
         patch.setattr(module, "free_bytes", lambda path: 60_000)  # each rank's 17 kB would fit
-        patch.setattr(module, "write_pieces", lambda *arguments: pytest.fail("wrote"))
+        patch.setattr(module, "write_files", lambda *arguments, **options: pytest.fail("wrote"))
         first, *others = save(tmp_path, 3, 2)
     assert type(first) is UserError and "no space for a checkpoint (" in str(first) and "60,000 free" in str(first)
     assert all(isinstance(other, OtherRankFailed) for other in others) and listing(tmp_path) == ["000001", "latest"]
@@ -289,7 +295,7 @@ def test_a_piece_of_another_type_is_damage(tmp_path):
     def work(ranks: Ranks) -> Path:
         values = torch.zeros(4) if ranks.first else torch.zeros(4, dtype=torch.bfloat16)
         pieces = [Piece("masters", "w", (8,), 4 * ranks.rank, values)]
-        return CheckpointStore(tmp_path, 0, ranks).save_pieces(1, pieces, {})
+        return CheckpointStore(tmp_path, 0, ranks).save(1, pieces, {})
 
     as_threads(2, work)
     with pytest.raises(CheckpointDamaged, match=r"r0002-of-0002.*'w' is torch.bfloat16, elsewhere torch.float32"):

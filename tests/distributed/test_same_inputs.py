@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from thread_ranks import as_threads
 from tiny_runs import ROOT, settings, write_config
+from whole_pieces import whole_pieces
 
 from qarl.config import ModelConfig, load_config
 from qarl.data import PromptStream, build_prompts
@@ -205,7 +206,7 @@ def test_the_line_names_the_first_value_that_differs_and_each_rank_once(values: 
 def test_ranks_that_see_other_checkpoints_verify_all_of_their_files_and_must_find_the_same(tmp_path: Path) -> None:
     tensors = {"masters": {f"t{index}": torch.arange(8.0) + index for index in range(4)}}
     for place, state in (("here", {"n": 1}), ("copy", {"n": 1}), ("other", {"n": 2}), ("damaged", {"n": 1})):
-        CheckpointStore(tmp_path / place, 0).save(5, tensors, state)
+        CheckpointStore(tmp_path / place, 0).save(5, whole_pieces(tensors), state)
     file = tmp_path / "damaged" / "000005" / "masters.safetensors"
     contents = bytearray(file.read_bytes())
     contents[-1] ^= 1

@@ -40,7 +40,7 @@ def as_of_ranks(run: Path, copy: Path, count: int, seed: int | None = None) -> P
             else:
                 pieces = cut_anywhere(tensors, ranks.rank, count, seed)  # noqa: B023
             place = CheckpointStore(copy / "checkpoints", 0, ranks)
-            return place.save_pieces(step, pieces, found.state)  # noqa: B023
+            return place.save(step, pieces, found.state)  # noqa: B023
 
         assert as_threads(count, work) == [copy / "checkpoints" / f"{step:06d}"] * count
     assert not list(copy.rglob("masters.safetensors"))

@@ -17,6 +17,7 @@ from ranks import run_ranks
 from row_runs import CPU, Case, exchange_of, loss_of
 from thread_ranks import ThreadRanks, as_threads
 from torch import Tensor
+from whole_pieces import whole_pieces
 
 from qarl.config import Config
 from qarl.distributed.exchange import Pending, SingleProcessExchange
@@ -69,7 +70,7 @@ def save(ranks: Ranks, policy: Policy, updates: Updates, folder: Path) -> dict[s
     pieces, meta = updates.pieces()
     digest = policy.current.manifest().digest()
     state = {"version": policy.version, "optimizer": meta, "snapshot_sha256": digest}
-    CheckpointStore(folder, 0, ranks).save_pieces(2, pieces, state)
+    CheckpointStore(folder, 0, ranks).save(2, pieces, state)
     return state
 
 
@@ -144,7 +145,7 @@ def saves(ranks: Ranks, folder: str, victim: int, at: int) -> None:
 
         os.fsync = fsync
     pieces = cut_rows(some_tensors(2), ranks.rank, ranks.count)
-    CheckpointStore(Path(folder), 1, ranks).save_pieces(2, pieces, {"step": 2})
+    CheckpointStore(Path(folder), 1, ranks).save(2, pieces, {"step": 2})
 
 
 # Of the first rank: two files, their directory, state.json, manifest.json, the directory again; then the rename is made
@@ -152,7 +153,7 @@ def saves(ranks: Ranks, folder: str, victim: int, at: int) -> None:
 @pytest.mark.parametrize("victim, at, stands", [(1, 1, 1), (0, 5, 1), (0, 7, 2)])
 def test_a_rank_killed_in_a_save_leaves_a_whole_checkpoint(tmp_path, victim, at, stands):
     folder = tmp_path / "checkpoints"
-    CheckpointStore(folder, 1).save(1, some_tensors(1), {"step": 1})
+    CheckpointStore(folder, 1).save(1, whole_pieces(some_tensors(1)), {"step": 1})
     codes = [1, 1]
     codes[victim] = -signal.SIGKILL
     with pytest.raises(AssertionError, match="exit codes") as caught:
@@ -178,20 +179,20 @@ def is_refused(ranks: Ranks, folder: str) -> list[str]:
     if ranks.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        store.save_pieces(2, pieces, {"step": 2})
+        store.save(2, pieces, {"step": 2})
     except Exception as error:
         told = [type(error).__name__, str(error)]
     ranks.barrier()  # the first rank has removed what was written
     told.append(",".join(sorted(os.listdir(folder))))
     ranks.barrier()
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    store.save_pieces(3, pieces, {"step": 3})
+    store.save(3, pieces, {"step": 3})
     return told
 
 
 def test_a_write_that_fails_on_one_rank_is_everybodys_and_the_next_one_succeeds(tmp_path):
     folder = tmp_path / "checkpoints"
-    CheckpointStore(folder, 1).save(1, some_tensors(1), {"step": 1})
+    CheckpointStore(folder, 1).save(1, whole_pieces(some_tensors(1)), {"step": 1})
     first, second, third = run_ranks(3, f"{HERE}:is_refused", {"folder": str(folder)})
     kind, line, there = second
     assert kind == "UserError" and line.startswith(f"{folder / '000002'}: cannot be written: File too large; ")

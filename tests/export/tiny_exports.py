@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from whole_pieces import whole_pieces
 
 from qarl.config import Config
 from qarl.config.quant import scheme_of
@@ -75,7 +76,7 @@ def save_run(path: Path, model: Path, steps: tuple[int, ...] = (2, 4), noise: fl
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * noise)
         snapshots[step] = policy.refresh(version=step)
         state = {"version": step, "snapshot_sha256": snapshots[step].manifest().digest()}
-        store.save(step, {"masters": masters, "optimizer": {}}, state)
+        store.save(step, whole_pieces({"masters": masters, "optimizer": {}}), state)
     records = [
         {"step": step, "reward/mean": step / 10, "mismatch/delta_abs_mean": 0.0, "mismatch/delta_abs_max": 0.0}
         for step in range(1, steps[-1] + 1)

@@ -11,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tiny_runs import settings
+from whole_pieces import whole_pieces
 
 from qarl import cli
 from qarl.errors import UserError
@@ -82,7 +83,7 @@ def run_of(tiny_model, tmp_path):
         (path / "config.yaml").write_text(yaml.safe_dump(settings(tiny_model(), train={"run_dir": str(path)})))
         masters = dict(load_model(resolve_target(str(tiny_model())).model).named_parameters())
         masters = change({name: parameter.detach().clone() for name, parameter in masters.items()})
-        CheckpointStore(path / "checkpoints", 0).save(2, {"masters": masters}, state)
+        CheckpointStore(path / "checkpoints", 0).save(2, whole_pieces({"masters": masters}), state)
         return path
 
     return make

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from whole_pieces import whole_pieces
 
 from qarl import cli
 from qarl.config import EvaluationConfig
@@ -48,7 +49,7 @@ def placed(tiny_model, tmp_path):
         (run / "environment.json").write_text("{}")
         masters = dict(load_model(resolve_target(str(tiny_model())).model).named_parameters())
         state = {"version": 2, "snapshot_sha256": "0" * 64}
-        CheckpointStore(run / "checkpoints", 0).save(2, {"masters": masters}, state)
+        CheckpointStore(run / "checkpoints", 0).save(2, whole_pieces({"masters": masters}), state)
         target = resolve_target(str(run), quant={"scheme": scheme})
         export_target(target, out, dtype=torch.bfloat16, max_shard_bytes=10**9)
         return {"run": run, "export": out}

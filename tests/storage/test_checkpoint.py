@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 from full_disk import fill_disk
+from whole_pieces import whole_pieces
 
 from qarl.errors import UserError
 from qarl.storage import checkpoint as module
-from qarl.storage import tensorfile, writing
+from qarl.storage import pieces, tensorfile
 from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
 
 
@@ -45,24 +46,26 @@ def assert_is_step(found: module.Checkpoint, step: int) -> None:
 
 def test_state_comes_back_equal(tmp_path):
     state = {"rng": [2**64 - 1, -3], "position": {"epoch": 1, "order": [3, 1]}, "loss": 1e-6 / 3, "text": "π\ud800"}
-    path = store(tmp_path).save(3, {}, state)
+    path = store(tmp_path).save(3, [], state)
     assert CheckpointStore.load(path).state == state
 
 
 def test_a_group_above_the_shard_size_is_split_and_joined(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(pieces, "SHARD_BYTES", 1000)
     monkeypatch.setattr(tensorfile, "CHUNK_BYTES", 96)
     tensors = {f"t{i}": torch.randn(100) for i in range(7)}
-    path = store(tmp_path).save(1, {"masters": tensors}, {})
-    assert sorted(p.name for p in path.glob("*.safetensors")) == [f"masters-{i:05d}.safetensors" for i in range(1, 5)]
+    path = store(tmp_path).save(1, whole_pieces({"masters": tensors}), {})
+    assert sorted(p.name for p in path.glob("masters*.safetensors")) == [
+        f"masters-{i:05d}.safetensors" for i in range(1, 5)
+    ]
     loaded = CheckpointStore.load(path).tensors["masters"]
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
 def test_latest_is_a_relative_link_to_the_newest(tmp_path):
     checkpoints = store(tmp_path)
-    checkpoints.save(5, small(5), {"step": 5})
-    checkpoints.save(10, small(10), {"step": 10})
+    checkpoints.save(5, whole_pieces(small(5)), {"step": 5})
+    checkpoints.save(10, whole_pieces(small(10)), {"step": 10})
     assert os.readlink(checkpoints.directory / "latest") == "000010"
     assert_is_step(CheckpointStore.load(checkpoints.directory / "latest"), 10)
 
@@ -71,20 +74,20 @@ def test_latest_is_a_relative_link_to_the_newest(tmp_path):
 def test_keep_last_keeps_the_newest(tmp_path, keep_last, kept):
     checkpoints = store(tmp_path, keep_last)
     for step in (1, 2, 3, 4):
-        checkpoints.save(step, small(step), {"step": step})
+        checkpoints.save(step, whole_pieces(small(step)), {"step": step})
     assert checkpoints.steps() == kept and hidden(checkpoints.directory) == []
 
 
 def test_pruning_spares_the_one_just_written_below_newer_ones(tmp_path):
-    store(tmp_path).save(30, small(30), {"step": 30})
-    store(tmp_path, 1).save(20, small(20), {"step": 20})
+    store(tmp_path).save(30, whole_pieces(small(30)), {"step": 30})
+    store(tmp_path, 1).save(20, whole_pieces(small(20)), {"step": 20})
     assert store(tmp_path).steps() == [20, 30]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     checkpoints = store(tmp_path, 1)
-    checkpoints.save(5, small(1), {"step": 1})
-    checkpoints.save(5, small(5), {"step": 5})
+    checkpoints.save(5, whole_pieces(small(1)), {"step": 1})
+    checkpoints.save(5, whole_pieces(small(5)), {"step": 5})
     assert_is_step(checkpoints.latest_valid(pytest.fail), 5)
     assert hidden(checkpoints.directory) == []
 
@@ -92,7 +95,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 def test_discard_after_removes_the_abandoned_future(tmp_path):
     checkpoints = store(tmp_path)
     for step in (1, 2, 3):
-        checkpoints.save(step, small(step), {"step": step})
+        checkpoints.save(step, whole_pieces(small(step)), {"step": step})
     assert checkpoints.discard_after(1) == [2, 3]
     assert checkpoints.steps() == [1] and os.readlink(checkpoints.directory / "latest") == "000001"
 
@@ -130,7 +133,7 @@ DAMAGE = {
 def test_damage_is_named_and_the_previous_checkpoint_is_used(tmp_path, damage, reason):
     checkpoints = store(tmp_path)
     for step in (1, 2):
-        checkpoints.save(step, small(step), {"step": step})
+        checkpoints.save(step, whole_pieces(small(step)), {"step": step})
     damage(checkpoints.path(2))
     skipped: list[str] = []
     assert_is_step(checkpoints.latest_valid(skipped.append), 1)
@@ -141,15 +144,15 @@ def test_damage_is_named_and_the_previous_checkpoint_is_used(tmp_path, damage, r
 
 def test_all_damaged_is_a_user_error_with_the_fix(tmp_path):
     checkpoints = store(tmp_path)
-    checkpoints.save(1, small(1), {})
+    checkpoints.save(1, whole_pieces(small(1)), {})
     flip(checkpoints.path(1) / "masters.safetensors")
     with pytest.raises(UserError, match=r"all 1 checkpoints are damaged.*choose another train.run_dir"):
         checkpoints.latest_valid(lambda line: None)
 
 
 def test_another_format_version_is_not_called_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "WHOLE", 99)
-    path = store(tmp_path).save(1, small(1), {})
+    monkeypatch.setattr(pieces, "WHOLE", 99)
+    path = store(tmp_path).save(1, whole_pieces(small(1)), {})
     monkeypatch.undo()
     with pytest.raises(UserError, match="checkpoint format 99") as caught:
         CheckpointStore.load(path)
@@ -160,11 +163,11 @@ def test_another_format_version_is_not_called_damage(tmp_path, monkeypatch):
 @pytest.mark.parametrize("files", [0, 1, 2, 3])  # masters, state, manifest, the directory
 def test_a_refusing_disk_leaves_only_the_previous_checkpoint(tmp_path, monkeypatch, code, files):
     checkpoints = store(tmp_path, 1)
-    checkpoints.save(1, small(1), {"step": 1})
+    checkpoints.save(1, whole_pieces(small(1)), {"step": 1})
     with monkeypatch.context() as patch:
         fill_disk(patch, files, code)
         with pytest.raises(UserError) as caught:
-            checkpoints.save(2, small(2), {"step": 2})
+            checkpoints.save(2, whole_pieces(small(2)), {"step": 2})
     message = str(caught.value)
     assert "\n" not in message and str(checkpoints.path(2)) in message and os.strerror(code) in message
     assert ("bytes needed" in message and "free)" in message) == (code != errno.EIO)
@@ -178,7 +181,7 @@ def test_a_real_write_failure_half_way_through_a_file_is_a_user_error(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # the masters take 16 KiB
     try:
         with pytest.raises(UserError, match="File too large"):
-            checkpoints.save(1, small(1), {})
+            checkpoints.save(1, whole_pieces(small(1)), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(checkpoints.directory.iterdir()) == []
@@ -186,9 +189,9 @@ def test_a_real_write_failure_half_way_through_a_file_is_a_user_error(tmp_path):
 
 def test_too_little_space_is_refused_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "free_bytes", lambda path: 20_000)
-    monkeypatch.setattr(module, "write_checkpoint", lambda *arguments: pytest.fail("wrote"))
+    monkeypatch.setattr(module, "write_files", lambda *arguments, **options: pytest.fail("wrote"))
     with pytest.raises(UserError, match=r"no space for a checkpoint \([\d,]+ bytes needed, 20,000 free\)"):
-        store(tmp_path).save(1, small(1), {})
+        store(tmp_path).save(1, whole_pieces(small(1)), {})
 
 
 def dead_pid() -> int:
@@ -229,7 +232,7 @@ def test_leftovers_of_another_host_go_after_an_hour(tmp_path):
 
 def test_a_checkpoint_caught_between_the_renames_of_a_replacement_comes_back(tmp_path):
     checkpoints = store(tmp_path, 1)
-    final = checkpoints.save(7, small(7), {"step": 7})
+    final = checkpoints.save(7, whole_pieces(small(7)), {"step": 7})
     final.rename(checkpoints.directory / f".old-000007-{dead_pid()}-{socket.gethostname()}")
     assert_is_step(store(tmp_path).latest_valid(pytest.fail), 7)
 
@@ -249,7 +252,7 @@ def test_kill_9_at_random_points_always_leaves_the_last_finished_checkpoint(tmp_
                     step = finished + turn // 2  # each step twice: kills fall into replacements too
                     value = torch.full((2000,), float(step))
                     group = {f"t{i}": value for i in range(8)}
-                    checkpoints.save(step, {"masters": group, "optimizer": group}, {"step": step})
+                    checkpoints.save(step, whole_pieces({"masters": group, "optimizer": group}), {"step": step})
                     os.write(write_end, f"{step}\n".encode())
             finally:
                 os._exit(1)
@@ -274,7 +277,7 @@ def test_kill_9_at_random_points_always_leaves_the_last_finished_checkpoint(tmp_
 
 
 def test_manifest_lists_size_and_digest_of_every_other_file(tmp_path):
-    path = store(tmp_path).save(4, small(4), {"a": 1})
+    path = store(tmp_path).save(4, whole_pieces(small(4)), {"a": 1})
     manifest = json.loads((path / "manifest.json").read_text())
     assert set(manifest["files"]) == {p.name for p in path.iterdir()} - {"manifest.json"}
     for name, entry in manifest["files"].items():

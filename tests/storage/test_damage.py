@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from damage import damages, spoil_entry
+from whole_pieces import whole_pieces
 
 from qarl.comparison.members import numbers_of
 from qarl.comparison.progress import last_record
@@ -114,7 +115,7 @@ def make(path: Path) -> Path:
     (path / "diagnostics" / "000002.json").write_text(json.dumps(record))
     store = CheckpointStore(path / "checkpoints", 0)
     for step in (2, 4):
-        store.save(step, {"masters": {"w": torch.ones(4, 4)}, "optimizer": {}}, state(step))
+        store.save(step, whole_pieces({"masters": {"w": torch.ones(4, 4)}, "optimizer": {}}), state(step))
     write_history(path, History(checkpoint=STEPS))
     return path
 

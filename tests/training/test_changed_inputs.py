@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_runs import Finished, Qarl, settings, write_config
+from whole_pieces import whole_pieces
 
 import qarl
 from qarl.diagnostics.diagnose.run import diagnose_run
@@ -190,7 +191,7 @@ def test_digests_are_kept_for_people_and_an_older_checkpoint_is_taken_as_it_is(t
     tensors = {group: {k: v.clone() for k, v in members.items()} for group, members in found.tensors.items()}
     state = {key: value for key, value in found.state.items() if key not in ("inputs", "model_files")}
     del state["data"]["columns_fingerprint"]
-    store.save(1, tensors, state)
+    store.save(1, whole_pieces(tensors), state)
     other_weights(tmp_path / "place")
     done = trained.qarl.run("train", "c.yaml", "train.steps=2", cwd=tmp_path / "place")
     assert done.code == 0, done.err

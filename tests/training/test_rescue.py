@@ -25,7 +25,6 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.storage import rundir
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.environment import describe_environment
-from qarl.storage.pieces import whole_tensors
 from qarl.training import checkpoint_manager as keeper
 from qarl.training import loop, step, step_record, updates
 from qarl.training.console import RunConsole
@@ -71,8 +70,9 @@ class Tiny:
         if self._parts is None:
             run = self._build(config, device, console, log, ranks)
             pieces, state = capture(run, run.stream.state())
-            tensors = whole_tensors(pieces)
-            kept = {group: {k: v.clone() for k, v in members.items()} for group, members in tensors.items()}
+            kept: dict[str, dict[str, Tensor]] = {"masters": {}, "optimizer": {}}
+            for piece in pieces:
+                kept[piece.group][piece.name] = piece.values.view(piece.shape).clone()
             self._parts = run, kept, state
         run, tensors, state = self._parts
         with torch.no_grad():
