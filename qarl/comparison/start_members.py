@@ -6,7 +6,6 @@ its configuration, out/configs/NAME.yaml, so later edits of CONFIG have no effec
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -22,10 +21,9 @@ from typing import BinaryIO, Protocol
 from qarl.comparison.plan import Member
 from qarl.comparison.progress import ProgressView, last_record
 from qarl.config import Config
-from qarl.errors import UserError
 from qarl.memory.estimate import expected_device
 from qarl.storage.disk import atomic_write_text, disk_errors
-from qarl.storage.lock import open_lock
+from qarl.storage.lock import release_lock, take_lock
 from qarl.storage.runs import METRICS
 from qarl.utils.machine import visible_gpus
 from qarl.utils.signals import Signals
@@ -59,16 +57,11 @@ def locked(out: Path) -> Iterator[None]:
     """
     with disk_errors(out, place="--out"):
         out.mkdir(parents=True, exist_ok=True)
-        fd = open_lock(out / ".lock")
+        lock = take_lock(out, "in use by another qarl compare; wait for it, or choose another --out")
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                line = f"{out}: in use by another qarl compare; wait for it, or choose another --out"
-                raise UserError(line) from None
             yield
         finally:
-            os.close(fd)
+            release_lock(lock)
 
 
 def write_configs(members: list[Member], out: Path) -> None:

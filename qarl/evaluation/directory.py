@@ -8,9 +8,7 @@ results.json        results, written last
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -21,10 +19,11 @@ from qarl.evaluation.records import append_rows, keep_rows, read_rows
 from qarl.evaluation.results import CompletionRow, Row
 from qarl.inputs.json import read_json_object
 from qarl.storage.disk import atomic_write_text, disk_errors, require_kinds, require_output
-from qarl.storage.lock import open_lock
+from qarl.storage.lock import release_lock, take_lock
 from qarl.storage.rundir import config_difference
 
 PLACE = "--out"
+_BUSY = f"in use by another evaluation; wait until it ends, or choose another {PLACE}"
 FILES = ("evaluation.json", "completions.jsonl", "rewards.log", "results.json")
 LEFT_BY_A_START = (".lock", "rewards.log")  # left by an evaluation that was killed before `begin`
 
@@ -60,7 +59,7 @@ class ResultsDirectory:
         created = [folder for folder in (path, *path.parents) if not folder.exists()]
         with disk_errors(path, place=PLACE):
             path.mkdir(parents=True, exist_ok=True)
-            return cls(path, identity, _lock(path), created)
+            return cls(path, identity, take_lock(path, _BUSY), created)
 
     @property
     def completions(self) -> Path:
@@ -107,7 +106,7 @@ class ResultsDirectory:
                 with suppress(OSError):  # stops at the first that is not empty
                     for folder in self._created[1:]:
                         folder.rmdir()
-            os.close(self._lock)
+            release_lock(self._lock)
             self._lock = None
 
     def __enter__(self) -> ResultsDirectory:
@@ -145,15 +144,3 @@ def _require_same(path: Path, identity: dict[str, Any]) -> None:
             f"{path}: holds the results of another evaluation ({'; '.join(difference[:3])}); "
             f"choose another {PLACE}, or restore these values"
         )
-
-
-def _lock(path: Path) -> int:
-    fd = open_lock(path / ".lock")
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise UserError(
-            f"{path}: in use by another evaluation; wait until it ends, or choose another {PLACE}"
-        ) from None
-    return fd

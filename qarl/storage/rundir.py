@@ -19,9 +19,7 @@ Users' scripts read these files, so their names are a public interface.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -42,7 +40,7 @@ from qarl.storage.disk import atomic_write_text, disk_errors, require_kinds
 from qarl.storage.environment import describe_environment, environment_changes
 from qarl.storage.history import HISTORY, History, began_after, ranks_after, read_history, write_history
 from qarl.storage.input_files import changed_while_training, input_files
-from qarl.storage.lock import holder, open_lock, write_holder
+from qarl.storage.lock import release_lock, take_lock
 from qarl.storage.runs import EVALUATIONS, METRICS, read_run_config
 
 # Keys that may differ between a run and its resumption. None of them changes a step that was already taken;
@@ -72,19 +70,7 @@ RESUMABLE_KEYS = (
     "rollout.async.max_restarts",
 )
 
-# A forked child inherits the lock, and a reward worker may outlive a killed run. So children close it at once.
-_locks_held: set[int] = set()
-
-
-def _drop_locks_in_child() -> None:
-    for fd in _locks_held:
-        os.close(fd)
-    _locks_held.clear()
-
-
-os.register_at_fork(after_in_child=_drop_locks_in_child)
-
-
+_BUSY = "in use by {holder}; wait for it, stop it, or choose another train.run_dir"
 # Files of a start that was killed before `begin`.
 _LEFT_BY_A_START = ("environment.json", "rewards.log", "sampler.log", "sampler", "wandb", "swanlog", "tensorboard")
 # Directories of ranks other than the first.
@@ -138,12 +124,12 @@ class RunDirectory:
         with disk_errors(path):
             try:
                 path.mkdir(parents=True, exist_ok=True)
-                lock = _lock(path)
+                lock = take_lock(path, _BUSY)
                 # Check again under the lock: another process may have started here in between.
                 _check_usable(path, config, resume)
             except BaseException:
                 if lock is not None:
-                    _unlock(lock)
+                    release_lock(lock)
                 _remove_empty(created)
                 raise
         return cls(path, config, lock, created, ranks)
@@ -201,7 +187,7 @@ class RunDirectory:
             if self._created:
                 with suppress(OSError):  # another process removed it first
                     self._clear()
-            _unlock(self._lock)
+            release_lock(self._lock)
             self._lock = None
 
     def _clear(self) -> None:
@@ -336,24 +322,3 @@ def _short(values: dict[str, Any], key: str) -> str:
         return "not set"
     text = json.dumps(values[key], default=str)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _lock(path: Path) -> int:
-    fd = open_lock(path / ".lock")
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        by = holder(fd)
-        os.close(fd)
-        raise UserError(f"{path}: in use by {by}; wait for it, stop it, or choose another train.run_dir") from None
-    except BaseException:
-        os.close(fd)
-        raise
-    _locks_held.add(fd)
-    write_holder(fd)
-    return fd
-
-
-def _unlock(fd: int) -> None:
-    _locks_held.discard(fd)
-    os.close(fd)

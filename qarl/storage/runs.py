@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from qarl.inputs.files import NoSuchFile, Unreadable, read_lines, read_text
 from qarl.inputs.json import parse_json, read_json_object
 from qarl.inputs.paths import path_errors
 from qarl.inputs.schema import Record, Step
-from qarl.storage.lock import open_lock_to_ask
+from qarl.storage.lock import is_locked
 
 NUMBER_LIMIT = 1e100  # far above any real value; squares and sums of such values stay finite
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
@@ -107,7 +106,7 @@ def read_run(path: Path) -> RunRecord:
     damaged = {METRICS: damaged_metrics, EVALUATIONS: damaged_evaluations}
     step = metrics[-1]["step"] if metrics else 0
     state: State
-    if _locked(path / ".lock"):
+    if is_locked(path):
         state = "running"
     elif step >= config.train.steps:
         state = "finished"
@@ -209,17 +208,3 @@ def _environment(path: Path) -> dict[str, Any]:
         return read_json_object(path)
     except Unreadable:
         return {}
-
-
-def _locked(path: Path) -> bool:
-    """Whether a process holds the run's lock. Briefly takes the lock in shared mode, without waiting."""
-    fd = open_lock_to_ask(path)
-    if fd is None:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -13,10 +13,8 @@ import pytest
 
 from qarl.comparison.start_members import locked
 from qarl.errors import UserError
-from qarl.evaluation.directory import _lock as lock_evaluation
 from qarl.exporting.staging import staged
-from qarl.storage.rundir import _lock, _unlock
-from qarl.storage.runs import _locked
+from qarl.storage.lock import is_locked, release_lock, take_lock
 
 PRECIOUS = b"process 1 was here\nand years of work\n"
 ROOT_ALONE = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices and files of other users")
@@ -69,7 +67,10 @@ ROOTS: dict[Callable[[Path], object], str] = {
     of_another_user: "a file of user 65534",
     lambda lock: os.mknod(lock, 0o020666, os.makedev(1, 3)): "a device",
 }
-LOCKERS: list[Callable[[Path], object]] = [_lock, lock_evaluation, lambda folder: locked(folder).__enter__()]
+LOCKERS: list[Callable[[Path], object]] = [
+    lambda folder: take_lock(folder, "in use"),
+    lambda folder: locked(folder).__enter__(),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +89,7 @@ def contents(folder: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("locker", LOCKERS, ids=["train", "eval", "compare"])
+@pytest.mark.parametrize("locker", LOCKERS, ids=["train and eval", "compare"])
 @pytest.mark.parametrize(
     ("make", "kind"),
     [*KINDS.items(), *(pytest.param(*item, marks=ROOT_ALONE) for item in ROOTS.items())],
@@ -112,7 +113,7 @@ def test_asking_whether_a_run_is_under_way_neither_waits_nor_follows(tmp_path: P
     held = os.open(tmp_path / "precious", os.O_RDWR) if (tmp_path / "precious").exists() else None
     if held is not None:
         fcntl.flock(held, fcntl.LOCK_EX)  # what a link leads to says nothing of the run
-    assert not _locked(tmp_path / ".lock")
+    assert not is_locked(tmp_path)
     assert contents(tmp_path) == before
     if held is not None:
         os.close(held)
@@ -122,24 +123,24 @@ def test_asking_whether_a_run_is_under_way_neither_waits_nor_follows(tmp_path: P
 def test_a_file_that_qarl_did_not_write_is_locked_and_keeps_its_contents(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "elsewhere").write_bytes(text)
     os.link(tmp_path / "elsewhere", tmp_path / ".lock")
-    fd = _lock(tmp_path)
+    fd = take_lock(tmp_path, "in use")
     assert (tmp_path / "elsewhere").read_bytes() == text
     with pytest.raises(UserError, match="in use by another process; wait for it"):
-        _lock(tmp_path)
-    _unlock(fd)
+        take_lock(tmp_path, "in use by {holder}; wait for it")
+    release_lock(fd)
 
 
 def test_a_lock_names_its_newest_holder_and_is_its_owners_alone(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_bytes(b"process 99999999 on a-host-with-a-longer-name.example.org\n")
     (tmp_path / ".lock").chmod(0o600)
     for _ in range(2):
-        fd = _lock(tmp_path)
+        fd = take_lock(tmp_path, "in use")
         assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
-        assert _locked(tmp_path / ".lock")
-        _unlock(fd)
-        assert not _locked(tmp_path / ".lock")
+        assert is_locked(tmp_path)
+        release_lock(fd)
+        assert not is_locked(tmp_path)
     (tmp_path / ".lock").unlink()
-    _unlock(_lock(tmp_path))
+    release_lock(take_lock(tmp_path, "in use"))
     assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
 
 

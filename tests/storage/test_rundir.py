@@ -293,7 +293,8 @@ def test_the_lock_of_a_killed_process_is_free(make):
     config = make()
     run_once(config)
     code = (
-        "import sys; from pathlib import Path; from qarl.storage.rundir import _lock; _lock(Path(sys.argv[1]));"
+        "import sys; from pathlib import Path; from qarl.storage.lock import take_lock;"
+        "lock = take_lock(Path(sys.argv[1]), ''); "
         "print('locked', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
