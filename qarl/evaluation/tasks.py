@@ -45,7 +45,7 @@ class LoadedTask:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the scores: prompt tokens, their columns, reward functions."""
-        files = [reward_fingerprint(RewardConfig(functions=[f])) for f in self.functions if f.name not in BUILTINS]
+        files = [reward_fingerprint([f]) for f in self.functions if f.name not in BUILTINS]
         prompts = [[p.id, p.token_ids, p.columns] for p in self.prompts]
         content = [self.name, prompts, [f.model_dump() for f in self.functions], files]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -20,15 +20,16 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from qarl.errors import UserError
-from qarl.inputs.files import Unreadable
+from qarl.inputs.files import Unreadable, file_identity, file_sha256, sha256_once
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_fault, reason_of
-from qarl.inputs.schema import Bytes, FileName, Record, Sha256, checked
+from qarl.inputs.schema import FileName, Record, checked
 from qarl.storage.disk import free_bytes, fsync_directory
 from qarl.storage.leftovers import delete, is_abandoned, mark
+from qarl.storage.manifest import File
 
 FORMAT_VERSION = 1
 SPARE_BYTES = 256 * 2**20  # free disk space to leave after a conversion
@@ -43,14 +44,9 @@ _verified: dict[Path, list[tuple[int, ...]]] = {}  # entries that this process v
 T = TypeVar("T")
 
 
-class _File(Record):
-    bytes: Bytes
-    sha256: Sha256
-
-
 class _Manifest(Record):
     format_version: int
-    files: dict[FileName, _File]
+    files: dict[FileName, File]
 
 
 class _Unusable(Exception):
@@ -63,19 +59,6 @@ def conversions_directory() -> Path:
     if fault := path_fault(base):
         raise UserError(f"QARL_CACHE: {base[:80]!r}: {fault}")
     return Path(base).expanduser() / "models"
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file. Cached per process until inode, size or modification time change."""
-    found = os.stat(path)
-    identity = _identity(found)
-    if _digests.get(path, (None, ""))[0] != identity:
-        with open(path, "rb") as file:
-            _digests[path] = identity, hashlib.file_digest(file, "sha256").hexdigest()
-    return _digests[path][1]
-
-
-_digests: dict[Path, tuple[tuple[int, ...], str]] = {}
 
 
 def converted(
@@ -100,8 +83,40 @@ def converted(
         None if the result cannot be stored (an unwritable or full disk, or another user's directory). This is logged
         once; the caller then converts in memory.
     """
+    with _logged_once():
+        with _reasons(source):
+            root = _root()
+            key = _key(source, part, versions)
+        entry = root / key
+        with suppress(_Unusable):
+            _verify(entry)
+            return entry
+        with _reasons(root):
+            _require_space(root, size)
+            _remove_leftovers(root)
+            temporary = root / f".tmp-{key}-{mark()}"
+            temporary.mkdir(mode=0o700)
+        try:
+            value = read()
+            with _reasons(root):
+                if _key(source, part, versions) != key:
+                    raise _Unusable(f"{source}: changed while it was converted")
+                write(value, temporary)
+                _seal(temporary)
+                _publish(temporary, entry)
+                _verify(entry)
+            return entry
+        finally:
+            with suppress(OSError):
+                delete(temporary)
+    return None
+
+
+@contextmanager
+def _logged_once() -> Iterator[None]:
+    """Log each reason of _Unusable once, and continue after the block."""
     try:
-        return _entry(source, part, versions, read, write, size)
+        yield
     except _Unusable as error:
         reason = str(error)
         if reason not in _told:
@@ -110,45 +125,6 @@ def converted(
             _logger.warning(
                 "warning: converted models cannot be kept (%s), so each start converts again; %s", reason, fix
             )
-        return None
-
-
-def _entry(
-    source: Path,
-    part: str,
-    versions: dict[str, str],
-    read: Callable[[], T],
-    write: Callable[[T, Path], None],
-    size: int,
-) -> Path:
-    """Implement `converted`. Raises _Unusable, and the errors of `read`."""
-    with _reasons(source):
-        root = _root()
-        key = _key(file_digest(source), part, versions)
-    entry = root / key
-    with suppress(_Unusable):
-        _verify(entry)
-        return entry
-    with _reasons(root):
-        free = free_bytes(root)
-        if free < size + SPARE_BYTES:
-            raise _Unusable(f"{root}: {size:,} bytes needed and {SPARE_BYTES:,} to spare, {free:,} free")
-        _remove_leftovers(root)
-        temporary = root / f".tmp-{key}-{mark()}"
-        temporary.mkdir(mode=0o700)
-    try:
-        value = read()
-        with _reasons(root):
-            if _key(file_digest(source), part, versions) != key:
-                raise _Unusable(f"{source}: changed while it was converted")
-            write(value, temporary)
-            _seal(temporary)
-            _publish(temporary, entry)
-            _verify(entry)
-        return entry
-    finally:
-        with suppress(OSError):
-            delete(temporary)
 
 
 @contextmanager
@@ -166,9 +142,15 @@ def _reasons(place: Path) -> Iterator[None]:
         raise _Unusable(f"{place}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _key(source: str, part: str, versions: dict[str, str]) -> str:
-    made_from = {"format": FORMAT_VERSION, "source": source, "part": part, "versions": versions}
+def _key(source: Path, part: str, versions: dict[str, str]) -> str:
+    made_from = {"format": FORMAT_VERSION, "source": sha256_once(source), "part": part, "versions": versions}
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+
+
+def _require_space(root: Path, size: int) -> None:
+    free = free_bytes(root)
+    if free < size + SPARE_BYTES:
+        raise _Unusable(f"{root}: {size:,} bytes needed and {SPARE_BYTES:,} to spare, {free:,} free")
 
 
 def _root() -> Path:
@@ -197,17 +179,13 @@ def _require_private(path: Path, found: os.stat_result, is_kind: Callable[[int],
         raise _Unusable(f"{path}: other users may write it")
 
 
-def _identity(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
 def _verify(entry: Path) -> None:
     """Raise _Unusable unless the entry matches its manifest exactly. Reads the files once per process."""
     try:
         _require_private(entry, os.lstat(entry), stat.S_ISDIR)
         names = sorted(os.listdir(entry))
         found = [os.lstat(entry / name) for name in names]
-        identities = [_identity(one) for one in found]
+        identities = [file_identity(one) for one in found]
         if _verified.get(entry) == identities:
             return
         for name, one in zip(names, found, strict=True):
@@ -216,7 +194,7 @@ def _verify(entry: Path) -> None:
         if names != sorted([*manifest.files, _MANIFEST]):
             raise _Unusable(f"{entry}: holds other files than its manifest says")
         for name, expected in manifest.files.items():
-            if _describe(entry / name) != expected.model_dump():
+            if file_sha256(entry / name) != (expected.bytes, expected.sha256):
                 raise _Unusable(f"{entry / name}: its contents changed")
     except OSError as error:
         raise _Unusable(f"{entry}: {reason_of(error)}") from None
@@ -225,19 +203,13 @@ def _verify(entry: Path) -> None:
     _verified[entry] = identities
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    """{bytes, sha256} of a file."""
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
-
-
 def _seal(directory: Path) -> None:
     """Make the files durable and private, and write their manifest. Raises OSError."""
     files = {}
     for path in sorted(directory.iterdir()):
         path.chmod(0o600)
-        files[path.name] = _describe(path)
+        size, digest = file_sha256(path)
+        files[path.name] = {"bytes": size, "sha256": digest}
         _sync(path)
     manifest = directory / _MANIFEST
     manifest.write_text(json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1))

@@ -12,12 +12,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from qarl.config import Config, RewardConfig
+from qarl.config import Config
 from qarl.config.data import DataConfig
 from qarl.config.evaluation import EvalTask
 from qarl.config.model import ModelConfig
@@ -27,7 +26,7 @@ from qarl.data.files import split_files
 from qarl.data.sources import is_local
 from qarl.data.tasks import generate
 from qarl.errors import UserError
-from qarl.inputs.files import Unreadable, file_sha256
+from qarl.inputs.files import Unreadable, file_sha256, sha256_once
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import INDEX, SINGLE, shard_names
@@ -68,7 +67,7 @@ def present_inputs(
     """
     found: dict[str, dict[str, str]] = {}
     if "reward" in kinds:
-        found["reward"] = reward_fingerprint(config.reward)
+        found["reward"] = reward_fingerprint(config.reward.functions)
     if "objective" in kinds and isinstance(config.objective, Custom):
         found["objective"] = config.objective.fingerprint()
     if "files" in kinds:
@@ -152,8 +151,8 @@ def _task(task: EvalTask) -> Iterator[tuple[str, str]]:
     yield from _data(f"{key}: data.source", task.dataset)
     own = [function for function in task.functions if function.name not in BUILTINS]
     if own:
-        rewards = reward_fingerprint(RewardConfig(functions=own))
-        yield from ((f"{key}: the source of `{name}`", digest) for name, digest in rewards.items())
+        digests = reward_fingerprint(own)
+        yield from ((f"{key}: the source of `{name}`", digest) for name, digest in digests.items())
 
 
 def _data(key: str, data: DataConfig) -> Iterator[tuple[str, str]]:
@@ -206,15 +205,8 @@ def _identity(file: Path | str) -> str:
     if isinstance(file, str):
         return file
     with path_errors(str(file)):
-        status = file.stat()
-    if status.st_size < _REMEMBERED:
-        return file_sha256(file)[1]
-    return _sha256_once(file.resolve(), status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-@lru_cache(4096)
-def _sha256_once(file: Path, size: int, modified: int, inode: int) -> str:
-    return file_sha256(file)[1]
+        small = file.stat().st_size < _REMEMBERED
+    return file_sha256(file)[1] if small else sha256_once(file)
 
 
 def changed_names(then: Mapping[str, Any], now: Mapping[str, Mapping[str, str]]) -> list[str]:

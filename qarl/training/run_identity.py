@@ -59,7 +59,7 @@ def input_digests(
     digests = {
         "model": model_digests(config.model, generation, tokenizer)
         | {INIT: digest_of([config.quant.init, calibration])},
-        "reward": reward_fingerprint(config.reward),
+        "reward": reward_fingerprint(config.reward.functions),
     }
     if isinstance(config.objective, Custom):
         digests["objective"] = config.objective.fingerprint()

@@ -34,7 +34,7 @@ def sources(tmp_path, monkeypatch) -> Path:
 
 
 def of(name: str, **options) -> str:
-    (digest,) = reward_fingerprint(RewardConfig(functions=[{"name": name, "options": options}])).values()
+    (digest,) = reward_fingerprint(RewardConfig(functions=[{"name": name, "options": options}]).functions).values()
     return digest
 
 
@@ -79,13 +79,15 @@ def test_built_ins_are_their_names_and_options():
 
 
 def test_a_weight_is_the_configurations_to_show():
-    digests = [reward_fingerprint(RewardConfig(functions=[{"name": "exact", "weight": w}])) for w in (1.0, 2.0)]
+    digests = [
+        reward_fingerprint(RewardConfig(functions=[{"name": "exact", "weight": w}]).functions) for w in (1.0, 2.0)
+    ]
     assert digests[0] == digests[1]
 
 
 def test_labels_are_those_of_the_results():
     config = RewardConfig(functions=[{"name": "exact"}, {"name": "exact"}, {"name": "judges/mine.py:f"}])
-    assert list(reward_fingerprint(config)) == ["exact", "exact#2", "f"]
+    assert list(reward_fingerprint(config.functions)) == ["exact", "exact#2", "f"]
 
 
 @pytest.mark.parametrize("text", ["def f(:\n", "\0", "(" * 5000, "\ufeffimport near\n", f"import {'a.' * 3000}b\n"])

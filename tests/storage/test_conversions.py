@@ -15,8 +15,9 @@ import pytest
 from full_disk import fill_disk
 
 from qarl.errors import UserError
+from qarl.inputs import files
 from qarl.storage import conversions as module
-from qarl.storage.conversions import conversions_directory, converted, file_digest
+from qarl.storage.conversions import conversions_directory, converted
 
 
 class Kept:
@@ -40,7 +41,7 @@ class Kept:
     def fresh(self) -> None:
         """As another process sees it."""
         module._verified.clear()
-        module._digests.clear()
+        files._digests.clear()
         module._told.clear()
 
 
@@ -334,6 +335,6 @@ def test_what_goes_while_it_is_looked_at_hinders_nothing(kept, monkeypatch, writ
 def test_a_digest_is_computed_again_for_a_file_that_changed(tmp_path):
     file = tmp_path / "f"
     file.write_text("a")
-    first = file_digest(file)
+    first = files.sha256_once(file)
     file.write_text("b")
-    assert file_digest(file) != first
+    assert files.sha256_once(file) != first
