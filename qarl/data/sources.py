@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qarl.data import files, tasks
 from qarl.errors import UserError
 from qarl.inputs.paths import path_errors, shown_path, user_path
+from qarl.utils.text import visible
 
 if TYPE_CHECKING:
     from qarl.config.data import DataConfig
@@ -52,10 +53,7 @@ def load_rows(config: DataConfig) -> list[Row]:
             rows = files.read_directory(path, config.split)
         rows = rows[: config.max_rows]
     else:
-        from qarl.data import hub  # imports `datasets`, which takes seconds
-
-        rows = hub.load(source, config.subset, config.split, config.max_rows)
-        rows = files.plain_rows(rows, f"data.source: `{source}`")
+        rows = files.plain_rows(_load_from_hub(config), f"data.source: `{source}`")
     if not rows:
         raise UserError(f"data.source: `{source}` (split `{config.split}`) has no rows")
     return rows
@@ -66,6 +64,36 @@ def is_local(source: str) -> bool:
     looks_like_a_path = source.startswith((".", "/", "~")) or source.count("/") > 1
     with path_errors(f"data.source: {path}"):
         return looks_like_a_path or path.suffix.lower() in files.READERS or path.exists()
+
+
+def _load_from_hub(config: DataConfig) -> list[Row]:
+    """Load one split of a dataset of the Hugging Face hub or its local cache.
+
+    The split may use the library's slice syntax, as in `train[:100]`. Raises UserError for an unknown dataset, subset
+    or split, or if the hub cannot be reached.
+    """
+    import datasets  # takes seconds to import; only hub datasets need it
+
+    source = visible(config.source)
+    try:
+        dataset = datasets.load_dataset(config.source, config.subset, split=config.split)
+    except ValueError as error:
+        # Unknown split, unknown or missing subset: the library's message lists the valid ones.
+        raise UserError(
+            f"data.source: `{source}` (subset {config.subset}, split `{config.split}`): {_one_line(error)}"
+        ) from error
+    except (OSError, datasets.exceptions.DatasetsError) as error:  # not found, or no connection
+        raise UserError(
+            f"data.source: cannot load `{source}` from the hub: {_one_line(error)}; check the name and the connection, "
+            "or give a local file"
+        ) from error
+    if config.max_rows is not None:
+        dataset = dataset.select(range(min(config.max_rows, len(dataset))))
+    return dataset.to_list()
+
+
+def _one_line(error: Exception) -> str:
+    return visible(" ".join(str(error).split()))
 
 
 def _refuse_split(config: DataConfig, what: str) -> None:
