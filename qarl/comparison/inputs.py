@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from qarl.config import Config
 from qarl.inputs.json import flatten
+from qarl.storage.config_difference import config_difference
 from qarl.storage.input_files import UNKNOWN, changed_names, present_inputs
-from qarl.storage.rundir import config_difference
 from qarl.storage.runs import RunRecord
 
 SHOWN = 4  # maximum number of names per line

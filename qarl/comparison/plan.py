@@ -25,7 +25,7 @@ from qarl.config.load import make_config, read_yaml
 from qarl.config.messages import capped, shown
 from qarl.config.overrides import apply_overrides, override_keys
 from qarl.errors import UserError
-from qarl.storage.rundir import config_difference
+from qarl.storage.config_difference import config_difference
 from qarl.storage.runs import RunRecord, read_run
 
 MEMBERS = 1000  # maximum per comparison

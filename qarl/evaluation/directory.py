@@ -18,9 +18,9 @@ from qarl.errors import UserError
 from qarl.evaluation.records import append_rows, keep_rows, read_rows
 from qarl.evaluation.results import CompletionRow, Row
 from qarl.inputs.json import read_json_object
+from qarl.storage.config_difference import config_difference
 from qarl.storage.disk import atomic_write_text, disk_errors, require_kinds, require_output
 from qarl.storage.lock import release_lock, take_lock
-from qarl.storage.rundir import config_difference
 
 PLACE = "--out"
 _BUSY = f"in use by another evaluation; wait until it ends, or choose another {PLACE}"

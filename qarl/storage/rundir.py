@@ -20,9 +20,13 @@ Users' scripts read these files, so their names are a public interface.
 from __future__ import annotations
 
 import json
+import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import socket
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,12 +34,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from qarl.config import Config
-from qarl.config.by_device import ON_CPU
 from qarl.config.yaml_io import parse_yaml
+from qarl.distributed.ranks import Ranks, SingleProcess
+from qarl.distributed.together import on_first, together
 from qarl.errors import UserError
 from qarl.inputs.files import read_text
-from qarl.inputs.json import flatten
 from qarl.inputs.paths import path_errors
+from qarl.storage.config_difference import config_difference
 from qarl.storage.disk import atomic_write_text, disk_errors, require_kinds
 from qarl.storage.environment import describe_environment, environment_changes
 from qarl.storage.history import HISTORY, History, began_after, ranks_after, read_history, write_history
@@ -43,32 +48,7 @@ from qarl.storage.input_files import changed_while_training, input_files
 from qarl.storage.lock import release_lock, take_lock
 from qarl.storage.runs import EVALUATIONS, METRICS, read_run_config
 
-# Keys that may differ between a run and its resumption. None of them changes a step that was already taken;
-# `train.steps` extends a run (and stretches a linear or cosine schedule from there on); an evaluation draws from
-# counted random streams, so that it leaves nothing behind in the sampler; the number of ranks and how they hold the
-# masters change the order of sums from there on, which history.json says. Everything else, thread count, batch limits
-# and paths included, can change bits of the result and is refused.
-RESUMABLE_KEYS = (
-    "train.steps",
-    "train.run_dir",
-    "train.profile",
-    "train.profile.",
-    "checkpoint.",
-    "logging.",
-    "diagnostics.",
-    "evaluation.",
-    "distributed.",
-    "model.verify_digests",
-    "rollout.vllm.device",
-    "rollout.vllm.data_parallel",
-    "rollout.vllm.memory_frac",
-    "rollout.vllm.timeout_s",
-    "rollout.vllm.max_restarts",
-    "rollout.async.device",
-    "rollout.async.kept_versions",
-    "rollout.async.timeout_s",
-    "rollout.async.max_restarts",
-)
+WAIT_SECONDS = 10.0  # for a file to become visible to other nodes on a network file system
 
 _BUSY = "in use by {holder}; wait for it, stop it, or choose another train.run_dir"
 # Files of a start that was killed before `begin`.
@@ -90,59 +70,58 @@ class RunDirectory:
     `close` removes a directory that `open` created if the run did not `begin`. So a refused start leaves nothing behind
     except non-empty logs of the sampler and the rewards.
 
+    With several ranks, all methods except `close` are collectives: the first rank holds the lock and writes.
+
     Attributes:
         path: The directory.
-        ranks: Number of ranks of the run; see `qarl.storage.shared_rundir` for several.
+        checkpoints: Its directory of checkpoints.
     """
 
-    def __init__(self, path: Path, config: Config, lock: int | None, created: list[Path], ranks: int = 1) -> None:
-        self.path, self.ranks = path, ranks
-        self.checkpoints = path / "checkpoints"
-        self._config = config
-        self._lock: int | None = lock
+    def __init__(self, config: Config, ranks: Ranks, lock: int | None, created: list[Path]) -> None:
+        self.path = Path(config.run_dir)
+        self.checkpoints = self.path / "checkpoints"
+        self._config, self._ranks = config, ranks
+        self._lock: int | None = lock  # None on all ranks but the first
         self._created = created  # directories that `open` created, innermost first
 
     @classmethod
-    def open(cls, config: Config, resume: str, ranks: int = 1) -> RunDirectory:
+    def open(cls, config: Config, resume: str, ranks: Ranks | None = None) -> RunDirectory:
         """Create or reuse `config.run_dir` and lock it. Writes nothing except the lock before `begin`.
 
         Args:
             config: Configuration of the run.
             resume: `checkpoint.resume`. `auto` and a checkpoint path reuse a directory with results of the same
                 configuration (`RESUMABLE_KEYS` may differ). `never` refuses one with metrics or checkpoints.
-            ranks: Number of ranks.
+            ranks: Ranks of the run; None for a single process.
 
         Raises:
-            UserError: The directory belongs to another configuration or program, is in use, or is not writable.
+            UserError: The directory belongs to another configuration or program, is in use, or is not writable; or a
+                rank does not see the files of the first.
         """
-        path = Path(config.run_dir)
-        with path_errors(f"train.run_dir: {path}", "choose another"):
-            if path.exists():
-                _check_usable(path, config, resume)
-        created = [folder for folder in (path, *path.parents) if not folder.exists()]
-        lock = None
-        with disk_errors(path):
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-                lock = take_lock(path, _BUSY)
-                # Check again under the lock: another process may have started here in between.
-                _check_usable(path, config, resume)
-            except BaseException:
-                if lock is not None:
-                    release_lock(lock)
-                _remove_empty(created)
-                raise
-        return cls(path, config, lock, created, ranks)
+        ranks = ranks or SingleProcess()
+        lock, created = on_first(ranks, lambda: _claim(config, resume)) or (None, [])
+        directory = cls(config, ranks, lock, created)
+        try:
+            if ranks.count > 1:
+                _require_shared(directory.path, ranks)
+        except BaseException:
+            directory.close()
+            raise
+        return directory
 
     def history_at(self, start: int, own: bool) -> History:
         """Return the run's history if it resumes from step `start`; see `qarl.storage.history.began_after`.
 
         Raises UserError, and changes nothing, if checkpoints or metrics up to that step are missing.
         """
-        after = began_after(self.path, start, own, self._every_before())
-        before = read_history(self.path) if own else None
-        ranks = ranks_after(before, start, self.ranks)
-        return History(began_after=after, checkpoint=start if own else 0, ranks=ranks)
+
+        def found() -> dict[str, Any]:
+            after = began_after(self.path, start, own, self._every_before())
+            before = read_history(self.path) if own else None
+            ranks = ranks_after(before, start, self._ranks.count)
+            return History(began_after=after, checkpoint=start if own else 0, ranks=ranks).model_dump()
+
+        return History.model_validate(self._ranks.gather(on_first(self._ranks, found))[0])
 
     def _every_before(self) -> int:
         """`checkpoint.every` of the previous start; of this one if there was none or its file is damaged."""
@@ -161,14 +140,17 @@ class RunDirectory:
             history: Result of `history_at`.
 
         Returns:
-            One line for each package, device or thread count that differs from the previous start. Each can prevent
-            bit-identical resumption.
+            On the first rank, one line for each package, device or thread count that differs from the previous start.
+            Each can prevent bit-identical resumption.
 
         Raises:
             UserError: The disk refuses, or a file that the configuration names cannot be read.
         """
+        return on_first(self._ranks, lambda: self._begin(inputs or {}, history)) or []
+
+    def _begin(self, inputs: Mapping[str, Any], history: History | None) -> list[str]:
         path = self.path / "environment.json"
-        recorded = {**(inputs or {}), "files": input_files(self._config)}
+        recorded = {**inputs, "files": input_files(self._config)}
         goes_on = history is not None and history.checkpoint > 0
         if changed := changed_while_training(path, recorded) if goes_on else []:
             recorded["changed"] = changed
@@ -203,6 +185,55 @@ class RunDirectory:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _claim(config: Config, resume: str) -> tuple[int, list[Path]]:
+    """Create or reuse the directory, and lock it. Returns the lock, and the directories created, innermost first."""
+    path = Path(config.run_dir)
+    with path_errors(f"train.run_dir: {path}", "choose another"):
+        if path.exists():
+            _check_usable(path, config, resume)
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
+    lock = None
+    with disk_errors(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = take_lock(path, _BUSY)
+            # Check again under the lock: another process may have started here in between.
+            _check_usable(path, config, resume)
+        except BaseException:
+            if lock is not None:
+                release_lock(lock)
+            _remove_empty(created)
+            raise
+    return lock, created
+
+
+def _require_shared(path: Path, ranks: Ranks) -> None:
+    """Raise UserError on a rank that does not see the first rank's files."""
+    token = path / ranks.gather(f".seen-{secrets.token_hex(8)}")[0]
+    here, first = socket.gethostname(), ranks.gather(socket.gethostname())[0]
+
+    def write() -> None:
+        with disk_errors(path):
+            token.touch()
+
+    def look() -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not os.path.exists(token):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{path}: is on {here} not the directory that rank 0 writes to on {first}; set train.run_dir to "
+                    "one on a disk that all nodes share"
+                )
+            time.sleep(0.05)
+
+    try:
+        on_first(ranks, write)
+        together(ranks, look)
+    finally:
+        if ranks.first:
+            token.unlink(missing_ok=True)
 
 
 def _clear(folder: Path) -> None:
@@ -292,33 +323,3 @@ def _with_defaults(stored: Any) -> Any:
         return parse_yaml(Config.model_validate(stored).to_yaml(), "configuration")
     except ValidationError:
         return stored
-
-
-def config_difference(theirs: Any, ours: Any) -> list[str]:
-    """Return `key is X there, Y here` for each dotted key that must not differ but does.
-
-    `RESUMABLE_KEYS` may differ. A size that is automatic here takes the stored value. Lists are compared by element.
-    """
-    return list(_differences(flatten(theirs), flatten(ours)))
-
-
-def _differences(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
-    for key in [*here, *(key for key in there if key not in here)]:
-        theirs, ours = there.get(key), here.get(key)
-        if (key in there, theirs) == (key in here, ours) or _may_differ(key) or (key in ON_CPU and ours is None):
-            continue
-        if theirs and ours and isinstance(theirs, list) and isinstance(ours, list):
-            yield from _differences(flatten(dict(enumerate(theirs)), key), flatten(dict(enumerate(ours)), key))
-        else:
-            yield f"{key} is {_short(there, key)} there, {_short(here, key)} here"
-
-
-def _may_differ(key: str) -> bool:
-    return any(key.startswith(allowed) if allowed.endswith(".") else key == allowed for allowed in RESUMABLE_KEYS)
-
-
-def _short(values: dict[str, Any], key: str) -> str:
-    if key not in values:
-        return "not set"
-    text = json.dumps(values[key], default=str)
-    return text if len(text) <= 60 else text[:57] + "..."

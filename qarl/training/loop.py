@@ -28,7 +28,6 @@ from qarl.storage.disk import disk_errors
 from qarl.storage.names import checkpoint_steps
 from qarl.storage.rundir import RunDirectory, begun_configuration
 from qarl.storage.runs import METRICS, read_metrics
-from qarl.storage.shared_rundir import open_run_directory
 from qarl.training.alarms import Alarms, idle_correction
 from qarl.training.checkpoint_manager import CheckpointManager, refuse_vanished
 from qarl.training.console import RunConsole
@@ -84,7 +83,7 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
     with memory_errors(LOWER), early_ends(), console, quiet_libraries(console.warn), guard:
         try:
             config = with_sizes(config, device, ranks)
-            with open_run_directory(config, config.checkpoint.resume, ranks) as directory:
+            with RunDirectory.open(config, config.checkpoint.resume, ranks) as directory:
                 ranks.log_in(directory.path)
                 console.message(
                     f"{config.model.path}, {config.quant.label} ({config.quant.learner} learner), "

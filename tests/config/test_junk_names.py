@@ -18,7 +18,7 @@ from qarl.data.sources import load_rows
 from qarl.errors import UserError
 from qarl.evaluation.request import Request, evaluation_section
 from qarl.inference.target import resolve_target
-from qarl.storage.rundir import config_difference
+from qarl.storage.config_difference import config_difference
 
 EXACT = [{"name": "exact"}]
 JUNK = [

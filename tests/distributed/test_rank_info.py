@@ -17,7 +17,7 @@ from qarl.distributed.fault import Fault, OtherRankFailed, fault_of, forget_faul
 from qarl.distributed.key_value_store import DirectoryStore
 from qarl.distributed.rank_info import RankInfo, child_environment, own_arguments, rank_info
 from qarl.errors import UserError
-from qarl.storage.rundir import config_difference
+from qarl.storage.config_difference import config_difference
 from qarl.utils.signals import Interrupted
 
 TORCHRUN = {

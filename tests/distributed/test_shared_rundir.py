@@ -13,10 +13,9 @@ from thread_ranks import as_threads
 from qarl.config import Config
 from qarl.distributed.ranks import OtherRankFailed, Ranks, SingleProcess
 from qarl.errors import UserError
-from qarl.storage import shared_rundir as module
+from qarl.storage import rundir as module
 from qarl.storage.history import History, RanksFrom, ranks_after, read_history, write_history
 from qarl.storage.rundir import RunDirectory
-from qarl.storage.shared_rundir import open_run_directory
 
 
 def config(path: Path) -> Config:
@@ -34,7 +33,7 @@ def test_the_first_rank_holds_the_directory_and_all_have_its_history(tmp_path):
     path = tmp_path / "runs" / "name"
 
     def work(ranks: Ranks) -> tuple[Any, ...]:
-        with open_run_directory(config(path), "auto", ranks) as directory:
+        with RunDirectory.open(config(path), "auto", ranks) as directory:
             if not ranks.first:
                 with pytest.raises(UserError, match="in use by process"):
                     RunDirectory.open(config(path), "auto")
@@ -51,8 +50,7 @@ def test_the_first_rank_holds_the_directory_and_all_have_its_history(tmp_path):
 
 
 def test_one_rank_opens_it_as_one_process_does(tmp_path):
-    with open_run_directory(config(tmp_path / "a"), "auto", SingleProcess()) as directory:
-        assert type(directory) is RunDirectory
+    with RunDirectory.open(config(tmp_path / "a"), "auto", SingleProcess()) as directory:
         directory.begin({}, directory.history_at(0, own=False))
     assert not (tmp_path / "a" / "history.json").exists()
 
@@ -61,7 +59,7 @@ def test_a_rank_that_does_not_see_it_refuses_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.2)
 
     def work(ranks: Ranks) -> RunDirectory:
-        return open_run_directory(config(tmp_path / ("here" if ranks.rank != 1 else "there")), "auto", ranks)
+        return RunDirectory.open(config(tmp_path / ("here" if ranks.rank != 1 else "there")), "auto", ranks)
 
     first, blind, third = as_threads(3, work)
     assert type(blind) is UserError and "\n" not in str(blind)
@@ -74,7 +72,7 @@ def test_a_rank_that_does_not_see_it_refuses_in_one_line(tmp_path, monkeypatch):
 
 def test_a_directory_that_the_first_rank_is_refused_is_refused_to_all(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    first, second = as_threads(2, lambda ranks: open_run_directory(config(tmp_path), "auto", ranks))
+    first, second = as_threads(2, lambda ranks: RunDirectory.open(config(tmp_path), "auto", ranks))
     assert type(first) is UserError and "not a run directory" in str(first)
     assert isinstance(second, OtherRankFailed) and "not a run directory" in str(second)
 

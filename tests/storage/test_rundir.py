@@ -17,8 +17,9 @@ from full_disk import fill_disk
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.storage import rundir as module
+from qarl.storage.config_difference import config_difference
 from qarl.storage.disk import atomic_write_text
-from qarl.storage.rundir import RunDirectory, begun_configuration, config_difference
+from qarl.storage.rundir import RunDirectory, begun_configuration
 
 
 @pytest.fixture

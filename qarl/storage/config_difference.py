@@ -1,0 +1,69 @@
+"""Which keys of a configuration may differ between a run and its resumption, and which of the others do.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from qarl.config.by_device import ON_CPU
+from qarl.inputs.json import flatten
+
+# None of these changes a step that was already taken. `train.steps` extends a run (and stretches a linear or cosine
+# schedule from there on). An evaluation draws from counted random streams, so that it leaves nothing behind in the
+# sampler. The number of ranks and how they hold the masters change the order of sums from there on, which history.json
+# says. Everything else, thread count, batch limits and paths included, can change bits of the result and is refused.
+RESUMABLE_KEYS = (
+    "train.steps",
+    "train.run_dir",
+    "train.profile",
+    "train.profile.",
+    "checkpoint.",
+    "logging.",
+    "diagnostics.",
+    "evaluation.",
+    "distributed.",
+    "model.verify_digests",
+    "rollout.vllm.device",
+    "rollout.vllm.data_parallel",
+    "rollout.vllm.memory_frac",
+    "rollout.vllm.timeout_s",
+    "rollout.vllm.max_restarts",
+    "rollout.async.device",
+    "rollout.async.kept_versions",
+    "rollout.async.timeout_s",
+    "rollout.async.max_restarts",
+)
+
+
+def config_difference(theirs: Any, ours: Any) -> list[str]:
+    """Return `key is X there, Y here` for each dotted key that must not differ but does.
+
+    `RESUMABLE_KEYS` may differ. A size that is automatic here takes the stored value. Lists are compared by element.
+    """
+    return list(_differences(flatten(theirs), flatten(ours)))
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
+    for key in [*here, *(key for key in there if key not in here)]:
+        theirs, ours = there.get(key), here.get(key)
+        if (key in there, theirs) == (key in here, ours) or _may_differ(key) or (key in ON_CPU and ours is None):
+            continue
+        if theirs and ours and isinstance(theirs, list) and isinstance(ours, list):
+            yield from _differences(flatten(dict(enumerate(theirs)), key), flatten(dict(enumerate(ours)), key))
+        else:
+            yield f"{key} is {_short(there, key)} there, {_short(here, key)} here"
+
+
+def _may_differ(key: str) -> bool:
+    return any(key.startswith(allowed) if allowed.endswith(".") else key == allowed for allowed in RESUMABLE_KEYS)
+
+
+def _short(values: dict[str, Any], key: str) -> str:
+    if key not in values:
+        return "not set"
+    text = json.dumps(values[key], default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
