@@ -6,7 +6,8 @@ import random
 import string
 from typing import TYPE_CHECKING, Any
 
-from qarl.data.columns import NoField, Row, field_of
+from qarl.data.columns import NoField, field_of
+from qarl.data.values import Row
 from qarl.errors import UserError
 
 if TYPE_CHECKING:

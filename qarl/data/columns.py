@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from qarl.data.values import Row
 from qarl.errors import UserError
 from qarl.utils.text import visible
 
 if TYPE_CHECKING:
     from qarl.config.data import DataConfig
-
-Row = dict[str, Any]
 
 _SHOWN = 20  # maximum number of names in a message
 

@@ -236,6 +236,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], templated: bool
     return [list(ids[: len(ids) - added]) for ids in encoded["input_ids"]]
 
 
+def require_known_tokens(
+    ids: Sequence[int], vocabulary: int | None, tokenizer: PreTrainedTokenizerBase, place: str
+) -> None:
+    """Raise UserError for a token beyond the model's embedding. vocabulary: its number of tokens, if it is known."""
+    if vocabulary is not None and max(ids, default=0) >= vocabulary:
+        token = tokenizer.convert_ids_to_tokens(max(ids))
+        raise UserError(f"{place}: holds {token!r}, a token that the model lacks; leave it out")
+
+
 def _joined(content: Any, here: str) -> str:
     if not isinstance(content, list):
         raise UserError(f"{here}: its content is {_shown(content)}, expected text or a list of parts")

@@ -16,9 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qarl.data.choices import letter_choices
 from qarl.data.columns import listed, map_columns
-from qarl.data.conversation import ChatTemplate, Message, encode, is_conversation, plain_messages
+from qarl.data.conversation import (
+    ChatTemplate,
+    Message,
+    encode,
+    is_conversation,
+    plain_messages,
+    require_known_tokens,
+)
 from qarl.data.prompts import conversation_of, given_prompt, require_chat_template, require_encodable
-from qarl.data.sources import Row, load_rows
+from qarl.data.sources import load_rows
+from qarl.data.values import Row
 from qarl.errors import UserError
 from qarl.types import GivenResponse, Prompt
 
@@ -101,9 +109,7 @@ def build_examples(
     places = [f"{key}: row {index}" for index in range(len(rows))]
     report, prompts = ExampleReport(len(rows)), list[Prompt]()
     for index, tokens in enumerate(_tokenized(rows, places, column, config, tokenizer, stops, now)):
-        if vocabulary is not None and max(tokens.ids, default=0) >= vocabulary:
-            token = tokenizer.convert_ids_to_tokens(max(tokens.ids))
-            raise UserError(f"{places[index]}: holds {token!r}, a token that the model lacks; leave it out")
+        require_known_tokens(tokens.ids, vocabulary, tokenizer, places[index])
         example = _example(index, tokens, config.max_prompt_length, max_context, max_response_length, report)
         if example is not None:
             prompts.append(example)

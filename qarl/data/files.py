@@ -14,14 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from qarl.data.values import NotPlain, plain
+from qarl.data.values import NotPlain, Row, plain
 from qarl.errors import UserError
 from qarl.inputs.files import LINE_BYTES, Unreadable, read_lines, read_text
 from qarl.inputs.json import json_kind, parse_json
 from qarl.inputs.paths import path_errors
 from qarl.utils.text import visible
-
-Row = dict[str, Any]
 
 FILE_BYTES = 8 * 2**30  # limit for .json, .csv and the decoded .parquet, which are read as a whole
 ENTRIES = 1_000_000  # limit for the files in a directory tree

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 from qarl.config.data import RESERVED_COLUMNS
 from qarl.data.choices import letter_choices
 from qarl.data.columns import listed, map_columns
-from qarl.data.conversation import ChatTemplate, Message, encode, is_conversation, plain_messages
-from qarl.data.sources import Row, load_rows
+from qarl.data.conversation import (
+    ChatTemplate,
+    Message,
+    encode,
+    is_conversation,
+    plain_messages,
+    require_known_tokens,
+)
+from qarl.data.sources import load_rows
+from qarl.data.values import Row
 from qarl.errors import UserError
 from qarl.types import Prompt
 from qarl.utils.text import visible
@@ -124,9 +132,7 @@ def build_prompts(
         for index, token_ids in enumerate(encode(tokenizer, batch, config.chat_template), start=start):
             length = len(token_ids)
             lengths.append(length)
-            if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
-                token = tokenizer.convert_ids_to_tokens(max(token_ids))
-                raise UserError(f"data: row {index}: holds {token!r}, a token that the model lacks; leave it out")
+            require_known_tokens(token_ids, vocabulary, tokenizer, places[index])
             if length > config.max_prompt_length:
                 too_long += 1
             elif length + max_response_length > max_context:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qarl.data import files, tasks
+from qarl.data.values import Row
 from qarl.errors import UserError
 from qarl.inputs.paths import path_errors, shown_path, user_path
 from qarl.utils.text import visible
 
 if TYPE_CHECKING:
     from qarl.config.data import DataConfig
-
-Row = dict[str, Any]
 
 
 def load_rows(config: DataConfig) -> list[Row]:

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from qarl.data.values import plain
+from qarl.data.values import Row, plain
 from qarl.errors import UserError
 from qarl.utils.text import visible
-
-Row = dict[str, Any]
 
 MOST_ROWS = 1_000_000  # limit for a generated source
 _ANSWER_DIGITS = 4000  # Python's limit for printing integers is 4,300

@@ -10,6 +10,9 @@ from typing import Any
 
 from qarl.inputs.json import DEPTH, INT_DIGITS
 
+Row = dict[str, Any]
+"""A row of a data source: column to value."""
+
 _AS_TEXT = (decimal.Decimal, uuid.UUID, datetime.timedelta)
 _DATES = (datetime.date, datetime.time)  # datetime.datetime is a date
 _LARGEST = 10**INT_DIGITS

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config.data import TEMPLATE_OPTION, template_arguments
 from qarl.config.limits import ITEMS, NAME, SAMPLES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS, VOCABULARY
-from qarl.data.conversation import ChatTemplate, encode
+from qarl.data.conversation import ChatTemplate, encode, require_known_tokens
 from qarl.errors import UserError
 from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
@@ -227,9 +227,8 @@ def render(target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str],
             (ids,) = encode(tokenizer, [shown], bool(chat))
         if not ids:
             raise UserError(f"--prompt {place + 1}: has no tokens; give more text")
-        if architecture is not None and max(ids) >= architecture.vocab_size:
-            token = tokenizer.convert_ids_to_tokens(max(ids))
-            raise UserError(f"--prompt {place + 1}: holds {token!r}, a token that the model lacks; leave it out")
+        vocabulary = None if architecture is None else architecture.vocab_size
+        require_known_tokens(ids, vocabulary, tokenizer, f"--prompt {place + 1}")
         prompts.append(Prompt(place, ids, shown))
     return prompts
 
