@@ -6,12 +6,15 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qarl.errors import UserError
 from qarl.rewards.frames import pack
 from qarl.rewards.process import Report, Task
 from qarl.rewards.worker import SCORE_LIMIT
+
+if TYPE_CHECKING:
+    from qarl.config.reward import RewardConfig
 
 logger = logging.getLogger("qarl.rewards")
 
@@ -91,17 +94,15 @@ class _Retries:
 
 
 class Batch:
-    """Completions of one `RewardPool.score` call, in `chunks` contiguous chunks per function.
+    """Completions of one `RewardPool.score` call, in `reward.workers` contiguous chunks per function.
 
     The caller checks that all lists have the same length.
 
     Args:
         completions, prompts, columns, completion_ids: See `RewardPool.score`.
-        labels: Labels of the functions.
-        weights: Weights of the functions.
+        config: The `reward` section.
+        labels: Labels of its functions.
         reads_tokens: Whether each function gets `completion_ids` as a column.
-        chunks: Number of chunks per function.
-        timeout_s, max_failed_frac: Of the `reward` section.
         share: This rank's part of a larger batch. Default: the completions are the whole batch.
     """
 
@@ -111,25 +112,23 @@ class Batch:
         prompts: list[str],
         columns: dict[str, list],
         completion_ids: list[list[int]] | None,
+        config: RewardConfig,
         labels: Sequence[str],
-        weights: Sequence[float],
         reads_tokens: Sequence[bool],
-        chunks: int,
-        timeout_s: float,
-        max_failed_frac: float,
         share: Share | None = None,
     ) -> None:
         self._completions, self._prompts, self._columns = completions, prompts, columns
         self._completion_ids = completion_ids
-        self._labels, self._weights, self._reads_tokens = labels, weights, reads_tokens
-        self._timeout_s, self._max_failed_frac = timeout_s, max_failed_frac
+        self._labels, self._reads_tokens = labels, reads_tokens
+        self._weights = [function.weight for function in config.functions]
+        self._timeout_s, self._max_failed_frac = config.timeout_s, config.max_failed_frac
         count = len(completions)
         self._share = share or Share(0, count)
         self._scores: list[list[float | None]] = [[0.0] * count for _ in labels]
         self._failed = [0] * len(labels)
         self._messages: list[str] = []
         self._retries = [_Retries() for _ in labels]
-        chunk = max(1, -(-count // chunks))
+        chunk = max(1, -(-count // config.workers))
         self._waiting = deque(
             Task(function, range(start, min(start + chunk, count)))
             for function in range(len(labels))

@@ -97,20 +97,7 @@ class RewardPool:
         for name, values in {"prompts": prompts, **columns, **tokens}.items():
             if len(values) != count:
                 raise ValueError(f"{name} has {len(values)} values for {count} completions")
-        weights = [function.weight for function in config.functions]
-        batch = Batch(
-            completions,
-            prompts,
-            columns,
-            completion_ids,
-            self.labels,
-            weights,
-            self._reads_tokens,
-            config.workers,
-            config.timeout_s,
-            config.max_failed_frac,
-            share,
-        )
+        batch = Batch(completions, prompts, columns, completion_ids, config, self.labels, self._reads_tokens, share)
         try:
             self._replace_gone()
             while batch.left or any(worker.task for worker in self._workers):

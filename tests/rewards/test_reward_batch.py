@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from qarl.config import RewardConfig
 from qarl.errors import UserError
 from qarl.rewards.batch import Batch
 from qarl.rewards.process import Report
@@ -20,9 +21,10 @@ def simulate(behaviour: list[str | float], chunks: int = 1, workers: int = 1, ma
     Returns the result and the seconds that it took.
     """
     n = len(behaviour)
-    batch = Batch(
-        [str(i) for i in range(n)], ["p"] * n, {}, None, ["f"], [1.0], [False], chunks, TIMEOUT_S, max_failed_frac
+    config = RewardConfig(
+        functions=[{"name": "exact"}], workers=chunks, timeout_s=TIMEOUT_S, max_failed_frac=max_failed_frac
     )
+    batch = Batch([str(i) for i in range(n)], ["p"] * n, {}, None, config, ["f"], [False])
     now = 0.0
     busy: list[tuple[float, Report]] = []
     while batch.left or busy:
