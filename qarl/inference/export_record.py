@@ -15,7 +15,6 @@ Format 1 has only the tensors, so only they are checked.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,9 +24,9 @@ from pydantic import Field
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.inputs.files import NoSuchFile, Unreadable, file_sha256
-from qarl.inputs.json import read_json_object
-from qarl.inputs.schema import Bytes, Record, Sha256, checked
+from qarl.inputs.files import NoSuchFile, Unreadable
+from qarl.inputs.json import body_digest, read_json_object
+from qarl.inputs.schema import FileDigest, Record, Sha256, checked
 from qarl.storage.input_files import TOKENIZER_FILES
 
 RECORD = "qarl_export.json"
@@ -43,13 +42,6 @@ class TensorDigest(Record):
 
     shape: list[int]
     dtype: str
-    sha256: Sha256
-
-
-class FileDigest(Record):
-    """A file beside the tensors."""
-
-    bytes: Bytes
     sha256: Sha256
 
 
@@ -141,7 +133,7 @@ class ExportRecord:
     def _check_files(self, directory: Path, files: Mapping[str, FileDigest]) -> None:
         for name, recorded in files.items():
             try:
-                found = file_digest(directory / name)
+                found = FileDigest.of(directory / name)
             except NoSuchFile as error:
                 raise UserError(
                     f"{directory / name}: is missing; restore it, export it again, or {self._skip}"
@@ -195,18 +187,6 @@ def read_export_record(directory: Path, skip: str = SKIP) -> ExportRecord | None
         return None
     except Unreadable as error:
         raise UserError(f"{error}; export it again, or remove the file: without it nothing is checked") from error
-
-
-def body_digest(contents: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a record's contents without its own `sha256`."""
-    body = {key: value for key, value in contents.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def file_digest(path: Path) -> FileDigest:
-    """Return size and SHA-256 of a file. Raises NoSuchFile, Unreadable."""
-    size, digest = file_sha256(path)
-    return FileDigest(bytes=size, sha256=digest)
 
 
 def _document(path: Path, skip: str) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,12 @@ def read_json_object(path: Path, *, limit: int = TEXT_BYTES, **options: bool) ->
     if not isinstance(value, dict):
         raise Unreadable(str(path), f"holds {json_kind(value)}, expected an object")
     return value
+
+
+def body_digest(contents: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of an object without its own `sha256`."""
+    body = {key: value for key, value in contents.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def json_kind(value: Any) -> str:

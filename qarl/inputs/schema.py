@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from qarl.inputs.files import Unreadable
+from qarl.inputs.files import Unreadable, file_sha256
 from qarl.inputs.paths import NAME_BYTES
 
 T = TypeVar("T", bound=BaseModel)
@@ -29,9 +30,22 @@ def _plain_name(name: str) -> str:
 
 FileName = Annotated[str, AfterValidator(_plain_name)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 STEP_LIMIT = 10**9  # training steps: more than any run takes, and sums of them do not overflow
 Step = Annotated[int, Field(ge=0, le=STEP_LIMIT)]
-Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class FileDigest(Record):
+    """Size and SHA-256 of a file."""
+
+    bytes: Bytes
+    sha256: Sha256
+
+    @classmethod
+    def of(cls, path: Path) -> FileDigest:
+        """Read a regular file. Raises NoSuchFile, Unreadable."""
+        size, digest = file_sha256(path)
+        return cls(bytes=size, sha256=digest)
 
 
 def checked(model: type[T], value: Any, place: str) -> T:

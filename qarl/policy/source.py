@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -24,6 +23,7 @@ from qarl.inputs.library_errors import foreign_errors, quiet_loading
 from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import INDEX, SINGLE, shard_names
 from qarl.storage.conversions import converted
+from qarl.storage.environment import version_of
 from qarl.storage.tensorfile import safetensors_chunks, write_file
 
 _VERSION = 1  # of the conversion; increase it if `_write` changes, so that older entries are not used
@@ -117,7 +117,7 @@ def kept(source: ModelSource, part: Part, read: Callable[[], T], size: int = _SM
     """
     if source.gguf_file is None or (file := source.file(source.gguf_file)) is None:
         return source
-    versions = {"qarl": str(_VERSION)} | {name: _version(name) for name in _CONVERTERS}
+    versions = {"qarl": str(_VERSION)} | {name: version_of(name) or "none" for name in _CONVERTERS}
     directory = converted(file, part, versions, read, _write, size)
     return source if directory is None else ModelSource(str(directory), None)
 
@@ -130,10 +130,3 @@ def _write(value: PreTrainedConfig | PreTrainedTokenizerBase | PreTrainedModel, 
     value.config.save_pretrained(directory)
     tensors = {name: parameter.detach() for name, parameter in value.named_parameters()}
     write_file(directory / SINGLE, safetensors_chunks(tensors))
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"

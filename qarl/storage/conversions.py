@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from qarl.errors import UserError
-from qarl.inputs.files import Unreadable, file_identity, file_sha256, sha256_once
+from qarl.inputs.files import Unreadable, file_identity, sha256_once
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_fault, reason_of
-from qarl.inputs.schema import FileName, Record, checked
+from qarl.inputs.schema import FileDigest, FileName, Record, checked
 from qarl.storage.disk import free_bytes, fsync_directory
 from qarl.storage.leftovers import delete, is_abandoned, mark
-from qarl.storage.manifest import File
 
 FORMAT_VERSION = 1
 SPARE_BYTES = 256 * 2**20  # free disk space to leave after a conversion
@@ -46,7 +45,7 @@ T = TypeVar("T")
 
 class _Manifest(Record):
     format_version: int
-    files: dict[FileName, File]
+    files: dict[FileName, FileDigest]
 
 
 class _Unusable(Exception):
@@ -194,7 +193,7 @@ def _verify(entry: Path) -> None:
         if names != sorted([*manifest.files, _MANIFEST]):
             raise _Unusable(f"{entry}: holds other files than its manifest says")
         for name, expected in manifest.files.items():
-            if file_sha256(entry / name) != (expected.bytes, expected.sha256):
+            if FileDigest.of(entry / name) != expected:
                 raise _Unusable(f"{entry / name}: its contents changed")
     except OSError as error:
         raise _Unusable(f"{entry}: {reason_of(error)}") from None
@@ -208,8 +207,7 @@ def _seal(directory: Path) -> None:
     files = {}
     for path in sorted(directory.iterdir()):
         path.chmod(0o600)
-        size, digest = file_sha256(path)
-        files[path.name] = {"bytes": size, "sha256": digest}
+        files[path.name] = FileDigest.of(path).model_dump()
         _sync(path)
     manifest = directory / _MANIFEST
     manifest.write_text(json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1))

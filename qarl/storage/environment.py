@@ -45,13 +45,16 @@ def package_versions() -> dict[str, str]:
     """Return the versions of qarl and of the installed packages among `PACKAGES`."""
     import qarl
 
-    versions = {"qarl": qarl.__version__}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {name: version_of(name) for name in PACKAGES}
+    return {"qarl": qarl.__version__} | {name: version for name, version in found.items() if version is not None}
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def describe_environment(seed: int, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:

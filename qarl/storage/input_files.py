@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from qarl.inputs.tensors import INDEX, SINGLE, shard_names
 from qarl.objectives.custom import Custom
 from qarl.rewards.builtin import BUILTINS
 from qarl.rewards.fingerprint import reward_fingerprint
+from qarl.storage.environment import version_of
 
 INIT = "init"  # part of a run's `model` inputs: `quant.init` and its calibration text
 UNKNOWN = "unknown"  # the identity of something on the hub that is not in the local cache
@@ -160,7 +160,7 @@ def _data(key: str, data: DataConfig) -> Iterator[tuple[str, str]]:
         rows = generate(data.source, data.task, _GENERATED_ROWS)
         yield key, hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     elif data.kind == "reasoning_gym":
-        yield key, f"reasoning-gym {_version('reasoning-gym')}"
+        yield key, f"reasoning-gym {version_of('reasoning-gym') or UNKNOWN}"
     elif not is_local(data.source):
         yield f"{key}: commit", hub_commit("datasets", data.source, None)
     else:
@@ -191,13 +191,6 @@ def hub_commit(kind: str, name: str, revision: str | None) -> str:
     except (OSError, ValueError):
         return UNKNOWN
     return commit if _COMMIT.fullmatch(commit) else UNKNOWN
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return UNKNOWN
 
 
 def _identity(file: Path | str) -> str:

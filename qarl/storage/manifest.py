@@ -29,9 +29,9 @@ from pydantic import Field, StringConstraints
 
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable, open_regular
-from qarl.inputs.json import read_json_object
+from qarl.inputs.json import body_digest, read_json_object
 from qarl.inputs.paths import reason_of
-from qarl.inputs.schema import Bytes, FileName, Record, Sha256, Step, checked
+from qarl.inputs.schema import Bytes, FileDigest, FileName, Record, Step, checked
 from qarl.storage.names import step_of
 
 MANIFEST = "manifest.json"
@@ -42,17 +42,12 @@ _Group = Annotated[str, StringConstraints(pattern="^[a-z][a-z0-9_]*$")]
 _Span = Annotated[list[Bytes], Field(min_length=2, max_length=2)]
 
 
-class File(Record):
-    bytes: Bytes
-    sha256: Sha256
-
-
 class Manifest(Record):
     """Content of manifest.json. ranks: number of ranks that wrote the checkpoint."""
 
     step: Step
     groups: dict[_Group, list[FileName]]
-    files: dict[FileName, File]
+    files: dict[FileName, FileDigest]
 
     @property
     def ranks(self) -> int:
@@ -104,7 +99,7 @@ def coverage_fault(shapes: Mapping[str, list[int]], spans: Mapping[str, list[tup
 def encode(body: Mapping[str, Any]) -> bytes:
     """Serialize a manifest and add its own digest. Format 2 is written on one line because it is large."""
     indent = 1 if body["format_version"] == WHOLE else None
-    return json.dumps({**body, "sha256": _digest(body)}, indent=indent).encode()
+    return json.dumps({**body, "sha256": body_digest(body)}, indent=indent).encode()
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -116,7 +111,7 @@ def read_manifest(path: Path) -> Manifest:
         UserError: Another version of qarl wrote it.
     """
     found = read_json_object(path, limit=MANIFEST_BYTES)
-    if found.get("sha256") != _digest(found):
+    if found.get("sha256") != body_digest(found):
         raise Unreadable(str(path), "its own digest does not match, it was changed after it was written")
     version = found.get("format_version")
     if version not in (WHOLE, PIECES):
@@ -165,7 +160,7 @@ def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> N
         _verify(directory / name, manifest.files[name])
 
 
-def _verify(path: Path, expected: File) -> None:
+def _verify(path: Path, expected: FileDigest) -> None:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
@@ -176,8 +171,3 @@ def _verify(path: Path, expected: File) -> None:
             raise Unreadable(str(path), f"cannot be read: {reason_of(error)}") from error
     if digest != expected.sha256:
         raise Unreadable(str(path), "the digest does not match, the contents changed")
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -19,10 +19,11 @@ from qarl import cli
 from qarl.config import ModelConfig
 from qarl.errors import UserError
 from qarl.exporting.job import export_target
-from qarl.inference.export_record import RECORD, body_digest
+from qarl.inference.export_record import RECORD
 from qarl.inference.masters import verify_base
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
+from qarl.inputs.json import body_digest
 from qarl.inputs.tensors import stored_tensors
 
 SCHEMES: dict[str, dict[str, Any]] = {
