@@ -37,8 +37,7 @@ from qarl.inference.export_record import read_export_record
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.json import read_json_object
-from qarl.inputs.open_tensors import OpenTensors
-from qarl.inputs.tensors import stored_tensors
+from qarl.inputs.tensors import OpenTensors, stored_tensors
 from qarl.policy.skeleton import linear_names
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.runs import read_records

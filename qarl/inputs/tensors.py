@@ -1,11 +1,12 @@
-"""Tensors in a model's safetensors files, read from headers only. Imports no torch and reads no weights."""
+"""Tensors in a model's safetensors files: types and shapes from the headers, and values by name. Imports no torch."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -14,6 +15,9 @@ from qarl.inputs.files import NoSuchFile, Unreadable, open_regular
 from qarl.inputs.json import read_json_object
 from qarl.inputs.schema import FileName, Record, checked
 from qarl.utils.text import visible
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -61,6 +65,26 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         if found[name].file.name != file:
             raise Unreadable(place, f"says that {name} is in {file}, and {found[name].file.name} holds it")
     return found
+
+
+class OpenTensors:
+    """Reads the tensors of `stored` on the CPU. Opens each file once, since parsing a large header takes milliseconds.
+
+    Raises the errors of the library: SafetensorError, OSError, RuntimeError.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self._stored = stored
+        self._opened: dict[Path, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._stored[name].file
+        if file not in self._opened:
+            self._opened[file] = safe_open(file, framework="pt")
+        return self._opened[file].get_tensor(name)
 
 
 def require_index(directory: Path) -> None:

@@ -17,8 +17,7 @@ from qarl.config.quant import scheme_of
 from qarl.config.weight_files import require_weights, stored_format
 from qarl.errors import UserError
 from qarl.inputs.library_errors import foreign_errors
-from qarl.inputs.open_tensors import OpenTensors
-from qarl.inputs.tensors import StoredTensor
+from qarl.inputs.tensors import OpenTensors, StoredTensor
 
 
 class StoredWeights:
