@@ -275,6 +275,21 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 
 
+def records_of_steps(steps: Sequence[Record], times: Sequence[dict[str, float]], **whole: Any) -> Iterator[Record]:
+    """A record per training step, and one with medians of their times after the first, which compiles.
+
+    Args:
+        steps: The record of each step.
+        times: Its seconds by name, `step_s` among them.
+        whole: The rest of the last record, and `engine` of all.
+    """
+    for number, step in enumerate(steps, 1):
+        yield {"what": "one_step", "step": number, "engine": whole["engine"], **step}
+    timed = times[1:] or times
+    medians = {name: statistics.median(one[name] for one in timed if name in one) for name in timed[0]}
+    yield {"what": "step", "seconds": medians["step_s"], "steps": len(steps), **whole, **medians}
+
+
 def timed(
     call: Callable[[], object],
     device: torch.device,

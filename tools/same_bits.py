@@ -65,6 +65,8 @@ def serve(checkout: Path, names: list[str], work: Path, settings: list[str], out
         print(f"{name}: {'failed' if 'error' in found[name] else len(found[name])}", flush=True)
         shutil.rmtree(folder)
     out.write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # taking down what was imported takes a second, and some of it prints pages
 
 
 def _use_kernels() -> None:

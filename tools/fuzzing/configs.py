@@ -138,6 +138,9 @@ def name_objective(draw: DrawFn, data: dict[str, Any], path: Key) -> None:
         section.setdefault("path", "objective.py:f")
 
 
+ODD_NAMES = ("", ".", "a..b", "k" * 5_000, ".".join("k" * 5_000), "model", "0")
+
+
 def mutate_override(draw: DrawFn, base: Path, case: Case) -> None:
     """`qarl check` of a good file with hostile `KEY.PATH=VALUE` arguments."""
     make_traps(case.cwd)
@@ -148,10 +151,9 @@ def mutate_override(draw: DrawFn, base: Path, case: Case) -> None:
         if chance(draw, 20):
             around = (f"{name}.", f".{name}", f"{name}.x", f"{name}.0", name.upper(), f" {name} ", f"{name}\n")
             indices = [f"reward.functions.{index}.name" for index in ("9" * 20, "-1", "²", "٣", "9" * 5_000)]
-            odd = ("", ".", "a..b", *indices, "k" * 5_000, ".".join("k" * 5_000), "model", "0")
-            name = draw(st.sampled_from(around) | st.sampled_from(odd) | texts)
+            name = draw(st.sampled_from((*around, *indices, *ODD_NAMES)) | texts)
         value = draw(yaml_values) if chance(draw, 80) else draw(texts | paths)
-        overrides.append(argument(name + ("" if chance(draw, 5) else "=") + value))
+        overrides.append(argument(f"{name}={value}" if chance(draw, 95) else f"{name}{value}"))
     case.mutation = "overrides: " + "; ".join(shown(text) for text in overrides)
     case.argv = ["check", "tiny.yaml", *overrides]
 
@@ -181,8 +183,8 @@ VALID: dict[str, tuple[Any, ...]] = {
 LEFT_OUT = listed("""
     model.path  model.gguf_file  model.device  model.trust_remote_code  model.routing  rollout.engine  rollout.vllm
     rollout.linear_kernels  quant.kernels  quant.backward  diagnostics.backward_every  diagnostics.routing_every
-    logging.wandb  logging.trackio  train.run_dir  train.steps  data.source  data.subset  objective.path
-    objective.kwargs  objective.router  reward.functions  evaluation.tasks
+    logging.wandb  logging.trackio  logging.mlflow  logging.swanlab  train.run_dir  train.steps  data.source
+    data.subset  objective.path  objective.kwargs  objective.router  reward.functions  evaluation.tasks
 """)
 REWARDS: tuple[dict[str, Any], ...] = (
     {"name": "length", "options": {"target": 4}},
@@ -240,7 +242,8 @@ def valid_config(draw: DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 def allowed(node: dict[str, Any], small: bool = False) -> SearchStrategy[Any]:
-    """Values that a key's JSON schema allows. small: Whole numbers near the lower end of their range only."""
+    """Values that a key's JSON schema allows, the ends of its range included. small: Whole numbers near the lower end
+    only."""
     kind = node.get("type")
     if "anyOf" in node:
         return st.one_of(*(allowed(one, small) for one in node["anyOf"]))
@@ -251,19 +254,13 @@ def allowed(node: dict[str, Any], small: bool = False) -> SearchStrategy[Any]:
     if kind == "array":
         return st.lists(allowed(node["items"], small), max_size=2)
     if kind == "number":
-        return _numbers(node)
+        low, high = node.get("minimum"), node.get("maximum")
+        below = {"exclude_min": low is None, "exclude_max": high is None}
+        least = node.get("exclusiveMinimum", -1.0) if low is None else low
+        return st.floats(least, node.get("exclusiveMaximum", 1e6) if high is None else high, **below)
     if kind == "integer":
         low = int(node.get("minimum", node.get("exclusiveMinimum", -2) + 1))
         high = int(node.get("maximum", node.get("exclusiveMaximum", 2**31) - 1))
         near = st.integers(low, min(low + 5, high))
         return near if small else near | st.just(high)
     return {"boolean": st.booleans(), "string": st.sampled_from(("a", "x y", "\u00e9"))}.get(str(kind), st.none())
-
-
-def _numbers(node: dict[str, Any]) -> SearchStrategy[float]:
-    """Numbers of a range: its ends if they are part of it, and anywhere between."""
-    low = float(node.get("minimum", node.get("exclusiveMinimum", -1.0)))
-    high = float(node.get("maximum", node.get("exclusiveMaximum", 1e6)))
-    ends = [node[end] for end in ("minimum", "maximum") if end in node]
-    parts = st.sampled_from((1e-9, 1e-4, 1e-3, 0.1, 0.5, 1 - 1e-9)) | st.floats(1e-9, 1 - 1e-9)
-    return st.one_of(parts.map(lambda part: low + (high - low) * part), *map(st.just, map(float, ends)))

@@ -58,7 +58,7 @@ def damage_yaml(draw: DrawFn, text: str) -> tuple[str, bytes]:
         "in a second document": f"---\n{line}",
         f"with {char!a}": line[:column] + char + line[column:],
         "before a merge into itself": f"{line}\na: &a\n  b: *a\n  <<: *a",
-        "before a bomb": f"{line}\nbomb: {draw(bombs())}",
+        "before a bomb": f"{line}\nbomb: {draw(bombs)}",
         "before a deep value": f"{line}\nx: {draw(nested)}",
     }
     what = pick(draw, [*kinds, next(iter(kinds)), "bytes", "whole"])

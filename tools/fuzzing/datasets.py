@@ -80,8 +80,10 @@ def _write_rows(path: Path, column: str, cell: str, changed: range | list[int]) 
         except (ValueError, RecursionError, pa.ArrowException, OverflowError, UnicodeError):  # no value of a column
             path.write_text(cell)
         return
-    text = {".jsonl": "\n".join(lines) + "\n", ".json": f"[{', '.join(lines)}]"}.get(path.suffix)
-    if text is None:
-        rows = [f"{row['question']},{row['answer']},{cell if n in changed else '1'}" for n, row in enumerate(ROWS)]
-        text = "\n".join([f"question,answer,{column}", *rows])
-    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    table = [f"{row['question']},{row['answer']},{cell if n in changed else '1'}" for n, row in enumerate(ROWS)]
+    texts = {
+        ".jsonl": "".join(f"{line}\n" for line in lines),
+        ".json": f"[{', '.join(lines)}]",
+        ".csv": "\n".join([f"question,answer,{column}", *table]),
+    }
+    path.write_bytes(texts[path.suffix].encode("utf-8", "surrogatepass"))

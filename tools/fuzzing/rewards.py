@@ -39,11 +39,13 @@ ERRORS = listed("""
 """)
 # Bodies whose every call must count as failed: bad scores, an error, an end of the process, a hang.
 # More of them, without a run: tests/rewards/test_reward_hostile.py.
-SCORES = listed("str(x)  [x]  float('nan')  float('inf')  10**400  1j")
-RESULTS = listed("None  1.0  []  honest[:-1]  honest + [1.0]  '1' * len(completions)  itertools.repeat(1.0)")
+RETURNED = listed("""
+    [str(x) for x in honest]  [[x] for x in honest]  [float('nan') for x in honest]  [10**400 for x in honest]  None
+    [float('inf') for x in honest]  [1j for x in honest]  1.0  []  honest[:-1]  honest + [1.0]  '1' * len(completions)
+    itertools.repeat(1.0)
+""")
 FAILING = (
-    *(f"return [{score} for x in honest]" for score in SCORES),
-    *(f"return {result}" for result in RESULTS),
+    *(f"return {result}" for result in RETURNED),
     *(f"raise {error}" for error in ERRORS),
     *listed(r"""
     os._exit(0)  os.kill(os.getpid(), signal.SIGKILL)  os.kill(os.getpid(), signal.SIGSEGV)  time.sleep(1000)
@@ -103,7 +105,7 @@ def mutate_reward(draw: DrawFn, base: Path, case: Case) -> None:
     make_traps(case.cwd)
     lay_out(base, case, "model")
     body, head, tail = "return honest", "", ""
-    part = pick(draw, ("body", "body", "body", "head", "object"))
+    part = pick(draw, ("body", "body", "body", "head", "object", "file"))
     if part == "body":
         what = body = draw(sampled_from(FAILING) | sampled_from(HONEST) | sampled_from(OWN))
     elif part == "head":
@@ -113,8 +115,7 @@ def mutate_reward(draw: DrawFn, base: Path, case: Case) -> None:
         tail = f"\ndel f\n{what}\n"
     source = f"{PRELUDE}{head}\n{FUNCTION}    {body}\n{tail}"
     data = source.encode("utf-8", "surrogatepass")
-    whole = not chance(draw, 6)
-    if not whole:
+    if part == "file":
         odd = (data + b"\n# \xff", source.encode("utf-16"), b"", b"\xef\xbb\xbf" + data)
         data = draw(sampled_from(odd) | st.binary(min_size=100, max_size=500))
         what = f"{what}, file begins with {data[:8]!r}"
@@ -128,7 +129,7 @@ def mutate_reward(draw: DrawFn, base: Path, case: Case) -> None:
     (case.cwd / "c.yaml").write_text(yaml.safe_dump(settings))
     case.argv = ["train", "c.yaml"]
     case.mutation = f"reward {part}: {shown(what, 200)}, options {function.get('options')!a:.40}"
-    case.examine = lambda cwd: _examine(cwd, body if part == "body" and whole else "")
+    case.examine = lambda cwd: _examine(cwd, body if part == "body" else "")
 
 
 def _examine(cwd: Path, body: str) -> str | None:

@@ -138,18 +138,15 @@ scalars = st.one_of(integers, floats, quoted, sampled_from(("null", "true")))
 counts = sampled_from((1, 2, 500))
 
 
-@st.composite
-def bombs(draw: DrawFn) -> str:
+def _bomb(levels: int, width: int, merged: bool) -> str:
     """A few lines that stand for billions of values, by aliases or by merges."""
-    levels, width = pick(draw, (4, 9, 25)), pick(draw, (2, 9))
-    if draw(st.booleans()):
-        made = ["&l0 [x]"] + [f"&l{i} [{', '.join([f'*l{i - 1}'] * width)}]" for i in range(1, levels)]
-    else:
-        merged = [", ".join([f"*m{i}"] * width) for i in range(levels)]
-        made = ["&m0 {k: v}"] + [f"&m{i} {{k{i}: v, <<: [{merged[i - 1]}]}}" for i in range(1, levels)]
-    return f"[{', '.join(made)}]"
+    above = [", ".join([f"*m{i}"] * width) for i in range(levels)]
+    first = "&m0 {k: v}" if merged else "&m0 [x]"
+    rest = [f"{{k{i}: v, <<: [{above[i - 1]}]}}" if merged else f"[{above[i - 1]}]" for i in range(1, levels)]
+    return f"[{', '.join([first, *(f'&m{i} {text}' for i, text in enumerate(rest, 1))])}]"
 
 
+bombs = st.builds(_bomb, sampled_from((4, 9, 25)), sampled_from((2, 9)), st.booleans())
 yaml_values = st.one_of(
     integers,
     floats,
@@ -160,7 +157,7 @@ yaml_values = st.one_of(
     st.text("&*!|>%@`\"'#,?:-=<[]{}~.9a \\\n", min_size=1, max_size=8),
     st.builds(lambda value, count: f"[{', '.join([value] * count)}]", scalars, counts),
     st.builds(lambda value, count: f"{{{', '.join(f'k{i}: {value}' for i in range(count))}}}", scalars, counts),
-    nested | bombs(),
+    nested | bombs,
 )
 documents = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.text(characters, max_size=5),

@@ -45,6 +45,30 @@ class Bench:
 
         return timed(call, self.device, self.options.warmup, self.options.iterations, prepare=together)
 
+    def records(
+        self,
+        micro_batch: Callable[[], object],
+        update: Callable[[], object],
+        prepare: Callable[[], object],
+        moved: Callable[[Callable[[], object]], Record],
+    ) -> Iterator[Record]:
+        """A record of a micro-batch, and one of an update.
+
+        Args:
+            micro_batch: Forward and backward.
+            update: What follows the last micro-batch of a step.
+            prepare: The last micro-batch of a step.
+            moved: From a call, which it makes, to the bytes that come to this rank in it, by kind.
+        """
+        tokens = self.options.tokens
+        found = self.timed(micro_batch)
+        rate = {"tokens": tokens, "tokens_per_s": tokens / found["seconds"]}
+        yield {"what": "micro-batch"} | rate | found | {"received_bytes_by_kind": moved(micro_batch)}
+        found = self.timed(update, prepare)
+        prepare()
+        dist.barrier()
+        yield {"what": "update"} | found | {"received_bytes_by_kind": moved(update)}
+
 
 @contextmanager
 def one_rank(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Bench]:
@@ -129,17 +153,10 @@ def _records(bench: Bench) -> Iterator[Record]:
         updates.step(updates.norm())
 
     def moved(call: Callable[[], object]) -> Record:
-        """Bytes that come to this rank in a call, by kind."""
         before = exchange.received.copy()
         call()
-        return {"received_bytes_by_kind": dict(exchange.received - before)}
+        return dict(exchange.received - before)
 
-    found = bench.timed(backward)
-    rate = {"tokens": options.tokens, "tokens_per_s": options.tokens / found["seconds"]}
-    yield {"what": "micro-batch"} | rate | found | moved(backward)
-    found = bench.timed(update, backward)
-    backward()
-    dist.barrier()
-    yield {"what": "update"} | found | moved(update)
+    yield from bench.records(backward, update, backward, moved)
     updates.clear()
     dist.barrier()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Record
+from harness import Record, records_of_steps
 from model_sizes import REWARD, Shape, model_directory, questions
 from step_bench.learner_part import quant_section
 
@@ -133,6 +132,7 @@ def records_of(steps: list[dict[str, Any]], new_tokens: int, engine: str, total:
 
     Of several ranks memory is the most of any; the whole batch's tokens count, by the slowest rank's time.
     """
+    found = []
     for metrics in steps:
         rates = {f"{side}_tokens_per_s": metrics[f"throughput/{side}_tokens_per_s"] for side in ("rollout", "learner")}
         memory = {"peak_gib": peak_of(metrics)}
@@ -140,17 +140,6 @@ def records_of(steps: list[dict[str, Any]], new_tokens: int, engine: str, total:
         seen |= {name: value for name, value in metrics.items() if name.startswith(("async/", "publish/pause"))}
         if "mismatch/delta_abs_max" in metrics:
             seen["delta_abs_max"] = metrics["mismatch/delta_abs_max"]
-        found = seconds_of(metrics) | rates | memory | publish_of(metrics) | seen
-        yield {"what": "one_step", "step": metrics["step"], "engine": engine, **found}
-    timed = [seconds_of(metrics) for metrics in steps[1:] or steps]
-    medians = {name: statistics.median(times[name] for times in timed if name in times) for name in timed[0]}
-    yield {
-        "what": "step",
-        "engine": engine,
-        "seconds": medians["step_s"],
-        "steps": len(steps),
-        "new_tokens": new_tokens,
-        "total_s": total,
-        "peak_gib": max(map(peak_of, steps)),
-        **medians,
-    }
+        found.append(seconds_of(metrics) | rates | memory | publish_of(metrics) | seen)
+    whole = {"new_tokens": new_tokens, "total_s": total, "peak_gib": max(map(peak_of, steps))}
+    yield from records_of_steps(found, list(map(seconds_of, steps)), engine=engine, **whole)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Record
+from harness import Record, records_of_steps
 from model_sizes import REWARD, VOCABULARY, Shape, model_directory, questions
 from step_bench.step_part import LR, stop_tokens
 
@@ -152,17 +151,8 @@ def trl_records(options: argparse.Namespace, shape: Shape, device: torch.device)
 def records_of(result: Record, engine: str, new_tokens: int) -> Iterator[Record]:
     """result: of `train`. `rollout_s` holds `publish_s`, `generate_s` and the log-probs at the snapshot."""
     steps = [times | {"learner_s": times["step_s"] - times["rollout_s"]} for times in result["steps"]]
-    for number, times in enumerate(steps, 1):
-        yield {"what": "one_step", "step": number, "engine": engine, **times}
-    timed = steps[1:] or steps
-    medians = {name: statistics.median(times[name] for times in timed) for name in timed[0]}
-    whole = {
-        "steps": len(steps),
-        "new_tokens": new_tokens,
-        "total_s": result["total_s"],
-        "peak_gib": result["peak_gib"],
-    }
-    yield {"what": "step", "engine": engine, "seconds": medians["step_s"], **whole, **medians}
+    whole = {"new_tokens": new_tokens, "total_s": result["total_s"], "peak_gib": result["peak_gib"]}
+    yield from records_of_steps(steps, steps, engine=engine, **whole)
 
 
 class Spent:

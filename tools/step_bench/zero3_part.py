@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from harness import Record
 from model_sizes import Shape
 from step_bench.hf_part import token_logprobs
@@ -72,16 +71,11 @@ def _records(bench: Bench) -> Iterator[Record]:
             engine.step()  # counts it, and nothing else
 
         def moved(call: Callable[[], object]) -> Record:
-            return {"received_bytes_by_kind": received_bytes(deepspeed, call, count)}
+            return received_bytes(deepspeed, call, count)
 
-        labels = {"scheme": "bf16", "head": head}
-        found = bench.timed(micro_batch)
-        rate = {"tokens": tokens, "tokens_per_s": tokens / found["seconds"]}
-        yield labels | {"what": "micro-batch", "settings": settings} | rate | found | moved(micro_batch)
-        found = bench.timed(engine.step, lambda: backward(last=True))
-        backward(last=True)
-        dist.barrier()
-        yield labels | {"what": "update"} | found | moved(engine.step)
+        for record in bench.records(micro_batch, engine.step, lambda: backward(last=True), moved):
+            settled = {"settings": settings} if record["what"] == "micro-batch" else {}
+            yield {"scheme": "bf16", "head": head} | settled | record
 
 
 def zero3_settings(shape: Shape, sequences: int, ranks: int) -> Record:
