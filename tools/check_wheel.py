@@ -15,20 +15,11 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tiny_models import save_tiny_model
+import yaml
+from tiny_models import save_tiny_model, tiny_settings
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"qarl": "qarl", "qarl_kernels": "kernels/qarl_kernels", "qarl_formats": "quant_formats/qarl_formats"}
-
-CONFIG = """\
-model: {path: tiny}
-quant: {group_size: 32}
-rollout: {n: 2, max_response_length: 4}
-data: {source: "task:arithmetic", max_prompt_length: 64}
-reward: {functions: [{name: length, options: {target: 4}}]}
-train: {steps: 1, prompts_per_step: 2}
-logging: {console: plain}
-"""
 
 WHERE = """
 import qarl, qarl_kernels, qarl_formats
@@ -114,7 +105,7 @@ def use(python: Path, work: Path) -> None:
         raise SystemExit(f"qarl --version says {version}")
     run(qarl, "schema", cwd=here)
     save_tiny_model(here / "tiny")
-    (here / "tiny.yaml").write_text(CONFIG)
+    (here / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings(Path("tiny"), train={"steps": 1})))
     run(qarl, "check", "tiny.yaml", cwd=here)
     run(qarl, "train", "tiny.yaml", cwd=here, OMP_NUM_THREADS="1")
     run(qarl, "report", "runs/tiny", cwd=here)

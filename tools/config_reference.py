@@ -51,37 +51,22 @@ def main() -> None:
 
 def page(schema: Schema) -> str:
     """The page as Markdown."""
-    definitions, seen = schema["$defs"], {}
-    parts = [HEAD]
+    reference, parts = Reference(schema), [HEAD]
     for name, entry in schema["properties"].items():
-        section = section_of(entry, definitions)
-        seen[json.dumps(section)] = name
-        parts.append(f"## {name}\n\n{described(section, entry)}\n\n{tables(name, section, definitions, seen)}")
+        section = reference.section(entry)
+        reference.seen[json.dumps(section)] = name
+        parts.append(f"## {name}\n\n{described(section, entry)}\n\n{reference.tables(name, section)}")
     return "\n".join(parts)
 
 
 def keys(schema: Schema) -> Iterator[str]:
     """Every key with its section, such as `rollout.vllm.process`; lists of sections without an index."""
     for name, entry in schema["properties"].items():
-        section = section_of(entry, schema["$defs"])
         yield name
-        for kind in kinds_of(section, schema["$defs"]) or [section]:
-            for row in rows("", kind, schema["$defs"], {}, name):
+        section = Reference(schema).section(entry)
+        for kind in Reference(schema).kinds(section) or [section]:
+            for row in Reference(schema).rows("", kind, name):
                 yield f"{name}.{row.key}".replace("[]", "")
-
-
-def resolved(entry: Schema, definitions: dict[str, Schema]) -> Schema:
-    """The definition that an entry refers to, or the entry itself."""
-    while "$ref" in entry:
-        entry = definitions[entry["$ref"].removeprefix("#/$defs/")]
-    return entry
-
-
-def section_of(entry: Schema, definitions: dict[str, Schema]) -> Schema:
-    """The definition of a section, also if the key may be null or a text instead."""
-    section = resolved(entry, definitions)
-    inner = [resolved(part, definitions) for part in section.get("anyOf", [])]
-    return next((part for part in inner if "oneOf" in part or "properties" in part), section)
 
 
 def described(section: Schema, entry: Schema) -> str:
@@ -91,122 +76,135 @@ def described(section: Schema, entry: Schema) -> str:
     return " ".join(" ".join([own, *texts]).split())
 
 
-def kinds_of(section: Schema, definitions: dict[str, Schema]) -> list[Schema]:
-    return [resolved(kind, definitions) for kind in section.get("oneOf", [])]
+class Reference:
+    """The sections of a schema.
 
+    Attributes:
+        seen: Names of sections that the page already has, by definition; they are links where they occur again.
+    """
 
-def tables(section_name: str, section: Schema, definitions: dict[str, Schema], seen: dict[str, str]) -> str:
-    """The keys of a section. A section with several kinds has three tables: kinds, shared keys, other keys."""
-    kinds = kinds_of(section, definitions)
-    if not kinds:
-        return table(
-            ["key", "type, default", "meaning"],
-            [cells(row) for row in rows("", section, definitions, seen, section_name)],
+    def __init__(self, schema: Schema) -> None:
+        self._definitions: dict[str, Schema] = schema["$defs"]
+        self.seen: dict[str, str] = {}
+
+    def _resolved(self, entry: Schema) -> Schema:
+        """The definition that an entry refers to, or the entry itself."""
+        while "$ref" in entry:
+            entry = self._definitions[entry["$ref"].removeprefix("#/$defs/")]
+        return entry
+
+    def _alternatives(self, entry: Schema) -> list[Schema]:
+        entry = self._resolved(entry)
+        found = [part for key in ("anyOf", "oneOf") for part in entry.get(key, [])]
+        return [each for part in found for each in self._alternatives(part)] if found else [entry]
+
+    def section(self, entry: Schema) -> Schema:
+        """The definition of a section, also if the key may be null or a text instead."""
+        section = self._resolved(entry)
+        inner = [self._resolved(part) for part in section.get("anyOf", [])]
+        return next((part for part in inner if "oneOf" in part or "properties" in part), section)
+
+    def kinds(self, section: Schema) -> list[Schema]:
+        """The definitions of a section that has several."""
+        return [self._resolved(kind) for kind in section.get("oneOf", [])]
+
+    def tables(self, name: str, section: Schema) -> str:
+        """The keys of a section. A section with several kinds has three tables: kinds, shared keys, other keys."""
+        kinds = self.kinds(section)
+        if not kinds:
+            return table(["key", "type, default", "meaning"], [cells(row) for row in self.rows("", section, name)])
+        selector = section.get("discriminator", {}).get("propertyName", "name")
+        own, before, seen = {}, dict(self.seen), dict(self.seen)
+        for kind in kinds:
+            label = str(kind["properties"][selector].get("const", kind.get("title")))
+            self.seen = dict(before)  # a copy per kind, so that kinds that share a section have equal rows
+            own[label] = {row.key: row for row in self.rows("", kind, name)}
+            seen |= self.seen
+        self.seen = seen
+        names = [[f"`{label}`", found.pop(selector).text] for label, found in own.items()]
+        shared, others = _shared_and_others(own, names)
+        return "\n".join(
+            [
+                table([f"`{selector}`", "meaning"], names),
+                table(["key", "type, default", "meaning"], shared),
+                table(["key", f"`{selector}`", "type, default", "meaning"], others),
+            ]
         )
-    selector = section.get("discriminator", {}).get("propertyName", "name")
-    own, before = {}, dict(seen)
-    for kind in kinds:
-        name = str(kind["properties"][selector].get("const", kind.get("title")))
-        found = dict(before)  # a copy per kind, so that kinds that share a section have equal rows
-        own[name] = {row.key: row for row in rows("", kind, definitions, found, section_name)}
-        seen.update(found)
-    names = [[f"`{name}`", found.pop(selector).text] for name, found in own.items()]
+
+    def rows(self, path: str, section: Schema, name: str) -> Iterator[Row]:
+        """The keys of a section and of the sections in it.
+
+        Args:
+            path: Prefix of the keys, with a trailing dot unless it is empty.
+            section: The section's definition.
+            name: Name of the top-level section.
+        """
+        required = section.get("required", [])
+        for key, entry in section.get("properties", {}).items():
+            inner = self._inner_section(entry)
+            text = " ".join(entry.get("description", described(inner or {}, {})).split())
+            default = "required" if key in required else shown(entry.get("default"))
+            if default:
+                text = re.sub(r" \(default [\d.e-]+\)", "", text)
+            known = self.seen.get(json.dumps(inner)) if inner is not None else None
+            if known is not None:
+                text += f" The keys of [{known}](#{known.split('.')[0]})."
+            yield Row(f"{path}{key}", self._kind(entry), default, text)
+            if inner is not None and known is None:
+                several = any(part.get("type") == "array" for part in self._alternatives(entry))
+                below = f"{path}{key}{'[]' if several else ''}"
+                self.seen.setdefault(json.dumps(inner), f"{name}.{below}")
+                yield from self.rows(f"{below}.", inner, name)
+
+    def _inner_section(self, entry: Schema) -> Schema | None:
+        """The section that a key holds, alone, or in a list."""
+        for part in self._alternatives(entry):
+            inner = self._resolved(part.get("items", part) if part.get("type") == "array" else part)
+            if isinstance(inner, dict) and inner.get("properties"):
+                return inner
+        return None
+
+    def _kind(self, entry: Schema) -> str:
+        """The type of a value, with its choices or bounds; null is left out if it is the default."""
+        kinds = []
+        for part in self._alternatives(entry):
+            if "enum" in part or "const" in part:
+                choices = part.get("enum", [part.get("const")])
+                kinds += [f"`{choice if isinstance(choice, str) else json.dumps(choice)}`" for choice in choices]
+            elif part.get("type") == "array":
+                items = part.get("items")
+                kinds.append(f"list of {self._kind(items) if isinstance(items, dict) else 'value'}")
+            elif part.get("type") == "null":
+                kinds += ["null"] if entry.get("default") is not None else []
+            elif part.get("properties"):
+                kinds.append("section")
+            else:
+                kinds.append(NAMES.get(str(part.get("type")), "value") + bounds_of(part))
+        return ", ".join(dict.fromkeys(kinds))
+
+
+def _shared_and_others(
+    own: dict[str, dict[str, Row]], names: list[list[str]]
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Cells of the keys that all kinds of a section have, and of the others, with the kinds that have them."""
     grouped: dict[tuple[str, str, str], dict[str, list[str]]] = {}
-    for name, found in own.items():
+    for label, found in own.items():
         for row in found.values():
-            grouped.setdefault(row.meaning, {}).setdefault(row.default, []).append(f"`{name}`")
+            grouped.setdefault(row.meaning, {}).setdefault(row.default, []).append(f"`{label}`")
     shared, others = [], []
-    for (key, type_, text), by_default in grouped.items():
+    for (key, kind, text), by_default in grouped.items():
         common = max(by_default, key=lambda default: len(by_default[default]))
-        first, value, meaning = cells(Row(key, type_, common, text))
+        first, value, meaning = cells(Row(key, kind, common, text))
         for default in (default for default in by_default if default != common):
             value += f"; default for {', '.join(by_default[default])}: {default or 'null'}"
-        having = [name for name in names if any(name[0] in some for some in by_default.values())]
-        if len(having) == len(own):
+        having = [label for label, _ in names if any(label in some for some in by_default.values())]
+        rest = [label for label, _ in names if label not in having]
+        which = ", ".join(having) if len(rest) >= len(having) else f"all but {', '.join(rest)}"
+        if rest:
+            others.append([first, which, value, meaning])
+        else:
             shared.append([first, value, meaning])
-        else:
-            others.append([first, _listed(names, having), value, meaning])
-    return "\n".join(
-        [
-            table([f"`{selector}`", "meaning"], names),
-            table(["key", "type, default", "meaning"], shared),
-            table(["key", f"`{selector}`", "type, default", "meaning"], others),
-        ]
-    )
-
-
-def _listed(names: list[list[str]], having: list[list[str]]) -> str:
-    """The names of `having`, or `all but ...` if that is shorter."""
-    rest = [name[0] for name in names if name not in having]
-    return ", ".join(name[0] for name in having) if len(rest) >= len(having) else f"all but {', '.join(rest)}"
-
-
-def rows(
-    path: str, section: Schema, definitions: dict[str, Schema], seen: dict[str, str], section_name: str
-) -> Iterator[Row]:
-    """The keys of a section and of the sections in it.
-
-    Args:
-        path: Prefix of the keys, with a trailing dot unless it is empty.
-        section: The section's definition.
-        definitions: `$defs` of the schema.
-        seen: Section names by definition, extended here; a section that the page already has is a link to it.
-        section_name: Name of the top-level section.
-    """
-    required = section.get("required", [])
-    for name, entry in section.get("properties", {}).items():
-        inner = _section_of(entry, definitions)
-        text = " ".join(entry.get("description", described(inner or {}, {})).split())
-        default = "required" if name in required else shown(entry.get("default"))
-        if default:
-            text = re.sub(r" \(default [\d.e-]+\)", "", text)
-        known = seen.get(json.dumps(inner)) if inner is not None else None
-        if known is not None:
-            text += f" The keys of [{known}](#{known.split('.')[0]})."
-        yield Row(f"{path}{name}", kind_of(entry, definitions), default, text)
-        if inner is not None and known is None:
-            below = f"{path}{name}[]" if "array" in _types(entry, definitions) else f"{path}{name}"
-            seen.setdefault(json.dumps(inner), f"{section_name}.{below}")
-            yield from rows(f"{below}.", inner, definitions, seen, section_name)
-
-
-def _alternatives(entry: Schema, definitions: dict[str, Schema]) -> list[Schema]:
-    entry = resolved(entry, definitions)
-    found = [part for key in ("anyOf", "oneOf") for part in entry.get(key, [])]
-    return [each for part in found for each in _alternatives(part, definitions)] if found else [entry]
-
-
-def _types(entry: Schema, definitions: dict[str, Schema]) -> list[str]:
-    return [str(part.get("type")) for part in _alternatives(entry, definitions)]
-
-
-def _section_of(entry: Schema, definitions: dict[str, Schema]) -> Schema | None:
-    """The section that a key holds, alone, or in a list."""
-    for part in _alternatives(entry, definitions):
-        inner = resolved(part.get("items", part) if part.get("type") == "array" else part, definitions)
-        if isinstance(inner, dict) and inner.get("properties"):
-            return inner
-    return None
-
-
-def kind_of(entry: Schema, definitions: dict[str, Schema]) -> str:
-    """The type of a value, with its choices or bounds; null is left out if it is the default."""
-    kinds = []
-    for part in _alternatives(entry, definitions):
-        if "enum" in part or "const" in part:
-            choices = part.get("enum", [part.get("const")])
-            kinds += [f"`{choice if isinstance(choice, str) else json.dumps(choice)}`" for choice in choices]
-        elif part.get("type") == "array":
-            items = part.get("items")
-            inner = kind_of(items, definitions) if isinstance(items, dict) else "value"
-            kinds.append(f"list of {inner}")
-        elif part.get("type") == "null":
-            kinds += ["null"] if entry.get("default") is not None else []
-        elif part.get("properties"):
-            kinds.append("section")
-        else:
-            kinds.append(NAMES.get(str(part.get("type")), "value") + bounds_of(part))
-    return ", ".join(dict.fromkeys(kinds))
+    return shared, others
 
 
 def bounds_of(part: Schema) -> str:
@@ -247,11 +245,8 @@ def cells(row: Row) -> list[str]:
 
 
 def table(heads: list[str], found: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
-    return (
-        "\n".join(lines + [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in found])
-        + "\n"
-    )
+    lines = [heads, ["---"] * len(heads), *([cell.replace("|", "\\|") for cell in line] for line in found)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Reward modules that misbehave: while they are loaded, in what they return, and in what they do to their process."""
+"""Reward modules that misbehave: while they are loaded, in what they return, and in what they do to their process.
+
+One of each class, through the command line. All that a worker's pool must bear: tests/rewards/test_reward_hostile.py.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,6 @@ LOG_LIMIT = 64 * 2**20  # bytes of rewards.log
 PRELUDE = """\
 import atexit, builtins, functools, itertools, json, math, numpy, os, shutil, signal, subprocess, sys, threading, time
 state = []
-class Lying(float):
-    def __float__(self): return float('nan')
-    def __reduce__(self): return (os._exit, (3,))
 class Unprintable(Exception):
     def __str__(self): raise RuntimeError('no text')
     __repr__ = __str__
@@ -38,21 +38,13 @@ ERRORS = listed("""
     ValueError(chr(27) + '[31m' + chr(0x202e) + 'x' * 100000)  BaseExceptionGroup('g', [KeyboardInterrupt()])
 """)
 # Bodies whose every call must count as failed: bad scores, an error, an end of the process, a hang.
-# More of them, without a run: tests/rewards/test_reward_hostile.py.
-RETURNED = listed("""
-    [str(x) for x in honest]  [[x] for x in honest]  [float('nan') for x in honest]  [10**400 for x in honest]  None
-    [float('inf') for x in honest]  [1j for x in honest]  1.0  []  honest[:-1]  honest + [1.0]  '1' * len(completions)
-    itertools.repeat(1.0)
+FAILING = [f"raise {error}" for error in ERRORS] + listed(r"""
+    return [str(x) for x in honest]  return [float('nan') for x in honest]  return [10**400 for x in honest]
+    return None  return honest[:-1]  return '1' * len(completions)  return itertools.repeat(1.0)
+    os._exit(0)  os.kill(os.getpid(), signal.SIGSEGV)  os.kill(os.getpid(), signal.SIGSTOP); return honest
+    time.sleep(2.5); return honest  signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(1000)
+    while True: print('x' * 100_000)
 """)
-FAILING = (
-    *(f"return {result}" for result in RETURNED),
-    *(f"raise {error}" for error in ERRORS),
-    *listed(r"""
-    os._exit(0)  os.kill(os.getpid(), signal.SIGKILL)  os.kill(os.getpid(), signal.SIGSEGV)  time.sleep(1000)
-    os.kill(os.getpid(), signal.SIGSTOP); return honest  time.sleep(2.5); return honest
-    while True: print('x' * 100_000)  signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(1000)
-"""),
-)
 # What a reward does to its process, its parent or the machine before it returns honest scores.
 HARMS = listed(r"""
     [os.fork() for _ in range(3)]  subprocess.Popen(['sleep', '99'])  scribble(b'rubbish\n' * 3)  signal.alarm(1)
@@ -64,36 +56,26 @@ HARMS = listed(r"""
     builtins.float = builtins.len = builtins.list = None  state.append(1); x = 1 / (len(state) - 1)
 """)
 # Bodies of which no completion may have a score but 0 and the honest one, its length.
-HONEST = (
-    *(f"{harm}\n    return honest" for harm in HARMS),
-    *(f"return {scores}" for scores in listed("(x for x in honest)  tuple(honest)  numpy.array(honest)")),
-    "while True: state.append(bytearray(200_000_000))",
-)
+HONEST = [f"{harm}\n    return honest" for harm in HARMS] + listed("""
+    return (x for x in honest)  return numpy.array(honest)  while True: state.append(bytearray(200_000_000))
+""")
 # Bodies with scores of their own, about which nothing is known.
-OWN = (
-    *(f"return [{x} * i for i, _ in enumerate(honest)]" for x in ("1e308", "1e39", "1e-320")),
-    *(f"return [{x} for x in honest]" for x in ("Lying(x)", "x > 3", "None")),
-    "math.isfinite = lambda x: True; return [float('nan') for x in honest]",
-)
+OWN = listed("""
+    return [1e308 * i for i, _ in enumerate(honest)]  return [1e-320 * i for i, _ in enumerate(honest)]
+    return [x > 3 for x in honest]  math.isfinite = lambda x: True; return [float('nan') for x in honest]
+""")
 # What a module does while it is loaded, before the function is defined.
-HEADS = (
-    *(f"raise {error}" for error in ERRORS),
-    *HARMS,
-    *listed(r"""
+HEADS = [f"raise {error}" for error in ERRORS] + HARMS + ["\0", "[" * 5_000 + "]" * 5_000]
+HEADS += listed(r"""
     import no_such_module  def (  print('because of this', flush=True); os._exit(3)  os.kill(os.getpid(), 9)
     from qarl.errors import UserError; raise UserError('a\nb')  scribble(b'["ready", null]\n')
-"""),
-    "\0",
-    "[" * 5_000 + "]" * 5_000,
-)
+""")
 ONES = "[1.0] * len(completions)"
 # What stands where the function should.
 OBJECTS = (
     *listed("f = 5  f = len  f = type  f = os"),
-    f"def f(completions, prompts): return {ONES}",
     f"def f(completions, prompts, nosuch, **columns): return {ONES}",
     f"async def f(completions, prompts, **columns): return {ONES}",
-    f"def f(completions, prompts, **columns):\n    yield from {ONES}",
     f"f = functools.partial(lambda a, completions, prompts, **c: {ONES}, 1)",
     "class f:\n    def __getattr__(self, name): raise ValueError(name)\nf = f()",
 )
@@ -113,10 +95,9 @@ def mutate_reward(draw: DrawFn, base: Path, case: Case) -> None:
     else:
         what = pick(draw, OBJECTS)
         tail = f"\ndel f\n{what}\n"
-    source = f"{PRELUDE}{head}\n{FUNCTION}    {body}\n{tail}"
-    data = source.encode("utf-8", "surrogatepass")
+    data = f"{PRELUDE}{head}\n{FUNCTION}    {body}\n{tail}".encode("utf-8", "surrogatepass")
     if part == "file":
-        odd = (data + b"\n# \xff", source.encode("utf-16"), b"", b"\xef\xbb\xbf" + data)
+        odd = (data + b"\n# \xff", data.decode().encode("utf-16"), b"", b"\xef\xbb\xbf" + data)
         data = draw(sampled_from(odd) | st.binary(min_size=100, max_size=500))
         what = f"{what}, file begins with {data[:8]!r}"
     (case.cwd / "reward.py").write_bytes(data)
