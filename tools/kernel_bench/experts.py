@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from kernel_bench.measure import Stopwatch, check
-from kernel_bench.peers import ERRORS, Absent, reason
+from kernel_bench.measure import Absent, Stopwatch, build_all, measured
 from kernel_bench.problems import Call, qarl_scheme
-from kernel_bench.shapes import repetitions
 from qarl_formats.scheme import Codes
 from qarl_formats.weight import LowBitWeight, quantize_weight
 from torch import Tensor
@@ -225,25 +224,17 @@ def expert_rows(
     """One row for every kernel, routing and number of tokens; one that did not run has `skipped`, the reason."""
     sizes, device = MODELS[model], stopwatch.device
     base: Row = {"section": f"experts {scheme}", "model": model}
-    experts, bound = Experts(scheme, sizes, group_size, device), {}
-    for who, build in {"qarl": qarl, **PEERS}.items():
-        try:
-            bound[who] = build(experts)
-        except ERRORS as error:
-            yield base | {"who": who, "skipped": reason(error)}
+    experts = Experts(scheme, sizes, group_size, device)
+    bound, skipped = build_all({who: partial(build, experts) for who, build in {"qarl": qarl, **PEERS}.items()})
+    yield from (base | {"who": who, "skipped": why} for who, why in skipped.items())
     states = torch.randn(max(many), sizes.hidden, device=device, dtype=torch.bfloat16)
     for tokens, kind in product(many, ROUTINGS):
         routing, x = make_routing(kind, tokens, sizes, device), states[:tokens]
         picked = torch.linspace(0, tokens - 1, min(tokens, CHECKED), device=device).round().long()
-        expected = experts.expected(x, routing, picked)
+        expected, shape = experts.expected(x, routing, picked), (tokens, sizes.hidden)
         for who, bind in bound.items():
-            labels = base | {"who": who, "routing": kind, "m": tokens}
-            try:
-                call = bind(x, routing)
-                error = check(call(), expected, picked, (tokens, sizes.hidden), TOLERANCE)
-                us = stopwatch.microseconds(call, repetitions(reps, tokens))
-            except ERRORS as failure:
-                yield labels | {"skipped": reason(failure)}
-                continue
-            flops = 6 * tokens * sizes.per_token * sizes.hidden * sizes.inner
-            yield labels | {"us": us, "relative_error": error, "tflops": flops / us / 1e6}
+            row = measured(partial(bind, x, routing), stopwatch, reps, expected, picked, shape, TOLERANCE)
+            if "us" in row:
+                flops = 6 * tokens * sizes.per_token * sizes.hidden * sizes.inner
+                row["tflops"] = flops / row["us"] / 1e6
+            yield base | {"who": who, "routing": kind, "m": tokens} | row

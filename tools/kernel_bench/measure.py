@@ -5,9 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
+
+T = TypeVar("T")
 
 FLUSH_BYTES = 256 << 20  # more than any L2 cache
 COPY_BYTES = 1 << 30
@@ -16,12 +20,38 @@ CHECKED_ROWS = 256
 CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about: `torch.cuda._sleep` counts cycles
 
 
+# What a kernel may raise for a shape, a device or a version that it does not support. Peers raise all of these, and
+# one case that fails is a line of the report, not the end of the run.
+ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, TritonError)
+
+
+class Absent(RuntimeError):
+    """A peer that does not serve this problem."""
+
+
 class Wrong(ValueError):
     """A kernel's result is not the product of its operands."""
 
 
 class Late(RuntimeError):
     """The host did not queue work as fast as the device did it, so a time would be the host's."""
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error, for the report."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def build_all(builders: dict[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
+    """What each builder makes, and why those that failed did."""
+    made, skipped = {}, {}
+    for who, build in builders.items():
+        try:
+            made[who] = build()
+        except ERRORS as error:
+            skipped[who] = reason(error)
+    return made, skipped
 
 
 class Stopwatch:
@@ -99,3 +129,33 @@ def check(
     if not error < tolerance:
         raise Wrong(f"wrong: relative error {error:.1e}")
     return error
+
+
+def measured(
+    make: Callable[[], Callable[[], Tensor]],
+    stopwatch: Stopwatch,
+    reps: int,
+    expected: Tensor,
+    rows: Tensor,
+    shape: tuple[int, int],
+    tolerance: float = TOLERANCE,
+) -> dict[str, Any]:
+    """Check a kernel and time it: `us` and `relative_error`, or `skipped`, the reason.
+
+    Args:
+        make: Makes the call.
+        stopwatch: Times it.
+        reps: Timed calls; at most 7 for 4096 rows and more, since long calls vary less.
+        expected: float32 values of the result's `rows`.
+        rows: Indices.
+        shape: Of the result.
+        tolerance: Largest relative error.
+    """
+    try:
+        call = make()
+        poison(*shape, stopwatch.device)
+        error = check(call(), expected, rows, shape, tolerance)
+        us = stopwatch.microseconds(call, reps if shape[0] < 4096 else min(reps, 7))
+    except ERRORS as failure:  # ours are reported in the same way: one shape must not end the run
+        return {"skipped": reason(failure)}
+    return {"us": us, "relative_error": error}

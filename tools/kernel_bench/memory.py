@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_bench.measure import Stopwatch
-from kernel_bench.peers import ERRORS, reason, vllm_quantizers
+from kernel_bench.measure import ERRORS, Stopwatch, reason
+from kernel_bench.peers import vllm_quantizers
 from kernel_bench.problems import qarl_scheme
 from kernel_bench.shapes import MATRICES
 from qarl_formats.registry import scheme_names

@@ -11,33 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from kernel_bench.measure import Absent, reason
 from kernel_bench.problems import Activations, Call, Maker, Weight
 from kernel_bench.shapes import BLOCK
 from torch import Tensor
-from triton.errors import TritonError
-
-# What a kernel may raise for a shape, a device or a version that it does not support. Peers raise all of these, and
-# one case that fails is a line of the report, not the end of the run.
-ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    ImportError,
-    KeyError,
-    TritonError,
-)
-
-
-class Absent(RuntimeError):
-    """A peer that does not serve this problem."""
-
-
-def reason(error: BaseException) -> str:
-    """The first line of an error, for the report."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _vllm() -> Any:

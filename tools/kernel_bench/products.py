@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_bench.measure import Stopwatch, check, free_bytes, picked_rows, poison
-from kernel_bench.peers import ERRORS, cublas, peer_builders, reason
+from kernel_bench.measure import Stopwatch, build_all, free_bytes, measured, picked_rows
+from kernel_bench.peers import cublas, peer_builders
 from kernel_bench.problems import Activations, Maker, Weight, make_activations, make_weight, qarl_maker
-from kernel_bench.shapes import Layer, repetitions
+from kernel_bench.shapes import Layer
 from torch import Tensor
 
 Row = dict[str, Any]
@@ -40,12 +40,8 @@ class Products:
         weight = make_weight(scheme, layer.n, layer.k, self.group, device)
         activations = make_activations(scheme, max(many), layer.k, device)
         builders = {"qarl": partial(qarl_maker, weight, activations), **peer_builders(weight, activations)}
-        makers: dict[str, Maker] = {}
-        for who, build in builders.items():
-            try:
-                makers[who] = build()
-            except ERRORS as error:
-                yield base | {"who": who, "m": None, "skipped": reason(error)}
+        makers, skipped = build_all(builders)
+        yield from (base | {"who": who, "m": None, "skipped": why} for who, why in skipped.items())
         for m in many:
             if free_bytes(device) < needed_bytes(layer.n, layer.k, m):
                 yield base | {"who": "qarl", "m": m, "skipped": "not enough device memory"}
@@ -58,16 +54,14 @@ class Products:
             yield base | {"who": "cublas_bf16", "m": m} | self._cublas(weight, activations, m)
 
     def _time(self, make: Maker, m: int, expected: Tensor, picked: Tensor, weight: Weight, nbytes: int) -> Row:
-        try:
-            call = make(m)
-            poison(m, weight.n, self.stopwatch.device)
-            error = check(call(), expected, picked, (m, weight.n))
-            us = self.stopwatch.microseconds(call, repetitions(self.reps, m))
-        except ERRORS as failure:  # ours are reported in the same way: one shape must not end the run
-            return {"skipped": reason(failure)}
+        shape = m, weight.n
+        row = measured(lambda: make(m), self.stopwatch, self.reps, expected, picked, shape)
+        if "us" not in row:
+            return row
+        us = row["us"]
         # Of the product, and of the least traffic that it can have.
         rates = {"tflops": 2 * m * weight.n * weight.k / us / 1e6, "tbps": nbytes / us / 1e6}
-        return {"us": us, "relative_error": error} | rates
+        return row | rates
 
     def _cublas(self, weight: Weight, activations: Activations, m: int) -> Row:
         """Timed once for a shape: its time does not depend on the scheme."""

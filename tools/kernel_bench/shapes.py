@@ -47,8 +47,3 @@ def layers(models: Iterable[str]) -> Iterator[Layer]:
             if (n, k) not in seen:
                 seen.add((n, k))
                 yield Layer(model, name, n, k)
-
-
-def repetitions(reps: int, m: int) -> int:
-    """Timed calls for m rows: long calls vary less."""
-    return reps if m < 4096 else min(reps, 7)
