@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from harness import Record, failures, heads
+from harness import Record, aligned, failures, heads
 
 Rows = Sequence[Record]
 
@@ -38,26 +38,31 @@ def grouped(rows: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list[Re
     return found
 
 
+def cell(number: float | None, digits: int, scale: float = 1.0) -> str:
+    """A number as text; empty if there is none."""
+    return "" if number is None else f"{scale * number:.{digits}f}"
+
+
+def over(number: float, peer: float | None) -> str:
+    """`number` over the peer's, if there is a peer."""
+    return cell(number / peer if peer else None, 2)
+
+
 def learner(rows: Rows) -> list[str]:
     """Tokens per second of the learner beside Hugging Face's model: at each length, of each scheme."""
     lines = []
     measured = [row for row in rows if row["part"] in ("learner", "hf") and "tokens_per_s" in row]
     for case, mine in grouped(measured, "length", "tokens").items():
         lines.append(f"{name_of(mine[0])}: length {case[-2]:,}, {case[-1]:,} tokens per micro-batch")
-        lines.append(
-            f"  {'':26} {'tokens/s':>9} {'TFLOP/s':>8} {'ms':>8} {'host ms':>8} {'GiB':>6} {'expected':>8}  over hf"
-        )
         peers = {row["what"]: row["tokens_per_s"] for row in mine if row["part"] == "hf"}
+        cells = [["", "tokens/s", "TFLOP/s", "ms", "host ms", "GiB", "expected", "over hf", ""]]
         for row in sorted(mine, key=lambda row: row["what"]):
-            peer = peers.get(row["what"]) if row["part"] != "hf" else None
-            ratio = f"{row['tokens_per_s'] / peer:8.2f}" if peer else ""
-            expected = f"{row['estimated_gib']:8.1f}" if row.get("estimated_gib") else f"{'':8}"
-            name = f"{row.get('scheme', 'hf'):9} {row['recompute']:5} "
-            name += "forward   " if row["what"] == "forward" else "+ backward"
-            lines.append(
-                f"  {name} {row['tokens_per_s']:9.0f} {row['tflops']:8.1f} {1e3 * row['seconds']:8.1f} "
-                f"{1e3 * row['host_seconds']:8.1f} {row['peak_gib']:6.1f} {expected} {ratio} {overrides(row)}"
-            )
+            what = "forward" if row["what"] == "forward" else "+ backward"
+            numbers = [cell(row["tokens_per_s"], 0), cell(row["tflops"], 1), cell(row["seconds"], 1, 1e3)]
+            numbers += [cell(row["host_seconds"], 1, 1e3), cell(row["peak_gib"], 1), cell(row.get("estimated_gib"), 1)]
+            ratio = over(row["tokens_per_s"], peers.get(row["what"]) if row["part"] != "hf" else None)
+            cells.append([f"  {row.get('scheme', 'hf')} {row['recompute']} {what}", *numbers, ratio, overrides(row)])
+        lines += aligned(cells)
     return lines
 
 
@@ -78,15 +83,13 @@ def sharded(rows: Rows) -> list[str]:
         batches = [row for row in mine if row["what"] == "micro-batch"]
         peer = next((row["tokens_per_s"] for row in batches if row["part"] == "zero3"), None)
         lines.append(f"{name_of(mine[0])}: {mine[0]['ranks']} ranks; per rank:")
-        lines.append(f"  {'':16} {'tokens/s':>9} {'over zero3':>10} {'ms':>8} {'update ms':>9} {'GiB':>6}  GB received")
+        cells = [["", "tokens/s", "over zero3", "ms", "update ms", "GiB", "GB received"]]
         for row, update in zip(batches, (row for row in mine if row["what"] == "update"), strict=False):
-            ratio = f"{row['tokens_per_s'] / peer:10.2f}" if peer else f"{'':10}"
-            name = f"{row['part']} {row['scheme']}"
-            lines.append(
-                f"  {name:16} {row['tokens_per_s']:9.0f} {ratio} {1e3 * row['seconds']:8.1f} "
-                f"{1e3 * update['seconds']:9.1f} {max(row['peak_gib'], update['peak_gib']):6.1f}  "
-                f"{received(row)}; an update {received(update)} {overrides(row)}".rstrip()
-            )
+            numbers = [cell(row["tokens_per_s"], 0), over(row["tokens_per_s"], peer), cell(row["seconds"], 1, 1e3)]
+            numbers += [cell(update["seconds"], 1, 1e3), cell(max(row["peak_gib"], update["peak_gib"]), 1)]
+            moved = f"{received(row)}; an update {received(update)} {overrides(row)}".rstrip()
+            cells.append([f"  {row['part']} {row['scheme']}", *numbers, moved])
+        lines += aligned(cells)
     return lines
 
 
@@ -103,20 +106,17 @@ def step(rows: Rows) -> list[str]:
         prompts, responses, tokens, ranks = case[-4:]
         where = f", {ranks} ranks" if ranks > 1 else ""
         lines.append(f"{name_of(mine[0])}: {prompts} prompts x {responses} responses of {tokens:,} tokens{where}")
-        lines.append(f"  {'':14}{''.join(f'{key[:-2]:>10}' for key in STEP)}{'GiB':>8}    trl over it")
         peer = next((row["seconds"] for row in mine if row["part"] == "trl"), None)
+        cells = [["", *(key[:-2] for key in STEP), "GiB", "trl over it", ""]]
         for row in mine:
-            who = "trl" if row["part"] == "trl" else f"{row['scheme']} {row['engine']}"
-            seconds = "".join(f"{row[key]:10.2f}" if key in row else f"{'':10}" for key in STEP)
-            memory = f"{row['peak_gib']:8.1f}" if "peak_gib" in row else f"{'':8}"
-            ratio = f"{peer / row['seconds']:8.2f}" if peer and row["part"] != "trl" else ""
-            lines.append(f"  {who:14}{seconds}{memory} {ratio} {overrides(row)}")
-            spans = [
-                f"{key[:-2]} {row[f'{key}_min']:.2f} to {row[f'{key}_max']:.2f}"
-                for key in STEP[1:]
-                if f"{key}_min" in row
-            ]
-            lines += [f"  {'':14} over ranks: {', '.join(spans)}"] * bool(spans)
+            own = row["part"] == "step"
+            numbers = [*(cell(row.get(key), 2) for key in STEP), cell(row.get("peak_gib"), 1)]
+            ratio = over(peer, row["seconds"]) if peer and own else ""
+            several = [key for key in STEP[1:] if f"{key}_min" in row]
+            spans = ", ".join(f"{key[:-2]} {row[f'{key}_min']:.2f} to {row[f'{key}_max']:.2f}" for key in several)
+            rest = " ".join(filter(None, [overrides(row), spans and f"over ranks: {spans}"]))
+            cells.append([f"  {row['scheme']} {row['engine']}" if own else "  trl", *numbers, ratio, rest])
+        lines += aligned(cells)
     if any(row["part"] == "trl" for row in found):
         lines.append("trl's rollout holds generation, publishing and the log-probs at the snapshot")
     return lines
