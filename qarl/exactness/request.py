@@ -12,7 +12,7 @@ from qarl_kernels.logprob import Truncation
 
 from qarl.config.limits import SEQUENCES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS
 from qarl.errors import UserError
-from qarl.inference.generate import check_truncation
+from qarl.inference.generate import check_seed, check_truncation
 from qarl.rollout.engine import SamplingParams
 from qarl.types import Prompt
 
@@ -54,8 +54,7 @@ class Request:
             valid = f"give {SMALLEST_TEMPERATURE:g} to {TEMPERATURE:g}"
             raise UserError(f"--temperature: {self.temperature} is not a temperature; {valid}")
         check_truncation(self.top_k, self.top_p, self.min_p)
-        if not 0 <= self.seed < 2**31:
-            raise UserError(f"--seed: {self.seed} is no seed; give 0 to {2**31 - 1:,}")
+        check_seed(self.seed)
 
     @property
     def truncation(self) -> Truncation:

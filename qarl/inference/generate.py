@@ -68,8 +68,7 @@ class Look:
             raise UserError(f"--n: {self.n} is not a number of samples; give 1 to {SAMPLES:,}")
         if not 1 <= self.max_new_tokens <= TOKENS:
             raise UserError(f"--max-new-tokens: {self.max_new_tokens} is not a length; give 1 to {TOKENS:,}")
-        if not 0 <= self.seed < 2**31:
-            raise UserError(f"--seed: {self.seed} is not a seed; give 0 to {2**31 - 1:,}")
+        check_seed(self.seed)
         if len(self.stop or ()) > ITEMS or any(not 1 <= len(text) <= NAME for text in self.stop or ()):
             raise UserError(f"--stop: must be at most {ITEMS:,} texts of 1 to {NAME:,} characters")
         template_arguments(self.template_kwargs or {}, TEMPLATE_OPTION)
@@ -231,6 +230,12 @@ def render(target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str],
         require_known_tokens(ids, vocabulary, tokenizer, f"--prompt {place + 1}")
         prompts.append(Prompt(place, ids, shown))
     return prompts
+
+
+def check_seed(seed: int) -> None:
+    """Raise UserError for a value out of range."""
+    if not 0 <= seed < 2**31:
+        raise UserError(f"--seed: {seed} is not a seed; give 0 to {2**31 - 1:,}")
 
 
 def check_truncation(top_k: int, top_p: float, min_p: float) -> None:

@@ -1,13 +1,18 @@
-"""Reading checkpoints. The number of ranks that wrote one may differ from the number that reads it."""
+"""Reading checkpoints. The number of ranks that wrote one may differ from the number that reads it.
+
+Tensors are read lazily: views of memory-mapped files, or pieces that are concatenated on access.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from qarl.distributed.ranks import Ranks
@@ -16,14 +21,68 @@ from qarl.errors import UserError
 from qarl.inputs.files import NoSuchFile, Unreadable
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_errors
-from qarl.storage.manifest import MANIFEST, Manifest, read_manifest, verify_files
-from qarl.storage.stored import StoredTensors, open_group
+from qarl.storage.manifest import MANIFEST, Manifest, PiecesManifest, read_manifest, verify_files
+from qarl.storage.tensorfile import read_tensors
 
 T = TypeVar("T")
 
 
 class CheckpointDamaged(UserError):
     """A checkpoint differs from what was saved. The message names the file and the reason."""
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors by name.
+
+    `tensors[name]` is a CPU view of the mapped file. A tensor in several pieces is concatenated into a new tensor that
+    is not cached, so take one at a time and copy it.
+
+    Args:
+        shapes: Shapes of the tensors, in their order.
+        pieces: Name to (start, values) of each piece, ascending. The values are (n,), of one dtype, and cover the
+            flattened tensor.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, Sequence[tuple[int, Tensor]]]
+    ) -> None:
+        self._shapes, self._pieces = dict(shapes), pieces
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> StoredTensors:
+        """Build from whole, contiguous tensors."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return cls(shapes, {name: [(0, tensor.view(-1))] for name, tensor in tensors.items()})
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype; float32 for an empty tensor, which is in no file."""
+        pieces = self._pieces.get(name)
+        return pieces[0][1].dtype if pieces else torch.float32
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of the flattened tensor: (stop - start,)."""
+        assert 0 <= start <= stop <= prod(self._shapes[name]), f"{name}: [{start}, {stop}) of {self._shapes[name]}"
+        parts = [
+            values[max(0, start - first) : stop - first]
+            for first, values in self._pieces.get(name, ())
+            if first < stop and start < first + len(values)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype(name))
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        return self.read(name, 0, prod(shape)).view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 @dataclass(frozen=True)
@@ -101,10 +160,37 @@ def _verified(path: Path, groups: Collection[str] | None, index: int, count: int
 
 def _opened(path: Path, manifest: Manifest, groups: Collection[str] | None) -> Checkpoint:
     """Open a checkpoint whose files are verified. Raises NoSuchFile, Unreadable."""
-    tensors = {group: open_group(path, manifest, group) for group in _wanted(manifest, groups)}
+    tensors = {group: _open_group(path, manifest, group) for group in _wanted(manifest, groups)}
     state = read_json_object(path / "state.json", big_integers=True, nonfinite=True, surrogates=True)
     return Checkpoint(manifest.step, tensors, state, path, manifest.ranks)
 
 
 def _wanted(manifest: Manifest, groups: Collection[str] | None) -> list[str]:
     return [group for group in manifest.groups if groups is None or group in groups]
+
+
+def _open_group(directory: Path, manifest: Manifest, group: str) -> StoredTensors:
+    """Open the tensors of a checkpoint's group. Raises NoSuchFile, Unreadable."""
+    if not isinstance(manifest, PiecesManifest):
+        tensors: dict[str, Tensor] = {}
+        for file in manifest.groups[group]:
+            tensors |= read_tensors(directory / file)
+        return StoredTensors.of(tensors)
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    for file in manifest.groups[group]:
+        there, spans = read_tensors(directory / file), manifest.pieces[file]
+        if odd := sorted(there.keys() ^ spans.keys()):
+            raise Unreadable(str(directory / file), f"'{odd[0]}' is in one of the file and the manifest only")
+        for name, (start, stop) in spans.items():
+            if tuple(there[name].shape) != (stop - start,):
+                shape = list(there[name].shape)
+                raise Unreadable(str(directory / file), f"'{name}' has shape {shape}, not [{stop - start}]")
+            others = pieces.setdefault(name, [])
+            if others and others[0][1].dtype != there[name].dtype:
+                raise Unreadable(
+                    str(directory / file), f"'{name}' is {there[name].dtype}, elsewhere {others[0][1].dtype}"
+                )
+            others.append((start, there[name]))
+    for stretches in pieces.values():
+        stretches.sort(key=lambda stretch: stretch[0])
+    return StoredTensors({name: tuple(shape) for name, shape in manifest.shapes[group].items()}, pieces)

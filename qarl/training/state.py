@@ -17,9 +17,9 @@ from qarl.policy.model_identity import changed_inputs
 from qarl.policy.policy import Policy
 from qarl.rollout.asynchronous.engine import AsyncEngine
 from qarl.storage.checkpoint import Checkpoint
+from qarl.storage.loading import StoredTensors
 from qarl.storage.pieces import ROLLOUTS, Piece
 from qarl.storage.saved_state import DataPosition, SavedState, saved_state
-from qarl.storage.stored import StoredTensors
 from qarl.training.setup import Run
 from qarl.weight_sync.fingerprints import METADATA
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot

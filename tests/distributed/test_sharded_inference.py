@@ -23,7 +23,7 @@ from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.storage.checkpoint import CheckpointStore
-from qarl.storage.stored import StoredTensors
+from qarl.storage.loading import StoredTensors
 
 
 def as_of_ranks(run: Path, copy: Path, count: int, seed: int | None = None) -> Path:
