@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -86,7 +85,6 @@ def build_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_context: int,
     max_response_length: int,
-    progress: Callable[[int, int], None] | None = None,
     vocabulary: int | None = None,
     now: datetime | None = None,
 ) -> tuple[list[Prompt], DropReport]:
@@ -105,7 +103,6 @@ def build_prompts(
         max_context: Limit for the tokens of prompt and response together. Longer rows are dropped, and so are prompts
             over `config.max_prompt_length`.
         max_response_length: Maximum tokens of a response.
-        progress: Called with (rows done, total rows).
         vocabulary: Number of tokens in the model's embedding, if it is known.
         now: The time that the chat template sees; default the current time.
 
@@ -140,8 +137,6 @@ def build_prompts(
             elif length > 0:
                 columns = {name: value for name, value in rows[index].items() if name not in RESERVED_COLUMNS}
                 prompts.append(Prompt(index, token_ids, texts[index], columns))
-        if progress is not None:
-            progress(len(lengths), len(rows))
     report = DropReport(
         rows=len(rows),
         kept=len(prompts),

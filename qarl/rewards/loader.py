@@ -49,13 +49,13 @@ def check_reference(name: str) -> None:
         )
 
 
-def load_function(name: str, options: dict[str, Any], columns: Collection[str] | None) -> RewardFunction:
+def load_function(name: str, options: dict[str, Any], columns: Collection[str]) -> RewardFunction:
     """Load a function and bind its options.
 
     Args:
         name: Name in `reward.functions`.
         options: Options of the function.
-        columns: Names of the data columns, to check that the function accepts them; None if unknown.
+        columns: Names of the data columns, to check that the function accepts them.
 
     Returns:
         A callable `f(completions, prompts, columns)`.
@@ -70,9 +70,7 @@ def load_function(name: str, options: dict[str, Any], columns: Collection[str] |
         raise UserError(f"reward.functions: `{name}`: {error}") from error
 
 
-def _bind(
-    name: str, function: Callable[..., Any], options: dict[str, Any], columns: Collection[str] | None
-) -> RewardFunction:
+def _bind(name: str, function: Callable[..., Any], options: dict[str, Any], columns: Collection[str]) -> RewardFunction:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:  # such as functions written in C
@@ -83,20 +81,15 @@ def _bind(
     if name in BUILTINS:
         return _bind_builtin(function, options, columns)
     try:
-        if columns is None:
-            signature.bind_partial(completions=[], prompts=[], **options)
-        else:
-            given = {**dict.fromkeys([*columns, "completion_ids"]), **options}
-            signature.bind(completions=[], prompts=[], **given)
+        given = {**dict.fromkeys([*columns, "completion_ids"]), **options}
+        signature.bind(completions=[], prompts=[], **given)
     except TypeError as error:
-        known = "" if columns is None else f"; data columns: {', '.join(sorted(columns)) or 'none'}"
-        raise UserError(f"cannot be called: {error}; it takes {signature}{known}") from error
+        known = ", ".join(sorted(columns)) or "none"
+        raise UserError(f"cannot be called: {error}; it takes {signature}; data columns: {known}") from error
     return functools.partial(_call, function, options, frozenset())
 
 
-def _bind_builtin(
-    function: Callable[..., Any], options: dict[str, Any], columns: Collection[str] | None
-) -> RewardFunction:
+def _bind_builtin(function: Callable[..., Any], options: dict[str, Any], columns: Collection[str]) -> RewardFunction:
     """Bind a built-in: options are keyword-only parameters, validated by a call with an empty batch."""
     known = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     if unknown := sorted(set(options) - set(known)):
@@ -105,8 +98,6 @@ def _bind_builtin(
         raise UserError(f"needs the option `{missing[0]}`")
     # Option names are hidden from the columns, so a data column called `group` cannot set the option.
     bound = functools.partial(_call, function, options, frozenset(known))
-    if columns is None:  # assume the column that it reads
-        columns = [options.get("column", known["column"])] if "column" in known else []
     try:
         bound([], [], {column: [] for column in [*columns, "completion_ids"]})
     except TypeError as error:

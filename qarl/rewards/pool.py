@@ -27,18 +27,16 @@ class RewardPool:
 
     Args:
         config: The `reward` section.
-        columns: Names of the data columns; functions that need another one are rejected. None: not checked.
+        columns: Names of the data columns; functions that need another one are rejected.
         log_path: File for the functions' output (see `RewardLog`). Default: stderr of this process.
 
     Raises:
         UserError: A function cannot be loaded; see `loader`.
     """
 
-    def __init__(
-        self, config: RewardConfig, columns: Collection[str] | None = None, log_path: Path | None = None
-    ) -> None:
+    def __init__(self, config: RewardConfig, columns: Collection[str], log_path: Path | None = None) -> None:
         self._config = config
-        self._columns = None if columns is None else sorted(columns)
+        self._columns = sorted(columns)
         self._log = RewardLog(log_path)
         for function in config.functions:
             check_reference(function.name)

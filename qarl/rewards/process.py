@@ -74,7 +74,7 @@ class Worker:
 
     Args:
         functions: (label, name, options) per function.
-        columns: Names of the data columns, or None.
+        columns: Names of the data columns.
         log: Gets the output of the functions.
         memory_gib: Memory limit, or None.
     """
@@ -82,7 +82,7 @@ class Worker:
     def __init__(
         self,
         functions: list[tuple[str, str, dict[str, Any]]],
-        columns: list[str] | None,
+        columns: list[str],
         log: RewardLog,
         memory_gib: float | None,
     ) -> None:

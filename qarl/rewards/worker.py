@@ -5,7 +5,7 @@ __main__ again; that may lack an `if __name__` guard or import torch.
 
 Protocol, in frames (`frames`) over a dedicated socket, because stdout belongs to the user's functions. Every request
 has a number, and replies with another number are dropped:
-    <- {request, functions: [[label, name, options]], columns or null}
+    <- {request, functions: [[label, name, options]], columns}
     -> {request, kind, value}: loading, label for each, then ready, null or error, message
     <- {request, function: its index, completions, prompts, columns}
     -> {request, kind, value}: scores, [float or null] or raised, message or error, message; "error" stops the run

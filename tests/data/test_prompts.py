@@ -136,13 +136,6 @@ def test_summary_without_drops_says_the_lengths(tokenizer, source):
     assert report.summary() == "2 prompts of 3 to 4 tokens"
 
 
-def test_progress_ends_at_the_number_of_rows(tokenizer, source):
-    seen = []
-    config = DataConfig(source=source({"prompt": "a"}, {"prompt": "b"}))
-    build_prompts(config, tokenizer, 100, 10, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(2, 2)]
-
-
 def fails(message: str):
     return pytest.raises(UserError, match=message)
 

@@ -24,7 +24,7 @@ def pool(file):
 
     def make(*names: str, log_path: Path | None = None, **fields) -> RewardPool:
         functions = [{"name": f"{file}:{name}"} for name in names or ("orders",)]
-        pools.append(RewardPool(RewardConfig(functions=functions, **fields), log_path=log_path))
+        pools.append(RewardPool(RewardConfig(functions=functions, **fields), ["answer"], log_path))
         return pools[-1]
 
     yield make

@@ -29,7 +29,7 @@ def module(folder: Path, code: str) -> str:
 
 
 def pool(name: str, log_path: Path | None = None, **fields) -> RewardPool:
-    return RewardPool(RewardConfig(functions=[{"name": name}], **fields), log_path=log_path)
+    return RewardPool(RewardConfig(functions=[{"name": name}], **fields), [], log_path)
 
 
 LOADING = {

@@ -49,7 +49,7 @@ def test_a_row_without_an_answer_fails_instead_of_scoring_0(name, options):
 
 def test_answers_of_5000_digits_are_compared():
     digits = "7" * 5000
-    with RewardPool(RewardConfig(functions=[{"name": "exact"}])) as rewards:
+    with RewardPool(RewardConfig(functions=[{"name": "exact"}]), ["answer"]) as rewards:
         columns = {"answer": [digits, digits, "\ud800", 10**3999]}
         completions = [digits, digits[1:] + "8", "\ud800", str(10**3999)]
         assert rewards.score(completions, ["p"] * 4, columns).total == [1.0, 0.0, 1.0, 1.0]

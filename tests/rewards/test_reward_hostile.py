@@ -135,7 +135,7 @@ def module(folder: Path, cases: dict[str, str]) -> str:
 
 
 def pool(name: str, log_path: Path | None = None, **fields) -> RewardPool:
-    return RewardPool(RewardConfig(functions=[{"name": name}], **fields), log_path=log_path)
+    return RewardPool(RewardConfig(functions=[{"name": name}], **fields), [], log_path)
 
 
 def groups(names: list[str], size: int) -> list[list[str]]:
@@ -177,7 +177,7 @@ def test_a_batch_of_nothing_else_ends_in_bounded_time(tmp_path, name):
 def test_a_weight_that_makes_too_much_of_a_score_fails_it(tmp_path):
     name = module(tmp_path, {"bad": "pass"})
     config = RewardConfig(functions=[{"name": name, "weight": 1e6}, {"name": "length", "weight": 0.5}])
-    with RewardPool(config) as rewards:
+    with RewardPool(config, []) as rewards:
         result = rewards.score(["1000", "1001", "2"], ["p"] * 3, {})
     assert result.total == [1e9 - 2.0, -2.0, 2e6 - 0.5]
     assert result.by_function["judge"] == [1000.0, 0.0, 2.0]

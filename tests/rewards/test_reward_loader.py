@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from qarl.config.reward import RewardConfig
@@ -14,7 +16,7 @@ def in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def pool(name: str, columns: list[str] | None = None, **options) -> RewardPool:
+def pool(name: str, columns: Sequence[str] = ("answer",), **options) -> RewardPool:
     return RewardPool(RewardConfig(functions=[{"name": name, "options": options}]), columns)
 
 
@@ -41,7 +43,7 @@ def test_files_of_one_stem_are_two_modules(tmp_path):
     write(tmp_path / "a" / "mine.py", GOOD)
     write(tmp_path / "b" / "mine.py", GOOD.replace("len(c)", "7"))
     config = RewardConfig(functions=[{"name": "a/mine.py:f"}, {"name": "b/mine.py:f"}])
-    with RewardPool(config) as rewards:
+    with RewardPool(config, []) as rewards:
         assert rewards.score(["abc"], ["p"], {}).by_function == {"f": [3.0], "f#2": [7.0]}
 
 
@@ -103,9 +105,9 @@ class _Function:
 @pytest.mark.parametrize(
     ("name", "options", "columns", "message"),
     [
-        ("regex", {}, None, r"`regex`: needs the option `pattern`"),
-        ("regex", {"patern": "a"}, None, r"`regex`: unknown option `patern`; it takes pattern, group, column"),
-        ("regex", {"pattern": 5}, None, r"`regex`: an option has the wrong type"),
+        ("regex", {}, ["answer"], r"`regex`: needs the option `pattern`"),
+        ("regex", {"patern": "a"}, ["answer"], r"`regex`: unknown option `patern`; it takes pattern, group, column"),
+        ("regex", {"pattern": 5}, ["answer"], r"`regex`: an option has the wrong type"),
         ("exact", {}, ["question"], r"`exact`: no data column `answer`; available: question"),
     ],
 )

@@ -28,7 +28,7 @@ def picking(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("picking") / "picking.py"
     path.write_text(FUNCTIONS)
     functions = [{"name": f"{path}:{name}", "weight": w} for name, w in zip(NAMES, WEIGHTS, strict=True)]
-    with RewardPool(RewardConfig(functions=functions, workers=request.param)) as rewards:
+    with RewardPool(RewardConfig(functions=functions, workers=request.param), []) as rewards:
         yield rewards
 
 

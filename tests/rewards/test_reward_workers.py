@@ -99,7 +99,7 @@ def test_worker_that_dies_right_after_a_look_while_it_loads_is_not_started_again
         f"import os, time\nwhile not os.path.exists({str(dead)!r}):\n    time.sleep(0.02)\ndef own(**_): ..."
     )
     with pytest.raises(UserError, match=r"`own`: while loading it, its worker process died of SIGKILL"):
-        RewardPool(RewardConfig(functions=[{"name": f"{path}:own"}]))
+        RewardPool(RewardConfig(functions=[{"name": f"{path}:own"}]), [])
 
 
 def test_worker_that_dies_when_it_has_just_said_that_it_is_ready_has_not_loaded(pool, monkeypatch):
@@ -141,7 +141,7 @@ from qarl.rewards import RewardPool
 functions = [Namespace(name=sys.argv[1] + ":pids", weight=1.0, options={}),
              Namespace(name=sys.argv[1] + ":orders", weight=1.0, options={})]
 pool = RewardPool(Namespace(functions=functions, workers=2, timeout_s=600.0, max_failed_frac=1.0,
-                            memory_gib=None))
+                            memory_gib=None), [])
 print(*map(int, pool.score(["0", "1"], ["p"] * 2, {}).by_function["pids"]), flush=True)
 pool.score(["hold the GIL"] * 2, ["p"] * 2, {})
 """
@@ -213,7 +213,7 @@ def test_a_worker_inherits_the_environment_without_the_variables_of_launchers(tm
         "import os\ndef sees(completions, **columns): return [float(name in os.environ) for name in completions]\n"
     )
     names = [*LAUNCHERS, "MINE", "PATH"]
-    with RewardPool(RewardConfig(functions=[{"name": f"{tmp_path}/mine.py:sees"}])) as rewards:
+    with RewardPool(RewardConfig(functions=[{"name": f"{tmp_path}/mine.py:sees"}]), []) as rewards:
         assert dict(zip(names, score(rewards, *names).total, strict=True)) == {
             **dict.fromkeys(LAUNCHERS, 0.0),
             "MINE": 1.0,
