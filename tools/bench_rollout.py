@@ -29,9 +29,10 @@ from harness import Record, command_line, count, positive, run_cases
 
 # isort: split
 import torch
-from model_sizes import SHAPES, Shape, random_model, shape_of
-from qarl_formats.registry import grouped_names, make_scheme, scheme_names
+from model_sizes import SHAPES, Shape, quant_section, random_model, shape_of
+from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import is_ignored
+from step_bench.learner_part import learner_sections
 from tiny_models import byte_tokenizer
 from torch import Tensor
 
@@ -153,14 +154,10 @@ def prompts_of(options: argparse.Namespace, batch: int) -> list[list[int]]:
     return torch.randint(3, 259, (batch, options.prompt_tokens)).tolist()
 
 
-def quant_of(scheme: str, group_size: int) -> QuantConfig:
-    return QuantConfig(scheme=scheme, group_size=group_size if scheme in grouped_names() else None)
-
-
 def policy_of(options: argparse.Namespace, shape: Shape, scheme: str) -> Policy:
     """A policy for inference, made with one float32 master at a time in memory."""
     device, dtype = torch.device(options.device), torch.bfloat16
-    quant = quant_of(scheme, shape.group_size)
+    quant = QuantConfig(**quant_section(scheme, shape.group_size))
     kind, model = make_scheme(scheme, quant.group_size), skeleton(shape.config())
     linears, kernels, forms = set(linear_names(model)), use_kernels(quant, kind, dtype, device), []
     for name, parameter in model.named_parameters():
@@ -233,7 +230,8 @@ def vllm(
 def vllm_config(options: argparse.Namespace, case: Record, quant: QuantConfig, place: Path) -> Config:
     """The configuration of a run that samples like this. place: The directory of the sampler's log and checkpoint."""
     on_gpu, sequences = options.device == "cuda", max(case["batch"])
-    rollout = {
+    sections = learner_sections(quant.model_dump(), options.device, 1024, "layer")
+    sections["rollout"] = {
         "engine": "vllm",
         "numerics": "exact" if case["numerics"] == "exact" else "fast",
         "max_response_length": options.new_tokens,
@@ -242,16 +240,9 @@ def vllm_config(options: argparse.Namespace, case: Record, quant: QuantConfig, p
         "ignore_eos": True,
         "vllm": {"memory_frac": options.memory_frac, "max_restarts": 0, "enforce_eager": not on_gpu},
     }
-    return Config.model_validate(
-        {
-            "model": {"path": "random/model", "device": options.device},
-            "quant": quant.model_dump(),
-            "rollout": rollout,
-            "data": {"source": "task:arithmetic", "max_prompt_length": options.prompt_tokens},
-            "reward": {"functions": [{"name": "exact"}]},
-            "train": {"steps": 1, "run_dir": str(place)},
-        }
-    )
+    sections["data"]["max_prompt_length"] = options.prompt_tokens
+    sections["train"]["run_dir"] = str(place)
+    return Config.model_validate(sections)
 
 
 def hugging_face(options: argparse.Namespace, shape: Shape, dtype: str, prompts: list[list[int]]) -> Generate:

@@ -89,7 +89,7 @@ def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[
 def run_qarl(
     options: argparse.Namespace, case: Record, model: Path, rows: Path, shape: Any
 ) -> tuple[list[float], float]:
-    from step_bench.learner_part import quant_section
+    from model_sizes import quant_section
 
     from qarl.config.load import make_config
     from qarl.storage.runs import METRICS, read_metrics
@@ -97,7 +97,7 @@ def run_qarl(
 
     data = {
         "model": {"path": str(model), "device": options.device, "max_length": options.length + 128},
-        "quant": quant_section(case["scheme"], shape),
+        "quant": quant_section(case["scheme"], shape.group_size),
         "rollout": {"engine": "data", "n": 1, "max_response_length": options.length + 64},
         "data": {"source": str(rows), "max_prompt_length": 64},
         "objective": {"name": case["job"]},

@@ -109,18 +109,13 @@ def write_held_out(path: Path) -> None:
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in [*rows, row] if row.strip()))
 
 
-def group_section(options: argparse.Namespace, scheme: str) -> dict[str, int]:
-    """The group size, if the scheme has groups."""
-    from qarl_formats.registry import grouped_names
-
-    return {"group_size": options.group_size} if scheme in grouped_names() else {}
-
-
 def sections(options: argparse.Namespace, scheme: str, arm: str, lr: float, place: Path) -> dict[str, Any]:
     """The configuration of one run."""
+    from model_sizes import quant_section
+
     data: dict[str, Any] = {
         "model": {"path": options.model, "device": options.device, "max_length": options.length + 128},
-        "quant": {"scheme": scheme, **group_section(options, scheme)},
+        "quant": quant_section(scheme, options.group_size),
         "rollout": {"max_response_length": options.length},
         "data": {"source": str(place / "text.jsonl"), "max_prompt_length": 64},
         "objective": {"name": "distill", "teacher": {"path": options.model, "loss": "forward_kl"}},
@@ -142,6 +137,8 @@ def sections(options: argparse.Namespace, scheme: str, arm: str, lr: float, plac
 
 def run(options: argparse.Namespace, scheme: str, arm: str, lr: float, place: Path) -> dict[str, Any]:
     """Train one arm; held-out numbers before and after, and what it took."""
+    from model_sizes import quant_section
+
     import qarl
 
     (place / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in chat_prompts()))
@@ -153,7 +150,7 @@ def run(options: argparse.Namespace, scheme: str, arm: str, lr: float, place: Pa
     return {
         "what": "run",
         "scheme": scheme,
-        "group_size": group_section(options, scheme).get("group_size"),
+        "group_size": quant_section(scheme, options.group_size).get("group_size"),
         "arm": arm,
         "lr": lr,
         "steps": result.step,

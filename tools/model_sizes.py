@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from qarl_formats.registry import grouped_names
 from tiny_models import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -101,6 +102,11 @@ def shape_of(name: str, layers: int | None, vocabulary: int | None) -> Shape:
     """The shape of that name, with other sizes if given. Default vocabulary: the shape's, at most VOCABULARY."""
     shape = SHAPES[name]
     return replace(shape, layers=layers or shape.layers, vocabulary=vocabulary or min(shape.vocabulary, VOCABULARY))
+
+
+def quant_section(scheme: str, group_size: int) -> dict[str, Any]:
+    """Section `quant` of a configuration, with the group size if the scheme has groups."""
+    return {"scheme": scheme} | ({"group_size": group_size} if scheme in grouped_names() else {})
 
 
 def random_model(

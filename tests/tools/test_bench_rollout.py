@@ -8,7 +8,9 @@ from typing import Any
 import bench_rollout
 import pytest
 import torch
-from model_sizes import shape_of
+from model_sizes import quant_section, shape_of
+
+from qarl.config import QuantConfig
 
 CPU = torch.device("cpu")
 
@@ -37,7 +39,7 @@ def test_a_policy_of_random_weights_is_the_same_whenever_it_is_made(scheme: str)
 @pytest.mark.parametrize("numerics", bench_rollout.NUMERICS)
 def test_the_configuration_of_every_start_of_vllm_is_a_valid_one(scheme: str, numerics: str, tmp_path: Path) -> None:
     case = {"batch": [8, 256], "numerics": numerics}
-    quant = bench_rollout.quant_of(scheme, 64)
+    quant = QuantConfig(**quant_section(scheme, 64))
     config = bench_rollout.vllm_config(options("--device", "cuda"), case, quant, tmp_path)
     assert (config.rollout.max_num_seqs, config.quant.scheme) == (256, scheme)
     assert config.rollout.numerics == ("exact" if numerics == "exact" else "fast")

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from harness import Record, timed
-from model_sizes import Shape, random_model
-from qarl_formats.registry import grouped_names
+from model_sizes import Shape, quant_section, random_model
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
@@ -32,15 +31,11 @@ from qarl.types import Prompt, Rollout
 from qarl.utils.machine import gpu_bytes
 
 
-def quant_section(scheme: str, shape: Shape) -> dict[str, Any]:
-    return {"scheme": scheme} | ({"group_size": shape.group_size} if scheme in grouped_names() else {})
-
-
-def learner_sections(scheme: str, shape: Shape, device: str, tokens: int, recompute: str) -> dict[str, Any]:
+def learner_sections(quant: dict[str, Any], device: str, tokens: int, recompute: str) -> dict[str, Any]:
     """The configuration of a learner alone, on random weights: one optimizer step, in micro-batches of `tokens`."""
     return {
         "model": {"path": "random/model", "device": device},
-        "quant": quant_section(scheme, shape),
+        "quant": quant,
         "data": {"source": "task:arithmetic"},
         "reward": {"functions": [{"name": "exact"}]},
         "objective": {"name": "grpo"},
@@ -50,7 +45,8 @@ def learner_sections(scheme: str, shape: Shape, device: str, tokens: int, recomp
 
 def learner_config(options: argparse.Namespace, shape: Shape, device: torch.device, length: int) -> Config:
     """The configuration of a learner alone, with responses of `length` tokens and the sizes that fit the device."""
-    data = learner_sections(options.scheme, shape, device.type, options.tokens, options.recompute)
+    quant = quant_section(options.scheme, shape.group_size)
+    data = learner_sections(quant, device.type, options.tokens, options.recompute)
     data["rollout"] = {"max_response_length": length}
     return decide_sizes(make_config(data, "bench_step", options.set), device.type, shape.architecture(), gpu_bytes())
 

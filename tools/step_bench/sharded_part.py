@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Record, timed
-from model_sizes import Shape
+from model_sizes import Shape, quant_section
 from qarl_kernels.logprob import Truncation
 from step_bench.learner_part import learner_sections
 from torch import Tensor
@@ -138,7 +138,8 @@ def _records(bench: Bench) -> Iterator[Record]:
         sizes = {name: (len(plan.cut(name)[exchange.rank]), *size[1:]) for name, size in plan.shapes.items()}
         return {k: torch.randn(size, device=device, generator=generator).mul_(0.02) for k, size in sizes.items()}
 
-    sections = learner_sections(options.scheme, shape, device.type, options.tokens, options.recompute)
+    quant = quant_section(options.scheme, shape.group_size)
+    sections = learner_sections(quant, device.type, options.tokens, options.recompute)
     config = make_config(sections, "bench_step", options.set)
     policy, updates = from_rows(config, skeleton(shape.config()), random_rows, device, None, exchange, Bare(exchange))
     policy.set_recompute(options.recompute)

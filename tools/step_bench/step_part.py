@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from harness import Record, records_of_steps
-from model_sizes import REWARD, Shape, model_directory, questions
-from step_bench.learner_part import quant_section
+from model_sizes import REWARD, Shape, model_directory, quant_section, questions
 
 from qarl.config import Config
 from qarl.config.yaml_io import dump_yaml
@@ -45,7 +44,7 @@ def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place:
             "device": options.device,
             "max_length": options.prompt_tokens + options.new_tokens,
         },
-        "quant": quant_section(options.scheme, shape),
+        "quant": quant_section(options.scheme, shape.group_size),
         "rollout": {
             "engine": engine,
             "n": options.responses,
