@@ -101,7 +101,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, place: str, architectur
     token = max(own & vocabulary.keys(), key=lambda token: vocabulary[token], default=None)
     if token is not None and vocabulary[token] >= architecture.vocab_size:
         raise UserError(
-            f"{place}: it gives {token!r} the id {vocabulary[token]:,}, and the model has "
+            f"{place}: it gives {token[:60]!r} the id {vocabulary[token]:,}, and the model has "
             f"{architecture.vocab_size:,} tokens; use the model's own tokenizer"
         )
 

@@ -221,6 +221,15 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tiny_model, tmp_path):
         load_tokenizer(ModelConfig(path=str(smaller)))
 
 
+def test_a_token_of_any_length_is_shortened_in_the_error(tiny_model, tmp_path):
+    directory = shutil.copytree(tiny_model(), tmp_path / "model")
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token": "x" * 100_000}))
+    with pytest.raises(UserError, match=r"it gives 'x{60}' the id") as error:
+        load_tokenizer(ModelConfig(path=str(directory)))
+    assert len(one_line(error)) < 1000
+
+
 # --- code of the model's own --------------------------------------------------------------------------------------
 
 
