@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any, Never
 
@@ -27,6 +28,7 @@ class ForkedPopen:
         args: As `Popen` takes it: Python with `-c CODE`, `-m MODULE` or a script, and arguments.
         body: What runs in the fork, given `args`, instead of its program.
         stdin: The fork reads nothing, whatever this is.
+        stderr: A file, or `subprocess.STDOUT`.
     """
 
     def __init__(
@@ -37,7 +39,8 @@ class ForkedPopen:
         body: Callable[[list[str]], None] | None = None,
         stdin: Any = None,
         stdout: IO[bytes] | None = None,
-        stderr: IO[bytes] | None = None,
+        stderr: IO[bytes] | int | None = None,
+        cwd: Path | None = None,
         pass_fds: tuple[int, ...] = (),
         start_new_session: bool = False,
     ) -> None:
@@ -45,7 +48,10 @@ class ForkedPopen:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _become({1: stdout, 2: stderr}, pass_fds, env, start_new_session)
+                if cwd is not None:
+                    os.chdir(cwd)
+                errors = stdout if isinstance(stderr, int) else stderr
+                _become({1: stdout, 2: errors}, pass_fds, env, start_new_session)
                 (body or _run)(args)
             except BaseException as end:
                 _leave(end)
@@ -71,6 +77,9 @@ class ForkedPopen:
     def send_signal(self, signum: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def install(

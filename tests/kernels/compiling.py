@@ -196,9 +196,9 @@ def _jobs(case: str, capabilities: Iterable[tuple[int, int]]) -> Iterator[_Job]:
 
 
 def spread(jobs: Sequence[_Job], most: int) -> list[_Job]:
-    """At most so many specialisations per kernel and capability, evenly spread over its launches, ends included.
+    """On Hopper `most` specialisations per kernel, the first included; for each older GPU the last one.
 
-    Of a single one the first on sm_90, else the last, so that both ends of the launches are compiled.
+    So both ends of the launches are compiled, whatever `most` is.
     """
     by_kernel: dict[tuple[tuple[int, int], str], list[_Job]] = {}
     for job in jobs:
@@ -206,10 +206,10 @@ def spread(jobs: Sequence[_Job], most: int) -> list[_Job]:
     found = []
     for (capability, _), own in by_kernel.items():
         count, last = min(most, len(own)), len(own) - 1
-        if count == 1:
-            found.append(own[0 if capability == (9, 0) else last])
+        if capability != (9, 0):
+            found.append(own[last])
         else:
-            found += [own[round(i * last / (count - 1))] for i in range(count)]
+            found += [own[round(i * last / max(count - 1, 1))] for i in range(count)]
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from model_sizes import SHAPES
+from tiny_runs import Finished
 
 from qarl.policy.skeleton import skeleton
 
 CPU = torch.device("cpu")
+TOOLS = Path(__file__).parents[2] / "tools"
 GPUS = pytest.param(
     "cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
@@ -329,30 +331,35 @@ def run_tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return bench_step.main()
 
 
+# A case is a fork of the tool's process, which is one of a server with torch and qarl.
+FORKED = f"""
+import sys
+sys.path[:0] = [{str(TOOLS)!r}, {str(Path(__file__).parents[1])!r}]
+import forked_popen, process_tree
+forked_popen.install(process_tree)
+"""
+
+
+@pytest.fixture
+def run_forked(qarl) -> Callable[..., Finished]:
+    """run_forked(*arguments): The tool as a command."""
+    return lambda *arguments: qarl.run(*arguments, program=TOOLS / "bench_step.py", before=FORKED)
+
+
 @pytest.mark.slow
-def test_whole_steps_run_with_exactly_so_many_tokens(tmp_path, monkeypatch, capsys):
+def test_whole_steps_run_with_exactly_so_many_tokens(tmp_path, run_forked):
     out = tmp_path / "out.json"
     sizes = ["--steps", "2", "--prompts", "2", "--responses", "2", "--new-tokens", "6", "--prompt-tokens", "400"]
     arguments = [*TINY[:-1], str(out), "--part", "step", "--scheme", "w4a16", *sizes, "--model-dir", str(tmp_path)]
-    assert run_tool(monkeypatch, *arguments) == 0, capsys.readouterr().err
+    done = run_forked(*arguments)
+    assert done.code == 0, done.err
     found = json.loads(out.read_text())
     first, second, whole = found["records"]
     assert (first["step"], second["step"], whole["what"], whole["new_tokens"]) == (1, 2, "step", 6)
     assert whole["seconds"] == second["step_s"] and first["idle_responses"] == 0
     assert found["environment"]["packages"]["torch"] and "host" not in found["environment"]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["tiny-2-512-bytes-0"]
-    assert "2 prompts x 2 responses of 6 tokens" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_case_that_fails_leaves_why(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out.json"
-    arguments = [*TINY[:-1], str(out), "--part", "optimizer", "--set", "train.none=1", "--scheme", "bf16"]
-    assert run_tool(monkeypatch, *arguments) == 1
-    (failed,) = json.loads(out.read_text())["records"]
-    assert failed["part"] == "optimizer" and "train.none" in failed["error"]
-    assert "failed: optimizer tiny bf16" in capsys.readouterr().out
-    assert "train.none" in out.with_suffix(".log").read_text()
+    assert "2 prompts x 2 responses of 6 tokens" in done.out
 
 
 def test_a_case_that_takes_too_long_is_ended_and_the_next_one_starts(tmp_path, monkeypatch, capsys):
@@ -372,13 +379,14 @@ def test_the_peer_may_have_weights_in_bfloat16():
 
 
 @pytest.mark.parametrize("device", ["cpu", GPUS])
-def test_a_sharded_learner_runs_beside_its_peer(device: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_sharded_learner_runs_beside_its_peer(device: str, tmp_path: Path, run_forked) -> None:
     """One layer; float32 gradients beside 16-bit ones and weights."""
     out = tmp_path / "out.json"
     parts = ["sharded", *["zero3"] * (importlib.util.find_spec("deepspeed") is not None)]
     sizes = ["--shape", "tiny", "--layers", "1", "--scheme", "w4a16", "--warmup", "1", "--iterations", "1"]
     where = ["--tokens", "64", "--nproc", "2", "--device", device, "--out", str(out)]
-    assert run_tool(monkeypatch, *sizes, *where, "--part", *parts) == 0, capsys.readouterr().err
+    done = run_forked(*sizes, *where, "--part", *parts)
+    assert done.code == 0, done.err
     records = json.loads(out.read_text())["records"]
     assert list(dict.fromkeys(record["part"] for record in records)) == parts
     assert all(record["seconds"] == max(record["seconds_by_rank"]) > 0 for record in records)
@@ -397,14 +405,15 @@ def test_a_sharded_learner_runs_beside_its_peer(device: str, tmp_path: Path, mon
         assert found["zero3", "micro-batch"]["received_bytes_by_kind"]["weights"] == 2 * weights / 2
 
 
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_case_that_fails_leaves_why(tmp_path: Path, monkeypatch, capsys) -> None:
+    """In processes that start as a user's do."""
     out = tmp_path / "out.json"
     arguments = [*TINY[:-1], str(out), "--part", "sharded", "--nproc", "2", "--scheme", "bf16", "--set", "train.none=1"]
     assert run_tool(monkeypatch, *arguments) == 1
     (failed,) = json.loads(out.read_text())["records"]
-    assert failed["part"] == "sharded" and failed["error"].startswith("exit 1")
+    assert failed["part"] == "sharded" and failed["error"].startswith("exit 1") and "train.none" in failed["error"]
+    assert "failed: sharded tiny bf16" in capsys.readouterr().out
     assert "train.none" in out.with_suffix(".log").read_text()
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import forked_launch
 import pytest
 import torch
 from qarl_formats.registry import make_scheme
@@ -121,11 +122,12 @@ def test_a_mixture_of_experts_is_refused(qarl, tiny_model, tmp_path):
 
 
 def test_two_ranks_start_from_a_checkpoint_with_the_codes(runs, tiny_model):
-    done = runs.train("run", "--nproc=2")
+    done = runs.train("run", "--nproc=2", before=forked_launch.before())
     assert done.code == 2 and "quant.init: gptq: needs one process; write the model with `qarl quantize" in done.err
     out, options = runs.folder / "gptq", ["--scheme", "w4a16", "--group-size", "32", "--method", "gptq"]
     assert runs.qarl.run("quantize", tiny_model("llama"), out, *options, "--calibration", runs.text).code == 0
-    done = runs.train("run", "--nproc=2", "quant.init=rtn", f"model.path={out}", "train.steps=1")
+    given = "quant.init=rtn", f"model.path={out}", "train.steps=1"
+    done = runs.train("run", "--nproc=2", *given, before=forked_launch.before())
     assert done.code == 0, done.err
     same = "version 0 has the codes and scales of the quantized checkpoint"
     line = next(line for line in done.out.splitlines() if same in line)
