@@ -50,14 +50,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, today = parser.add_argument, datetime.date.today().isoformat()
     kinds = f"what is mutated, of {', '.join(KINDS)}; default all"
-    train = "instead: train N configurations that `qarl check` accepts, two steps each"
+    train = "first train N configurations that `qarl check` accepts, two steps each"
     add("--seed", default=today, help="of the series; any text; default today's date (%(default)s)")
-    add("--count", type=count, default=300, help="cases")
+    add("--count", type=count, help="cases; default 300, or none with --accepted-train")
     add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=kinds)
     add("--accepted-train", type=int, default=0, metavar="N", help=train)
     add("--only", metavar="KIND-N", help="run this case alone, and keep its directory")
     add("--json", type=out_file, metavar="OUT", help="write the record")
     parsed = parser.parse_args(arguments)
+    if parsed.count is None:
+        parsed.count = 0 if parsed.accepted_train else 300
     if "/" in parsed.seed:
         parser.error("--seed takes no slash")
     if parsed.only is not None and not re.fullmatch(rf"({'|'.join(KINDS)}|valid)-\d+", parsed.only):
@@ -69,14 +71,12 @@ def results(options: argparse.Namespace, base: Path, root: Path) -> Iterator[Res
     """The result of every case, as they come."""
     from qarl.cli import main as command
 
-    if options.accepted_train:
-        left, number = options.accepted_train, 0
-        while left:
-            result = run_case(options.seed, f"valid-{number}", base, root, command)
-            left -= result.case.command == "train"
-            number += 1
-            yield result
-        return
+    left, number = options.accepted_train, 0
+    while left:
+        result = run_case(options.seed, f"valid-{number}", base, root, command)
+        left -= result.case.command == "train"
+        number += 1
+        yield result
     for name in names(options.seed, options.count, options.kinds):
         yield run_case(options.seed, name, base, root, command)
 

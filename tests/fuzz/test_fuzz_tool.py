@@ -306,7 +306,7 @@ def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:
     from fuzzing.series import build, names
 
     before = contents(base)
-    for name in names("11", 150, ["run", "model", "data", "option"]):
+    for name in names("11", 60, ["run", "model", "data", "option"]):
         build("11", name, base, tmp_path / "case").remove()
     assert contents(base) == before
 
