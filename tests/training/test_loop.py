@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,8 +60,22 @@ def runs(qarl, tiny_model, tmp_path) -> Runs:
     return Runs(qarl, tiny_model("llama"), tmp_path)
 
 
-def test_a_run_leaves_its_directory_and_prints_nothing_but_its_own_lines(runs):
-    done = runs.train()
+@pytest.fixture(scope="module")
+def trained(qarl, tiny_model, tmp_path_factory) -> tuple[Runs, Finished]:
+    """A finished run, to read."""
+    runs = Runs(qarl, tiny_model("llama"), tmp_path_factory.mktemp("trained"))
+    return runs, runs.train()
+
+
+@pytest.fixture
+def finished(trained, runs) -> Runs:
+    """A copy of the finished run."""
+    shutil.copytree(trained[0].folder, runs.folder, symlinks=True, dirs_exist_ok=True)
+    return runs
+
+
+def test_a_run_leaves_its_directory_and_prints_nothing_but_its_own_lines(trained):
+    runs, done = trained
     assert (done.code, done.err) == (0, "")
     assert {p.name for p in runs.run.iterdir()} == {
         ".lock",
@@ -99,13 +114,12 @@ def test_a_run_leaves_its_directory_and_prints_nothing_but_its_own_lines(runs):
         assert line.startswith(start), (line, start)
 
 
-def test_the_command_that_it_ends_with_trains_further(runs):
-    last = runs.train().out.splitlines()[-1]
-    command = last.split(": ", 1)[1].split()
+def test_the_command_that_it_ends_with_trains_further(trained, finished):
+    command = trained[1].out.splitlines()[-1].split(": ", 1)[1].split()
     assert Path(command[0]).name == "qarl" and command[1] == "train"
-    done = runs.qarl.run(*command[1:], cwd=runs.folder)
+    done = finished.qarl.run(*command[1:], cwd=finished.folder)
     assert done.code == 0, done.err
-    assert runs.steps() == [1, 2, 3, 4]
+    assert finished.steps() == [1, 2, 3, 4]
 
 
 def test_the_commands_that_it_ends_with_report_export_and_compare(runs):
@@ -147,9 +161,8 @@ def test_sizes_left_to_the_device_are_recorded_and_kept_by_a_run_that_goes_on(ru
     assert (other["rollout"]["max_num_seqs"], other["rollout"]["max_batched_tokens"]) == (5, 40)
 
 
-def test_every_metric_of_the_interface_is_logged(runs):
-    runs.train("logging.tensorboard=false")
-    record = json.loads((runs.run / "metrics.jsonl").read_text().splitlines()[0])
+def test_every_metric_of_the_interface_is_logged(trained):
+    record = json.loads((trained[0].run / "metrics.jsonl").read_text().splitlines()[0])
     interface = {
         "reward/mean",
         "reward/std",
@@ -260,12 +273,11 @@ def test_the_reference_of_a_resumed_run_is_still_the_model_it_started_from(runs)
     assert whole == resumed and whole[1] > 0.0
 
 
-def test_a_finished_run_is_left_as_it_is(runs):
-    runs.train()
-    before = (runs.run / "metrics.jsonl").read_bytes()
-    done = runs.train()
+def test_a_finished_run_is_left_as_it_is(finished):
+    before = (finished.run / "metrics.jsonl").read_bytes()
+    done = finished.train()
     assert done.code == 0 and "(step 2)" in done.out
-    assert (runs.run / "metrics.jsonl").read_bytes() == before
+    assert (finished.run / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_signal_in_the_first_step_leaves_nothing_to_resume(runs):
@@ -304,12 +316,11 @@ def test_going_back_to_an_earlier_checkpoint_forgets_what_came_after(runs):
     assert runs.steps() == [1, 2] and runs.checkpoints() == ["000001", "000002", "latest"]
 
 
-def test_starting_from_the_checkpoint_of_another_run_saves_it_again_when_stopped(runs):
-    runs.train()
-    other = runs.folder / "other"
-    done = runs.train(
+def test_starting_from_the_checkpoint_of_another_run_saves_it_again_when_stopped(finished):
+    other = finished.folder / "other"
+    done = finished.train(
         f"train.run_dir={other}",
-        f"checkpoint.resume={runs.run}/checkpoints/latest",
+        f"checkpoint.resume={finished.run}/checkpoints/latest",
         "train.steps=3",
         before=signal_in_rollout(1, "SIGINT"),
     )
@@ -317,30 +328,27 @@ def test_starting_from_the_checkpoint_of_another_run_saves_it_again_when_stopped
     assert (other / "checkpoints" / "000002").is_dir()
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_no_directory_is_made(runs, tiny_model):
-    runs.train()
-    other = f"train.run_dir={runs.folder}/other"
-    resume = f"checkpoint.resume={runs.run}/checkpoints/latest"
-    done = runs.train(other, resume, f"model.path={tiny_model('llama', intermediate_size=192)}")
+def test_a_checkpoint_of_another_model_is_refused_and_no_directory_is_made(finished, tiny_model):
+    other = f"train.run_dir={finished.folder}/other"
+    resume = f"checkpoint.resume={finished.run}/checkpoints/latest"
+    done = finished.train(other, resume, f"model.path={tiny_model('llama', intermediate_size=192)}")
     assert done.code == 2 and "made for another model" in done.err and done.err.count("\n") == 1
-    assert not (runs.folder / "other").exists()
+    assert not (finished.folder / "other").exists()
 
 
-def test_a_damaged_checkpoint_is_passed_over(runs):
-    runs.train()
-    (runs.run / "checkpoints" / "000002" / "masters.safetensors").write_bytes(b"")
-    done = runs.train()
+def test_a_damaged_checkpoint_is_passed_over(finished):
+    (finished.run / "checkpoints" / "000002" / "masters.safetensors").write_bytes(b"")
+    done = finished.train()
     assert done.code == 0 and "warning: skipping checkpoint 2: " in done.out and "(step 1)" in done.out
-    assert runs.steps() == [1, 2]
+    assert finished.steps() == [1, 2]
 
 
-def test_a_damaged_checkpoint_that_was_asked_for_is_refused(runs):
-    runs.train()
-    path = runs.run / "checkpoints" / "000002"
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(finished):
+    path = finished.run / "checkpoints" / "000002"
     (path / "state.json").write_text("{}")
-    done = runs.train(f"checkpoint.resume={path}")
+    done = finished.train(f"checkpoint.resume={path}")
     assert done.code == 2 and "state.json: 2 bytes" in done.err and done.err.count("\n") == 1
-    assert runs.checkpoints() == ["000001", "000002", "latest"]
+    assert finished.checkpoints() == ["000001", "000002", "latest"]
 
 
 def test_a_disk_that_fills_up_while_saving_keeps_the_previous_checkpoint(runs):
