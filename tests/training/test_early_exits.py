@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
+from run_faults import repeatable
 from tiny_runs import Finished, Qarl, settings, write_config
 
 from qarl.config.logging import LoggingConfig
@@ -28,15 +28,10 @@ from qarl.utils.signals import Interrupted, StoppedAtOnce
 pytestmark = pytest.mark.slow
 
 STEPS = 4
-UNREPEATABLE = ("time/", "throughput/", "memory/")
 # EARLY in the environment: place, call (counted from 1, in one process), and the statement that runs there.
 OWN = '''
 import asyncio, os, sys
 from pathlib import Path
-
-import torch
-
-from qarl.objectives import Surrogate
 
 CALLS = {}
 
@@ -61,6 +56,10 @@ class Objective:
         early("objective-build")
 
     def __call__(self, inputs):
+        import torch  # here, because the reward's worker needs none
+
+        from qarl.objectives import Surrogate
+
         early("objective-call")
         ratio = torch.exp(inputs.logps.logp - inputs.logps.logp_old)
         return Surrogate(ratio * inputs.token_advantages, {})
@@ -148,15 +147,9 @@ class Place:
         return run, self.train(run, f"{case.place} {case.call} {case.kind}", saves)
 
 
-def recorded(run: Path) -> list[dict]:
-    path = run / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records]
-
-
 def faults(case: Case, run: Path, done: Finished) -> str | None:
     """What is wrong about how a case ended, or None."""
-    last = recorded(run)[-1]["step"] if recorded(run) else 0
+    last = repeatable(run)[-1]["step"] if repeatable(run) else 0
     latest = run / "checkpoints" / "latest"
     saved = int(latest.resolve().name) if os.path.lexists(latest) else 0
     if done.code == 0:
@@ -200,7 +193,7 @@ def test_a_run_that_code_of_the_user_ended_goes_on_with_the_same_bits(place):
     )
     assert "step 2 is saved; the same command resumes from there" in done.out
     assert place.train(broken, "nowhere 0 pass", "checkpoint.every=50").code == 0
-    assert recorded(broken) == recorded(whole) and len(recorded(whole)) == STEPS
+    assert repeatable(broken) == repeatable(whole) and len(repeatable(whole)) == STEPS
     last = [run / "checkpoints" / "latest" for run in (whole, broken)]
     tensors = [{p.name: p.read_bytes() for p in folder.glob("*.safetensors")} for folder in last]
     assert tensors[0] == tensors[1] and tensors[0]
