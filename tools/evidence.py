@@ -314,7 +314,7 @@ def grouped(records: Sequence[Row], order: Sequence[str]) -> tuple[dict[Key, lis
 
 def write_figures(options: argparse.Namespace) -> None:
     from qarl.report.charts import png
-    from qarl.report.figures import has_data
+    from qarl.report.drawing import has_data
 
     records = read_records(options.records, options.size)
     if not records:

@@ -11,9 +11,8 @@ from typing import Any
 from qarl.comparison.members import evaluation_avg
 from qarl.comparison.summary import Number, cell, used
 from qarl.report.blocks import Bar, BarChart, Block, Column, Facts, LineChart, Section, Series, Table, Text
-from qarl.report.charts import chart_files
 from qarl.report.formatting import MISSING, interval, number
-from qarl.report.page import bounded, write_page
+from qarl.report.page import write_page
 from qarl.storage.disk import disk_errors
 from qarl.storage.runs import RunRecord
 
@@ -32,9 +31,8 @@ def write_outputs(out: Path, comparison: dict[str, Any], records: dict[str, RunR
     Raises:
         UserError: A file cannot be written.
     """
-    sections = bounded(build_sections(comparison, records))
-    charts = chart_files(out / "plots", sections)
-    write_page(out / "comparison.html", comparison["title"], _subtitle(comparison["members"]), sections, charts)
+    sections, subtitle = build_sections(comparison, records), _subtitle(comparison["members"])
+    charts = write_page(out / "comparison.html", comparison["title"], subtitle, sections)
     with disk_errors(out / "plots", place="--out"):
         for path in (out / "plots").glob("*.png"):
             if path not in charts:

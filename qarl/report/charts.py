@@ -11,12 +11,11 @@ import math
 import re
 import warnings
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
-from qarl.report.axes import Colours, finite
-from qarl.report.blocks import Chart, LineChart, Scatter, Section
-from qarl.report.figures import draw, has_data, log_scale, rc, thin
-from qarl.report.scatter import MAX_DOTS
+import numpy as np
+
+from qarl.report.blocks import Chart, LineChart, Scatter
+from qarl.report.drawing import MAX_DOTS, Colours, draw, finite, log_scale, rc, thin, values_of
 from qarl.utils.text import visible
 
 # Okabe-Ito colours, distinguishable with common colour blindness; darkened to 3:1 on white, lightened on black.
@@ -69,14 +68,9 @@ def png(chart: Chart) -> bytes:
     return _bytes(chart, "png")
 
 
-def chart_files(directory: Path, sections: list[Section]) -> dict[Path, bytes]:
-    """Render the non-empty charts of a page as PNG files in `directory`, named after their titles."""
-    charts = [block for section in sections for block in section.blocks if isinstance(block, Chart)]
-    return {directory / f"{_slug(chart.title)}.png": png(chart) for chart in charts if has_data(chart)}
-
-
-def _slug(title: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")[:80] or "chart"
+def file_name(chart: Chart) -> str:
+    """Return the name of the chart's PNG file, made from its title."""
+    return f"{re.sub(r'[^a-z0-9]+', '_', chart.title.lower()).strip('_')[:80] or 'chart'}.png"
 
 
 def chart_note(chart: Chart) -> str:
@@ -89,18 +83,13 @@ def chart_note(chart: Chart) -> str:
             band = "" if bounded else ", in a band from the lowest to the highest"
             parts.append(f"Each point is the mean of {each} consecutive values{band}.")
     if isinstance(chart, (LineChart, Scatter)) and chart.log_y:
-        classes = chart.series if isinstance(chart, LineChart) else chart.points
-        count = sum(y <= 0 for values in classes for y in finite(values.y))
+        count = sum(int((y <= 0).sum()) for y in values_of(chart))
         if not log_scale(chart):
             parts.append("No value above 0, so the axis is linear.")
         elif count:
             parts.append(f"{_counted(count, chart)} at 0 or below, which a log axis cannot show.")
     if isinstance(chart, Scatter):
-        count = sum(
-            math.isnan(x) or math.isnan(y)
-            for points in chart.points
-            for x, y in zip(finite(points.x), finite(points.y), strict=True)
-        )
+        count = sum(int(np.isnan(finite(points.x) + finite(points.y)).sum()) for points in chart.points)
         if count:
             parts.append(f"{_counted(count, chart)} without a finite value left out.")
         each = max((math.ceil(len(points.x) / MAX_DOTS) for points in chart.points), default=1)

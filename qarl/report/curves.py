@@ -418,7 +418,17 @@ COST = (
 )
 # Shown elsewhere: in the reward chart, in the evaluation section, and in the summary.
 ELSEWHERE = ("step", "reward/mean", "reward/std", "policy/version")
-GROUPS = (REWARD, MISMATCH, POLICY, CORRECTION, ASYNC, QUANTIZATION, PRECISION, ERROR_TOKENS, COST)
+GROUPS = {  # title of the section -> charts
+    "Reward and responses": REWARD,
+    "Mismatch between sampler and learner": MISMATCH,
+    "Policy": POLICY,
+    "Correction": CORRECTION,
+    "Asynchronous rollouts": ASYNC,
+    "Quantization": QUANTIZATION,
+    "Precision of learner and sampler": PRECISION,
+    "Error tokens": ERROR_TOKENS,
+    "Cost": COST,
+}
 
 
 def names_of(records: list[dict[str, Any]]) -> list[str]:
@@ -462,7 +472,11 @@ def charts_of(
 def other_charts(records: list[dict[str, Any]], known: set[str]) -> list[LineChart]:
     """Return a chart for each numeric metric that is in no group and not in `known`."""
     names = names_of(records)
-    known = known | set(ELSEWHERE) | {name for group in GROUPS for curves in group for name in _found(curves, names)}
+    known = (
+        known
+        | set(ELSEWHERE)
+        | {name for group in GROUPS.values() for curves in group for name in _found(curves, names)}
+    )
     steps = [record["step"] for record in records]
     return [
         LineChart(name, "step", "as logged", [Series(name, steps, values_of(records, name))])
@@ -473,7 +487,7 @@ def other_charts(records: list[dict[str, Any]], known: set[str]) -> list[LineCha
 
 def meaning(name: str) -> str:
     """Return title, label and unit of a metric's chart; empty if no chart has it."""
-    for group in GROUPS:
+    for group in GROUPS.values():
         for curves in group:
             label = _found(curves, [name]).get(name)
             if label is not None:
@@ -486,10 +500,8 @@ def _found(curves: Curves, names: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     present = set(names)
     for pattern, label in curves.metrics:
-        literal = [pattern] if pattern in present else []
-        for name in (
-            names if "(" in pattern else literal
-        ):  # most patterns are literal names, and a run may have thousands of metrics
+        # Most patterns are literal names, and a run may have thousands of metrics.
+        for name in names if "(" in pattern else {pattern} & present:
             match = re.fullmatch(pattern, name)
             if match and name not in found and not (curves is REWARD_PARTS and name in ELSEWHERE):
                 found[name] = match.expand(label)

@@ -14,11 +14,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from qarl.report.axes import curve_style
 from qarl.report.blocks import BarChart, Block, Chart, LineChart, Scatter, Section, Table, Text
-from qarl.report.charts import DARK_CURVES, LIGHT_CURVES, chart_note, svg
-from qarl.report.figures import has_data, legend_names
+from qarl.report.charts import DARK_CURVES, LIGHT_CURVES, chart_note, file_name, png, svg
+from qarl.report.drawing import curve_style, has_data, legend_names
 from qarl.report.formatting import number
+from qarl.report.parallel_render import render_in_parallel
 from qarl.storage.disk import write_together
 from qarl.utils.text import visible
 
@@ -54,24 +54,36 @@ def render_page(title: str, subtitle: str, sections: list[Section]) -> str:
 
 
 def write_page(
-    path: Path, title: str, subtitle: str, sections: list[Section], beside: Mapping[Path, bytes] | None = None
-) -> Path:
-    """Render to `path`, atomically.
+    path: Path,
+    title: str,
+    subtitle: str,
+    sections: list[Section],
+    *,
+    names: Mapping[str, str] | None = None,
+    beside: Mapping[Path, bytes] | None = None,
+) -> list[Path]:
+    """Write the page to `path` and its charts as PNG files to plots/ next to it, atomically and within `bounded`.
 
     Args:
         path: The page's file.
         title, subtitle, sections: See `render_page`.
+        names: Chart title -> file name, for charts that are not named after their titles.
         beside: Other files of the page, replaced together with it.
 
     Returns:
-        `path`.
+        The PNG files.
 
     Raises:
         UserError: A file cannot be written. Then all files are unchanged.
     """
-    html = render_page(title, subtitle, sections)
-    write_together({**(beside or {}), path: html.encode()}, "--out")
-    return path
+    sections = bounded(sections)
+    charts = [block for section in sections for block in section.blocks if isinstance(block, Chart)]
+    with render_in_parallel(sections):
+        names = names or {}
+        files = {path.parent / "plots" / names.get(c.title, file_name(c)): png(c) for c in charts if has_data(c)}
+        html = render_page(title, subtitle, sections)
+    write_together({**(beside or {}), **files, path: html.encode()}, "--out")
+    return list(files)
 
 
 def bounded(sections: list[Section]) -> list[Section]:

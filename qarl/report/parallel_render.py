@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qarl.report.blocks import Chart, Section
 from qarl.report.charts import FORMS, rendered, save
-from qarl.report.figures import has_data
+from qarl.report.drawing import has_data
 
 MOST_PROCESSES = 8
 FEWEST_CHARTS = 4  # fewer charts do not justify another process

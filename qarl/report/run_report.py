@@ -23,28 +23,11 @@ from qarl.report.blocks import (
     Table,
     Text,
 )
-from qarl.report.charts import chart_files
-from qarl.report.curves import (
-    ASYNC,
-    CORRECTION,
-    COST,
-    ERROR_TOKENS,
-    MISMATCH,
-    POLICY,
-    PRECISION,
-    QUANTIZATION,
-    REWARD,
-    Curves,
-    charts_of,
-    names_of,
-    other_charts,
-    values_of,
-)
+from qarl.report.curves import GROUPS, charts_of, names_of, other_charts, values_of
 from qarl.report.diagnostics import diagnostics_section
 from qarl.report.evaluation import evaluation_section
 from qarl.report.formatting import gib, number, percent, seconds
-from qarl.report.page import GENERATOR, bounded, write_page
-from qarl.report.parallel_render import render_in_parallel
+from qarl.report.page import GENERATOR, write_page
 from qarl.report.samples import samples_section
 from qarl.storage.disk import disk_errors, require_kinds, require_output
 from qarl.storage.runs import RunRecord, read_run
@@ -68,12 +51,10 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     record = read_run(run)
     path = run / "report.html" if out is None else out
     check_replaceable(path)
-    sections = bounded(report_sections(record))
     config = record.config
     subtitle = f"{config.model.path} · {config.quant.label}, {config.quant.learner} learner · {config.objective.name}"
-    with render_in_parallel(sections):
-        charts = chart_files(path.parent / "plots", sections)
-        return write_page(path, f"Run {record.path.resolve().name}", subtitle, sections, charts)
+    write_page(path, f"Run {record.path.resolve().name}", subtitle, report_sections(record))
+    return path
 
 
 def check_replaceable(path: Path) -> None:
@@ -96,18 +77,7 @@ def report_sections(record: RunRecord) -> list[Section]:
     sections = [Section("Summary", [*_warnings(record), _facts(record)])]
     constant: list[tuple[str, float]] = []
     if metrics:
-        for title, group in (
-            ("Reward and responses", REWARD),
-            ("Mismatch between sampler and learner", MISMATCH),
-            ("Policy", POLICY),
-            ("Correction", CORRECTION),
-            ("Asynchronous rollouts", ASYNC),
-            ("Quantization", QUANTIZATION),
-            ("Precision of learner and sampler", PRECISION),
-            ("Error tokens", ERROR_TOKENS),
-            ("Cost", COST),
-        ):
-            sections.append(_curves(title, group, metrics, constant))
+        sections += [_curves(title, metrics, constant) for title in GROUPS]
     sections.insert(2, evaluation_section(record.evaluations))
     sections.insert(-1 if metrics else len(sections), diagnostics_section(record.path))  # before the cost section
     known = {name for name in names_of(metrics) if record.evaluations and name.startswith("eval/")}
@@ -181,15 +151,16 @@ def _facts(record: RunRecord) -> Facts:
     return Facts(items)
 
 
-def _curves(title: str, group: tuple[Curves, ...], metrics: list[dict], constant: list[tuple[str, float]]) -> Section:
-    charts, still = charts_of(group, metrics)
+def _curves(title: str, metrics: list[dict[str, Any]], constant: list[tuple[str, float]]) -> Section:
+    """Build the section of a group of curves. Appends (metric, value) of constant metrics to `constant`."""
+    charts, still = charts_of(GROUPS[title], metrics)
     constant += still
     blocks: list[Block] = [*charts]
-    if group is REWARD:
+    if title == "Reward and responses":
         blocks.insert(0, _reward(metrics))
-    if group is MISMATCH and dict(still).get("mismatch/delta_abs_max") == 0:
+    if dict(still).get("mismatch/delta_abs_max") == 0:
         blocks.insert(0, Text(f"Sampler and learner agreed bit for bit in all {len(metrics)} steps: |delta| was 0."))
-    if group is COST and len(metrics) > 1:
+    if title == "Cost" and len(metrics) > 1:
         blocks += _phases(metrics)
     return Section(title, blocks)
 

@@ -11,7 +11,8 @@ import pytest
 from qarl.report import charts
 from qarl.report import parallel_render as ahead
 from qarl.report.blocks import Chart, LineChart, Section, Series, Text
-from qarl.report.charts import chart_files, png, svg
+from qarl.report.charts import png, svg
+from qarl.report.page import write_page
 from qarl.report.parallel_render import render_in_parallel
 
 CHARTS: list[Chart] = [
@@ -35,9 +36,10 @@ def test_the_processes_draw_every_chart_as_it_is_drawn_here(forks, monkeypatch, 
         with monkeypatch.context() as patch:
             patch.setattr(charts, "save", lambda chart, form: pytest.fail("drawn again"))
             assert [(svg(chart, "x-"), png(chart)) for chart in CHARTS] == expected
-            assert list(chart_files(tmp_path, SECTIONS).values()) == [data for _, data in expected]
         assert "no data" in svg(EMPTY)
     assert not charts.rendered
+    files = write_page(tmp_path / "page.html", "Page", "", SECTIONS)
+    assert [file.read_bytes() for file in files] == [data for _, data in expected]
 
 
 def test_without_processes_the_charts_are_drawn_here(forks, monkeypatch):

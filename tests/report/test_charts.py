@@ -10,11 +10,9 @@ import xml.etree.ElementTree as ET
 import pytest
 from hand_made_runs import HOSTILE
 
-from qarl.report.axes import TickText
 from qarl.report.blocks import Bar, BarChart, Histogram, LineChart, Points, Scatter, Series
 from qarl.report.charts import DARK_CURVES, LIGHT_CURVES, chart_note, png, svg
-from qarl.report.figures import MAX_POINTS, has_data, thin
-from qarl.report.scatter import MAX_DOTS
+from qarl.report.drawing import MAX_DOTS, MAX_POINTS, TickText, has_data, thin
 
 SVG = "{http://www.w3.org/2000/svg}"
 CHARTS = [

@@ -220,7 +220,7 @@ def test_thousands_of_metrics_are_bounded_work_and_the_page_says_what_it_leaves_
     metrics = [{name.format(i): value(step, i) for i in range(5000)} for step in range(1, 5)]
     drawn = []
     monkeypatch.setattr("qarl.report.charts.save", lambda chart, form: drawn.append(chart) or EMPTY[form])
-    monkeypatch.setattr("qarl.report.run_report.render_in_parallel", lambda sections: nullcontext())
+    monkeypatch.setattr("qarl.report.page.render_in_parallel", lambda sections: nullcontext())
     page = write_report(make_run(tmp_path / "run", metrics))
     assert said in page.read_text() and page.stat().st_size < 400_000
     assert len({id(chart) for chart in drawn}) < 80 and len(list(tmp_path.rglob("*.png"))) < 80

@@ -36,8 +36,8 @@ ROOT = Path(__file__).parents[2]
 # For a report of which the pictures are not looked at: all are copies of the first, which takes seconds less.
 ONE_PICTURE = """
 import contextlib
-from qarl.report import charts, run_report
-run_report.render_in_parallel = lambda sections: contextlib.nullcontext()
+from qarl.report import charts, page
+page.render_in_parallel = lambda sections: contextlib.nullcontext()
 real, made = charts.save, {}
 def save(chart, form):
     if form not in made:

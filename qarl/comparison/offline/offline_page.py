@@ -25,7 +25,6 @@ from qarl.report.blocks import (
     Table,
     Text,
 )
-from qarl.report.charts import png
 from qarl.report.formatting import number
 from qarl.report.page import write_page
 
@@ -49,8 +48,8 @@ def write_page_and_plots(out: Path, result: dict[str, Any]) -> None:
     charts = comparison_charts(result["members"])
     settings = result["settings"]
     subtitle = f"{settings['predicted_tokens']} tokens of {_text_name(settings)}, device {settings['device']}"
-    files = {out / "plots" / f"{name}.png": png(chart) for name, chart in charts.items()}
-    write_page(out / "comparison.html", result["title"], subtitle, page_sections(result, charts), files)
+    names = {chart.title: f"{name}.png" for name, chart in charts.items()}
+    write_page(out / "comparison.html", result["title"], subtitle, page_sections(result, charts), names=names)
 
 
 def comparison_charts(members: list[Member]) -> dict[str, Chart]:

@@ -14,7 +14,6 @@ from qarl.diagnostics.diagnose.reading import Finding, read
 from qarl.diagnostics.diagnose.saved import pick_step, read_rollouts
 from qarl.errors import UserError
 from qarl.inference.target import resolve_target
-from qarl.report.charts import chart_files
 from qarl.report.page import write_page
 from qarl.report.run_report import check_replaceable
 from qarl.storage.disk import names_in_out
@@ -86,12 +85,12 @@ def _write(directory: Path, run: Path, diagnosis: Diagnosis, findings: list[Find
         "record": diagnosis.record,
     }
     text = json.dumps(contents, indent=1, allow_nan=False) + "\n"
-    sections = diagnosis_sections(diagnosis, findings)
-    beside = {directory / "diagnosis.json": text.encode()} | chart_files(directory / "plots", sections)
-    return write_page(
-        directory / "index.html",
+    page = directory / "index.html"
+    write_page(
+        page,
         f"Step {diagnosis.step} of {run.resolve().name}",
         "qarl diagnose: log-probs recomputed with the weights after the step",
-        sections,
-        beside,
+        diagnosis_sections(diagnosis, findings),
+        beside={directory / "diagnosis.json": text.encode()},
     )
+    return page
