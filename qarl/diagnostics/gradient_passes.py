@@ -14,7 +14,7 @@ E - F is the study's d_clip. Passes that would repeat another are skipped: witho
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -45,22 +45,11 @@ PASSES = (Pass(True, True), Pass(False, True), Pass(True, False), LEARNER)
 CLIPPED_PASSES = (Pass(False, False, False), Pass(False, False, True))
 
 
-def gradient_gram(
-    policy: Policy,
-    parts: list[Part],
-    tokens: int,
-    truncation: Truncation,
-    chunk: int,
-    loss_scale: float = 1.0,
-    band: Band | None = None,
-) -> Tensor:
-    """Compute the inner products of the gradients A to F at the current weights.
+@dataclass
+class Passes:
+    """Backward passes over one minibatch at the policy's current weights.
 
-    Does not change the masters' `.grad`, the learner's gradient sums or the optimizer. For an aligned learner beta is
-    0: A to D are the same gradient, and E and F are another one if tokens are clipped.
-
-    Memory: holds up to five gradients in float32 on the host, three if nothing is clipped, in addition to the current
-    one.
+    They do not change the masters' `.grad`, the learner's gradient sums or the optimizer.
 
     Args:
         policy: The policy; all passes use its current weights.
@@ -68,36 +57,34 @@ def gradient_gram(
         tokens: Number of tokens N of the whole minibatch.
         truncation: Truncation of the sampling distribution.
         chunk: Rows of logits computed at once (`train.logprob_chunk`).
-        loss_scale: See `optim.loss_scale`. The result does not depend on it.
+        loss_scale: See `optim.loss_scale`. Inner products do not depend on it.
         band: Ratios with a gradient; None if the objective does not clip.
-
-    Returns:
-        (6, 6) float64 in the order A to F, or (4, 4) of A to D without a band.
     """
-    return Passes(policy, parts, tokens, truncation, chunk, loss_scale, band).gram()
 
+    policy: Policy
+    parts: list[Part]
+    tokens: int
+    truncation: Truncation
+    chunk: int
+    loss_scale: float = 1.0
+    band: Band | None = None
 
-class Passes:
-    """The backward passes of one minibatch. For the arguments see `gradient_gram`."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        parts: list[Part],
-        tokens: int,
-        truncation: Truncation,
-        chunk: int,
-        loss_scale: float = 1.0,
-        band: Band | None = None,
-    ) -> None:
-        self.policy, self.parts, self.tokens = policy, parts, tokens
-        self.truncation, self.chunk, self.loss_scale, self.band = truncation, chunk, loss_scale, band
-        self.sums = GradientAccumulator([master for _, master in policy.named_parameters()])
+    def __post_init__(self) -> None:
+        self.sums = GradientAccumulator([master for _, master in self.policy.named_parameters()])
         # Log-probs per micro-batch of the first forward of shadow and learner; an aligned learner shares one list.
         shadow: list[Tensor] = []
-        self.logp = {True: shadow, False: shadow if policy.aligned else []}
+        self.logp = {True: shadow, False: shadow if self.policy.aligned else []}
 
     def gram(self) -> Tensor:
+        """Compute the inner products of the gradients A to F.
+
+        For an aligned learner beta is 0: A to D are the same gradient, and E and F are another one if tokens are
+        clipped. Holds up to five gradients in float32 on the host, three if nothing is clipped, in addition to the
+        current one.
+
+        Returns:
+            (6, 6) float64 in the order A to F, or (4, 4) of A to D without a band.
+        """
         wanted = PASSES if self.band is None else PASSES + CLIPPED_PASSES
         rows: dict[Pass, int] = {}
         held: list[list[Tensor | None]] = []

@@ -154,15 +154,17 @@ class Probe(Observer):
         whole = batch.whole(CPU)
         last = {i: seen for seen in self._seen for i in seen.minibatch.indices}
         by_response = [last[i] for i in whole.indices]
+
+        def packed(name: str) -> Tensor:
+            return torch.cat([getattr(seen, name)[i] for i, seen in enumerate(by_response)])
+
         return StepTokens(
             logp_sampler=whole.logp_sampler,
             logp_old=whole.logp_old,
-            logp=torch.cat([seen.logp[i] for i, seen in enumerate(by_response)]),
-            logp_shadow=torch.cat([seen.shadow[i] for i, seen in enumerate(by_response)])
-            if "shadow" in self.due
-            else None,
-            log_ratio=torch.cat([seen.log_ratio[i] for i, seen in enumerate(by_response)]),
-            weights=torch.cat([seen.weights[i] for i, seen in enumerate(by_response)]) if self._weighted else None,
+            logp=packed("logp"),
+            logp_shadow=packed("shadow") if "shadow" in self.due else None,
+            log_ratio=packed("log_ratio"),
+            weights=packed("weights") if self._weighted else None,
             advantages=batch.advantages,
             segments=whole.segments,
             band=self.objective.band,

@@ -10,7 +10,7 @@ import torch
 from tiny_runs import Parts, parts
 from watched import QUANTIZED_ROLLOUT, mostly_live, packed, shadow
 
-from qarl.diagnostics.gradient_passes import Passes, gradient_gram, trained_gram
+from qarl.diagnostics.gradient_passes import Passes, trained_gram
 from qarl.diagnostics.gradients import trained_metrics
 from qarl.objectives.base import Band
 from qarl.objectives.common import TokenLogProbs
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def gram_of(run: Parts, batch: Batch, tokens: int = 10_000, band: Band | None = None) -> torch.Tensor:
     whole = batch.whole()
-    return gradient_gram(
+    return Passes(
         run.policy, whole.micro_batches(tokens), whole.tokens, run.sampling.truncation, 64, run.config.loss_scale, band
-    )
+    ).gram()
 
 
 def test_the_four_gradients_are_those_of_four_losses(llama):

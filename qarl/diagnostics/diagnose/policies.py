@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.diagnostics.diagnose.saved import SavedStep
-from qarl.diagnostics.gradient_passes import gradient_gram
+from qarl.diagnostics.gradient_passes import Passes
 from qarl.errors import UserError
 from qarl.inference.masters import require_same_model
 from qarl.inference.opening import context_of
@@ -144,11 +144,11 @@ class RunPolicy:
         return self._packed(saved, flips)
 
     def gradient_gram(self, saved: SavedStep) -> Tensor:
-        """`gradient_gram` over the first minibatch of the step: (6, 6) float64, or (4, 4) without a band."""
+        """`Passes.gram` over the first minibatch of the step: (6, 6) float64, or (4, 4) without a band."""
         config = self.config
         minibatch = self._batch(saved).minibatches(config.minibatch_size, config.train.seed, saved.step - 1, epoch=0)[0]
         live = minibatch.where(lambda advantage: advantage != 0)
-        return gradient_gram(
+        return Passes(
             self.policy,
             live.micro_batches(config.train.micro_batch_tokens),
             minibatch.tokens,
@@ -156,7 +156,7 @@ class RunPolicy:
             config.train.logprob_chunk,
             config.diagnostic_loss_scale,
             build_objective(config.objective, config.correction).band,
-        )
+        ).gram()
 
     def _packed(self, saved: SavedStep, forward: Callable[..., Tensor]) -> Tensor:
         batch, chunk = self._batch(saved), self.config.train.logprob_chunk
