@@ -10,7 +10,6 @@ import typer
 
 from qarl.cli.arguments import path_of
 from qarl.cli.options import Device, MovedModel
-from qarl.cli.tables import table_console
 from qarl.config.limits import STEPS
 from qarl.storage.runs import read_run_config
 from qarl.utils.threads import wait_politely
@@ -72,6 +71,7 @@ def _print(found: Diagnosed) -> None:
     from rich.text import Text
 
     from qarl.diagnostics.diagnose.diagnosis_page import MARKS
+    from qarl.terminal.console import table_console
 
     console = table_console()
     console.print(numbers_table(found.diagnosis.metrics, f"Step {found.diagnosis.step}", console.width))

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from qarl.cli.arguments import path_of
-from qarl.cli.tables import table_console
 from qarl.storage.runs import METRICS, RunRecord, find_runs
 
 
@@ -63,6 +62,7 @@ def _print_table(rows: list[dict[str, Any]], root: Path) -> None:
     from rich.text import Text
 
     from qarl.report.formatting import number
+    from qarl.terminal.console import table_console
 
     if not rows:
         typer.echo(f"no runs in {root}")

@@ -15,7 +15,7 @@ from qarl.comparison.progress import ProgressView
 from qarl.comparison.space import space_warning
 from qarl.comparison.start_members import Start, TrainProcess, locked, train_members, write_configs
 from qarl.comparison.study import Study, load_study, plan_study
-from qarl.comparison.summary import build, configurations, differing, environments_of, print_table, write_json
+from qarl.comparison.summary import build, configurations, differing, environments_of, print_results, write_json
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
@@ -195,7 +195,7 @@ def _conclude(title: str, members: list[Member], out: Path, study: Study | None 
     )
     write_json(out / "comparison.json", comparison)
     write_outputs(out, comparison, records)
-    print_table(comparison)
+    print_results(comparison)
     print(f"page: {out / 'comparison.html'}")
 
 

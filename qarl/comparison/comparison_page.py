@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.comparison.members import evaluation_avg
-from qarl.comparison.summary import Number, cell, used
+from qarl.comparison.summary import reasons, result_tables
 from qarl.report.blocks import Bar, BarChart, Block, Column, Facts, LineChart, Section, Series, Table, Text
 from qarl.report.formatting import MISSING, interval, number
 from qarl.report.page import write_page
@@ -44,7 +44,7 @@ def build_sections(comparison: dict[str, Any], records: dict[str, RunRecord]) ->
     members, groups = comparison["members"], comparison["groups"]
     shown = groups or members
     sections = [
-        Section("Results", _results(comparison, members, groups)),
+        Section("Results", _results(comparison)),
         Section("Reward and mismatch", _curves(members, groups, records)),
         Section("Curves of the study", _study_curves(comparison, members, groups, records)),
         Section("Evaluation", _evaluation(shown, members)),
@@ -62,34 +62,9 @@ def _subtitle(members: list[dict[str, Any]]) -> str:
     return f"{len(members)} runs: " + ", ".join(f"{count} {state}" for state, count in states.items())
 
 
-def _results(comparison: dict[str, Any], members: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[Block]:
-    blocks: list[Block] = [Text(line, "warning") for line in comparison["notices"]]
-    if groups:
-        heads = [Column("group"), Column("seeds", "right"), Column("interval")]
-        rows = [[g["name"], str(len(g["seeds"])), g["interval"]] for g in groups]
-        note = "Means over the seeds, with a 95 % t-interval (t95), or the range for fewer than three (min-max)."
-        blocks.append(_table(heads, rows, groups, used(groups, comparison), "Seeds together", note))
-    heads = [Column("run"), Column("state"), Column("steps", "right")]
-    rows = [[m["name"], m["state"], number(m.get("steps"))] for m in members]
-    blocks.append(_table(heads, rows, members, used(members, comparison), "Runs", ""))
-    blocks += [Text(f"{m['name']}: {m['state']}: {m['reason']}", "warning") for m in members if m["reason"]]
-    return blocks
-
-
-def _table(
-    heads: list[Column],
-    rows: list[list[str]],
-    entries: list[dict[str, Any]],
-    columns: list[Number],
-    caption: str,
-    note: str,
-) -> Table:
-    return Table(
-        [*heads, *(Column(column.head, "right", column.help) for column in columns)],
-        [[*row, *(cell(entry, column) for column in columns)] for row, entry in zip(rows, entries, strict=True)],
-        caption,
-        note,
-    )
+def _results(comparison: dict[str, Any]) -> list[Block]:
+    notices, why = ([Text(line, "warning") for line in lines] for lines in (comparison["notices"], reasons(comparison)))
+    return [*notices, *result_tables(comparison), *why]
 
 
 def _curves(members: list[dict[str, Any]], groups: list[dict[str, Any]], records: dict[str, RunRecord]) -> list[Block]:

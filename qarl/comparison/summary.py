@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.box import SIMPLE_HEAD
-from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from qarl.comparison.members import COLUMN, evaluation_avg
@@ -17,10 +15,12 @@ from qarl.comparison.plan import Member
 from qarl.comparison.study import Study, StudyColumn
 from qarl.config.yaml_io import parse_yaml
 from qarl.inputs.json import flatten
+from qarl.report.blocks import Column, Table
 from qarl.report.formatting import MISSING, bytes_, gib, interval, number, seconds
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.runs import RunRecord
 from qarl.terminal.console import Console
+from qarl.terminal.tables import print_table
 from qarl.utils.text import visible
 
 FORMAT_VERSION = 1
@@ -148,10 +148,44 @@ def cell(entry: dict[str, Any], column: Number) -> str:
     return column.write(value)
 
 
-def used(entries: list[dict[str, Any]], comparison: dict[str, Any]) -> list[Number]:
-    """Return the columns in which any entry has a number; a study's columns come first."""
+def result_tables(comparison: dict[str, Any]) -> list[Table]:
+    """Return the table of groups, if there are any, and the table of members, for both console and page.
+
+    A table has the columns in which any of its entries has a number; a study's columns come first.
+    """
+    members, groups = comparison["members"], comparison["groups"]
+    tables = []
+    if groups:
+        heads = [Column("group"), Column("seeds", "right"), Column("interval")]
+        first = [[g["name"], str(len(g["seeds"])), g["interval"]] for g in groups]
+        note = "Means over the seeds, with a 95 % t-interval (t95), or the range for fewer than three (min-max)."
+        tables.append(_table(comparison, heads, first, groups, "Seeds together", note))
+    heads = [Column("run"), Column("state"), Column("steps", "right")]
+    first = [[m["name"], m["state"], number(m.get("steps"))] for m in members]
+    return [*tables, _table(comparison, heads, first, members, "Runs", "")]
+
+
+def _table(
+    comparison: dict[str, Any],
+    heads: list[Column],
+    first: list[list[str]],
+    entries: list[dict[str, Any]],
+    caption: str,
+    note: str,
+) -> Table:
     own = [_study_number(StudyColumn(**column)) for column in comparison["columns"]]
-    return [column for column in (*own, *NUMBERS) if any(cell(entry, column) != MISSING for entry in entries)]
+    used = [column for column in (*own, *NUMBERS) if any(cell(entry, column) != MISSING for entry in entries)]
+    return Table(
+        [*heads, *(Column(column.head, "right", column.help) for column in used)],
+        [[*cells, *(cell(entry, column) for column in used)] for cells, entry in zip(first, entries, strict=True)],
+        caption,
+        note,
+    )
+
+
+def reasons(comparison: dict[str, Any]) -> list[str]:
+    """Return a line per member whose state needs an explanation."""
+    return [f"{m['name']}: {m['state']}: {m['reason']}" for m in comparison["members"] if m["reason"]]
 
 
 def _study_number(column: StudyColumn) -> Number:
@@ -162,50 +196,10 @@ def _study_number(column: StudyColumn) -> Number:
     return Number(column.head, f"{COLUMN}{column.head}", write, column.help or f"{column.metric}, {column.over}")
 
 
-def print_table(comparison: dict[str, Any], console: Console | None = None) -> None:
+def print_results(comparison: dict[str, Any], console: Console | None = None) -> None:
     """Print the tables of members and groups, and one line per notice and reason."""
     console = console or Console()
-    members, groups = comparison["members"], comparison["groups"]
-    states = lambda entry: [entry["state"], number(entry.get("steps"))]  # noqa: E731
-    _print_fitting(console, members, used(members, comparison), ["state", "steps"], states)
-    if groups:
-        seeds = lambda group: [str(len(group["seeds"])), group["interval"]]  # noqa: E731
-        _print_fitting(console, groups, used(groups, comparison), ["seeds", "interval"], seeds)
-    for line in comparison["notices"]:
+    for table in reversed(result_tables(comparison)):
+        print_table(replace(table, caption=""), console, stacked=True)
+    for line in (*comparison["notices"], *reasons(comparison)):
         console.print(Text(visible(line)), soft_wrap=True)
-    for entry in members:
-        if entry["reason"]:
-            console.print(Text(visible(f"{entry['name']}: {entry['state']}: {entry['reason']}")), soft_wrap=True)
-
-
-def _print_fitting(
-    console: Console,
-    entries: list[dict[str, Any]],
-    columns: list[Number],
-    heads: list[str],
-    first: Callable[[dict[str, Any]], list[str]],
-) -> None:
-    """Print one table; on a narrow terminal, columns that do not fit follow in further tables."""
-    unbounded = console.options.update(max_width=10_000)
-    fixed = [(head, [first(entry)[index] for entry in entries]) for index, head in enumerate(heads)]
-    while True:
-        count = len(columns)
-        while True:
-            table = _table(entries, fixed, columns[:count])
-            if count <= 1 or Measurement.get(console, unbounded, table).maximum <= console.width:
-                break
-            count -= 1
-        console.print(table)
-        columns, fixed = columns[count:], []
-        if not columns:
-            return
-
-
-def _table(entries: list[dict[str, Any]], fixed: list[tuple[str, list[str]]], columns: list[Number]) -> Table:
-    table = Table("name", *(head for head, _ in fixed), box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column("\n".join(column.head.replace(",", "").split()), justify="right")
-    for index, entry in enumerate(entries):
-        cells = [cells[index] for _, cells in fixed] + [cell(entry, column) for column in columns]
-        table.add_row(Text(visible(entry["name"])), *cells)
-    return table

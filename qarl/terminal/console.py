@@ -37,3 +37,8 @@ class Console(rich.console.Console):
             if not segment.control:
                 text = visible(text, keep_newlines=True)
             yield segment if text == segment.text and style is segment.style else Segment(text, style)
+
+
+def table_console() -> Console:
+    """Return a console on standard output with the terminal's width; 160 characters in a pipe, which has no width."""
+    return Console(width=None if sys.stdout.isatty() else 160)

@@ -15,7 +15,7 @@ from qarl.comparison.compare import compare_runs, unique_names
 from qarl.comparison.comparison_page import build_sections, write_outputs
 from qarl.comparison.members import entry_of, grouped
 from qarl.comparison.plan import Member
-from qarl.comparison.summary import build, configurations, differing, environments_of, print_table, write_json
+from qarl.comparison.summary import build, configurations, differing, environments_of, print_results, write_json
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.report.blocks import BarChart, LineChart, Table, Text
@@ -143,7 +143,7 @@ def test_evaluation_bars_have_the_interval(config, tmp_path):
 @pytest.mark.parametrize("width", [60, 200])
 def test_the_console_table_shows_every_column_at_any_width(three, width):
     file = io.StringIO()
-    print_table(compared(*three), Console(file=file, width=width))
+    print_results(compared(*three), Console(file=file, width=width))
     text = file.getvalue()
     heads = ("quarter", "evaluation", "mismatch", "checkpoint", "peak", "publish", "tokens/s")
     assert all(head in text for head in heads)

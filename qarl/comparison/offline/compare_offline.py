@@ -15,7 +15,7 @@ from qarl.comparison.offline.members import Bench, measure
 from qarl.comparison.offline.offline_page import write_page_and_plots
 from qarl.comparison.offline.record import Record, open_out
 from qarl.comparison.offline.speed import SpeedTest
-from qarl.comparison.offline.summary import member_line, print_table
+from qarl.comparison.offline.summary import member_line, print_results
 from qarl.comparison.offline.targets import reference_target, scheme_targets, trained_targets, weights_mark
 from qarl.comparison.offline.windows import cut, read_text
 from qarl.inference.calibrated import sequences_of
@@ -134,7 +134,7 @@ def compare_offline(
             record.save(list(members.values()))
     result = record.save(list(members.values()))
     write_page_and_plots(out, result)
-    print_table(result["members"])
+    print_results(result["members"])
     say(f"page: {out / 'comparison.html'}")
     return 1 if any(member["state"] == "failed" for member in members.values()) else 0
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from qarl.report.blocks import Column, Table
 from qarl.report.formatting import MISSING, bytes_, interval, number, percent
-from qarl.terminal.console import Console
+from qarl.terminal.console import table_console
+from qarl.terminal.tables import print_table
 from qarl.utils.text import visible
 
 LOSS_COLUMNS = [
@@ -105,16 +104,16 @@ def member_line(m: dict[str, Any]) -> str:
     )
 
 
-def print_table(members: list[dict[str, Any]]) -> None:
-    """Print the table with schemes as columns, because there are few and terminals are narrow, then reasons."""
-    table = RichTable("", title="Means with 95 % intervals", title_justify="left", show_lines=True)
-    for member in members:
-        table.add_column(Text(label(member)), justify="right")
-    for source in (loss_table(members), cost_table(members)):
-        for place, column in enumerate(source.columns[1:], 1):
-            table.add_row(column.name, *(Text(row[place].replace(" [", "\n[")) for row in source.rows))
-    console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width
-    console.print(table)
+def print_results(members: list[dict[str, Any]]) -> None:
+    """Print the tables with schemes as columns, because there are few and terminals are narrow, then reasons."""
+    rows = [
+        [column.name, *(row[place].replace(" [", "\n[") for row in source.rows)]
+        for source in (loss_table(members), cost_table(members))
+        for place, column in enumerate(source.columns[1:], 1)
+    ]
+    columns = [Column(""), *(Column(label(member), "right") for member in members)]
+    console = table_console()
+    print_table(Table(columns, rows, "Means with 95 % intervals"), console)
     for member in members:
         if member["state"] == "failed":
             console.print(Text(visible(f"{member['name']}: {member['reason']}")))

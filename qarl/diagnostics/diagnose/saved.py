@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -119,109 +120,83 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     """Read the rollouts of one step. Raises UserError if the file is damaged."""
     path = run / "rollouts" / f"{step_name(step)}.safetensors"
     try:
-        tensors = read_tensors(path)
+        return _parsed(step, str(path), read_tensors(path))
     except Unreadable as error:
         raise UserError(f"{error}; give another --step") from error
-    missing = [name for name in (*_INTEGERS, *_FLOATS) if name not in tensors]
-    if missing:
-        raise UserError(f"{path}: holds no tensor {missing[0]!r}; give another --step")
-    wrong = [name for name in _INTEGERS if tensors[name].dtype not in (torch.int32, torch.int64)]
-    wrong += [name for name in _FLOATS if tensors[name].dtype != torch.float32]
-    if wrong:
-        raise UserError(
-            f"{path}: {wrong[0]} is {str(tensors[wrong[0]].dtype).removeprefix('torch.')}, which is not "
-            "the dtype that a run writes; give another --step"
-        )
-    flat = [name for name in (*_INTEGERS, *_FLOATS) if tensors[name].ndim != 1]
-    if flat:
-        raise UserError(
-            f"{path}: {flat[0]} has shape {list(tensors[flat[0]].shape)}, expected one dimension; give another --step"
-        )
-    lengths = {name: tensors[name].tolist() for name in ("prompt_lengths", "response_lengths")}
-    if not all(lengths.values()) or min(map(min, lengths.values())) < 1:
-        raise UserError(f"{path}: holds an empty prompt or response, or no responses; give another --step")
-    tokens, responses = sum(lengths["response_lengths"]), len(lengths["response_lengths"])
-    written = _written(path, tensors.get("written"), lengths["response_lengths"])
-    own = tokens if written is None else sum(map(sum, written))
-    expected = {
-        "prompt_lengths": responses,
-        "prompt_tokens": sum(lengths["prompt_lengths"]),
-        "groups": responses,
+
+
+def _parsed(step: int, place: str, tensors: dict[str, Tensor]) -> SavedStep:
+    """Check the tensors of a file and split them by response. Raises Unreadable with the first fault."""
+    require = partial(_require, place)
+    for name in (*_INTEGERS, *_FLOATS):
+        require(name in tensors, f"holds no tensor {name!r}")
+        dtypes = (torch.int32, torch.int64) if name in _INTEGERS else (torch.float32,)
+        found = tensors[name]
+        require(found.dtype in dtypes, f"{name} is {_name(found.dtype)}, which is not the dtype that a run writes")
+        require(found.ndim == 1, f"{name} has shape {list(found.shape)}, expected one dimension")
+    prompts, responses = (tensors[f"{name}_lengths"].tolist() for name in ("prompt", "response"))
+    require(bool(prompts and responses), "holds no responses")
+    require(min(*prompts, *responses) > 0, "holds an empty prompt or response")
+    tokens, count = sum(responses), len(responses)
+
+    optional = partial(_optional, place, tensors)
+    written = optional("written", (torch.uint8,), responses)
+    versions = optional("versions", (torch.int64,), responses)
+    prompt_ids = optional("prompt_ids", (torch.int64,), [1] * count)
+    routing = optional(
+        "routing", (torch.uint8, torch.int16), [p + r - 1 for p, r in zip(prompts, responses, strict=False)], 3
+    )
+    own = tokens if written is None else int(sum(part.sum() for part in written))
+    sizes = {
+        **dict.fromkeys(("prompt_lengths", "groups", "advantages", "rewards"), count),
+        **dict.fromkeys(("logp_sampler", "logp_old", "logp"), own),
+        "prompt_tokens": sum(prompts),
         "response_tokens": tokens,
-        "logp_sampler": own,
-        "logp_old": own,
-        "logp": own,
-        "advantages": responses,
-        "rewards": responses,
+        "version": 1,
     }
-    for name, size in expected.items():
-        if tensors[name].shape != (size,):
-            raise UserError(f"{path}: {name} has shape {list(tensors[name].shape)}, not [{size}]; give another --step")
-    if tensors["version"].numel() != 1:
-        raise UserError(f"{path}: version has shape {list(tensors['version'].shape)}, not [1]; give another --step")
-    spoiled = [n for n in _FLOATS if tensors[n].isnan().any()] + [n for n in _TOKENS if (tensors[n] < 0).any()]
-    if spoiled:
-        raise UserError(f"{path}: {spoiled[0]} holds NaN or a negative token id; give another --step")
+    for name, size in sizes.items():
+        require(len(tensors[name]) == size, f"{name} has shape {list(tensors[name].shape)}, not [{size}]")
+    for name in (*_FLOATS, *_TOKENS):
+        spoiled = (tensors[name].isnan() if name in _FLOATS else tensors[name] < 0).any()
+        require(not spoiled, f"{name} holds NaN or a negative token id")
     groups = tensors["groups"].tolist()
     members = groups.count(groups[0])
-    if groups != [i // members for i in range(responses)]:
-        raise UserError(
-            f"{path}: groups does not number the prompts in order, with equal group sizes; give another --step"
-        )
-    parts = {
-        name: [part.tolist() for part in tensors[f"{name}_tokens"].split(lengths[f"{name}_lengths"])]
-        for name in ("prompt", "response")
-    }
-    columns = {name: tensors[name] for name in _FLOATS}
-    routing = _routing(path, tensors.get("routing"), [p + r - 1 for p, r in zip(*lengths.values(), strict=True)])
-    version = int(tensors["version"])
-    versions = _versions(path, tensors.get("versions"), lengths["response_lengths"])
-    ids = tensors.get("prompt_ids")
-    if ids is not None and (ids.dtype != torch.int64 or ids.shape != (responses,)):
-        raise UserError(f"{path}: prompt_ids is not int64 [{responses}]; give another --step")
+    in_order = groups == [i // members for i in range(count)]
+    require(in_order, "groups does not number the prompts in order, with equal group sizes")
     return SavedStep(
         step,
-        version,
-        parts["prompt"],
-        parts["response"],
+        int(tensors["version"]),
+        [part.tolist() for part in tensors["prompt_tokens"].split(prompts)],
+        [part.tolist() for part in tensors["response_tokens"].split(responses)],
         groups,
         routing=routing,
-        written=written,
-        versions=versions,
-        prompt_ids=None if ids is None else ids.tolist(),
-        **columns,
+        written=None if written is None else [part.bool().tolist() for part in written],
+        versions=None if versions is None else [part.tolist() for part in versions],
+        prompt_ids=None if prompt_ids is None else torch.cat(prompt_ids).tolist(),
+        **{name: tensors[name] for name in _FLOATS},
     )
 
 
-def _versions(path: Path, found: Tensor | None, lengths: list[int]) -> list[list[int]] | None:
-    """Policy versions per response. Raises UserError if dtype or shape is wrong."""
+def _require(place: str, fine: bool, fault: str) -> None:
+    if not fine:
+        raise Unreadable(place, fault)
+
+
+def _optional(
+    place: str, tensors: dict[str, Tensor], name: str, dtypes: tuple[torch.dtype, ...], rows: list[int], ndim: int = 1
+) -> list[Tensor] | None:
+    """Return a tensor split into parts with the given numbers of rows; None if the file does not have it."""
+    found = tensors.get(name)
     if found is None:
         return None
-    if found.dtype != torch.int64 or found.shape != (sum(lengths),):
-        raise UserError(f"{path}: versions is not int64 [{sum(lengths)}]; give another --step")
-    return [part.tolist() for part in found.split(lengths)]
-
-
-def _written(path: Path, found: Tensor | None, lengths: list[int]) -> list[list[bool]] | None:
-    """Mask of the policy's own tokens per response. Raises UserError if dtype or shape is wrong."""
-    if found is None:
-        return None
-    if found.dtype != torch.uint8 or found.shape != (sum(lengths),):
-        what = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
-        raise UserError(f"{path}: written is {what}, expected uint8 [{sum(lengths)}]; give another --step")
-    return [part.bool().tolist() for part in found.split(lengths)]
-
-
-def _routing(path: Path, found: Tensor | None, rows: list[int]) -> list[Tensor] | None:
-    """Routing per response, with the given number of rows each. Raises UserError if dtype or shape is wrong."""
-    if found is None:
-        return None
-    if found.dtype not in (torch.uint8, torch.int16) or found.ndim != 3 or len(found) != sum(rows):
-        what = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
-        raise UserError(
-            f"{path}: routing is {what}, expected uint8 or int16 [{sum(rows)}, layers, experts]; give another --step"
-        )
+    expected = f"{' or '.join(map(_name, dtypes))} [{sum(rows)}{', ...' * (ndim > 1)}]"
+    fine = found.dtype in dtypes and found.ndim == ndim and len(found) == sum(rows)
+    _require(place, fine, f"{name} is {_name(found.dtype)} {list(found.shape)}, expected {expected}")
     return list(found.split(rows))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _listed(steps: list[int]) -> str:
