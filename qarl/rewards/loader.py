@@ -1,6 +1,6 @@
 """Resolve a name in `reward.functions`: a built-in, `path/to/file.py:function` or `package.module:function`.
 
-`check_reference` is cheap and imports nothing. `load_function` imports user code, so it runs in a worker process.
+`load_function` imports user code, so it runs in a worker process.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from difflib import get_close_matches
 from typing import Any
 
 from qarl.errors import UserError
@@ -32,23 +31,6 @@ def labels(names: list[str]) -> list[str]:
     return found
 
 
-def check_reference(name: str) -> None:
-    """Check a name without importing it.
-
-    Raises:
-        UserError: The name is not a built-in, has no function part, or refers to a missing file.
-    """
-    if name.rpartition(":")[0]:
-        code.check_reference(name, f"reward.functions: `{name}`")
-    elif name not in BUILTINS:
-        close = get_close_matches(name, BUILTINS, n=1)
-        raise UserError(
-            f"reward.functions: `{name}` is not a built-in reward"
-            + (f" (did you mean `{close[0]}`?)" if close else "")
-            + f"; built-in: {', '.join(BUILTINS)}; custom: path/to/file.py:function or package.module:function"
-        )
-
-
 def load_function(name: str, options: dict[str, Any], columns: Collection[str]) -> RewardFunction:
     """Load a function and bind its options.
 
@@ -63,7 +45,6 @@ def load_function(name: str, options: dict[str, Any], columns: Collection[str]) 
     Raises:
         UserError: The function is missing, cannot be imported or called, or does not accept an option or column.
     """
-    check_reference(name)
     try:
         return _bind(name, code.find(BUILTINS.get(name, name)), options, columns)
     except UserError as error:

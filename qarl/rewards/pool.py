@@ -8,9 +8,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qarl.inputs.code import check_reference
 from qarl.rewards.batch import Batch, RewardResult, Share
 from qarl.rewards.builtin import BUILTINS
-from qarl.rewards.loader import check_reference, labels
+from qarl.rewards.loader import labels
 from qarl.rewards.log import RewardLog
 from qarl.rewards.process import LOOK_S, Report, Worker
 
@@ -39,7 +40,8 @@ class RewardPool:
         self._columns = sorted(columns)
         self._log = RewardLog(log_path)
         for function in config.functions:
-            check_reference(function.name)
+            if function.name not in BUILTINS:
+                check_reference(function.name, f"reward.functions: `{function.name}`")
         self.labels = labels([function.name for function in config.functions])
         # Token ids are large, so they are only sent to functions that read them: custom ones, `length` and `overlong`.
         self._reads_tokens = [f.name not in BUILTINS or f.name in ("length", "overlong") for f in config.functions]

@@ -74,7 +74,6 @@ def test_column_named_like_a_builtins_option_is_not_taken_for_it():
         ("no_such_package.rewards:f", None, r"does not import: ModuleNotFoundError: No module named"),
         ("json:nothing", None, r"there is no `nothing` in it"),
         ("mine.py:f(x)", GOOD, r"after the colon must stand a function's name"),
-        ("exactly", None, r"not a built-in reward \(did you mean `exact`\?\)"),
         ("math:dist", None, "must be f"),
         ("builtins:iter", None, "has no readable signature"),
         ("builtins:type", None, "has no readable signature"),
