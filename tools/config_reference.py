@@ -87,26 +87,27 @@ class Reference:
         self._definitions: dict[str, Schema] = schema["$defs"]
         self.seen: dict[str, str] = {}
 
-    def _resolved(self, entry: Schema) -> Schema:
+    def resolved(self, entry: Schema) -> Schema:
         """The definition that an entry refers to, or the entry itself."""
         while "$ref" in entry:
             entry = self._definitions[entry["$ref"].removeprefix("#/$defs/")]
         return entry
 
-    def _alternatives(self, entry: Schema) -> list[Schema]:
-        entry = self._resolved(entry)
+    def alternatives(self, entry: Schema) -> list[Schema]:
+        """The definitions that a value may have, of `anyOf` and `oneOf` at any depth."""
+        entry = self.resolved(entry)
         found = [part for key in ("anyOf", "oneOf") for part in entry.get(key, [])]
-        return [each for part in found for each in self._alternatives(part)] if found else [entry]
+        return [each for part in found for each in self.alternatives(part)] if found else [entry]
 
     def section(self, entry: Schema) -> Schema:
         """The definition of a section, also if the key may be null or a text instead."""
-        section = self._resolved(entry)
-        inner = [self._resolved(part) for part in section.get("anyOf", [])]
+        section = self.resolved(entry)
+        inner = [self.resolved(part) for part in section.get("anyOf", [])]
         return next((part for part in inner if "oneOf" in part or "properties" in part), section)
 
     def kinds(self, section: Schema) -> list[Schema]:
         """The definitions of a section that has several."""
-        return [self._resolved(kind) for kind in section.get("oneOf", [])]
+        return [self.resolved(kind) for kind in section.get("oneOf", [])]
 
     def tables(self, name: str, section: Schema) -> str:
         """The keys of a section. A section with several kinds has three tables: kinds, shared keys, other keys."""
@@ -151,15 +152,15 @@ class Reference:
                 text += f" The keys of [{known}](#{known.split('.')[0]})."
             yield Row(f"{path}{key}", self._kind(entry), default, text)
             if inner is not None and known is None:
-                several = any(part.get("type") == "array" for part in self._alternatives(entry))
+                several = any(part.get("type") == "array" for part in self.alternatives(entry))
                 below = f"{path}{key}{'[]' if several else ''}"
                 self.seen.setdefault(json.dumps(inner), f"{name}.{below}")
                 yield from self.rows(f"{below}.", inner, name)
 
     def _inner_section(self, entry: Schema) -> Schema | None:
         """The section that a key holds, alone, or in a list."""
-        for part in self._alternatives(entry):
-            inner = self._resolved(part.get("items", part) if part.get("type") == "array" else part)
+        for part in self.alternatives(entry):
+            inner = self.resolved(part.get("items", part) if part.get("type") == "array" else part)
             if isinstance(inner, dict) and inner.get("properties"):
                 return inner
         return None
@@ -167,7 +168,7 @@ class Reference:
     def _kind(self, entry: Schema) -> str:
         """The type of a value, with its choices or bounds; null is left out if it is the default."""
         kinds = []
-        for part in self._alternatives(entry):
+        for part in self.alternatives(entry):
             if "enum" in part or "const" in part:
                 choices = part.get("enum", [part.get("const")])
                 kinds += [f"`{choice if isinstance(choice, str) else json.dumps(choice)}`" for choice in choices]

@@ -46,6 +46,7 @@ from kernel_bench.tuned import (
 from qarl_kernels.ahead import compile_ahead
 from qarl_kernels.launch import device_name
 from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Tile, parse_entry
+from safetensors import safe_open
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -159,14 +160,13 @@ def shapes_of_model(directory: Path) -> list[tuple[int, int]]:
     if not files:
         sys.exit(f"{directory}: no safetensors files; give a Hugging Face model directory")
     for file in files:
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        for name, entry in header.items():
-            if name.endswith("proj.weight") and len(entry["shape"]) == 2:
-                shapes.add(tuple(entry["shape"]))
+        with safe_open(file, "pt") as tensors:
+            sizes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        for name, size in sizes.items():
+            if name.endswith("proj.weight") and len(size) == 2:
+                shapes.add(size)
             elif name.endswith("proj.weight_packed"):
-                n, words = entry["shape"]
-                shapes.add((n, words * 8))
+                shapes.add((size[0], size[1] * 8))
     if not shapes:
         sys.exit(f"{directory}: no linear layers named *proj were found; give the shapes with --shapes NxK")
     return sorted(shapes)

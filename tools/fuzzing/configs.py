@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from config_reference import Reference
 from fuzzing.base import SHIPPED, SUMS, config, lay_out
 from fuzzing.case import Case
 from fuzzing.damage import damage_yaml, edit_record
@@ -49,27 +50,21 @@ def schema_keys() -> dict[Key, list[dict[str, Any]]]:
     from qarl.config import Config
 
     schema, found = Config.model_json_schema(), {}
-    for path, node in _keys(schema, schema, ()):
+    for path, node in _keys(Reference(schema), schema, ()):
         found.setdefault(path, []).append(node)
     return found
 
 
-def _keys(root: dict[str, Any], node: dict[str, Any], path: Key) -> Iterator[tuple[Key, dict[str, Any]]]:
-    node = _resolved(root, node)
-    for option in (*node.get("anyOf", ()), *node.get("oneOf", ())):
-        yield from _keys(root, option, path)
-    properties = node.get("properties", {})
-    member = properties.get("name", {}).get("const")
-    for name, child in properties.items():
-        leaf = _resolved(root, child)
-        yield (*path, name), leaf if member is None else {**leaf, "x-name": member}
-        yield from _keys(root, child, (*path, name))
-    if node.get("type") == "array" and isinstance(node.get("items"), dict):
-        yield from _keys(root, node["items"], (*path, 0))
-
-
-def _resolved(root: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
-    return root["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+def _keys(reference: Reference, node: dict[str, Any], path: Key) -> Iterator[tuple[Key, dict[str, Any]]]:
+    for option in reference.alternatives(node):
+        properties = option.get("properties", {})
+        member = properties.get("name", {}).get("const")
+        for name, child in properties.items():
+            leaf = reference.resolved(child)
+            yield (*path, name), leaf if member is None else {**leaf, "x-name": member}
+            yield from _keys(reference, child, (*path, name))
+        if option.get("type") == "array" and isinstance(option.get("items"), dict):
+            yield from _keys(reference, option["items"], (*path, 0))
 
 
 def mutate_config(draw: DrawFn, base: Path, case: Case) -> None:
