@@ -405,14 +405,14 @@ def test_a_sharded_learner_runs_beside_its_peer(device: str, tmp_path: Path, run
         assert found["zero3", "micro-batch"]["received_bytes_by_kind"]["weights"] == 2 * weights / 2
 
 
-def test_a_case_that_fails_leaves_why(tmp_path: Path, monkeypatch, capsys) -> None:
-    """In processes that start as a user's do."""
+def test_a_case_that_fails_leaves_why(tmp_path: Path, run_forked) -> None:
     out = tmp_path / "out.json"
     arguments = [*TINY[:-1], str(out), "--part", "sharded", "--nproc", "2", "--scheme", "bf16", "--set", "train.none=1"]
-    assert run_tool(monkeypatch, *arguments) == 1
+    done = run_forked(*arguments)
+    assert done.code == 1
     (failed,) = json.loads(out.read_text())["records"]
     assert failed["part"] == "sharded" and failed["error"].startswith("exit 1") and "train.none" in failed["error"]
-    assert "failed: sharded tiny bf16" in capsys.readouterr().out
+    assert "failed: sharded tiny bf16" in done.out
     assert "train.none" in out.with_suffix(".log").read_text()
 
 

@@ -98,15 +98,15 @@ def no_waits() -> Iterator[None]:
         yield
 
 
-def ragged(device: torch.device, seed: int = 0) -> Batch:
-    """Four groups of three responses, the sampler's log-probs with them."""
-    rng = random.Random(seed)
-    responses = [[1] * rng.randint(1, 20) for _ in range(12)]
-    groups = [i // 3 for i in range(12)]
-    generator = torch.Generator().manual_seed(seed)
+def ragged(device: torch.device, groups: int = 4) -> Batch:
+    """Groups of three responses, the sampler's log-probs with them."""
+    rng, count = random.Random(0), 3 * groups
+    responses = [[1] * rng.randint(1, 20) for _ in range(count)]
+    of_group = [i // 3 for i in range(count)]
+    generator = torch.Generator().manual_seed(0)
     sampled = Column([-torch.rand(len(r), generator=generator) for r in responses])
-    advantages = torch.linspace(-1.0, 1.2, 12)
-    return Batch(0, device, [[g] * (2 + g) for g in groups], responses, groups, advantages, sampled)
+    advantages = torch.linspace(-1.0, 1.2, count)
+    return Batch(0, device, [[g] * (2 + g) for g in of_group], responses, of_group, advantages, sampled)
 
 
 def forwards(part: Part, seed: int) -> list[Tensor]:
@@ -137,8 +137,10 @@ def micro_batch(objective, part: Part, minibatch: Part, totals: LearnerTotals, l
 @pytest.mark.parametrize(("section", "correction"), CASES)
 def test_a_micro_batch_asks_the_device_for_nothing(section, correction):
     objective = build_objective(objective_config(**section), correction)
-    whole, totals = ragged(META).whole(), LearnerTotals()
-    for number, part in enumerate(whole.micro_batches(60)):
+    whole, totals = ragged(META, groups=2).whole(), LearnerTotals()
+    parts = whole.micro_batches(60)
+    assert len(parts) > 1
+    for number, part in enumerate(parts):
         logp, *others = forwards(part, number)
         with no_waits():
             micro_batch(objective, part, whole, totals, logp, others)

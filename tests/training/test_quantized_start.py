@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import forked_launch
 import pytest
 import torch
 from quantized_models import SAME, save_format
 from safetensors.torch import load_file
 from test_resume import DIE_AFTER_STEP, assert_same_run
-from test_train_ranks import on_two
 from tiny_runs import Finished, settings, write_config
 
 pytestmark = pytest.mark.slow
@@ -96,8 +96,8 @@ def test_two_ranks_start_from_the_same_codes(start):
     one, two = start.folder / "one", start.folder / "two"
     alike = ("train.steps=1", "checkpoint.every=1", "model.dtype=float32")
     assert start.train(one, *alike).code == 0
-    codes, (printed, _) = on_two(start.config, two, *alike)
-    assert codes == [0, 0], printed
-    assert "version 0 has the codes and scales" in " ".join(printed.split())
+    done = start.train(two, *alike, "--nproc", "2", before=forked_launch.before())
+    assert done.code == 0, done.err
+    assert "version 0 has the codes and scales" in " ".join(done.out.split())
     name = "rollouts/000001.jsonl"
     assert (two / name).read_bytes() == (one / name).read_bytes()
