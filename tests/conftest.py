@@ -29,15 +29,25 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreting.prepare()
 
 
-FIRST = [  # one that compiles in two processes, and for the other worker those that mostly wait
+FIRST = [  # the longest files: one that compiles in two processes, and for the other workers those that mostly wait
     Path(__file__).parent / name
     for name in (
         "kernels/test_compile_only.py",
+        "training/test_async_runs.py",
+        "export/test_vllm.py",
         "distributed/test_ranks_launch.py",
         "distributed/test_group.py",
         "rollout_vllm/test_rank_samplers.py",
+        "rollout_vllm/test_async_vllm.py",
+        "rollout_vllm/test_published_weights.py",
     )
 ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """xdist would run files with few tests last, whatever they take: keep the order of the collection."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from run_faults import repeatable
 from tiny_runs import Parts, live, parts, settings, write_config
 
 from qarl.config import Config
@@ -18,8 +19,6 @@ from qarl.training.batch import Batch
 from qarl.training.flops import forward_flops
 from qarl.training.profile_page import PARTS, host_shares, on_device, page
 from qarl.training.profiler import StepProfiler
-
-TIMES = ("time/", "throughput/", "memory/")
 
 
 def kernel(name: str, ts: float, dur: float, correlation: int, moved: int | None = None) -> dict:
@@ -192,11 +191,6 @@ def test_a_step_that_the_run_does_not_have_is_refused_in_one_line(qarl, tiny_mod
     assert not (tmp_path / "runs").exists()
 
 
-def metrics(run: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith(TIMES)} for line in lines]
-
-
 @pytest.mark.slow
 def test_a_profiled_run_has_the_same_bits_and_leaves_trace_and_page(qarl, tiny_model, tmp_path):
     sections = {"train": {"steps": 3, "minibatch_size": 8, "micro_batch_tokens": 64}}
@@ -205,7 +199,7 @@ def test_a_profiled_run_has_the_same_bits_and_leaves_trace_and_page(qarl, tiny_m
         done = qarl.run("train", config, f"train.run_dir={name}", *extra, cwd=tmp_path)
         assert done.code == 0, done.err
     plain, profiled = tmp_path / "plain", tmp_path / "profiled"
-    assert metrics(plain) == metrics(profiled)
+    assert repeatable(plain) == repeatable(profiled)
     assert not (plain / "profile").exists()
     assert {path.name for path in (profiled / "profile").iterdir()} == {"step_000002.json.gz", "step_000002.md"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_faults import repeatable
 from tiny_runs import settings
 from torch import Tensor
 
@@ -36,7 +36,6 @@ from qarl.training.state import capture
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
-UNREPEATABLE = ("time/", "throughput/", "memory/")
 AT = 2  # the step in which the fault is
 
 
@@ -108,11 +107,6 @@ def tiny(tiny_model, tmp_path_factory) -> Iterator[Tiny]:
 @pytest.fixture(autouse=True)
 def fresh(tiny) -> None:
     shutil.rmtree(tiny.run, ignore_errors=True)
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records]
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -198,10 +192,10 @@ def test_a_fault_anywhere_loses_at_most_the_step_it_is_in(tiny, place, monkeypat
             "weights); the same command starts over"
         )
         assert checkpoints(tiny.run) == []
-    assert [row["step"] for row in metrics(tiny.run)] == list(range(1, (kept or AT - 1) + 1))
+    assert [row["step"] for row in repeatable(tiny.run)] == list(range(1, (kept or AT - 1) + 1))
     assert tiny.train() == 0
     tiny.assert_as_reference(but=f"{AT:06d}" if kept == AT else None)
-    ours, theirs = metrics(tiny.run), metrics(tiny.reference)[:AT]
+    ours, theirs = repeatable(tiny.run), repeatable(tiny.reference)[:AT]
     if place in PARTIAL:
         assert ours[AT - 1].items() <= theirs[AT - 1].items() and "policy/loss" in ours[AT - 1]
         ours[AT - 1] = theirs[AT - 1]
@@ -213,11 +207,11 @@ def test_weights_that_are_half_way_leave_the_newest_checkpoint(tiny, monkeypatch
         patch.setattr(step, "learn", fault(step.learn, 4, True, Boom("odd")))
         tiny.train(steps=4, every=2)
     said = capsys.readouterr().out.splitlines()[-1]
-    assert checkpoints(tiny.run) == ["000002", "latest"] and len(metrics(tiny.run)) == 3
+    assert checkpoints(tiny.run) == ["000002", "latest"] and len(repeatable(tiny.run)) == 3
     assert said.startswith("warning: step 3 is not saved (") and said.endswith("; the same command resumes from step 2")
     assert tiny.train(steps=4) == 0
     tiny.assert_as_reference()
-    assert metrics(tiny.run) == metrics(tiny.reference)
+    assert repeatable(tiny.run) == repeatable(tiny.reference)
 
 
 @pytest.mark.parametrize("owner, name", [(CheckpointStore, "save"), (keeper, "write_history")])
@@ -241,7 +235,7 @@ def test_a_save_that_fails_is_not_tried_again(tiny, owner, name, error, monkeypa
             "write_history": "step 2 is saved; the same command resumes from there",
         }[name]
     )
-    assert tiny.train() == 0 and metrics(tiny.run) == metrics(tiny.reference)[:AT]
+    assert tiny.train() == 0 and repeatable(tiny.run) == repeatable(tiny.reference)[:AT]
 
 
 def test_the_first_fault_is_told_when_saving_fails_too(tiny, monkeypatch, capsys):
@@ -267,7 +261,7 @@ def test_metrics_that_cannot_be_written_leave_no_checkpoint_ahead_of_them(tiny, 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="input/output"):
         patch.setattr(Recorder, "log", refuse)
         tiny.train(steps=4, every=2)
-    assert checkpoints(tiny.run) == ["000002", "latest"] and len(metrics(tiny.run)) == 2
+    assert checkpoints(tiny.run) == ["000002", "latest"] and len(repeatable(tiny.run)) == 2
     assert capsys.readouterr().out.splitlines()[-1] == "step 2 is saved; the same command resumes from there"
 
 
