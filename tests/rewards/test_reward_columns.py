@@ -17,7 +17,7 @@ IDS = [[5], [], [7, 1, 7], [258] * 400]
 COMPLETIONS = ["a", "", "one two", "x" * 10]
 
 
-@pytest.mark.parametrize(("name", "workers"), zip(TAKERS, (1, 3, 1), strict=True))
+@pytest.mark.parametrize(("name", "workers"), list(zip(TAKERS, (1, 3, 1), strict=True)))
 def test_a_function_sees_the_token_ids_of_its_completions(tmp_path, name, workers):
     (tmp_path / "mine.py").write_text(TAKERS[name] + "    return [-len(i) + sum(i) / 1000 for i in ids]\n")
     config = RewardConfig(functions=[{"name": f"{tmp_path / 'mine.py'}:f"}], workers=workers)
