@@ -216,6 +216,7 @@ def damage_tensors(draw: DrawFn, path: Path, kinds: Sequence[str]) -> tuple[str,
         tensor.view(-1)[start : None if start is None else start + 1] = numbers[kind]
         tensors[name] = tensor
     elif kind != "missing":
-        tensors[name] = torch.zeros(tensor.shape, dtype=getattr(torch, kind, torch.uint8))
+        dtype = torch.uint8 if kind in numbers else getattr(torch, kind)  # integers hold no NaN, and get another type
+        tensors[name] = torch.zeros(tensor.shape, dtype=dtype)
     write_tensors(path, tensors)
     return f"{name} {kind}", kind
