@@ -13,16 +13,13 @@ garbled     8 or more consecutive tokens with mean log-prob below -4 nats under 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qarl.objectives.segments import Segments
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MAX_PERIOD = 32
 MIN_TOKENS, MIN_PERIODS = 24, 4
@@ -86,7 +83,7 @@ def error_examples(
     responses: Sequence[Sequence[int]],
     logp_sampler: Sequence[Tensor],  # R tensors (T_r,)
     advantages: Tensor,  # (R,)
-    decode: Callable[[list[int]], str],
+    decode: Callable[[list[int]], Any],  # a tokenizer's, which returns a text for one sequence
     limit: int,
 ) -> list[dict[str, Any]]:
     """Return up to `limit` stretches as text for diagnostics/NNNNNN.json: the longest per response, longest first.
@@ -113,17 +110,6 @@ def error_examples(
         }
         for index, (start, stop, kind) in longest[:limit]
     ]
-
-
-def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Return a function that decodes one sequence of token ids."""
-
-    def decode(token_ids: list[int]) -> str:
-        text = tokenizer.decode(token_ids)
-        assert isinstance(text, str), "one sequence gives one text"
-        return text
-
-    return decode
 
 
 def _repetitive(ids: np.ndarray, response: np.ndarray) -> np.ndarray:

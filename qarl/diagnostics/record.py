@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from qarl.diagnostics.crossings import Crossings, by_layer
 from qarl.diagnostics.layout import FORMAT_VERSION
 from qarl.diagnostics.mismatch import gap_tables, probability_deciles
 from qarl.diagnostics.precision import clipped_tokens
+from qarl.inputs.json import strict
 from qarl.objectives.segments import Segments
 from qarl.utils.expert_names import of_experts
 
@@ -111,28 +111,23 @@ def diagnostics_record(
         "phantom": phantom,
         "phantom_either_side": either,
     }
-    return {
+    record = {
         "format_version": FORMAT_VERSION,
         "step": step,
-        "metrics": {name: _finite(value) for name, value in metrics.items()},
+        "metrics": metrics,
         "band": None
         if band is None
-        else {"level": band.level, "high": _finite(band.high), "low": band.low, "neg_high": _finite(band.neg_high)},
-        "tokens": {name: None if x is None else _column(x, chosen) for name, x in columns.items()},
+        else {"level": band.level, "high": band.high, "low": band.low, "neg_high": band.neg_high},
+        "tokens": {name: None if x is None else x[list(chosen)].tolist() for name, x in columns.items()},
         "token_count": count,
-        "deciles": [
-            {name: None if value is None else _finite(value) for name, value in row.items()}
-            for row in probability_deciles(tokens.logp_old, tokens.logp_sampler)
-        ],
-        **{
-            name: [{key: None if value is None else _finite(value) for key, value in row.items()} for row in table]
-            for name, table in gap_tables(tokens.logp_old, tokens.logp_sampler, segments).items()
-        },
-        "layers": None if layers is None else {name: list(pair) for name, pair in by_layer(layers).items()},
+        "deciles": probability_deciles(tokens.logp_old, tokens.logp_sampler),
+        **gap_tables(tokens.logp_old, tokens.logp_sampler, segments),
+        "layers": None if layers is None else by_layer(layers),
         "backward": _backward(backward) if backward else None,
         "routing": routing,
         "error_examples": examples,
     }
+    return strict(record)
 
 
 def _backward(modules: Modules) -> dict[str, Any]:
@@ -140,16 +135,4 @@ def _backward(modules: Modules) -> dict[str, Any]:
     for name, pair in modules.items():
         together.setdefault(of_experts(name) or name, {})[name] = pair
     worst = [worst_module(some) for some in together.values()]
-    return {
-        "worst": worst_module(modules),
-        "layers": {name: [_finite(value) for value in modules[name]] for name in worst},
-    }
-
-
-def _column(values: Tensor, chosen: range | list[int]) -> list[Any]:
-    kept = values[list(chosen)].tolist()
-    return [value if isinstance(value, bool) else _finite(value) for value in kept]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return {"worst": worst_module(modules), "layers": {name: modules[name] for name in worst}}

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from qarl.config import Config
 from qarl.diagnostics.backward import Modules
 from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings, predicted_steps, sign_agreement
-from qarl.diagnostics.error_tokens import decoder, error_examples
+from qarl.diagnostics.error_tokens import error_examples
 from qarl.diagnostics.probe import Probe
 from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.rewards import RewardResult
@@ -151,6 +151,6 @@ def trace_of(
         trace.tokens = probe.tokens(batch)
         trace.layers = crossed if "crossings" in probe.due else None
         trace.backward = probe.backward
-        logp_sampler, decode = list(batch.logp_sampler), decoder(tokenizer)
+        logp_sampler, decode = list(batch.logp_sampler), tokenizer.decode
         trace.examples = error_examples(batch.own_tokens, logp_sampler, batch.advantages, decode, ERROR_EXAMPLES)
     return trace

@@ -9,9 +9,8 @@ import shutil
 import pytest
 from qarl_formats.registry import scheme_names
 
-from qarl import cli
+from qarl import api, cli
 from qarl.comparison.offline import members
-from qarl.comparison.offline.compare_offline import compare_offline
 from qarl.comparison.offline.offline_page import comparison_charts
 from qarl.errors import UserError
 
@@ -167,13 +166,13 @@ def test_a_comparison_of_runs_is_left_alone(tiny_model, tmp_path, compare):
     [
         (["fp4"], "--schemes: 'fp4' is unknown"),
         (["fp8", "fp8"], "--schemes: fp8 is given twice"),
-        ([], "--schemes: names no scheme"),
+        ([], "--schemes: '' has an empty entry"),
         (["bf16", "fp8"], "--group-size 32: none of the schemes bf16,fp8 has groups"),
     ],
 )
 def test_schemes_that_cannot_be_are_refused(tiny_model, tmp_path, schemes, message):
     with pytest.raises(UserError, match=message):
-        compare_offline(str(tiny_model()), schemes, out=tmp_path / "out", group_size=32)
+        api.compare_offline(tiny_model(), schemes, out=tmp_path / "out", group_size=32)
     assert not (tmp_path / "out").exists()
 
 

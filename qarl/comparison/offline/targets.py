@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from qarl_formats.registry import grouped_names, scheme_names
+from qarl_formats.registry import grouped_names
 
 from qarl.config.quant import schemes_of_init
 from qarl.errors import UserError
@@ -33,7 +33,7 @@ def scheme_targets(
 
     Args:
         model: A run, one of its checkpoints, or a model.
-        schemes: Scheme names.
+        schemes: Names of schemes, each once.
         group_size: Group size of the schemes that have groups.
         kv_cache_dtype: KV cache dtype of all schemes. Default: as in the run, or auto for a model.
         verify_digests: See `resolve_target`.
@@ -41,15 +41,8 @@ def scheme_targets(
         calibration, calibration_samples: See `calibration_keys`.
 
     Raises:
-        UserError: No scheme, an unknown scheme, a duplicate, or a group size that none of the schemes supports.
+        UserError: A group size or a method that no scheme supports.
     """
-    for place, name in enumerate(schemes):
-        if name not in scheme_names():
-            raise UserError(f"--schemes: '{name}' is unknown; choose from {','.join(scheme_names())}")
-        if name in schemes[:place]:
-            raise UserError(f"--schemes: {name} is given twice; remove one")
-    if not schemes:
-        raise UserError(f"--schemes: names no scheme; choose from {','.join(scheme_names())}")
     if group_size is not None and not set(schemes) & set(grouped_names()):
         raise UserError(
             f"--group-size {group_size}: none of the schemes {','.join(schemes)} has groups; remove the option"

@@ -13,7 +13,7 @@ from torch import Tensor
 from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings
 from qarl.diagnostics.diagnose.policies import RunPolicy
 from qarl.diagnostics.diagnose.saved import SavedStep
-from qarl.diagnostics.error_tokens import decoder, error_examples, error_token_metrics
+from qarl.diagnostics.error_tokens import error_examples, error_token_metrics
 from qarl.diagnostics.gradients import gradient_metrics
 from qarl.diagnostics.mismatch import log_prob_gap, mismatch_metrics
 from qarl.diagnostics.precision import deployed_metrics, precision_metrics
@@ -95,7 +95,7 @@ def diagnose(
     metrics |= changes | split
 
     examples = error_examples(
-        saved.own_tokens, saved.logp_sampler.split(saved.lengths), advantages, decoder(policy.tokenizer), EXAMPLES
+        saved.own_tokens, saved.logp_sampler.split(saved.lengths), advantages, policy.tokenizer.decode, EXAMPLES
     )
     tokens = StepTokens(
         saved.logp_sampler, saved.logp_old, logp, shadow, log_ratio, weights, advantages, segments, objective.band
