@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from qarl.comparison.comparison_page import write_outputs
-from qarl.comparison.inputs import input_differences, notices
-from qarl.comparison.members import entry_of, grouped
 from qarl.comparison.plan import Axes, Member, find_finished, plan
 from qarl.comparison.progress import ProgressView
 from qarl.comparison.space import space_warning
 from qarl.comparison.start_members import Start, TrainProcess, locked, train_members, write_configs
 from qarl.comparison.study import Study, load_study, plan_study
-from qarl.comparison.summary import build, configurations, differing, environments_of, print_results, write_json
+from qarl.comparison.summary import build, print_results, write_json
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
@@ -179,37 +177,11 @@ def _conclude(title: str, members: list[Member], out: Path, study: Study | None 
     for member in members:
         if (member.run_dir / "config.yaml").exists():
             records[member.name] = read_run(member.run_dir)
-    columns = study.columns if study else []
-    entries = [entry_of(member, records.get(member.name), columns) for member in members]
-    inputs = input_differences({name: record for name, record in records.items() if record.metrics})
-    comparison = build(
-        title,
-        command_line(),
-        entries,
-        grouped(entries) if _seeds_apart(members, inputs) else [],
-        environments_of(members, records),
-        differing(configurations(members)),
-        study,
-        inputs,
-        notices(records, inputs),
-    )
+    comparison = build(title, command_line(), members, records, study)
     write_json(out / "comparison.json", comparison)
     write_outputs(out, comparison, records)
     print_results(comparison)
     print(f"page: {out / 'comparison.html'}")
-
-
-def _seeds_apart(members: list[Member], inputs: dict[str, dict[str, Any]]) -> bool:
-    """Return whether members of the same group differ only in their seed, given `input_differences`."""
-    kinds: dict[str, list[Member]] = {}
-    for member in members:
-        kinds.setdefault(member.group, []).append(member)
-    return all(
-        len({member.seed for member in kind}) == len(kind)
-        and set(differing(configurations(kind))) <= {"train.seed"}
-        and all(len({str(by[m.name]) for m in kind if m.name in by}) <= 1 for by in inputs.values())
-        for kind in kinds.values()
-    )
 
 
 def _below(root: Path) -> list[RunRecord]:

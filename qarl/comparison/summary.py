@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from qarl.comparison.members import COLUMN, evaluation_avg
+from qarl.comparison.inputs import input_differences, notices
+from qarl.comparison.members import COLUMN, entry_of, evaluation_avg, grouped
 from qarl.comparison.plan import Member
 from qarl.comparison.study import Study, StudyColumn
 from qarl.config.yaml_io import parse_yaml
@@ -54,47 +55,55 @@ NUMBERS = (  # most important first
 
 
 def build(
-    title: str,
-    command: list[str],
-    entries: list[dict[str, Any]],
-    groups: list[dict[str, Any]],
-    environments: dict[str, dict[str, Any]],
-    differences: dict[str, dict[str, Any]],
-    study: Study | None = None,
-    inputs: dict[str, dict[str, Any]] | None = None,
-    notices: Sequence[str] = (),
+    title: str, command: list[str], members: list[Member], records: Mapping[str, RunRecord], study: Study | None = None
 ) -> dict[str, Any]:
     """Return the content of comparison.json.
 
     Args:
         title: Title of the page.
         command: Arguments of the process.
-        entries: Results of `entry_of`.
-        groups: Result of `grouped`.
-        environments: Member to environment.json. The first one is stored in full, the others as differences.
-        differences: Result of `differing` for the members' configurations.
+        members: Members of the comparison.
+        records: Member name -> run, for members that have a run directory.
         study: The study that the members are variants of.
-        inputs: Result of `input_differences`.
-        notices: Warnings to show with the numbers.
     """
-    compared = {name: {k: v for k, v in each.items() if k not in _NOT_COMPARED} for name, each in environments.items()}
+    columns, curves = (study.columns, study.curves) if study else ([], [])
+    entries = [entry_of(member, records.get(member.name), columns) for member in members]
+    inputs = input_differences({name: record for name, record in records.items() if record.metrics})
+    environments = {
+        member.name: {k: v for k, v in records[member.name].environment.items() if k not in _NOT_COMPARED}
+        for member in members
+        if member.name in records and records[member.name].environment
+    }
+    flat = {name: flatten({k: v for k, v in each.items() if k != "inputs"}) for name, each in environments.items()}
     return {
         "format_version": FORMAT_VERSION,
         "kind": "runs",
         "title": title,
         "command": command,
-        "environment": next(iter(compared.values()), None),
-        "environment_differences": differing(
-            {name: flatten({k: v for k, v in each.items() if k != "inputs"}) for name, each in compared.items()}
-        ),
-        "input_differences": inputs or {},
-        "notices": list(notices),
+        # That of the first member is stored in full, the others as differences.
+        "environment": next(iter(environments.values()), None),
+        "environment_differences": differing(flat),
+        "input_differences": inputs,
+        "notices": notices(records, inputs),
         "members": entries,
-        "groups": groups,
-        "configuration_differences": differences,
-        "columns": [column.model_dump() for column in study.columns] if study else [],
-        "curves": [curve.model_dump() for curve in study.curves] if study else [],
+        "groups": grouped(entries) if _seeds_apart(members, inputs) else [],
+        "configuration_differences": differing(configurations(members)),
+        "columns": [column.model_dump() for column in columns],
+        "curves": [curve.model_dump() for curve in curves],
     }
+
+
+def _seeds_apart(members: list[Member], inputs: dict[str, dict[str, Any]]) -> bool:
+    """Return whether members of the same group differ only in their seed, given `input_differences`."""
+    kinds: dict[str, list[Member]] = {}
+    for member in members:
+        kinds.setdefault(member.group, []).append(member)
+    return all(
+        len({member.seed for member in kind}) == len(kind)
+        and set(differing(configurations(kind))) <= {"train.seed"}
+        and all(len({str(by[m.name]) for m in kind if m.name in by}) <= 1 for by in inputs.values())
+        for kind in kinds.values()
+    )
 
 
 def write_json(path: Path, comparison: dict[str, Any]) -> None:
@@ -128,15 +137,6 @@ def differing(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         key: {name: member.get(key) for name, member in values.items()}
         for key in keys
         if len({json.dumps(member.get(key), sort_keys=True) for member in values.values()}) > 1
-    }
-
-
-def environments_of(members: list[Member], records: dict[str, RunRecord]) -> dict[str, dict[str, Any]]:
-    """Return member -> environment.json of its latest start, for members that have one."""
-    return {
-        member.name: records[member.name].environment
-        for member in members
-        if member.name in records and records[member.name].environment
     }
 
 

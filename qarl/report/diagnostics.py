@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qarl.diagnostics.layout import FORMAT_VERSION, DiagnosticsRecord
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
@@ -29,7 +31,7 @@ from qarl.report.formatting import number
 from qarl.storage.names import step_files
 
 EARLIER = 3  # number of earlier steps shown next to the last one
-Column = list[float | None]
+Column = np.ndarray  # (T,) float64; NaN for missing values
 
 
 def diagnostics_section(run: Path) -> Section:
@@ -41,10 +43,13 @@ def diagnostics_section(run: Path) -> Section:
     blocks += record_blocks(records[-1])
     if len(records) > 1:
         blocks[:] = _with_chart(blocks, _deciles_over_steps(records))
-    count = records[-1]["token_count"]
-    shown = len(records[-1]["tokens"]["logp_sampler"])
-    sample = f"a sample of {shown:,} of its {count:,} tokens" if shown < count else f"its {count:,} tokens"
-    return Section("Diagnostics", blocks, f"Step {records[-1]['step']}: {sample}.")
+    return Section("Diagnostics", blocks, f"Step {records[-1]['step']}: {sampled(records[-1], 'its')}.")
+
+
+def sampled(record: Mapping[str, Any], whose: str) -> str:
+    """Return `a sample of 4,000 of its 9,000 tokens`, or `its 4,000 tokens` if the record has all of them."""
+    count, shown = record["token_count"], len(record["tokens"]["logp_sampler"])
+    return f"{f'a sample of {shown:,} of ' if shown < count else ''}{whose} {count:,} tokens"
 
 
 def read_diagnostics(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -65,57 +70,53 @@ def read_diagnostics(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def record_blocks(record: Mapping[str, Any]) -> list[Block]:
     """Return the plots of one record and its examples of error tokens."""
-    tokens: dict[str, Column] = record["tokens"]  # expensive columns are null if they were not measured
-    sampler, old = tokens["logp_sampler"], tokens["logp_old"]
+    tokens: dict[str, Any] = {
+        name: None if column is None else _array(column) for name, column in record["tokens"].items()
+    }
+    sampler, old, shadow = tokens["logp_sampler"], tokens["logp_old"], tokens["logp_shadow"]
     signs = _by_sign(tokens["advantage"])
-    blocks: list[Block] = [
+    notes: list[Block] = []  # instead of charts that would show nothing
+    charts: list[Block] = [
         Scatter(
             "Log-probs of sampler and learner",
             "log-prob, sampler",
             "log-prob, learner at the rollout (nats)",
-            [Points(name, _pick(sampler, chosen), _pick(old, chosen)) for name, chosen in signs],
+            _classes(sampler, old, signs),
             diagonal=True,
             note="The two agree on the line.",
         )
     ]
-    gaps = [None if a is None or b is None else abs(a - b) for a, b in zip(old, sampler, strict=True)]
-    if any(gap for gap in gaps if gap is not None):
-        blocks.append(_gap_by_probability(sampler, gaps, record["deciles"]))
-        blocks += _gap_tables(record)
+    gaps = abs(old - sampler)
+    if np.nan_to_num(gaps).any():
+        charts += [_gap_by_probability(sampler, gaps, record["deciles"]), *_gap_tables(record)]
     else:
-        blocks.append(Text("Sampler and learner gave each of these tokens the same log-prob, bit for bit.", "note"))
-    if record["band"] or any(tokens["log_ratio"]):
-        blocks.append(_ratios(tokens, record["band"]))
-    if tokens["logp_shadow"] is not None:
-        alpha = _difference(tokens["logp_shadow"], sampler)
-        beta = _difference(tokens["logp"], tokens["logp_shadow"])
-        if any(beta):
-            blocks.append(_precision(alpha, beta, signs))
+        notes.append(Text("Sampler and learner gave each of these tokens the same log-prob, bit for bit.", "note"))
+    if record["band"] or np.nan_to_num(tokens["log_ratio"]).any():
+        charts.append(_ratios(tokens, record["band"]))
+    if shadow is not None:
+        alpha, beta = shadow - sampler, tokens["logp"] - shadow
+        if np.nan_to_num(beta).any():
+            charts.append(_precision(alpha, beta, signs))
         else:
-            blocks.append(Text("The learner uses the sampler's arithmetic: beta is 0 for all of these tokens.", "note"))
+            notes.append(Text("The learner uses the sampler's arithmetic: beta is 0 for all of these tokens.", "note"))
     if tokens["weight"] is not None:
-        blocks.append(
-            Histogram("Correction weights", "weight of a token", "tokens", [_nan(w) for w in tokens["weight"]])
-        )
+        charts.append(Histogram("Correction weights", "weight of a token", "tokens", tokens["weight"].tolist()))
     if record["layers"]:
-        blocks.append(_crossings(record["layers"]))
+        charts.append(_crossings(record["layers"]))
     if record.get("backward"):
-        blocks.append(_backward(record["backward"]))
+        charts.append(_backward(record["backward"]))
     if record.get("routing"):
-        blocks += _routing(record["routing"])
-    charts = [block for block in blocks if isinstance(block, Chart)]
-    rest = [block for block in blocks if not isinstance(block, Chart)]
-    return [*rest, *charts, *_examples(record["error_examples"])]
+        charts += _routing(record["routing"])
+    return [*notes, *charts, *_examples(record["error_examples"])]
 
 
 def _gap_by_probability(sampler: Column, gaps: Column, deciles: list[dict[str, Any]]) -> Scatter:
-    probability = [None if b is None else math.exp(b) for b in sampler]
     line = Series("mean per decile, all tokens", _middles(deciles), [row["delta_abs_mean"] for row in deciles])
     return Scatter(
         "Log-prob difference by probability",
         "probability of the token, sampler",
         "|delta| (nats)",
-        [Points("token", probability, gaps)],
+        _classes(np.exp(sampler), gaps, [("token", np.ones(len(gaps), dtype=bool))]),
         line=line,
         log_y=True,
     )
@@ -141,15 +142,16 @@ def _gap_tables(record: Mapping[str, Any]) -> list[Block]:
 def _ratios(tokens: Mapping[str, Any], band: Mapping[str, Any] | None) -> Scatter:
     """Plot the objective's ratios by the learner's log-prob, inside and outside of the band."""
     # values beyond 20 encode an infinite log-ratio: a token outside a truncated distribution
-    ratio = [None if x is None or abs(x) > 20.0 else math.exp(x) for x in tokens["log_ratio"]]
-    outside = tokens.get("outside") or [False] * len(ratio)
-    phantom = tokens.get("phantom") or [False] * len(ratio)
-    classes = [("inside the band" if band else "ratio", [i for i, out in enumerate(outside) if not out])]
+    log_ratio = tokens["log_ratio"]
+    ratio = np.exp(np.where(abs(log_ratio) > 20.0, np.nan, log_ratio))
+    none = np.zeros(len(ratio))
+    outside, phantom = ((none if mask is None else mask) > 0 for mask in map(tokens.get, ("outside", "phantom")))
+    classes = [("inside the band" if band else "ratio", ~outside)]
     if band:
-        classes.append(("clipped", [i for i, out in enumerate(outside) if out and not phantom[i]]))
+        classes.append(("clipped", outside & ~phantom))
     if band and tokens["logp_shadow"] is not None:
-        classes.append(("clipped by precision alone", [i for i, out in enumerate(outside) if out and phantom[i]]))
-    sizes = [r for r in ratio if r is not None and r > 0]
+        classes.append(("clipped by precision alone", outside & phantom))
+    sizes = ratio[ratio > 0]
     edges, note = None, "This objective never clips."
     if band:
         edges = (band["low"], band["high"])
@@ -163,19 +165,19 @@ def _ratios(tokens: Mapping[str, Any], band: Mapping[str, Any] | None) -> Scatte
         "Ratio of the objective",
         "log-prob, learner",
         "ratio",
-        [Points(name, _pick(tokens["logp"], chosen), _pick(ratio, chosen)) for name, chosen in classes],
+        _classes(tokens["logp"], ratio, classes),
         band=edges,
-        log_y=bool(sizes) and max(sizes) > 10 * min(sizes),
+        log_y=bool(len(sizes)) and bool(sizes.max() > 10 * sizes.min()),
         note=note,
     )
 
 
-def _precision(alpha: Column, beta: Column, signs: list[tuple[str, list[int]]]) -> Scatter:
+def _precision(alpha: Column, beta: Column, signs: list[tuple[str, np.ndarray]]) -> Scatter:
     return Scatter(
         "Policy change and precision gap per token",
         "alpha: policy change (nats)",
         "beta: learner - sampler's arithmetic (nats)",
-        [Points(name, _pick(alpha, chosen), _pick(beta, chosen)) for name, chosen in signs],
+        _classes(alpha, beta, signs),
         note="The learner sees their sum.",
     )
 
@@ -280,25 +282,19 @@ def _examples(rows: list[dict[str, Any]]) -> list[Block]:
     return [Excerpts(items, "Repetitive or garbled stretches, longest first")] if items else []
 
 
-def _by_sign(advantages: Column) -> list[tuple[str, list[int]]]:
-    named: dict[str, list[int]] = {"A > 0": [], "A < 0": [], "A = 0": []}
-    for i, a in enumerate(advantages):
-        if a is not None:
-            named["A > 0" if a > 0 else "A < 0" if a < 0 else "A = 0"].append(i)
-    return [(name, chosen) for name, chosen in named.items() if chosen]
+def _by_sign(advantages: Column) -> list[tuple[str, np.ndarray]]:
+    named = [("A > 0", advantages > 0), ("A < 0", advantages < 0), ("A = 0", advantages == 0)]
+    return [(name, chosen) for name, chosen in named if chosen.any()]
 
 
-def _pick(values: Column, chosen: list[int]) -> Column:
-    return [values[i] for i in chosen]
+def _classes(x: Column, y: Column, classes: list[tuple[str, np.ndarray]]) -> list[Points]:
+    """Return the points of each class. classes: (name, mask)."""
+    return [Points(name, x[chosen].tolist(), y[chosen].tolist()) for name, chosen in classes]
 
 
-def _difference(a: Column, b: Column) -> Column:
-    return [None if x is None or y is None else x - y for x, y in zip(a, b, strict=True)]
+def _array(values: list[float | None]) -> Column:
+    return np.asarray(values, dtype=np.float64)  # None becomes NaN
 
 
 def _middles(deciles: list[dict[str, Any]]) -> list[float]:
     return [(row["low"] + row["high"]) / 2 for row in deciles]
-
-
-def _nan(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -10,10 +10,9 @@ from browsing import assert_fits, assert_silent, opened_page
 from comparisons import evaluation, record_of, settings_of, write_model
 
 from qarl.comparison.comparison_page import write_outputs
-from qarl.comparison.members import entry_of, grouped
 from qarl.comparison.offline.offline_page import write_page_and_plots
 from qarl.comparison.plan import Member
-from qarl.comparison.summary import build, configurations, differing, environments_of
+from qarl.comparison.summary import build
 from qarl.config import Config
 
 pytestmark = pytest.mark.slow
@@ -35,15 +34,7 @@ def ten_runs(tmp_path: Path) -> Path:
             mismatch = {"mismatch__delta_abs_mean": 0.01 * (i + 1)}
             records[name] = record_of(config, tmp_path / name, 6, [evaluation(6, 0.1 * i + 0.2)], **mismatch)
     members.append(Member(HOSTILE, "fp8", "aligned", 1, tmp_path / "bad", None, "failed", f"because {HOSTILE}"))
-    entries = [entry_of(member, records.get(member.name)) for member in members]
-    comparison = build(
-        "A comparison",
-        ["qarl", "compare"],
-        entries,
-        grouped(entries),
-        environments_of(members, records),
-        differing(configurations(members)),
-    )
+    comparison = build("A comparison", ["qarl", "compare"], members, records)
     write_outputs(tmp_path, comparison, records)
     return tmp_path / "comparison.html"
 

@@ -13,9 +13,8 @@ from rich.console import Console
 
 from qarl.comparison.compare import compare_runs, unique_names
 from qarl.comparison.comparison_page import build_sections, write_outputs
-from qarl.comparison.members import entry_of, grouped
 from qarl.comparison.plan import Member
-from qarl.comparison.summary import build, configurations, differing, environments_of, print_results, write_json
+from qarl.comparison.summary import build, print_results, write_json
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.report.blocks import BarChart, LineChart, Table, Text
@@ -29,15 +28,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def compared(members: list[Member], records: dict[str, Any]) -> dict[str, Any]:
-    entries = [entry_of(member, records.get(member.name)) for member in members]
-    return build(
-        "A comparison",
-        ["qarl", "compare"],
-        entries,
-        grouped(entries),
-        environments_of(members, records),
-        differing(configurations(members)),
-    )
+    return build("A comparison", ["qarl", "compare"], members, records)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qarl.diagnostics.diagnose.reading import Finding
 from qarl.report.blocks import Block, Column, Section, Table, Text
 from qarl.report.curves import meaning
-from qarl.report.diagnostics import record_blocks
+from qarl.report.diagnostics import record_blocks, sampled
 from qarl.report.formatting import number
 
 if TYPE_CHECKING:
@@ -52,13 +52,10 @@ def diagnosis_sections(diagnosis: Diagnosis, findings: list[Finding]) -> list[Se
         Text(f"{MARKS[f.level]}: {f.text}", "plain" if f.level == "fine" else "warning") for f in findings
     ]
     reading += [Text(f"Not measured: {line}.", "note") for line in diagnosis.left_out]
-    count, shown = diagnosis.record["token_count"], len(diagnosis.record["tokens"]["logp"])
-    sample = (
-        f"A sample of {shown:,} of the step's {count:,} tokens." if shown < count else f"The step's {count:,} tokens."
-    )
+    sample = sampled(diagnosis.record, "the step's")
     return [
         Section("Reading", reading, THRESHOLDS),
-        Section("Plots", record_blocks(diagnosis.record), sample),
+        Section("Plots", record_blocks(diagnosis.record), f"{sample[0].upper()}{sample[1:]}."),
         Section("Numbers", [_table(rows, title) for title, rows in grouped(diagnosis.metrics)]),
     ]
 
