@@ -52,9 +52,9 @@ def compare(
     Raises:
         UserError: Invalid arguments, configuration or runs.
     """
-    from qarl.comparison.compare import compare_config, compare_runs, compare_study, default_out
-    from qarl.comparison.plan import parse_axes, parse_seeds, split_list
-    from qarl.comparison.study import is_study
+    from qarl.comparison.compare import compare_runs, default_out, train_and_compare
+    from qarl.comparison.plan import parse_axes, parse_seeds, plan, split_list
+    from qarl.comparison.study import is_study, load_study, plan_study
 
     lists = {"--schemes": _commas(schemes), "--learners": _commas(learners), "--seeds": _commas(seeds)}
     of_study = {"--profile": profile, "--only": _commas(only)}
@@ -72,15 +72,18 @@ def compare(
         chosen = None if of_study["--only"] is None else split_list("--only", of_study["--only"], "a,b")
         numbers = None if lists["--seeds"] is None else parse_seeds(lists["--seeds"])
         file = os.fspath(target)
-        texts = override_texts(overrides)
+        study, texts = load_study(file), override_texts(overrides)
         given_out = given_out or default_out([Path(file)])
-        return _compared(given_out, compare_study(file, texts, given_out, reused, profile, chosen, numbers, jobs or 1))
+        members = plan_study(study, file, texts, given_out, profile, chosen, numbers)
+        return _compared(given_out, train_and_compare(study.title, members, given_out, reused, jobs or 1, study))
     refuse(of_study, "applies to a study file (see configs/reproductions); remove it")
     axes = parse_axes(*lists.values())
     given = read_source(target, overrides)
     given_out = given_out or default_out([Path(given.place)])
-    code = compare_config(given.place, given.overrides, axes, given_out, reused, jobs or 1, data=given.data)
-    return _compared(given_out, code)
+    members = plan(given.place, given.overrides, axes, given_out, given.data)
+    return _compared(
+        given_out, train_and_compare(f"Comparison of {given.place}", members, given_out, reused, jobs or 1)
+    )
 
 
 def compare_offline(

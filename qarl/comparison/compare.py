@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from qarl.comparison.comparison_page import write_outputs
-from qarl.comparison.plan import Axes, Member, find_finished, plan
+from qarl.comparison.plan import Member, find_finished
 from qarl.comparison.progress import ProgressView
 from qarl.comparison.space import space_warning
-from qarl.comparison.start_members import Start, TrainProcess, locked, train_members, write_configs
-from qarl.comparison.study import Study, load_study, plan_study
+from qarl.comparison.start_members import TrainProcess, locked, train_members, write_configs
+from qarl.comparison.study import Study
 from qarl.comparison.summary import build, print_results, write_json
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
@@ -25,77 +24,27 @@ FILES, FOLDERS = ("comparison.json", "comparison.html"), ("plots", "runs", "logs
 REASONS = {"empty": "no step recorded yet", "running": "still running", "stopped": "not finished"}
 
 
-def compare_config(
-    file: str,
-    overrides: list[str],
-    axes: Axes,
-    out: Path | None,
-    reuse: list[Path],
-    jobs: int = 1,
-    start: Start = TrainProcess,
-    *,
-    data: Any = None,
+def train_and_compare(
+    title: str, members: list[Member], out: Path, reuse: list[Path], jobs: int = 1, study: Study | None = None
 ) -> int:
     """Train the missing members, then write and print the comparison.
 
     Finished members are not trained again; stopped ones resume from their checkpoint.
 
     Args:
-        file: Configuration file.
-        overrides: KEY.PATH=VALUE for every member.
-        axes: What varies.
-        out: Output directory. Default: `default_out`.
+        title: Title of the page.
+        members: Result of `plan` or `plan_study`.
+        out: Output directory.
         reuse: Directories that are searched for finished runs of the same configuration.
         jobs: Number of members trained concurrently.
-        start: Starts the process of a member.
-        data: Parsed configuration, if `file` is only a name for messages.
+        study: The study that the members are variants of.
 
     Returns:
         0; 1 if a member failed or was rejected; 128 + the signal number if interrupted.
 
     Raises:
-        UserError: There is nothing to compare, all members are rejected, or directories hold other runs. Nothing has
-            been written.
+        UserError: Directories hold other runs. Nothing has been written.
     """
-    out = out or default_out([Path(file)])
-    members = plan(file, overrides, axes, out, data)
-    return _train_and_compare(f"Comparison of {file}", members, out, reuse, jobs, start)
-
-
-def compare_study(
-    file: str,
-    overrides: list[str],
-    out: Path | None,
-    reuse: list[Path],
-    profile: str | None = None,
-    only: list[str] | None = None,
-    seeds: list[int] | None = None,
-    jobs: int = 1,
-    start: Start = TrainProcess,
-) -> int:
-    """Like `compare_config`, for the variants of a study file.
-
-    Args:
-        file, overrides, out, reuse, jobs, start: See `compare_config`.
-        profile: One of the study's profiles.
-        only: Names of variants. Default: all.
-        seeds: Seeds of every variant.
-    """
-    study = load_study(file)
-    out = out or default_out([Path(file)])
-    members = plan_study(study, file, overrides, out, profile, only, seeds)
-    return _train_and_compare(study.title, members, out, reuse, jobs, start, study)
-
-
-def _train_and_compare(
-    title: str,
-    members: list[Member],
-    out: Path,
-    reuse: list[Path],
-    jobs: int,
-    start: Start,
-    study: Study | None = None,
-) -> int:
     _check_out(out, own_runs=True)
     own = out / "runs"  # runs of members with previous names, such as before a second seed was added
     roots = [*reuse, own] if own.is_dir() else reuse
@@ -111,7 +60,7 @@ def _train_and_compare(
                 view.say(f"{member.name}: {what}")
         if (line := space_warning(members, out, jobs)) is not None:
             view.say(line)
-        signum = train_members(members, out, view, start, jobs)
+        signum = train_members(members, out, view, TrainProcess, jobs)
         for member in members:
             if member.state == "waiting":
                 member.reason = "not started; rerun the same command to resume"
@@ -122,12 +71,12 @@ def _train_and_compare(
     return 1 if any(member.state in ("failed", "refused") for member in members) else 0
 
 
-def compare_runs(run_dirs: list[Path], out: Path | None) -> int:
+def compare_runs(run_dirs: list[Path], out: Path) -> int:
     """Compare existing runs of any kind.
 
     Args:
         run_dirs: Two or more run directories.
-        out: Output directory. Default: `default_out`.
+        out: Output directory.
 
     Returns:
         0.
@@ -136,7 +85,8 @@ def compare_runs(run_dirs: list[Path], out: Path | None) -> int:
         UserError: Fewer than two runs, a duplicate, a path that is not a run directory, or an unsuitable `out`.
     """
     if len(run_dirs) < 2:
-        raise UserError(f"compare: {run_dirs[0]} is the only run; give two or more")
+        given = f"{run_dirs[0]} is the only run" if run_dirs else "no runs"
+        raise UserError(f"compare: {given}; give two or more")
     for index, path in enumerate(run_dirs):
         if path.resolve() in [other.resolve() for other in run_dirs[:index]]:
             raise UserError(f"compare: {path} is given twice; leave one out")
@@ -148,7 +98,6 @@ def compare_runs(run_dirs: list[Path], out: Path | None) -> int:
         member = Member(name, config.quant.scheme, config.quant.learner, config.train.seed, path, config, record.state)
         member.reason = REASONS.get(record.state)
         members.append(member)
-    out = out or default_out(run_dirs)
     _check_out(out, own_runs=False)
     with locked(out):
         _conclude(f"Comparison of {len(members)} runs", members, out)

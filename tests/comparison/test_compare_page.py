@@ -150,13 +150,14 @@ def test_runs_that_cannot_be_compared_are_one_line_and_nothing_is_written(tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     cases = [
-        (["run"], None, "is the only run"),
-        (["run", "run/../run"], None, "is given twice"),
-        (["run", "nothing"], None, "not a run directory"),
+        ([], "compare: no runs; give two or more"),
+        (["run"], "is the only run"),
+        (["run", "run/../run"], "is given twice"),
+        (["run", "nothing"], "not a run directory"),
     ]
-    for paths, out, message in cases:
+    for paths, message in cases:
         with pytest.raises(UserError, match=message):
-            compare_runs([Path(path) for path in paths], out)
+            compare_runs([Path(path) for path in paths], Path("out"))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
