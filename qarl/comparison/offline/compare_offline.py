@@ -27,6 +27,8 @@ from qarl.policy.load import load_tokenizer
 from qarl.storage.environment import describe_environment
 from qarl.utils.invocation import command_line
 
+SEED = 0  # of the tokens in the speed test
+
 
 def compare_offline(
     model: str,
@@ -45,7 +47,6 @@ def compare_offline(
     calibration: Path | None = None,
     calibration_samples: int | None = None,
     trained: Sequence[str] = (),
-    seed: int = 0,
     say: Callable[[str], None] = print,
 ) -> int:
     """Compare a model's schemes on weight error, divergence from bf16, perplexity, checkpoint size and speed.
@@ -53,28 +54,21 @@ def compare_offline(
     Writes comparison.json, comparison.html and plots/*.png, and prints a table on stdout.
 
     Args:
-        model: A run, one of its checkpoints, or a model. A quantized checkpoint stands for its dequantized values.
-        schemes: Scheme names. bf16, the baseline, gets a row only if it is among them.
+        model, text, group_size, kv_cache_dtype, max_tokens, device, calibration, calibration_samples, trained: See
+            `qarl.compare_offline`. A quantized checkpoint stands for its dequantized values.
+        schemes, methods: Names, each once. bf16, the baseline, gets a row only if it is among the schemes.
         out: Directory of the results; created, or resumed if the arguments are the same.
-        text: UTF-8 file. Default: the text included in qarl.
-        group_size: Group size of the schemes that have groups.
-        kv_cache_dtype: KV cache dtype of all schemes except the reference, see `scheme_targets`.
-        max_tokens: Number of tokens of the text to use.
         window: Window length in tokens; at most the context.
         speed: Sizes of the speed test; default `SpeedTest()`.
-        device: auto, cpu or cuda.
         verify_digests: See `resolve_target`.
-        methods, calibration, calibration_samples: See `scheme_targets`.
-        trained: Runs, checkpoints of runs, or exports that were trained from the model. Each gets a row.
-        seed: Seed of the tokens in the speed test.
         say: Called with one line of progress.
 
     Returns:
         0, or 1 if a scheme could not be measured; its row gives the reason.
 
     Raises:
-        UserError: A model or text that cannot be read, an unknown scheme, a text shorter than one window, an `out`
-            that holds something else.
+        UserError: A model or text that cannot be read, a text shorter than one window, an `out` that holds something
+            else.
     """
     chosen = methods, calibration, calibration_samples
     targets = scheme_targets(model, schemes, group_size, kv_cache_dtype, verify_digests, *chosen)
@@ -105,7 +99,7 @@ def compare_offline(
         "prompt_tokens": speed.prompt_tokens,
         "new_tokens": speed.new_tokens,
         "repeats": speed.repeats,
-        "seed": seed,
+        "seed": SEED,
         **_calibration(targets, tokenizer),
         **({"trained": {name: weights_mark(target) for name, target in policies.items()}} if policies else {}),
         "device": _device_name(where),
@@ -113,7 +107,7 @@ def compare_offline(
     }
     open_out(out, settings)
     title = f"Schemes of {base.name}" + (", FP8 KV cache" if cache == "fp8" else "")
-    record = Record(out, settings, title, command_line(), describe_environment(seed))
+    record = Record(out, settings, title, command_line(), describe_environment(SEED))
     members = {name: record.member(name) for name in targets}
     record.save(list(members.values()))
     missing = [name for name, member in members.items() if member["state"] == "pending"]
@@ -123,7 +117,7 @@ def compare_offline(
     if missing:
         say(f"opening {model}")
         bench = Bench(
-            *(targets, base, open_masters(base), windows, speed, where, seed, out / "reference.safetensors", say),
+            *(targets, base, open_masters(base), windows, speed, where, SEED, out / "reference.safetensors", say),
             policies,
         )
         for member in measure(bench, missing):
