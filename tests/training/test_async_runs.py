@@ -200,18 +200,19 @@ def test_partial_rollouts_are_learned_from_later_and_none_is_lost(runs):
 def test_a_step_takes_the_first_groups_of_a_wave_and_cancels_the_rest(runs):
     """After a kill of the sampler or of the run, too. A replay learns from the same groups."""
     ahead = {"max_staleness": 2, "in_flight": "recompute_kv", "oversample": 1.5}
-    runs.train("waves", *UNEVEN, before=kill_run(3), code=-9, **ahead)
-    rows = runs.train("waves", *UNEVEN, before=kill_sampler(2), **ahead)
+    more = *UNEVEN, "train.steps=6"  # so that the resumed run gives the sampler further prompts
+    runs.train("waves", *more, before=kill_run(3), code=-9, **ahead)
+    rows = runs.train("waves", *more, before=kill_sampler(2), **ahead)
     assert "restart 1 of 2" in runs.out
     assert exact(rows) and runs.most("waves", "async/staleness_max") <= 2
-    started, learned = runs.stream(24), runs.prompts("waves")
-    assert len(learned) == 16
-    for step in range(4):
+    started, learned = runs.stream(36), runs.prompts("waves")
+    assert len(learned) == 24
+    for step in range(6):
         taken, wave = learned[4 * step : 4 * step + 4], started[6 * step : 6 * step + 6]
         assert taken == [prompt for prompt in wave if prompt in taken], "in the order of the data, each once"
     assert runs.most("waves", "async/cancelled_frac") > 0
-    assert learned != [p for i in range(4) for p in started[6 * i : 6 * i + 4]]
-    assert runs.train("waves_again", *UNEVEN, f"rollout.replay={runs.folder / 'waves'}", **ahead) == rows
+    assert learned != [p for i in range(6) for p in started[6 * i : 6 * i + 4]]
+    assert runs.train("waves_again", *more, f"rollout.replay={runs.folder / 'waves'}", **ahead) == rows
 
 
 def test_the_newest_policy_as_proximal_one_leaves_staleness_to_the_correction(runs):
