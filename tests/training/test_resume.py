@@ -128,11 +128,13 @@ def test_killed_at_random_times(resumed):
 def test_killed_in_the_middle_of_random_writes(resumed):
     rng = random.Random(2)
     codes = []
-    for _ in range(3):
-        before = DIE_AT_WRITE.replace("N:", f"{rng.randint(5, 22)}:")
+    # A step has 7 writes, a checkpoint 9. The first checkpoint is complete after 27: before that, after it, later.
+    for first, last in ((5, 26), (28, 42), (5, 38)):
+        before = DIE_AT_WRITE.replace("N:", f"{rng.randint(first, last)}:")
         codes.append(resumed.interrupted(before).code)
+    assert (resumed.run / "checkpoints" / "latest").exists()
     resumed.again()
-    assert -signal.SIGKILL in codes
+    assert codes == [-signal.SIGKILL] * 3
     assert_same_run(resumed.run, resumed.reference)
 
 
