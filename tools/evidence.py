@@ -286,7 +286,7 @@ def charts(best: dict[str, list[Row]]) -> dict[str, Any]:
         bars.append(Bar(arm, *(100 * value for value in found[-1])))
     kept = f"Mean of {TRAILING} steps"
     return {
-        "accuracy": LineChart("Test tasks answered by the served policy", "step", "%, 95 % intervals", served),
+        "accuracy": LineChart("Test tasks answered", "step", "%, 95 % intervals", served),
         "final": BarChart("After the last step", "test tasks answered, %, 95 % intervals", bars),
         "reward": LineChart("Training reward", "step", kept.lower(), reward),
         "minutes": LineChart("Training reward against time", "minutes of training steps", kept.lower(), minutes),
@@ -346,7 +346,7 @@ def setting(records: Sequence[Row]) -> str:
     return (
         f"{first['steps']} steps of {first['responses']} responses of up to {length} tokens, from the policy of "
         f"`configs/evidence/sft.yaml`, with the arms of `configs/evidence/arms.yaml`. {len(first['families'])} test "
-        f"prompts, {first['samples']} samples each. {'; '.join(devices)}; {', '.join(versions)}; revision "
+        f"prompts, {first['samples']} per prompt. {'; '.join(devices)}; {', '.join(versions)}; revision "
         f"{', '.join(revisions)}. Intervals are 95 %, over prompts, or over three or more seeds if that is wider. "
         "Records: `benchmarks/results/evidence/`."
     )
