@@ -20,7 +20,7 @@ def install():
     def take(self, *arguments):
         takes.append(1)
         if {when}:
-            os.kill({pid}, signal.SIGKILL)
+            os.kill({pid}, signal.{name})
         return real(self, *arguments)
     {engine}.take = take
 install()
@@ -49,9 +49,14 @@ def kill_at_take(take: int, engine: str = ASYNC) -> str:
     return _kill_at_take(f"len(takes) == {take}", "os.getpid()", engine)
 
 
-def _kill_at_take(when: str, pid: str, engine: str) -> str:
-    module, _, name = engine.partition(":")
-    return _KILL_AT_TAKE.format(when=when, pid=pid, module=module, engine=name)
+def stop_at_take(take: int) -> str:
+    """Send SIGTERM to the run itself when a step takes responses for the `take`-th time."""
+    return _kill_at_take(f"len(takes) == {take}", "os.getpid()", ASYNC, "SIGTERM")
+
+
+def _kill_at_take(when: str, pid: str, engine: str, name: str = "SIGKILL") -> str:
+    module, _, of = engine.partition(":")
+    return _KILL_AT_TAKE.format(when=when, pid=pid, module=module, engine=of, name=name)
 
 
 def kill_run(step: int) -> str:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from run_faults import BY_ENGINE, kill_at_take, kill_run, kill_sampler, on_rank, recorded, repeatable
+from run_faults import BY_ENGINE, kill_at_take, kill_run, kill_sampler, on_rank, recorded, repeatable, stop_at_take
 from tiny_runs import Qarl, settings, write_config
 
 from qarl.config import Config
@@ -178,6 +178,18 @@ def test_weights_that_change_in_flight_stay_exact_and_a_kill_loses_and_repeats_n
     assert runs.most("flight", "async/staleness_max") <= 4
     ahead["kept_versions"] = "host"
     assert runs.train("again", *SLOW_SAMPLER, f"rollout.replay={runs.folder / 'flight'}", **ahead) == rows
+
+
+def test_a_stop_between_rounds_of_dynamic_sampling_repeats_no_prompt(runs, rounds):
+    """The checkpoint is of the last finished step, but the queue then has groups of the interrupted one."""
+    ahead = {"max_staleness": 0, "in_flight": "wait"}
+    whole = runs.train("rounds_whole", *rounds, **ahead)
+    counts = [int(row["sampling/rounds"]) for row in whole]
+    step = next(i for i, count in enumerate(counts) if i and count > 1)
+    runs.train("rounds_stopped", *rounds, before=stop_at_take(sum(counts[:step]) + 2), code=143, **ahead)
+    assert len(runs.metrics("rounds_stopped")) == step
+    assert runs.train("rounds_stopped", *rounds, **ahead) == whole
+    assert runs.prompts("rounds_stopped") == runs.prompts("rounds_whole")
 
 
 def test_kept_keys_and_values_are_not_exact_and_nobody_is_warned(runs):

@@ -451,8 +451,8 @@ class AsyncEngine:
             self._cancelled += sum(self._ranks.gather(own))
             groups = len(self._took) // self.sampling.n
             self.metrics["async/cancelled_frac"] = self._cancelled / (self._cancelled + groups)
-        if worked > 0:
-            self.metrics["throughput/rollout_tokens_per_s"] = (self._mark[2] - tokens) / worked
+        rate = (self._mark[2] - tokens) / worked if worked > 0 else 0.0
+        self.metrics["throughput/rollout_tokens_per_s"] = rate
 
     def _score(self) -> None:
         """Score complete groups, those of one step together, until the engine closes."""
