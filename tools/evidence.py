@@ -346,7 +346,7 @@ def setting(records: Sequence[Row]) -> str:
     return (
         f"{first['steps']} steps of {first['responses']} responses of up to {length} tokens, from the policy of "
         f"`configs/evidence/sft.yaml`, with the arms of `configs/evidence/arms.yaml`. {len(first['families'])} test "
-        f"prompts, {first['samples']} per prompt. {'; '.join(devices)}; {', '.join(versions)}; revision "
+        f"prompts, samples per prompt: {first['samples']}. {'; '.join(devices)}; {', '.join(versions)}; revision "
         f"{', '.join(revisions)}. Intervals are 95 %, over prompts, or over three or more seeds if that is wider. "
         "Records: `benchmarks/results/evidence/`."
     )

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,16 +94,12 @@ def environment() -> Record:
     """Device, versions and git revision, without the host's name, which says nothing to a reader."""
     import torch
 
-    from qarl.storage.environment import describe_environment
+    from qarl.storage.environment import describe_environment, version_of
 
     found = {k: v for k, v in describe_environment(0).items() if k not in ("command", "host", "seed")}
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    for package in PEERS:
-        try:
-            found["packages"][package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    found["packages"] |= {name: version for name in PEERS if (version := version_of(name)) is not None}
     return found
 
 

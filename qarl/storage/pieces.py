@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which slices of which tensors they hold, and writing them."""
+"""Plan and write the files of a checkpoint. Each file holds slices of tensors."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]
 
     Args:
         run: The run, after a finished step.
-        data: `PromptStream.state()` after that step.
+        data: `PromptStream.state()` after that step. Asynchronous runs save the current state instead, because a later
+            step that was interrupted may have moved prompts from the stream into the queue.
 
     Returns:
         This rank's pieces of masters and optimizer state, and everything else as JSON.
@@ -62,7 +63,6 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]
     }
     if isinstance(run.ahead, AsyncEngine):
         tensors, state["rollouts"] = run.ahead.state()
-        # A later step that was interrupted may have moved the stream. Its prompts are in the queue.
         state["data"] = run.stream.state()
         flat = ((name, tensor.detach().contiguous()) for name, tensor in tensors.items())
         pieces += [Piece(ROLLOUTS, name, tuple(tensor.shape), 0, tensor.view(-1)) for name, tensor in flat]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from run_faults import BY_ENGINE
 from tiny_models import tiny_settings
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -24,7 +25,6 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-OF_TIMES = ("time/", "memory/", "throughput/", "async/", "publish/")
 
 
 def train(
@@ -54,7 +54,7 @@ def train(
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if not key.startswith(OF_TIMES)} for row in rows]
+    return [{key: value for key, value in row.items() if not key.startswith(BY_ENGINE)} for row in rows]
 
 
 @pytest.mark.parametrize(("family", "scheme", "group"), SCHEMES)
