@@ -69,7 +69,7 @@ def make_scheme(
         raise ValueError(f"group_size {group_size} does not apply to scheme {name}; leave it out (null)")
     if kind.group_sizes and group_size not in (None, CHANNEL, *kind.group_sizes):
         sizes = ", ".join(map(str, kind.group_sizes))
-        raise ValueError(f"group_size {group_size} is not supported; choose {sizes} or -1 (one group a row)")
+        raise ValueError(f"group_size {group_size} is not supported; choose {sizes} or -1 (one group per row)")
     if not symmetric and not kind.zero_points:
         others = " and ".join(scheme_names(lambda other: other.zero_points))
         raise ValueError(f"symmetric false does not apply to scheme {name}; only {others} stores zero points")

@@ -156,7 +156,7 @@ class Scheme(ABC):
         """Return why a weight of this shape cannot be stored, and the fix; None if it can."""
         if self.group_size is None or in_features % self.group_size == 0:
             return None
-        fits = [str(size) for size in self.group_sizes if in_features % size == 0] + ["-1 (one group a row)"]
+        fits = [str(size) for size in self.group_sizes if in_features % size == 0] + ["-1 (one group per row)"]
         return f"group_size {self.group_size} does not divide its {in_features} input features; use {' or '.join(fits)}"
 
     # --- rows: weights concatenated along dim 0
