@@ -11,7 +11,17 @@ import psutil
 import pytest
 import torch
 import yaml
-from run_faults import BY_ENGINE, kill_at_take, kill_run, kill_sampler, on_rank, recorded, repeatable, stop_at_take
+from run_faults import (
+    BY_ENGINE,
+    kill_at_take,
+    kill_run,
+    kill_sampler,
+    kill_sampler_at_publish,
+    on_rank,
+    recorded,
+    repeatable,
+    stop_at_take,
+)
 from tiny_runs import Qarl, settings, write_config
 
 from qarl.config import Config
@@ -166,6 +176,12 @@ def test_waiting_runs_repeat_bit_for_bit_after_a_kill_of_either_process(runs, wa
     assert repeatable(runs.folder / "killed", BY_ENGINE) == waiting[:3]
     assert runs.train("killed", **ahead) == waiting
     assert runs.prompts("killed") == runs.prompts("waiting")
+
+
+def test_a_publish_while_the_next_sampler_gets_its_weights_changes_nothing(runs, waiting):
+    """The transport of a sampler holds the tensors of one version at a time."""
+    assert runs.train("at_publish", before=kill_sampler_at_publish(3), max_staleness=2, in_flight="wait") == waiting
+    assert "restart 1 of 2" in runs.out
 
 
 def test_weights_that_change_in_flight_stay_exact_and_a_kill_loses_and_repeats_no_prompt(runs):

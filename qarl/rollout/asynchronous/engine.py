@@ -137,10 +137,8 @@ class AsyncEngine:
             self._published = [*self._published, snapshot.version][-2 * (self.settings.max_staleness + 2) :]
         if self._queue.log.last_version != snapshot.version:  # a resumed run's log has it already
             scores = [self.policy.sampler.score([tokens]).tolist() for tokens in self._canary]
-            # Packed in this thread: the other one would wait for whatever the learner starts next.
-            update = self._link.pack(snapshot) if self._link.started else None
             with self._queue.changed:
-                self._link.enqueue(Published(snapshot.version, scores), update)
+                self._link.publish(Published(snapshot.version, scores), snapshot)
         if not self._link.started:
             self._start()
         self.version = snapshot.version
@@ -419,7 +417,7 @@ class AsyncEngine:
             self._number += started[rank]
             self._queue.groups += groups
             if rank == ranks.rank:
-                self._link.enqueue(Added(groups))
+                self._link.add(Added(groups))
 
     def _groups_for(self, count: int) -> int:
         """Groups that are started so that `count` of them are learned from."""

@@ -122,6 +122,7 @@ class SamplerLink:
         self._config, self._policy, self._tokenizer = config, policy, tokenizer
         self._queue, self._canary, self._place, self._say = queue, canary, place, say
         self._bound: Bound | None = None
+        self._serves = False  # whether `process` takes orders; not while another one is being started
         self._orders: deque[tuple[Published | Added, WeightUpdate | None]] = deque()  # still to be sent
         self._unanswered: Published | None = None  # publish that the sampler has not answered
         self._partials: list[Any] | None = []  # None: asked for
@@ -141,11 +142,24 @@ class SamplerLink:
             if self._config.rollout.engine == "vllm":
                 raise not_started(fault, log) from fault
             raise SamplerError(f"rollout.async: the sampler did not start: {fault}{see(log)}") from fault
-        self.started = True
+        self.started = self._serves = True
         self._queue.run("sampler", self._serve)
 
-    def enqueue(self, entry: Published | Added, update: WeightUpdate | None = None) -> None:
-        """Add an order; under the lock. update: The packed weights of a publish, if there is a process to take them."""
+    def add(self, entry: Added) -> None:
+        """Order responses; under the lock."""
+        self._enqueue(entry, None)
+
+    def publish(self, entry: Published, snapshot: Snapshot) -> None:
+        """Order a version to be published; under the lock. Raises OSError if shared memory is full.
+
+        The transport holds one update at a time. It is packed here if the transport is free, because the thread would
+        wait for all work that the learner's GPU gets next. Otherwise (the process failed, and another one must get an
+        earlier version first) the thread packs it before it is sent.
+        """
+        free = self._serves and self._unanswered is None and not self.versions()
+        self._enqueue(entry, self._pack(snapshot) if free else None)
+
+    def _enqueue(self, entry: Published | Added, update: WeightUpdate | None) -> None:
         self._queue.log.append(entry)
         self._orders.append((entry, update))
         self._queue.changed.notify_all()
@@ -160,8 +174,7 @@ class SamplerLink:
         if self.started:
             self._queue.wait(lambda: self._unanswered is None and not self._orders)
 
-    def pack(self, snapshot: Snapshot) -> WeightUpdate:
-        """Pack a snapshot for the process. One update at a time is packed."""
+    def _pack(self, snapshot: Snapshot) -> WeightUpdate:
         payload = self.process.transports[0].pack(snapshot.published)
         return WeightUpdate(snapshot.version, [payload], snapshot.fingerprints, self._canary)
 
@@ -241,7 +254,7 @@ class SamplerLink:
             if entry is None:
                 self.process.order("partials", None)
             elif isinstance(entry, Published):
-                self.process.order("publish", update or self.pack(self._policy.kept.on_device(entry.version)))
+                self.process.order("publish", update or self._pack(self._policy.kept.on_device(entry.version)))
             elif missing:
                 self.process.order("add", missing)
 
@@ -285,6 +298,8 @@ class SamplerLink:
 
         Raises SamplerError past the limit.
         """
+        with self._queue.changed:
+            self._serves = False
         self.process.close()
         limit, log = self.settings.max_restarts, self._place / LOG
         if self.restarts == limit:
@@ -301,7 +316,7 @@ class SamplerLink:
             process.close()
             raise
         with self._queue.changed:
-            self.process, self._unanswered, self._queue.to_cancel = process, None, []
+            self.process, self._unanswered, self._queue.to_cancel, self._serves = process, None, [], True
             self._earlier_s = self.sampler_s
             self._asks_partials = self._asks_partials or self._partials is None
             self.repeat()
