@@ -171,7 +171,7 @@ class Config(Section):
         ahead = self.rollout.asynchronous
         steps, prompts = 1, self.train.prompts_per_step
         if ahead is not None:
-            steps = ahead.max_staleness + 1  # whose responses are in progress together
+            steps = ahead.steps_ahead + 1  # whose responses are in progress together
             prompts = math.ceil(prompts * ahead.oversample)
         return min(self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"], steps * prompts * self.rollout.n)
 

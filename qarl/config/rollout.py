@@ -55,6 +55,13 @@ class AsyncConfig(Section):
         description="Maximum age of a token in steps, relative to the policy that learns from it. 0: same bits as a "
         "synchronous run.",
     )
+    publish_every: int = Field(
+        1,
+        ge=1,
+        le=MOST_STALE + 1,
+        description="Versions per publish to the sampler. Above 1 the sampler interrupts its responses less often, and "
+        "gets the prompts of fewer steps ahead, because its weights may be this number - 1 versions old already.",
+    )
     in_flight: Literal["wait", "keep_kv", "recompute_kv"] = Field(
         "wait",
         description="Unfinished responses when new weights arrive. wait: finish them with the old weights first "
@@ -110,7 +117,18 @@ class AsyncConfig(Section):
         """Whether the sampler's log-probs equal, bit for bit, the learner's at the version of each token."""
         return self.in_flight != "keep_kv" and self.proximal == "sampled"
 
+    @property
+    def steps_ahead(self) -> int:
+        """Steps after the current one for which the sampler has prompts."""
+        return self.max_staleness - (self.publish_every - 1)
+
     def faults(self) -> Iterator[Fault]:
+        if self.steps_ahead < 0:
+            text = (
+                f"the sampler would be {self.publish_every - 1} versions behind before it begins a response; must be "
+                f"at most max_staleness + 1, which is {self.max_staleness + 1}"
+            )
+            yield Fault(("publish_every",), self.publish_every, text)
         if self.verify_frac < 1 and not self.exact:
             key = "in_flight: keep_kv" if self.in_flight == "keep_kv" else "proximal: newest"
             text = f"with {key} the sampler's log-probs are not those of logp_old; must be 1"

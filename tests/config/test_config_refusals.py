@@ -272,6 +272,11 @@ REFUSALS = [
     ("train.minibatch_size=24", "prompts_per_step * rollout.n = 64; nearest: 16"),
     ("model.max_length=100", "512 + 256 = 768"),
     ("rollout.kv_cache_tokens=767", "512 + 256 = 768 or more"),
+    (
+        "rollout.async={max_staleness: 1, publish_every: 3}",
+        "must be at most max_staleness + 1, which is 2",
+        "rollout.async.publish_every = 3",
+    ),
     ("rollout.async={oversample: 1.5, order: finished}", "must be 1, or use prompts", "rollout.async.oversample = 1.5"),
 ]
 

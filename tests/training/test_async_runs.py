@@ -26,6 +26,7 @@ from tiny_runs import Qarl, settings, write_config
 
 from qarl.config import Config
 from qarl.data import PromptStream
+from qarl.diagnostics.diagnose.saved import read_rollouts, rollout_steps
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.types import Prompt
 
@@ -122,6 +123,12 @@ class Runs:
         rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         return [row["prompt_id"] for row in rows[::4]]
 
+    def versions(self, name: str) -> set[int]:
+        """Versions of the policy that sampled the tokens of a run."""
+        steps = [read_rollouts(self.folder / name, step) for step in rollout_steps(self.folder / name)]
+        mixed = {version for step in steps if step.versions for own in step.versions for version in own}
+        return mixed | {step.version for step in steps if not step.versions}
+
     def stream(self, count: int) -> list[int]:
         """Ids of the first prompts of the data, in the order of the seed."""
         config = Config.model_validate(yaml.safe_load(self.config.read_text()))
@@ -206,6 +213,21 @@ def test_a_stop_between_rounds_of_dynamic_sampling_repeats_no_prompt(runs, round
     assert len(runs.metrics("rounds_stopped")) == step
     assert runs.train("rounds_stopped", *rounds, **ahead) == whole
     assert runs.prompts("rounds_stopped") == runs.prompts("rounds_whole")
+
+
+def test_a_sampler_that_gets_every_second_version_stays_within_the_staleness_bound(runs):
+    """Across a kill of the run and of a sampler, too. Responses only have tokens of the versions that were sent."""
+    ahead = {"max_staleness": 2, "publish_every": 2, "in_flight": "wait"}
+    more = "train.steps=5", "logging.rollout_tensors=true"
+    rows = runs.train("second", *more, **ahead)
+    assert exact(rows) and runs.prompts("second") == runs.stream(20)
+    assert [row["async/staleness_max"] for row in runs.metrics("second")] == [0.0, 1.0, 2.0, 1.0, 2.0]
+    assert runs.versions("second") == {0, 4}  # two updates per step
+    runs.train("second_killed", *more, before=kill_sampler(2) + kill_run(3), code=-9, **ahead)
+    assert runs.train("second_killed", *more, **ahead) == rows
+    ahead |= {"in_flight": "recompute_kv"}
+    assert exact(runs.train("second_in_flight", *SLOW_SAMPLER, *more, **ahead))
+    assert runs.most("second_in_flight", "async/staleness_max") == 2 and runs.versions("second_in_flight") <= {0, 4, 8}
 
 
 def test_kept_keys_and_values_are_not_exact_and_nobody_is_warned(runs):

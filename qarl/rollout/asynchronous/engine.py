@@ -1,9 +1,10 @@
 """Asynchronous rollouts as the training loop uses them.
 
 A thread owns the connection to the sampler's process, and another one scores complete groups, so sampling and rewards
-go on while the learner learns. After the publish for step s, the sampler has prompts for the steps up to
-s + max_staleness. A group is learned from at most `max_staleness` steps after the sampler got its prompt. So no token
-is older than that. No response is dropped for being long, unless `rollout.async.oversample` is above 1.
+go on while the learner learns. Before step s the sampler gets prompts for the steps up to s + `steps_ahead`. A group is
+learned from at most `steps_ahead` steps after that. The sampler's weights are then at most `publish_every` - 1 versions
+old, so no token is older than `max_staleness` versions. No response is dropped for being long, unless
+`rollout.async.oversample` is above 1.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class AsyncEngine:
     # --- the contract of an engine -----------------------------------------------------------------------------
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Send a snapshot to the sampler. Does not wait for the sampler, unless it still has to take the previous one.
+        """Send a snapshot to the sampler if `publish_every` versions have passed. Waits only for the previous publish.
 
         The sampler's answer is checked when it comes; the next call of this engine raises what it shows.
         """
@@ -135,13 +136,20 @@ class AsyncEngine:
         self.policy.kept.add(snapshot, self.policy.weights if self.settings.proximal == "sampled" else None)
         if snapshot.version not in self._published:
             self._published = [*self._published, snapshot.version][-2 * (self.settings.max_staleness + 2) :]
-        if self._queue.log.last_version != snapshot.version:  # a resumed run's log has it already
+        if self._sends(snapshot.version):
             scores = [self.policy.sampler.score([tokens]).tolist() for tokens in self._canary]
             with self._queue.changed:
                 self._link.publish(Published(snapshot.version, scores), snapshot)
         if not self._link.started:
             self._start()
         self.version = snapshot.version
+
+    def _sends(self, version: int) -> bool:
+        """Whether a new version goes to the sampler."""
+        last = self._queue.log.last_version  # of a resumed run, too
+        if last not in self._published:
+            return True
+        return self._published.index(version) - self._published.index(last) >= self.settings.publish_every
 
     def generate(
         self,
@@ -175,7 +183,7 @@ class AsyncEngine:
         """Give the sampler the prompts that its staleness allows before training step `step`, counted from 0."""
         with self._queue.changed:
             waiting = self._queue.places()
-            limit = (self.settings.max_staleness + 1) * self._per_step
+            limit = (self.settings.steps_ahead + 1) * self._per_step
             while waiting < limit and (target := step + waiting // self._per_step) < self.config.train.steps:
                 count = min(self._per_step, limit - waiting)
                 self._submit(count, target, step)
@@ -270,7 +278,7 @@ class AsyncEngine:
             step: Training step, from 0.
         """
         if self.settings.order == "finished":
-            oldest = step - self.settings.max_staleness
+            oldest = step - self.settings.steps_ahead
             waiting.sort(key=lambda group: (group.submitted > oldest, not scored[group.number]))  # a stable sort
         return sorted(waiting[:count], key=lambda group: group.number)
 
@@ -385,7 +393,7 @@ class AsyncEngine:
                 device="cpu" if on_cpu else "cuda:0",
                 max_length=self.policy.max_length,
                 longest=self._longest,
-                sequences=self._groups_for(started) * (self.settings.max_staleness + 1) * self.sampling.n,
+                sequences=self._groups_for(started) * (self.settings.steps_ahead + 1) * self.sampling.n,
                 sampling=replace(self.sampling, record_routing=self.config.records_routing),
                 threads=torch.get_num_threads() if on_cpu else None,
             )

@@ -36,7 +36,7 @@ class PendingGroup:
     Attributes:
         number: Counts the groups of a run.
         step: Training step whose random numbers it has, from 0.
-        submitted: Training step before which the sampler got it. It is learned from within `max_staleness` steps.
+        submitted: Training step before which the sampler got it. It is learned from within `steps_ahead` steps.
         seed: Of the random stream.
         first: Number of the first sample.
         rollouts: Finished responses by sample number.
