@@ -19,6 +19,7 @@ from qarl.weight_sync.fingerprints import Fingerprint, fingerprints, verify
 from qarl.weight_sync.transport import bytes_of
 
 PATCH = "#patch"
+PORTION = 256 << 20  # bytes that `receive` takes before it lets the sampler work
 Prints = Mapping[str, Fingerprint]
 
 
@@ -76,7 +77,11 @@ Arriving = Iterable[tuple[str, Tensor]]
 
 
 def receive(
-    version: int, arriving: Arriving, expected: Mapping[str, Fingerprint], base: Callable[[str], Tensor]
+    version: int,
+    arriving: Arriving,
+    expected: Mapping[str, Fingerprint],
+    base: Callable[[str], Tensor],
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, Tensor]:
     """Apply patches to copies of held tensors, and verify everything that arrived.
 
@@ -85,6 +90,7 @@ def receive(
         arriving: Tensors by name, and patches by name + `PATCH`.
         expected: Fingerprints of all tensors of the version.
         base: Returns the held tensor of a name.
+        meanwhile: Called after every `PORTION` bytes, for other work.
 
     Returns:
         New tensors by name.
@@ -93,7 +99,12 @@ def receive(
         PublishError: The received bytes are not the sent ones.
     """
     tensors: dict[str, Tensor] = {}
+    waiting = 0
     for name, tensor in arriving:
+        waiting += tensor.nbytes
+        if waiting > PORTION:
+            waiting = 0
+            meanwhile()
         if name.endswith(PATCH):
             name = name.removesuffix(PATCH)
             tensor = patched(base(name), tensor)

@@ -64,7 +64,9 @@ def made(tiny_model, tmp_path):
 def publish(served: VLLMHost, version: int) -> list[tuple[Any, ...]]:
     """As the server does: first what vLLM has ahead."""
     ended = served.settle()
-    served.publish(WeightUpdate(version, [None], {}, [[1, 2, 3]]), [])
+    update = WeightUpdate(version, [None], {}, [[1, 2, 3]])
+    served.publish(update, served.receive(update, [], pytest.fail))
+    served.score(update.canary, pytest.fail)
     return ended
 
 

@@ -64,6 +64,24 @@ def log(self, step, metrics):
     real(self, step, metrics)
 Recorder.log = log
 """
+# The sampler generates after each tensor that it receives. Writes the number of responses in progress to `during`.
+SMALL_PORTIONS = """
+from qarl.rollout.asynchronous.host import Server
+from qarl.weight_sync import update
+update.PORTION = 0
+generate = Server._generate
+def noted(self):
+    with open("during", "a") as file:
+        print(int(self._host.busy), file=file)
+    generate(self)
+def receive(self, *arguments):
+    Server._generate = noted
+    try:
+        real(self, *arguments)
+    finally:
+        Server._generate = generate
+real, Server._receive = Server._receive, receive
+"""
 # Long responses, two at a time, so that weights arrive while some are in progress.
 SLOW_SAMPLER = "rollout.max_response_length=60", "rollout.max_num_seqs=2"
 RARE_REWARD = """
@@ -201,6 +219,16 @@ def test_weights_that_change_in_flight_stay_exact_and_a_kill_loses_and_repeats_n
     assert runs.most("flight", "async/staleness_max") <= 4
     ahead["kept_versions"] = "host"
     assert runs.train("again", *SLOW_SAMPLER, f"rollout.replay={runs.folder / 'flight'}", **ahead) == rows
+
+
+def test_responses_go_on_while_weights_arrive(runs, waiting):
+    assert runs.train("portions_wait", before=SMALL_PORTIONS, max_staleness=2, in_flight="wait") == waiting
+    (runs.folder / "during").unlink()
+    ahead = {"max_staleness": 3, "in_flight": "recompute_kv"}
+    rows = runs.train("portions", *SLOW_SAMPLER, before=SMALL_PORTIONS, **ahead)
+    assert exact(rows) and runs.prompts("portions") == runs.stream(16)
+    assert "1" in (runs.folder / "during").read_text().split()
+    assert runs.most("portions", "publish/pause_s") > 0 < runs.most("portions", "time/publish_receive_s")
 
 
 def test_a_stop_between_rounds_of_dynamic_sampling_repeats_no_prompt(runs, rounds):

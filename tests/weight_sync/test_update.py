@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qarl.weight_sync import update
 from qarl.weight_sync.fingerprints import PublishError, fingerprints
 from qarl.weight_sync.update import delta, patch_of, patched, receive
 
@@ -115,6 +116,16 @@ def test_a_receiver_rebuilds_the_new_version(old) -> None:
     prints, before = fingerprints(new.items()), fingerprints(old.items())
     held = old | receive(1, sent(old, new).items(), prints, old.__getitem__)
     assert fingerprints(held.items()) == prints and fingerprints(old.items()) == before
+
+
+def test_a_receiver_lets_the_sampler_work_after_each_portion(monkeypatch) -> None:
+    monkeypatch.setattr(update, "PORTION", 100)
+    tensors = {f"{i}": torch.zeros(60, dtype=torch.uint8) for i in range(5)}
+    taken: list[str] = []
+    seen: list[int] = []
+    arriving = ((name, tensor) for name, tensor in tensors.items() if not taken.append(name))
+    receive(1, arriving, fingerprints(tensors.items()), tensors.__getitem__, lambda: seen.append(len(taken)))
+    assert seen == [2, 4]
 
 
 def test_a_patch_of_another_base_is_refused(old) -> None:

@@ -4,6 +4,9 @@ Orders arrive in sequence: `add` (prompts), `publish` (weights), `partials` (rep
 that a publish, and all orders after it, wait until the responses in progress have ended. Otherwise they continue with
 the new weights. `cancel` (drop responses in progress) overtakes other orders, because a publish may wait for them.
 
+A publish has three parts. Tensors are received and verified while generation goes on. Then generation pauses until
+they are loaded and the operands are verified. The canary is scored between the next steps.
+
 Nothing is loaded from a checkpoint: the first publish brings all tensors.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -99,30 +102,55 @@ class Host:
     # --- orders ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def publish(self, update: WeightUpdate, arriving: Any) -> tuple[float, list[list[float]]]:
-        """Load and verify the tensors of a version, and score the canary.
+    def receive(self, update: WeightUpdate, arriving: Any, meanwhile: Callable[[], None]) -> Any:
+        """Copy and verify the tensors of a version. meanwhile: Called now and then, to generate.
 
         Returns:
-            Seconds for which no token was generated, and the log-probs of each canary sequence.
+            The tensors, for `publish`.
 
         Raises:
-            PublishError: The tensors, or the operands made of them, are not those that were sent.
+            PublishError: The tensors are not those that were sent.
+        """
+        return receive(update.version, arriving, update.expected, self.weights.base, meanwhile)
+
+    @torch.no_grad()
+    def publish(self, update: WeightUpdate, received: Any) -> dict[str, float]:
+        """Load what `receive` returned, and verify the operands; after `settle`.
+
+        Returns:
+            Seconds of the parts load and check.
+
+        Raises:
+            PublishError: The operands are not those that the sent tensors make.
         """
         begin = time.perf_counter()
-        tensors = receive(update.version, arriving, update.expected, self.weights.base)
-        self.weights.load(tensors)
-        del tensors
+        self.weights.load(received)
         if self.generation is None:
             self.sampler.weights = self.weights.weight_set()
+        loaded = self._now()
         self.weights.check(update.version, update.expected)
-        scores = [self.sampler.score([tokens]).tolist() for tokens in update.canary]
+        checked = self._now()
         if self.generation is None:
             settings = self.settings
             self.generation = self.engine.begin(settings.sampling, update.version, settings.longest, settings.sequences)
         self.generation.use_version(update.version)
         if self.in_flight == "recompute_kv":
             self.generation.recompute()
-        return time.perf_counter() - begin, scores
+        return {"load": loaded - begin, "check": checked - loaded}
+
+    def _now(self) -> float:
+        """Seconds, after all queued work of the GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def score(self, canary: Iterable[list[int]], meanwhile: Callable[[], None]) -> list[list[float]]:
+        """Return the log-probs of each token sequence. meanwhile: Called between two sequences, to generate."""
+        scores = []
+        for tokens in canary:
+            scores.append(self.sampler.score([tokens]).tolist())
+            meanwhile()
+        return scores
 
     def add(self, groups: list[Group]) -> None:
         """Queue the missing responses of groups; those with tokens already continue."""
@@ -200,7 +228,7 @@ class Server:
         self._channel, self._host, self._receiver = channel, host, receiver
         self._orders: deque[tuple[str, Any]] = deque()
         self._last = time.monotonic()
-        self._tokens = 0
+        self._received: tuple[Any, float] | None = None  # tensors of the next publish, and the seconds that they took
 
     def run(self) -> None:
         """Serve until the learner closes the connection (EOFError)."""
@@ -213,10 +241,12 @@ class Server:
                 else:
                     self._orders.append(order)
                 idle = False
+            if self._orders and self._orders[0][0] == "publish" and self._received is None:
+                self._receive(self._orders[0][1])
             if self._orders and not (self._orders[0][0] == "publish" and self._waits):
                 self._perform(*self._orders.popleft())
-            elif self._host.busy:
-                self._send(self._host.step())
+            else:
+                self._generate()
             self._heartbeat()
 
     @property
@@ -233,12 +263,36 @@ class Server:
             self._channel.send("partials", host.partials())
         else:
             assert operation == "publish", operation
-            self._send(host.settle())
-            try:
-                paused_s, scores = host.publish(payload, self._receiver.take(payload.payloads[0]))
-            finally:
-                self._receiver.done()
-            self._channel.send("published", (payload.version, paused_s, scores))
+            self._publish(payload)
+
+    def _receive(self, update: WeightUpdate) -> None:
+        begin = time.perf_counter()
+        tensors = self._host.receive(update, self._receiver.take(update.payloads[0]), self._generate)
+        self._received = tensors, time.perf_counter() - begin
+
+    def _publish(self, update: WeightUpdate) -> None:
+        host = self._host
+        assert self._received is not None, "`run` receives first"
+        (tensors, receive_s), self._received = self._received, None
+        self._send(host.settle())
+        begin = time.perf_counter()
+        try:
+            seconds = host.publish(update, tensors)
+        finally:
+            del tensors
+            self._receiver.done()
+        pause_s = time.perf_counter() - begin
+        scores = host.score(update.canary, self._generate)
+        score_s = time.perf_counter() - begin - pause_s
+        self._channel.send(
+            "published", (update.version, pause_s, {"receive": receive_s, **seconds, "score": score_s}, scores)
+        )
+
+    def _generate(self) -> None:
+        """Run a step if a response is in progress."""
+        if self._host.busy:
+            self._send(self._host.step())
+            self._heartbeat()
 
     def _send(self, finished: list[tuple[Any, ...]]) -> None:
         if finished:

@@ -273,12 +273,13 @@ class SamplerLink:
             case _:
                 raise SamplerError(f"rollout.async: the sampler's process sent {kind[:40]!r}")
 
-    def _check(self, version: int, paused_s: float, scores: list[list[float]]) -> None:
+    def _check(self, version: int, pause_s: float, seconds: dict[str, float], scores: list[list[float]]) -> None:
         """Check the sampler's answer to a publish."""
         published, self._unanswered = self._unanswered, None
         self.process.transports[0].release()
         assert published is not None and published.version == version, "answers come in order"
-        self.metrics["publish/pause_s"] = paused_s
+        self.metrics["publish/pause_s"] = pause_s
+        self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}
         if not published.scores:
             return
         found = difference([x for own in scores for x in own], [x for own in published.scores for x in own])

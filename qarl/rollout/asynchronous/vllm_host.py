@@ -8,7 +8,7 @@ earlier version and all later ones of the new version.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,20 +65,26 @@ class VLLMHost:
 
     # --- orders ------------------------------------------------------------------------------------------------
 
-    def publish(self, update: WeightUpdate, arriving: Any) -> tuple[float, list[list[float]]]:
-        """See `asynchronous.host.Host.publish`. The canary is scored while the responses in progress continue."""
-        begin = time.perf_counter()
+    def receive(self, update: WeightUpdate, arriving: Any, meanwhile: Callable[[], None]) -> Any:
+        """Return the tensors as they arrive: `publish` verifies them together with the other processes of vLLM."""
+        return arriving
+
+    def publish(self, update: WeightUpdate, received: Any) -> dict[str, float]:
+        """See `asynchronous.host.Host.publish`. `receive` is a part of it."""
         for name, count, _ in self._host.so_far():
             versions = self._responses[name].versions
             versions += [self._version] * (count - len(versions))
-        self._host.publish(update.version, arriving, update.expected, self.in_flight)
+        seconds = self._host.publish(update.version, received, update.expected, self.in_flight)
         self._version = update.version
-        loaded = time.perf_counter()
-        scores = self._host.score(update.canary)
-        scored = time.perf_counter()
+        return seconds
+
+    def score(self, canary: Sequence[list[int]], meanwhile: Callable[[], None]) -> list[list[float]]:
+        """Return the log-probs of each token sequence. The responses in progress continue, without `meanwhile`."""
+        begin = time.perf_counter()
+        scores = self._host.score(canary)
         if self.busy:
-            self.busy_s += scored - loaded
-        return (loaded if self.busy else scored) - begin, scores
+            self.busy_s += time.perf_counter() - begin
+        return scores
 
     def add(self, groups: list[Group]) -> None:
         """Queue the missing responses of groups; those with tokens already continue."""
