@@ -280,8 +280,8 @@ class Loop:
                 raise
             failure = error
         clock.move(watch.seconds["learner"], "learner", "diagnostics")
-        tokens = None if config.given else record.rollout_tokens, run.learner.totals.forward_tokens
-        record.metrics |= clock.metrics(*tokens) | run.engine.metrics
+        sampled = None if config.given or config.rollout.replay is not None else record.rollout_tokens
+        record.metrics |= clock.metrics(sampled, run.learner.totals.forward_tokens) | run.engine.metrics
         record.metrics |= over_ranks(record.metrics, self.ranks)
         self.record(step + 1, record, recorder, failure)
 

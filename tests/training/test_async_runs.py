@@ -270,7 +270,10 @@ def test_partial_rollouts_are_learned_from_later_and_none_is_lost(runs):
     more = *UNEVEN, "train.steps=6"
     runs.train("partial", *more, before=kill_run(3), code=-9, **ahead)
     rows = runs.train("partial", *more, **ahead)
-    assert exact(rows) and sorted(runs.prompts("partial")) == sorted(runs.stream(24))
+    learned, stream = runs.prompts("partial"), runs.stream(24)
+    assert exact(rows) and sorted(learned) == sorted(stream)
+    places = [stream.index(prompt) for prompt in learned]
+    assert all(places[i] < places[i + 1] for i in range(23) if i % 4 < 3), "in a step: in the order of the data"
     assert runs.most("partial", "async/staleness_max") <= 3
     assert runs.train("partial_again", *more, f"rollout.replay={runs.folder / 'partial'}", **ahead) == rows
 
@@ -332,6 +335,7 @@ def test_a_synchronous_run_does_not_drop_what_was_sampled_ahead(runs, waiting):
 def test_a_replay_names_what_does_not_fit(runs, synchronous):
     recorded = f"rollout.replay={runs.folder / 'sync'}"
     assert runs.train("replayed", recorded) == synchronous
+    assert not any("throughput/rollout_tokens_per_s" in row for row in runs.metrics("replayed")), "nothing is sampled"
     runs.train("longer", recorded, "train.steps=5", code=2)
     assert "has no rollouts of step 5" in runs.err
     runs.train("other_seed", recorded, "train.seed=5", code=2)
