@@ -115,6 +115,13 @@ class Section(BaseModel):
     renamed: ClassVar[Mapping[str, Renamed]] = {}
     replaced: ClassVar[Mapping[str, Replaced]] = {}
 
+    def fault(self, key: str, text: str) -> Fault:
+        """Return a fault of a key below this section, such as `vllm.process`, with the key's value."""
+        keys, value = key.split("."), self
+        for name in keys:
+            value = getattr(value, name)
+        return Fault(tuple(keys), "..." if isinstance(value, Section) else value, text)
+
     def faults(self) -> Iterator[Fault]:
         """Yield invalid combinations of this section's keys."""
         yield from ()

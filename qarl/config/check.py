@@ -156,7 +156,7 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
         try:
             check_shape(scheme, name, out_features, in_features)
         except ValueError as error:
-            yield Fault(("quant", "group_size"), quant.group_size, str(error))
+            yield config.fault("quant.group_size", str(error))
             break  # layers repeat, so the first fault is enough
     names = {"lm_head", *(linear.name for linear in linears)}
     for index, entry in enumerate(quant.ignore):
@@ -168,10 +168,10 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
         yield from mixture_faults(config)
     kernels = config.model.device == "cuda" and quant.kernels == "auto" and config.model.dtype != "float32"
     if kernels and (reason := unserved_heads(architecture.head_dim)):
-        yield Fault(("model", "path"), config.model.path, reason)
+        yield config.fault("model.path", reason)
     if config.rollout.engine == "vllm":
         if fault := architecture.vllm_fault:
-            yield Fault(("model", "path"), config.model.path, f"{fault}; use engine native")
+            yield config.fault("model.path", f"{fault}; use engine native")
         yield from _fused_faults(config, linears)
         yield from _cut_faults(config, architecture)
         yield from _expert_faults(config, architecture)
@@ -186,20 +186,16 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
     context, pool = min(limit, config.model.max_length or limit), config.rollout.kv_cache_tokens
     if config.rollout.engine == "vllm" and pool is not None and pool < context:
         text = f"vLLM requires space for the whole context; must be {context} or more, or lower model.max_length"
-        yield Fault(("rollout", "kv_cache_tokens"), pool, text)
+        yield config.fault("rollout.kv_cache_tokens", text)
     if config.model.max_length is not None and config.model.max_length > limit:
-        yield Fault(
-            ("model", "max_length"), config.model.max_length, f"the model's context is {limit} tokens; lower it"
-        )
+        yield config.fault("model.max_length", f"the model's context is {limit} tokens; lower it")
     if config.data.max_prompt_length >= limit:
-        key = ("data", "max_prompt_length")
-        yield Fault(
-            key, config.data.max_prompt_length, f"the model's context is {limit} tokens, response included; lower it"
+        yield config.fault(
+            "data.max_prompt_length", f"the model's context is {limit} tokens, response included; lower it"
         )
     elif config.max_sequence_length > limit:
-        yield Fault(
-            ("rollout", "max_response_length"),
-            config.rollout.max_response_length,
+        yield config.fault(
+            "rollout.max_response_length",
             f"with data.max_prompt_length = {config.data.max_prompt_length} it exceeds the model's context of {limit} "
             f"tokens; must be {limit - config.data.max_prompt_length} or less, or shorten the prompts",
         )
@@ -213,19 +209,18 @@ def _fused_faults(config: Config, linears: list[LinearShape]) -> Iterator[Fault]
     if fault is not None:
         key, reason = fault
         fix = "ignore both or neither" if key == "ignore" else "use another scheme"
-        yield Fault(("quant", key), getattr(config.quant, key), f"{reason}; {fix}, or set rollout.engine to native")
+        yield config.fault(f"quant.{key}", f"{reason}; {fix}, or set rollout.engine to native")
 
 
 def _cut_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
     """Heads and scale groups that `rollout.vllm.tensor_parallel` GPUs cannot split evenly."""
     gpus, scheme = config.rollout.vllm.tensor_parallel, scheme_of(config.quant)
-    key = ("rollout", "vllm", "tensor_parallel")
     for what, heads in (
         ("attention heads", architecture.num_heads),
         ("key and value heads", architecture.num_kv_heads),
     ):
         if heads % gpus:
-            yield Fault(key, gpus, f"the model has {heads} {what}; must divide them")
+            yield config.fault("rollout.vllm.tensor_parallel", f"the model has {heads} {what}; must divide them")
             return
     for name, out_features, in_features in architecture.linears() if gpus > 1 else ():
         by_columns = name.endswith(("o_proj", "down_proj"))
@@ -236,7 +231,7 @@ def _cut_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
             unit = math.lcm(words, scheme.row_block, (scheme.group_size or 1) if by_columns else 1)
         if features % (gpus * unit):
             text = f"{name} has {features} {'input' if by_columns else 'output'} features in blocks of {unit}"
-            yield Fault(key, gpus, f"{text}, which cannot be cut evenly; use fewer GPUs")
+            yield config.fault("rollout.vllm.tensor_parallel", f"{text}, which cannot be cut evenly; use fewer GPUs")
             return  # layers repeat, so the first fault is enough
 
 
@@ -246,9 +241,9 @@ def _expert_faults(config: Config, architecture: Architecture) -> Iterator[Fault
         return
     gpus = config.rollout.vllm.tensor_parallel
     if gpus > 1:
-        yield Fault(("rollout", "vllm", "tensor_parallel"), gpus, "experts are not cut over GPUs; must be 1")
+        yield config.fault("rollout.vllm.tensor_parallel", "experts are not cut over GPUs; must be 1")
     if config.vllm_numerics == "fast" and (reason := config.experts_unserved(config.model.device)):
-        yield Fault(("rollout", "numerics"), "fast", f"{reason}; must be exact")
+        yield config.fault("rollout.numerics", f"{reason}; must be exact")
 
 
 def _evaluation_faults(config: Config, context: int) -> Iterator[Fault]:

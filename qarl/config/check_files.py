@@ -91,7 +91,7 @@ def task_faults(config: Config) -> Iterator[Fault]:
         rows = min(size, config.data.max_rows or size)
         if rows < config.train.prompts_per_step:
             text = f"is more than the {rows} rows of {config.data.source}; lower it, or raise data.task.size"
-            yield Fault(("train", "prompts_per_step"), config.train.prompts_per_step, text)
+            yield config.fault("train.prompts_per_step", text)
     for index, task in enumerate(config.evaluation.tasks):
         if task.data is not None:
             yield from _task_faults(("evaluation", "tasks", index, "data"), task.data)
@@ -111,7 +111,7 @@ def thread_faults(config: Config) -> Iterator[Fault]:
         limits += [int(text)] if text.isdigit() else []
     most = min((limit for limit in limits if limit >= 0), default=None)
     if most is not None and 2 * threads > most:
-        yield Fault(("train", "threads"), threads, f"this machine allows {most} threads in all; lower it")
+        yield config.fault("train.threads", f"this machine allows {most} threads in all; lower it")
 
 
 def _expect(key: Loc, text: str, kind: Kind, missing: str, value: str | None = None) -> Iterator[Fault]:

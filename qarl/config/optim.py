@@ -73,13 +73,10 @@ class OptimConfig(Section):
     def faults(self) -> Iterator[Fault]:
         if self.name == "adamw":
             for key in ("momentum", "adamw_lr"):
-                value = getattr(self, key)
-                if value is not None:
-                    yield Fault((key,), value, "is read by muon, not by adamw; leave null, or set optim.name: muon")
+                if getattr(self, key) is not None:
+                    yield self.fault(key, "is read by muon, not by adamw; leave null, or set optim.name: muon")
         if self.schedule == "constant" and self.min_lr_ratio > 0:
-            yield Fault(
-                ("min_lr_ratio",), self.min_lr_ratio, "has no effect with schedule constant; use linear or cosine, or 0"
-            )
+            yield self.fault("min_lr_ratio", "has no effect with schedule constant; use linear or cosine, or 0")
 
     def resolved(self) -> dict[str, Any]:
         if self.name == "adamw":

@@ -161,33 +161,28 @@ class QuantConfig(Section):
         kind = scheme_class(self.scheme)
         if self.group_size is not None and not kind.group_sizes:
             valid = f"scheme {self.scheme} has no groups; leave null, or use {' or '.join(grouped_names())}"
-            yield Fault(("group_size",), self.group_size, valid)
+            yield self.fault("group_size", valid)
         if not self.symmetric and not kind.zero_points:
-            valid = f"only scheme {ZERO_POINTS} has zero points; must be true for {self.scheme}"
-            yield Fault(("symmetric",), False, valid)
+            yield self.fault("symmetric", f"only scheme {ZERO_POINTS} has zero points; must be true for {self.scheme}")
         if self.grid not in kind.grids or (self.grid != GRIDS[0] and not self.symmetric):
             given = self.scheme if self.symmetric else f"asymmetric {self.scheme}"
             names = " and ".join(scheme_names(lambda other: self.grid in other.grids))
-            yield Fault(("grid",), self.grid, f"is for symmetric {names}; use {GRIDS[0]} with {given}")
+            yield self.fault("grid", f"is for symmetric {names}; use {GRIDS[0]} with {given}")
         if kind.weight_bits is None and self.learner == "fake_quant":
-            text = f"scheme {self.scheme} has nothing to quantize; use aligned or full_precision"
-            yield Fault(("learner",), self.learner, text)
+            yield self.fault("learner", f"scheme {self.scheme} has nothing to quantize; use aligned or full_precision")
         if self.scheme not in (possible := schemes_of_init(self.init)):
-            text = f"is for {', '.join(possible)}, not {self.scheme}; use rtn"
-            yield Fault(("init",), self.init, text)
+            yield self.fault("init", f"is for {', '.join(possible)}, not {self.scheme}; use rtn")
         if self.backward == "fp8" and self.kernels == "reference":
-            yield Fault(("backward",), self.backward, "kernels: reference has no FP8 matrix products; use bf16")
+            yield self.fault("backward", "kernels: reference has no FP8 matrix products; use bf16")
         if self.ste_input == "dequantized":
             if kind.activation is None:
-                yield Fault(("ste_input",), self.ste_input, f"scheme {self.scheme} keeps activations; use unquantized")
+                yield self.fault("ste_input", f"scheme {self.scheme} keeps activations; use unquantized")
             elif self.learner == "full_precision":
-                yield Fault(
-                    ("ste_input",), self.ste_input, "learner full_precision quantizes no input; use unquantized"
-                )
+                yield self.fault("ste_input", "learner full_precision quantizes no input; use unquantized")
         ignore_faults = [fault for index, entry in enumerate(self.ignore) for fault in _ignore_faults(index, entry)]
         yield from ignore_faults
         if not ignore_faults and not is_ignored("lm_head", self.ignore):
-            yield Fault(("ignore",), self.ignore, "must contain lm_head: the output layer is never quantized")
+            yield self.fault("ignore", "must contain lm_head: the output layer is never quantized")
 
     def resolved(self) -> dict[str, Any]:
         if self.group_size is None and scheme_class(self.scheme).group_sizes:

@@ -37,7 +37,7 @@ class RewardFunction(Section):
             return
         near = difflib.get_close_matches(self.name, BUILTIN_REWARDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use {', '.join(BUILTIN_REWARDS)}"
-        yield Fault(("name",), self.name, f"no such reward; {hint}, or file.py:function, or package.module:function")
+        yield self.fault("name", f"no such reward; {hint}, or file.py:function, or package.module:function")
 
 
 def shadowed_column_faults(columns: Mapping[str, str], functions: Sequence[RewardFunction]) -> Iterator[Fault]:

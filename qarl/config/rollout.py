@@ -128,16 +128,15 @@ class AsyncConfig(Section):
                 f"the sampler would be {self.publish_every - 1} versions behind before it begins a response; must be "
                 f"at most max_staleness + 1, which is {self.max_staleness + 1}"
             )
-            yield Fault(("publish_every",), self.publish_every, text)
+            yield self.fault("publish_every", text)
         if self.verify_frac < 1 and not self.exact:
             key = "in_flight: keep_kv" if self.in_flight == "keep_kv" else "proximal: newest"
-            text = f"with {key} the sampler's log-probs are not those of logp_old; must be 1"
-            yield Fault(("verify_frac",), self.verify_frac, text)
+            yield self.fault("verify_frac", f"with {key} the sampler's log-probs are not those of logp_old; must be 1")
         if self.oversample > 1 and self.order == "finished":
             text = (
                 "order: finished continues unfinished responses instead of cancelling them; must be 1, or use prompts"
             )
-            yield Fault(("oversample",), self.oversample, text)
+            yield self.fault("oversample", text)
 
 
 class RolloutConfig(Section):
@@ -280,31 +279,28 @@ class RolloutConfig(Section):
     def faults(self) -> Iterator[Fault]:
         yield from path_faults("replay", self.replay)
         if self.replay is not None and self.dynamic_sampling is not None:
-            yield Fault(("replay",), self.replay, "records the chosen groups only; leave rollout.dynamic_sampling out")
+            yield self.fault("replay", "records the chosen groups only; leave rollout.dynamic_sampling out")
         if self.replay is not None and self.engine != "native":
-            yield Fault(("engine",), self.engine, "rollout.replay samples nothing but evaluations; use engine native")
+            yield self.fault("engine", "rollout.replay samples nothing but evaluations; use engine native")
         if self.engine == "data":
             yield from self._given_faults()
             return
         if self.asynchronous is not None and self.engine == "vllm":
             yield from self._async_vllm_faults()
         if self.linear_kernels == "qarl" and self.engine == "native":
-            yield Fault(
-                ("linear_kernels",),
-                self.linear_kernels,
-                "engine native runs qarl's kernels anyway; leave vllm, or use engine vllm",
+            yield self.fault(
+                "linear_kernels", "engine native runs qarl's kernels anyway; leave vllm, or use engine vllm"
             )
         exact = self.engine == "vllm" and (self.numerics == "exact" or self.linear_kernels == "qarl")
         if exact:
             yield from self._exact_faults()
         if exact and self.vllm.tensor_parallel > 1:
             text = "rounds sums of parts that the learner adds up in one product; with numerics exact it must be 1"
-            yield Fault(("vllm", "tensor_parallel"), self.vllm.tensor_parallel, text)
+            yield self.fault("vllm.tensor_parallel", text)
         both = self.max_batched_tokens is not None and self.max_num_seqs is not None
         if self.engine == "vllm" and both and self.max_batched_tokens < self.max_num_seqs:
-            yield Fault(
-                ("max_batched_tokens",),
-                self.max_batched_tokens,
+            yield self.fault(
+                "max_batched_tokens",
                 f"vLLM gives each of the rollout.max_num_seqs = {self.max_num_seqs} sequences a token; must be as many "
                 "or more",
             )
@@ -313,31 +309,28 @@ class RolloutConfig(Section):
         """Settings of vLLM that its asynchronous process, which has one GPU, does not support."""
         vllm = self.vllm
         if vllm.process == "inline":
-            yield Fault(("vllm", "process"), "inline", "rollout.async samples in a process of its own; use separate")
+            yield self.fault("vllm.process", "rollout.async samples in a process of its own; use separate")
         if vllm.device is not None:
-            text = "with rollout.async, rollout.async.device is the sampler's GPU; leave null"
-            yield Fault(("vllm", "device"), vllm.device, text)
+            yield self.fault("vllm.device", "with rollout.async, rollout.async.device is the sampler's GPU; leave null")
         if vllm.tensor_parallel > 1:
             text = "requests arrive by time with rollout.async, and all parts of a model must schedule the same; use 1"
-            yield Fault(("vllm", "tensor_parallel"), vllm.tensor_parallel, text)
+            yield self.fault("vllm.tensor_parallel", text)
         if vllm.publish == "delta":
-            yield Fault(("vllm", "publish"), "delta", "rollout.async sends every tensor; use full")
+            yield self.fault("vllm.publish", "rollout.async sends every tensor; use full")
 
     def _given_faults(self) -> Iterator[Fault]:
         """Settings of sampling that have no meaning for given responses."""
         if self.n != 1:
-            yield Fault(("n",), self.n, "engine data has one response per row; must be 1")
-        for key, value in (("async", self.asynchronous), ("dynamic_sampling", self.dynamic_sampling)):
-            if value is not None:
-                yield Fault((key,), "...", "engine data samples nothing; leave it out")
+            yield self.fault("n", "engine data has one response per row; must be 1")
+        for key in ("async", "dynamic_sampling"):
+            if getattr(self, key) is not None:
+                yield self.fault(key, "engine data samples nothing; leave it out")
         if self.replay is not None:
-            yield Fault(("replay",), self.replay, "engine data has its responses from the data; leave it out")
+            yield self.fault("replay", "engine data has its responses from the data; leave it out")
 
     def _exact_faults(self) -> Iterator[Fault]:
         if self.linear_kernels == "vllm":
-            yield Fault(
-                ("linear_kernels",), "vllm", "rollout.numerics: exact multiplies with qarl's kernels; leave null"
-            )
+            yield self.fault("linear_kernels", "rollout.numerics: exact multiplies with qarl's kernels; leave null")
         for name, value in self.vllm.args.items():
             if name not in EXACT_ARGS:
                 text = "may change what is computed, and rollout.numerics is exact; leave it out, or use numerics fast"

@@ -77,4 +77,4 @@ class TrainConfig(Section):
         yield from path_faults("run_dir", self.run_dir)
         if self.profile is not None and self.profile.step > self.steps:
             text = f"the run has train.steps = {self.steps}; must be 1 to {self.steps}, or train.profile: null"
-            yield Fault(("profile", "step"), self.profile.step, text)
+            yield self.fault("profile.step", text)

@@ -162,9 +162,7 @@ class VLLMConfig(Section):
 
     def faults(self) -> Iterator[Fault]:
         if self.process == "inline" and self.device is not None:
-            yield Fault(
-                ("device",), self.device, "process inline samples on the learner's own GPU; use separate, or leave null"
-            )
+            yield self.fault("device", "process inline samples on the learner's own GPU; use separate, or leave null")
         if self.tensor_parallel > 1:
             yield from self._cut_faults()
         for name, value in self.args.items():
@@ -180,11 +178,10 @@ class VLLMConfig(Section):
 
     def _cut_faults(self) -> Iterator[Fault]:
         if self.process == "inline":
-            text = "runs vLLM in one process, and tensor_parallel in several; use separate"
-            yield Fault(("process",), self.process, text)
+            yield self.fault("process", "runs vLLM in one process, and tensor_parallel in several; use separate")
         if self.publish == "delta":
             text = "changes words of whole tensors, and with tensor_parallel vLLM holds parts; use full"
-            yield Fault(("publish",), self.publish, text)
+            yield self.fault("publish", text)
         if "async_scheduling" in self.args:
             text = "schedules by time, and with tensor_parallel all GPUs must do the same; leave it out"
             yield Fault(("args", "async_scheduling"), self.args["async_scheduling"], text)

@@ -191,9 +191,9 @@ class CorrectionConfig(Section):
         return self if cap is None else self.model_copy(update={"upper": cap})
 
     @property
-    def weight_key(self) -> tuple[str, str | None]:
-        """The user's key that chose the weight, and its value: `level`, or the `preset` that sets it."""
-        return ("level", self.level) if "level" in self.model_fields_set else ("preset", self.preset)
+    def weight_key(self) -> str:
+        """The user's key that chose the weight: `level`, or the `preset` that sets it."""
+        return "level" if "level" in self.model_fields_set else "preset"
 
     def __str__(self) -> str:
         """The correction in words, such as `token truncate [none, 2]; reject sum k3 of corr outside [none, 0.001]`."""

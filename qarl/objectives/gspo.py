@@ -96,9 +96,8 @@ class MisGSPO(GSPO):
 
     def faults_in(self, config: Config) -> Iterator[Fault]:
         if config.correction.level != "none":
-            key, value = config.correction.weight_key
             text = "mis_gspo has its own weight (objective.mis_ratio_high); correction.level must be none"
-            yield Fault(("correction", key), value, text)
+            yield config.fault(f"correction.{config.correction.weight_key}", text)
         if self.ratio in ("rollout", "shadow"):
             text = "contains the mismatch already, and mis_gspo weights by it; use train or one"
             yield Fault(("objective", "ratio"), self.ratio, text)

@@ -86,6 +86,5 @@ class TBPO(ObjectiveConfig):
 
     def faults_in(self, config: Config) -> Iterator[Fault]:
         if config.correction.level != "none":
-            key, value = config.correction.weight_key
             text = "carries its own mismatch weight (objective.seq_tis_imp_ratio_cap); correction.level must be none"
-            yield Fault(("correction", key), value, f"tbpo {text}")
+            yield config.fault(f"correction.{config.correction.weight_key}", f"tbpo {text}")
