@@ -6,15 +6,15 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from qarl.config.limits import DEPTH, VALUES
-from qarl.inputs.paths import path_fault
+from qarl.config.limits import DEPTH, NAME, VALUES
+from qarl.inputs.paths import PATH_BYTES, path_fault
 
-__all__ = ["Fault", "Field", "Renamed", "Replaced", "Section", "path_faults", "refusal"]
+__all__ = ["Fault", "Field", "Name", "PathName", "Renamed", "Section", "notice", "path_faults", "refusal"]
 
 
 class Fault(NamedTuple):
@@ -33,13 +33,6 @@ class Fault(NamedTuple):
 
 class Renamed(NamedTuple):
     """New name of a key that an earlier version had. values: old value -> new value, for values that changed too."""
-
-    key: str
-    values: Mapping[str, str]
-
-
-class Replaced(NamedTuple):
-    """Replacements for values of an earlier version. key: full path. values: old value -> new value."""
 
     key: str
     values: Mapping[str, str]
@@ -64,6 +57,16 @@ def path_faults(key: str, text: str | None) -> Iterator[Fault]:
     """Faults of a text that cannot be a path on any machine. `~name` is only resolved when the path is used."""
     if text is not None and (fault := path_fault(text, home=False)):
         yield Fault((key,), text, fault)
+
+
+def _valid_path(text: str) -> str:
+    if faults := [Fault((), fault.value, fault.text) for fault in path_faults("", text)]:
+        raise refusal(faults)
+    return text
+
+
+Name = Annotated[str, Field(min_length=1, max_length=NAME)]
+PathName = Annotated[str, Field(min_length=1, max_length=PATH_BYTES), AfterValidator(_valid_path)]
 
 
 def value_faults(value: Any, key: tuple[str | int, ...]) -> Iterator[Fault]:
@@ -108,12 +111,10 @@ class Section(BaseModel):
 
     Attributes:
         renamed: Keys and values that earlier versions named differently. They are rejected with a hint to the new name.
-        replaced: Values of earlier versions, by key. They are accepted with a notice.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
     renamed: ClassVar[Mapping[str, Renamed]] = {}
-    replaced: ClassVar[Mapping[str, Replaced]] = {}
 
     def fault(self, key: str, text: str) -> Fault:
         """Return a fault of a key below this section, such as `vllm.process`, with the key's value."""
@@ -143,16 +144,6 @@ class Section(BaseModel):
                 faults.append(Fault((new,), data[new], f"is called {known} now"))
         if faults:
             raise refusal(faults)
-        return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_values(cls, data: Any) -> Any:
-        for name, (key, values) in cls.replaced.items() if isinstance(data, dict) else ():
-            given = data.get(name)
-            if isinstance(given, str) and given in values:
-                notice(f"{key}: {given} is no longer supported; using {values[given]}, which gives the same results")
-                data = data | {name: values[given]}
         return data
 
     @model_validator(mode="after")

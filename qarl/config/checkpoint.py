@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
-from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.base import Field, PathName, Section
 from qarl.config.limits import FILES, STEPS
-from qarl.inputs.paths import PATH_BYTES
 
 
 class CheckpointConfig(Section):
@@ -15,10 +13,8 @@ class CheckpointConfig(Section):
 
     every: int = Field(50, ge=1, le=STEPS, description="Training steps between checkpoints.")
     keep_last: int = Field(2, ge=0, le=FILES, description="Number of newest checkpoints to keep; 0 keeps all.")
-    resume: str = Field(
+    resume: PathName = Field(
         "auto",
-        min_length=1,
-        max_length=PATH_BYTES,
         description="Checkpoint to resume from. auto: the newest intact one in the run directory, if any; never: start "
         "over; otherwise the path of a checkpoint.",
     )
@@ -30,6 +26,3 @@ class CheckpointConfig(Section):
         "configuration, tokenizer, chat template, stop tokens; reward: source of the reward functions; objective: "
         "source of a custom objective, or the teacher's weights.",
     )
-
-    def faults(self) -> Iterator[Fault]:
-        yield from path_faults("resume", self.resume)

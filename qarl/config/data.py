@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import JsonValue, ValidationError
 
-from qarl.config.base import Fault, Field, Section, path_faults
-from qarl.config.limits import ITEMS, NAME, ROWS, SCORE, TEXT, TOKENS
+from qarl.config.base import Fault, Field, Name, PathName, Section
+from qarl.config.limits import ITEMS, ROWS, SCORE, TEXT, TOKENS
 from qarl.config.messages import fault_lines
 from qarl.errors import UserError
-from qarl.inputs.paths import PATH_BYTES
 
 LOCAL_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 TASKS = ("arithmetic",)
@@ -62,20 +61,16 @@ def template_arguments(arguments: Mapping[str, Any], option: str) -> dict[str, A
 class ChoicesConfig(Section):
     """Multiple-choice rows. Adds the columns `choices` (lettered options) and `answer` (letter of the correct one)."""
 
-    options: list[Annotated[str, Field(min_length=1, max_length=NAME)]] = Field(
+    options: list[Name] = Field(
         min_length=1,
         max_length=26,
         description="Column with the list of options (e.g. choices.text), or one column per option.",
     )
-    right: str | None = Field(
+    right: Name | None = Field(
         None,
-        min_length=1,
-        max_length=NAME,
         description="Column with the correct option: its label, letter, 0-based index or text. null: the first option.",
     )
-    labels: str | None = Field(
-        None, min_length=1, max_length=NAME, description="Column with the list of labels; null: A, B, C, ..."
-    )
+    labels: Name | None = Field(None, description="Column with the list of labels; null: A, B, C, ...")
     shuffle_seed: int | None = Field(
         None, ge=0, lt=2**31, description="Seed that shuffles the options of each row; null: keep their order."
     )
@@ -87,25 +82,21 @@ Rate = Annotated[float, Field(ge=-SCORE, le=SCORE)]
 class DataConfig(Section):
     """The prompts, their columns and their template."""
 
-    source: str = Field(
-        min_length=1,
-        max_length=PATH_BYTES,
+    source: PathName = Field(
         description="Hub dataset name; local .json, .jsonl, .parquet or .csv (file, or directory of them); "
         "`task:arithmetic`; or `reasoning-gym:NAME`.",
     )
-    split: str = Field("train", min_length=1, max_length=NAME, description="Split of a dataset.")
-    subset: str | None = Field(None, min_length=1, max_length=NAME, description="Configuration name of a hub dataset.")
+    split: Name = Field("train", description="Split of a dataset.")
+    subset: Name | None = Field(None, description="Configuration name of a hub dataset.")
     task: dict[str, JsonValue] = Field({}, description="Keyword arguments of the task generator (size, seed, ...).")
-    columns: dict[str, Annotated[str, Field(min_length=1, max_length=NAME)]] = Field(
+    columns: dict[str, Name] = Field(
         {},
         max_length=ITEMS,
         description="Rename columns: new name -> dataset column or nested field, e.g. {prompt: question, answer: "
         "reward_model.ground_truth}. The result must have a column `prompt`.",
     )
-    response: str | None = Field(
+    response: Name | None = Field(
         None,
-        min_length=1,
-        max_length=NAME,
         description="Column with the given response (text or messages), for `qarl sft` and `qarl distill` with "
         "rollout.engine: data. null: the first of completion, response, messages and text.",
     )
@@ -151,7 +142,6 @@ class DataConfig(Section):
         return "local" if looks_like_a_path or PurePath(self.source).suffix.lower() in LOCAL_SUFFIXES else "hub"
 
     def faults(self) -> Iterator[Fault]:
-        yield from path_faults("source", self.source)
         if self.choices is not None and "{choices" not in (self.prompt_template or ""):
             yield self.fault("prompt_template", "the options are not shown; use {choices} in data.prompt_template")
         if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:

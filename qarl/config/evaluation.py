@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import JsonValue
 
-from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.base import Fault, Field, Name, PathName, Section
 from qarl.config.data import DataConfig, is_generator, template_argument_faults
 from qarl.config.evaluation_presets import PRESETS, unknown_preset
 from qarl.config.limits import (
@@ -20,10 +20,9 @@ from qarl.config.limits import (
     STEPS,
     TEMPERATURE,
     TOKENS,
-    VOCABULARY,
 )
 from qarl.config.reward import RewardFunction, shadowed_column_faults
-from qarl.inputs.paths import PATH_BYTES
+from qarl.config.rollout import MinP, TopK, TopP
 
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # goes into metric names and file names
 TASK_NAME_LENGTH = 100  # short enough for a file name to hold several
@@ -33,10 +32,8 @@ class EvalTask(Section):
     """One set of prompts with its reward: a preset, or a data section with reward functions."""
 
     preset: str | None = Field(None, max_length=NAME, description=f"Built-in evaluation set: {', '.join(PRESETS)}.")
-    path: str | None = Field(
+    path: PathName | None = Field(
         None,
-        min_length=1,
-        max_length=PATH_BYTES,
         description="Local file or directory with the preset's columns; replaces the hub dataset.",
     )
     name: str | None = Field(
@@ -55,7 +52,6 @@ class EvalTask(Section):
     max_prompts: int | None = Field(None, ge=1, le=ROWS, description="Use only the first prompts.")
 
     def faults(self) -> Iterator[Fault]:
-        yield from path_faults("path", self.path)
         yield from template_argument_faults(self.chat_template_kwargs)
         if self.preset is None:
             if self.data is not None:
@@ -122,17 +118,13 @@ class EvaluationConfig(Section):
     temperature: float = Field(
         1.0, ge=0, le=TEMPERATURE, description="Sampling temperature; 0 is greedy and requires samples: 1."
     )
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this total probability; 1 is off."
-    )
-    top_k: int = Field(0, ge=0, le=VOCABULARY, description="Sample from the k most probable tokens; 0 is off.")
-    min_p: float = Field(
-        0.0, ge=0, lt=1, description="Drop tokens less probable than this fraction of the most probable; 0 is off."
-    )
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
     max_response_length: int | None = Field(
         None, ge=1, le=TOKENS, description="Maximum response length in tokens; null: rollout.max_response_length."
     )
-    stop: list[Annotated[str, Field(min_length=1, max_length=NAME)]] | None = Field(
+    stop: list[Name] | None = Field(
         None, max_length=ITEMS, description="Strings that end a response; null: those of rollout.stop."
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Random seed; each task, prompt and sample has its own stream.")

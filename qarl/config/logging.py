@@ -4,36 +4,30 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qarl.config.base import Field, Section
-from qarl.config.limits import FILES, NAME, STEPS, TEXT
+from qarl.config.base import Field, Name, Section
+from qarl.config.limits import FILES, STEPS, TEXT
 
 
 class WandbConfig(Section):
     """Weights & Biases."""
 
-    project: str = Field(min_length=1, max_length=NAME, description="Project name.")
-    name: str | None = Field(
-        None, min_length=1, max_length=NAME, description="Run name; default the run directory's name."
-    )
+    project: Name = Field(description="Project name.")
+    name: Name | None = Field(None, description="Run name; default the run directory's name.")
     mode: Literal["online", "offline", "disabled"] = Field("online", description="As WANDB_MODE.")
 
 
 class TrackioConfig(Section):
     """Trackio."""
 
-    project: str = Field(min_length=1, max_length=NAME, description="Project name.")
-    name: str | None = Field(
-        None, min_length=1, max_length=NAME, description="Run name; default the run directory's name."
-    )
+    project: Name = Field(description="Project name.")
+    name: Name | None = Field(None, description="Run name; default the run directory's name.")
 
 
 class MlflowConfig(Section):
     """MLflow."""
 
-    project: str = Field(min_length=1, max_length=NAME, description="Experiment name.")
-    name: str | None = Field(
-        None, min_length=1, max_length=NAME, description="Run name; default the run directory's name."
-    )
+    project: Name = Field(description="Experiment name.")
+    name: Name | None = Field(None, description="Run name; default the run directory's name.")
     tracking_uri: str | None = Field(
         None, min_length=1, max_length=TEXT, description="Tracking server or directory; default MLFLOW_TRACKING_URI."
     )
@@ -42,10 +36,8 @@ class MlflowConfig(Section):
 class SwanlabConfig(Section):
     """SwanLab."""
 
-    project: str = Field(min_length=1, max_length=NAME, description="Project name.")
-    name: str | None = Field(
-        None, min_length=1, max_length=NAME, description="Experiment name; default the run directory's name."
-    )
+    project: Name = Field(description="Project name.")
+    name: Name | None = Field(None, description="Experiment name; default the run directory's name.")
     mode: Literal["cloud", "local", "offline", "disabled"] = Field("cloud", description="As in swanlab.init.")
 
 

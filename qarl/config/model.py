@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from qarl.config.base import Fault, Field, Section, path_faults
-from qarl.config.limits import NAME, TOKENS
-from qarl.inputs.paths import NAME_BYTES, PATH_BYTES
+from qarl.config.base import Fault, Field, Name, PathName, Section, path_faults
+from qarl.config.limits import TOKENS
+from qarl.inputs.paths import NAME_BYTES
 
 
 class ModelConfig(Section):
     """The initial policy."""
 
-    path: str = Field(
-        min_length=1,
-        max_length=PATH_BYTES,
+    path: PathName = Field(
         description="HF directory, hub name, or `package:NAME` (an installed package that contains a .gguf file).",
     )
     gguf_file: str | None = Field(
@@ -24,9 +22,7 @@ class ModelConfig(Section):
         max_length=NAME_BYTES,
         description="GGUF file inside `path`; found automatically for `package:NAME`.",
     )
-    revision: str | None = Field(
-        None, min_length=1, max_length=NAME, description="Branch, tag or commit of a hub model."
-    )
+    revision: Name | None = Field(None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Compute dtype of activations and unquantized parameters; masters are always float32."
     )
@@ -55,7 +51,6 @@ class ModelConfig(Section):
     )
 
     def faults(self) -> Iterator[Fault]:
-        yield from path_faults("path", self.path)
         yield from path_faults("gguf_file", self.gguf_file)
         if self.path.startswith("package:"):
             if not self.path.removeprefix("package:").isidentifier():

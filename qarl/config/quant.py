@@ -13,9 +13,8 @@ from pydantic_core import CoreSchema, PydanticKnownError
 from qarl_formats.registry import grouped_names, make_scheme, scheme_class, scheme_names
 from qarl_formats.scheme import CHANNEL, DEFAULT_GROUP_SIZE, GRIDS, GROUP_SIZES, SCALE_DTYPES, Scheme, is_ignored
 
-from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.base import Fault, Field, PathName, Section
 from qarl.config.limits import ITEMS, NAME, SEQUENCES, TOKENS
-from qarl.inputs.paths import PATH_BYTES
 
 GROUPED = " and ".join(grouped_names())
 ZERO_POINTS = " and ".join(scheme_names(lambda kind: kind.zero_points))
@@ -67,10 +66,8 @@ def schemes_of_init(init: str) -> tuple[str, ...]:
 class CalibrationConfig(Section):
     """The text from which `quant.init` gptq and awq choose the first codes."""
 
-    source: str = Field(
+    source: PathName = Field(
         PYTHON_DOCS,
-        min_length=1,
-        max_length=PATH_BYTES,
         description=f"{PYTHON_DOCS}: the language reference that CPython carries (pydoc_data.topics); {PROMPTS}: the "
         "run's own prompts; otherwise the path of a UTF-8 file.",
     )
@@ -84,10 +81,6 @@ class CalibrationConfig(Section):
         description="Tokens per window, at most the context. samples * length tokens are in memory at once.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed that chooses the windows, or the prompts.")
-
-    def faults(self) -> Iterator[Fault]:
-        if self.source not in (PYTHON_DOCS, PROMPTS):
-            yield from path_faults("source", self.source)
 
 
 class QuantConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from qarl.config.base import Fault, Field, Renamed, Section, path_faults
+from qarl.config.base import Fault, Field, Name, PathName, Renamed, Section
 from qarl.config.by_device import ByDevice
 from qarl.config.limits import (
     DEVICES,
@@ -13,18 +13,26 @@ from qarl.config.limits import (
     IDS,
     ITEMS,
     MOST_STALE,
-    NAME,
     POOL_TOKENS,
     SAMPLES,
     SECONDS,
     SEQUENCES,
     SMALLEST_TEMPERATURE,
     TEMPERATURE,
-    TEXT,
     TOKENS,
     VOCABULARY,
 )
 from qarl.config.vllm import EXACT_ARGS, OWN_GPU_FRAC, SHARED_GPU_FRAC, VLLMConfig
+
+TopP = Annotated[
+    float,
+    Field(gt=0, le=1, description="Sample from the smallest set of tokens with this total probability; 1 is off."),
+]
+TopK = Annotated[int, Field(ge=0, le=VOCABULARY, description="Sample from the k most probable tokens; 0 is off.")]
+MinP = Annotated[
+    float,
+    Field(ge=0, lt=1, description="Drop tokens less probable than this fraction of the most probable; 0 is off."),
+]
 
 
 class DynamicSampling(Section):
@@ -169,22 +177,16 @@ class RolloutConfig(Section):
         le=TEMPERATURE,
         description="Sampling temperature: divides the logits. Log-probs are those after division.",
     )
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this total probability; 1 is off."
-    )
-    top_k: int = Field(0, ge=0, le=VOCABULARY, description="Sample from the k most probable tokens; 0 is off.")
-    min_p: float = Field(
-        0.0, ge=0, lt=1, description="Drop tokens less probable than this fraction of the most probable; 0 is off."
-    )
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
     max_response_length: int = Field(
         256,
         ge=1,
         le=TOKENS,
         description="Maximum response length in tokens; longer responses are cut and count as truncated.",
     )
-    stop: list[Annotated[str, Field(min_length=1, max_length=NAME)]] = Field(
-        [], max_length=ITEMS, description="Strings that end a response; not part of its text."
-    )
+    stop: list[Name] = Field([], max_length=ITEMS, description="Strings that end a response; not part of its text.")
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=VOCABULARY)]] = Field(
         [], max_length=IDS, description="Token ids that end a response, in addition to the model's end of sequence."
     )
@@ -212,10 +214,8 @@ class RolloutConfig(Section):
     # `async` is a keyword of Python, and the word that users of other frameworks look for.
     __annotations__["async"] = "AsyncConfig | None"
     vars()["async"] = Field(None, description="Sample the next steps while the learner trains; null: alternate.")
-    replay: str | None = Field(
+    replay: PathName | None = Field(
         None,
-        min_length=1,
-        max_length=TEXT,
         description="Directory of a run whose recorded responses replace sampling, to repeat it exactly. That "
         "run must have logging.rollouts_every: 1.",
     )
@@ -277,7 +277,6 @@ class RolloutConfig(Section):
         return "vLLM, exact numerics" if self.numerics == "exact" else "vLLM"
 
     def faults(self) -> Iterator[Fault]:
-        yield from path_faults("replay", self.replay)
         if self.replay is not None and self.dynamic_sampling is not None:
             yield self.fault("replay", "records the chosen groups only; leave rollout.dynamic_sampling out")
         if self.replay is not None and self.engine != "native":

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from qarl.config.base import Fault, Field, Renamed, Section, path_faults
+from qarl.config.base import Fault, Field, PathName, Renamed, Section
 from qarl.config.by_device import ByDevice, Recompute
 from qarl.config.limits import EPOCHS, PROMPTS, RESPONSES, STEPS, THREADS, TOKENS
-from qarl.inputs.paths import PATH_BYTES
 
 
 class ProfileConfig(Section):
@@ -61,10 +60,8 @@ class TrainConfig(Section):
         description="Maximum consecutive optimizer steps skipped because of a non-finite gradient; one more ends the "
         "run.",
     )
-    run_dir: str | None = Field(
+    run_dir: PathName | None = Field(
         None,
-        min_length=1,
-        max_length=PATH_BYTES,
         description="Run directory for all outputs; default: runs/<config file stem>.",
     )
 
@@ -74,7 +71,6 @@ class TrainConfig(Section):
     )
 
     def faults(self) -> Iterator[Fault]:
-        yield from path_faults("run_dir", self.run_dir)
         if self.profile is not None and self.profile.step > self.steps:
             text = f"the run has train.steps = {self.steps}; must be 1 to {self.steps}, or train.profile: null"
             yield self.fault("profile.step", text)

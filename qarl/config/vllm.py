@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import JsonValue
+from pydantic import BeforeValidator, JsonValue
 
-from qarl.config.base import Fault, Field, Replaced, Section
+from qarl.config.base import Fault, Field, Section, notice
 from qarl.config.limits import DEVICES, FILES, SECONDS
 
 # vLLM engine arguments that other keys decide.
@@ -81,11 +81,16 @@ EXACT_ARGS = (
 SHARED_GPU_FRAC, OWN_GPU_FRAC = 0.4, 0.85
 
 
+def _supported(publish: Any) -> Any:
+    """Accept `changed`, a mode of earlier versions. A step changes nearly all layers: it sent 99.8 % of the bytes."""
+    if publish != "changed":
+        return publish
+    notice("rollout.vllm.publish: changed is no longer supported; using full, which gives the same results")
+    return "full"
+
+
 class VLLMConfig(Section):
     """Used if `rollout.engine` is vllm."""
-
-    # An optimizer step changes nearly every layer: mode changed sent at least 99.8 % of the bytes.
-    replaced: ClassVar = {"publish": Replaced("rollout.vllm.publish", {"changed": "full"})}
 
     process: Literal["separate", "inline"] = Field(
         "separate",
@@ -126,7 +131,7 @@ class VLLMConfig(Section):
         description="What the sampler frees on a GPU while the learner trains. 0: nothing; 1: KV cache, and weights "
         "move to pinned host memory; 2: KV cache and weights. null: 2, or 1 with publish delta.",
     )
-    publish: Literal["full", "delta"] = Field(
+    publish: Annotated[Literal["full", "delta"], BeforeValidator(_supported)] = Field(
         "full",
         description="What a publish sends: every tensor (full), or the changed 32-bit words of each tensor (delta).",
     )

@@ -11,17 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.base import Fault, Field, PathName, Section
 from qarl.config.limits import FACTOR, SMALLEST_TEMPERATURE, TEMPERATURE, VOCABULARY
-from qarl.inputs.paths import PATH_BYTES
 
 
 class TeacherConfig(Section):
     """A teacher and the divergence from it."""
 
-    path: str = Field(
-        min_length=1,
-        max_length=PATH_BYTES,
+    path: PathName = Field(
         description="Model directory, hub name, package:NAME, run or checkpoint of a run; usually the 16-bit parent. "
         "It must have the student's vocabulary.",
     )
@@ -49,7 +46,6 @@ class TeacherConfig(Section):
     )
 
     def faults(self) -> Iterator[Fault]:
-        yield from path_faults("path", self.path)
         if self.top_k and self.loss in ("reverse_kl", "jsd"):
             text = f"{self.loss} needs the teacher's probability of every token; must be 0, or use forward_kl"
             yield Fault(("top_k",), self.top_k, text)
