@@ -424,8 +424,7 @@ def test_the_tables_of_staleness_are_the_record() -> None:
 
 
 def test_the_table_of_over_sampling_is_the_record() -> None:
-    text = (ROOT / "docs/asynchronous.md").read_text().partition("async_oversample_cpu.json")[2]
-    rows = [numbers(line) for line in text[text.index("\n|") :].split("\n\n")[0].splitlines()[3:]]
+    rows = [numbers(" ".join(cells)) for cells in table("async_oversample_cpu.json", "scaling")]
     records = results("async_oversample_cpu")["records"]
     for row, found in zip(rows, records, strict=True):
         started, learned = found["tokens_mean_started"], found["tokens_mean_learned_from"]
