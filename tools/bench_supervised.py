@@ -52,17 +52,25 @@ def cases(options: argparse.Namespace) -> Iterator[Record]:
 
 
 def write_rows(path: Path, model: Path, examples: int, length: int) -> int:
-    """Write rows with answers of about `length` tokens; returns the tokens of all of them with their questions."""
+    """Write rows with answers of about `length` tokens; returns the tokens of all of them with their questions.
+
+    The rows are chats if the tokenizer has a chat template, which that of the tiny model does not.
+    """
     from transformers import AutoTokenizer
 
     tokenizer, draw, total = AutoTokenizer.from_pretrained(model), random.Random(0), 0
     with path.open("w") as file:
         for _ in range(examples):
-            ids = [draw.randrange(1000, 40_000) for _ in range(length)]
+            ids = [draw.randrange(min(1000, len(tokenizer) // 4), min(40_000, len(tokenizer))) for _ in range(length)]
             answer = tokenizer.decode(tokenizer(tokenizer.decode(ids))["input_ids"][:length])
             turns = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": turns}) + "\n")
-            total += len(tokenizer.apply_chat_template(turns)["input_ids"])
+            if tokenizer.chat_template is None:
+                row, whole = {"prompt": turns[0]["content"], "completion": answer}, turns[0]["content"] + answer
+                total += len(tokenizer(whole)["input_ids"])
+            else:
+                row = {"messages": turns}
+                total += len(tokenizer.apply_chat_template(turns)["input_ids"])
+            file.write(json.dumps(row) + "\n")
     return total
 
 
@@ -99,7 +107,7 @@ def run_qarl(
         "model": {"path": str(model), "device": options.device, "max_length": options.length + 128},
         "quant": quant_section(case["scheme"], shape.group_size),
         "rollout": {"engine": "data", "n": 1, "max_response_length": options.length + 64},
-        "data": {"source": str(rows), "max_prompt_length": 64},
+        "data": {"source": str(rows), "max_prompt_length": 64, "chat_template": '"messages"' in rows.read_text()},
         "objective": {"name": case["job"]},
         "optim": {"lr": 1e-6},
         "train": {"steps": options.steps, "prompts_per_step": options.examples, "run_dir": str(rows.parent / "run")},
