@@ -144,7 +144,11 @@ def cell(entry: dict[str, Any], column: Number) -> str:
     """Format a number of a member or group; a group's with its bounds."""
     value = evaluation_avg(entry) if column.key == "evaluation_avg" and "evaluation" in entry else entry.get(column.key)
     if isinstance(value, dict):
-        return interval(value["mean"], value.get("low"), value.get("high"))
+        mean, low, high = value["mean"], value.get("low"), value.get("high")
+        if column.write is number:
+            return interval(mean, low, high)
+        bounds = "" if low is None or high is None else f" [{column.write(low)}, {column.write(high)}]"
+        return f"{column.write(mean)}{bounds}"
     return column.write(value)
 
 

@@ -228,6 +228,8 @@ def _bars(axes: Axes, chart: BarChart, colours: Colours) -> None:
         _log_axis(axes, "x", values[values > 0])
         axes.set_xlim(left=start)
     else:
+        if not np.nan_to_num(values).any():  # otherwise bars of 0 are drawn in the middle of [-0.05, 0.05]
+            axes.set_xlim(0.0, 1.0)
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
         axes.xaxis.set_major_formatter(TickText())
     axes.grid(axis="x", color=colours.grid, linewidth=0.8)

@@ -14,7 +14,7 @@ from rich.console import Console
 from qarl.comparison.compare import compare_runs, unique_names
 from qarl.comparison.comparison_page import build_sections, write_outputs
 from qarl.comparison.plan import Member
-from qarl.comparison.summary import build, print_results, write_json
+from qarl.comparison.summary import NUMBERS, build, cell, print_results, write_json
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.report.blocks import BarChart, LineChart, Table, Text
@@ -64,6 +64,16 @@ def test_comparison_json_has_its_fields_and_is_strict(three, tmp_path):
     assert read["configuration_differences"] == {"train.seed": {"fine": 0, "other": 1}}
     assert read["environment_differences"] == {}  # of host and command, which say nothing about the numbers
     assert read["groups"][0]["evaluation_avg"] == pytest.approx({"mean": 0.6, "low": 0.5, "high": 0.7})
+
+
+def test_a_groups_numbers_have_the_units_of_their_columns():
+    columns = {column.head: column for column in NUMBERS}
+    step = {"mean": 0.5, "low": 0.25, "high": 125.0}
+    assert cell({"step_s": step}, columns["step"]) == "500 ms [250 ms, 2 min 05 s]"
+    assert cell({"checkpoint_bytes": {"mean": 3 * 2**20}}, columns["checkpoint"]) == "3 MiB"
+    assert cell({"reward_last_quarter": {"mean": 0.5, "low": 0.4, "high": 0.6}}, columns["reward, last quarter"]) == (
+        "0.50 [0.40, 0.60]"
+    )
 
 
 def test_the_page_escapes_hostile_names_and_reasons(three, tmp_path):

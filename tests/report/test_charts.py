@@ -105,6 +105,11 @@ def test_a_flat_curve_and_a_single_point_are_drawn(value):
         assert "no data" not in svg(LineChart("t", "x", "y", [Series("a", range(count), [value] * count)]))
 
 
+def test_bars_of_0_start_at_the_left_edge():
+    drawn = svg(BarChart("t", "y", [Bar("a", 0.0), Bar("b", 0.0)]))
+    assert ">1.0<" in drawn and "0.05<" not in drawn
+
+
 def test_a_log_axis_says_what_it_leaves_out():
     some = LineChart("t", "x", "y", [Series("a", [1, 2, 3], [0.0, 1.0, 10.0])], log_y=True)
     none = LineChart("t", "x", "y", [Series("a", [1, 2], [0.0, 0.0])], log_y=True)
