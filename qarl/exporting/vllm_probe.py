@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qarl.rollout.vllm.own_kernels.limits import known_limits
+from qarl.rollout.vllm.own_kernels.limits import import_model_class, known_limits
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private, no_way_in
 from qarl.rollout.vllm.settings import ENVIRONMENT as COMMON
 
@@ -33,6 +33,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         return {"unsupported": unsupported}
     memory = {} if current_platform.is_cpu() else {"gpu_memory_utilization": request["memory_frac"]}
     keep_compiled_code_private()
+    import_model_class(Path(request["checkpoint"]))
     with no_way_in("gloo" if current_platform.is_cpu() else "nccl"):
         engine = LLM(
             request["checkpoint"],

@@ -138,7 +138,7 @@ def same_tokenizers(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
 
 @pytest.mark.slow
 @parsed_once()
-def test_smollm2_is_the_same_from_its_conversion_and_its_policy_is_the_model(
+def test_smollm2s_tokenizer_is_the_same_from_its_conversion_and_its_policy_is_the_model(
     smollm2, another_process, monkeypatch, tmp_path
 ):
     config = ModelConfig(path=smollm2)
@@ -148,7 +148,6 @@ def test_smollm2_is_the_same_from_its_conversion_and_its_policy_is_the_model(
         parse_forbidden(patch)
         model, tokenizer, own = load_model(config), load_tokenizer(config), load_model_config(config)
     without_keeping(monkeypatch)
-    same_models(model, load_model(config))
     same_tokenizers(tokenizer, plain := load_tokenizer(config), tmp_path)
     assert own.to_dict() == load_model_config(config).to_dict()
     text = "<|im_start|>user\nWhat is 2 + 3?\n\n  a_b  \u00e9\u4e2d\U0001f600<|im_end|>"

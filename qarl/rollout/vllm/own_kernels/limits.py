@@ -1,11 +1,13 @@
-"""Formats that vLLM's kernels do not support or compute differently from the checkpoint, and a workaround for a bug.
+"""Formats that vLLM's kernels do not support or compute differently from the checkpoint, and two workarounds.
 
 Importing this module does not import vLLM.
 """
 
 from __future__ import annotations
 
+import json
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 
@@ -88,3 +90,15 @@ def keep_scales() -> None:
         return handle
 
     ops.create_onednn_scaled_mm = keeping
+
+
+def import_model_class(checkpoint: Path) -> None:
+    """Import vLLM's class of the checkpoint's model in this process.
+
+    vLLM would start another process to inspect it, which imports all of vLLM.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["architectures"]:
+        if (known := ModelRegistry.models.get(name)) is not None and hasattr(known, "module_name"):
+            ModelRegistry.register_model(name, known.load_model_cls())

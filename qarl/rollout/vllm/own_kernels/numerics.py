@@ -6,19 +6,17 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.models.registry import ModelRegistry
 
 from qarl.errors import UserError
 from qarl.rollout.vllm.numerics import Numerics
 from qarl.rollout.vllm.own_kernels.head import Float32Head, use_float32_head
 from qarl.rollout.vllm.own_kernels.held import HeldModel
-from qarl.rollout.vllm.own_kernels.limits import keep_scales, known_limits
+from qarl.rollout.vllm.own_kernels.limits import import_model_class, keep_scales, known_limits
 from qarl.rollout.vllm.own_kernels.loading import Loader, stored
 from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, agreed, rendezvous, shard_prints
 from qarl.rollout.vllm.recording import Buffer, Experts
@@ -39,7 +37,7 @@ class OwnKernels(Numerics):
     def starting(self) -> Iterator[None]:
         settings = self._settings
         keep_scales()
-        _import_model(settings.checkpoint)
+        import_model_class(settings.checkpoint)
         backend = "nccl" if settings.on_gpu else "gloo"
         groups = no_way_in(backend)
         if settings.rendezvous is not None:
@@ -100,16 +98,6 @@ class OwnKernels(Numerics):
 
     def after_sleep(self) -> None:
         self._loader.kernel_tensors.restore()
-
-
-def _import_model(checkpoint: Path) -> None:
-    """Import vLLM's class of the checkpoint's model in this process.
-
-    vLLM would start another process to inspect it, which imports all of vLLM.
-    """
-    for name in json.loads((checkpoint / "config.json").read_text())["architectures"]:
-        if (known := ModelRegistry.models.get(name)) is not None and hasattr(known, "module_name"):
-            ModelRegistry.register_model(name, known.load_model_cls())
 
 
 def routers_of(model: nn.Module) -> Experts:
