@@ -173,7 +173,7 @@ class Reference:
                 choices = part.get("enum", [part.get("const")])
                 kinds += [f"`{choice if isinstance(choice, str) else json.dumps(choice)}`" for choice in choices]
             elif part.get("type") == "array":
-                items = part.get("items")
+                items = part.get("items", part.get("prefixItems", [None])[0])
                 kinds.append(f"list of {self._kind(items) if isinstance(items, dict) else 'value'}")
             elif part.get("type") == "null":
                 kinds += ["null"] if entry.get("default") is not None else []

@@ -86,9 +86,13 @@ class DataConfig(Section):
         description="Hub dataset name; local .json, .jsonl, .parquet or .csv (file, or directory of them); "
         "`task:arithmetic`; or `reasoning-gym:NAME`.",
     )
-    split: Name = Field("train", description="Split of a dataset.")
-    subset: Name | None = Field(None, description="Configuration name of a hub dataset.")
-    task: dict[str, JsonValue] = Field({}, description="Keyword arguments of the task generator (size, seed, ...).")
+    split: Name = Field("train", description="Split of the dataset.")
+    subset: Name | None = Field(
+        None, description="Configuration name of a hub dataset (`name` in datasets.load_dataset)."
+    )
+    task: dict[str, JsonValue] = Field(
+        {}, description="Keyword arguments of the task generator, e.g. {size: 1000, seed: 0}."
+    )
     columns: dict[str, Name] = Field(
         {},
         max_length=ITEMS,
@@ -107,7 +111,8 @@ class DataConfig(Section):
         None,
         min_length=1,
         max_length=TEXT,
-        description="str.format template over the row's columns, e.g. '{prompt} ='.",
+        description="str.format template that makes the prompt from the row's columns, e.g. '{prompt} ='. null: the "
+        "column `prompt`.",
     )
     chat_template: bool = Field(True, description="Wrap the prompt in the tokenizer's chat template.")
     system_prompt: str | None = Field(None, max_length=TEXT, description="System message of the chat template.")
@@ -120,7 +125,9 @@ class DataConfig(Section):
     max_prompt_length: int = Field(
         512, ge=1, le=TOKENS, description="Maximum prompt length in tokens; longer rows are dropped and counted."
     )
-    max_rows: int | None = Field(None, ge=1, le=ROWS, description="Use only the first rows of the source.")
+    max_rows: int | None = Field(
+        None, ge=1, le=ROWS, description="Use only the first rows of the source, at most this many; null: all."
+    )
     pass_rate: tuple[Rate, Rate] | None = Field(
         None,
         strict=False,

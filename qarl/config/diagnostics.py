@@ -28,7 +28,9 @@ class DiagnosticsConfig(Section):
         description="deployed/*: whether the step moved the served policy along the advantages. Costs two shadow "
         "forwards over the step.",
     )
-    crossings_every: int = Field(0, ge=0, le=STEPS, description="Number of changed codes (or 16-bit values) per layer.")
+    crossings_every: int = Field(
+        0, ge=0, le=STEPS, description="Code flips: number of codes (or 16-bit values) per layer that a step changed."
+    )
     gradients_every: int = Field(
         0,
         ge=0,

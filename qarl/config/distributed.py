@@ -33,8 +33,8 @@ class DistributedConfig(Section):
         600.0,
         ge=1,
         le=SECONDS,
-        description="Timeout in seconds at startup, at each collective, and for a rank without a sign of life. Must "
-        "exceed the largest delay between ranks, e.g. by a slow reward.",
+        description="Timeout in seconds at startup and at each collective, and for a rank without a heartbeat. Must "
+        "exceed the largest delay between ranks, e.g. by a slow reward function.",
     )
     config: dict[str, JsonValue] | str = Field(
         {},

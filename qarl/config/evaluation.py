@@ -49,7 +49,9 @@ class EvalTask(Section):
         max_length=ITEMS,
         description="Arguments of the chat template, for presets only; custom sets give them in `data`.",
     )
-    max_prompts: int | None = Field(None, ge=1, le=ROWS, description="Use only the first prompts.")
+    max_prompts: int | None = Field(
+        None, ge=1, le=ROWS, description="Use only the first prompts, at most this many; null: all."
+    )
 
     def faults(self) -> Iterator[Fault]:
         yield from template_argument_faults(self.chat_template_kwargs)
@@ -103,8 +105,7 @@ class EvaluationConfig(Section):
     tasks: list[EvalTask] = Field([], max_length=ITEMS, description="Evaluation tasks; empty: no evaluation.")
     held_out: DataConfig | None = Field(
         None,
-        description="Data whose given responses are scored: loss per token, and the divergence from objective.teacher. "
-        "Keys as in `data`.",
+        description="Data whose given responses are scored: loss per token, and the divergence from objective.teacher.",
     )
     every: int | None = Field(
         None, ge=1, le=STEPS, description="Training steps between evaluations; null: none during training."
@@ -113,7 +114,7 @@ class EvaluationConfig(Section):
     at_end: bool = Field(True, description="Evaluate after the last step.")
     samples: int = Field(4, ge=1, le=SAMPLES, description="Responses per prompt (the k of avg@k).")
     pass_at: list[Annotated[int, Field(ge=1, le=SAMPLES)]] | None = Field(
-        None, min_length=1, max_length=ITEMS, description="Every k of pass@k; null: 1 and `samples`."
+        None, min_length=1, max_length=ITEMS, description="Values of k for pass@k; null: 1 and `samples`."
     )
     temperature: float = Field(
         1.0, ge=0, le=TEMPERATURE, description="Sampling temperature; 0 is greedy and requires samples: 1."
@@ -127,7 +128,9 @@ class EvaluationConfig(Section):
     stop: list[Name] | None = Field(
         None, max_length=ITEMS, description="Strings that end a response; null: those of rollout.stop."
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="Random seed; each task, prompt and sample has its own stream.")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="Random seed. Each task, prompt and sample has its own random stream."
+    )
     correct_threshold: float = Field(
         1.0, ge=-SCORE, le=SCORE, description="A completion is correct if its total reward is at least this."
     )

@@ -12,24 +12,24 @@ class WandbConfig(Section):
     """Weights & Biases."""
 
     project: Name = Field(description="Project name.")
-    name: Name | None = Field(None, description="Run name; default the run directory's name.")
-    mode: Literal["online", "offline", "disabled"] = Field("online", description="As WANDB_MODE.")
+    name: Name | None = Field(None, description="Run name; null: the run directory's name.")
+    mode: Literal["online", "offline", "disabled"] = Field("online", description="Mode of wandb.init (WANDB_MODE).")
 
 
 class TrackioConfig(Section):
     """Trackio."""
 
     project: Name = Field(description="Project name.")
-    name: Name | None = Field(None, description="Run name; default the run directory's name.")
+    name: Name | None = Field(None, description="Run name; null: the run directory's name.")
 
 
 class MlflowConfig(Section):
     """MLflow."""
 
     project: Name = Field(description="Experiment name.")
-    name: Name | None = Field(None, description="Run name; default the run directory's name.")
+    name: Name | None = Field(None, description="Run name; null: the run directory's name.")
     tracking_uri: str | None = Field(
-        None, min_length=1, max_length=TEXT, description="Tracking server or directory; default MLFLOW_TRACKING_URI."
+        None, min_length=1, max_length=TEXT, description="Tracking server or directory; null: MLFLOW_TRACKING_URI."
     )
 
 
@@ -37,8 +37,8 @@ class SwanlabConfig(Section):
     """SwanLab."""
 
     project: Name = Field(description="Project name.")
-    name: Name | None = Field(None, description="Experiment name; default the run directory's name.")
-    mode: Literal["cloud", "local", "offline", "disabled"] = Field("cloud", description="As in swanlab.init.")
+    name: Name | None = Field(None, description="Experiment name; null: the run directory's name.")
+    mode: Literal["cloud", "local", "offline", "disabled"] = Field("cloud", description="Mode of swanlab.init.")
 
 
 class LoggingConfig(Section):
@@ -49,8 +49,10 @@ class LoggingConfig(Section):
     trackio: TrackioConfig | None = Field(None, description="Log to Trackio; null: off.")
     mlflow: MlflowConfig | None = Field(None, description="Log to MLflow; null: off.")
     swanlab: SwanlabConfig | None = Field(None, description="Log to SwanLab; null: off.")
-    rollouts_every: int = Field(10, ge=1, le=STEPS, description="Steps between files of sampled completions.")
-    samples: int = Field(8, ge=0, le=FILES, description="Completions per file of rollouts_every; 0: all.")
+    rollouts_every: int = Field(
+        10, ge=1, le=STEPS, description="Training steps between files of sampled completions, rollouts/NNNNNN.jsonl."
+    )
+    samples: int = Field(8, ge=0, le=FILES, description="Completions per file in rollouts/; 0: all.")
     rollout_tensors: bool = Field(
         True, description="Also save tokens and log-probs of all responses in these steps (for qarl diagnose)."
     )

@@ -14,7 +14,8 @@ class ModelConfig(Section):
     """The initial policy."""
 
     path: PathName = Field(
-        description="HF directory, hub name, or `package:NAME` (an installed package that contains a .gguf file).",
+        description="Hugging Face model directory, hub name, or `package:NAME` (an installed Python package that "
+        "contains a .gguf file).",
     )
     gguf_file: str | None = Field(
         None,
@@ -24,12 +25,13 @@ class ModelConfig(Section):
     )
     revision: Name | None = Field(None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="Compute dtype of activations and unquantized parameters; masters are always float32."
+        "bfloat16",
+        description="Compute dtype of activations and unquantized parameters. Master weights are always float32.",
     )
     learner_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
         None,
-        description="Dtype of the learner's forward and of the weights it uses. null: dtype. Other values require "
-        "quant.learner full_precision or fake_quant.",
+        description="Dtype of the learner's forward and of the weights it uses. null: model.dtype. Another dtype "
+        "requires quant.learner: full_precision or fake_quant.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if available, otherwise the CPU.")
     verify_digests: bool = Field(

@@ -29,12 +29,17 @@ class OptimConfig(Section):
     lr: float = Field(1e-6, gt=0, le=LEARNING_RATE, description="Peak learning rate.")
     weight_decay: float = Field(0.01, ge=0, le=FACTOR, description="Decoupled weight decay.")
     betas: tuple[Beta, Beta] = Field(
-        (0.9, 0.999), strict=False, description="Decay rates of AdamW's moments, [b1, b2]."
+        (0.9, 0.999), strict=False, description="Decay rates of AdamW's first and second moments."
     )
-    eps: float = Field(1e-8, ge=SMALLEST, le=1, description="Offset in AdamW's denominator.")
+    eps: float = Field(
+        1e-8, ge=SMALLEST, le=1, description="Term added to AdamW's denominator for numerical stability."
+    )
     momentum: float | None = Field(None, ge=0, lt=1, description="Muon's momentum (default 0.95); null for adamw.")
     adamw_lr: float | None = Field(
-        None, gt=0, le=LEARNING_RATE, description="Learning rate of muon's AdamW part (default lr); null for adamw."
+        None,
+        gt=0,
+        le=LEARNING_RATE,
+        description="Learning rate of the parameters that muon leaves to AdamW (default lr); null for adamw.",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Learning rate schedule after the warm-up."
@@ -61,8 +66,9 @@ class OptimConfig(Section):
         None,
         ge=SMALLEST,
         le=LOSS_SCALE,
-        description="Factor of the loss; gradients are divided by it before clipping. Default: 1, or initially "
-        f"{DYNAMIC_LOSS_SCALE:g} if dynamic. Steps that overflow are skipped.",
+        description="Factor of the loss, against underflow of float16 gradients; gradients are divided by it before "
+        f"clipping. Default: 1, or initially {DYNAMIC_LOSS_SCALE:g} if dynamic. Steps that overflow are "
+        "skipped.",
     )
     dynamic_loss_scale: bool | None = Field(
         None,

@@ -72,7 +72,10 @@ class CalibrationConfig(Section):
         "run's own prompts; otherwise the path of a UTF-8 file.",
     )
     samples: int = Field(
-        128, ge=1, le=SEQUENCES, description="Windows of the text, or prompts. All if there are fewer."
+        128,
+        ge=1,
+        le=SEQUENCES,
+        description="Number of text windows, or of prompts with source: prompts. Fewer if the source has fewer.",
     )
     length: int = Field(
         256,
@@ -89,7 +92,10 @@ class QuantConfig(Section):
 
     scheme: SchemeName = Field(
         "w4a16",
-        description="Scheme of the sampler. Scales: per group (w4*) or channel for weights, per token for activations.",
+        description="Quantization scheme of the sampler: w4a16 has 4-bit weights and 16-bit activations. Weight "
+        "scales: per group (w4*), per channel (w8a8, fp8), per 128 x 128 block (fp8_block), per group of "
+        "16 (nvfp4a16). Quantized activations have one scale per token (fp8_block: per token and 128 "
+        "features).",
     )
     group_size: GroupSize | None = Field(
         None,
@@ -99,10 +105,11 @@ class QuantConfig(Section):
     symmetric: bool = Field(True, description=f"Quantize without zero points; false is for {ZERO_POINTS} only.")
     grid: Grid = Field(
         GRIDS[0],
-        description="int4 grid: codes [-8, 7] with absmax / 7.5, or [-7, 7] with absmax / 7 (symmetric w4* only).",
+        description="int4 codes and scale. compressed-tensors: -8 to 7, scale absmax / 7.5; symmetric7: -7 to 7, scale "
+        "absmax / 7 (only w4* with symmetric: true).",
     )
     scale_dtype: ScaleDtype = Field(
-        SCALE_DTYPES[0], description="Stored dtype of the scales; codes are computed with the rounded scale."
+        SCALE_DTYPES[0], description="Dtype in which scales are stored. Codes are computed with the rounded scale."
     )
     ignore: list[Annotated[str, Field(max_length=NAME)]] = Field(
         ["lm_head"],
@@ -111,9 +118,10 @@ class QuantConfig(Section):
     )
     init: Init = Field(
         "rtn",
-        description="Codes of version 0. rtn: the nearest ones; gptq: those that keep the layers' outputs on a "
-        f"calibration text ({', '.join(schemes_of_init('gptq'))}); awq: the nearest ones after scaling input channels "
-        f"({', '.join(schemes_of_init('awq'))}). gptq and awq need one process and a model without experts.",
+        description="How the initial codes are chosen. rtn: round to nearest; gptq: minimize the error of the layers' "
+        f"outputs on a calibration text ({', '.join(schemes_of_init('gptq'))}); awq: round to nearest after "
+        f"scaling input channels ({', '.join(schemes_of_init('awq'))}). gptq and awq need one process and a "
+        "model without experts.",
     )
     calibration: CalibrationConfig = Field(
         default_factory=CalibrationConfig, description="Calibration text of init: gptq and awq."
@@ -125,7 +133,8 @@ class QuantConfig(Section):
     )
     ste_input: Literal["unquantized", "dequantized"] = Field(
         "unquantized",
-        description="Input in the straight-through weight gradient; dequantized requires quantized activations.",
+        description="Input that the straight-through estimator's weight gradient uses: the original activations, or "
+        "the quantized and dequantized ones (only schemes that quantize activations).",
     )
     backward: Literal["bf16", "fp8"] = Field(
         "bf16",

@@ -60,7 +60,7 @@ class RewardConfig(Section):
         max_length=ITEMS,
         description="Reward functions; the total is their weighted sum. Required by RL objectives.",
     )
-    workers: int = Field(1, ge=1, le=WORKERS, description="Worker processes.")
+    workers: int = Field(1, ge=1, le=WORKERS, description="Number of worker processes that run the reward functions.")
     timeout_s: float = Field(
         10.0,
         gt=0,
@@ -72,8 +72,8 @@ class RewardConfig(Section):
         16.0,
         gt=0,
         le=2**20,
-        description="Memory limit of a worker and its child processes; a worker above it is killed and its call fails. "
-        "null: none. Requires /proc.",
+        description="Memory limit in GiB of a worker and its child processes; a worker above it is killed and its call "
+        "fails. null: none. Requires /proc.",
     )
     max_failed_frac: float = Field(
         0.5, ge=0, le=1, description="Maximum fraction of failed scores per step; the run stops above it."

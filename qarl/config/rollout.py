@@ -67,8 +67,9 @@ class AsyncConfig(Section):
         1,
         ge=1,
         le=MOST_STALE + 1,
-        description="Versions per publish to the sampler. Above 1 the sampler interrupts its responses less often, and "
-        "gets the prompts of fewer steps ahead, because its weights may be this number - 1 versions old already.",
+        description="Publish every n-th weight version to the sampler. Above 1, responses are interrupted less often, "
+        "but the sampler gets prompts for fewer steps ahead, because its weights may already be n - 1 "
+        "versions old.",
     )
     in_flight: Literal["wait", "keep_kv", "recompute_kv"] = Field(
         "wait",
@@ -85,9 +86,9 @@ class AsyncConfig(Section):
         1.0,
         ge=1,
         le=16,
-        description="Groups that are started, as a multiple of those that a step learns from; rounded up. The first "
-        "complete ones are learned from, and the others are cancelled: an alternative to order: finished, with a bias "
-        "towards short responses.",
+        description="Groups started per step, as a multiple of those that the step trains on; rounded up. The step "
+        "trains on the first groups that complete, and the others are cancelled: an alternative to order: "
+        "finished, biased towards short responses.",
     )
     proximal: Literal["sampled", "newest"] = Field(
         "sampled",
@@ -111,7 +112,8 @@ class AsyncConfig(Section):
         None,
         ge=0,
         lt=DEVICES,
-        description="CUDA index of the first rank's sampler, the others follow; null: the index after the learner's.",
+        description="CUDA index of the first rank's sampler; the other ranks use the next indices. null: the first "
+        "index after the learners'.",
     )
     timeout_s: float = Field(
         600.0, ge=10, le=SECONDS, description="Seconds without a sign of life after which the sampler counts as hung."
@@ -192,21 +194,25 @@ class RolloutConfig(Section):
     )
     ignore_eos: bool = Field(False, description="Continue after the model's end of sequence (for benchmarks).")
     max_num_seqs: ByDevice = Field(
-        None, ge=1, le=SEQUENCES, description="Maximum sequences decoded together; null: set by engine and device."
+        None,
+        ge=1,
+        le=SEQUENCES,
+        description="Maximum sequences decoded together. null: 64 on a CPU; on a GPU 256 with vllm, up to 512 with "
+        "native, and up to 384 with rollout.async, as memory allows.",
     )
     max_batched_tokens: ByDevice = Field(
         None,
         ge=1,
         le=TOKENS,
-        description="Token budget of an engine step, for prefill chunks and decodes together; null: set by engine and "
-        "device.",
+        description="Token budget of an engine step, for prefill chunks and decodes together. null: 512 on a CPU; on a "
+        "GPU 8,192 (vllm) or 4,096 (native). With vllm, at least max_num_seqs.",
     )
     kv_cache_tokens: int | None = Field(
         None,
         ge=1,
         le=POOL_TOKENS,
-        description="KV cache size in tokens; default: max_num_seqs full-length sequences. If full, sequences are "
-        "preempted.",
+        description="KV cache size in tokens. null: max_num_seqs full-length sequences, or for vLLM on a GPU what "
+        "vllm.memory_frac leaves. When the cache is full, sequences are preempted.",
     )
     dynamic_sampling: DynamicSampling | None = Field(
         None, description="Train only on groups whose rewards differ, and sample until the step is full; null: off."

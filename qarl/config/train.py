@@ -21,7 +21,7 @@ class TrainConfig(Section):
 
     renamed: ClassVar = {"gradient_checkpointing": Renamed("recompute", {"True": "layer", "False": "elementwise"})}
 
-    steps: int = Field(ge=1, le=STEPS, description="Training steps: rollout, update, publish.")
+    steps: int = Field(ge=1, le=STEPS, description="Number of training steps (rollout, update, publish).")
     prompts_per_step: int = Field(8, ge=1, le=PROMPTS, description="Prompts per step; each gets rollout.n responses.")
     minibatch_size: int | None = Field(
         None,
@@ -36,22 +36,25 @@ class TrainConfig(Section):
         description="Tokens (prompt and response) per forward and backward, at least one response; null: up to 16,384 "
         "(65,536 for small models), depending on GPU memory.",
     )
-    epochs: int = Field(1, ge=1, le=EPOCHS, description="Passes over a step's responses.")
+    epochs: int = Field(1, ge=1, le=EPOCHS, description="Passes over the responses of a step (PPO epochs).")
     recompute: Recompute = Field(
         None,
-        description="What the backward recomputes. elementwise: norms, rotary embedding, activation function; mlp: "
-        "also gate and up; products: all products but down; layer: everything. null: the first that fits GPU memory at "
-        "8,192 tokens.",
+        description="Activations that the backward recomputes instead of storing. elementwise: norms, rotary "
+        "embedding, activation function; mlp: also gate and up; products: all matrix products but down; "
+        "layer: everything. null: the first that fits GPU memory at 8,192 tokens.",
     )
     logprob_chunk: ByDevice = Field(
         None,
         ge=1,
         le=TOKENS,
-        description="Rows of logits in memory at once. Applies in plain torch, and if rollout.top_k or top_p is used; "
-        "null: depending on device memory.",
+        description="Tokens whose logits are in memory at once. Applies in plain torch, and if rollout.top_k or top_p "
+        "is used. null: 128 on a CPU, 128 to 4,096 on a GPU, depending on its memory.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of data order, sampling and all other randomness.")
-    deterministic: bool = Field(True, description="Use bit-reproducible algorithms, also across a resume.")
+    deterministic: bool = Field(
+        True,
+        description="Use deterministic algorithms: the same configuration gives the same bits, also after a resume.",
+    )
     threads: int | None = Field(None, ge=1, le=THREADS, description="CPU threads of torch; null: torch's default.")
     max_skipped_steps: int = Field(
         3,

@@ -114,7 +114,8 @@ class VLLMConfig(Section):
         1,
         ge=1,
         le=DEVICES,
-        description="GPUs over which one vLLM's model is split: from `device` on, or the rank's and the next ones.",
+        description="Number of GPUs that share one vLLM model (tensor parallelism): consecutive ones, from `device` or "
+        "the rank's own GPU on.",
     )
     memory_frac: float | None = Field(
         None,
@@ -133,7 +134,8 @@ class VLLMConfig(Section):
     )
     publish: Annotated[Literal["full", "delta"], BeforeValidator(_supported)] = Field(
         "full",
-        description="What a publish sends: every tensor (full), or the changed 32-bit words of each tensor (delta).",
+        description="What is sent to vLLM with new weights: every tensor (full), or the changed 32-bit words of each "
+        "tensor (delta).",
     )
     staging: bool = Field(
         True,

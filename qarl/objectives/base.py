@@ -33,9 +33,20 @@ SurrogateFunction = Callable[[SurrogateInputs], Surrogate]
 # Types of shared keys whose default depends on the objective.
 AdvantageKey = Annotated[
     AdvantageKind,
-    Field(description="Group mean and std, group mean only (Dr. GRPO), leave-one-out, or batch whitening."),
+    Field(
+        description="How rewards become advantages. grpo: minus the group's mean, divided by its standard "
+        "deviation; grpo_no_std: minus the group's mean (Dr. GRPO); rloo: minus the mean of the group's other "
+        "responses; reinforce: whitened over the batch."
+    ),
 ]
-AggregationKey = Annotated[Aggregation, Field(description="How token values are averaged or summed.")]
+AggregationKey = Annotated[
+    Aggregation,
+    Field(
+        description="How token values become the minibatch's objective. seq-mean-token-mean: mean over responses of "
+        "the mean over tokens (GRPO); token-mean: mean over all tokens (DAPO); seq-mean-token-sum: mean over responses of "
+        "the sum over tokens; seq-mean-token-sum-norm: that divided by rollout.max_response_length (Dr. GRPO)."
+    ),
+]
 
 
 def _require_name(schema: dict[str, Any], model: type[Section]) -> None:
