@@ -39,7 +39,10 @@ def diagnose(
         typer.Option("--gradients/--no-gradients", help="Also run four backwards over the step's first minibatch."),
     ] = True,
     out: Annotated[
-        Path | None, typer.Option("--out", parser=path_of("--out"), metavar="DIR", help="Default RUN/diagnose/NNNNNN.")
+        Path | None,
+        typer.Option(
+            "--out", parser=path_of("--out"), metavar="DIR", help="Results directory. Default: RUN/diagnose/NNNNNN."
+        ),
     ] = None,
     model: MovedModel = None,
     device: Device = "auto",

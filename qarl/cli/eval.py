@@ -1,4 +1,4 @@
-"""`qarl eval`."""
+"""`qarl eval`: sample responses to evaluation prompts, and score them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def evaluate(
     k: Annotated[
         str | None, typer.Option(help="Values of k for pass@k, such as 1,4. Default: 1 and --samples.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 1.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy. Default: 1.")] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -61,7 +61,8 @@ def evaluate(
     ] = None,
     chat_template_kwargs: TemplateKwargs = None,
     max_response_length: Annotated[
-        int | None, typer.Option(help="Tokens. Default: as configured in the run; 1024 with --data.")
+        int | None,
+        typer.Option(help="Maximum tokens per response. Default: as configured in the run; 1024 with --data."),
     ] = None,
     max_prompts: Annotated[
         int | None, typer.Option(min=1, max=ROWS, help="Use only the first prompts of each set.")

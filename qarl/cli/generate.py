@@ -58,11 +58,11 @@ def generate(
             "--stop",
             parser=text_of("--stop"),
             metavar="TEXT",
-            help="Text that ends a completion; may be given again. Default: the run's rollout.stop; '' is none.",
+            help="Text that ends a completion. Repeatable. Default: the run's rollout.stop; '' for none.",
         ),
     ] = None,
     n: Annotated[int, typer.Option(min=1, max=SAMPLES, help="Number of samples per prompt.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     top_k: Annotated[
         int, typer.Option(min=0, max=VOCABULARY, help="Keep only the k most probable tokens. 0: off.")
     ] = 0,
@@ -70,7 +70,7 @@ def generate(
     min_p: Annotated[
         float, typer.Option(help="Drop tokens less probable than this fraction of the most probable one. 0: off.")
     ] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=TOKENS, help="Longest completion.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=TOKENS, help="Maximum tokens per completion.")] = 128,
     scheme: Scheme = None,
     group_size: GroupSize = None,
     kv_cache_dtype: KVCache = None,

@@ -54,10 +54,14 @@ def verify_exact(
             help="UTF-8 file with one prompt per line, used as given. Default: random tokens.",
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, max=VOCABULARY, help="0: off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1: off.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0: off.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0.")] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, max=VOCABULARY, help="Sample from the k most probable tokens. 0: off.")
+    ] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability. 1: off.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this fraction of the highest probability. 0: off.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Random seed of prompts and sampling.")] = 0,
     step: Step = None,
     model: MovedModel = None,

@@ -279,7 +279,5 @@ def _family(config: Mapping[str, Any], key: str) -> str:
     if not isinstance(name, str):
         raise ValueError(f"has {key} = {str(name)[:60]!r}; must be one of {', '.join(FAMILIES)}")
     if name not in FAMILIES:
-        raise UnknownFamily(
-            f"is of the family {name[:60]}, whose layers are not known here; known are {', '.join(FAMILIES)}"
-        )
+        raise UnknownFamily(f"has the unknown model family {name[:60]}; known families: {', '.join(FAMILIES)}")
     return name

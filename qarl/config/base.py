@@ -81,7 +81,9 @@ def value_faults(value: Any, key: tuple[str | int, ...]) -> Iterator[Fault]:
         count += 1
         if isinstance(part, str):
             if not _encodes(part):
-                yield Fault(here, part, "holds a lone surrogate, which is no character; write the character itself")
+                yield Fault(
+                    here, part, "contains a lone surrogate, which is not a character; write the character itself"
+                )
         elif isinstance(part, int) and not -(2**63) <= part < 2**63:
             yield Fault(here, f"{'-' if part < 0 else ''}2^{part.bit_length()}", "must fit 64 bits")
         elif isinstance(part, (list, tuple, dict)):
@@ -90,7 +92,7 @@ def value_faults(value: Any, key: tuple[str | int, ...]) -> Iterator[Fault]:
                 return
             for name in part if isinstance(part, dict) else ():
                 if not _encodes(name):
-                    yield Fault(here, name, "is a key with a lone surrogate, which is no character")
+                    yield Fault(here, name, "is a key with a lone surrogate, which is not a character")
             items = part.items() if isinstance(part, dict) else enumerate(part)
             pending += [((*here, name), child, depth + 1) for name, child in items]
         if count > VALUES:

@@ -162,7 +162,7 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
     for index, entry in enumerate(quant.ignore):
         if not entry.startswith("re:") and entry not in names:
             yield Fault(
-                ("quant", "ignore", index), entry, f"names no Linear layer of the model; such as {linears[0].name}"
+                ("quant", "ignore", index), entry, f"is not a Linear layer of the model, such as {linears[0].name}"
             )
     if architecture.mixture is None:
         yield from mixture_faults(config)
@@ -231,7 +231,7 @@ def _cut_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
             unit = math.lcm(words, scheme.row_block, (scheme.group_size or 1) if by_columns else 1)
         if features % (gpus * unit):
             text = f"{name} has {features} {'input' if by_columns else 'output'} features in blocks of {unit}"
-            yield config.fault("rollout.vllm.tensor_parallel", f"{text}, which cannot be cut evenly; use fewer GPUs")
+            yield config.fault("rollout.vllm.tensor_parallel", f"{text}, which cannot be split evenly; use fewer GPUs")
             return  # layers repeat, so the first fault is enough
 
 
@@ -241,7 +241,7 @@ def _expert_faults(config: Config, architecture: Architecture) -> Iterator[Fault
         return
     gpus = config.rollout.vllm.tensor_parallel
     if gpus > 1:
-        yield config.fault("rollout.vllm.tensor_parallel", "experts are not cut over GPUs; must be 1")
+        yield config.fault("rollout.vllm.tensor_parallel", "experts are not split over GPUs; must be 1")
     if config.vllm_numerics == "fast" and (reason := config.experts_unserved(config.model.device)):
         yield config.fault("rollout.numerics", f"{reason}; must be exact")
 

@@ -214,7 +214,7 @@ def _run_dir_faults(config: Config) -> Iterator[Fault]:
             if kind == "directory":
                 return
             if kind != "missing":
-                yield Fault(key, text, f"{'it' if place == path else place} is no directory; choose another")
+                yield Fault(key, text, f"{'it' if place == path else place} is not a directory; choose another")
                 return
     except Unusable as error:
         yield Fault(key, text, str(error))

@@ -45,9 +45,9 @@ class DistributedConfig(Section):
     def faults(self) -> Iterator[Fault]:
         if self.engine == "rows":
             if self.zero_stage is not None:
-                yield self.fault("zero_stage", "is DeepSpeed's; leave null, or use engine: deepspeed")
+                yield self.fault("zero_stage", "is only for DeepSpeed; leave null, or use engine: deepspeed")
             if self.config:
-                yield self.fault("config", "is DeepSpeed's; leave it out, or use engine: deepspeed")
+                yield self.fault("config", "is only for DeepSpeed; leave it out, or use engine: deepspeed")
         if isinstance(self.config, str):
             yield from path_faults("config", self.config)
         else:
@@ -69,13 +69,15 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
     vllm = config.rollout.vllm
     drawing = vllm.samplers(count)
     if config.rollout.engine == "vllm" and vllm.data_parallel is not None and vllm.data_parallel > len(drawing):
-        beside = f"{vllm.tensor_parallel} ranks" if vllm.spans else "a rank"
-        text = f"each is beside {beside}, and there are fewer ({count}); start more (qarl train --nproc), or leave null"
+        beside = f"{vllm.tensor_parallel} ranks" if vllm.spans else "one rank"
+        text = (
+            f"each replica needs {beside}, but there are only {count}; start more (qarl train --nproc), or leave null"
+        )
         yield config.fault("rollout.vllm.data_parallel", text)
     if count == 1:
         return
     if gpus is not None and count > gpus:
-        text = f"{count} ranks, but this machine shows {gpus} GPUs; start at most one for each"
+        text = f"{count} ranks, but this machine shows {gpus} GPUs; start at most one rank per GPU"
         yield config.fault("model.device", text)
     if config.rollout.replay is not None:
         text = "a replay runs on one rank; start one, or leave it out"
@@ -89,7 +91,7 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
             yield config.fault(f"diagnostics.{key}", f"needs whole gradients on one rank {with_ranks}; must be 0")
     if config.rollout.engine == "vllm":
         if vllm.process == "inline":
-            text = f"vLLM would take the learner's process groups for its own {with_ranks}; use separate"
+            text = f"{with_ranks}, vLLM would use the learner's process groups as its own; use separate"
             yield config.fault("rollout.vllm.process", text)
         if gpus is not None and vllm.spans and (last := drawing[-1] + vllm.tensor_parallel - 1) >= gpus:
             text = f"rank {drawing[-1]}'s vLLM would be on GPUs {drawing[-1]} to {last}, but this machine shows {gpus}"
@@ -98,7 +100,7 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
         if gpus is not None and vllm.device is not None:
             last = vllm.device + len(drawing) * vllm.tensor_parallel - 1
             if vllm.device < count:
-                text = f"is a learner's GPU {with_ranks}, of which each has its own; must be {count} or more, or null"
+                text = f"is a learner's GPU with {count} ranks, one GPU each from 0; must be {count} or more, or null"
                 yield config.fault("rollout.vllm.device", text)
             elif last >= gpus:
                 text = f"vLLMs would be on GPUs {vllm.device} to {last}, but this machine shows {gpus}, from 0"
@@ -115,13 +117,11 @@ def _async_faults(config: Config, count: int, gpus: int | None) -> Iterator[Faul
         return
     first = count if ahead.device is None else ahead.device
     if first < count:
-        text = f"is a learner's GPU with {count} ranks, of which each has its own; must be {count} or more, or null"
+        text = f"is a learner's GPU with {count} ranks, one GPU each from 0; must be {count} or more, or null"
         yield Fault(("rollout", "async", "device"), first, text)
     elif first + count > gpus:
-        text = (
-            f"each has a sampler, which would be on GPUs {first} to {first + count - 1}, but this machine shows {gpus}"
-        )
-        yield Fault(("rollout", "async"), f"with {count} ranks", f"{text}, from 0; start fewer ranks")
+        text = f"each rank has a sampler, on GPUs {first} to {first + count - 1}, but this machine shows {gpus}, from 0"
+        yield Fault(("rollout", "async"), f"with {count} ranks", f"{text}; start fewer ranks")
 
 
 def _deepspeed_faults(config: Config) -> Iterator[Fault]:
@@ -129,6 +129,8 @@ def _deepspeed_faults(config: Config) -> Iterator[Fault]:
     if importlib.util.find_spec("deepspeed") is None:
         yield config.fault("distributed.engine", f"needs the package deepspeed; pip install 'qarl[deepspeed]', {rows}")
     if config.optim.name != "adamw":
-        yield config.fault("optim.name", f"DeepSpeed's is another algorithm; use adamw, {rows}")
+        yield config.fault("optim.name", f"DeepSpeed's Muon is a different algorithm; use adamw, {rows}")
     if config.optim.offload:
-        yield config.fault("optim.offload", f"DeepSpeed's has an Adam of its own with other bits; use false, {rows}")
+        yield config.fault(
+            "optim.offload", f"DeepSpeed offloads with another Adam, which rounds differently; use false, {rows}"
+        )

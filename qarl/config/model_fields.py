@@ -44,10 +44,10 @@ _IMPLEMENTED = {
     }.items()
 }
 
-# Accepted values; a missing key is accepted too. First what transformers reads, then what other families scale or cap
-# and a reader would expect to count.
+# Accepted values; a missing key is accepted too. First keys that transformers reads, then keys of other families whose
+# values a user would expect to have an effect.
 _OFF: dict[str, tuple[Any, ...]] = {
-    "is_causal": (True,),  # null is no causal mask either
+    "is_causal": (True,),  # null means no causal mask, as false does
     "clip_qkv": (None,),
     "router_jitter_noise": (None, 0),
     "output_router_logits": (None, False),
@@ -115,8 +115,8 @@ _VLLM_OFF_OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3_moe": {"shared_expert_intermediate_size": (None,)},
 }
 
-# pretraining_tp: transformers 4 cut the products into so many parts and added them up; 5 does not read it.
-# num_labels and the like: of classification heads. attention_dropout: training only; a policy's forward drops nothing.
+# pretraining_tp: transformers 4 split matrix products into this many parts; 5 does not read it.
+# num_labels and the like: for classification heads. attention_dropout: training only; a policy's forward drops nothing.
 # mtp_*, mlp_layer_types, number_of_conv_states and the like: parts that only other families have.
 IRRELEVANT = _keys(
     "ada_rms_norm_t_cond_dim architectures attention_dropout attn_implementation auto_map bos_token_id "
@@ -150,7 +150,7 @@ _DEFAULT_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen2_moe": 4
 
 
 def implemented(family: str) -> frozenset[str]:
-    """The keys of config.json whose values qarl's forward of the family follows."""
+    """The keys of config.json that qarl's forward of the family implements."""
     return _IMPLEMENTED[family]
 
 
@@ -184,9 +184,9 @@ def check_refused(family: str, config: Mapping[str, Any]) -> None:
 
 
 def check_implemented(family: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError, one line with the key, for a value of an implemented key with which there is no forward.
+    """Raise ValueError, one line with the key, if an implemented key has a value for which there is no forward.
 
-    config: the content of config.json, of the types of `qarl.config.model_schema.ConfigJson`.
+    config: the content of config.json, valid as `qarl.config.model_schema.ConfigJson`.
     """
     _check_windows(family, config)
     if (activation := config.get("hidden_act", "silu")) not in ACTIVATIONS:
@@ -196,15 +196,15 @@ def check_implemented(family: str, config: Mapping[str, Any]) -> None:
 
 
 def vllm_fault(family: str, config: Mapping[str, Any], windows: Sequence[int | None]) -> str:
-    """Why vLLM's model of the family would compute something else than qarl's; empty if it would not.
+    """Why vLLM's model of the family would compute something different from qarl's; empty if it would not.
 
     Args:
         family: `model_type` of the configuration.
         config: The content of config.json.
-        windows: What `layer_windows` gives for it.
+        windows: Result of `layer_windows`.
     """
     if len(set(windows)) > 1:
-        return "some of its layers have a sliding window and some have none, which vLLM refuses"
+        return "some of its layers have a sliding window and some have none, which vLLM rejects"
     for key, accepted in refused_by_vllm(family).items():
         if fault := _fault(config, key, accepted):
             return f"config.json: {fault}: vLLM follows it, and transformers and qarl do not"
@@ -220,8 +220,8 @@ def layer_windows(family: str, config: Mapping[str, Any]) -> tuple[int | None, .
 
     Args:
         family: `model_type` of the configuration.
-        config: config.json, or the attributes of a transformers configuration: num_hidden_layers, and as far as they
-            are there sliding_window, use_sliding_window, max_window_layers and layer_types.
+        config: config.json, or the attributes of a transformers configuration. Reads num_hidden_layers, and if given
+            sliding_window, use_sliding_window, max_window_layers and layer_types.
     """
     layers, window = config["num_hidden_layers"], config.get("sliding_window", _DEFAULT_WINDOW.get(family))
     used = bool(config.get("use_sliding_window", False))
@@ -253,7 +253,7 @@ def _check_windows(family: str, config: Mapping[str, Any]) -> None:
 
 
 def _rope_key(config: Mapping[str, Any]) -> str | None:
-    """The key that transformers takes the rotary embedding's parameters from; None if it has its default."""
+    """The key from which transformers reads the rotary embedding's parameters; None for the defaults."""
     return next((key for key in ("rope_scaling", "rope_parameters") if config.get(key)), None)
 
 
@@ -279,21 +279,21 @@ def _check_rope(config: Mapping[str, Any]) -> None:
 
 
 def _check_head_dim(family: str, config: Mapping[str, Any]) -> None:
-    """Refuse head sizes with which transformers 5.19 builds no model of the family, or none that runs."""
+    """Reject head sizes for which transformers 5.19 cannot build or run a model of the family."""
     size, equal = config.get("head_dim"), config["hidden_size"] / config["num_attention_heads"]
     if "head_dim" in config and size is None and family not in ("llama", "mistral", "mixtral"):
         raise ValueError("is not valid: head_dim is null; give its value, or remove the key")
     if family == "llama" and equal % 1:
-        raise ValueError("is not valid: num_attention_heads does not divide hidden_size, which Llama demands")
+        raise ValueError("is not valid: num_attention_heads does not divide hidden_size, which Llama requires")
     if family == "olmoe" and size not in (None, equal):
-        raise ValueError(f"is not valid: head_dim = {size}: OLMoE's norms demand hidden_size / num_attention_heads")
+        raise ValueError(f"is not valid: head_dim = {size}: OLMoE's norms require hidden_size / num_attention_heads")
     key = _rope_key(config)
     if family == "mixtral" and size is None and key and _rope_type(config[key]) == "yarn":
         raise ValueError(f'is not valid: {key}.rope_type = "yarn": needs head_dim in the configuration of Mixtral')
 
 
 def _fault(config: Mapping[str, Any], key: str, accepted: tuple[Any, ...]) -> str | None:
-    """`key = value: must be ...` if the key has another value than the accepted ones. 1 is 1.0, and not true."""
+    """`key = value: must be ...` if the key's value is not accepted. 1 equals 1.0, but not true."""
     if key not in config:
         return None
     value = config[key]

@@ -1,6 +1,6 @@
-"""What a model's own description may say: types and ranges of config.json, generation_config.json and GGUF metadata.
+"""Schemas of config.json, generation_config.json and GGUF metadata: types and ranges.
 
-The tops are far above any real model, and small enough that every product of them fits and is quick to count.
+Upper bounds are far above any real model, and low enough that products of sizes neither overflow nor take long to list.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _token_ids(value: Any) -> Any:
     return value
 
 
-TokenIds = Annotated[Any, AfterValidator(_token_ids)]  # a union's faults would name its branches
+TokenIds = Annotated[Any, AfterValidator(_token_ids)]  # the errors of a union type would name its branches
 Attention = Literal["full_attention", "sliding_attention"]
 Dtype = Literal[
     "float64",
@@ -67,7 +67,7 @@ T = TypeVar("T", bound=Record)
 
 
 class Rope(Record):
-    """`rope_parameters`, or `rope_scaling` of older files. Which of them a type needs, transformers knows."""
+    """`rope_parameters`, or `rope_scaling` of older files. `model_fields` checks which of them a type needs."""
 
     rope_type: Annotated[str, Field(max_length=40)] | None = None
     type: Annotated[str, Field(max_length=40)] | None = None
@@ -82,13 +82,13 @@ class Rope(Record):
     mscale_all_dim: Annotated[float, Field(ge=0, le=1e6)] | None = None
     truncate: bool | None = None
     original_max_position_embeddings: Context | None = None
-    partial_rotary_factor: Whole | None = None  # no other one turns whole heads
+    partial_rotary_factor: Whole | None = None  # others rotate only a part of each head
     short_factor: Annotated[list[Factor], Field(max_length=2**14)] | None = None
     long_factor: Annotated[list[Factor], Field(max_length=2**14)] | None = None
 
 
 class StopTokens(Record):
-    """The ids that config.json and generation_config.json share. A padding token of -1 stands for none in old files."""
+    """Token ids in both config.json and generation_config.json. Old files have pad_token_id -1 for none."""
 
     eos_token_id: TokenIds | None = None
     bos_token_id: TokenId | None = None
@@ -96,7 +96,7 @@ class StopTokens(Record):
 
 
 class ConfigJson(StopTokens):
-    """config.json of a family that is known here."""
+    """config.json of a model of one of `FAMILIES`."""
 
     model_type: Annotated[str, Field(max_length=100)] | None = None
     hidden_size: Hidden
@@ -115,7 +115,7 @@ class ConfigJson(StopTokens):
     rope_theta: Theta | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
-    sliding_window: Annotated[int, Field(ge=0, le=2**31)] | None = None  # 0: of qwen2_moe, where no layer has one
+    sliding_window: Annotated[int, Field(ge=0, le=2**31)] | None = None  # 0: none, in qwen2_moe files
     use_sliding_window: bool = False
     max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 28  # transformers' own default
     layer_types: Annotated[list[Attention], Field(max_length=10_000)] | None = None
@@ -128,7 +128,7 @@ class ConfigJson(StopTokens):
     architectures: Annotated[list[str], Field(max_length=100)] | None = None
     auto_map: dict[str, str | list[str | None]] | None = None
     quantization_config: dict[str, Any] | None = None
-    # Of a mixture of experts; what is missing: see qarl.config.mixture.
+    # Mixture of experts; defaults: qarl.config.mixture.
     num_experts: Experts | None = None
     num_local_experts: Experts | None = None
     num_experts_per_tok: Slots | None = None
@@ -157,7 +157,7 @@ class GGUFModel(Record):
 
 
 def valid(model: type[T], values: Mapping[str, Any]) -> T:
-    """`values` as a `model`. Raises ValueError: one line with the key at fault, without the file's name."""
+    """Validate `values`. Raises ValueError: one line with the invalid key, without the file's name."""
     try:
         found = checked(model, values, "")
     except Unreadable as error:
@@ -175,7 +175,7 @@ def _check_together(found: ConfigJson | GGUFModel) -> None:
         raise ValueError(f"is not valid: its {heads} attention heads do not divide its hidden size {found.hidden_size}")
     if found.head_dim is None and found.hidden_size // heads % 2:
         raise ValueError(
-            f"is not valid: its heads of {found.hidden_size // heads} features are odd; rotary embeddings turn pairs"
+            f"is not valid: its heads of {found.hidden_size // heads} features are odd; rotary embeddings rotate pairs"
         )
     if isinstance(found, ConfigJson):
         if None not in (one := (found.num_experts, found.num_local_experts)) and one[0] != one[1]:

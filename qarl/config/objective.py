@@ -83,10 +83,12 @@ def objective_faults(config: Config) -> Iterator[Fault]:
         text = f"trains with objective.ratio rollout, which {name} does not read; use {', '.join(_WITH_RATIO)}"
         yield config.fault("correction.preset", text)
     elif wanted is not None and ratio not in (None, wanted):
-        text = f"correction.preset {preset} is with ratio {wanted}; leave null, or write the correction out"
+        text = f"correction.preset {preset} uses ratio {wanted}; leave null, or write the correction out"
         yield config.fault("objective.ratio", text)
     elif (ratio or wanted) in ("rollout", "shadow") and correction.level != "none":
-        text = f"with objective.ratio {ratio or wanted} the ratio holds the mismatch already; correction.level must be"
+        text = (
+            f"with objective.ratio {ratio or wanted} the ratio already contains the mismatch; correction.level must be"
+        )
         yield config.fault(f"correction.{correction.weight_key}", f"{text} none (reject and veto may stay)")
     if objective.ratio_kind != "one":
         others = listed(_WITHOUT_RATIO, "or")
@@ -94,7 +96,7 @@ def objective_faults(config: Config) -> Iterator[Fault]:
             text = f"is for a policy gradient without a ratio, and {name} has one; use {others}"
             yield config.fault("correction.preset", text)
         elif correction.signal == "rollout" and correction.level != "none":
-            text = f"the ratio of {name} holds the learner's movement; use corr, or {others}"
+            text = f"the ratio of {name} already contains the learner's change; use corr, or {others}"
             yield config.fault("correction.signal", text)
     if objective.dvp_rho is not None and config.rollout.min_p not in (0.0, objective.dvp_rho):
         text = f"objective.dvp_rho = {objective.dvp_rho:g} is the sampler's min_p; leave 0, or the same"
@@ -136,7 +138,7 @@ def listed(names: list[str], last: str = "and") -> str:
 
 def _no_such(name: Any) -> str:
     if isinstance(name, str) and ":" in name:
-        return "is no built-in objective; your own is name: custom, with path: file.py:name"
+        return "is not a built-in objective; for your own, set name: custom and path: file.py:name"
     near = difflib.get_close_matches(name, BY_NAME, n=1) if isinstance(name, str) else []
     text = f"must be {listed([repr(known) for known in BY_NAME], 'or')}"
     return f"{text}; did you mean {near[0]}?" if near else text

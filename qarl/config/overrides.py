@@ -49,9 +49,9 @@ def _apply(data: dict[str, Any], override: str) -> None:
     if "=" not in override or not all(keys):
         raise UserError(f"{place}: an override is key.path=value, e.g. optim.lr=1e-6")
     if len(keys) > _MOST_KEYS:
-        raise UserError(f"{place}: its path has {len(keys):,} keys; no key is below more than {_MOST_KEYS}")
+        raise UserError(f"{place}: its path has {len(keys):,} keys; at most {_MOST_KEYS} are possible")
     if not "".join(keys).isprintable():
-        raise UserError(f"{place}: its path holds characters that no key has; an override is key.path=value")
+        raise UserError(f"{place}: its path contains characters that no key has; an override is key.path=value")
     value = parse_yaml(override.partition("=")[2], place)
     here: Any = data
     for position, name in enumerate(keys):

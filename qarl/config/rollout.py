@@ -300,14 +300,14 @@ class RolloutConfig(Section):
         if exact:
             yield from self._exact_faults()
         if exact and self.vllm.tensor_parallel > 1:
-            text = "rounds sums of parts that the learner adds up in one product; with numerics exact it must be 1"
+            text = "rounds partial sums that the learner computes in one product; with numerics exact it must be 1"
             yield self.fault("vllm.tensor_parallel", text)
         both = self.max_batched_tokens is not None and self.max_num_seqs is not None
         if self.engine == "vllm" and both and self.max_batched_tokens < self.max_num_seqs:
             yield self.fault(
                 "max_batched_tokens",
-                f"vLLM gives each of the rollout.max_num_seqs = {self.max_num_seqs} sequences a token; must be as many "
-                "or more",
+                f"vLLM needs a token for each of the rollout.max_num_seqs = {self.max_num_seqs} sequences; must be "
+                f"{self.max_num_seqs} or more",
             )
 
     def _async_vllm_faults(self) -> Iterator[Fault]:

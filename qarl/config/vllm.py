@@ -176,19 +176,19 @@ class VLLMConfig(Section):
             if name in ARGS_BY_KEY:
                 yield Fault(("args", name), value, f"is decided elsewhere; set {ARGS_BY_KEY[name]}")
             elif name in ARGS_FIXED:
-                yield Fault(("args", name), value, "is for qarl to set; leave it out")
+                yield Fault(("args", name), value, "is set by qarl; leave it out")
             elif name in ARGS_OF_ONE and value != 1:
                 yield Fault(("args", name), value, f"qarl starts a process for each GPU; {ARGS_OF_ONE[name]}")
             elif not name.isidentifier():
                 fix = f"write {name.replace('-', '_')}" if name.replace("-", "_").isidentifier() else "leave it out"
-                yield Fault(("args", name), value, f"is no name of an engine argument; {fix}")
+                yield Fault(("args", name), value, f"is not the name of an engine argument; {fix}")
 
     def _cut_faults(self) -> Iterator[Fault]:
         if self.process == "inline":
-            yield self.fault("process", "runs vLLM in one process, and tensor_parallel in several; use separate")
+            yield self.fault("process", "runs vLLM in one process, but tensor_parallel needs several; use separate")
         if self.publish == "delta":
-            text = "changes words of whole tensors, and with tensor_parallel vLLM holds parts; use full"
+            text = "changes words of whole tensors, but with tensor_parallel each GPU has a part; use full"
             yield self.fault("publish", text)
         if "async_scheduling" in self.args:
-            text = "schedules by time, and with tensor_parallel all GPUs must do the same; leave it out"
+            text = "schedules by time, but with tensor_parallel all GPUs must schedule the same; leave it out"
             yield Fault(("args", "async_scheduling"), self.args["async_scheduling"], text)

@@ -76,8 +76,8 @@ def require_weights(
     embedding.
 
     Args:
-        directory: The model's.
-        architecture: What its config.json describes.
+        directory: The model's directory.
+        architecture: Architecture in its config.json.
         stored: Format of a quantized checkpoint (`stored_format`); None: it is not quantized.
 
     Raises:
@@ -183,8 +183,8 @@ def _quantized(
     linears = [linear for linear in architecture.linears() if stored.quantizes(linear.name, found)]
     if not linears:
         raise UserError(
-            f"{directory / CONFIG}: quantization_config: {stored.method}, and no Linear layer is stored so (none has a "
-            f"{stored.mark}); remove the entry, or restore the model's own files"
+            f"{directory / CONFIG}: quantization_config: {stored.method}, but no Linear layer has such tensors (none "
+            f"has a {stored.mark}); remove the entry, or restore the model's own files"
         )
     for module, n, k in linears:
         del wanted[f"{module}.weight"]

@@ -59,7 +59,7 @@ class LimitedComposer(yaml.SafeLoader):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in self._open:
-                raise Refused(event.start_mark, f"the anchor {event.anchor[:60]!r} holds itself")
+                raise Refused(event.start_mark, f"the anchor {event.anchor[:60]!r} contains itself")
             node = super().compose_node(parent, index)
             nodes, characters, levels = self._measures[id(node)]
             self._count(event, nodes, characters, levels)
@@ -118,7 +118,7 @@ class Values:
                 continue
             name = _scalar(key)
             if name in lines:
-                text = f"line {line}: the key already stands in line {lines[name]}; keep one of them"
+                text = f"line {line}: the key is already in line {lines[name]}; keep one of them"
                 self.faults[id(key)] = (*path, name), text
             lines.setdefault(name, line)
             own[name] = self.of(child, (*path, name))
@@ -137,16 +137,16 @@ class Values:
 
 def _scalar(node: yaml.ScalarNode) -> Any:
     kind, text = node.tag.removeprefix(_TAG), node.value
-    if kind in ("str", "merge"):  # `<<` where it is no key
+    if kind in ("str", "merge"):  # `<<` as a value
         if _SURROGATE.search(text):
-            raise Refused(node.start_mark, "holds a lone surrogate (\\ud800 to \\udfff), which is no character")
+            raise Refused(node.start_mark, "contains a lone surrogate (\\ud800 to \\udfff), which is not a character")
         return text
     if kind not in ("null", "bool", "int", "float"):
         _require_tag(node, "str")
     if kind == "float" and SCALARS[f"{_TAG}int"][0].match(text):
         return _float(node, text)
     if not SCALARS[node.tag][0].match(text):
-        raise Refused(node.start_mark, f"{text[:60]!r} is no {kind}, as its tag !!{kind} says")
+        raise Refused(node.start_mark, f"{text[:60]!r} does not match its tag !!{kind}")
     if kind == "null":
         return None
     if kind == "bool":

@@ -44,7 +44,7 @@ def check_reference(reference: str, place: str) -> None:
     """
     module, _, name = reference.rpartition(":")
     if not name.isidentifier():
-        raise UserError(f"{place}: after the colon must stand a function's name")
+        raise UserError(f"{place}: needs a function's name after the colon")
     if is_file(module):
         path = user_path(module, place)
         with path_errors(place):

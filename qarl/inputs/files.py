@@ -156,12 +156,12 @@ def _open(path: Path, stream: bool) -> int:
     except OSError as error:
         raise Unreadable(str(path), f"cannot be read: {reason_of(error)}") from error
     except ValueError as error:
-        raise Unreadable(str(path), f"can be no path: {error}") from None
+        raise Unreadable(str(path), f"is not a valid path: {error}") from None
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode) or (stream and (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode))):
         return fd
     os.close(fd)
-    kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
+    kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "a special file")
     raise Unreadable(str(path), f"is {kind}, not a file")
 
 

@@ -57,7 +57,7 @@ def parse_json(
 
     def constant(name: str) -> float:
         if not nonfinite:
-            raise _Refused(f"holds {name}, which is no JSON number")
+            raise _Refused(f"holds {name}, which is not a JSON number")
         return float(name)
 
     try:
@@ -120,7 +120,7 @@ def _walk(value: Any, place: str, surrogates: bool) -> None:
         if isinstance(here, str):
             if not surrogates and _LONE.search(here):
                 where = f" at {visible(path)}" if path else ""
-                raise Unreadable(place, f"holds a lone surrogate{where}, which is no character; write it out")
+                raise Unreadable(place, f"holds a lone surrogate{where}, which is not a character; write it out")
         elif isinstance(here, (dict, list)):
             if depth > DEPTH:
                 raise Unreadable(place, f"nested deeper than {DEPTH} levels")

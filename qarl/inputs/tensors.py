@@ -52,18 +52,20 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         try:
             held = read_header(directory / file)
         except NoSuchFile as error:
-            raise Unreadable(place, f"names {file}, and there is no such file; restore it") from error
+            raise Unreadable(place, f"names {file}, which does not exist; restore it") from error
         for name, tensor in held.items():
             if name in found:
                 raise Unreadable(place, f"{name} is in two files, {found[name].file.name} and {file}; keep one")
             found[name] = tensor
     for name in sorted(found.keys() - weight_map.keys()):
-        raise Unreadable(place, f"does not name {name}, which {found[name].file.name} holds; restore the index")
+        raise Unreadable(place, f"does not name {name}, which {found[name].file.name} contains; restore the index")
     for name, file in weight_map.items():
         if name not in found:
-            raise Unreadable(place, f"names {name}, which none of its files holds; restore {file}")
+            raise Unreadable(place, f"names {name}, which none of its files contains; restore {file}")
         if found[name].file.name != file:
-            raise Unreadable(place, f"says that {name} is in {file}, and {found[name].file.name} holds it")
+            raise Unreadable(
+                place, f"says that {name} is in {file}, but it is in {found[name].file.name}; restore the index"
+            )
     return found
 
 
@@ -123,7 +125,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             return {name: StoredTensor(path, of.get_dtype(), tuple(of.get_shape())) for name, of in slices.items()}
     except (SafetensorError, OSError) as error:
         reason = visible(" ".join(str(error).removeprefix("Error while deserializing header: ").split())[:200])
-        raise Unreadable(str(path), f"is cut short, or no safetensors file; restore it ({reason})") from error
+        raise Unreadable(str(path), f"is truncated or not a safetensors file; restore it ({reason})") from error
 
 
 def shown_names(names: Any, most: int = 3) -> str:

@@ -43,8 +43,9 @@ AggregationKey = Annotated[
     Aggregation,
     Field(
         description="How token values become the minibatch's objective. seq-mean-token-mean: mean over responses of "
-        "the mean over tokens (GRPO); token-mean: mean over all tokens (DAPO); seq-mean-token-sum: mean over responses of "
-        "the sum over tokens; seq-mean-token-sum-norm: that divided by rollout.max_response_length (Dr. GRPO)."
+        "the mean over tokens (GRPO); token-mean: mean over all tokens (DAPO); seq-mean-token-sum: mean over "
+        "responses of the sum over tokens; seq-mean-token-sum-norm: that divided by rollout.max_response_length "
+        "(Dr. GRPO)."
     ),
 ]
 

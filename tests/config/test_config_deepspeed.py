@@ -92,9 +92,9 @@ def test_files_that_are_no_deepspeed_json(config, tmp_path, text, said):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("optim.name=muon", 'optim.name = "muon": DeepSpeed\'s is another algorithm'),
-        ("optim.offload=all", 'optim.offload = "all": DeepSpeed\'s has an Adam of its own'),
-        ("distributed={engine: rows, config: {comms_logger: {}}}", "is DeepSpeed's; leave it out"),
+        ("optim.name=muon", 'optim.name = "muon": DeepSpeed\'s Muon is a different algorithm'),
+        ("optim.offload=all", 'optim.offload = "all": DeepSpeed offloads with another Adam'),
+        ("distributed={engine: rows, config: {comms_logger: {}}}", "is only for DeepSpeed; leave it out"),
     ],
 )
 def test_what_deepspeed_does_not_do(config, override, said):

@@ -54,10 +54,10 @@ def test_a_path_reaches_lists_free_mappings_and_null_sections_and_the_last_value
         ("train.steps=" + "9" * 100_000, "line 1, column 1: the integer 99999999999999999999... of 100,000 characters"),
         ("data.source=" + "x" * 100_000, "must have at most 4095 characters"),
         (os.fsdecode(b"data.source=\xff"), "the character U+DCFF"),
-        (os.fsdecode(b"data.\xff=x"), "its path holds characters that no key has"),
-        ("data\n.source=x", "its path holds characters that no key has"),
+        (os.fsdecode(b"data.\xff=x"), "its path contains characters that no key has"),
+        ("data\n.source=x", "its path contains characters that no key has"),
         ("optim.lr=1e-6\n---\n2", "another document"),
-        ("optim={lr: 1, lr: 2}", "lr: line 1: the key already stands in line 1"),
+        ("optim={lr: 1, lr: 2}", "lr: line 1: the key is already in line 1"),
     ],
     ids=range(26),
 )

@@ -67,8 +67,8 @@ def test_characters_that_drive_a_terminal_are_written_as_escapes():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3", "t: a: line 3: the key already stands in line 1"),
-        ("a:\n  b: [{c: 1, c: 2}]", "t: a.b.0.c: line 2: the key already stands in line 2"),
+        ("a: 1\nb: 2\na: 3", "t: a: line 3: the key is already in line 1"),
+        ("a:\n  b: [{c: 1, c: 2}]", "t: a.b.0.c: line 2: the key is already in line 2"),
         ("a: {1: x}", "t: a: line 1: key 1 must be a string; put it in quotes"),
     ],
 )

@@ -142,8 +142,8 @@ def test_there_is_a_gpu_for_each_rank(config: Path) -> None:
 @pytest.mark.parametrize(
     ("ahead", "gpus", "text"),
     [
-        ("{}", 3, "each has a sampler, which would be on GPUs 2 to 3, but this machine shows 3, from 0"),
-        ("{device: 3}", 4, "each has a sampler, which would be on GPUs 3 to 4, but this machine shows 4, from 0"),
+        ("{}", 3, "each rank has a sampler, on GPUs 2 to 3, but this machine shows 3, from 0"),
+        ("{device: 3}", 4, "each rank has a sampler, on GPUs 3 to 4, but this machine shows 4, from 0"),
         ("{device: 1}", 4, "is a learner's GPU with 2 ranks"),
         ("{}", 4, None),
         ("{device: 2}", 4, None),
@@ -193,8 +193,8 @@ def test_ranks_that_a_launcher_started_are_not_started_again(config: Path, monke
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["distributed.zero_stage=2"], "distributed.zero_stage = 2: is DeepSpeed's"),
-        (["distributed.config={wall_clock_breakdown: true}"], "is DeepSpeed's"),
+        (["distributed.zero_stage=2"], "distributed.zero_stage = 2: is only for DeepSpeed"),
+        (["distributed.config={wall_clock_breakdown: true}"], "is only for DeepSpeed"),
         (["distributed={engine: deepspeed, config: {optimizer: {}}}"], "config.optimizer = {}: is decided elsewhere"),
         (
             ["distributed={engine: deepspeed, config: {zero_optimization: {stage: 1}}}"],

@@ -85,5 +85,7 @@ def test_broken_weights_are_one_line(tiny_model, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model("llama"), broken)
     (broken / "model.safetensors").write_bytes(b"not a model")
-    with pytest.raises(UserError, match=r"broken/model.safetensors: is cut short, or no safetensors file; restore it"):
+    with pytest.raises(
+        UserError, match=r"broken/model.safetensors: is truncated or not a safetensors file; restore it"
+    ):
         load_model(ModelConfig(path=str(broken)))

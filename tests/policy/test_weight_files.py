@@ -32,8 +32,8 @@ NORM = "model.norm.weight"
 INDICES: list[tuple[Callable[[dict], object], str]] = [
     (lambda index: index["weight_map"].update({NORM: "../other.safetensors"}), "must be the name of a file"),
     (lambda index: index["weight_map"].update({NORM: "/etc/passwd"}), "must be the name of a file"),
-    (lambda index: index["weight_map"].update({NORM: "absent.safetensors"}), "there is no such file"),
-    (lambda index: index["weight_map"].update({NORM: "model.safetensors.index.json"}), "no safetensors file"),
+    (lambda index: index["weight_map"].update({NORM: "absent.safetensors"}), "which does not exist"),
+    (lambda index: index["weight_map"].update({NORM: "model.safetensors.index.json"}), "not a safetensors file"),
     (lambda index: index["weight_map"].update({NORM: ""}), "must be the name of a file"),
     (lambda index: index["weight_map"].update({NORM: 5}), "weight_map.model.norm.weight = 5"),
     (lambda index: index["weight_map"].update({"model.more": index["weight_map"][NORM]}), "names model.more"),

@@ -73,7 +73,7 @@ def test_column_named_like_a_builtins_option_is_not_taken_for_it():
         ("elsewhere.py:f", None, r"no file `elsewhere.py` \(working directory"),
         ("no_such_package.rewards:f", None, r"does not import: ModuleNotFoundError: No module named"),
         ("json:nothing", None, r"there is no `nothing` in it"),
-        ("mine.py:f(x)", GOOD, r"after the colon must stand a function's name"),
+        ("mine.py:f(x)", GOOD, r"needs a function's name after the colon"),
         ("math:dist", None, "must be f"),
         ("builtins:iter", None, "has no readable signature"),
         ("builtins:type", None, "has no readable signature"),

@@ -309,14 +309,14 @@ def test_a_sampler_sees_its_gpus_alone(visible, gpus, found) -> None:
 
 
 REFUSALS = [
-    (1, None, {"data_parallel": 2}, "data_parallel", "there are fewer (1)"),
-    (2, 2, {"data_parallel": 3}, "data_parallel", "there are fewer (2)"),
+    (1, None, {"data_parallel": 2}, "data_parallel", "there are only 1"),
+    (2, 2, {"data_parallel": 3}, "data_parallel", "there are only 2"),
     (
         4,
         4,
         {"tensor_parallel": 2, "data_parallel": 3},
         "data_parallel",
-        "each is beside 2 ranks, and there are fewer",
+        "each replica needs 2 ranks, but there are only",
     ),
     (
         3,
