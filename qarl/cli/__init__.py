@@ -228,18 +228,15 @@ def _print_estimate(items: list[Item], device: Literal["cpu", "cuda"], ranks: in
     Console().print(table)
 
 
-compare.register(app)
-generate.register(app)
-
-
-evaluation.register(app)
-export.register(app)
-quantize.register(app)
-
-diagnose.register(app)
-verify_exact.register(app)
-report.register(app)
-runs.register(app)
+app.command()(compare.compare)
+app.command()(generate.generate)
+app.command("eval")(evaluation.evaluate)
+app.command()(export.export)
+app.command()(quantize.quantize)
+app.command()(diagnose.diagnose)
+app.command("verify-exact")(verify_exact.verify_exact)
+app.command()(report.report)
+app.command()(runs.runs)
 
 if __name__ == "__main__":
     main()

@@ -202,7 +202,3 @@ def compare(
         jobs=jobs,
     )
     raise typer.Exit(done.exit_code)
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(compare)

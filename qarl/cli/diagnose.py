@@ -117,7 +117,3 @@ def numbers_table(metrics: Mapping[str, float], title: str, width: int) -> Table
             else:
                 table.add_row(Group(shown, Padding(words, (0, 0, 0, 2 * INDENT))), number(value))
     return table
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(diagnose)

@@ -139,7 +139,3 @@ def _print(results: dict[str, Any]) -> None:
         table.add_section()
         table.add_row("mean of tasks", "", *values(results["overall"]))
     Console().print(table)
-
-
-def register(app: typer.Typer) -> None:
-    app.command("eval")(evaluate)

@@ -113,7 +113,3 @@ def bar(label: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(export)

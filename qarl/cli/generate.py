@@ -108,7 +108,3 @@ def generate(
         console.message(completed.head())
         for line in completed.rollout.text.split("\n"):  # other control characters are escaped
             console.message(line)
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(generate)

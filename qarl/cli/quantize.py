@@ -82,7 +82,3 @@ def quantize(
             progress=progress,
         )
     show(written)
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(quantize)

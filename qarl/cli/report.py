@@ -28,7 +28,3 @@ def report(
     from qarl.report.run_report import write_report
 
     typer.echo(write_report(run, out))
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(report)

@@ -13,6 +13,7 @@ import typer
 
 from qarl.cli.arguments import path_of
 from qarl.storage.runs import METRICS, RunRecord, find_runs
+from qarl.utils.text import visible
 
 
 def runs(
@@ -29,7 +30,7 @@ def runs(
         return
     _print_table(rows, root)
     for problem in problems:
-        print(f"unreadable: {_one_line(problem)}", file=sys.stderr)
+        print(f"unreadable: {visible(problem)}", file=sys.stderr)
 
 
 def summary(record: RunRecord, root: Path) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def _print_table(rows: list[dict[str, Any]], root: Path) -> None:
             min_width=min(20, longest) if name == "run" else None,
         )
     for row in rows:
-        table.add_row(*(Text(_one_line(cell(row))) for _, cell in columns))
+        table.add_row(*(Text(visible(cell(row))) for _, cell in columns))
     console.print(table)
 
 
@@ -101,13 +102,3 @@ def _age(elapsed: float) -> str:
         if elapsed >= 2 * length:
             return f"{elapsed // length:.0f} {unit}"
     return f"{elapsed:.0f} s"
-
-
-def _one_line(text: str) -> str:
-    from qarl.utils.text import visible
-
-    return visible(text)
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(runs)

@@ -139,7 +139,3 @@ def _values(first: Difference) -> str:
     if not first.values_differing:
         return ""
     return f": {first.values_differing:,} of {first.values:,} values differ, by {first.values_largest:.3g} at most"
-
-
-def register(app: typer.Typer) -> None:
-    app.command("verify-exact")(verify_exact)

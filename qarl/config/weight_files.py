@@ -16,8 +16,7 @@ from qarl_formats.checkpoints import CheckpointFormat, checkpoint_format
 
 from qarl.config.architecture import Architecture
 from qarl.config.gguf_header import read_gguf_header
-from qarl.config.model import ModelConfig
-from qarl.config.package_model import PREFIX, package_gguf
+from qarl.config.model import PREFIX, ModelConfig, package_gguf
 from qarl.errors import UserError
 from qarl.inputs.json import json_kind, read_json_object
 from qarl.inputs.paths import path_errors, user_path

@@ -8,7 +8,7 @@ from pathlib import Path
 from qarl_formats.scheme import Scheme
 
 import qarl
-from qarl.config.package_model import PREFIX
+from qarl.config.model import PREFIX
 from qarl.config.yaml_io import dump_yaml
 from qarl.exporting.training import Evaluation, evaluations_of, training_facts
 from qarl.inference.export_record import Prompting

@@ -151,39 +151,5 @@ def zero_elements(architecture: Architecture, stage: int, ranks: int) -> tuple[S
     return (part if stage == 3 else whole), (part if stage >= 2 else whole), (part if stage >= 1 else whole)
 
 
-def received_in_rows(architecture: Architecture, published: int, ranks: int, rounds: int) -> dict[str, int]:
-    """Bytes that one rank receives per optimizer step with row sharding.
-
-    Gradients are reduce-scattered: rounds * 4 P (n - 1)/n. Codes are gathered once: (n - 1)/n of a version.
-
-    Args:
-        architecture: The model, with P parameters.
-        published: Bytes of a version.
-        ranks: Number of ranks n.
-        rounds: Micro-batches per rank.
-    """
-    others = ranks - 1
-    return {
-        "gradients": rounds * 4 * architecture.parameters * others // ranks,
-        "codes": published * others // ranks,
-    }
-
-
-def received_in_zero(architecture: Architecture, stage: int, ranks: int, rounds: int) -> dict[str, int]:
-    """Bytes that one rank receives per optimizer step in a ZeRO stage in which every rank quantizes whole masters.
-
-    Stages 0 to 2 all-reduce, 2 * 4 P (n - 1)/n, once (0, 1) or in each round (2); stage 3 reduce-scatters in each
-    round. The float32 masters are gathered once, except in stage 0, where every rank updates all of them.
-    """
-    whole = 4 * architecture.parameters * (ranks - 1) // ranks
-    times = {0: 2, 1: 2, 2: 2 * rounds, 3: rounds}[stage]
-    return {"gradients": times * whole, "masters": 0 if stage == 0 else whole}
-
-
-def received_of_weights(architecture: Architecture, ranks: int, rounds: int) -> int:
-    """Bytes of weights received per step by ZeRO-3 over 16-bit weights: 2 P (n - 1)/n per forward and per backward."""
-    return rounds * 2 * 2 * architecture.parameters * (ranks - 1) // ranks
-
-
 def _layer(architecture: Architecture) -> int:
     return architecture.matrix_parameters // architecture.num_layers

@@ -17,7 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import ModelConfig
-from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
+from qarl.config.model import PREFIX, UnusableModel, package_gguf
 from qarl.errors import UserError
 from qarl.inputs.library_errors import foreign_errors, quiet_loading
 from qarl.inputs.paths import path_errors, user_path

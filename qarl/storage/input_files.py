@@ -18,8 +18,7 @@ from typing import Any
 from qarl.config import Config
 from qarl.config.data import DataConfig
 from qarl.config.evaluation import EvalTask
-from qarl.config.model import ModelConfig
-from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
+from qarl.config.model import PREFIX, ModelConfig, UnusableModel, package_gguf
 from qarl.config.quant import PROMPTS, PYTHON_DOCS
 from qarl.data.files import split_files
 from qarl.data.sources import is_local

@@ -14,7 +14,7 @@ import pytest
 from qarl.config import ModelConfig
 from qarl.config.architecture import read_config_json
 from qarl.config.check import check_model
-from qarl.config.model_fields import IRRELEVANT, RESERVED, forward_fields, refused, refused_by_vllm
+from qarl.config.model_fields import IRRELEVANT, RESERVED, implemented, refused, refused_by_vllm
 from qarl.config.model_schema import FAMILIES, ConfigJson
 from qarl.errors import UserError
 from qarl.utils.expert_names import EXPERT_NAMES
@@ -52,6 +52,11 @@ def reads(file: Path) -> Iterator[str]:
 
 # Attributes of the classes, not of a file.
 INTERNAL = {"__class__", "hf_config", "hf_text_config"}
+
+
+def forward_fields(family: str) -> frozenset[str]:
+    """Return the keys of config.json that can change the forward of the family."""
+    return implemented(family) | refused(family).keys() | refused_by_vllm(family).keys() | {"layer_types"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
