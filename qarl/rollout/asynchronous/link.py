@@ -156,7 +156,7 @@ class SamplerLink:
         wait for all work that the learner's GPU gets next. Otherwise (the process failed, and another one must get an
         earlier version first) the thread packs it before it is sent.
         """
-        free = self._serves and self._unanswered is None and not self.versions()
+        free = self._serves and not self.versions()
         self._enqueue(entry, self._pack(snapshot) if free else None)
 
     def _enqueue(self, entry: Published | Added, update: WeightUpdate | None) -> None:
@@ -179,8 +179,9 @@ class SamplerLink:
         return WeightUpdate(snapshot.version, [payload], snapshot.fingerprints, self._canary)
 
     def versions(self) -> set[int]:
-        """Return the versions that are still to be sent; under the lock."""
-        return {entry.version for entry, _ in self._orders if isinstance(entry, Published)}
+        """Return the versions that are still to be sent or answered; under the lock."""
+        entries = [self._unanswered, *(entry for entry, _ in self._orders)]
+        return {entry.version for entry in entries if isinstance(entry, Published)}
 
     def partials(self) -> list[Any]:
         """Ask for what unfinished responses have so far, as `Host.partials` returns it. After a fault: nothing."""
