@@ -42,10 +42,10 @@ from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
-from qarl.training.allocator import keep_freed_memory
 from qarl.training.flops import forward_flops
 from qarl.training.metrics import peak_memory_gib
 from qarl.types import Prompt
+from qarl.utils.machine import keep_freed_memory
 from qarl.weight_sync.quantize import quantize_parameter
 from qarl.weight_sync.snapshot import build_snapshot
 

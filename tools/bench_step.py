@@ -105,7 +105,7 @@ def run_part(options: argparse.Namespace, case: Record, place: Path) -> Iterator
     from model_sizes import shape_of
 
     from qarl.policy.device import pick_device
-    from qarl.training.allocator import keep_freed_memory
+    from qarl.utils.machine import keep_freed_memory
 
     options = argparse.Namespace(**(vars(options) | case))
     options.place = place

@@ -46,7 +46,7 @@ from qarl.policy.load_config import load_model_config  # noqa: E402
 from qarl.storage.disk import free_bytes  # noqa: E402
 from qarl.storage.model_directory import save_tokenizer  # noqa: E402
 from qarl.storage.tensorfile import TensorFile  # noqa: E402
-from qarl.training.allocator import keep_freed_memory  # noqa: E402
+from qarl.utils.machine import keep_freed_memory  # noqa: E402
 
 REPORT = "upcycling.json"
 FAMILIES = ("llama", "mistral")

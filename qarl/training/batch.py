@@ -194,20 +194,15 @@ class Part:
         return sum(self.lengths)
 
     @property
-    def _response_tokens(self) -> int:
-        return sum(map(len, self.responses))
-
-    @property
     def forward_tokens(self) -> int:
-        """Tokens of one forward: each response, and its prompt unless the previous response has the same."""
-        groups = [self.batch.groups[i] for i in self.indices]
-        shared = [False, *(a == b for a, b in pairwise(groups))]
-        return self._response_tokens + sum(len(p) for p, known in zip(self.prompts, shared, strict=False) if not known)
+        """Tokens of one forward: its rows, and the last token of each response."""
+        return self.rows + len(self)
 
     @cached_property
     def rows(self) -> int:
         """Rows of one forward (`qarl.policy.attention.pack`). The last token of a response is not one of them."""
-        return self._response_tokens - len(self) + sum(len(self.prompts[place]) for place in self._new_prompts)
+        prompts, responses = self.prompts, self.responses
+        return sum(len(response) - 1 for response in responses) + sum(len(prompts[i]) for i in self._new_prompts)
 
     @property
     def counted(self) -> slice:

@@ -20,7 +20,10 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
+from qarl.rewards import RewardResult
 from qarl.terminal.console import Console
+from qarl.training.observer import Observer, Phase
+from qarl.types import Prompt, Rollout
 from qarl.utils.text import visible
 
 TABLE_METRICS = (  # most important first: a narrow terminal shows only the first ones
@@ -39,6 +42,8 @@ TABLE_ROWS = 8
 SHOWN_SAMPLES = 3
 SHOWN_CHARACTERS = 600
 SLOW_SECONDS = 1.0  # shorter phases are not shown
+STEP_PHASES: dict[Phase, str] = {"rollout": "rollout", "reward": "rewards", "learner": "learner"}
+FAILURES = 3  # failed rewards per step that are printed individually
 
 
 class _Count(ProgressColumn):
@@ -204,6 +209,33 @@ class RunConsole:
             if len(names) <= 1 or Measurement.get(self._console, unbounded, table).maximum <= self._console.width:
                 return table
             names.pop()
+
+
+class StepDisplay(Observer):
+    """Observer that shows the progress and the failed rewards of a step on `console`."""
+
+    def __init__(self, console: RunConsole) -> None:
+        self._console = console
+        self._advance: Callable[..., None] | None = None
+
+    @contextmanager
+    def phase(self, name: Phase, responses: int | None) -> Iterator[None]:
+        if name not in STEP_PHASES:
+            yield
+            return
+        with self._console.phase(STEP_PHASES[name], responses) as self._advance:
+            yield
+
+    def progress(self, responses: int) -> None:
+        if self._advance is not None:
+            self._advance(responses)
+
+    def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
+        for message in scores.messages[:FAILURES]:
+            self._console.warn(message)
+        if len(scores.messages) > FAILURES:
+            left = len(scores.messages) - FAILURES
+            self._console.warn(f"and {left} more failed rewards in this step; see rewards.log")
 
 
 def _clip(text: str, tail: bool = False) -> str:

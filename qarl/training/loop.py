@@ -30,8 +30,7 @@ from qarl.storage.rundir import RunDirectory, begun_configuration
 from qarl.storage.runs import METRICS, read_metrics
 from qarl.training.alarms import Alarms, idle_correction
 from qarl.training.checkpoint_manager import CheckpointManager, refuse_vanished
-from qarl.training.console import RunConsole
-from qarl.training.display import StepDisplay
+from qarl.training.console import RunConsole, StepDisplay
 from qarl.training.interrupt import InterruptGuard, SafePoints
 from qarl.training.metrics import Clock, over_ranks
 from qarl.training.noise import quiet_libraries, rewards_logged

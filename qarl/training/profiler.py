@@ -55,15 +55,14 @@ class StepProfiler(Observer):
         self._rounds = 0  # rounds of micro-batches left in the minibatch
         self._live = False  # whether an optimizer step follows them
         self._updates = 0
-        self._begin: dict[str, float] = {}
-        self._seconds: dict[str, float] = {}
+        self._phases: list[tuple[str, float, float]] = []  # name, start and end on time.perf_counter
         self._flops: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def phase(self, name: Phase, responses: int | None) -> Iterator[None]:
         if name == "learner":
             self._start()
-        self._begin[name] = time.perf_counter()
+        start = time.perf_counter()
         try:
             with record_function(PREFIX + name):
                 yield
@@ -72,7 +71,7 @@ class StepProfiler(Observer):
         except BaseException:
             self._stop()
             raise
-        self._seconds[name] = time.perf_counter() - self._begin[name]
+        self._phases.append((name, start, time.perf_counter()))
         if name == "publish":
             self._write()
 
@@ -168,7 +167,10 @@ class StepProfiler(Observer):
             trace = json.loads(file.read_bytes())
         trace["traceEvents"] += self._before(trace["traceEvents"])
         name = f"step_{step_name(self._step)}"
-        text = page(trace["traceEvents"], self._step, self._device(), self._seconds, self._flops, self._bytes())
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for phase, start, end in self._phases:  # dynamic sampling has several phases of one name
+            seconds[phase] += end - start
+        text = page(trace["traceEvents"], self._step, self._device(), seconds, self._flops, self._bytes())
         files = {
             self._folder / f"{name}.json.gz": gzip.compress(json.dumps(trace).encode(), COMPRESSION),
             self._folder / f"{name}.md": text.encode(),
@@ -176,19 +178,20 @@ class StepProfiler(Observer):
         write_together(files, "train.run_dir")
 
     def _before(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return rollout and reward as ranges of the trace; their start is relative to that of the learner."""
-        learner = next(
-            event for event in events if is_range(event, "learner")
-        )  # the host-side range, not its GPU counterpart
+        """Return the rollout and reward phases, which precede the trace, as ranges of it."""
+        # The host-side range, not its GPU counterpart.
+        learner = next(event for event in events if is_range(event, "learner"))
+        learner_start = next(start for name, start, _ in self._phases if name == "learner")
         same = {key: learner[key] for key in ("ph", "cat", "pid", "tid")}
         return [
             same
             | {
                 "name": PREFIX + name,
-                "ts": learner["ts"] + 1e6 * (self._begin[name] - self._begin["learner"]),
-                "dur": 1e6 * self._seconds[name],
+                "ts": learner["ts"] + 1e6 * (start - learner_start),
+                "dur": 1e6 * (end - start),
             }
-            for name in ("rollout", "reward")
+            for name, start, end in self._phases
+            if name in ("rollout", "reward")
         ]
 
     def _device(self) -> str:

@@ -47,7 +47,6 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.shared import Headroom, NoSampler, ranks_headroom
 from qarl.storage.names import checkpoint_steps, step_name
 from qarl.storage.saved_state import Inputs, started_at
-from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
 from qarl.training.held_out import HeldOut
 from qarl.training.learner import Learner
@@ -57,6 +56,7 @@ from qarl.training.run_identity import input_digests, require_same_inputs, share
 from qarl.training.trackers import require_trackers
 from qarl.training.updates import LocalUpdates, Updates
 from qarl.types import Prompt
+from qarl.utils.machine import keep_freed_memory
 from qarl.utils.text import visible
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def build_run(
 
             ahead = GivenResponses(config, policy, asked.tokenizer, asked.stream)
         elif config.rollout.replay is not None:
-            from qarl.training.replay import ReplayEngine
+            from qarl.training.local_engine import ReplayEngine
 
             ahead = ReplayEngine(config, policy, asked.tokenizer, asked.prompts, asked.stream, rewards, sampling)
         elif process is not None:

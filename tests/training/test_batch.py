@@ -106,6 +106,8 @@ def test_forward_tokens_count_a_prompt_once_for_neighbours_that_share_it():
     a, b, c = (len(batch.responses[i]) for i in (0, 1, 4))
     assert batch.part([0, 1, 4]).forward_tokens == a + b + c + 3 + 7
     assert batch.part([0, 4, 1]).forward_tokens == a + b + c + 3 + 7 + 3
+    twice = build_batch([prompt(8), prompt(8)], [rollout(8, 0), rollout(8, 0)], [0.0, 0.0], "grpo", 0).whole()
+    assert twice.forward_tokens == 2 + 2 + 2 == twice.rows + 2  # two groups, whose prompts share rows
 
 
 def test_rollouts_of_another_version_than_the_learners_are_a_bug():

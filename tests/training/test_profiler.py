@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from run_faults import repeatable
 from tiny_runs import Parts, live, parts, settings, write_config
 
@@ -171,6 +173,25 @@ def test_a_skipped_step_moves_no_bytes_of_the_optimizer(llama):
     run = parts(llama)
     run.learner.updates.norm = lambda: math.nan
     assert profiled(run, live(run)).updates == 0
+
+
+def test_all_rounds_of_dynamic_sampling_are_in_trace_and_page(tmp_path):
+    parameter = SimpleNamespace(numel=lambda: 1)
+    policy = SimpleNamespace(device=torch.device("cpu"), named_parameters=lambda: [("w", parameter)])
+    learner = SimpleNamespace(ranks=SimpleNamespace(count=1))
+    engine, updates = SimpleNamespace(metrics={}), SimpleNamespace(kind="adamw")
+    run = SimpleNamespace(policy=policy, learner=learner, engine=engine, updates=updates)
+    watch = StepProfiler(tmp_path, 1, run, None)
+    for name, seconds in (("rollout", 0.04), ("reward", 0), ("rollout", 0.01), ("reward", 0), ("learner", 0)):
+        with watch.phase(name, None):
+            time.sleep(seconds)
+    with watch.phase("publish", None):
+        pass
+    events = json.loads(gzip.decompress((tmp_path / "step_000001.json.gz").read_bytes()))["traceEvents"]
+    names = [event["name"] for event in sorted(events, key=lambda event: event["ts"]) if "qarl/" in event["name"]]
+    assert [name.removeprefix("qarl/") for name in names[:5]] == ["rollout", "reward", "rollout", "reward", "learner"]
+    (line,) = (line for line in (tmp_path / "step_000001.md").read_text().splitlines() if "| rollout |" in line)
+    assert float(line.split("|")[2]) >= 0.05
 
 
 def test_a_window_of_the_model_is_counted(tiny_model):
