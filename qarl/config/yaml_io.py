@@ -1,7 +1,7 @@
 """Read and write YAML with YAML 1.2 scalars (1e-6 is a number, `no` is a string) and without duplicate keys.
 
 PyYAML reads YAML 1.1, where `lr: 1e-6` is a string, `no` is false and `1:30` is 90. The loader here keeps PyYAML's
-scanner and parser, and replaces the patterns that decide what a plain scalar is by those of YAML 1.2's core schema.
+scanner and parser, and replaces the patterns that give plain scalars their types by those of YAML 1.2's core schema.
 """
 
 from __future__ import annotations

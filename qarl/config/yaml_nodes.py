@@ -20,7 +20,7 @@ DEPTH = 32
 FLOAT_CHARACTERS = 1000
 
 _TAG = "tag:yaml.org,2002:"
-# YAML 1.2's core schema: what a plain scalar is, and the first characters that it may have.
+# YAML 1.2's core schema: type of a plain scalar -> its pattern and possible first characters.
 SCALARS = {
     f"{_TAG}null": (re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     f"{_TAG}bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),

@@ -266,6 +266,9 @@ def _quant(values: dict[str, Any]) -> QuantConfig:
 
 def _option(loc: tuple[int | str, ...]) -> str:
     """Return the command-line option that sets a `quant.*` key."""
-    if loc and loc[0] in ("init", "calibration"):
+    key = str(loc[0]) if loc else ""
+    if key in ("init", "calibration"):
         return {"source": "--calibration", "samples": "--calibration-samples"}.get(str(loc[-1]), "--method")
-    return f"--{str(loc[0]).replace('_', '-')}" if loc and loc[0] in ("group_size", "kv_cache_dtype") else "--scheme"
+    if key == "symmetric":
+        return "--asymmetric"
+    return f"--{key.replace('_', '-')}" if key in ("group_size", "grid", "ignore", "kv_cache_dtype") else "--scheme"

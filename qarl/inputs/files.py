@@ -151,7 +151,7 @@ def _open(path: Path, stream: bool) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (FileNotFoundError, NotADirectoryError):
-        kind = "is a link to a file that is not there" if os.path.islink(path) else "no such file"
+        kind = "is a link to a missing file" if os.path.islink(path) else "no such file"
         raise NoSuchFile(str(path), kind) from None
     except OSError as error:
         raise Unreadable(str(path), f"cannot be read: {reason_of(error)}") from error

@@ -46,14 +46,14 @@ def _reason(error: Exception, directory: Path | None) -> str:
     library = _library(error)
     if not isinstance(error, KeyError):
         described = f"{type(error).__name__}: {text}".rstrip(": ")
-        return f"{library} cannot use what it read ({described}); restore the model's own files"
+        return f"{library} cannot use the files ({described}); restore the model's own files"
     key = error.args[0] if error.args else ""
     if " " in str(key):  # transformers raises KeyError with whole sentences
         return " ".join(str(key).split())[:300]
     found = [] if directory is None else [entry for name in DOCUMENTS for entry in _entries(directory / name, key)]
     if found:
         return f"{found[0]}, which {library} does not know; correct it, or restore the file"
-    return f"{library} misses the entry {key!r} in what it read; restore the model's own files"
+    return f"{library} needs the entry {key!r}, which the files do not have; restore the model's own files"
 
 
 def _library(error: Exception) -> str:

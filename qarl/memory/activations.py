@@ -77,7 +77,7 @@ def logit_bytes(config: Config) -> int:
 
 
 def activations(config: Config, architecture: Architecture, device: Device, tokens: int) -> list[tuple[str, int]]:
-    """(name, bytes) of what a forward and backward of `tokens` tokens hold, without parameters and their gradients."""
+    """(name, bytes) of a forward and backward of `tokens` tokens, without parameters and their gradients."""
     a, train = architecture, config.train
     name = f"activations ({tokens:,} tokens, recompute {train.recompute})"
     if fused := fused_pass(config, a, device, tokens):
@@ -254,7 +254,7 @@ class FusedPass:
             # Output of down_proj, the stream if no layer keeps it, the rows of both, the last norm's input and output.
             "gathered states": state + stream + 4 * state,
             "output layer": 2 * state + self._head(),
-            # Incoming gradient, last norm's input and its gradient; gradient of all tokens in float32 and rounded.
+            # Output gradient, last norm's input and its gradient; gradient of all tokens in float32 and rounded.
             "gradient of gathered states": 4 * state + tokens * 4 * self.architecture.hidden_size,
             "backward of a layer": 2 * state + current + max(self._backward_stages()),
         }
@@ -281,7 +281,7 @@ class FusedPass:
     def _backward_stages(self) -> list[int]:
         """Bytes of temporaries in each stage of a layer's backward.
 
-        Not counted are the layer's intermediates and what the whole backward holds, the incoming gradient and the last
+        The layer's intermediates are not counted, nor what the whole backward holds: the output gradient and the last
         norm's input.
         """
         a, tokens, state = self.architecture, self.tokens, self.tokens * self._hidden

@@ -118,7 +118,7 @@ class Item:
         bytes: Size in bytes.
         phase: When it is held: always, or only during rollouts, forwards and backwards (update), optimizer steps, or
             weight publication. `sampler GPU` and `host`: always, on another GPU than the learner's or in host memory
-            beside a GPU, so no sum has it.
+            beside a GPU, so no sum includes it.
         owner: The component that holds it.
     """
 
@@ -166,7 +166,7 @@ def estimate(
         linear_elements += n * k
         sampler_operands += operand_bytes(scheme, n, k, quantized, device, width, kernels)
         if quant.learner == "full_precision" or own_dtype or (quant.learner == "fake_quant" and quantized):
-            # the learner cannot use the sampler's operand, so it holds one in its own compute dtype
+            # The learner cannot use the sampler's operand, so it has one in its own compute dtype.
             learner_operands += (4 if device == "cpu" else learner_width) * n * k
     operands = learner_operands + sampler_operands
     head = operand_bytes(scheme, a.vocab_size, a.hidden_size, False, device, width, kernels)

@@ -256,10 +256,14 @@ REFUSED = {
     ),
     "group size that there is not": (["--scheme", "w4a16", "--group-size", "48"], "group_size = 48: must be 32, 64"),
     "unknown scheme": (["--scheme", "w3a16"], 'scheme = "w3a16": must be'),
-    "asymmetric fp8": (["--scheme", "fp8", "--asymmetric"], "only scheme w4a16 has zero points"),
-    "unknown grid": (["--scheme", "w4a16", "--grid", "x"], 'grid = "x": must be'),
+    "asymmetric fp8": (
+        ["--scheme", "fp8", "--asymmetric"],
+        "--asymmetric: symmetric = false: only scheme w4a16 has zero points",
+    ),
+    "unknown grid": (["--scheme", "w4a16", "--grid", "x"], '--grid: grid = "x": must be'),
     "unpacked fp8": (["--scheme", "fp8", "--unpacked"], "--unpacked: is for symmetric w4a16 and w4a8"),
     "nothing to ignore": (["--scheme", "fp8", "--ignore", "mlp"], "--ignore: 'mlp' matches no Linear layer"),
+    "pattern to ignore": (["--scheme", "fp8", "--ignore", "re:("], '--ignore: ignore.1 = "re:(": is not a regular'),
     "size": (["--scheme", "fp8", "--max-shard-size", "big"], "--max-shard-size: 'big' is not a size"),
 }
 

@@ -95,7 +95,7 @@ def test_a_tokenizer_without_one_of_its_parts_is_a_sentence(tiny_model, tmp_path
 def test_an_error_of_a_library_is_a_sentence_with_a_fix(error):
     with (
         pytest.raises(
-            UserError, match=r"^here: \w+ (misses the entry|cannot use what) .*; restore the model's own files$"
+            UserError, match=r"^here: \w+ (needs the entry|cannot use the files) .*; restore the model's own files$"
         ),
         foreign_errors("here"),
     ):
