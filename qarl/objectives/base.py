@@ -180,7 +180,7 @@ class ObjectiveConfig(Section):
 
     def faults(self) -> Iterator[Fault]:
         if self.kl_estimator is not None and self.kl_coef == 0:
-            yield Fault(("kl_estimator",), self.kl_estimator, "has no effect with kl_coef 0; set objective.kl_coef")
+            yield self.fault("kl_estimator", "has no effect with kl_coef 0; set objective.kl_coef")
 
     def resolved(self) -> dict[str, Any]:
         return {"kl_estimator": "k3"} if self.kl_coef > 0 and self.kl_estimator is None else {}
@@ -216,7 +216,7 @@ class RatioObjective(ObjectiveConfig):
         yield from super().faults()
         if self.router_shift_floor is not None and self.ratio == "one":
             text = "multiplies the ratio, which objective.ratio one fixes at 1; leave null, or use another ratio"
-            yield Fault(("router_shift_floor",), self.router_shift_floor, text)
+            yield self.fault("router_shift_floor", text)
 
 
 @dataclass(frozen=True)

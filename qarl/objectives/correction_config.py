@@ -94,19 +94,19 @@ class RejectRule(Section):
     def faults(self) -> Iterator[Fault]:
         ratio = self.estimator == "ratio"
         if self.lower is not None and self.estimator in ("k2", "k3"):
-            yield Fault(("lower",), self.lower, f"{self.estimator} is never negative; leave null, and set upper")
+            yield self.fault("lower", f"{self.estimator} is never negative; leave null, and set upper")
         if self.lower is not None and ratio and self.lower <= 0:
-            yield Fault(("lower",), self.lower, "must be greater than 0 for estimator ratio")
+            yield self.fault("lower", "must be greater than 0 for estimator ratio")
         if self.upper is None:
             if not ratio:
-                yield Fault(("upper",), None, f"is required for estimator {self.estimator}")
+                yield self.fault("upper", f"is required for estimator {self.estimator}")
             elif self.lower is None:
-                yield Fault(("upper",), None, "the rule has no bound; set upper or lower")
+                yield self.fault("upper", "the rule has no bound; set upper or lower")
             return
         if self.upper <= 0 and self.estimator != "k1":
-            yield Fault(("upper",), self.upper, f"must be greater than 0 for estimator {self.estimator}")
+            yield self.fault("upper", f"must be greater than 0 for estimator {self.estimator}")
         elif self.lower is not None and self.lower >= self.upper:
-            yield Fault(("lower",), self.lower, f"must be below upper ({self.upper:g})")
+            yield self.fault("lower", f"must be below upper ({self.upper:g})")
 
     @property
     def per_token(self) -> bool:
@@ -215,21 +215,21 @@ class CorrectionConfig(Section):
             for key, default in _WEIGHT_DEFAULTS.items():
                 value = getattr(self, key)
                 if value is not None and value != default:
-                    yield Fault((key,), value, "has no effect with level none; set level token, sequence or geometric")
+                    yield self.fault(key, "has no effect with level none; set level token, sequence or geometric")
         elif self.mode == "raw":
             for key in ("lower", "upper"):
                 if getattr(self, key) is not None:
-                    yield Fault((key,), getattr(self, key), "has no effect with mode raw; use truncate or mask")
+                    yield self.fault(key, "has no effect with mode raw; use truncate or mask")
         elif self.cap is None and values["lower"] is not None and values["lower"] >= values["upper"]:
             yield Fault(("lower",), values["lower"], f"must be below correction.upper ({values['upper']:g})")
         if self.cap == "auto":
             if values.get("level", self.level) == "none":
-                yield Fault(("cap",), "auto", "has no effect with level none; set level token, sequence or geometric")
+                yield self.fault("cap", "has no effect with level none; set level token, sequence or geometric")
             elif self.mode == "raw":
-                yield Fault(("cap",), "auto", "has no effect with mode raw; use truncate or mask")
+                yield self.fault("cap", "has no effect with mode raw; use truncate or mask")
             for key in ("lower", "upper"):
                 if getattr(self, key) is not None:
-                    yield Fault((key,), getattr(self, key), "is chosen by correction.cap: auto; leave null")
+                    yield self.fault(key, "is chosen by correction.cap: auto; leave null")
         seen: set[tuple[str, str, str]] = set()
         for index, rule in enumerate(self.reject or ()):
             if rule.identity in seen:

@@ -74,7 +74,7 @@ class Custom(RatioObjective):
         yield from super().faults()
         yield from path_faults("path", self.file)
         if not REFERENCE.fullmatch(self.path):
-            yield Fault(("path",), self.path, "must be path/to/file.py:name, or package.module:name")
+            yield self.fault("path", "must be path/to/file.py:name, or package.module:name")
 
 
 def _place(reference: str) -> str:

@@ -91,8 +91,7 @@ class MisGSPO(GSPO):
     def faults(self) -> Iterator[Fault]:
         yield from super().faults()
         if self.mis_ratio_low >= self.mis_ratio_high:
-            text = f"must be below objective.mis_ratio_high ({self.mis_ratio_high:g})"
-            yield Fault(("mis_ratio_low",), self.mis_ratio_low, text)
+            yield self.fault("mis_ratio_low", f"must be below objective.mis_ratio_high ({self.mis_ratio_high:g})")
 
     def faults_in(self, config: Config) -> Iterator[Fault]:
         if config.correction.level != "none":
@@ -100,7 +99,7 @@ class MisGSPO(GSPO):
             yield config.fault(f"correction.{config.correction.weight_key}", text)
         if self.ratio in ("rollout", "shadow"):
             text = "contains the mismatch already, and mis_gspo weights by it; use train or one"
-            yield Fault(("objective", "ratio"), self.ratio, text)
+            yield config.fault("objective.ratio", text)
         elif config.correction.expansion.ratio == "rollout":
             text = "trains with objective.ratio rollout, and mis_gspo weights by the mismatch itself; use train or one"
-            yield Fault(("correction", "preset"), config.correction.preset, text)
+            yield config.fault("correction.preset", text)

@@ -33,7 +33,7 @@ class OnPolicy(ObjectiveConfig):
     def faults_in(self, config: Config) -> Iterator[Fault]:
         train, responses = config.train, config.responses_per_step
         if train.epochs != 1:
-            yield Fault(("train", "epochs"), train.epochs, "on_policy takes one optimizer step per batch; must be 1")
+            yield config.fault("train.epochs", "on_policy takes one optimizer step per batch; must be 1")
         if config.minibatch_size != responses:
             text = f"on_policy takes one optimizer step per batch; leave null, or {responses}"
-            yield Fault(("train", "minibatch_size"), train.minibatch_size, text)
+            yield config.fault("train.minibatch_size", text)

@@ -43,5 +43,4 @@ class RLOO(Reinforce):
     def faults(self) -> Iterator[Fault]:
         yield from super().faults()
         if self.advantage != "rloo":
-            text = "rloo is reinforce with advantage rloo; leave null, or use reinforce"
-            yield Fault(("advantage",), self.advantage, text)
+            yield self.fault("advantage", "rloo is reinforce with advantage rloo; leave null, or use reinforce")

@@ -28,11 +28,10 @@ class Supervised(ObjectiveConfig):
 
     def faults_in(self, config: Config) -> Iterator[Fault]:
         if config.correction.active:
-            text = f"{self.name} has no importance ratio to correct; leave the section out"
-            yield Fault(("correction",), "...", text)
+            yield config.fault("correction", f"{self.name} has no importance ratio to correct; leave the section out")
         if config.truncated or config.rollout.temperature != 1.0:
             text = f"{self.name} learns the model's own distribution; leave temperature, top_p, top_k and min_p out"
-            yield Fault(("rollout", "temperature"), config.rollout.temperature, text)
+            yield config.fault("rollout.temperature", text)
 
 
 class SFT(Supervised):
@@ -49,7 +48,7 @@ class SFT(Supervised):
         yield from super().faults_in(config)
         if config.rollout.engine != "data":
             text = "sft learns from given responses; use data, or leave it out"
-            yield Fault(("rollout", "engine"), config.rollout.engine, text)
+            yield config.fault("rollout.engine", text)
 
 
 class Distill(Supervised):
@@ -65,6 +64,6 @@ class Distill(Supervised):
         yield from super().faults_in(config)
         if self.teacher is None:
             text = "distill needs a teacher; set {path: MODEL}, usually the 16-bit model that the student starts from"
-            yield Fault(("objective", "teacher"), None, text)
+            yield config.fault("objective.teacher", text)
         elif self.teacher.coef == 0:
-            yield Fault(("objective", "teacher", "coef"), 0.0, "distill has no other term; must be above 0")
+            yield config.fault("objective.teacher.coef", "distill has no other term; must be above 0")

@@ -48,4 +48,4 @@ class TeacherConfig(Section):
     def faults(self) -> Iterator[Fault]:
         if self.top_k and self.loss in ("reverse_kl", "jsd"):
             text = f"{self.loss} needs the teacher's probability of every token; must be 0, or use forward_kl"
-            yield Fault(("top_k",), self.top_k, text)
+            yield self.fault("top_k", text)
