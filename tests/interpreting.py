@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton import language
 from triton.runtime import interpreter
@@ -62,17 +62,46 @@ def _look_dtypes_up_once() -> None:
 
 
 def _share_shapes() -> None:
-    """A block's type is made for every result, and checks its shape as if it were new."""
+    """A block's type is made for every result, and checks its shape as if it were new. Its tensor wraps each size."""
     real = language.block_type.__init__
-    made: dict[tuple[int, ...], tuple[Any, int]] = {}  # sizes -> shape as Triton has it, number of elements
+    made: dict[tuple[int, ...], _Shape] = {}
+    held: dict[int, _Shape] = {}  # by the id of what Triton has as a shape, all of which `made` keeps
 
     def make(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple(getattr(size, "value", size) for size in shape)
-        if sizes not in made:
-            real(self, element_ty, shape)
-            made[sizes] = self.shape, self.numel
-        self.element_ty = element_ty
-        self.shape, self.numel = made[sizes]
-        self.name = f"<{self.shape}, {element_ty}>"
+        if (found := held.get(id(shape))) is None:
+            sizes = tuple(getattr(size, "value", size) for size in shape)
+            if (found := made.get(sizes)) is None:
+                real(self, element_ty, shape)
+                constants = language.tuple([language.constexpr(size) for size in self.shape])
+                found = made[sizes] = _Shape(self.shape, self.numel, str(self.shape), constants)
+                held[id(found.shape)] = found
+        self.element_ty, self.shape, self.numel = element_ty, found.shape, found.numel
+        self.name = f"<{found.text}, {element_ty}>"
 
-    language.block_type.__init__ = make
+    real_tensor = language.tensor.__init__
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        if not isinstance(type, language.block_type) or (found := held.get(id(type.shape))) is None:
+            real_tensor(self, handle, type)
+            return
+        self.handle, self.type, self.dtype = handle, type, type.element_ty
+        self.shape, self.numel = found.constants, language.constexpr(found.numel)
+
+    semantic = interpreter.TritonSemantic
+    real_broadcast = semantic.broadcast_impl_value
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        alike = isinstance(lhs.type, language.block_type) and isinstance(rhs.type, language.block_type)
+        return (lhs, rhs) if alike and lhs.type.shape is rhs.type.shape else real_broadcast(self, lhs, rhs)
+
+    language.block_type.__init__, language.tensor.__init__ = make, make_tensor
+    semantic.broadcast_impl_value = broadcast
+
+
+class _Shape(NamedTuple):
+    """shape: as Triton has it. numel: number of elements. text: the shape's. constants: what tensors have as theirs."""
+
+    shape: Any
+    numel: int
+    text: str
+    constants: Any
