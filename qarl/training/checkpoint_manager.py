@@ -119,8 +119,8 @@ class CheckpointManager:
         """Note that `step` is complete and its metrics are on disk."""
         run = self.run
         self.unrecorded = None
-        if run.ahead is not None:
-            run.ahead.finish()
+        if run.source is not None:
+            run.source.finish()
         learner, updates = run.learner, run.updates
         state = run.stream.state(), learner.skipped_in_a_row, updates.begun, updates.scale.state()
         self.finished = Finished(step, *state)

@@ -1,4 +1,4 @@
-"""Everything a run needs before its first step. Likely refusals come before slow parts."""
+"""Build everything that a run needs before its first step. Checks that often fail come before slow work."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ class Run:
     evaluation: TrainingEvaluation
     inputs: Inputs
     started: str | None  # see `PolicyState`
-    ahead: AsyncEngine | LocalEngine | None = None  # `engine`, if rollouts are asynchronous, replayed or given
+    source: AsyncEngine | LocalEngine | None = None  # `engine`, if rollouts are asynchronous, replayed or given
 
     def close(self) -> None:
-        with ExitStack() as parts:  # each of them, even if another raises
-            for part in (self.evaluation, self.rewards, self.engine):  # closed in reverse: the engine scores
+        with ExitStack() as parts:  # closes every part, even if another one raises
+            for part in (self.evaluation, self.rewards, self.engine):  # in reverse: the engine uses the rewards
                 parts.callback(part.close)
 
 
 def first_start(config: Config, ranks: Ranks) -> datetime:
-    """The local time of the run's first start, which all its chat templates see. A collective.
+    """Return the local time of the run's first start, which its chat templates use as the current time. A collective.
 
-    It is in every checkpoint of the run. A run that starts, or restarts without a checkpoint, takes the current time of
-    rank 0. Damaged checkpoints count: all of a run record the same time.
+    Every checkpoint of a run records the same time, so a damaged one is read too. A run without a checkpoint takes the
+    current time of rank 0.
     """
     resume, folder = config.checkpoint.resume, config.run_dir / "checkpoints"
     found = [folder / step_name(step) for step in reversed(checkpoint_steps(folder))] if resume == "auto" else []
@@ -108,7 +108,7 @@ def first_start(config: Config, ranks: Ranks) -> datetime:
 
 
 def set_determinism(config: Config) -> None:
-    """Seed what is seeded globally, set threads, and ask torch for reproducible algorithms."""
+    """Seed the global generators, set the number of threads, and select deterministic algorithms in torch."""
     seed = config.train.seed
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -125,65 +125,72 @@ def set_determinism(config: Config) -> None:
 def build_run(
     config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks = ALONE
 ) -> Run:
-    """Build data, rewards, model, policy, engine and optimizer. Raises UserError if something does not fit.
+    """Build data, rewards, model, policy, engine and optimizer. A collective.
 
-    device: the learner's; nothing below picks another one. rewards_log: gets what the reward functions print.
-    ranks: of the run; each has all of this, but the masters, of which it has its rows.
+    Args:
+        config: Configuration of the run.
+        device: Device of the learner.
+        console: Shows progress.
+        rewards_log: File for the output of the reward functions. Its directory gets the sampler's logs.
+        ranks: All ranks of the run. Each rank builds everything, but holds only its rows of the master weights.
+
+    Raises:
+        UserError: Inputs cannot be read, differ between ranks, or do not fit the configuration.
     """
     started = first_start(config, ranks)
-    asked, rewards, task_rewards = together(
-        ranks, lambda: _asked_and_scored(config, device, console, rewards_log, ranks, started)
+    data, rewards, task_rewards = together(
+        ranks, lambda: _open_data(config, device, console, rewards_log, ranks, started)
     )
-    place, early, process = rewards_log.parent, None, None
+    run_dir, prelaunched, async_process = rewards_log.parent, None, None
     try:
-        require_same_inputs(ranks, config, asked.inputs, asked.stream, asked.tasks)
-        early = _early_sampler(config, device, place, ranks)
-        process = together(ranks, lambda: _async_process(config, device, place, ranks))
-        look = partial(together, ranks, lambda: None if early is None else early.look())
+        require_same_inputs(ranks, config, data.inputs, data.stream, data.tasks)
+        prelaunched = _prelaunch_sampler(config, device, run_dir, ranks)
+        async_process = together(ranks, lambda: _async_process(config, device, run_dir, ranks))
+        poll = partial(together, ranks, lambda: None if prelaunched is None else prelaunched.look())
         if ranks.count == 1:
-            policy, updates, weights = _of_one_process(config, device, console, asked, look)
+            policy, updates, weights = _build_single_process(config, device, console, data, poll)
         else:
-            policy, updates, weights = _of_ranks(config, device, console, asked, ranks, look)
-        inputs = asked.inputs.with_weights(weights)
-        look()
+            policy, updates, weights = _build_sharded(config, device, console, data, ranks, poll)
+        inputs = data.inputs.with_weights(weights)
+        poll()
         if line := together(ranks, lambda: compare_start(config, policy.current) if ranks.first else None):
             console.message(line)
         policy.set_recompute(config.train.recompute)
-        sampling = build_sampling(config, policy, asked.tokenizer)
-        say = console.warn if ranks.first else partial(_say, ranks.rank)
-        ahead: AsyncEngine | LocalEngine | None = None
+        sampling = build_sampling(config, policy, data.tokenizer)
+        warn = console.warn if ranks.first else partial(_warn, ranks.rank)
+        source: AsyncEngine | LocalEngine | None = None
         if config.given:
             from qarl.training.local_engine import GivenResponses
 
-            ahead = GivenResponses(config, policy, asked.tokenizer, asked.stream)
+            source = GivenResponses(config, policy, data.tokenizer, data.stream)
         elif config.rollout.replay is not None:
             from qarl.training.local_engine import ReplayEngine
 
-            ahead = ReplayEngine(config, policy, asked.tokenizer, asked.prompts, asked.stream, rewards, sampling)
-        elif process is not None:
+            source = ReplayEngine(config, policy, data.tokenizer, data.prompts, data.stream, rewards, sampling)
+        elif async_process is not None:
             from qarl.rollout.asynchronous.engine import AsyncEngine
 
-            shared = asked.tokenizer, asked.prompts, asked.stream, rewards, sampling
-            ahead = AsyncEngine(config, policy, *shared, place, say, process, ranks)
-        engine: RolloutEngine = ahead or together(
+            shared = data.tokenizer, data.prompts, data.stream, rewards, sampling
+            source = AsyncEngine(config, policy, *shared, run_dir, warn, async_process, ranks)
+        engine: RolloutEngine = source or together(
             ranks,
             lambda: (
-                build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early, ranks)
-                if _draws(config, ranks)
+                build_engine(config, policy, data.tokenizer, data.prompts, run_dir, warn, prelaunched, ranks)
+                if _has_sampler(config, ranks)
                 else NoSampler(policy.sampler, _headroom(config, device, ranks))
             ),
         )
-        teacher = together(ranks, lambda: open_teacher(config, device, asked.context, console))
+        teacher = together(ranks, lambda: open_teacher(config, device, data.context, console))
         if teacher is not None:
             teacher.require_fits(policy, "objective.teacher.path")
             inputs = inputs.with_teacher(teacher.sha256)
         learner = Learner(policy, updates, config, sampling.truncation, ranks, teacher)
         if learner.objective.needs.reference:
-            policy.keep_reference()  # the model itself, before a checkpoint is put back
-        held_out = None if asked.held_out is None else HeldOut(asked.held_out, policy, config, ranks, teacher)
-        evaluation = TrainingEvaluation(config, asked.tasks, task_rewards, sampling, ranks, held_out)
+            policy.keep_reference()  # the initial model, so before a checkpoint is restored
+        held_out = None if data.held_out is None else HeldOut(data.held_out, policy, config, ranks, teacher)
+        evaluation = TrainingEvaluation(config, data.tasks, task_rewards, sampling, ranks, held_out)
     except BaseException:
-        for sampler in (early, process):
+        for sampler in (prelaunched, async_process):
             if sampler is not None:
                 sampler.close()
         rewards.close()
@@ -191,28 +198,28 @@ def build_run(
         raise
     return Run(
         policy,
-        asked.tokenizer,
+        data.tokenizer,
         updates,
         learner,
         engine,
-        asked.stream,
+        data.stream,
         rewards,
         sampling,
         evaluation,
         inputs,
-        started.isoformat() if uses_time(asked.tokenizer) else None,
-        ahead,
+        started.isoformat() if uses_time(data.tokenizer) else None,
+        source,
     )
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a run is about.
+class _Data:
+    """Data of a run, read before the model.
 
     Attributes:
-        context: Tokens that the policy may attend to.
+        context: Context length of the policy in tokens.
         held_out: Examples of `evaluation.held_out`, or None.
-        inputs: Without weights.
+        inputs: Digests of the inputs, without the weights.
         calibration: Token ids for `quant.init`; empty for rtn.
     """
 
@@ -226,9 +233,10 @@ class _Asked:
     calibration: list[list[int]]
 
 
-def _asked_and_scored(
+def _open_data(
     config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks, started: datetime
-) -> tuple[_Asked, RewardPool, TaskRewards]:
+) -> tuple[_Data, RewardPool, TaskRewards]:
+    """Check the configuration, read the data, and start the reward workers of training and evaluation."""
     set_determinism(config)
     if config.quant.init != "rtn" and ranks.count > 1:
         raise UserError(
@@ -237,7 +245,7 @@ def _asked_and_scored(
         )
     require_trackers(config.logging)
     require_fp8_backward(config, device)
-    config.objective.bind()  # a user's own one is refused now, and not after the model
+    config.objective.bind()  # refuses a faulty custom objective before the model is loaded
     if device.type == "cpu":
         keep_freed_memory()
     verify_base(config.model, ranks.rank, ranks.count)
@@ -246,12 +254,12 @@ def _asked_and_scored(
         limit = getattr(load_model_config(config.model), "max_position_embeddings", None)
         if limit is None:
             raise UserError(
-                f"model.path: '{config.model.path}' does not say its max_position_embeddings; supported "
+                f"model.path: '{config.model.path}' does not warn its max_position_embeddings; supported "
                 "families are Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE"
             )
         context = min(config.model.max_length or limit, limit)
         shape = load_architecture(config.model)
-        if config.rollout.engine == "vllm" and _draws(config, ranks):
+        if config.rollout.engine == "vllm" and _has_sampler(config, ranks):
             from qarl.rollout.vllm.launch import require_vllm
 
             require_vllm(config, device, context, shape)
@@ -259,9 +267,9 @@ def _asked_and_scored(
         longest = config.rollout.max_response_length
         report: DropReport | ExampleReport
 
-        def examples(data: DataConfig, key: str) -> tuple[list[Prompt], ExampleReport]:
+        def examples(section: DataConfig, key: str) -> tuple[list[Prompt], ExampleReport]:
             stops = stop_token_ids(load_generation_config(config.model), tokenizer)
-            return build_examples(data, tokenizer, context, longest, stops, vocabulary, started, key)
+            return build_examples(section, tokenizer, context, longest, stops, vocabulary, started, key)
 
         if config.given:
             prompts, report = examples(config.data, "data")
@@ -288,32 +296,35 @@ def _asked_and_scored(
         rewards = opened.enter_context(RewardPool(config.reward, prompts[0].columns.keys(), rewards_log))
         task_rewards = TaskRewards(tasks, config.reward, rewards_log, ranks)
         opened.pop_all()
-    return _Asked(tokenizer, context, prompts, stream, tasks, held_out, inputs, calibration), rewards, task_rewards
+    return _Data(tokenizer, context, prompts, stream, tasks, held_out, inputs, calibration), rewards, task_rewards
 
 
-def _of_one_process(
-    config: Config, device: torch.device, console: RunConsole, asked: _Asked, look: Callable[[], None]
+def _build_single_process(
+    config: Config, device: torch.device, console: RunConsole, data: _Data, poll: Callable[[], None]
 ) -> tuple[Policy, Updates, str]:
-    """The policy, what changes it, and the digest of the base model's weights. look: called in between."""
+    """Build the policy, its optimizer engine, and the digest of the base model's weights.
+
+    poll: Called between the slow parts; raises if the sampler's process has failed.
+    """
     with console.phase("model"):
         model = load_model(config.model, config.quant)
-    look()
+    poll()
     with console.phase("digest of the weights"):
         weights = tensors_digest(model.named_parameters())
-    look()
+    poll()
     with console.phase("quantize"):
-        policy = build_policy(config, model, device, asked.context)
+        policy = build_policy(config, model, device, data.context)
     if config.quant.init != "rtn":
-        look()
+        poll()
         with console.phase(config.quant.init):
-            replace_masters(policy, config.quant.init, asked.calibration)
+            replace_masters(policy, config.quant.init, data.calibration)
     return policy, LocalUpdates(policy, config), weights
 
 
-def _of_ranks(
-    config: Config, device: torch.device, console: RunConsole, asked: _Asked, ranks: Ranks, look: Callable[[], None]
+def _build_sharded(
+    config: Config, device: torch.device, console: RunConsole, data: _Data, ranks: Ranks, poll: Callable[[], None]
 ) -> tuple[Policy, Updates, str]:
-    """`_of_one_process` on several ranks: each reads and keeps only its rows of the masters, or its DeepSpeed part."""
+    """Do what `_build_single_process` does on several ranks. Each keeps its rows or its DeepSpeed partition."""
     from qarl.distributed.exchange import GroupExchange
     from qarl.distributed.group import Group
     from qarl.training.row_setup import build_rows
@@ -325,26 +336,33 @@ def _of_ranks(
         if config.distributed.engine == "deepspeed":
             from qarl.training.zero_updates import build_zero
 
-            policy, updates = build_zero(config, device, asked.context, ranks)
+            policy, updates = build_zero(config, device, data.context, ranks)
         else:
             exchange = GroupExchange(ranks.tensors, ranks.rank, ranks.count, device)
-            policy, updates = build_rows(config, device, asked.context, exchange, ranks)
-    look()
+            policy, updates = build_rows(config, device, data.context, exchange, ranks)
+    poll()
     with console.phase("digest of the weights"):
         shapes = {name: tuple(master.shape) for name, master in policy.named_parameters()}
         weights = shared_tensors_digest(config.model, shapes, ranks, config.quant)
     return policy, updates, weights
 
 
-def _say(rank: int, line: str) -> None:
-    """What a rank has to tell that is not the first; its console is silent."""
+def _warn(rank: int, line: str) -> None:
+    """Print a warning of a rank other than the first; the console of such a rank is silent."""
     print(f"rank {rank}: {visible(line)}", file=sys.stderr, flush=True)
 
 
 def open_teacher(config: Config, device: torch.device, context: int, console: RunConsole) -> Teacher | None:
-    """Open the teacher of `objective.teacher` on the learner's device, without masters; None if there is none.
+    """Open the teacher of `objective.teacher` without master weights; None if there is none.
 
-    context: Tokens of prompt and response that it has to take. Raises UserError if it cannot be read.
+    Args:
+        config: Configuration of the run.
+        device: Device of the learner.
+        context: Longest sequence of prompt and response in tokens.
+        console: Shows progress.
+
+    Raises:
+        UserError: The teacher cannot be read.
     """
     section = config.objective.teacher
     if section is None:
@@ -366,9 +384,16 @@ def open_teacher(config: Config, device: torch.device, context: int, console: Ru
 
 
 def build_policy(config: Config, model: PreTrainedModel, device: torch.device, max_length: int | None = None) -> Policy:
-    """The policy that a run of `config` starts from. model: with float32 weights, which become the masters.
+    """Build the initial policy of a run.
 
-    Raises UserError for what does not fit the model.
+    Args:
+        config: Configuration of the run.
+        model: Model with float32 weights, which become the master weights.
+        device: Device of the policy.
+        max_length: Longest sequence in tokens, if limited.
+
+    Raises:
+        UserError: The configuration does not fit the model.
     """
     round_masters(model.parameters(), DTYPES[config.optim.master_dtype])
     policy = Policy(
@@ -390,33 +415,33 @@ def require_mixture(config: Config, policy: Policy) -> None:
         raise UserError(f"{'.'.join(map(str, fault.key))}: {fault.value}: {fault.text}")
 
 
-def _draws(config: Config, ranks: Ranks) -> bool:
-    """Whether this rank has a sampler."""
+def _has_sampler(config: Config, ranks: Ranks) -> bool:
+    """Return whether this rank has a sampler."""
     return ranks.rank in config.rollout.samplers(ranks.count)
 
 
 def _headroom(config: Config, device: torch.device, ranks: Ranks) -> Headroom | None:
-    """Of the GPUs of several ranks, where a sampler is on them."""
+    """Return the memory headroom of GPUs that learners and samplers of several ranks share, else None."""
     if not config.rollout.spans or ranks.count == 1:
         return None
     return ranks_headroom(device, ranks, config.rollout.vllm.tensor_parallel)
 
 
-def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> Sampler | None:
-    if config.rollout.engine != "vllm" or config.rollout.asynchronous is not None or not _draws(config, ranks):
+def _prelaunch_sampler(config: Config, device: torch.device, run_dir: Path, ranks: Ranks) -> Sampler | None:
+    if config.rollout.engine != "vllm" or config.rollout.asynchronous is not None or not _has_sampler(config, ranks):
         return None
     from qarl.rollout.vllm.launch import prelaunch_sampler
 
-    return prelaunch_sampler(config, device, place)
+    return prelaunch_sampler(config, device, run_dir)
 
 
-def _async_process(config: Config, device: torch.device, place: Path, ranks: Ranks) -> AsyncProcess | None:
+def _async_process(config: Config, device: torch.device, run_dir: Path, ranks: Ranks) -> AsyncProcess | None:
     """Start the sampler's process of asynchronous rollouts, so that it imports while the policy is loaded."""
     if config.rollout.asynchronous is None or config.rollout.replay is not None:
         return None
     from qarl.rollout.asynchronous.link import launch, sampler_gpu
 
-    return launch(config, device, sampler_gpu(config, device, ranks), place)
+    return launch(config, device, sampler_gpu(config, device, ranks), run_dir)
 
 
 def build_engine(
@@ -425,14 +450,24 @@ def build_engine(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     run_dir: Path,
-    say: Callable[[str], None],
-    early: Sampler | None = None,
+    warn: Callable[[str], None],
+    prelaunched: Sampler | None = None,
     ranks: Ranks = ALONE,
 ) -> RolloutEngine:
-    """The engine that `rollout.engine` names, before its first publish. say: gets what the user should know. early: is
-    the engine's from now on. ranks: which publish at the same time.
+    """Build the engine of `rollout.engine`. It samples only after its first publish.
 
-    Raises UserError where vLLM does not start.
+    Args:
+        config: Configuration of the run.
+        policy: The learner's policy.
+        tokenizer: Tokenizer of the model.
+        prompts: Prompts of the data; the publish canary uses some of them.
+        run_dir: Directory of the sampler's logs.
+        warn: Called with one line per warning.
+        prelaunched: A started sampler process, owned by the engine from now on.
+        ranks: Ranks that publish at the same time.
+
+    Raises:
+        UserError: vLLM does not start.
     """
     if config.rollout.engine == "native":
         return NativeEngine(policy.sampler, tokenizer, config.rollout)
@@ -442,16 +477,16 @@ def build_engine(
 
     canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
     layout = policy.sampler.layout
-    weights = WeightSender(layout, tokenizer, policy.sampler, canary, say, exact=config.rollout.numerics == "exact")
+    weights = WeightSender(layout, tokenizer, policy.sampler, canary, warn, exact=config.rollout.numerics == "exact")
     shape = load_architecture(config.model)
     device: Device = "cuda" if layout.device.type == "cuda" else "cpu"
     beside = None if shape is None else update_bytes(config, shape, device, ranks.count)
     headroom = _headroom(config, layout.device, ranks)
-    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early, ranks.poll, beside, headroom)
+    return VLLMEngine(config, layout, tokenizer, weights, run_dir, warn, prelaunched, ranks.poll, beside, headroom)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """The rollout section as sampling parameters; the model's own end-of-sequence tokens stop a response."""
+    """Return the sampling parameters of the `rollout` section. The model's end-of-sequence tokens stop a response."""
     rollout = config.rollout
     own = frozenset() if rollout.ignore_eos else stop_token_ids(policy.model.generation_config, tokenizer)
     return SamplingParams(

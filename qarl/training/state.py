@@ -61,8 +61,8 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]
         "inputs": run.inputs.digests,
         "model_files": run.inputs.files,
     }
-    if isinstance(run.ahead, AsyncEngine):
-        tensors, state["rollouts"] = run.ahead.state()
+    if isinstance(run.source, AsyncEngine):
+        tensors, state["rollouts"] = run.source.state()
         state["data"] = run.stream.state()
         flat = ((name, tensor.detach().contiguous()) for name, tensor in tensors.items())
         pieces += [Piece(ROLLOUTS, name, tuple(tensor.shape), 0, tensor.view(-1)) for name, tensor in flat]
@@ -122,7 +122,7 @@ def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
     saved, place = state.rollouts, checkpoint.path
     if saved is None:
         return
-    if not isinstance(run.ahead, AsyncEngine) or saved["n"] != run.sampling.n:
+    if not isinstance(run.source, AsyncEngine) or saved["n"] != run.sampling.n:
         other = saved["n"] != run.sampling.n
         what = f"samples {run.sampling.n} responses per prompt" if other else "is not asynchronous"
         fix = f"set rollout.n: {saved['n']}" if other else "set rollout.async as it was"
@@ -142,7 +142,7 @@ def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
         return stored_snapshot(run.policy, version, own)
 
     try:
-        run.ahead.load(tensors, saved, snapshot_of)
+        run.source.load(tensors, saved, snapshot_of)
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(f"{place}: the responses sampled ahead are not whole: {error!r}; give another one") from error
 

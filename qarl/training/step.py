@@ -2,14 +2,13 @@
 
 Display, clock, signals, diagnostics and records are observers (`qarl.training.observer`).
 
-On several ranks, each samples and scores its share of the prompts. Then all of them have the whole batch, split it in
-the same way, and run their share of the micro-batches.
+With several ranks, each rank samples and scores its share of the prompts. Then every rank gets the whole batch, splits
+it in the same way, and runs its share of the micro-batches.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,26 +24,37 @@ from qarl.training.dynamic_sampling import Sampled, sample_until_full
 from qarl.training.learner import Learner
 from qarl.training.observer import Observer, Observers
 from qarl.training.setup import Run
-from qarl.types import Prompt, Rollout
-
-if TYPE_CHECKING:
-    from qarl.rollout.asynchronous.engine import AsyncEngine
-    from qarl.training.local_engine import LocalEngine
+from qarl.types import Rollout
 
 
 def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
-    """Run one step. step: counted from 0; with the seed it decides every sampled token and shuffle.
+    """Run one step.
 
-    Before the first update only the position in the data changes. After `learned` the step is done, even if its records
-    or the publish fail.
+    Before the first update only the position in the data changes. After `Observer.learned` the step counts as done,
+    even if its records or the publish fail.
+
+    Args:
+        config: Configuration of the run.
+        run: The run.
+        step: Step number, counted from 0. With the seed it determines every sampled token and every shuffle.
+        watch: Observers of the step.
     """
     policy, learner = run.policy, run.learner
     prompts, rollouts, scores = sample(config, run, step, watch)
     watch.scored(prompts, rollouts, scores)
 
-    objective, replays = config.objective, config.model.routing == "replay"
-    how = objective.advantage, policy.version, policy.device, replays, objective.mask_truncated, config.learns_stale
-    batch = build_batch(prompts, rollouts, scores.total, *how, given=config.given)
+    batch = build_batch(
+        prompts,
+        rollouts,
+        scores.total,
+        config.objective.advantage,
+        policy.version,
+        policy.device,
+        replays=config.model.routing == "replay",
+        mask_truncated=config.objective.mask_truncated,
+        stale=config.learns_stale,
+        given=config.given,
+    )
 
     with (
         watch.phase("learner", learner.forwards(len(batch))),
@@ -55,53 +65,48 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
 
     with watch.phase("publish"):
         publish_together(run.engine, policy.current, learner.ranks, config.rollout)
-        if run.ahead is not None:
-            run.ahead.fill(step + 1)
+        if run.source is not None:
+            run.source.fill(step + 1)
 
 
 def sample(config: Config, run: Run, step: int, watch: Observers) -> Sampled:
-    """Sample and score the step's prompts: once, or until enough groups have rewards that differ."""
+    """Sample and score the step's prompts: once, or in rounds of dynamic sampling until enough groups differ."""
 
-    def once(prompts: int, number: int = 0) -> Sampled:
-        if run.ahead is not None:
-            found = take(config, run.ahead, prompts, step, watch, number)
-        else:
-            asked = run.stream.next(prompts)
-            found = Sampled(asked, *sample_and_score(config, run, asked, step, watch, number))
-        run.stream.record_rewards(found.prompts, found.scores.total)
-        return found
+    def sample_round(count: int, number: int = 0) -> Sampled:
+        get = sample_and_score if run.source is None else take
+        sampled = get(config, run, count, step, watch, number)
+        run.stream.record_rewards(sampled.prompts, sampled.scores.total)
+        return sampled
 
     dynamic, wanted = config.rollout.dynamic_sampling, config.train.prompts_per_step
     if dynamic is None:
-        return once(wanted)
-    sampled, metrics = sample_until_full(dynamic, wanted, once)
+        return sample_round(wanted)
+    sampled, metrics = sample_until_full(dynamic, wanted, sample_round)
     watch.sampled(metrics)
     return sampled
 
 
-def take(
-    config: Config, ahead: AsyncEngine | LocalEngine, prompts: int, step: int, watch: Observers, number: int = 0
-) -> Sampled:
-    """Take the next groups of responses from asynchronous rollouts, a recorded run or the data, with their scores.
+def take(config: Config, run: Run, count: int, step: int, watch: Observers, number: int) -> Sampled:
+    """Take the next `count` groups of `run.source`, with their scores.
 
-    number: of the round of dynamic sampling. Later rounds only ask for the groups that they take: what a whole step
-    needs would be left over for the next step, and be too old for `max_staleness`.
+    In later rounds of dynamic sampling (`number` > 0) the source starts only as many groups as are taken. Groups for a
+    whole step would be left over for the next step and exceed `max_staleness` there.
     """
-    with watch.phase("rollout", prompts * config.rollout.n):
+    assert run.source is not None
+    with watch.phase("rollout", count * config.rollout.n):
         if number == 0:
-            ahead.fill(step)
-        sampled = Sampled(*ahead.take(prompts, step, lambda: watch.progress(0)))
-    with watch.phase("reward", None):  # computed meanwhile; readers of the phases' times expect it
+            run.source.fill(step)
+        sampled = Sampled(*run.source.take(count, step, lambda: watch.progress(0)))
+    with watch.phase("reward", None):  # scored by the source; an empty phase, so that `time/reward_s` exists
         return sampled
 
 
-def sample_and_score(
-    config: Config, run: Run, prompts: list[Prompt], step: int, watch: Observers, number: int = 0
-) -> tuple[list[Rollout], RewardResult]:
-    """Sample n responses per prompt from the published policy and score them; each rank does its share.
+def sample_and_score(config: Config, run: Run, count: int, step: int, watch: Observers, number: int) -> Sampled:
+    """Sample n responses to each of the next `count` prompts, and score them. Each rank does its share.
 
-    number: of the round of dynamic sampling.
+    number: Round of dynamic sampling, counted from 0.
     """
+    prompts = run.stream.next(count)
     ranks = run.learner.ranks
     samplers = config.rollout.samplers(ranks.count)
     record = config.records_routing_at(step + 1)
@@ -123,18 +128,27 @@ def sample_and_score(
     rollouts, scores = together(ranks, own_share, config.rollout.restarts_s)
     if ranks.count > 1:
         with watch.phase("gather", None):
-            return gather_rollouts(rollouts, ranks), gather_results(scores, ranks, config.reward.max_failed_frac)
-    return rollouts, scores
+            rollouts = gather_rollouts(rollouts, ranks)
+            scores = gather_results(scores, ranks, config.reward.max_failed_frac)
+    return Sampled(prompts, rollouts, scores)
 
 
 def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
     """Run all optimizer steps on one batch, and fill its log-probs.
 
-    `logp_old` is the learner at the rollout's weights. Before the first update the current weights are those, so the
-    first minibatch takes it from its training forward, and the others get a separate forward in advance. So do
-    responses of asynchronous rollouts with tokens of earlier versions, one forward per version. A minibatch whose
-    responses all have advantage 0 makes no update if that gives exactly no gradient. On several ranks,
-    micro-batches run in rounds; a rank without one in a round still takes part in the sum of gradients.
+    `logp_old` holds the learner's log-probs at the rollout's weights. Before the first update these are the current
+    weights, so the first minibatch gets `logp_old` from its training forward, and later minibatches from a separate
+    forward before the first update. Responses of asynchronous rollouts with tokens of earlier versions also get
+    separate forwards, one per version.
+
+    A minibatch makes no update if all of its responses have advantage 0 and that gives exactly no gradient. With
+    several ranks, micro-batches run in rounds; a rank without one in a round still takes part in the sum of gradients.
+
+    Args:
+        learner: The learner.
+        batch: Responses of the step.
+        step: Step number, counted from 0.
+        watch: Observer of the step.
     """
     config, train, ranks = learner.config, learner.config.train, learner.ranks
     learner.begin(step, batch)

@@ -37,7 +37,7 @@ class Place:
             learner=SimpleNamespace(ranks=ranks, skipped_in_a_row=0),
             updates=updates,
             policy=SimpleNamespace(version=0, current=snapshot),
-            ahead=None,
+            source=None,
             stream=SimpleNamespace(state=lambda: {"position": self.step}),
             inputs=Inputs({}, {}),
             started=None,

@@ -108,7 +108,7 @@ def make(path, ranks: Ranks, prompts: list[Prompt] = PROMPTS, **sections: dict[s
         stream=stream,
         rewards=Rewards(),
         metrics={},
-        ahead=None,
+        source=None,
     )
 
 

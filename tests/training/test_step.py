@@ -75,7 +75,7 @@ def as_run(parts_: Parts) -> Run:
             return RewardResult(total=total, by_function={"own": total}, failed={}, messages=[])
 
     stream = SimpleNamespace(next=lambda count: prompts[:count], record_rewards=lambda asked, rewards: None)
-    return SimpleNamespace(**vars(parts_), stream=stream, rewards=Rewards(), ahead=None)  # type: ignore[return-value]
+    return SimpleNamespace(**vars(parts_), stream=stream, rewards=Rewards(), source=None)  # type: ignore[return-value]
 
 
 def test_a_step_samples_scores_learns_and_publishes_in_this_order(llama):
