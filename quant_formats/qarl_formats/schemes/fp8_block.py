@@ -27,7 +27,8 @@ class FP8Block(ByteActivations):
 
     name = "fp8_block"
     description = (
-        "float8_e4m3fn weights, a scale per 128 x 128 block; float8_e4m3fn activations, a scale per token and 128"
+        "float8_e4m3fn weights, a scale per 128 x 128 block; float8_e4m3fn activations, a scale per token and "
+        "128 features"
     )
     weight_type = "float"
     activation = "fp8"
