@@ -24,6 +24,7 @@ def no_vllm(monkeypatch) -> None:
         raise Unsupported("not here")
 
     monkeypatch.setattr(verify, "read_vllm", unsupported)
+    monkeypatch.setattr(verify, "MAX_TOKENS", 4)
 
 
 def exported(tiny_model, directory: Path, family: str, scheme: str) -> tuple[Path, dict[str, dict]]:
