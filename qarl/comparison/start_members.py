@@ -26,7 +26,7 @@ from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.lock import release_lock, take_lock
 from qarl.storage.runs import METRICS
 from qarl.utils.machine import visible_gpus
-from qarl.utils.signals import Signals
+from qarl.utils.signals import Signals, signal_name
 
 POLL_SECONDS = 0.2
 
@@ -218,7 +218,7 @@ class TrainProcess:
 
 def failure(code: int, log: Path, begin: int = 0) -> str:
     """Explain an exit code in one line: the last `error:` of the log, else its last line."""
-    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    how = f"ended by {signal_name(-code)}" if code < 0 else f"exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
     with open(log, "rb") as file:
         file.seek(max(begin, os.fstat(file.fileno()).st_size - 2**16))

@@ -148,11 +148,11 @@ class _CodeGather:
         self._gathers.finish()
         names, flags = self._quantizer.faults()
         members = {block[0]: block for block in self._plan.blocks}
-        told = zip(names, self._exchange.largest(flags).tolist(), strict=True)
-        faulty = {one for name, flag in told if flag for one in members[name]}
+        flagged = zip(names, self._exchange.largest(flags).tolist(), strict=True)
+        faulty = {one for name, flag in flagged if flag for one in members[name]}
         for name in filter(faulty.__contains__, self._plan.shapes):
             self._refuse(name)
-        assert not faulty, "a value that is not finite and was not found again"
+        assert not faulty, f"flagged as not finite, but no bad value was found: {faulty}"
         forms: dict[str, LowBitWeight | Tensor] = {}
         for block in self._plan.blocks:
             whole = self._whole(block)

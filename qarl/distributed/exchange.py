@@ -46,10 +46,6 @@ class Exchange(ABC):
         self.received: Counter[str] = Counter()
         self.parts: Counter[str] = Counter()
 
-    def begin_sum(self, tensor: Tensor, cut: Sequence[range]) -> Pending:
-        """`begin_sums` of one tensor."""
-        return self.begin_sums([tensor], [cut])[0]
-
     @abstractmethod
     def begin_sums(
         self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]], kind: str = "gradients"

@@ -22,15 +22,13 @@ def write_exit_record(text: str, code: int) -> bool:
         Whether the launcher prints `text`. If not, this process prints it: there is no launcher, or this rank has a
         log file of its own.
     """
-    try:
-        own = rank_info()
-    except UserError:
+    own = _launched_rank()
+    if own is None:
         return False
-    if own is None or own.directory is None:
-        return False
+    rank, directory = own
     with suppress(OSError):
-        DirectoryStore(own.directory).post(f"end-{own.rank}", Fault(own.rank, host(), code, text).text())
-        return own.rank == 0
+        DirectoryStore(directory).post(f"end-{rank}", Fault(rank, host(), code, text).text())
+        return rank == 0
     return False
 
 
@@ -40,13 +38,19 @@ def mark_done() -> None:
     The launcher takes exit code 0 without this mark for an early end, such as `os._exit(0)` in an objective. The mark
     is an empty file because a full disk still takes one.
     """
+    if (own := _launched_rank()) is not None:
+        rank, directory = own
+        with suppress(OSError):
+            (directory / f"done-{rank}").touch()
+
+
+def _launched_rank() -> tuple[int, Path] | None:
+    """Return this rank and its launcher's directory; None unless `qarl train --nproc` started this process."""
     try:
         own = rank_info()
     except UserError:
-        return
-    if own is not None and own.directory is not None:
-        with suppress(OSError):
-            (own.directory / f"done-{own.rank}").touch()
+        return None
+    return None if own is None or own.directory is None else (own.rank, own.directory)
 
 
 def is_done(directory: Path, rank: int) -> bool:

@@ -36,7 +36,7 @@ from qarl.policy.device import pick_device
 from qarl.storage.environment import package_versions
 
 LEAST_FILES = 64  # sockets of gloo, the store and reward workers; measured: two ranks on a CPU need 24
-# The other ranks may do without them.
+# Packages that only the first rank uses, so their versions may differ.
 _ON_FIRST_RANK = ("tensorboard", "wandb", "trackio", "mlflow", "mlflow-skinny", "swanlab")
 
 
@@ -72,7 +72,7 @@ def _require_files() -> None:
     """Raise UserError if this process may open too few files: gloo aborts the process when it cannot open a socket."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < LEAST_FILES:
-        raise UserError(f"several ranks: each opens up to {LEAST_FILES} files, and ulimit -n is {limit}; raise it")
+        raise UserError(f"several ranks: each needs up to {LEAST_FILES} open files, but ulimit -n is {limit}; raise it")
 
 
 def rank_device(name: str) -> torch.device:
@@ -208,14 +208,14 @@ class Group(Ranks):
                 raise self.fail(error) from None
             self._open = False
             self._watch.stop()
-            self._let_go()
+            self._release_groups()
 
-    def _let_go(self) -> None:
+    def _release_groups(self) -> None:
         """Drop the last references to the process groups, which ends their threads.
 
         A thread that still releases tensors of the last collective while the interpreter exits would abort.
         """
-        self._watch.begun, self._watch.stuck = _nothing_begun, _not_stuck
+        self._watch.begun, self._watch.stuck = lambda: 0, lambda: False
         dist.destroy_process_group()
         del self.control, self.tensors
 
@@ -237,9 +237,7 @@ class Group(Ranks):
         return error
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gather bytes of each rank, behind a header of length and call number. The call number must match on all
-        ranks.
-        """
+        """All-gather bytes. A first message has the call number, which all ranks must agree on, and the length."""
         self._calls += 1
         heads = self._all_gather(torch.tensor([self._calls, len(data)]))
         calls, lengths = zip(*(head.tolist() for head in heads), strict=True)
@@ -292,14 +290,6 @@ def _claim_rank(store: Any, rank: int, count: int) -> None:
     """Raise UserError if another process of the run has the same rank. The other process is not disturbed."""
     if store.add(f"rank-{rank}", 1) > 1:
         raise UserError(f"RANK: {rank}: another process of the {count} ranks has it too; give each rank its own number")
-
-
-def _nothing_begun() -> int:
-    return 0
-
-
-def _not_stuck() -> bool:
-    return False
 
 
 def _is_lost_rank(error: BaseException) -> bool:

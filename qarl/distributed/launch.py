@@ -29,13 +29,13 @@ from qarl.errors import UNEXPECTED, UserError
 from qarl.inputs.paths import user_path
 from qarl.memory.estimate import expected_device
 from qarl.utils.machine import visible_gpus
-from qarl.utils.signals import Signals
+from qarl.utils.signals import Signals, signal_name
 
 POLL_S = 0.1
 LEAVE_S = GRACE_S + 10  # seconds for the other ranks to end, once one has failed
-TELL_S = 2 * TICK_S  # for a hung rank to print its stack
-STOP_S = 5.0  # after a second Ctrl-C
-EARLY = 1  # exit code for a rank that ended with 0 before the end of the run
+TELL_S = 2 * TICK_S  # time in which a hung rank prints its stack before it is killed
+STOP_S = 5.0  # seconds for the ranks to end after a second Ctrl-C
+EARLY = 1  # reported in place of exit code 0 for a rank that ended before the run was complete
 TAIL_LINES = 12
 TAIL_BYTES = 16_384
 
@@ -46,12 +46,21 @@ _BOOT = (
 
 
 def train_on_ranks(config: str, overrides: list[str], count: int) -> int:
-    """`qarl train` of a configuration on `count` ranks of this machine. Returns the exit code.
+    """Run `qarl train` on `count` ranks of this machine.
 
-    Raises UserError, before anything is started, for what can be seen to be wrong.
+    Args:
+        config: Path of the configuration file.
+        overrides: `KEY=VALUE` arguments of the command line.
+        count: Number of ranks.
+
+    Returns:
+        The exit code, see `launch`.
+
+    Raises:
+        UserError: The configuration, its inputs or the number of ranks are invalid. No process was started.
     """
     if not user_path(config, "CONFIG").is_file():
-        raise UserError(f"CONFIG: {config} is no file; --nproc starts several processes that read it")
+        raise UserError(f"CONFIG: {config} is not a file; --nproc starts several processes that read it")
     loaded = load_config(config, overrides)
     inspection = check_inputs(loaded, config, overrides)
     check_ranks(loaded, count, gpus_for_ranks(loaded), config, overrides)
@@ -61,7 +70,7 @@ def train_on_ranks(config: str, overrides: list[str], count: int) -> int:
 
 
 def gpus_for_ranks(config: Config) -> int | None:
-    """GPUs of this machine, if the configuration runs on them."""
+    """Return the number of GPUs that the ranks can use; None on the CPU."""
     return (len(visible_gpus()) or None) if expected_device(config) == "cuda" else None
 
 
@@ -134,7 +143,7 @@ class Launched:
 
         The first signal asks for a safe stop. A later Ctrl-C kills ranks that do not end within STOP_S seconds.
         """
-        passed, end, failed_at = 0, float("inf"), float("inf")
+        forwarded, end, failed_at = 0, float("inf"), float("inf")
         while self._running and time.monotonic() < end:
             for rank, process in list(self._running.items()):
                 if (code := process.poll()) is not None:
@@ -145,9 +154,9 @@ class Launched:
                 end = min(end, failed_at + LEAVE_S)
                 if time.monotonic() > failed_at + TELL_S:
                     self._kill_hung()
-            for signum in signals.received[passed:]:
-                passed += 1
-                if passed > 1 and signum == signal.SIGINT:
+            for signum in signals.received[forwarded:]:
+                forwarded += 1
+                if forwarded > 1 and signum == signal.SIGINT:
                     self._stopped, end = True, min(end, time.monotonic() + STOP_S)
                 for process in self._running.values():
                     process.send_signal(signum)
@@ -173,7 +182,7 @@ class Launched:
                 self._kill(fault.rank)
 
     def _ended(self, rank: int, code: int) -> None:
-        """Record the exit code of a rank; tell the other ranks if it failed, because it may not have done so itself."""
+        """Record the exit code of a rank. If it failed, post its fault, because a killed rank cannot do so itself."""
         self.codes[rank] = code if code >= 0 else 128 - code
         if code == 0 and not is_done(self._directory, rank):
             self.codes[rank] = EARLY
@@ -186,15 +195,14 @@ class Launched:
             DirectoryStore(self._directory).claim(NOTE, fault.text())
 
     def _fault(self, rank: int, code: int) -> Fault:
-        note = None
-        with suppress(OSError, ValueError, TypeError):
-            note = read_exit_record(self._directory, rank)
-        if note is not None and code >= 0:
-            return note
+        """Return the fault of a rank that ended with `code`: its exit record, unless a signal killed it."""
         if code >= 0:
+            with suppress(OSError, ValueError, TypeError):
+                if (record := read_exit_record(self._directory, rank)) is not None:
+                    return record
             return Fault(rank, host(), code, f"ended with exit code {code}")
         hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
-        return Fault(rank, host(), 128 - code, f"was ended by {signal.Signals(-code).name}{hint}")
+        return Fault(rank, host(), 128 - code, f"was ended by {signal_name(-code)}{hint}")
 
     def conclude(self) -> int:
         """Print the final message; returns the exit code of the launcher."""
@@ -212,8 +220,8 @@ class Launched:
         write_fault(self._run_dir, fault)
         if fault.rank > 0 and fault.code != 2:
             self._show_tail(fault.rank)
-        notes = [read_exit_record(self._directory, rank) for rank in range(len(self.codes))]
-        alike = len(notes) > 1 and all(note is not None and note.line == fault.line for note in notes)
+        records = [read_exit_record(self._directory, rank) for rank in range(len(self.codes))]
+        alike = len(records) > 1 and all(record is not None and record.line == fault.line for record in records)
         for line in fault.line.split("\n"):
             print(f"error: {line}" if alike else f"error: rank {fault.rank}: {line}", file=sys.stderr)
         return code
@@ -222,28 +230,26 @@ class Launched:
         """Return the fault that ended the run. rank: the first rank that failed by itself."""
         store = DirectoryStore(self._directory)
         text = store.read(NOTE)
-        told = None if text is None else Fault.of(text)
-        if rank is None or (told is not None and told.rank != rank):
-            return told or Fault(0, host(), OTHER_RANK, "ended, and no rank says why")
-        if rank in self.faults and (told is None or told.code is None):  # the others noticed before the launcher did
+        posted = None if text is None else Fault.of(text)
+        if rank is None or (posted is not None and posted.rank != rank):
+            return posted or Fault(0, host(), OTHER_RANK, "ended, and no rank reported a reason")
+        if rank in self.faults and (posted is None or posted.code is None):  # the others noticed before the launcher
             return self.faults[rank]
-        return self._fault(rank, self.codes[rank]) if told is None else self._in_full(told)
-
-    def _in_full(self, told: Fault) -> Fault:
-        """Return the fault with the message of the command line, including the path of the traceback."""
-        note = read_exit_record(self._directory, told.rank)
-        return note if note is not None and note.code in (2, UNEXPECTED) else told
+        if posted is None:
+            return self._fault(rank, self.codes[rank])
+        record = read_exit_record(self._directory, rank)  # also names the traceback file
+        return record if record is not None and record.code in (2, UNEXPECTED) else posted
 
     def _show_tail(self, rank: int) -> None:
         """Print the last lines of a rank's output and the path of its log."""
-        kept = self._run_dir / log_name(rank)
-        for log in (kept, self._directory / log_name(rank)):
+        log_of_run = self._run_dir / log_name(rank)
+        for log in (log_of_run, self._directory / log_name(rank)):
             with suppress(OSError), log.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
                 lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
                 if lines:
-                    where = f" (all of it: {log})" if log == kept else ""
-                    print(f"the last that rank {rank} printed{where}:", file=sys.stderr)
+                    where = f" (full log: {log})" if log == log_of_run else ""
+                    print(f"last output of rank {rank}{where}:", file=sys.stderr)
                     for line in lines[-TAIL_LINES:]:
                         print(f"    {line}", file=sys.stderr)
                     return

@@ -30,7 +30,7 @@ _runs = itertools.count()  # a process may train several runs, and their keys in
 class Rendezvous:
     """The rendezvous of a run: a directory of one machine, or torch's store at MASTER_ADDR:MASTER_PORT.
 
-    With a directory everything that listens is on the loopback interface. The store listens where the launcher says.
+    With a directory, all sockets listen on the loopback interface. torch's store listens at the launcher's address.
     """
 
     def __init__(self, info: RankInfo) -> None:
@@ -43,8 +43,8 @@ class Rendezvous:
     def start_s(self, timeout_s: float) -> float:
         """Return how long a ready rank waits for the others to start, in seconds.
 
-        `distributed.timeout_s`, so that a rank that never comes is reported within it. Under `--nproc` at least
-        START_S: there the launcher sees at once that a rank ended, and a short timeout would only fail slow imports.
+        `distributed.timeout_s`, but at least START_S under `--nproc`. There the launcher sees at once when a rank ends,
+        so a short timeout would only fail slow imports.
         """
         return timeout_s if self._info.directory is None else max(timeout_s, START_S)
 
@@ -114,12 +114,12 @@ class _Connecting(threading.Thread):
         try:
             self.store = self._listening() if self._listens else self._client()
         except RuntimeError as error:  # torch.distributed raises nothing else
-            said = " ".join(str(error).split())
-            taken = "EADDRINUSE" in said
+            reason = " ".join(str(error).split())
+            taken = "EADDRINUSE" in reason
             self.fault = (
                 "is in use: another program, or another process with RANK=0, listens there; choose a free MASTER_PORT"
                 if taken
-                else f"cannot be used: {said[:300]}"
+                else f"cannot be used: {reason[:300]}"
             )
 
     def _foreign(self) -> str:
@@ -142,8 +142,8 @@ class _Connecting(threading.Thread):
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 self.fault = (
-                    f"cannot be reached {self._within}: {reason}; rank 0 listens there: see that it was started, and "
-                    "that both variables are the same for all ranks"
+                    f"cannot be reached {self._within}: {reason}; rank 0 must listen there: check that it was "
+                    "started and that both variables are the same for all ranks"
                 )
             time.sleep(RETRY_S)
         return False

@@ -63,14 +63,14 @@ class Watch(threading.Thread):
             try:
                 with self._turn:
                     self._look(beat)
-            except (OSError, RuntimeError) as error:  # the directory, or the process that holds the store
-                self.fault = self.fault or self._of(0, f"what the ranks meet in is gone ({type(error).__name__})")
+            except (OSError, RuntimeError) as error:  # the directory, or the store's process, is gone
+                self.fault = self.fault or self._of(0, f"the ranks' key-value store is gone ({type(error).__name__})")
             if self.fault is not None and leave_at is None:
                 own = self.fault.rank == self._rank
-                leaving = own and self.fault.code is not None  # it has notified the others itself
+                leaving = own and self.fault.code is not None  # this rank reported its fault and is ending by itself
                 leave_at = time.monotonic() + (self._timeout_s if leaving else min(GRACE_S, self._timeout_s))
                 if own and not leaving:
-                    _say_where(self.fault)
+                    _print_stack(self.fault)
             if leave_at is not None and time.monotonic() > leave_at and not self._ended.is_set():
                 assert self.fault is not None
                 self._last(self.fault)
@@ -100,8 +100,8 @@ class Watch(threading.Thread):
             return self.fault
         if (late := self._late()) is not None:
             return self.claim(self.absent(late))
-        said = " ".join(str(error).split())[:300]
-        return self.claim(self._of(self._rank, f"lost its connection to another rank: {said}"))
+        reason = " ".join(str(error).split())[:300]
+        return self.claim(self._of(self._rank, f"lost its connection to another rank: {reason}"))
 
     def _look(self, beat: int) -> None:
         """Post a heartbeat, and read the others' heartbeats and the fault."""
@@ -147,17 +147,17 @@ class Watch(threading.Thread):
         return self._of(rank, f"gave no sign of life for {seconds:.0f} s")
 
     def absent(self, rank: int, longer_s: float = 0) -> Fault:
-        """Return the fault of a rank that the others waited for in vain, for `timeout_s + longer_s` seconds."""
+        """Return the fault of a rank that did not reach a collective within `timeout_s + longer_s` seconds."""
         and_more = f" and {longer_s:g} more" if longer_s else ""
         waited = f"{self._timeout_s:g} s (distributed.timeout_s){and_more}"
-        return self._of(rank, f"did not come to where the others waited for {waited}")
+        return self._of(rank, f"did not reach a collective; the others waited {waited}")
 
     def _of(self, rank: int, line: str) -> Fault:
         return Fault(rank, self._hosts[rank] or host(), None, line)
 
 
-def _say_where(fault: Fault) -> None:
-    """Print the main thread's stack of a hung rank as the last lines of its log, innermost call last."""
+def _print_stack(fault: Fault) -> None:
+    """Print the main thread's stack of this hung rank to its log, innermost call last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-    print(f"{stack}rank {fault.rank} {fault.line}, and was there", file=sys.stderr, flush=True)
+    print(f"{stack}rank {fault.rank} {fault.line}; its stack is above", file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@ from qarl.rewards.frames import REPLY_BYTES, BadFrame, Frames, frame, parse_repl
 from qarl.rewards.log import Output, RewardLog
 from qarl.rewards.resident import ends, resident_bytes
 from qarl.rewards.worker import SCORE_LIMIT
+from qarl.utils.signals import signal_name
 from qarl.utils.text import visible
 
 START_LIMIT_S = 120.0  # starting the interpreter and importing the user's modules
@@ -292,14 +293,6 @@ class Worker:
             how = f"died of {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         self.kill()
         return how
-
-
-def signal_name(number: int) -> str:
-    """Return a name such as `SIGKILL`; real-time signals only have a number."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _are_scores(value: Any, count: int) -> bool:

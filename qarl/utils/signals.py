@@ -38,6 +38,14 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
+def signal_name(number: int) -> str:
+    """Return a name such as `SIGKILL`; real-time signals only have a number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class Signals:
     """While entered, records the stop signals that arrive, so that each can be sent on to child processes.
 

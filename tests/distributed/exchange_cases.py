@@ -73,7 +73,7 @@ def sums(exchange: Exchange) -> int:
         for some in cuts_of(shape[0], count):
             parts = [values_of(shape, case, other) for other in range(count)]
             given = parts[rank].clone()
-            found = exchange.begin_sum(given, some).rows()
+            found = exchange.begin_sums([given], [some])[0].rows()
             assert torch.equal(given, parts[rank]), "the tensor given was changed"
             given.fill_(torch.nan)  # may be reused
             own = some[rank]

@@ -15,6 +15,7 @@ from qarl.config import load_config
 from qarl.config.distributed import several_ranks_faults
 from qarl.distributed.fault import Fault, OtherRankFailed, fault_of, forget_fault, write_fault
 from qarl.distributed.key_value_store import DirectoryStore
+from qarl.distributed.launch import Launched
 from qarl.distributed.rank_info import RankInfo, child_environment, own_arguments, rank_info
 from qarl.errors import UserError
 from qarl.storage.config_difference import config_difference
@@ -167,7 +168,7 @@ def test_check_and_train_refuse_before_anything_starts(config: Path, capsys) -> 
         assert said.startswith("error: command line: diagnostics.gradients_every = ") and "with 2 ranks" in said
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", "--nproc", "2", "/dev/null"])
-    assert caught.value.code == 2 and "is no file" in capsys.readouterr().err
+    assert caught.value.code == 2 and "is not a file" in capsys.readouterr().err
 
 
 def _model(config: Path) -> Path:
@@ -218,3 +219,10 @@ def test_a_run_goes_on_with_another_engine() -> None:
     theirs = {"distributed": {"engine": "rows", "timeout_s": 600.0}, "train": {"seed": 0}}
     ours = {"distributed": {"engine": "deepspeed", "timeout_s": 60.0}, "train": {"seed": 0}}
     assert config_difference(theirs, ours) == []
+
+
+def test_a_real_time_signal_without_a_name_is_reported_by_its_number(tmp_path: Path) -> None:
+    launched = Launched([], 0, tmp_path, tmp_path)
+    launched._ended(0, -40)
+    assert launched.codes == {0: 168}
+    assert launched.faults[0].line == "was ended by signal 40"

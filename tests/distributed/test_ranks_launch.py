@@ -120,8 +120,8 @@ def errors(said: str) -> list[str]:
 FAULTS = {  # fault -> exit code, rank, code and line in fault.json, the error's lines
     "tensors 2": (137, 2, 137, "was ended by SIGKILL", ["error: rank 2: was ended by SIGKILL, perhaps for"]),
     "stop 1": (75, 1, None, "gave no sign of life for", ["error: rank 1: gave no sign of life for"]),
-    "late 1": (75, 1, None, "did not come", ["error: rank 1: did not come to where the others waited for 4 s"]),
-    "hang 1": (75, 1, None, "did not come", ["error: rank 1: did not come to where the others waited for 4 s"]),
+    "late 1": (75, 1, None, "did not reach", ["error: rank 1: did not reach a collective; the others waited 4"]),
+    "hang 1": (75, 1, None, "did not reach", ["error: rank 1: did not reach a collective; the others waited 4"]),
     "user 0": (2, 0, 2, "is broken", ["error: rank 0: reward.functions: `x.py:f`: is broken", "error: rank 0: data"]),
     "agree 1": (2, 1, 2, "all know of it", ["error: rank 1: all know of it"]),
     "exit 1": (1, 1, 1, "ended with exit code 0", ["error: rank 1: ended with exit code 0 before the end of the run"]),
@@ -155,7 +155,7 @@ def test_one_rank_ends_all_of_them_and_is_named(tmp_path: Path, hanging: dict[st
     assert len(errors(said)) == len(lines), said
     assert all(found.startswith(start) for found, start in zip(errors(said), lines, strict=True)), said
     assert "Traceback" not in said
-    assert ("in train" in said and "and was there" in said) == (fault in ("late 1", "hang 1")), said
+    assert ("in train" in said and "its stack is above" in said) == (fault in ("late 1", "hang 1")), said
     assert took < 90
 
 

@@ -57,4 +57,4 @@ def test_a_directory_that_is_gone_ends_the_run(watched, tmp_path: Path) -> None:
     _, watch = watched
     shutil.rmtree(tmp_path / "rendezvous")
     until(lambda: watch.fault is not None)
-    assert watch.fault.line == "what the ranks meet in is gone (FileNotFoundError)"
+    assert watch.fault.line == "the ranks' key-value store is gone (FileNotFoundError)"

@@ -13,7 +13,7 @@ GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; torch sees {GPUS}")
 
 FAULTS = {  # exit code, rank, what is said of it
-    "late 1": (75, 1, "did not come to where the others waited for 4 s"),
+    "late 1": (75, 1, "did not reach a collective; the others waited 4 s"),
     "stop 1": (75, 1, "gave no sign of life for"),
     "tensors 1": (137, 1, "was ended by SIGKILL"),
     "user 1": (2, 1, "is broken"),

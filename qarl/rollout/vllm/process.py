@@ -22,6 +22,7 @@ from qarl.rollout.engine import Progress
 from qarl.rollout.vllm.channel import Channel, ChannelError, channel_pair
 from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings, vllm_environment
 from qarl.storage.disk import disk_errors
+from qarl.utils.signals import signal_name
 from qarl.utils.text import visible
 from qarl.weight_sync.fingerprints import Fingerprint, PublishError
 from qarl.weight_sync.sender import Connection, SamplerFault
@@ -254,7 +255,7 @@ def _ended_with(code: int) -> SamplerFault:
     if code >= 0:
         return SamplerFault(f"its process ended with exit code {code}")
     hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
-    return SamplerFault(f"its process was ended by {signal.Signals(-code).name}{hint}")
+    return SamplerFault(f"its process was ended by {signal_name(-code)}{hint}")
 
 
 def not_started(fault: SamplerFault, log: Path) -> SamplerError:
