@@ -23,7 +23,7 @@ from qarl.memory.estimate import kv_cache_bytes, kv_cache_width, version_bytes
 from qarl.training.flops import BACKWARD, forward_flops
 
 BANDWIDTH, FLOPS = 3.35e12, 989e12  # H100 SXM: bytes per second, and 16-bit FLOP/s without sparsity
-BANDWIDTH_SHARE, FLOPS_SHARE = 0.8, 0.45  # that decodes and the learner reach
+BANDWIDTH_SHARE, FLOPS_SHARE = 0.8, 0.45  # fractions reached by decoding and by the learner
 DECODE_STEP_S = 0.005  # launches and host work of a decode step
 LENGTH_SHARE = 0.5  # assumed mean length of a response, as a fraction of rollout.max_response_length
 # Work of the backward that `train.recompute` adds, in forwards of the layers.
@@ -48,7 +48,7 @@ class StepTime:
 
 
 def split_text(time: StepTime, length: int, gpus: int = 8) -> str:
-    """Return what `qarl check` says of the split. length: assumed tokens per response. gpus: to split as an example."""
+    """Return the line that `qarl check` prints. length: Assumed tokens per response. gpus: Total of its example."""
     samplers = time.samplers(gpus)
     waits, share = ("learner", 1 - 1 / time.ratio) if time.ratio > 1 else ("sampler", 1 - time.ratio)
     return (
@@ -75,12 +75,12 @@ def step_time(config: Config, architecture: Architecture, length: int) -> StepTi
 
 
 def _sampling_s(config: Config, a: Architecture, length: int) -> float:
-    """Seconds of decodes and of one prefill per prompt. Over-sampled groups count as if they were completed."""
+    """Estimate the seconds of decoding and of one prefill per prompt. Over-sampled groups count as completed."""
     ahead = config.rollout.asynchronous
     started = math.ceil(config.train.prompts_per_step * (1.0 if ahead is None else ahead.oversample))
     prompt, responses = config.data.max_prompt_length, started * config.rollout.n
     tokens = responses * length
-    # An input embedding that is not the output layer too is looked up, not read.
+    # An input embedding that is not tied to the output layer is looked up, not read as a whole.
     unread = 0 if a.tied_embeddings else 2 * a.vocab_size * a.hidden_size
     steps = tokens / config.sequences
     weights = (version_bytes(config, a) - unread) * steps
@@ -92,7 +92,7 @@ def _sampling_s(config: Config, a: Architecture, length: int) -> float:
 
 
 def _learning_s(config: Config, a: Architecture, length: int) -> float:
-    """Seconds of the forwards and backwards over a step's responses, neighbours of a group sharing their prompt."""
+    """Estimate the seconds of all forwards and backwards of a step. Responses of a group share their prompt."""
     train, objective = config.train, config.objective
     prompt = config.data.max_prompt_length
     prompts = [range(i, i + prompt) for i in range(train.prompts_per_step) for _ in range(config.rollout.n)]

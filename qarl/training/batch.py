@@ -48,7 +48,7 @@ class Batch:
     chosen: RoutingColumn | None = None  # learner's experts at `version`, for model.routing replay_learner
     kept: KeptColumn | None = None  # learner's truncated sets at `version`, for objective.truncation_set replay
     router: Column | None = None  # experts and their log-probs at `version`, for objective.router_shift_floor
-    versions: list[list[int] | None] | None = None  # that sampled each token of a response, where not all `version`
+    versions: list[list[int] | None] | None = None  # policy version per token; an entry is None if all are `version`
     given: bool = False  # the data gave the responses; no sampler reported log-probs, and `logp_sampler` is `logp_old`
     router_shift: Column = field(init=False)  # log of the router-shift ratio at the last forward, with `router`
 
@@ -73,9 +73,12 @@ class Batch:
         return None if self.versions is None else self.versions[index]
 
     def trust_sampler(self, verified: float, seed: int, step: int) -> None:
-        """Take the sampler's log-probs as `logp_old` of responses of earlier versions, except for a random share.
+        """Use the sampler's log-probs as `logp_old` for responses of earlier versions, except for a random fraction.
 
-        verified: the share. It depends on (seed, step) which ones are taken.
+        Args:
+            verified: Fraction of these responses that still get a forward.
+            seed: With `step`, determines which ones.
+            step: Step number.
         """
         stale = [i for i in range(len(self)) if self.stale(i)]
         count = len(stale) - math.ceil(verified * len(stale))
@@ -85,9 +88,9 @@ class Batch:
     def in_advance(self, minibatches: Sequence[Part]) -> Iterator[tuple[int, Part]]:
         """Yield the forwards that fill `logp_old` before the first update: (policy version, part), newest first.
 
-        The first minibatch needs none if all of its tokens are of `version`: its training forward fills the column. Nor
-        do responses whose `logp_old` is known already. Given responses need none: no ratio is taken, and the first
-        training forward over each fills the column.
+        The first minibatch needs none if all of its tokens are of `version`, because its training forward fills the
+        column. Responses with a known `logp_old` need none either. Given responses need none, because their objective
+        uses no ratio; their first training forward fills the column.
         """
         if self.given:
             return
@@ -320,14 +323,14 @@ class Part:
 
 
 def own_tokens(responses: list[list[int]], written: list[list[bool]] | None) -> list[list[int]]:
-    """Token ids of each response that the policy wrote; written: which those are, None: all."""
+    """Return the token ids of each response that the policy wrote, according to `written` (None: all)."""
     if written is None:
         return responses
     return [list(compress(*pair)) for pair in zip(responses, written, strict=True)]
 
 
 def rounds(parts: Sequence[Part], ranks: int) -> list[list[Part | None]]:
-    """Assign micro-batches to ranks: rounds of one micro-batch per rank; see `micro_batches.assign`."""
+    """Assign micro-batches to ranks in rounds of one per rank; see `micro_batches.assign`."""
     return assign(parts, [part.work for part in parts] if ranks > 1 else [0.0] * len(parts), ranks)
 
 
@@ -355,9 +358,9 @@ def build_batch(
         device: The learner's.
         replays: See `Batch`.
         mask_truncated: Whether responses that hit the length limit get advantage 0.
-        stale: Earlier versions may have sampled tokens. `logp_old` is of the version of each token. None: they may
-            have, and `logp_old` is of `version` all the same.
-        given: The data gave the responses. Their advantages are 1.
+        stale: Whether earlier versions may have sampled tokens, so that `logp_old` is computed with the version of each
+            token. None: they may have, but `logp_old` is computed with `version`.
+        given: Whether the responses are those of the data. Their advantages are 1.
 
     Raises:
         UserError: Routing is to be replayed, but the sampler did not record it.
@@ -366,11 +369,11 @@ def build_batch(
     by_group = [p for p in prompts for _ in range(n)]
     groups = [i for i in range(len(prompts)) for _ in range(n)]
     assert [p.id for p in by_group] == [r.prompt_id for r in rollouts], "rollouts are not in the order of the prompts"
-    drawn_at = {v for rollout in rollouts for v in rollout.versions or [rollout.version]}
-    fits = drawn_at == {version} if stale is False else max(drawn_at) <= version
-    assert fits, f"rollouts of policy versions {sorted(drawn_at)} for a learner at version {version}"
+    sampled_at = {v for rollout in rollouts for v in rollout.versions or [rollout.version]}
+    fits = sampled_at == {version} if stale is False else max(sampled_at) <= version
+    assert fits, f"rollouts of policy versions {sorted(sampled_at)} for a learner at version {version}"
     versions: list[list[int] | None] | None = None
-    if stale and drawn_at != {version}:
+    if stale and sampled_at != {version}:
         every = [r.versions or [r.version] * len(r.token_ids) for r in rollouts]
         versions = [None if set(own) == {version} else own for own in every]
     routing = [r.routing for r in rollouts if r.routing is not None]

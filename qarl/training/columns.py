@@ -55,7 +55,8 @@ class Column:
     def share(self, ranks: Ranks) -> None:
         """Send newly filled responses to all ranks. A collective.
 
-        If several ranks filled the same response, their values are equal: of tokens that a mask left out, too.
+        If several ranks filled the same response, their values are equal, including those of tokens that a mask left
+        out.
         """
         if ranks.count == 1:
             return

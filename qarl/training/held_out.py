@@ -1,4 +1,4 @@
-"""The loss of the served policy on held-out examples, and its divergence from the teacher, during a run."""
+"""Loss of the served policy on held-out examples during a run, and its divergence from the teacher."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class HeldOut:
         policy: The policy.
         config: The run's configuration; its micro-batch size and logprob_chunk are used.
         ranks: Ranks of the run. Each scores its share.
-        teacher: Compared with, if there is one.
+        teacher: Teacher to compare with, if any.
 
     Attributes:
-        fingerprint: Of the examples and the teacher.
+        fingerprint: SHA-256 of the examples and the teacher's digest.
     """
 
     def __init__(
@@ -46,9 +46,14 @@ class HeldOut:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Return mean loss per token in nats, perplexity and tokens; with a teacher, divergence and top-1 agreement.
+        """Score the examples. A collective.
 
-        A collective.
+        Returns:
+            loss              mean over tokens, nats
+            perplexity        exp(loss)
+            tokens            number of tokens scored
+            divergence        mean divergence from the teacher per token, if there is one
+            top1_agreement    fraction of tokens at which both prefer the same token, if there is a teacher
         """
         sums = torch.zeros(4, dtype=torch.float64)
         own = self.ranks.share(len(self.examples))
@@ -62,7 +67,7 @@ class HeldOut:
         return found
 
     def _sums(self, part: list[Prompt]) -> torch.Tensor:
-        """(4,) float64 on the CPU: sums of loss, divergence and agreement, and the number of tokens."""
+        """Return the sums of loss, divergence and agreement, and the number of tokens: (4,) float64 on the CPU."""
         given = [prompt.response for prompt in part if prompt.response is not None]
         written = [each.written or [True] * len(each.token_ids) for each in given]
         prompts, responses = [prompt.token_ids for prompt in part], [each.token_ids for each in given]

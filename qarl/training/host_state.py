@@ -189,4 +189,5 @@ def host_tensors(shapes: Sequence[torch.Size], pinned: bool) -> Iterator[Tensor]
 
 
 def padded(elements: int) -> int:
+    """Round a number of elements up to a multiple of `ALIGNED`."""
     return -(-elements // ALIGNED) * ALIGNED

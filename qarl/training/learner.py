@@ -111,9 +111,8 @@ class Learner:
     def forwards(self, responses: int) -> int:
         """Return the number of responses that `learn` reports as progress for a batch of this size.
 
-        Each response is reported once per epoch, and once for `logp_old` if it was sampled and is not in the first
-        minibatch. Forwards
-        of shadow and reference, and those for a minibatch's constants, are not reported.
+        Each response is reported once per epoch, and once for `logp_old` unless it was given or is in the first
+        minibatch. Forwards of shadow and reference, and those for a minibatch's constants, are not reported.
         """
         if self.config.given:
             return responses * self.config.train.epochs
@@ -175,8 +174,8 @@ class Learner:
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropy, (T,) each.
 
-        The first forward over a response is at the rollout's weights. It fills `logp_old`, and those of `Batch.kept`,
-        `Batch.chosen` and `Batch.router` that the run uses; later forwards read them.
+        The first forward over a response is at the rollout's weights. It fills `logp_old`, and `Batch.kept`,
+        `Batch.chosen` and `Batch.router` if the run uses them. Later forwards read them.
 
         Args:
             part: Responses.

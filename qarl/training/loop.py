@@ -43,8 +43,7 @@ from qarl.training.step_record import StepRecord
 from qarl.utils.machine import gpu_bytes
 from qarl.utils.signals import Interrupted, StoppedAtOnce
 
-# With what a run takes less memory.
-LOWER = (
+MEMORY_FIX = (
     "lower train.micro_batch_tokens, rollout.max_num_seqs or rollout.kv_cache_tokens, set train.recompute: layer, or "
     "take a larger machine; `qarl check` estimates what a run needs"
 )
@@ -54,8 +53,8 @@ def train(config: Config) -> int:
     """Run `config` to its last step.
 
     If a launcher started this process as one of several ranks, they train together; the first rank writes the run
-    directory and the console. A new run that is refused before its first step leaves no run directory. After any later
-    exception the steps that were finished before it are in the run directory.
+    directory and the console. A new run that fails before its first step leaves no run directory. After a later
+    exception the run directory has all finished steps.
 
     Args:
         config: A checked configuration.
@@ -72,14 +71,14 @@ def train(config: Config) -> int:
     try:
         with connect(config, device) as ranks:
             return _train(config, device, ranks)
-    except Interrupted as stop:  # of a rank alone, which the others have been told
+    except Interrupted as stop:  # one rank was interrupted alone; leaving `connect` stopped the others
         return stop.exit_code
 
 
 def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
     console = RunConsole(config.logging.console if ranks.first else "none", config.train.steps)
     guard = InterruptGuard(console.warn, ranks)
-    with memory_errors(LOWER), early_ends(), console, quiet_libraries(console.warn), guard:
+    with memory_errors(MEMORY_FIX), early_ends(), console, quiet_libraries(console.warn), guard:
         try:
             config = with_sizes(config, device, ranks)
             with RunDirectory.open(config, config.checkpoint.resume, ranks) as directory:
@@ -89,14 +88,14 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
                     f"{config.objective.name}: {config.train.steps} steps in {directory.path}"
                 )
                 refuse_vanished(config.checkpoint.resume, directory, ranks)
-                rewards_log = own_folder(directory.path, ranks) / "rewards.log"
+                rewards_log = log_directory(directory.path, ranks) / "rewards.log"
                 run = build_run(config, device, console, rewards_log, ranks)
                 try:
                     objective = run.learner.objective
                     with rewards_logged(rewards_log):
                         code = Loop(config, run, directory, console, guard).run_all()
                 except BaseException:
-                    with suppress(Exception):  # the first fault is the one to tell
+                    with suppress(Exception):  # report the first error, not one of closing
                         run.close()
                     raise
                 run.close()
@@ -104,7 +103,7 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
             console.message(
                 "stopped before a step of this start: nothing to save; rerun the same command to start over"
             )
-            if ranks.count > 1:  # which may be anywhere
+            if ranks.count > 1:  # the others may be at any point, so `connect` must stop them
                 raise
             return stop.exit_code
     if code == 0 and ranks.first:
@@ -139,9 +138,9 @@ def early_ends() -> Iterator[None]:
 
 
 def with_sizes(config: Config, device: torch.device, ranks: Ranks) -> Config:
-    """The configuration with a number for each size that is left to the device: the run's own where it has begun.
+    """Return the configuration with a number for every size that it leaves null.
 
-    Several ranks have those of the first one.
+    A run that has begun keeps its sizes. All ranks use the sizes of the first rank.
     """
 
     def sized() -> Config:
@@ -155,8 +154,8 @@ def with_sizes(config: Config, device: torch.device, ranks: Ranks) -> Config:
     return own if ranks.first else Config.model_validate(parse_yaml(first, "configuration"))
 
 
-def own_folder(run_dir: Path, ranks: Ranks) -> Path:
-    """Directory for the logs of a rank's reward workers and sampler: the run directory itself, of the first one."""
+def log_directory(run_dir: Path, ranks: Ranks) -> Path:
+    """Return the directory for logs of a rank's reward workers and sampler; the run directory for the first rank."""
     if ranks.first:
         return run_dir
     folder = run_dir / f"rank-{ranks.rank:03d}"
@@ -166,10 +165,10 @@ def own_folder(run_dir: Path, ranks: Ranks) -> Path:
 
 
 class Loop:
-    """One run's steps, its checkpoints and its records. Of several ranks all take the steps, and the first one records.
+    """Runs the steps of one run and writes its checkpoints and records. All ranks run the steps; the first one records.
 
-    A step is finished once its line is in metrics.jsonl, which comes after everything else it leaves; a checkpoint of
-    it comes later still, so that metrics.jsonl is never behind one.
+    A step is finished once its line is in metrics.jsonl. The line is written after all other files of the step and
+    before a checkpoint of it, so metrics.jsonl is never behind a checkpoint.
     """
 
     def __init__(
@@ -217,26 +216,26 @@ class Loop:
                 run.updates.finish()
             except Interrupted as stop:
                 keeper.save()
-                said = f"stopped after step {step}, saved; {keeper.how_to_resume()} resumes from there"
+                saved = f"stopped after step {step}, saved; {keeper.how_to_resume()} resumes from there"
                 nothing = "stopped in step 1: nothing to save; rerun the same command to start over"
-                self.console.message(said if step else nothing)
+                self.console.message(saved if step else nothing)
                 return stop.exit_code
             except StoppedAtOnce:
                 raise
-            except BaseException as fault:  # SystemExit too: code of the user must not cost finished steps
+            except BaseException as fault:  # also SystemExit, which user code may raise: finished steps must be saved
                 keeper.rescue(recorder, fault)
                 raise
         return 0
 
     def recorder(self) -> Recorder:
-        """What keeps the run's records: the first rank's."""
+        """Return the recorder of this rank; only that of the first rank writes files."""
         logging = self.config.logging
         if not self.ranks.first:
             return NoRecords(logging)
         return Recorder(self.directory.path, logging, self.config.model_dump(mode="json"), self.console.warn)
 
     def evaluate(self, step: int, recorder: Recorder) -> None:
-        """The evaluation that is due after `step`, if any. It changes nothing: a signal may end it anywhere."""
+        """Run the evaluation due after `step`, if any. It changes no state, so a signal may stop it anywhere."""
         run = self.run
         if not run.evaluation.due(step):
             return
@@ -245,10 +244,14 @@ class Loop:
         run.evaluation.at(step, run.engine, run.policy, self.console, self.guard.check, recorder.track)
 
     def take(self, step: int, recorder: Recorder) -> None:
-        """One RL step, with what watches it, and its records. step: counted from 0.
+        """Run one RL step with its observers, and write its records.
 
-        A sampler that refuses the new version is raised only after the step's records are written: the masters are
-        this step's already.
+        If publishing fails, the step's records are written before the error is raised, because the master weights are
+        already those after the step.
+
+        Args:
+            step: Step number, counted from 0.
+            recorder: Writes the records.
         """
         config, run, keeper = self.config, self.run, self.keeper
         due = config.diagnostics.due(step + 1)
@@ -257,9 +260,8 @@ class Loop:
         clock = Clock()
         probe = Probe(run.policy, objective, config, truncation, due, bool(due) or rollouts_due, stop, self.ranks)
         record = StepRecord(run, probe, rollouts_due, lambda metrics: keeper.learned(step + 1, metrics))
-        # The profiler comes first: what it writes at the end is no phase's time. The record comes last: it takes the
-        # probe's numbers, and once it is told the step counts as learned from.
-        watching: list[Observer] = [
+        # The record comes last: it needs the probe's results, and its hook marks the step as learned.
+        observers: list[Observer] = [
             clock,
             StepDisplay(self.console),
             SafePoints(self.guard),
@@ -269,8 +271,9 @@ class Loop:
         ]
         if self.ranks.first and config.train.profile is not None and config.train.profile.step == step + 1:
             shape = load_architecture(config.model)
-            watching.insert(0, StepProfiler(self.directory.path / "profile", step + 1, run, shape))
-        watch = Observers(watching)
+            # First, so that the time it takes to write its files is not counted in a phase.
+            observers.insert(0, StepProfiler(self.directory.path / "profile", step + 1, run, shape))
+        watch = Observers(observers)
         failure: Exception | None = None
         try:
             rl_step(config, run, step, watch)
@@ -285,13 +288,19 @@ class Loop:
         self.record(step + 1, record, recorder, failure)
 
     def record(self, step: int, record: StepRecord, recorder: Recorder, failure: Exception | None) -> None:
-        """Write down a step that was learned from, which is then finished. step: counted from 1.
+        """Write the records of a learned step, which finishes it.
 
-        failure: what ended the step after it was learned from, or None. It, or a disk that refuses the rollouts, is
-        raised once the step's metrics are written.
+        Args:
+            step: Step number, counted from 1.
+            record: Metrics and trace of the step.
+            recorder: Writes the records.
+            failure: Error after the learner's last update, or None.
+
+        Raises:
+            Exception: `failure`, or an error of writing the trace; raised after the step's metrics are written.
         """
         trace, metrics = record.trace, record.metrics
-        assert trace is not None, "a step that was learned from has its trace"
+        assert trace is not None, "a learned step has a trace"
         try:
             trace.write(step, metrics, self.config, recorder)
         except Exception as error:
@@ -307,19 +316,21 @@ class Loop:
         self.keeper.finish(step)
         self.ranks.all_agree(failure)
         if trace.rows is not None:
-            self.console.samples(step, trace.rows[:: self.config.rollout.n])  # one of each prompt
+            self.console.samples(step, trace.rows[:: self.config.rollout.n])  # one response per prompt
         self.console.step(step, metrics)
         if self.ranks.first:
             self.alarms.step(step, metrics)
 
 
 def next_commands(config: Config, ranks: int = 1) -> list[tuple[str, str]]:
-    """Suggestions for a finished run: (purpose, shell command).
+    """Return suggested commands after a finished run: (purpose, shell command).
 
-    ranks: that it ran on.
+    Args:
+        config: Configuration of the run.
+        ranks: Number of ranks of the run.
     """
     directory = shlex.quote(str(config.run_dir))
-    # The programs beside this Python, spelled out where the shell would not find them (make's .venv is not activated).
+    # Use the path next to this Python if a program is not on PATH, as with a .venv that is not activated.
     programs = Path(sys.executable).parent
     with suppress(FileNotFoundError):  # the working directory may have been removed during the run
         if programs.is_relative_to(Path.cwd()):
@@ -347,6 +358,6 @@ def next_commands(config: Config, ranks: int = 1) -> list[tuple[str, str]]:
 
 
 def _other_scheme(config: Config) -> str:
-    """What a run is first compared with: full precision, and where it is that, or cannot be, 8 bits."""
+    """Return a scheme to compare a run with: bf16, or an 8-bit scheme if the run is bf16 or needs quantization."""
     unquantized = config.quant.scheme != "bf16" and config.quant.learner != "fake_quant"
     return "bf16" if unquantized else "fp8" if config.quant.scheme == "w8a8" else "w8a8"

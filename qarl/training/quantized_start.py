@@ -1,4 +1,4 @@
-"""How the first version of a run that starts from a quantized checkpoint compares with the file."""
+"""Compare version 0 of a run that starts from a quantized checkpoint with that checkpoint."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from qarl.weight_sync.snapshot import Snapshot
 def compare_start(config: Config, snapshot: Snapshot) -> str | None:
     """Compare the codes and scales of version 0 with those of `model.path`.
 
-    Reads the checkpoint once more. This is a comparison of bits and not a count of preimages, because weights with one
-    global scale (NVFP4) decide over it together.
+    Reads the checkpoint once more. Bits are compared rather than preimages counted, because all weights under one
+    global scale (NVFP4) determine it together.
 
     Args:
         config: Configuration of the run.
@@ -52,7 +52,7 @@ def _compared(weights: StoredWeights, snapshot: Snapshot, module: str) -> dict[s
 
 
 def _line(method: str, counts: Counter[str], first: LowBitWeight | Tensor | None) -> str:
-    """first: the first quantized weight of the file."""
+    """Format the comparison. first: The first quantized weight of the checkpoint."""
     if not counts["layers"]:
         text = f"the model is quantized ({method}); master weights are its dequantized values"
         return text + (
@@ -68,7 +68,7 @@ def _line(method: str, counts: Counter[str], first: LowBitWeight | Tensor | None
 
 
 def _keys(scheme: Scheme) -> str:
-    """The `quant` section whose weights are stored as `scheme` stores them."""
+    """Return the `quant` section that stores weights like `scheme`."""
     keys = [f"scheme: {scheme.name}"]
     keys += [f"group_size: {scheme.group_size or CHANNEL}"] if scheme.group_sizes else []
     keys += [] if scheme.symmetric else ["symmetric: false"]

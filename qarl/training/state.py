@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and putting it back."""
+"""Capture and restore the state of a run in checkpoints."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
 
 def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]]:
-    """Collect what a checkpoint holds. A collective.
+    """Collect the contents of a checkpoint. A collective.
 
-    There is no random state: every draw and shuffle is counted from the seed and the step.
+    There is no random state: every sample and shuffle depends only on the seed and the step.
 
     Args:
         run: The run, after a finished step.
@@ -79,25 +79,25 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
         allowed: `checkpoint.allow_changed`.
 
     Returns:
-        One line for each allowed input that changed, and one if the number of ranks did.
+        One line per allowed input that changed, and one if the number of ranks changed.
 
     Raises:
-        UserError: The checkpoint is of another model, an input changed that may not, or the masters quantize to other
-            codes than in the run.
+        UserError: The checkpoint is of another model, an input changed without being allowed, or the masters quantize
+            to different codes.
     """
-    ranks, place = run.learner.ranks, checkpoint.path
+    ranks, path = run.learner.ranks, checkpoint.path
     state, changed = together(ranks, lambda: _fitting(run, checkpoint, allowed))
     try:
         run.updates.load(checkpoint.read, state.optimizer.model_dump(), state.version)
     except ValueError as error:
-        raise UserError(f"{place}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
     run.learner.skipped_in_a_row = state.skipped_in_a_row
     run.updates.scale.load(None if state.loss_scale is None else state.loss_scale.model_dump())
 
     def require_codes() -> None:
         if run.policy.current.manifest().digest() != state.snapshot_sha256:
             raise UserError(
-                f"{place}: its masters quantize to other codes than they did when it was saved; "
+                f"{path}: its masters quantize to other codes than they did when it was saved; "
                 "resume with that run's quant section and the package versions in its environment.json, "
                 "or choose another train.run_dir"
             )
@@ -114,12 +114,12 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
 
 
 def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
-    """Give asynchronous rollouts back the responses that wait to be learned from, and the weights of earlier versions.
+    """Restore the queue of asynchronous rollouts: unused responses, and the weights of earlier versions.
 
     Raises:
-        UserError: The checkpoint has waiting responses, and the run is not asynchronous or samples another number.
+        UserError: The checkpoint has unused responses, but the run is not asynchronous or has another `rollout.n`.
     """
-    saved, place = state.rollouts, checkpoint.path
+    saved, path = state.rollouts, checkpoint.path
     if saved is None:
         return
     if not isinstance(run.source, AsyncEngine) or saved["n"] != run.sampling.n:
@@ -129,7 +129,7 @@ def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
         waiting = len(saved["groups"])
         if waiting:
             raise UserError(
-                f"{place}: {waiting} prompts were sampled ahead of the learner, and this run {what}; {fix}, or choose "
+                f"{path}: {waiting} prompts were sampled ahead of the learner, and this run {what}; {fix}, or choose "
                 "another train.run_dir"
             )
         return
@@ -144,7 +144,9 @@ def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
     try:
         run.source.load(tensors, saved, snapshot_of)
     except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{place}: the responses sampled ahead are not whole: {error!r}; give another one") from error
+        raise UserError(
+            f"{path}: its asynchronous rollouts are damaged ({error!r}); set checkpoint.resume to another checkpoint"
+        ) from error
 
 
 def stored_snapshot(policy: Policy, version: int, tensors: Mapping[str, Tensor]) -> Snapshot:
@@ -163,10 +165,10 @@ def stored_snapshot(policy: Policy, version: int, tensors: Mapping[str, Tensor])
 
 
 def _fitting(run: Run, checkpoint: Checkpoint, allowed: Collection[str]) -> tuple[SavedState, list[str]]:
-    """Check that a checkpoint may be restored, and move the data to its position.
+    """Check that a checkpoint fits the run, and move the data to its position.
 
     Returns:
-        Its state, and the names of the inputs that changed.
+        State of the checkpoint, and the names of allowed inputs that changed.
     """
     state = saved_state(SavedState, checkpoint.state, str(checkpoint.path))
     _require_masters(run, checkpoint)
@@ -188,7 +190,7 @@ def _require_masters(run: Run, checkpoint: Checkpoint) -> None:
     parameters = dict(run.policy.named_parameters())
     if masters.keys() != parameters.keys():
         odd = sorted(masters.keys() ^ parameters.keys())[0]
-        raise UserError(f"{checkpoint.path}: made for another model ('{odd}' is in one of the two only)")
+        raise UserError(f"{checkpoint.path}: made for another model ('{odd}' is only in one of the two)")
     for name, parameter in parameters.items():
         for what, there, here in (
             ("shape", list(masters.shape(name)), list(parameter.shape)),
@@ -201,7 +203,7 @@ def _require_masters(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _require_optimizer(checkpoint: Checkpoint, state: SavedState) -> None:
-    """Raise UserError unless the optimizer's tensors are those of its list, each of its master's shape or a number."""
+    """Raise UserError unless the optimizer's tensors match their list, and the shapes of their master weights."""
     stored = checkpoint.tensors.get("optimizer", StoredTensors({}, {}))
     masters = checkpoint.tensors["masters"]
     if odd := sorted(stored.keys() ^ set(state.optimizer.tensors)):
@@ -212,15 +214,22 @@ def _require_optimizer(checkpoint: Checkpoint, state: SavedState) -> None:
         parameter, _, key = name.rpartition("/")
         expected = () if key == "step" else masters.shape(parameter) if parameter in masters else None
         if expected is None:
-            raise UserError(f"{checkpoint.path}: optimizer state {name} is of a parameter that the model does not have")
+            raise UserError(
+                f"{checkpoint.path}: optimizer state {name} belongs to a parameter that the model does not have"
+            )
         for there, here in ((list(stored.shape(name)), list(expected)), (stored.dtype(name), torch.float32)):
             if there != here:
                 raise UserError(f"{checkpoint.path}: optimizer state {name} is {there}, not {here}")
 
 
 def _changed_inputs(run: Run, state: SavedState) -> list[tuple[str, str]]:
-    """(kind in `checkpoint.allow_changed`, what) of each input that differs from the checkpoint's run. Causes come
-    before effects. Inputs that a checkpoint of an older version does not record are not compared."""
+    """Return the inputs that differ from the checkpoint's run, causes before effects.
+
+    Inputs that a checkpoint of an older version does not record are not compared.
+
+    Returns:
+        Pairs of a kind (`checkpoint.allow_changed`) and a description.
+    """
     changed = changed_inputs(state, run.inputs)
     if state.data.fingerprint != run.stream.fingerprint:
         changed.append(("data", "the prompts (the data, or how model.path writes them as tokens)"))
@@ -230,9 +239,12 @@ def _changed_inputs(run: Run, state: SavedState) -> list[tuple[str, str]]:
 
 
 def _load_position(run: Run, data: DataPosition) -> None:
-    """Move the data to a checkpoint's position. Changed data keeps the position; past its end a new epoch begins."""
+    """Move the data to a checkpoint's position, also if the data changed; past its end a new epoch begins."""
     if data.fingerprint == run.stream.fingerprint and data.position > len(run.stream):
-        raise UserError(f"data: the checkpoint is at prompt {data.position} of {len(run.stream)}; give another one")
+        raise UserError(
+            f"data: the checkpoint is at prompt {data.position} of {len(run.stream)}; set checkpoint.resume to another "
+            "checkpoint"
+        )
     run.stream.load_state(
         {
             "epoch": data.epoch,
