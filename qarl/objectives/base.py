@@ -236,12 +236,12 @@ class Band:
         return log_ratio if self.level == "token" else log_ratio.masked_fill(log_ratio.abs() >= INFINITE, 0.0)
 
     def beyond(self, log_ratio: Tensor, segments: Segments) -> Tensor:
-        """(T,) bool: tokens whose ratio is outside [low, high] for either sign of the advantage."""
+        """Find tokens, (T,) bool, whose ratio is outside [low, high] for either sign of the advantage."""
         ratio = self._ratio(log_ratio, segments)
         return self._by_token((ratio < self.low) | (ratio > self.high), segments)
 
     def outside(self, log_ratio: Tensor, advantages: Tensor, segments: Segments) -> Tensor:
-        """(T,) bool: tokens without gradient, for log ratios (T,) and advantages (R,)."""
+        """Find tokens, (T,) bool, without gradient, for log ratios (T,) and advantages (R,)."""
         ratio = self._ratio(log_ratio, segments)
         advantage = segments.expand(advantages) if self.level == "token" else advantages
         too_low, too_high = ratio < self.low, ratio > self.neg_high
@@ -249,7 +249,7 @@ class Band:
         return self._by_token(lost, segments)
 
     def _ratio(self, log_ratio: Tensor, segments: Segments) -> Tensor:
-        """The ratio that the bounds apply to: (T,) or, at level sequence, (R,)."""
+        """Return the ratio that the bounds apply to: (T,) or, at level sequence, (R,)."""
         return clamped_exp(log_ratio if self.level == "token" else segments.mean(log_ratio))[0]
 
     def _by_token(self, mask: Tensor, segments: Segments) -> Tensor:

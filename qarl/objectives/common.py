@@ -115,7 +115,7 @@ class Constants(NamedTuple):
 
 
 def log_ratio(logp: Tensor, logp_reference: Tensor) -> Tensor:
-    """log(p / p_reference) per token: (T,), (T,) -> (T,), finite unless an input is NaN.
+    """Compute log(p / p_reference) per token: (T,), (T,) -> (T,), finite unless an input is NaN.
 
     Two equal infinities have ratio 1. A token with an infinite log-prob has no gradient.
     """
@@ -126,7 +126,7 @@ def log_ratio(logp: Tensor, logp_reference: Tensor) -> Tensor:
 
 
 def clamp_exponent(exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """The exponent clamped to +-MAX_EXPONENT, and the bool mask of clamped elements, which have no gradient.
+    """Return the exponent clamped to +-MAX_EXPONENT, and the bool mask of clamped elements, which have no gradient.
 
     `Tensor.clamp` is not used because it has no gradient at NaN either.
     """
@@ -135,19 +135,19 @@ def clamp_exponent(exponent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clamped_exp(exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """exp of the clamped exponent, and the bool mask of clamped elements."""
+    """Return exp of the clamped exponent, and the bool mask of clamped elements."""
     exponent, beyond = clamp_exponent(exponent)
     return exponent.exp(), beyond
 
 
 def score(logp: Tensor) -> Tensor:
-    """logp - stop(logp): (T,) zeros with d/d logp = 1. Infinite log-probs have no gradient."""
+    """Return logp - stop(logp): (T,) zeros with d/d logp = 1. Infinite log-probs have no gradient."""
     finite = logp.masked_fill(logp.isinf(), 0.0)
     return finite - finite.detach()
 
 
 def k_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
-    """Elementwise estimate of KL(q || p) from log r, with r = p / q on samples of q (Schulman 2020).
+    """Estimate KL(q || p) elementwise from log r, with r = p / q on samples of q (Schulman 2020).
 
     k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r, with log r clamped to +-20.
     """
@@ -161,7 +161,7 @@ def k_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
 
 
 def stat(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """(sum, count) of `values` (any shape; bool counts as 0 and 1) under the bool `mask`, if given."""
+    """Return the sum and count, (2,) float64, of `values` (any shape, also bool) where `mask` is true, or of all."""
     import torch
 
     values = values.detach().double()
@@ -171,12 +171,12 @@ def stat(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def ratio_stats(ratio: Tensor, clipped: Tensor, clamped: Tensor, mask: Tensor | None) -> Stats:
-    """Statistics of a ratio, per token or per response: its mean, and the fractions clipped and clamped."""
+    """Compute statistics of a ratio, per token or per response: its mean, and the fractions clipped and clamped."""
     return {name: stat(x, mask) for name, x in zip(RATIO_STATS, (ratio, clipped, clamped), strict=True)}
 
 
 def weight_balance(w: Tensor, counted: Tensor) -> Stats:
-    """The balance of W, the weight of a token's score (TRL precision study, section 10.2).
+    """Compute the balance of W, the weight of a token's score (TRL precision study, section 10.2).
 
     `policy/mu_w`: mean of W. `policy/w_negative_frac`: fraction below 0. `policy/w_imbalance`: sum of the positive
     weights over the absolute sum of the negative ones; 0.0 if no weight is negative.
@@ -193,7 +193,7 @@ def weight_balance(w: Tensor, counted: Tensor) -> Stats:
 
 
 def bound_stats(bounded: Tensor, ratio: Tensor, mask: Tensor | None) -> Stats:
-    """Bias and variance caused by bounding the ratios to weights, per token or response (survey, section on TIS).
+    """Compute the bias and variance that bounding the ratios adds, per token or response (survey, section on TIS).
 
     `correction/bias` = mean(w - r), `correction/variance` = mean(w^2) - mean(w)^2, before rules and veto.
     """
@@ -202,7 +202,7 @@ def bound_stats(bounded: Tensor, ratio: Tensor, mask: Tensor | None) -> Stats:
 
 
 def weight_stats(weights: Tensor, mask: Tensor | None = None) -> Stats:
-    """Mean and effective sample size of importance weights, one per token or response."""
+    """Compute mean and effective sample size of importance weights, one per token or response."""
     return {WEIGHT_MEAN: stat(weights, mask), _WEIGHT_SQ_MEAN: stat(weights.double().square(), mask)}
 
 

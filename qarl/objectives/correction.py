@@ -149,7 +149,7 @@ def optimal_cap(config: CorrectionConfig, logps: TokenLogProbs, segments: Segmen
 
 @torch.no_grad()
 def mean_weight(config: CorrectionConfig, logps: TokenLogProbs, segments: Segments, pruned: Pruned) -> float:
-    """Mean importance weight before rules and veto, over tokens at level token, else over non-empty responses.
+    """Compute the mean importance weight before rules and veto, per token at level token, else per non-empty response.
 
     Pruned tokens and responses count with weight 0. Returns 1.0 if there are no weights, or if all are 0.
     """
@@ -195,6 +195,6 @@ def kept(log_ratio: Tensor, segments: Segments, rule: RejectRule) -> tuple[Tenso
 
 
 def _log_ratio(signal: str, logps: TokenLogProbs, pruned: Pruned) -> Tensor:
-    """(T,) log ratio of the learner, at the rollout's weights (`corr`) or now (`rollout`), over the sampler."""
+    """Return the log ratio (T,), learner at the rollout's weights (`corr`) or now (`rollout`) over sampler."""
     learner = logps.logp_old if signal == "corr" else logps.logp
     return log_ratio(learner, logps.logp_sampler).masked_fill(pruned.tokens, 0.0)

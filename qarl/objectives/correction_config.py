@@ -15,7 +15,7 @@ from qarl.config.limits import FACTOR, ITEMS, SCORE
 
 
 class Preset(NamedTuple):
-    """What a preset sets."""
+    """Values that a named correction sets."""
 
     weights: dict[str, Any] | None = None  # level, mode, lower, upper and signal of the importance weight
     reject: tuple[dict[str, Any], ...] = ()  # rules
@@ -70,7 +70,7 @@ else:
 
 
 class RejectRule(Section):
-    """Drops responses or tokens with a score outside the bounds. Bounds apply to learner over sampler."""
+    """Drops responses or tokens with a score outside the bounds. The ratio is learner over sampler, not its inverse."""
 
     estimator: Literal["k1", "k2", "k3", "ratio"] = Field(
         description="Score of a token, with r learner over sampler: k1 = -log r, k2 = (log r)^2 / 2, "
@@ -211,7 +211,8 @@ class CorrectionConfig(Section):
 
     def faults(self) -> Iterator[Fault]:
         values = {**{key: getattr(self, key) for key in _WEIGHT_DEFAULTS}, **self.resolved()}
-        if values.get("level", self.level) == "none":
+        unweighted = values.get("level", self.level) == "none"
+        if unweighted:
             for key, default in _WEIGHT_DEFAULTS.items():
                 value = getattr(self, key)
                 if value is not None and value != default:
@@ -223,7 +224,7 @@ class CorrectionConfig(Section):
         elif self.cap is None and values["lower"] is not None and values["lower"] >= values["upper"]:
             yield Fault(("lower",), values["lower"], f"must be below correction.upper ({values['upper']:g})")
         if self.cap == "auto":
-            if values.get("level", self.level) == "none":
+            if unweighted:
                 yield self.fault("cap", "has no effect with level none; set level token, sequence or geometric")
             elif self.mode == "raw":
                 yield self.fault("cap", "has no effect with mode raw; use truncate or mask")

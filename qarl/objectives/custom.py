@@ -86,7 +86,7 @@ def _checked(place: str, function: Callable[[SurrogateInputs], Any], inputs: Sur
     try:
         result = function(inputs)
     except BaseException as error:
-        if is_stop(error) or is_out_of_memory(error):  # both have messages of their own
+        if is_stop(error) or is_out_of_memory(error):  # both are reported elsewhere
             raise
         raise UserError(f"{place}: raised {describe(error)}") from error
     if fault := _fault(result, inputs):
@@ -95,7 +95,10 @@ def _checked(place: str, function: Callable[[SurrogateInputs], Any], inputs: Sur
 
 
 def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[[SurrogateInputs], Any]:
-    """Bind kwargs, or instantiate the class with them: the result takes only the inputs."""
+    """Return a function of the inputs alone: `function` with kwargs bound, or an instance of the class.
+
+    Raises UserError if the arguments do not fit, or the class cannot be instantiated.
+    """
     if isinstance(function, type):
         _check_call(function, (), kwargs)
         try:
@@ -103,7 +106,7 @@ def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[[Su
         except BaseException as error:
             if is_stop(error):
                 raise
-            raise UserError(f"cannot be made: {describe(error)}") from error
+            raise UserError(f"cannot be instantiated: {describe(error)}") from error
         if not callable(function):
             raise UserError("its instances cannot be called; it needs __call__(self, inputs)")
         kwargs = {}
@@ -112,10 +115,11 @@ def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[[Su
 
 
 def _check_call(function: Callable[..., Any], arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise UserError if the signature does not take these arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:  # for example a function written in C
-        raise UserError("has no signature that can be read; must be f(inputs, **kwargs)") from error
+        raise UserError("has no readable signature; must be f(inputs, **kwargs)") from error
     try:
         signature.bind(*arguments, **kwargs)
     except TypeError as error:
@@ -145,7 +149,7 @@ def _fault(result: Any, inputs: SurrogateInputs) -> str | None:
         return f"its stats are {type(result.stats).__name__}, must be a dict"
     for name, number in result.stats.items():
         if name not in RATIO_STATS and not (isinstance(name, str) and _STATISTIC.fullmatch(name)):
-            return f"statistic {name!r:.80}: must be called objective/NAME, or be of ratio_stats"
+            return f"statistic {name!r:.80}: must be named objective/NAME, or come from ratio_stats"
         if not isinstance(number, torch.Tensor) or number.shape != (2,) or number.dtype != torch.float64:
             return f"statistic {name!r:.80}: must be made by qarl.objectives.stat(values, mask)"
     return None
@@ -160,8 +164,8 @@ def _infinite(value: Any, inputs: SurrogateInputs) -> str | None:
 
     logps = inputs.logps
     columns = (logps.logp, logps.logp_old, logps.logp_sampler, inputs.log_ratio)
-    sound = torch.stack([column.isfinite().all() for column in columns]).all()
-    if not sound & ~value.isfinite().all():
+    inputs_finite = torch.stack([column.isfinite().all() for column in columns]).all()
+    if not inputs_finite & ~value.isfinite().all():
         return None
     at = int((~value.isfinite()).int().argmax())
     response = int(inputs.segments.index[at])

@@ -41,7 +41,7 @@ class GMPO(RatioObjective):
         return Band("token", high=math.exp(self.clip_ratio_high), low=math.exp(-self.clip_ratio_low))
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """J at every token, (T,), with the gradient s A d log r_t of the tokens that are not clipped.
+        """Compute J at every token, (T,), with the gradient s A d log r_t of the tokens that are not clipped.
 
         The mean over a response's tokens is the paper's value and gradient. Statistics are over tokens.
         """

@@ -5,7 +5,7 @@
 dapo            a higher upper bound (clip-higher), averaged over all tokens (Yu et al. 2025). Dynamic sampling, DAPO's
                 other half, is not part of an objective.
 dual_clip_grpo  A < 0: J_t = max(J_t, clip_ratio_c A), so a ratio above clip_ratio_c has no gradient (Ye et al. 2020)
-positive_only   grpo without the responses of A < 0 (an ablation of QaRL, figure 8)
+positive_only   grpo without the responses with A < 0 (an ablation of QaRL, figure 8)
 
 `objective.loss` detach and detach_center (TRL precision study, section 10.1) keep min and clip out of the backward, so
 that no token loses its gradient: J_t = stop(W_t - center) l_t with W_t the value above and center 0, or the mean of W
@@ -60,7 +60,7 @@ class TokenClip(RatioObjective):
         return None if self.loss in ("detach", "detach_center") else self.bounds
 
     def clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Stats]:
-        """The clipped surrogate W of each token, (T,), and statistics over tokens that are not pruned."""
+        """Return the clipped surrogate W of each token, (T,), and statistics over tokens that are not pruned."""
         ratio, clamped = clamped_exp(inputs.log_ratio)
         advantage, bounds = inputs.token_advantages, self.bounds
 
@@ -75,7 +75,7 @@ class TokenClip(RatioObjective):
         return value, ratio_stats(ratio, clipped, clamped, counted) | weight_balance(value, counted)
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """J per token, (T,). With loss detach, a token with an infinite log-prob has value 0."""
+        """Compute J per token, (T,). With loss detach, a token with an infinite log-prob has value 0."""
         value, stats = self.clipped(inputs)
         if self.loss in ("clip", "no_clip"):
             return Surrogate(value, stats)
@@ -110,7 +110,7 @@ class GRPO(TokenClip):
 
 
 class DAPO(TokenClip):
-    """Decoupled clip."""
+    """Decoupled clip: the upper bound is larger than the lower one."""
 
     name: Literal["dapo"] = Field(
         "dapo", description="grpo with a higher upper bound, averaged over all tokens (Yu et al. 2025)."
@@ -135,7 +135,7 @@ class DualClipGRPO(TokenClip):
 
 
 class PositiveOnly(TokenClip):
-    """GRPO on responses of A > 0. Those of A < 0 stay in the denominators of the aggregation."""
+    """GRPO on responses with A > 0. Those with A < 0 stay in the denominators of the aggregation."""
 
     name: Literal["positive_only"] = Field(
         "positive_only", description="grpo without the responses of A < 0, which stay in the denominators."
@@ -144,13 +144,13 @@ class PositiveOnly(TokenClip):
 
     @property
     def bounds(self) -> Band:
-        return replace(super().bounds, low=0.0)  # a response of A < 0 has no value to lose
+        return replace(super().bounds, low=0.0)  # a response with A < 0 has value 0, so it loses no gradient
 
     def clipped(self, inputs: SurrogateInputs) -> tuple[Tensor, Stats]:
         return super().clipped(replace(inputs, advantages=inputs.advantages.clamp(min=0)))
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """J at max(A, 0) per token, (T,); exactly 0 for A < 0 also if a center is subtracted."""
+        """Compute J at max(A, 0) per token, (T,). It is exactly 0 for A < 0, even if a center is subtracted."""
         result = super().surrogate(inputs)
         if self.loss in ("clip", "no_clip"):
             return result

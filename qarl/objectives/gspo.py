@@ -45,7 +45,7 @@ class GSPO(RatioObjective):
         return Band("sequence", high=1.0 + self.clip_ratio_high, low=1.0 - self.clip_ratio_low)
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """J at every token, (T,). Statistics are over responses that are neither empty nor pruned."""
+        """Compute J at every token, (T,). Statistics are over responses that are neither empty nor pruned."""
         segments, advantages, band = inputs.segments, inputs.advantages, self.band
         s, clamped = clamped_exp(segments.mean(inputs.log_ratio.detach()))  # (R,) ratio of each response
 

@@ -34,16 +34,17 @@ class M2PO(RatioObjective):
     centers: ClassVar[bool] = True
 
     def center(self, inputs: SurrogateInputs) -> float:
-        """Return the largest |log r| that is kept; -1.0 if no token is."""
+        """Return the largest |log r| that is kept; -1.0 if no token is. Tokens with equal |log r| are kept together."""
         import torch
 
         moved = inputs.log_ratio.detach().double().abs()[inputs.counted_tokens].sort().values
         means = (moved**2).cumsum(0) / torch.arange(1, len(moved) + 1, device=moved.device)
-        kept = int((means <= self.m2_threshold).sum())  # the means ascend
+        last = torch.searchsorted(moved, moved, right=True) - 1  # of the tokens with the same |log r|
+        kept = int((means[last] <= self.m2_threshold).sum())  # the means ascend
         return float(moved[kept - 1]) if kept else -1.0
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """J at every token, (T,). Statistics are over tokens; masked ones count as clipped."""
+        """Compute J at every token, (T,). Statistics are over tokens; masked ones count as clipped."""
         ratio, clamped = clamped_exp(inputs.log_ratio)
         masked = inputs.log_ratio.detach().double().abs() > inputs.center
         stats = ratio_stats(ratio, masked, clamped, inputs.counted_tokens)

@@ -233,7 +233,7 @@ class Objective:
 def without(logps: TokenLogProbs, pruned: Pruned) -> TokenLogProbs:
     """Set pruned tokens to 0 in every column, so that they have ratio 1 and no gradient.
 
-    They count as unmoved in sums and means over their response. The caller masks their values afterwards.
+    So they do not change sums and means over their response. The caller sets their values to 0 afterwards.
     """
     shadow, shift = logps.logp_shadow, logps.router_shift
     return replace(
@@ -257,15 +257,15 @@ def kl_to_reference(logp: Tensor, logp_ref: Tensor, estimator: Estimator) -> Ten
     - k3: the gradient of the reverse, KL(reference || learner), although its value is unbiased. The two agree to first
       order in the distance of the distributions.
 
-    A token outside the truncated distribution of the learner or of the reference has no finite estimate: value 0, no
-    gradient. A log ratio beyond +-20 is clamped and has no gradient.
+    A token outside the truncated distribution of the learner or of the reference has no finite estimate. It gets value
+    0 and no gradient. A log ratio beyond +-20 is clamped and has no gradient.
     """
-    cut, x = logp.isinf() | logp_ref.isinf(), log_ratio(logp_ref, logp)
+    outside, x = logp.isinf() | logp_ref.isinf(), log_ratio(logp_ref, logp)
     value = k_estimate(x, estimator)
     if estimator == "k1":
         k2 = k_estimate(x, "k2")
         value = value.detach() + (k2 - k2.detach())
-    return value.masked_fill(cut, 0.0)
+    return value.masked_fill(outside, 0.0)
 
 
 @torch.no_grad()
@@ -294,7 +294,7 @@ def _token_stats(logps: TokenLogProbs, inputs: SurrogateInputs) -> Stats:
 
 @torch.no_grad()
 def contribution_stats(logps: TokenLogProbs, advantages: Tensor, segments: Segments, pruned: Pruned) -> Stats:
-    """Means of the zero-centred contribution C(r) = -(r - 1) A by the sign of A (VeXact section 4.1, figure 5).
+    """Compute means of the zero-centred contribution C(r) = -(r - 1) A by the sign of A (VeXact section 4.1, figure 5).
 
     `train` uses r = exp(l - o), the ratio of a recomputed update; `rollout` uses r = exp(l - b). They are equal without
     mismatch. A gap for only one sign is the paper's early sign of instability. Pruned tokens do not count.

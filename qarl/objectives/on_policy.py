@@ -24,7 +24,7 @@ class OnPolicy(ObjectiveConfig):
     )
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """J per token, (T,). Statistics are over tokens that are not pruned."""
+        """Compute J per token, (T,). Statistics are over tokens that are not pruned."""
         ratio, clamped = clamped_exp(inputs.log_ratio)  # log_ratio = l - stop(l)
         value, counted = inputs.token_advantages * ratio, inputs.counted_tokens
         stats = ratio_stats(ratio, clamped.new_zeros(clamped.shape), clamped, counted)

@@ -25,12 +25,12 @@ class Reinforce(ObjectiveConfig):
     aggregation: AggregationKey = "seq-mean-token-sum"
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """J per token, (T,). A token with an infinite log-prob has value 0 and no gradient."""
+        """Compute J per token, (T,). A token with an infinite log-prob has value 0 and no gradient."""
         logp = inputs.logps.logp
         return Surrogate(inputs.token_advantages * logp.masked_fill(logp.isinf(), 0.0))
 
     def one_ratio_per_response(self, level: str | None) -> bool:
-        """True without token weights: the estimator over trajectories. Weights per token make it per token."""
+        """Whether the estimator is over trajectories: yes, unless correction weights are per token."""
         return level != "token"
 
 

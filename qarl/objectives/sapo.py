@@ -28,7 +28,7 @@ class SAPO(RatioObjective):
     )
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """J per token, (T,). Statistics are over tokens that are not pruned."""
+        """Compute J per token, (T,). Statistics are over tokens that are not pruned."""
         ratio, clamped = clamped_exp(inputs.log_ratio)
         advantage = inputs.token_advantages
         tau = ratio.new_full(ratio.shape, self.sapo_tau_neg).masked_fill(advantage > 0, self.sapo_tau_pos)

@@ -40,7 +40,7 @@ class SFT(Supervised):
     name: Literal["sft"] = Field("sft", description="Log-prob of given responses (supervised fine-tuning).")
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """J per token, (T,). `sft/loss` is its mean over tokens, in nats, with the sign of a loss."""
+        """Compute J per token, (T,). `sft/loss` is its mean over tokens, in nats, with the sign of a loss."""
         logp = inputs.logps.logp
         return Surrogate(inputs.token_advantages * logp, {"sft/loss": stat(-logp, inputs.counted_tokens)})
 
@@ -57,7 +57,7 @@ class Distill(Supervised):
     name: Literal["distill"] = Field("distill", description="Divergence from objective.teacher alone (distillation).")
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """Zeros (T,): the teacher's term is added by the objective."""
+        """Return zeros (T,): the teacher's term is added by the objective."""
         return Surrogate(inputs.logps.logp.new_zeros(inputs.logps.logp.shape))
 
     def faults_in(self, config: Config) -> Iterator[Fault]:

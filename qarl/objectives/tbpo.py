@@ -56,7 +56,7 @@ class TBPO(ObjectiveConfig):
         return Band("sequence", high, low, neg_high=1.0 + self.neg_seq_clip_ratio_high)
 
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """J / w' per token, (T,). Statistics are over responses that are neither empty nor pruned."""
+        """Compute J / w' per token, (T,). Statistics are over responses that are neither empty nor pruned."""
         segments, advantages, band = inputs.segments, inputs.advantages, self.band
         s, clamped = clamped_exp(segments.mean(inputs.log_ratio.detach()))  # (R,) ratio of each response
 

@@ -1,4 +1,4 @@
-"""The teacher of an objective: a frozen policy whose whole next-token distribution the learner is drawn towards.
+"""The teacher of an objective: a frozen policy whose next-token distribution the learner approximates.
 
 J_t = J_t(objective) - coef D_t, with the divergence D_t of `qarl_kernels.divergence` at each response token.
 

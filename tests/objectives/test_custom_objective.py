@@ -201,7 +201,11 @@ UNUSABLE = {
         "class f:\n    def __init__(self, tau): ...",
         "argument: 'tau'",
     ),
-    "a class that raises": ("own.py:f", "class f:\n    def __init__(self): 1 / 0", "cannot be made: ZeroDivisionError"),
+    "a class that raises": (
+        "own.py:f",
+        "class f:\n    def __init__(self): 1 / 0",
+        "cannot be instantiated: ZeroDivisionError",
+    ),
     "a class not to call": (
         "own.py:f",
         "class f: ...",

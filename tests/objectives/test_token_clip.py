@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from objective_sections import objective_config
 from ragged import clip, geometric_mean, random_batch, surrogate_inputs
 
 from qarl.objectives.common import finish_stats, log_ratio
+from qarl.objectives.m2po import M2PO
 from qarl.objectives.segments import Segments
 
 LENGTHS = [4, 1, 0, 9, 6]
@@ -118,3 +120,14 @@ def test_gspo_counts_clipped_responses_on_the_side_their_advantage_pushes_to():
         clipped += (a > 0 and s > 1.05) or (a < 0 and s < 0.97)
     assert 0 < clipped < 6
     assert finish_stats(stats)["policy/clip_frac"] == pytest.approx(clipped / 6)  # one of the 7 is empty
+
+
+def test_m2po_drops_all_tokens_that_tie_at_the_limit() -> None:
+    moved, segments = torch.tensor([0.0, 0.0, 0.3, -0.3], dtype=torch.float64), Segments.from_lengths([4])
+    given = surrogate_inputs(moved, torch.zeros(4).double(), torch.tensor([1.0]).double(), segments)
+    objective = M2PO(m2_threshold=0.04)
+    edge = objective.center(given)
+    assert edge == 0.0  # with both of the tie the mean of (log r)^2 is 0.045
+    assert objective.center(replace(given, log_ratio=moved / 2)) == 0.15
+    value = objective.surrogate(replace(given, center=edge)).value
+    assert value.tolist() == [1.0, 1.0, 0.0, 0.0]

@@ -141,7 +141,8 @@ def m2po_edge(cfg: Any, responses: list[Response], frozen: list[Row], pruning: s
             moved += [abs(math.log(x)) for x, gone in zip(own, out, strict=True) if not gone]
     moved.sort()
     while moved and math.fsum(x * x for x in moved) / len(moved) > cfg.m2_threshold:
-        moved.pop()
+        largest = moved[-1]
+        moved = [x for x in moved if x < largest]  # equal ones go together
     return moved[-1] if moved else -1.0
 
 
