@@ -55,6 +55,7 @@ class StepProfiler(Observer):
         self._rounds = 0  # rounds of micro-batches left in the minibatch
         self._live = False  # whether an optimizer step follows them
         self._updates = 0
+        self._groups = 0  # groups sampled by dynamic sampling, including dropped ones
         self._phases: list[tuple[str, float, float]] = []  # name, start and end on time.perf_counter
         self._flops: defaultdict[str, float] = defaultdict(float)
 
@@ -75,7 +76,12 @@ class StepProfiler(Observer):
         if name == "publish":
             self._write()
 
+    def sampled(self, metrics: dict[str, float]) -> None:
+        self._groups = int(metrics["sampling/groups"])
+
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
+        if self._groups > len(prompts):
+            return  # the FLOPs of dropped groups are unknown, so FLOP/s of the rollout would be too low
         n, learner = len(rollouts) // len(prompts), self._run.learner
         samplers = learner.config.rollout.samplers(learner.ranks.count)
         sampled = [i * n + sample for i in learner.ranks.share(len(prompts), samplers) for sample in range(n)]

@@ -17,10 +17,12 @@ from tiny_runs import Parts, live, parts, settings, write_config
 
 from qarl.config import Config
 from qarl.policy.load_config import load_architecture
+from qarl.rewards import RewardResult
 from qarl.training.batch import Batch
 from qarl.training.flops import forward_flops
 from qarl.training.profile_page import PARTS, host_shares, on_device, page
 from qarl.training.profiler import StepProfiler
+from qarl.types import Prompt, Rollout
 
 
 def kernel(name: str, ts: float, dur: float, correlation: int, moved: int | None = None) -> dict:
@@ -192,6 +194,16 @@ def test_all_rounds_of_dynamic_sampling_are_in_trace_and_page(tmp_path):
     assert [name.removeprefix("qarl/") for name in names[:5]] == ["rollout", "reward", "rollout", "reward", "learner"]
     (line,) = (line for line in (tmp_path / "step_000001.md").read_text().splitlines() if "| rollout |" in line)
     assert float(line.split("|")[2]) >= 0.05
+
+
+@pytest.mark.parametrize(("groups", "counted"), [(2, True), (3, False)])
+def test_a_rollout_of_dropped_groups_has_no_flops(llama, groups, counted):
+    prompts = [Prompt(i, [1, 2], "", {}) for i in range(2)]
+    rollouts = [Rollout(i, 0, [3, 4], [0.0, 0.0], "stop", 0, 0, "") for i in range(2)]
+    watch = Named(parts(llama))
+    watch.sampled({"sampling/groups": float(groups)})
+    watch.scored(prompts, rollouts, RewardResult([0.0, 1.0], {}, {}, []))
+    assert ("rollout" in watch.flops) == counted
 
 
 def test_a_window_of_the_model_is_counted(tiny_model):
