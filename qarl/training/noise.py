@@ -46,6 +46,7 @@ def quiet_libraries(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _in_thread(fault: threading.ExceptHookArgs) -> str:
+    """Describe a thread's uncaught exception in one line."""
     name = fault.thread.name if fault.thread is not None else "a thread"
     return " ".join(f"{name} ended: {fault.exc_type.__name__}: {fault.exc_value}".split())
 

@@ -62,7 +62,7 @@ def page(
     flops: Mapping[str, float],
     known_bytes: Mapping[str, float],
 ) -> str:
-    """Return the page as Markdown.
+    """Render the profile of one step as Markdown.
 
     Args:
         events: Events of the trace.
@@ -94,7 +94,7 @@ def page(
 
 
 def on_device(events: Sequence[Event]) -> Device:
-    """Return device time in the learner's phase and in publishing, attributed to where it was launched."""
+    """Sum device time per kernel, and per phase and part by the time of the launch on the host."""
     launched: dict[Any, float] = {
         event["args"]["correlation"]: event["ts"]
         for event in events
@@ -116,7 +116,7 @@ def on_device(events: Sequence[Event]) -> Device:
 
 
 def host_shares(events: Sequence[Event]) -> dict[str, Share]:
-    """Return each operation's self time on the host, excluding operations it calls."""
+    """Return self time on the host per operation, without the time of operations that it calls."""
     shares: defaultdict[str, Share] = defaultdict(Share)
     threads: defaultdict[Any, list[Event]] = defaultdict(list)
     for event in events:
@@ -135,7 +135,7 @@ def host_shares(events: Sequence[Event]) -> dict[str, Share]:
 
 
 class _Ranges:
-    """Disjoint time intervals with a membership test."""
+    """Disjoint time intervals; `moment in ranges` tests membership."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._ranges = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)

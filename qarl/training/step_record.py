@@ -32,7 +32,7 @@ from qarl.training.setup import Run
 from qarl.types import Prompt, Rollout
 from qarl.utils.threads import one_thread
 
-ERROR_EXAMPLES = 8  # stretches of error tokens per step in the diagnostics
+ERROR_EXAMPLES = 8  # maximum number of error-token examples per step in the diagnostics
 
 
 @dataclass
@@ -139,7 +139,7 @@ def trace_of(
     crossed: Crossings,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Trace:
-    """Return the trace of a learned step. `crossed` has the code flips per module."""
+    """Collect the files of a step after its last update. `crossed` holds code flips per module."""
     trace = Trace()
     if rollouts_due:
         trace.rows = rollout_rows(prompts, rollouts, scores, batch)

@@ -26,7 +26,7 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def truncate(self, step: int) -> None:
-        """The run resumes from `step`; later steps logged before are void."""
+        """The run resumes from `step`; values logged earlier for later steps are obsolete."""
 
     def close(self) -> None: ...
 
@@ -74,9 +74,7 @@ def _import(module: str, key: str) -> ModuleType:
 def _start(key: str, init: Any, **arguments: Any) -> Any:
     try:
         return init(**arguments)
-    except (
-        BaseException
-    ) as error:  # third-party code: a missing key or network or a bad project name, each with its own exception class
+    except BaseException as error:  # trackers raise their own classes for a missing key, no network, a bad project
         if is_stop(error):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
