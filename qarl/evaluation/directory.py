@@ -84,7 +84,7 @@ class ResultsDirectory:
         found: dict[tuple[str, int], list[int]] = {}
         for row in read_rows(self.completions, CompletionRow):
             found.setdefault((row["task"], row["prompt_id"]), []).append(row["sample"])
-        whole = {key for key, drawn in found.items() if sorted(drawn) == list(range(samples))}
+        whole = {key for key, sampled in found.items() if sorted(sampled) == list(range(samples))}
         self.rows = keep_rows(
             self.completions, CompletionRow, lambda row: (row["task"], row["prompt_id"]) in whole, PLACE
         )

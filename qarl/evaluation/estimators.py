@@ -45,9 +45,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     """
     require_k(k, samples)
     assert 0 <= correct <= samples, f"{correct} correct of {samples}"
-    return 1.0 - math.comb(samples - correct, k) / math.comb(
-        samples, k
-    )  # exact integers; rounds only in the division and subtraction
+    # The binomials are exact integers; only the division and the subtraction round.
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def require_k(k: int, samples: int) -> None:

@@ -7,16 +7,14 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
+from qarl.evaluation.results import Row
 from qarl.inputs.files import NoSuchFile, Unreadable, read_lines
 from qarl.inputs.json import parse_json, strict
 from qarl.inputs.schema import checked
 from qarl.storage.disk import atomic_write_text, disk_errors
-
-Row = dict[str, Any]
 
 
 def to_line(row: Row) -> str:

@@ -112,7 +112,7 @@ def prompting(target: Target, request: Request) -> dict[str, Any]:
 
 
 def _option(loc: Loc) -> str:
-    """The command-line option that sets a key of the section."""
+    """Return the command-line option that sets a key of the section, for error messages."""
     names = {
         "pass_at": "--k",
         "samples": "--samples",

@@ -130,20 +130,18 @@ class TrainingEvaluation:
         rows = [row for row in read_rows(path, Evaluation) if row["step"] <= step] if self._tasks else []
         unknown: list[str] = []
         for row in rows:
-            there = row.get("task_fingerprints", {})
+            stored = row.get("task_fingerprints", {})
             for index, task in enumerate(self._tasks):
-                if there.get(task.name, task.fingerprint) != task.fingerprint:
+                if stored.get(task.name, task.fingerprint) != task.fingerprint:
                     raise UserError(
                         f"{path}: evaluation task {task.name} had other prompts, answers or reward functions after "
                         f"step {row['step']}; restore them, set evaluation.tasks.{index}.name to a new name, or "
                         "remove the file"
                     )
-                if task.name not in there and any(entry["name"] == task.name for entry in row["tasks"]):
+                if task.name not in stored and any(entry["name"] == task.name for entry in row["tasks"]):
                     unknown.append(task.name)
         names = ", ".join(dict.fromkeys(unknown))
-        line = (
-            f"{path}: an older qarl did not record the data of task {names}; it cannot be checked that it is the same"
-        )
+        line = f"{path}: an older qarl did not record the data of task {names}; cannot check that it is unchanged"
         return [line] if unknown else []
 
     def begin(self, run_dir: Path, step: int) -> None:
@@ -190,15 +188,24 @@ class TrainingEvaluation:
             return
         check()
         sink = MemorySink()
-        draws: Generates = engine
+        generator: Generates = engine
         if ranks.count > 1:
             rollout = self._config.rollout
-            draws = SharedEngine(engine, ranks, check, rollout.samplers(ranks.count), rollout.restarts_s)
+            generator = SharedEngine(engine, ranks, check, rollout.samplers(ranks.count), rollout.restarts_s)
             check = _no_check
         summary: dict[str, Any] = {"tasks": []}
         if self._tasks:
-            how = self._settings, self._rewards, sink, console.phase, check, ranks.count
-            summary = evaluate(draws, policy.version, self._tasks, *how)
+            summary = evaluate(
+                generator,
+                policy.version,
+                self._tasks,
+                self._settings,
+                self._rewards,
+                sink,
+                console.phase,
+                check,
+                ranks.count,
+            )
         if self._held_out is not None:
             with console.phase("held-out loss"):
                 summary["held_out"] = self._held_out.measure()
@@ -212,8 +219,8 @@ class TrainingEvaluation:
             value = interval(**entry["avg"])
             console.message(f"evaluation after step {step}: {entry['name']} avg@{entry['samples']} {value}")
         if "held_out" in summary:
-            found = ", ".join(f"{name} {value:.4g}" for name, value in summary["held_out"].items())
-            console.message(f"held out after step {step}: {found}")
+            values = ", ".join(f"{name} {value:.4g}" for name, value in summary["held_out"].items())
+            console.message(f"held out after step {step}: {values}")
 
     def _write(self, step: int, rows: list[Row], record: dict[str, Any]) -> None:
         self._write_completions(step, rows)
@@ -246,4 +253,4 @@ class TrainingEvaluation:
 
 
 def _no_check() -> None:
-    """Check of a run on several ranks, which polls for signals only at points that all ranks reach together."""
+    """Do nothing. Several ranks poll for signals only at points that all of them reach together."""
