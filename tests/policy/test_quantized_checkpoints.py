@@ -317,7 +317,7 @@ def test_a_plain_model_that_says_it_is_quantized_is_refused(tiny_model, tmp_path
     directory = shutil.copytree(tiny_model("llama"), tmp_path / "plain")
     description = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(description | {"quantization_config": awq()[1]}))
-    with pytest.raises(UserError, match=r"config.json: quantization_config: awq, and no Linear layer .* a qweight"):
+    with pytest.raises(UserError, match=r"config.json: quantization_config: awq, but no Linear layer .* a qweight"):
         load_model(ModelConfig(path=str(directory)))
 
 
