@@ -260,7 +260,7 @@ class GroupExchange(Exchange):
     def _begin(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str
     ) -> _Messages:
-        """Start sends and receives of (tensor, other rank), batched into one launch on a GPU.
+        """Start sends and receives of (other rank, tensor), batched into one launch on a GPU.
 
         Between two ranks tensors arrive in the order in which they are sent.
         """
