@@ -135,8 +135,8 @@ class AsyncConfig(Section):
     def faults(self) -> Iterator[Fault]:
         if self.steps_ahead < 0:
             text = (
-                f"the sampler would be {self.publish_every - 1} versions behind before it begins a response; must be "
-                f"at most max_staleness + 1, which is {self.max_staleness + 1}"
+                "the sampler's weights would be older than max_staleness; must be at most max_staleness + 1, "
+                f"which is {self.max_staleness + 1}"
             )
             yield self.fault("publish_every", text)
         if self.verify_frac < 1 and not self.exact:
