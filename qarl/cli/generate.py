@@ -9,9 +9,21 @@ from typing import Annotated
 import typer
 
 from qarl.cli.arguments import json_object, name_of, path_of, text_of
-from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, TemplateKwargs, VerifyDigests
+from qarl.cli.options import (
+    Device,
+    GroupSize,
+    KVCache,
+    MinP,
+    MovedModel,
+    Scheme,
+    Step,
+    TemplateKwargs,
+    TopK,
+    TopP,
+    VerifyDigests,
+)
 from qarl.config.data import TEMPLATE_OPTION
-from qarl.config.limits import SAMPLES, TOKENS, VOCABULARY
+from qarl.config.limits import SAMPLES, TOKENS
 from qarl.inference.target import given, resolve_target
 from qarl.utils.threads import wait_politely
 
@@ -63,13 +75,9 @@ def generate(
     ] = None,
     n: Annotated[int, typer.Option(min=1, max=SAMPLES, help="Number of samples per prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, max=VOCABULARY, help="Keep only the k most probable tokens. 0: off.")
-    ] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the smallest set of tokens with this probability. 1: off.")] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Drop tokens less probable than this fraction of the most probable one. 0: off.")
-    ] = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=TOKENS, help="Maximum tokens per completion.")] = 128,
     scheme: Scheme = None,
     group_size: GroupSize = None,

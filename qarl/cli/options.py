@@ -9,7 +9,7 @@ import typer
 
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.config.data import TEMPLATE_OPTION
-from qarl.config.limits import SEQUENCES, STEPS
+from qarl.config.limits import SEQUENCES, STEPS, VOCABULARY
 from qarl.config.quant import GROUPED, KVCacheDtype
 
 Scheme = Annotated[
@@ -50,6 +50,11 @@ TemplateKwargs = Annotated[
         help="Arguments of the chat template as a JSON object, such as '{\"enable_thinking\": false}'. Default: the "
         "run's.",
     ),
+]
+TopK = Annotated[int, typer.Option(min=0, max=VOCABULARY, help="Sample from the k most probable tokens. 0: off.")]
+TopP = Annotated[float, typer.Option(help="Sample from the smallest set of tokens with this probability. 1: off.")]
+MinP = Annotated[
+    float, typer.Option(help="Drop tokens less probable than this fraction of the most probable one. 0: off.")
 ]
 Step = Annotated[int | None, typer.Option(min=0, max=STEPS, help="Checkpoint of a run. Default: the newest.")]
 MovedModel = Annotated[

@@ -11,8 +11,8 @@ import typer
 
 from qarl import api
 from qarl.cli.arguments import name_of, path_of
-from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, VerifyDigests
-from qarl.config.limits import SEQUENCES, TOKENS, VOCABULARY
+from qarl.cli.options import Device, GroupSize, KVCache, MinP, MovedModel, Scheme, Step, TopK, TopP, VerifyDigests
+from qarl.config.limits import SEQUENCES, TOKENS
 from qarl.inputs.json import strict
 from qarl.storage.disk import require_output, write_together
 from qarl.types import Difference, Exactness
@@ -55,13 +55,9 @@ def verify_exact(
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0.")] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, max=VOCABULARY, help="Sample from the k most probable tokens. 0: off.")
-    ] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability. 1: off.")] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Drop tokens below this fraction of the highest probability. 0: off.")
-    ] = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Random seed of prompts and sampling.")] = 0,
     step: Step = None,
     model: MovedModel = None,

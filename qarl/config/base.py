@@ -60,8 +60,8 @@ def path_faults(key: str, text: str | None) -> Iterator[Fault]:
 
 
 def _valid_path(text: str) -> str:
-    if faults := [Fault((), fault.value, fault.text) for fault in path_faults("", text)]:
-        raise refusal(faults)
+    if fault := path_fault(text, home=False):
+        raise refusal([Fault((), text, fault)])
     return text
 
 

@@ -50,6 +50,7 @@ from qarl.storage.saved_state import Inputs, started_at
 from qarl.training.console import RunConsole
 from qarl.training.held_out import HeldOut
 from qarl.training.learner import Learner
+from qarl.training.local_engine import GivenResponses, LocalEngine, ReplayEngine
 from qarl.training.optim import round_masters
 from qarl.training.quantized_start import compare_start
 from qarl.training.run_identity import input_digests, require_same_inputs, shared_tensors_digest, tensors_digest
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from qarl.rollout.asynchronous.engine import AsyncEngine
     from qarl.rollout.asynchronous.process import AsyncProcess
     from qarl.rollout.vllm.process import Sampler
-    from qarl.training.local_engine import LocalEngine
 
 ALONE = SingleProcess()
 
@@ -160,12 +160,8 @@ def build_run(
         warn = console.warn if ranks.first else partial(_warn, ranks.rank)
         source: AsyncEngine | LocalEngine | None = None
         if config.given:
-            from qarl.training.local_engine import GivenResponses
-
             source = GivenResponses(config, policy, data.tokenizer, data.stream)
         elif config.rollout.replay is not None:
-            from qarl.training.local_engine import ReplayEngine
-
             source = ReplayEngine(config, policy, data.tokenizer, data.prompts, data.stream, rewards, sampling)
         elif async_process is not None:
             from qarl.rollout.asynchronous.engine import AsyncEngine

@@ -157,7 +157,7 @@ def test_the_rates_count_prompt_tokens_and_tokens_after_the_first(tiny_model, mo
     test = SpeedTest(batch=2, prompt_tokens=10, new_tokens=4, repeats=3)
     policy = opened(tiny_model(), "bf16", max_num_seqs=2, max_batched_tokens=20)
     ticks = iter(range(1000))
-    monkeypatch.setattr("qarl.comparison.offline.speed._now", lambda _: float(next(ticks)))
+    monkeypatch.setattr("qarl.comparison.offline.speed.synchronized_s", lambda _: float(next(ticks)))
     found = engine_speed(policy, [5, 6, 7], test, seed=0)
     # One tick from the start to the first token of both, three more to the last: 20 / 1 and 6 / 3 a tick.
     assert found["prefill_tokens_per_s"] == {"median": 20.0, "low": 20.0, "high": 20.0}

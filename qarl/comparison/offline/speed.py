@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from qarl_kernels.logprob import Truncation
 
 from qarl.inference.opening import Opened
 from qarl.types import Prompt
+from qarl.utils.transfer import synchronized_s
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,10 @@ def engine_speed(opened: Opened, tokens: list[int], test: SpeedTest, seed: int) 
         new_tokens = test.new_tokens if repeat > 0 else 2  # the first use of a shape costs more than the others
         sampling = opened.sampling(1, new_tokens, Truncation(), seed + repeat, ignore_eos=True)
         steps: list[tuple[float, int]] = []
-        began = _now(opened)
+        began = synchronized_s(opened.policy.device)
 
         def progress(done: int, tokens: int, steps: list[tuple[float, int]] = steps) -> None:
-            steps.append((_now(opened), tokens))
+            steps.append((synchronized_s(opened.policy.device), tokens))
 
         opened.engine.generate(prompts, sampling, opened.policy.version, progress)
         (first, drawn), (last, total) = steps[0], steps[-1]
@@ -66,12 +65,6 @@ def engine_speed(opened: Opened, tokens: list[int], test: SpeedTest, seed: int) 
             prefill.append(test.batch * test.prompt_tokens / (first - began))
             decode.append((total - drawn) / (last - first))
     return {"prefill_tokens_per_s": _spread(prefill), "decode_tokens_per_s": _spread(decode)}
-
-
-def _now(opened: Opened) -> float:
-    if opened.policy.device.type == "cuda":
-        torch.cuda.synchronize(opened.policy.device)
-    return time.perf_counter()
 
 
 def _spread(rates: list[float]) -> dict[str, float]:

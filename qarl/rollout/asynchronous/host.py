@@ -39,6 +39,7 @@ from qarl.rollout.published_weights import PublishedWeights
 from qarl.rollout.vllm.channel import Channel
 from qarl.rollout.vllm.worker import send_failure
 from qarl.types import Prompt
+from qarl.utils.transfer import synchronized_s
 from qarl.weight_sync.snapshot import ModelLayout
 from qarl.weight_sync.transport import open_receiver
 from qarl.weight_sync.update import WeightUpdate, receive
@@ -127,9 +128,9 @@ class Host:
         self.weights.load(received)
         if self.generation is None:
             self.sampler.weights = self.weights.weight_set()
-        loaded = self._now()
+        loaded = synchronized_s(self.device)
         self.weights.check(update.version, update.expected)
-        checked = self._now()
+        checked = synchronized_s(self.device)
         if self.generation is None:
             settings = self.settings
             self.generation = self.engine.begin(settings.sampling, update.version, settings.longest, settings.sequences)
@@ -137,12 +138,6 @@ class Host:
         if self.in_flight == "recompute_kv":
             self.generation.recompute()
         return {"load": loaded - begin, "check": checked - loaded}
-
-    def _now(self) -> float:
-        """Seconds, after all queued work of the GPU."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
     def score(self, canary: Iterable[list[int]], meanwhile: Callable[[], None]) -> list[list[float]]:
         """Return the log-probs of each token sequence. meanwhile: Called between two sequences, to generate."""

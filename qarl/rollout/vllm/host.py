@@ -24,6 +24,7 @@ from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.recording import Recording, recorded
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import InFlight, Request, Response, SamplerSettings, vllm_environment
+from qarl.utils.transfer import synchronized_s
 from qarl.weight_sync.fingerprints import Fingerprint, PublishError
 from qarl.weight_sync.update import Arriving, receive
 
@@ -106,24 +107,18 @@ class Host:
     def _publish(
         self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint], in_flight: InFlight
     ) -> dict[str, float]:
-        begin = time.perf_counter()
+        begin, device = time.perf_counter(), torch.device("cuda" if self.settings.on_gpu else "cpu")
         tensors = receive(version, arriving, expected, lambda name: self.numerics.base(name, expected))
-        received = self._now()
+        received = synchronized_s(device)
         if tensors:
             self.numerics.load(tensors)
             if in_flight == "keep_kv":
                 self._salt = str(version)  # vLLM cannot empty a cache that running requests use
             elif not self._llm.reset_prefix_cache(reset_running_requests=in_flight == "recompute_kv"):
                 raise PublishError(f"publish of version {version}: vLLM still runs requests of an earlier version")
-        loaded = self._now()
+        loaded = synchronized_s(device)
         self.numerics.check(version, expected)
-        return {"receive": received - begin, "load": loaded - received, "check": self._now() - loaded}
-
-    def _now(self) -> float:
-        """Seconds, after all queued work of the GPU."""
-        if self.settings.on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        return {"receive": received - begin, "load": loaded - received, "check": synchronized_s(device) - loaded}
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Natural-log probabilities of every token but the first of each sequence, at temperature 1.
