@@ -98,8 +98,6 @@ class Learner:
             batch.chosen = RoutingColumn(len(batch))
         if self.objective.needs.router_shift:
             batch.router = Column.empty(len(batch))
-        if (ahead := self.config.rollout.asynchronous) is not None and ahead.verify_frac < 1:
-            batch.trust_sampler(ahead.verify_frac, self.config.train.seed, step)
         self.totals = LearnerTotals()
         self._minibatches = self._left = self.config.train.epochs * math.ceil(len(batch) / self.config.minibatch_size)
         # The first optimizer step allocates the optimizer's state; "deployed" has a forward after the last one.
@@ -108,15 +106,18 @@ class Learner:
         self._lr_factor = lr_at(step, self.config.train.steps, self.config.optim)
         self.updates.set_lr(self._lr_factor)
 
-    def forwards(self, responses: int) -> int:
-        """Return the number of responses that `learn` reports as progress for a batch of this size.
+    def minibatches(self, batch: Batch, step: int, epoch: int) -> list[Part]:
+        """Return the minibatches of an epoch; see `Batch.minibatches`."""
+        return batch.minibatches(self.config.minibatch_size, self.config.train.seed, step, epoch)
 
-        Each response is reported once per epoch, and once for `logp_old` unless it was given or is in the first
-        minibatch. Forwards of shadow and reference, and those for a minibatch's constants, are not reported.
+    def forwards(self, batch: Batch, step: int) -> int:
+        """Return the number of responses that `learn` reports as progress.
+
+        Each response is reported once per epoch and once per forward in advance (`Batch.in_advance`). Forwards of
+        shadow and reference, and those for a minibatch's constants, are not reported.
         """
-        if self.config.given:
-            return responses * self.config.train.epochs
-        return responses * (self.config.train.epochs + 1) - min(self.config.minibatch_size, responses)
+        in_advance = batch.in_advance(self.minibatches(batch, step, epoch=0))
+        return len(batch) * self.config.train.epochs + sum(len(part) for _, part in in_advance)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
         """Return the learner's metrics of the step, after its last update."""

@@ -55,9 +55,11 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
         stale=config.learns_stale,
         given=config.given,
     )
+    if (ahead := config.rollout.asynchronous) is not None:
+        batch.trust_sampler(ahead.verify_frac, config.train.seed, step)
 
     with (
-        watch.phase("learner", learner.forwards(len(batch))),
+        watch.phase("learner", learner.forwards(batch, step)),
         asleep(run.engine, learner, learner.ranks, config.rollout),
     ):
         learn(learner, batch, step, watch)
@@ -150,11 +152,11 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
         step: Step number, counted from 0.
         watch: Observer of the step.
     """
-    config, train, ranks = learner.config, learner.config.train, learner.ranks
+    ranks = learner.ranks
     learner.begin(step, batch)
     watch.begin(batch)
-    for epoch in range(train.epochs):
-        minibatches = batch.minibatches(config.minibatch_size, train.seed, step, epoch)
+    for epoch in range(learner.config.train.epochs):
+        minibatches = learner.minibatches(batch, step, epoch)
         if epoch == 0:
             for version, later in batch.in_advance(minibatches):
                 for round_ in learner.rounds(later):

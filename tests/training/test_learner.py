@@ -118,11 +118,21 @@ def test_learner_tokens_count_a_shared_prompt_once(llama):
 
 def test_forwards_are_those_that_learn_reports(llama):
     run = parts(llama, train={"minibatch_size": 4, "epochs": 2})
-    batch, watch = live(run), Observer()
-    done: list[int] = []
+    run.policy.kept.add(run.policy.current)
+    watch, done = Observer(), []
     watch.progress = done.append
+    batch = live(run)
+    reported = run.learner.forwards(batch, 0)
     run.learn(batch, watch=watch)
-    assert sum(done) == run.learner.forwards(len(batch)) == 2 * 16 + 12
+    assert sum(done) == reported == 2 * 16 + 12
+
+    batch = live(run)
+    done.clear()
+    lengths = [len(response) for response in batch.responses]
+    batch.versions = [[0] * (n // 2) + [batch.version] * (n - n // 2) for n in lengths]  # two forwards each
+    reported = run.learner.forwards(batch, 1)
+    run.learn(batch, 1, watch)
+    assert sum(done) == reported == 2 * 16 + 2 * 16
 
 
 def half_idle(run: Parts) -> Batch:
