@@ -1,7 +1,5 @@
 """`qarl verify-exact`: what agrees is said to, and a fault put into one of the forwards is found where it was put."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A check of layers of Triton kernels: on a GPU if there is one, else in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from qarl_kernels.launch import INTERPRETED

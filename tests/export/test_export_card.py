@@ -1,7 +1,5 @@
 """The model card: front matter the hub takes, the run's own numbers, no text that breaks out of its cell."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

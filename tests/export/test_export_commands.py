@@ -1,7 +1,5 @@
 """`qarl export` and `qarl quantize`: what they print, and every refusal as one line with nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Which tensor goes where, and sizes on the command line."""
 
-from __future__ import annotations
-
 import pytest
 from qarl_formats.scheme import TensorSpec
 

@@ -1,7 +1,5 @@
 """Whole or not at all: full disks, signals, leftovers of the killed, two at once."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

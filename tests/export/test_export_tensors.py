@@ -1,7 +1,5 @@
 """Exported tensors: the run's, bit for bit, for our reader, for compressed-tensors and for transformers."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Exports of mixtures of experts: names and ignored routers, what each reader takes, codes bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

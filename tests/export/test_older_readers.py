@@ -1,7 +1,5 @@
 """Exports in the hands of transformers 4: the fields it reads, and the real library in a separate environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

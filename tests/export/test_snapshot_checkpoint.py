@@ -1,7 +1,5 @@
 """A snapshot on disk: its very tensors, beside the documents that an export of the same policy has."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

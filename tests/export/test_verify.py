@@ -1,7 +1,5 @@
 """`--verify`: agreement where there is some, and a refusal to agree where a scale, a code or a number is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

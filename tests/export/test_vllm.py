@@ -5,8 +5,6 @@ them. For the others it is a fork of one that has it imported.
 fp8 is stored as w8a8 is, a scale a row; that vLLM multiplies it, whole runs show (rollout_vllm/test_vllm_runs.py).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Runs as training leaves them, without training: a tiny model, masters moved a little at each checkpoint."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

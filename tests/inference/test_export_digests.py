@@ -1,7 +1,5 @@
 """An exported directory that was changed after the export is refused by name, whatever was changed."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """`qarl generate`: completions, how they are shown, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

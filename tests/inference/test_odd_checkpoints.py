@@ -1,7 +1,5 @@
 """Commands on models and checkpoints that are not what they say: one line, exit code 2, nothing written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

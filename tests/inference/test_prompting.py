@@ -1,7 +1,5 @@
 """A run, and what was exported of it, are prompted as the run was trained, unless an option says otherwise."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Tensors live on the meta device: they have types, shapes and strides, and addresses that count as aligned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 from unittest.mock import patch

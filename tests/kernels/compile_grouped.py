@@ -1,7 +1,5 @@
 """What `test_compile_only.py` compiles of the grouped products, as `compile_cases` has it of the others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 A process of its own: with TRITON_INTERPRET=1, which the test suite sets, kernels cannot be compiled.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from contextlib import nullcontext

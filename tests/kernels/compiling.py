@@ -8,8 +8,6 @@ This needs a process of its own: with TRITON_INTERPRET=1, which the test suite s
 cannot be compiled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

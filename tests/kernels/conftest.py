@@ -1,7 +1,5 @@
 """Where kernels are tested: on the GPU if there is one, else in Triton's interpreter on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any

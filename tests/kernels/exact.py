@@ -1,7 +1,5 @@
 """For tests that promise bits: outputs whose memory is filled with garbage, and equality that includes it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch

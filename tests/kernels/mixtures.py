@@ -1,7 +1,5 @@
 """Batches of a mixture of experts for tests: who goes where, and a grouped product in a few lines of float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """A few PTX instructions in Python, so that inline assembly can be tried without a GPU."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import re

@@ -1,7 +1,5 @@
 """Marks of tests that launch kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from qarl_kernels.launch import INTERPRETED

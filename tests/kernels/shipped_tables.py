@@ -1,7 +1,5 @@
 """What the tile tables of the package hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from qarl_kernels.tuning import Entry, Shape, load_table

@@ -1,7 +1,5 @@
 """Per-token activation quantization against scalar transcriptions of vLLM's kernels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

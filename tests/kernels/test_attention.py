@@ -1,7 +1,5 @@
 """Paged attention: right in float64's eyes, and the same bits in prefill, chunked prefill and decode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from qarl_kernels import attention

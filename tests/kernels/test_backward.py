@@ -1,7 +1,5 @@
 """The two products of a linear's backward against float64, and accumulation in place against a sum."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from qarl_kernels.backward import input_grad, weight_grad

@@ -1,7 +1,5 @@
 """The parts of `tools/bench_kernels.py` that need no GPU."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

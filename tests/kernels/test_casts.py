@@ -1,7 +1,5 @@
 """The way to e4m3 by fp16, which a GPU before Hopper goes in Triton 3.6; and pairs of e4m3."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -1,7 +1,5 @@
 """Kernels compiled before they are launched, and what may not happen while launches are only recorded."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Needs no GPU: see `compiling.py`. The two kernels below test the harness itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Dequantizing kernels against the plain-torch function and its formula, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from exact import assert_same, poisoned_outputs

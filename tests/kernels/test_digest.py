@@ -1,7 +1,5 @@
 """Digests of tensors: the kernel against the plain function, and what a digest must notice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from exact import poisoned_outputs

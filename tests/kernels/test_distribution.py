@@ -1,7 +1,5 @@
 """The distribution that a token is drawn from: its log-probs are the learner's, to the bit, with either of its ways."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens drawn by kernels: the distribution, its ends, what is never drawn, and that a row is its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernel_oracles import draw_reference

@@ -1,7 +1,5 @@
 """Gradient of an embedding table against float64, with repeated tokens and padding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pairwise import pairwise

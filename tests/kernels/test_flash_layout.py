@@ -1,7 +1,5 @@
 """Tables of a packed batch with shared prompts."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

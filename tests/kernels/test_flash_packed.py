@@ -1,7 +1,5 @@
 """`flash.forward` and `flash.backward` on packed batches with shared prompts, against float64 with a dense mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_batches import Batch, Groups, sequences

@@ -1,7 +1,5 @@
 """`flash.paged`: the packed forward's bits from a paged cache, in prefill, chunked prefill and decode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_batches import Batch

@@ -1,7 +1,5 @@
 """Backward products from FP8 operands: their codes against plain torch bit for bit, products against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from products import random, relative_error

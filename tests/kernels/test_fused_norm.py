@@ -1,7 +1,5 @@
 """RMSNorm with residual and quantization, its backward, and column sums: float64, the plain-torch twin, bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from exact import assert_same

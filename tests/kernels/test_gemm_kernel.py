@@ -1,7 +1,5 @@
 """`gemm`: 16-bit, INT8 and FP8 products of the Triton kernel against float64 and the plain-torch reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pairwise import pairwise

@@ -1,7 +1,5 @@
 """Products of experts by Triton: each row against the dense product with its expert's weight, and float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

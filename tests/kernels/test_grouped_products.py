@@ -1,7 +1,5 @@
 """Products of every scheme with experts' weights: rows have the bits of the product with their expert's own weight."""
 
-from __future__ import annotations
-
 import mixtures
 import pytest
 import torch

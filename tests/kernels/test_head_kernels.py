@@ -1,7 +1,5 @@
 """The output layer that stores no logits: against float64, against the chunked plain-torch twin, and row by row."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

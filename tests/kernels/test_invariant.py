@@ -1,7 +1,5 @@
 """The row-invariant float32 product: right, and the same bits for a row in every batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from qarl_kernels import invariant

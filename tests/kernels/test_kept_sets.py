@@ -1,7 +1,5 @@
 """Kept sets: stored and read back, and log-probs that replay them, at the same logits and at moved ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

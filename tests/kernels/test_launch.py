@@ -1,7 +1,5 @@
 """`qarl_kernels.launch`: how kernels are run, recorded, and told what device they are on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -3,8 +3,6 @@
 Triton's own binder is asked, over a driver and a compiler that only record: no GPU is needed, and none is used.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Token log-probs, their gradients and the sampler's truncation, against float64 transcriptions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

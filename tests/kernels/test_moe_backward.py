@@ -1,7 +1,5 @@
 """The grouped products of a backward: kernels and plain torch against float64, and the same bits twice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mixtures import all_to, grouped, input_grad, weight_grad

@@ -1,7 +1,5 @@
 """From rows of slots to rows of tokens and back: bit for bit the plain-torch sums, and those against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mixtures import all_to, grouped

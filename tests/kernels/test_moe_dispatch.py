@@ -1,7 +1,5 @@
 """Sorting pairs by expert: the kernel against plain torch, and both against a loop; which tile has which rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

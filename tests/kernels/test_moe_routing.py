@@ -1,7 +1,5 @@
 """Routing: the kernel and plain torch against float64, ties, replay, inputs that are not finite, and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from products import random

@@ -1,7 +1,5 @@
 """Exponential noise by seed and counter: the kernel is its plain-torch definition, and rows depend on nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernel_oracles import exponential_reference

@@ -1,7 +1,5 @@
 """Kernels that quantize and dequantize NVFP4 against the plain-torch functions, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from exact import assert_same, poisoned_outputs

@@ -1,7 +1,5 @@
 """`nvfp4a16`: the reference against float64, the fused kernels against both, and the three ways against each other."""
 
-from __future__ import annotations
-
 import ptx
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Keys and values that the rotary kernel writes into a paged cache: those of the kernel that returns them, copied."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from products import random

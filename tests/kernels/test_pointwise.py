@@ -1,7 +1,5 @@
 """SiLU and RMSNorm: values, gradients, and bits that do not depend on the batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from qarl_kernels.pointwise import rms_norm, round_e4m3, silu

@@ -1,7 +1,5 @@
 """Kernels that quantize weights against the plain-torch functions, bit for bit; those have the library as oracle."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from exact import assert_same, poisoned_outputs

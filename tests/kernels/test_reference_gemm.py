@@ -1,7 +1,5 @@
 """Exactness of the low-bit products' sums; `test_scheme_products` has their formulas in float64 and rows' bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from qarl_kernels import reference

@@ -1,7 +1,5 @@
 """The product of every registered scheme, in plain torch and by Triton: its formula, its rows' bits, its refusals."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

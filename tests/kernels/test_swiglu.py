@@ -1,7 +1,5 @@
 """SiLU times the linear half, its quantization and its backward: float64, the plain-torch twin, bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from exact import assert_same

@@ -1,7 +1,5 @@
 """The tiled form of int4 weights against its definition, word by word."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from exact import assert_same, poisoned_outputs

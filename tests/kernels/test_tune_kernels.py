@@ -1,7 +1,5 @@
 """`tools/tune_kernels.py` without a GPU: what it would try, which shapes it reads from a model, what it writes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor

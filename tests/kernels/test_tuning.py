@@ -1,7 +1,5 @@
 """Tile selection: what is chosen when, that grouped products ask the tables, and that the shipped tables parse."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`w4a16`: the fused kernels against float64, and the three ways against each other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pairwise import pairwise

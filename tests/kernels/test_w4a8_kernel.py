@@ -1,7 +1,5 @@
 """`w4a8` and `fp8_block`: the kernels against the plain-torch reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from products import Int4, random, relative_error

@@ -1,7 +1,5 @@
 """Model directories of each kind, made once a session."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

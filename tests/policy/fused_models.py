@@ -1,7 +1,5 @@
 """Policies of Triton kernels beside the same in plain torch: on a GPU if there is one, else in Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Policies of tiny models beside the Hugging Face models that they must agree with."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

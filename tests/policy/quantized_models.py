@@ -4,8 +4,6 @@ compressed-tensors and fine-grained FP8 are written and dequantized by their lib
 here element by element, as their own packers do, from codes that are drawn at random.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

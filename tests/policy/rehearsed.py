@@ -3,8 +3,6 @@
 Prints JSON, see `main`. A process of its own: with TRITON_INTERPRET=1, which the test suite sets, kernels have no keys.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Values of config.json: the policy's log-probs are those of transformers, or the value is refused by name."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

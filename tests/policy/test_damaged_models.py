@@ -1,7 +1,5 @@
 """Damaged model directories: refused in one line, or a model that runs a forward; never a traceback or a hang."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

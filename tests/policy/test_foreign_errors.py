@@ -1,7 +1,5 @@
 """What other libraries raise over a model's files: a sentence that names the file, the field and the fix."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The layers of Triton kernels against those in plain torch: on a GPU if there is one, else in Triton's interpreter."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Mixtures of experts on Triton kernels against those in plain torch: on a GPU, else in Triton's interpreter."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

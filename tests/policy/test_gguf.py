@@ -1,7 +1,5 @@
 """A GGUF file read from what it was converted to is the GGUF file: the same configuration, tokens and bits."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gradients of micro-batches: sums that an accumulator holds, and that leave the masters' own `.grad` alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

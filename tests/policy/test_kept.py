@@ -1,7 +1,5 @@
 """Earlier versions of asynchronous rollouts: on the device and in host memory they give the same bits."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Which products run where. Without a GPU: the choice, and the chosen kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_models import OneLinear, make_policy, parts_of

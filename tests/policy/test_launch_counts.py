@@ -1,7 +1,5 @@
 """What a decoder layer launches: of a small batch the host's time is little else, and one kernel more is seen here."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The quantized linear's straight-through backward against its explicit formula."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_models import OneLinear

@@ -1,7 +1,5 @@
 """From model.path to a model with float32 weights: directories, GGUF packages, and what is refused."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

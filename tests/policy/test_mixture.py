@@ -1,7 +1,5 @@
 """A mixture of experts in plain torch: against Hugging Face's own, bits in any batch, replay, losses of the routers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

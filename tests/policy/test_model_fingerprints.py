@@ -3,8 +3,6 @@
 transformers decides what an edit changes: the logits of a model with the edited configuration and the same weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

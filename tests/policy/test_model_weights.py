@@ -1,7 +1,5 @@
 """Weights that are not those of the configuration are refused by name, in every format, before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The policy's log-probs and gradients against Hugging Face's own forward and autograd."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_models import (

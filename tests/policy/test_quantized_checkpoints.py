@@ -1,7 +1,5 @@
 """Quantized checkpoints as the start of a policy: their values, their codes in version 0, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

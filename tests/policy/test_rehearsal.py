@@ -1,7 +1,5 @@
 """What is compiled before vLLM starts is what its forwards launch later."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Shadow, reference and a learner in a dtype of its own: which tensors a forward reads, and whose bits it gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_models import (

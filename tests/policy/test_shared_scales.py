@@ -1,7 +1,5 @@
 """Layers that an engine multiplies as one weight are quantized with one global scale, in training and in exports."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Snapshots made from the masters, what stays unquantized, the three learners, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pairwise import pairwise

@@ -1,7 +1,5 @@
 """GPTQ and AWQ on whole models: the masters, the codes of version 0, and what they do to the model."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

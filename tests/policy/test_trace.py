@@ -1,7 +1,5 @@
 """Digests of operations: whose rows they are, what they tell apart, and that both kinds of layers give them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_models import batch, make_policy

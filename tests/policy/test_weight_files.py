@@ -1,7 +1,5 @@
 """The files of a model's weights: an index, headers and shards that are damaged, or that disagree."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

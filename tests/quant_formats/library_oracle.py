@@ -1,7 +1,5 @@
 """What the compressed-tensors library itself stores for a master weight: the oracle of these tests."""
 
-from __future__ import annotations
-
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme

@@ -1,7 +1,5 @@
 """Whether tensors have the same bytes, one pair at once and many of them under one wait."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from qarl_formats.bits import Proof, same_bits

@@ -1,7 +1,5 @@
 """Names, shapes and config.json against the compressed-tensors library."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

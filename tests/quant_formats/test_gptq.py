@@ -1,7 +1,5 @@
 """GPTQ on single weights: against a naive oracle, and the masters of its codes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from qarl_formats.bits import same_bits

@@ -1,7 +1,5 @@
 """NVFP4 codes and scales against the compressed-tensors library, bit for bit, and against their definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor

@@ -1,7 +1,5 @@
 """The packed layout against the library's `pack_to_int32` and `unpack_from_int32`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32

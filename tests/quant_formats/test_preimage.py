@@ -1,7 +1,5 @@
 """Masters that quantize to given codes and scales."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Codes, scales and zero points against the compressed-tensors library, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

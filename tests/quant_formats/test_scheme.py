@@ -1,7 +1,5 @@
 """Schemes: what is valid, what is refused, and that knowing it takes no torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The weight object: parts that share memory, the default product of a scheme, and ordinary products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from qarl_formats.registry import make_scheme, scheme_names
