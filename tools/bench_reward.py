@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ from qarl.rewards.builtin import regex
 from qarl.storage.runs import read_run
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__, out=...)
     parser.add_argument("runs", type=Path, nargs="+", help="finished runs of qarl; the first one configures TRL")
     parser.add_argument("--device-batch", type=count, default=32, help="TRL's per_device_train_batch_size")
     parser.add_argument("--memory-frac", type=positive, default=0.3, help="share of the GPU for vLLM")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def trl_curve(config: Config, options: argparse.Namespace, place: Path) -> list[Record]:

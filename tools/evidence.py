@@ -6,9 +6,10 @@
     python tools/evidence.py record runs/evidence                   # benchmarks/results/evidence/*.json, one per run
     python tools/evidence.py figures                                # docs/results.md and docs/images/evidence_*.png
 
-A record is known by arm, learning rate, size (steps x responses) and seed. `figures` averages over seeds. It draws each
-arm at the learning rate with the highest training reward over the last quarter of the steps, so that the test set
-chooses nothing; the tables have all learning rates. Intervals are 95 %. That of an accuracy is Wilson's over prompts
+A record is known by arm, learning rate, size (steps x responses) and seed. `record --tag` keeps runs from another
+policy apart: all other commands read only the records with the tag that they get. `figures` averages over seeds. It
+draws each arm at the learning rate with the highest training reward over the last quarter of the steps, so that the test
+set chooses nothing; the tables have all learning rates. Intervals are 95 %. That of an accuracy is Wilson's over prompts
 (qarl.evaluation.estimators), or Student's t over three or more seeds if that is wider. Arms are compared with a paired
 bootstrap over prompts, because all of them answer the same ones.
 """
@@ -131,7 +132,8 @@ def identity(record: RunRecord, tag: str = "") -> Row:
 
 def show_missing(options: argparse.Namespace) -> None:
     arms = list(load_study(str(options.study)).variants)
-    recorded = {(r["arm"], r["lr"], r["seed"]) for r in read_records(options.records, options.size)}
+    records = read_records(options.records, options.size, options.tag)
+    recorded = {(r["arm"].partition("+")[0], r["lr"], r["seed"]) for r in records}
     known = [(identity(run), run) for root in options.roots if root.is_dir() for run in find_runs(root)[0]]
     runs = {(found["arm"], found["lr"], found["seed"]): run for found, run in known}
     rates = options.lr or sorted({lr for _, lr, _ in recorded | runs.keys()}) or [1e-5]
@@ -187,9 +189,19 @@ def write_records(options: argparse.Namespace) -> None:
         print(path)
 
 
-def read_records(folder: Path, size: str | None = None) -> list[Row]:
-    """Records of one size in steps x responses, such as 60x256. Raises UserError if `size` is needed to choose."""
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+def read_records(folder: Path, size: str | None = None, tag: str = "") -> list[Row]:
+    """Return the records with one tag and of one size.
+
+    Args:
+        folder: Directory of the records.
+        size: Steps x responses, such as 60x256.
+        tag: That of `record --tag`; "" for records without one.
+
+    Raises:
+        UserError: `size` is needed to choose.
+    """
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    records = [record for record in found if record["arm"].partition("+")[2] == tag]
     sizes = sorted({f"{r['steps']}x{r['responses']}" for r in records})
     if size is None and len(sizes) > 1:
         raise UserError(f"{folder}: records of several sizes; choose one with --size: {', '.join(sizes)}")
@@ -246,7 +258,7 @@ def percent(found: tuple[float, float, float], sign: str = "") -> str:
 
 def tables(groups: dict[Key, list[Row]], reference: str) -> list[str]:
     """Markdown: accuracy and differences, accuracy by family, measurements of the steps."""
-    other = next((records for (arm, _), records in groups.items() if arm == reference), None)
+    other = next((records for (arm, _), records in groups.items() if arm.partition("+")[0] == reference), None)
     results, families, measured = [], [], []
     for (arm, lr), records in groups.items():
         gap = percent(difference(records, other), "+") if other not in (None, records) else ""
@@ -316,7 +328,7 @@ def write_figures(options: argparse.Namespace) -> None:
     from qarl.report.charts import png
     from qarl.report.drawing import has_data
 
-    records = read_records(options.records, options.size)
+    records = read_records(options.records, options.size, options.tag)
     if not records:
         raise UserError(f"{options.records}: no records; make them with tools/evidence.py record")
     groups, best = grouped(records, list(load_study(str(options.study)).variants))
@@ -375,6 +387,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     figures = command("figures", write_figures, "write docs/results.md and its pictures")
     figures.add_argument("--docs", type=Path, default=ROOT / "docs")
     for one in (missing, figures):
+        one.add_argument("--tag", default="", help="of the records; default: those without one")
         one.add_argument("--size", metavar="STEPSxRESPONSES", help="of the records, if there are several")
     figures.add_argument("--reference", default="qarl-tbpo", help="arm of the differences; default %(default)s")
     return parser.parse_args(arguments)

@@ -154,12 +154,14 @@ def test_the_ladder_shows_right_answers_by_family_and_level(study, capsys):
         write_lines(study / "test.jsonl", TASKS)
 
 
-def test_records_of_several_sizes_need_a_choice(tmp_path):
-    for steps in (4, 8):
-        (tmp_path / f"{steps}.json").write_text(json.dumps({"steps": steps, "responses": 16}))
+def test_records_are_chosen_by_size_and_tag(tmp_path):
+    made = [{"arm": arm, "steps": steps, "responses": 16} for arm, steps in (("a", 4), ("a", 8), ("a+other", 8))]
+    for index, record in enumerate(made):
+        (tmp_path / f"{index}.json").write_text(json.dumps(record))
     with pytest.raises(Exception, match="records of several sizes; choose one with --size: 4x16, 8x16"):
         evidence.read_records(tmp_path)
-    assert evidence.read_records(tmp_path, "8x16") == [{"steps": 8, "responses": 16}]
+    assert evidence.read_records(tmp_path, "8x16") == [made[1]]
+    assert evidence.read_records(tmp_path, tag="other") == [made[2]]
 
 
 def test_every_arm_plans_with_the_reward_of_the_traces(smollm2, tmp_path):

@@ -75,12 +75,14 @@ def test_qarl_takes_its_studies(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(study, "check_inputs", lambda *_: None)  # of a model that the job makes
     members = {}
-    for job, (given, *rest) in calls("python", "-m", "qarl.cli", "compare"):
+    for job, (given, *words) in calls("python", "-m", "qarl.cli", "compare"):
+        overrides = [word for word in words if "=" in word]
+        rest = words[: len(words) - len(overrides)]
         options = dict(zip(rest[::2], rest[1::2], strict=True))
         assert set(options) - {"--only"} == {"--profile", "--seeds", "--jobs", "--out"}
         file, seeds = str(ROOT / given), [int(seed) for seed in options["--seeds"].split(",")]
         only = options["--only"].split(",") if "--only" in options else None
-        found = study.plan_study(study.load_study(file), file, [], tmp_path, options["--profile"], only, seeds)
+        found = study.plan_study(study.load_study(file), file, overrides, tmp_path, options["--profile"], only, seeds)
         members[job.name] = len(found)
     assert members == {"exactness": 15, "exactness-w4a16": 15, "mixture": 27, "staleness": 60, "evidence": 4}
 

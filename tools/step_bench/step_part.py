@@ -38,6 +38,7 @@ def stop_tokens(mean: int | None, vocabulary: int) -> list[int]:
 
 def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place: Path, engine: str) -> dict[str, Any]:
     """The configuration of a whole run. place: The directory with prompts and reward, which gets the run."""
+    ahead = any(setting.startswith("rollout.async") for setting in options.set)
     return {
         "model": {
             "path": str(model),
@@ -51,7 +52,8 @@ def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place:
             "max_response_length": options.new_tokens,
             "ignore_eos": True,  # each response has exactly as many, unless stop tokens end it
             "stop_token_ids": stop_tokens(options.mean_tokens, shape.vocabulary),
-            "max_num_seqs": options.prompts * options.responses,
+            # one wave of sequences; with rollout.async qarl's default, because several steps' responses are in progress
+            "max_num_seqs": None if ahead else options.prompts * options.responses,
             "vllm": {"memory_frac": options.memory_frac},
         },
         "data": {
