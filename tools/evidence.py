@@ -8,10 +8,10 @@
 
 A record is known by arm, learning rate, size (steps x responses) and seed. `record --tag` keeps runs from another
 policy apart: all other commands read only the records with the tag that they get. `figures` averages over seeds. It
-draws each arm at the learning rate with the highest training reward over the last quarter of the steps, so that the test
-set chooses nothing; the tables have all learning rates. Intervals are 95 %. That of an accuracy is Wilson's over prompts
-(qarl.evaluation.estimators), or Student's t over three or more seeds if that is wider. Arms are compared with a paired
-bootstrap over prompts, because all of them answer the same ones.
+draws each arm at the learning rate with the highest training reward over the last quarter of the steps, so that the
+test set chooses nothing; the tables have all learning rates. Intervals are 95 %. That of an accuracy is Wilson's over
+prompts (qarl.evaluation.estimators), or Student's t over three or more seeds if that is wider. Arms are compared with
+a paired bootstrap over prompts, because all of them answer the same ones.
 """
 
 from __future__ import annotations
