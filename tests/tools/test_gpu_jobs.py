@@ -84,7 +84,14 @@ def test_qarl_takes_its_studies(tmp_path: Path, monkeypatch) -> None:
         only = options["--only"].split(",") if "--only" in options else None
         found = study.plan_study(study.load_study(file), file, overrides, tmp_path, options["--profile"], only, seeds)
         members[job.name] = len(found)
-    assert members == {"exactness": 15, "exactness-w4a16": 15, "mixture": 27, "staleness": 60, "evidence": 4, "evidence-trl": 2}
+    assert members == {
+        "exactness": 15,
+        "exactness-w4a16": 15,
+        "mixture": 27,
+        "staleness": 60,
+        "evidence": 4,
+        "evidence-trl": 2,
+    }
 
 
 def test_a_case_ends_before_its_job_does() -> None:
