@@ -77,7 +77,7 @@ def check_exactness(
 @contextmanager
 def _place_of_log() -> Iterator[Path]:
     """Create a directory for vLLM's log. It is kept if an error message refers to it."""
-    from qarl.rollout.vllm.engine import SamplerError
+    from qarl.rollout.vllm.process import SamplerError
 
     place = Path(tempfile.mkdtemp(prefix="qarl-verify-exact-"))
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.rollout.vllm.own_kernels.limits import import_model_class, known_limits
-from qarl.rollout.vllm.sandbox import keep_compiled_code_private, no_way_in
+from qarl.rollout.vllm.sandbox import keep_compiled_code_private, without_listening_sockets
 from qarl.rollout.vllm.settings import ENVIRONMENT as COMMON
 
 ENVIRONMENT = COMMON | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -34,7 +34,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     memory = {} if current_platform.is_cpu() else {"gpu_memory_utilization": request["memory_frac"]}
     keep_compiled_code_private()
     import_model_class(Path(request["checkpoint"]))
-    with no_way_in("gloo" if current_platform.is_cpu() else "nccl"):
+    with without_listening_sockets("gloo" if current_platform.is_cpu() else "nccl"):
         engine = LLM(
             request["checkpoint"],
             dtype=request["dtype"],

@@ -146,7 +146,7 @@ def build_run(
         require_same_inputs(ranks, config, data.inputs, data.stream, data.tasks)
         prelaunched = _prelaunch_sampler(config, device, run_dir, ranks)
         async_process = together(ranks, lambda: _async_process(config, device, run_dir, ranks))
-        poll = partial(together, ranks, lambda: None if prelaunched is None else prelaunched.look())
+        poll = partial(together, ranks, lambda: None if prelaunched is None else prelaunched.raise_if_ended())
         if ranks.count == 1:
             policy, updates, weights = _build_single_process(config, device, console, data, poll)
         else:
@@ -435,7 +435,7 @@ def _async_process(config: Config, device: torch.device, run_dir: Path, ranks: R
     """Start the sampler's process of asynchronous rollouts, so that it imports while the policy is loaded."""
     if config.rollout.asynchronous is None or config.rollout.replay is not None:
         return None
-    from qarl.rollout.asynchronous.link import launch, sampler_gpu
+    from qarl.rollout.asynchronous.connection import launch, sampler_gpu
 
     return launch(config, device, sampler_gpu(config, device, ranks), run_dir)
 

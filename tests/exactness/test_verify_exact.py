@@ -23,7 +23,7 @@ from qarl.inference.target import resolve_target
 from qarl.policy.linear import PackedLinear
 from qarl.policy.policy import Policy
 from qarl.policy.sampler import Sampler
-from qarl.rollout.vllm.engine import SamplerError
+from qarl.rollout.vllm.process import SamplerError
 from qarl.types import Difference
 
 SIZES = Sizes(tokens=40, prompt=60, response=12, sequences=6)

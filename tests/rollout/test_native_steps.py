@@ -20,7 +20,7 @@ from qarl.config import RolloutConfig
 from qarl.policy.routes import ExpertLayer
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import Generation, NativeEngine
-from qarl.rollout.native.graphs import Inputs, chunks_of_pages, ladder
+from qarl.rollout.native.graphs import Inputs, graph_pages, graph_rows
 from qarl.types import Prompt
 from qarl.utils.expert_names import EXPERT_NAMES
 
@@ -168,17 +168,17 @@ def test_rows_are_those_of_the_ladder(make) -> None:
 
 
 def test_the_ladder_climbs_by_a_quarter_at_most_and_holds_what_it_is_asked_for() -> None:
-    rungs = [ladder(count) for count in range(1, 3000)]
+    rungs = [graph_rows(count) for count in range(1, 3000)]
     assert all(count <= rung for count, rung in enumerate(rungs, 1)) and rungs == sorted(rungs)
     distinct = sorted(set(rungs))
     assert distinct[:9] == [1, 2, 4, 8, 16, 24, 32, 40, 48] and 256 in distinct and len(distinct) < 45
-    assert all(ladder(rung) == rung for rung in distinct)
+    assert all(graph_rows(rung) == rung for rung in distinct)
     assert all(b - a <= max(8, a // 4) for a, b in itertools.pairwise(distinct))
 
 
 @pytest.mark.parametrize(("longest", "pages"), [(1, 16), (1024, 16), (1025, 32), (3000, 64), (8192, 128)])
 def test_pages_of_a_graph_are_those_of_chunks_of_attention(longest: int, pages: int) -> None:
-    assert chunks_of_pages(longest) == pages
+    assert graph_pages(longest) == pages
 
 
 @pytest.mark.parametrize(("size", "pages"), [(1, 1), (3, 5), (16, 16)])

@@ -109,7 +109,7 @@ class FakeHost:
         for name in names:
             del self._streams[name]
 
-    def so_far(self) -> Iterator[tuple[str, int, Callable[[], tuple[list[int], list[float]]]]]:
+    def partial_outputs(self) -> Iterator[tuple[str, int, Callable[[], tuple[list[int], list[float]]]]]:
         for name, (response, count) in self._streams.items():
             yield name, count, partial(_first, response, count)
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import forked_popen
 
-from qarl.rollout.vllm import child, process, worker
+from qarl.rollout import child
+from qarl.rollout.vllm import process, worker
 from qarl.rollout.vllm.host import Host
 
 
 def _serve(host: type, command: list[str]) -> None:
-    """`python -m qarl.rollout.vllm.child` with another host."""
+    """`python -m qarl.rollout.child` with another host."""
     sys.argv = command[3:]
     worker.Host = host
     worker.import_ahead = getattr(host, "import_ahead", worker.import_ahead)

@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from listening import listening
 
-from qarl.rollout.vllm.sandbox import INDUCTOR, close_sockets, keep_compiled_code_private, listening_sockets, no_way_in
+from qarl.rollout.vllm.sandbox import (
+    INDUCTOR,
+    close_sockets,
+    keep_compiled_code_private,
+    listening_sockets,
+    without_listening_sockets,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +33,7 @@ def _no_groups() -> Iterator[None]:
 
 def test_groups_of_one_work_and_nothing_listens() -> None:
     before = listening(os.getpid())
-    with no_way_in("gloo"):
+    with without_listening_sockets("gloo"):
         groups = [dist.new_group([0], backend="gloo") for _ in range(3)]
         assert listening(os.getpid()) == before  # at once, not only when vLLM has started
     assert listening(os.getpid()) == before
@@ -43,7 +49,7 @@ def test_groups_of_one_work_and_nothing_listens() -> None:
     time.sleep(0.5)
     assert time.process_time() - begin < 0.2  # no thread spins on what was closed
     dist.destroy_process_group()
-    with no_way_in("gloo"):  # as a second run in one process
+    with without_listening_sockets("gloo"):  # as a second run in one process
         dist.barrier()
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from qarl.rollout.shared import has_headroom
-from qarl.rollout.vllm.engine import MEASURED_OTHERS
-from qarl.rollout.vllm.host import GREW, Host, beside_others
+from qarl.rollout.vllm.engine import PROFILING_ERROR
+from qarl.rollout.vllm.host import GREW, Host, tolerate_memory_growth
 
 
 class Worker:
@@ -30,7 +30,7 @@ class Worker:
 
 def test_a_sleep_that_sees_what_others_took_is_one() -> None:
     worker = Worker(AssertionError(f"{GREW}."), None)
-    with beside_others(worker):
+    with tolerate_memory_growth(worker):
         worker.sleep(level=1)
         worker.sleep(level=2)
     assert worker.levels == [1, 2]
@@ -39,7 +39,7 @@ def test_a_sleep_that_sees_what_others_took_is_one() -> None:
 @pytest.mark.parametrize("error", [AssertionError("the allocator is not there"), RuntimeError(GREW)])
 def test_a_sleep_that_fails_fails(error: Exception) -> None:
     worker = Worker(error, AssertionError(GREW))
-    with pytest.raises(type(error)), beside_others(worker):
+    with pytest.raises(type(error)), tolerate_memory_growth(worker):
         worker.sleep(level=1)
     with pytest.raises(AssertionError, match=GREW):  # the worker is as it was
         worker.sleep(level=1)
@@ -50,7 +50,7 @@ def test_vllm_says_what_is_looked_for() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     worker = (Path(spec.origin).parent / "v1/worker/gpu_worker.py").read_text()
-    assert worker.count(GREW) == 1 and worker.count(MEASURED_OTHERS) == 1
+    assert worker.count(GREW) == 1 and worker.count(PROFILING_ERROR) == 1
 
 
 @pytest.mark.parametrize(("needed", "room", "emptied"), [(1300, True, 1), (1301, False, 1), (1401, False, 0)], ids=str)

@@ -20,10 +20,10 @@ from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.vllm.engine import MARGIN, SamplerError, VLLMEngine
+from qarl.rollout.vllm.engine import MARGIN, VLLMEngine
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import prelaunch_sampler
-from qarl.rollout.vllm.process import SamplerProcess
+from qarl.rollout.vllm.process import SamplerError, SamplerProcess
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.sender import WeightSender

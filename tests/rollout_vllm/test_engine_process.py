@@ -17,7 +17,7 @@ from qarl.rollout.vllm import process
 from qarl.rollout.vllm.channel import Channel
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Request, Response
-from qarl.rollout.vllm.worker import explain
+from qarl.rollout.vllm.worker import root_cause
 from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.sender import SamplerFault
 
@@ -150,13 +150,13 @@ def test_of_a_chain_of_errors_the_line_meant_for_the_user_is_told_else_the_first
     error.__context__ = context
     if cause is not None:
         error.__cause__ = cause
-    assert explain(error) == says
+    assert root_cause(error) == says
 
 
 def test_what_an_error_replaced_is_not_its_cause() -> None:
     error = ValueError("no such dtype")
     error.__context__, error.__suppress_context__ = KeyError("float7"), True  # from None
-    assert explain(error) == "ValueError: no such dtype"
+    assert root_cause(error) == "ValueError: no such dtype"
 
 
 def test_a_log_on_a_full_disk_hides_no_failure(start, answer, tmp_path) -> None:

@@ -18,8 +18,8 @@ from qarl_formats.weight import quantize_weight
 from torch import Tensor, nn
 
 from qarl.rollout.vllm.own_kernels import loading
-from qarl.rollout.vllm.own_kernels.graph_tensors import in_place_of_lists, scale_orders
-from qarl.rollout.vllm.own_kernels.held import UNSENT, HeldModel
+from qarl.rollout.vllm.own_kernels.graph_tensors import scale_permutations, use_scale_permutations
+from qarl.rollout.vllm.own_kernels.loaded_model import UNSENT, LoadedModel
 from qarl.rollout.vllm.own_kernels.loading import Loader
 from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard
 from qarl.utils.expert_names import expert_stacks
@@ -125,10 +125,10 @@ def reload_by_loaders(layer: Any, tensors: dict[str, Tensor]) -> None:
 def reload_by_stacks(layer: Any, tensors: dict[str, Tensor]) -> bool:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    from qarl.rollout.vllm.own_kernels.loading import give_stacks
+    from qarl.rollout.vllm.own_kernels.loading import load_expert_stacks
 
     initialize_layerwise_reload(layer)
-    taken = give_stacks(layer, {n.removeprefix(f"{EXPERTS}.").replace(".", "_"): t for n, t in tensors.items()})
+    taken = load_expert_stacks(layer, {n.removeprefix(f"{EXPERTS}.").replace(".", "_"): t for n, t in tensors.items()})
     finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
     return taken
 
@@ -184,7 +184,7 @@ def test_a_publish_gives_stacks_to_layers_and_calls_no_loader_of_experts(monkeyp
         model_config=SimpleNamespace(dtype=torch.bfloat16),
     )
     expected = [fingerprints(version.items()) for version in versions]
-    held = HeldModel(model, expected[0])
+    held = LoadedModel(model, expected[0])
     assert held.opaque == (f"{EXPERTS}.routed_experts",)
     loader = Loader(worker, held, expected[0], Path("no checkpoint"), staging=False, shard=Shard())
     loader.load(versions[1])
@@ -203,8 +203,8 @@ def test_marlin_orders_scales_by_tensors_that_were_there_before(group) -> None:
 
     scales = torch.rand(HIDDEN // 32 if group > 0 else 1, HIDDEN)
     expected = marlin_utils.marlin_permute_scales(scales, HIDDEN, HIDDEN, group)
-    lists, orders = marlin_utils.get_scale_perms, scale_orders(torch.device("cpu"))
-    with in_place_of_lists(orders):
+    lists, orders = marlin_utils.get_scale_perms, scale_permutations(torch.device("cpu"))
+    with use_scale_permutations(orders):
         assert marlin_utils.get_scale_perms() is orders  # nothing is made when it asks
         assert torch.equal(marlin_utils.marlin_permute_scales(scales, HIDDEN, HIDDEN, group), expected)
     assert marlin_utils.get_scale_perms is lists
@@ -212,7 +212,7 @@ def test_marlin_orders_scales_by_tensors_that_were_there_before(group) -> None:
 
 def test_a_reload_makes_the_orders_once(monkeypatch) -> None:
     made = []
-    monkeypatch.setattr(loading, "scale_orders", lambda device: made.append(device) or ())
+    monkeypatch.setattr(loading, "scale_permutations", lambda device: made.append(device) or ())
     worker = SimpleNamespace(device=torch.device("cpu"), model_runner=SimpleNamespace(get_model=nn.Module))
     loader = Loader(
         worker, SimpleNamespace(plain=frozenset(), units={}), {}, Path("no checkpoint"), staging=False, shard=Shard()

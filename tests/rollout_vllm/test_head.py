@@ -21,16 +21,16 @@ def test_a_head_is_fresh_after_a_refresh_and_not_before(layer) -> None:
     from qarl.rollout.vllm.own_kernels.head import Float32Head
 
     head = Float32Head(layer)
-    assert head.fresh()
+    assert head.is_current()
     layer.weight.data[299, 7] += 1
-    assert not head.fresh()
+    assert not head.is_current()
     head.refresh()
-    assert head.fresh()
+    assert head.is_current()
 
 
 def test_one_corrupted_value_is_not_fresh(layer) -> None:
     from qarl.rollout.vllm.own_kernels.head import Float32Head
 
     head = Float32Head(layer)
-    head.wide.view(torch.int32)[17, 3] ^= 1
-    assert not head.fresh()
+    head.weight_float32.view(torch.int32)[17, 3] ^= 1
+    assert not head.is_current()

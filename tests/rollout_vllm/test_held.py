@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.own_kernels.held import HeldModel
+from qarl.rollout.vllm.own_kernels.loaded_model import LoadedModel
 from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints
 
 ROWS = {"q_proj": 6, "k_proj": 2, "v_proj": 2}
@@ -82,8 +82,8 @@ def model() -> Model:
 
 
 @pytest.fixture
-def held(model: Model) -> HeldModel:
-    return HeldModel(model, prints(snapshot()))
+def held(model: Model) -> LoadedModel:
+    return LoadedModel(model, prints(snapshot()))
 
 
 def test_tensors_are_found_in_whatever_layout_shows_them(held) -> None:
@@ -125,7 +125,7 @@ def test_only_plain_layers_can_be_written(held) -> None:
 
 def test_a_published_layer_that_the_model_lacks_is_named(model) -> None:
     with pytest.raises(PublishError, match=r"no layer for 'layers\.1\.o_proj\.weight'"):
-        HeldModel(model, prints(snapshot() | {"layers.1.o_proj.weight": torch.zeros(2, 2)}))
+        LoadedModel(model, prints(snapshot() | {"layers.1.o_proj.weight": torch.zeros(2, 2)}))
 
 
 def test_the_first_version_and_a_new_one_pass_when_they_are_loaded(model, held) -> None:

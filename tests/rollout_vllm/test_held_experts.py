@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.own_kernels.held import HeldModel
+from qarl.rollout.vllm.own_kernels.loaded_model import LoadedModel
 from qarl.rollout.vllm.own_kernels.loading import Loader
 from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard
 from qarl.weight_sync.expert_tensors import join_experts
@@ -49,10 +49,10 @@ def as_vllm(tensors: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-def loaded(model: nn.Module, version: dict[str, Tensor]) -> tuple[HeldModel, Loader]:
+def loaded(model: nn.Module, version: dict[str, Tensor]) -> tuple[LoadedModel, Loader]:
     """What loads into it, as on a GPU. The model has no loaders of its own."""
     expected = fingerprints(version.items())
-    held = HeldModel(model, expected)
+    held = LoadedModel(model, expected)
     worker = SimpleNamespace(device=torch.device("cuda"), model_runner=SimpleNamespace(get_model=lambda: model))
     return held, Loader(worker, held, expected, Path("no checkpoint"), staging=False, shard=Shard())
 
@@ -89,4 +89,4 @@ def test_experts_in_an_order_of_the_kernels_own_are_not_written_in_place() -> No
     model = as_vllm(first)
     layer = model.get_submodule(LAYER)
     layer.w13_weight.data = layer.w13_weight.data.view(COUNT, 2, INNER, HIDDEN).flip(1).flatten(1, 2)  # up, then gate
-    assert HeldModel(model, fingerprints(first.items())).plain == frozenset()
+    assert LoadedModel(model, fingerprints(first.items())).plain == frozenset()

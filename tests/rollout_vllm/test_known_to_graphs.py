@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from qarl.rollout.vllm.own_kernels.graph_tensors import SMALL, KernelTensors
-from qarl.rollout.vllm.own_kernels.held import Unit
+from qarl.rollout.vllm.own_kernels.loaded_model import Unit
 from qarl.rollout.vllm.own_kernels.loading import Loader
 from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard
 
@@ -124,14 +124,14 @@ def test_what_replaces_a_plain_attribute_goes_into_the_first_one():
     module, scales = nn.Linear(2, 2), torch.ones(3)
     module.scales, module.count = scales, 3
     attributes = KernelTensors([module, nn.Linear(2, 2)])
-    attributes.follow()
+    attributes.copy_replaced()
     assert torch.equal(scales, torch.ones(3))
     module.scales = torch.arange(3.0)
-    attributes.follow()
+    attributes.copy_replaced()
     assert torch.equal(scales, torch.arange(3.0)) and module.scales is not scales
     for other in (torch.zeros(4), torch.zeros(3, dtype=torch.int32), None):  # of another kind
         module.scales = other
-        attributes.follow()
+        attributes.copy_replaced()
         assert torch.equal(scales, torch.arange(3.0))
 
 
@@ -140,5 +140,5 @@ def test_parameters_and_buffers_are_no_plain_attributes():
     weight = module.weight
     attributes = KernelTensors([module])
     module.weight = nn.Parameter(torch.zeros(2))
-    attributes.follow()
+    attributes.copy_replaced()
     assert torch.equal(weight, torch.ones(2))

@@ -102,7 +102,7 @@ def test_the_phases_of_a_worker_follow_one_another_without_a_gap(wrapper: type, 
     clock.now += 0.02
     phases.end("imports")
     before = wrapper.init_worker
-    with phases.of_worker(loaded.append):
+    with phases.time_worker(loaded.append):
         wrapped = wrapper()
         wrapped.init_worker(made)
         wrapped.worker.init_device()
@@ -128,7 +128,7 @@ def test_the_phases_of_a_worker_follow_one_another_without_a_gap(wrapper: type, 
 
 def test_a_step_that_fails_leaves_nothing_behind(wrapper: type, clock: Clock) -> None:
     made = Worker(True, clock)
-    with pytest.raises(TypeError), Phases().of_worker(lambda worker: None):
+    with pytest.raises(TypeError), Phases().time_worker(lambda worker: None):
         wrapped = wrapper()
         wrapped.init_worker(made)
         wrapped.worker.load_model("no such argument")
@@ -153,7 +153,7 @@ def test_a_process_that_begins_early_is_taken_over(tmp_path: Path, monkeypatch: 
     (tmp_path / "troubles").write_text("")
     early = prelaunch_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
     assert early is not None and fake_sampler.alive(early.pid)
-    early.look()
+    early.raise_if_ended()
     try:
         early.start(fake_sampler.settings(tmp_path), {}, lambda responses, tokens: None)
         assert early.call("score", [[1, 2, 3]], lambda *_: None) == [[fake_sampler.EVEN] * 2]
@@ -174,7 +174,7 @@ def test_one_that_nobody_takes_over_ends(tmp_path: Path, monkeypatch: pytest.Mon
 LEARNER = """
 import os, signal, subprocess, sys
 fd = int(sys.argv[1])
-command = [sys.executable, "-m", "qarl.rollout.vllm.child", str(fd), "fast", "0", str(os.getpid())]
+command = [sys.executable, "-m", "qarl.rollout.child", str(fd), "fast", "0", str(os.getpid())]
 print(subprocess.Popen(command, pass_fds=[fd]).pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -192,7 +192,7 @@ def test_one_whose_learner_is_killed_at_once_ends_though_its_connection_stays(tm
 def test_one_that_finds_no_learner_ends_before_it_imports_anything() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    command = [sys.executable, "-m", "qarl.rollout.vllm.child", "99", "fast", "0", str(gone.pid)]
+    command = [sys.executable, "-m", "qarl.rollout.child", "99", "fast", "0", str(gone.pid)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True)
     assert (done.returncode, done.stderr) == (1, b"")
 
@@ -207,7 +207,7 @@ def test_one_that_died_meanwhile_is_a_fault_of_the_start(tmp_path: Path, monkeyp
         with pytest.raises(SamplerFault, match="SIGKILL"):
             early.start(fake_sampler.settings(tmp_path), {}, lambda responses, tokens: None)
         with pytest.raises(SamplerError, match="vLLM did not start: its process was ended by SIGKILL"):
-            early.look()
+            early.raise_if_ended()
     finally:
         early.close()
 

@@ -15,7 +15,7 @@ import torch
 from test_engine_process import ORDER, Stop, ignore, stop
 from tiny_runs import Qarl, settings, write_config
 
-from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
+from qarl.rollout.vllm.own_kernels.tensor_parallel import TensorParallelSampler
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.sender import SamplerFault
@@ -23,7 +23,7 @@ from qarl.weight_sync.update import WeightUpdate
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SamplerTeam]]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TensorParallelSampler]]:
     """start(troubles of the first, of the second) -> a team that is ready; afterwards nothing of it may be left."""
     real = fake_sampler.FakeHost.__init__
 
@@ -38,12 +38,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     monkeypatch.setattr(fake_sampler.FakeHost, "__init__", own_troubles)
     fake_sampler.install(monkeypatch.setattr)
-    teams: list[SamplerTeam] = []
+    teams: list[TensorParallelSampler] = []
 
-    def make(*troubles: str, timeout_s: float = 30.0) -> SamplerTeam:
+    def make(*troubles: str, timeout_s: float = 30.0) -> TensorParallelSampler:
         for index in range(2):
             (tmp_path / f"troubles-{index}").write_text(troubles[index] if troubles else "")
-        teams.append(SamplerTeam(torch.device("cpu"), [None, None], tmp_path / "sampler.log", timeout_s))
+        teams.append(TensorParallelSampler(torch.device("cpu"), [None, None], tmp_path / "sampler.log", timeout_s))
         teams[-1].start(fake_sampler.settings(tmp_path), {}, ignore)
         return teams[-1]
 
@@ -53,7 +53,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         assert gone(team) and not team._folder.exists()
 
 
-def gone(team: SamplerTeam) -> bool:
+def gone(team: TensorParallelSampler) -> bool:
     return not any(fake_sampler.alive(member.pid) for member in team.members)
 
 
@@ -130,8 +130,8 @@ KILL = f"""
 import json, os, signal, sys
 sys.path.append({str(Path(__file__).parent)!r})
 from listening import listening
-from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
-real, rollouts = SamplerTeam.begin, []
+from qarl.rollout.vllm.own_kernels.tensor_parallel import TensorParallelSampler
+real, rollouts = TensorParallelSampler.begin, []
 def begin(self, operation, payload):
     rollouts.extend([operation] * (operation == "generate"))
     if operation == "generate" and len(rollouts) == 2:  # held still, so that it cannot have answered before the kill
@@ -141,7 +141,7 @@ def begin(self, operation, payload):
         print("listening", json.dumps([what for member in self.members for what in listening(member.pid)]))
     if operation == "generate" and len(rollouts) == 2:
         os.kill(self.members[1].pid, signal.SIGKILL)
-SamplerTeam.begin = begin
+TensorParallelSampler.begin = begin
 """
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from qarl.errors import UserError
 from qarl.policy.routes import numbers_of
 from qarl.rollout.vllm import host
-from qarl.rollout.vllm.recording import Buffer, Recording, recorded
+from qarl.rollout.vllm.recording import RoutingBuffer, RoutingRecorder, record_forwards
 
 LAYERS, PER_TOKEN = 3, 2
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -52,7 +52,7 @@ class Forwards:
 def test_chunks_cached_prefixes_and_preempted_requests_are_put_together(experts) -> None:
     forwards = Forwards()
     sequences = {"0": [5, 6, 7, 8, 9], "1": [5, 6, 7, 8, 3], "2": [4, 4]}
-    recording = Recording(forwards, experts)
+    recording = RoutingRecorder(forwards, experts)
     steps = [
         [("0", 0, 2)],  # a prompt in chunks
         [("0", 2, 4), ("2", 0, 1)],
@@ -72,7 +72,7 @@ def test_chunks_cached_prefixes_and_preempted_requests_are_put_together(experts)
 def test_what_nobody_computed_is_unknown() -> None:
     forwards = Forwards()
     sequences = {"0": [5, 6, 7, 8], "1": [4, 6, 7, 8]}
-    recording = Recording(forwards, 9)
+    recording = RoutingRecorder(forwards, 9)
     recording.record(*forwards.run(sequences, [("0", 0, 3), ("1", 2, 3)]))
     known, cached = (numbers_of(rows) for rows in recording.routing(list(sequences.values())))
     assert (known >= 0).all() and (cached[:2] == -1).all() and (cached[2] >= 0).all()
@@ -85,9 +85,9 @@ def test_a_step_that_runs_nothing_is_not_noted_and_the_runner_is_as_before() -> 
         def execute_model(self, scheduled):
             return scheduled.total_num_scheduled_tokens
 
-    runner, recording, forwards = Runner(), Recording(forwards := Forwards(), 9), forwards
+    runner, recording, forwards = Runner(), RoutingRecorder(forwards := Forwards(), 9), forwards
     forwards.left[0] = torch.tensor([1, 2])
-    with recorded(runner, recording):
+    with record_forwards(runner, recording):
         assert runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})) == 0
         forward = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"0-a": 1})
         assert runner.execute_model(forward) == 1
@@ -106,7 +106,7 @@ def routed(monolithic: bool, buffers: bool) -> torch.nn.Module:
         runner.routed_experts.moe_config = SimpleNamespace(num_experts=4)
         runner.router = SimpleNamespace(capture_fn=None)
         if buffers:
-            runner.router.capture_fn = Buffer(4, 2)
+            runner.router.capture_fn = RoutingBuffer(4, 2)
             runner.router.capture_fn(torch.tensor([[3 + at, 1], [0, 2 + at]]))
         layers.append(runner)
     return layers

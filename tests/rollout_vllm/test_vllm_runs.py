@@ -26,8 +26,8 @@ pytestmark = [
 ]
 UNREPEATABLE = ("time/", "throughput/", "memory/")
 
-# vLLM's INT8 product as it is without `keep_scales`, from the publish after the second step on: it reads its scales by
-# address, and a reload frees them. What is there afterwards is chance; here it is NaN.
+# vLLM's INT8 product as it is without `keep_int8_scales_alive`, from the publish after the second step on: it reads its
+# scales by address, and a reload frees them. What is there afterwards is chance; here it is NaN.
 FORGET_SCALES = """
 from qarl.rollout.vllm.engine import VLLMEngine
 real = VLLMEngine.publish

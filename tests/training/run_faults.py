@@ -40,7 +40,7 @@ install()
 _KILL_SAMPLER_AT_PUBLISH = """
 def install():
     import os, signal, threading, time
-    from qarl.rollout.asynchronous.link import SamplerLink
+    from qarl.rollout.asynchronous.connection import SamplerConnection
     from qarl.weight_sync.transport import MemoryFileTransport
     pack = MemoryFileTransport.pack
     def packed(self, tensors):
@@ -49,7 +49,7 @@ def install():
             time.sleep(1.0)  # the learner publishes meanwhile
         return payload
     MemoryFileTransport.pack = packed
-    real, waits = SamplerLink.wait_for_answers, []
+    real, waits = SamplerConnection.wait_for_answers, []
     def wait_for_answers(self):
         real(self)
         waits.append(1)
@@ -57,14 +57,14 @@ def install():
             os.kill(self.process.pid, signal.SIGKILL)
             while self._unanswered is None:
                 time.sleep(0.001)
-    SamplerLink.wait_for_answers = wait_for_answers
+    SamplerConnection.wait_for_answers = wait_for_answers
 install()
 """
 
 
 def kill_sampler(take: int | None) -> str:
     """Kill the sampler's process when a step takes responses for the `take`-th time. None: every time."""
-    return _kill_at_take(f"len(takes) == {take}" if take else "True", "self._link.process.pid", ASYNC)
+    return _kill_at_take(f"len(takes) == {take}" if take else "True", "self._connection.process.pid", ASYNC)
 
 
 def kill_sampler_at_publish(publish: int) -> str:

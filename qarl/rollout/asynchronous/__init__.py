@@ -1,7 +1,6 @@
 """Asynchronous rollouts: a native engine or vLLM in a process of its own samples while the learner learns.
 
-host.py      the sampler's process: generation, publishes and messages
-child.py     its entry point, for the native engine; vLLM has `vllm/child.py`
+host.py      the sampler's process (started by `rollout/child.py`): generation, publishes and messages
 vllm_host.py vLLM in place of the native engine
 process.py   the learner's handle of the process
 groups.py    prompts in flight, their responses and scores, and what a checkpoint keeps of them

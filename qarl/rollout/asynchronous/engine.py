@@ -33,6 +33,7 @@ from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rewards.shared import judge
+from qarl.rollout.asynchronous.connection import SamplerConnection
 from qarl.rollout.asynchronous.group_queue import LOOK_S, GroupQueue
 from qarl.rollout.asynchronous.groups import (
     Added,
@@ -43,7 +44,6 @@ from qarl.rollout.asynchronous.groups import (
     merged_logs,
     save_groups,
 )
-from qarl.rollout.asynchronous.link import SamplerLink
 from qarl.rollout.asynchronous.process import AsyncProcess, AsyncSettings
 from qarl.rollout.engine import (
     Progress,
@@ -110,8 +110,8 @@ class AsyncEngine:
         dynamic = config.rollout.dynamic_sampling
         self._per_step = math.ceil(config.train.prompts_per_step * (dynamic.oversample if dynamic else 1.0))
         self._queue = GroupQueue()
-        self._link = SamplerLink(config, policy, tokenizer, process, self._queue, self._canary, place, say)
-        self.metrics = self._link.metrics
+        self._connection = SamplerConnection(config, policy, tokenizer, process, self._queue, self._canary, place, say)
+        self.metrics = self._connection.metrics
 
         self._submitted: Counter[int] = Counter()  # submissions per step
         self._number = 0
@@ -132,15 +132,15 @@ class AsyncEngine:
         """
         self.policy.sampler.install(snapshot)
         self.version = None
-        self._link.wait_for_answers()
+        self._connection.wait_for_answers()
         self.policy.kept.add(snapshot, self.policy.weights if self.settings.proximal == "sampled" else None)
         if snapshot.version not in self._published:
             self._published = [*self._published, snapshot.version][-2 * (self.settings.max_staleness + 2) :]
         if self._sends(snapshot.version):
             scores = [self.policy.sampler.score([tokens]).tolist() for tokens in self._canary]
             with self._queue.changed:
-                self._link.publish(Published(snapshot.version, scores), snapshot)
-        if not self._link.started:
+                self._connection.publish(Published(snapshot.version, scores), snapshot)
+        if not self._connection.started:
             self._start()
         self.version = snapshot.version
 
@@ -173,7 +173,7 @@ class AsyncEngine:
 
     def close(self) -> None:
         self._queue.close()
-        self._link.process.close()
+        self._connection.process.close()
         self._local.close()
         self.version = None
 
@@ -293,7 +293,7 @@ class AsyncEngine:
         """Versions that a waiting response was sampled with, or has to be."""
         with self._queue.changed:
             needed = self._queue.log.versions | {self.policy.version}
-            needed |= self._link.versions()
+            needed |= self._connection.versions()
             if self.settings.proximal == "sampled":
                 needed |= {version for group in self._queue.groups for version in group.versions}
             return needed
@@ -310,8 +310,8 @@ class AsyncEngine:
         With `in_flight: wait` unfinished responses are sampled again from the same weights. Otherwise what they have so
         far is saved.
         """
-        saves_partials = self.settings.in_flight != "wait" and self._link.started
-        partials = self._link.partials() if saves_partials else []
+        saves_partials = self.settings.in_flight != "wait" and self._connection.started
+        partials = self._connection.partials() if saves_partials else []
         with self._queue.changed:
             own = [group for group in self._queue.groups if group.rank == self._ranks.rank]
             by_number = {group.number: group for group in own}
@@ -380,14 +380,14 @@ class AsyncEngine:
                     self._queue.log.append(Added([by_number[number] for number in what if number in by_number]))
                 else:
                     self._queue.log.append(Published(what, []))
-            self._link.repeat()
+            self._connection.repeat()
 
     # --- the learner's side ------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Let the sampler build its model, and start both threads."""
         on_cpu, started = self.policy.device.type == "cpu", len(share_of(0, self._per_step, self._ranks.count))
-        self._link.start(
+        self._connection.start(
             AsyncSettings(
                 config=self.config.to_yaml(),
                 device="cpu" if on_cpu else "cuda:0",
@@ -425,7 +425,7 @@ class AsyncEngine:
             self._number += started[rank]
             self._queue.groups += groups
             if rank == ranks.rank:
-                self._link.add(Added(groups))
+                self._connection.add(Added(groups))
 
     def _groups_for(self, count: int) -> int:
         """Groups that are started so that `count` of them are learned from."""
@@ -439,7 +439,7 @@ class AsyncEngine:
         ages = [age[version] for r in self._took for version in r.versions or [r.version] * len(r.token_ids)]
         then, sampler_s, tokens, waited_s = self._began
         with self._queue.changed:
-            self._mark = time.monotonic(), self._link.sampler_s, self._link.tokens, self._waited_s
+            self._mark = time.monotonic(), self._connection.sampler_s, self._connection.tokens, self._waited_s
         passed = self._mark[0] - then
         worked = self._mark[1] - sampler_s
         self.metrics |= {
@@ -449,7 +449,7 @@ class AsyncEngine:
             "async/queue_groups": float(self._ready),
             "async/sampler_idle_frac": min(max(1 - worked / passed, 0.0), 1.0),
             "async/learner_idle_frac": min((self._waited_s - waited_s) / passed, 1.0),
-            "async/restarts": float(self._link.restarts),
+            "async/restarts": float(self._connection.restarts),
         }
         if self.settings.oversample > 1:
             with self._queue.changed:

@@ -15,7 +15,6 @@ from qarl.rollout.vllm.channel import register
 from qarl.rollout.vllm.process import TICK_S, SamplerProcess
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint
-from qarl.weight_sync.sender import SamplerFault
 
 START_S = 300.0  # for imports and the model
 Partial = tuple[list[int], list[float], list[int]]  # tokens, log-probs and versions so far
@@ -73,8 +72,7 @@ class AsyncProcess(SamplerProcess):
         self, learner: torch.device, gpu: int | None, numerics: str, log: Path, timeout_s: float, vllm: bool
     ) -> None:
         self._vllm, self.gpu = vllm, gpu
-        self.module = SamplerProcess.module if vllm else "qarl.rollout.asynchronous.child"
-        super().__init__(learner, gpu, numerics, log, timeout_s)
+        super().__init__(learner, gpu, numerics if vllm else "native", log, timeout_s)
 
     def begin_with(self, settings: AsyncSettings) -> None:
         """Send the settings. The process then imports and builds the model, unless vLLM has."""
@@ -96,16 +94,3 @@ class AsyncProcess(SamplerProcess):
         """Wait until the model is built, calling `look()`. Raises SamplerFault."""
         while not self.poll(TICK_S):
             look()
-
-    def order(self, operation: str, payload: Any) -> None:
-        """Send an order without waiting for its result. Raises SamplerFault if the process is gone."""
-        self.begin(operation, payload)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return not self._closed and self._process.poll() is None
-
-    def ended(self) -> SamplerFault:
-        """End the process. Returns the fault to report."""
-        return self._ended("it was ended")

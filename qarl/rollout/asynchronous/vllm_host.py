@@ -71,7 +71,7 @@ class VLLMHost:
 
     def publish(self, update: WeightUpdate, received: Any) -> dict[str, float]:
         """See `asynchronous.host.Host.publish`. `receive` is a part of it."""
-        for name, count, _ in self._host.so_far():
+        for name, count, _ in self._host.partial_outputs():
             versions = self._responses[name].versions
             versions += [self._version] * (count - len(versions))
         seconds = self._host.publish(update.version, received, update.expected, self.in_flight)
@@ -112,7 +112,7 @@ class VLLMHost:
         """Return (group, sample, tokens, log-probs, versions) of unfinished responses with tokens; after `settle`."""
         assert self._version is not None
         found = []
-        for name, count, own in self._host.so_far():
+        for name, count, own in self._host.partial_outputs():
             response = self._responses[name]
             if count or response.before[0]:
                 found.append((response.group, response.sample, *response.extended(*own(), self._version)))

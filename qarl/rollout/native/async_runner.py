@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qarl.policy.routes import NO_ROUTES, recording, stored, stored_dtype
 from qarl.policy.sampler import Sampler
-from qarl.rollout.native.graphs import Graphs, Inputs, chunks_of_pages, ladder
+from qarl.rollout.native.graphs import Graphs, Inputs, graph_pages, graph_rows
 from qarl.rollout.native.pages import KVCache
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
@@ -40,7 +40,7 @@ class AsyncRunner(Runner):
     ) -> None:
         super().__init__(sampler, cache, truncation, max_num_seqs, record)
         device = self.device = sampler.layout.device
-        most, pages = ladder(max_num_seqs), chunks_of_pages(longest)
+        most, pages = graph_rows(max_num_seqs), graph_pages(longest)
         sampled, words = most + max_num_seqs, sum(Inputs.sizes(most, pages))
         self._memory = torch.zeros(words + sampled, dtype=torch.int64, device=device)
         # Tokens of the last step: first those of decodes, then those of prefills.
@@ -59,7 +59,7 @@ class AsyncRunner(Runner):
         self._routing: list[tuple[list[Chunk], Tensor]] = []  # of this step, on its way to the host
 
     def serves(self, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
-        fits = chunks_of_pages(longest) <= self._table.shape[1]
+        fits = graph_pages(longest) <= self._table.shape[1]
         return fits and super().serves(truncation, max_num_seqs, longest, record)
 
     def step(self, chunks: list[Chunk], computed: Computed) -> StepOutput:
@@ -83,7 +83,7 @@ class AsyncRunner(Runner):
 
     def _decode(self, chunks: list[Chunk]) -> int:
         """Sample a token per sequence, into the first rows. Returns the number of rows that ran."""
-        size, pages = ladder(len(chunks)), chunks_of_pages(max(chunk.stop for chunk in chunks))
+        size, pages = graph_rows(len(chunks)), graph_pages(max(chunk.stop for chunk in chunks))
         there = Inputs.of(self._block, size, pages)
         host = torch.zeros(there.block.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._fill(Inputs.of(host, size, pages), chunks)
@@ -148,7 +148,7 @@ class AsyncRunner(Runner):
             return
         if self._hidden is None:
             self._hidden = torch.empty(
-                ladder(self.max_num_seqs), hidden.shape[1], dtype=hidden.dtype, device=self.device
+                graph_rows(self.max_num_seqs), hidden.shape[1], dtype=hidden.dtype, device=self.device
             )
         self._hidden[:size] = hidden
 

@@ -16,14 +16,14 @@ from qarl_kernels.flash.layout import CHUNK
 from torch import Tensor
 
 
-def ladder(count: int) -> int:
+def graph_rows(count: int) -> int:
     """Return the rows of the smallest graph for `count` sequences: powers of two, above 8 with sizes between them."""
     power = 1 << (count - 1).bit_length()
     step = max(8, power // 8)
     return power if count <= 8 else -(-count // step) * step
 
 
-def chunks_of_pages(longest: int) -> int:
+def graph_pages(longest: int) -> int:
     """Return the pages of the smallest graph for sequences of `longest` tokens: a power of two of key chunks."""
     return (1 << (-(-longest // CHUNK) - 1).bit_length()) * (CHUNK // PAGE)
 

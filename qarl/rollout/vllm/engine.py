@@ -31,14 +31,14 @@ from qarl.rollout.engine import (
 from qarl.rollout.shared import Headroom, own_headroom
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.launch import LOG, launch_sampler, routing_of, sampler_settings
-from qarl.rollout.vllm.process import Sampler, SamplerError, not_started, see
+from qarl.rollout.vllm.process import Sampler, next_restart, start_error
 from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.sender import SamplerFault, WeightSender
 from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 
 MARGIN = 2**30  # bytes of GPU memory that no estimate counts, for waking beside the learner
-MEASURED_OTHERS = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
+PROFILING_ERROR = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
 
 
 class VLLMEngine:
@@ -266,16 +266,10 @@ class VLLMEngine:
         vllm = self.config.rollout.vllm
         limit = vllm.max_restarts
         # Another process freed GPU memory while vLLM measured its own. A start in this process cannot be repeated.
-        repeatable = MEASURED_OTHERS in str(fault) and vllm.process == "separate"
+        repeatable = PROFILING_ERROR in str(fault) and vllm.process == "separate"
         if not started and not (repeatable and self.restarts < limit):
-            raise not_started(fault, self.log) from fault
-        if self.restarts == limit:
-            raise SamplerError(
-                f"rollout.vllm: vLLM failed: {fault}; restarted {limit} times already "
-                f"(rollout.vllm.max_restarts){see(self.log)}"
-            ) from fault
-        self.restarts += 1
-        self.say(f"vLLM failed: {fault}; restart {self.restarts} of {limit}{see(self.log)}")
+            raise start_error(fault, self.log) from fault
+        self.restarts = next_restart(fault, self.restarts, limit, "rollout.vllm", self.log, self.say)
 
     def _stop(self) -> None:
         if self._sampler is not None:

@@ -21,7 +21,7 @@ from qarl.policy.trace import Tracer
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress
 from qarl.rollout.vllm.numerics import Numerics, numerics_of
 from qarl.rollout.vllm.phases import Phases
-from qarl.rollout.vllm.recording import Recording, recorded
+from qarl.rollout.vllm.recording import RoutingRecorder, record_forwards
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import InFlight, Request, Response, SamplerSettings, vllm_environment
 from qarl.utils.transfer import synchronized_s
@@ -98,9 +98,9 @@ class Host:
         try:
             seconds = self._publish(version, arriving, expected, in_flight)
         except Exception:
-            self.numerics.agreed(False)
+            self.numerics.all_agree(False)
             raise
-        if not self.numerics.agreed(True):
+        if not self.numerics.all_agree(True):
             raise PublishError(f"publish of version {version}: another process of the same model refused it")
         return seconds
 
@@ -148,8 +148,8 @@ class Host:
         if not sampling.record_routing:
             return [_response(output) for output in self._run(with_params, progress)]
         self._llm.reset_prefix_cache()  # cached prefixes must come from this call, whose experts are recorded
-        recording = Recording(*self.numerics.experts())
-        with recorded(self._worker.model_runner, recording):
+        recording = RoutingRecorder(*self.numerics.experts())
+        with record_forwards(self._worker.model_runner, recording):
             outputs = self._run(with_params, progress)
         pairs = zip(requests, outputs, strict=True)
         routing = recording.routing([[*request.token_ids, *output.outputs[0].token_ids] for request, output in pairs])
@@ -261,7 +261,7 @@ class Host:
         ended, self._ended = [*self._ended, *ended], []
         return [(output.request_id, _response(output)) for output in ended]
 
-    def so_far(self) -> Iterator[tuple[str, int, Callable[[], tuple[list[int], list[float]]]]]:
+    def partial_outputs(self) -> Iterator[tuple[str, int, Callable[[], tuple[list[int], list[float]]]]]:
         """Yield name, number of tokens, and a function that returns tokens and log-probs, of each request in progress.
 
         After `drain` these are all tokens that were sampled.
@@ -285,7 +285,7 @@ class Host:
         self.numerics.before_sleep()
         reserved = torch.cuda.memory_reserved()
         held = CuMemAllocator.get_instance().get_current_usage()  # weights and KV cache; a sleep unmaps both
-        with beside_others(self._worker):
+        with tolerate_memory_growth(self._worker):
             self._llm.sleep(level=level)
         return held + reserved - torch.cuda.memory_reserved()  # torch's cache is freed too
 
@@ -311,12 +311,12 @@ def start_vllm(settings: SamplerSettings, numerics: Numerics, phases: Phases) ->
     batch_seeded_noise()
     with numerics.starting():
         phases.end("imports")
-        with phases.of_worker(numerics.loaded):
+        with phases.time_worker(numerics.loaded):
             return LLM(str(settings.checkpoint), **settings.arguments)
 
 
 @contextmanager
-def beside_others(worker: Any) -> Iterator[None]:
+def tolerate_memory_growth(worker: Any) -> Iterator[None]:
     """While entered, vLLM's worker can sleep although other processes allocate memory on its GPU.
 
     After freeing its memory the worker compares the free memory of the whole GPU with that before, and fails if there

@@ -18,7 +18,7 @@ from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import Sampler
 from qarl.rollout.vllm.settings import SamplerSettings
-from qarl.rollout.vllm.worker import explain, perform
+from qarl.rollout.vllm.worker import execute, root_cause
 from qarl.storage.disk import disk_errors
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.sender import SamplerFault
@@ -49,7 +49,7 @@ class InlineSampler(Sampler):
         assert self._order is not None
         (operation, payload), self._order = self._order, None
         with self._faults(), _plain_algorithms():
-            return perform(self._host, operation, payload, iter, tick)
+            return execute(self._host, operation, payload, iter, tick)
 
     def close(self) -> None:
         if hasattr(self, "_host"):
@@ -66,7 +66,7 @@ class InlineSampler(Sampler):
         except Exception as error:  # whatever vLLM raises
             with suppress(OSError), self.log.open("a") as log:  # a full disk
                 traceback.print_exception(error, file=log)
-            raise SamplerFault(explain(error)) from error
+            raise SamplerFault(root_cause(error)) from error
 
     def _log_to_file(self) -> None:
         """Send vLLM's log to the file. Call this before vLLM is imported."""

@@ -218,7 +218,7 @@ def launch_sampler(config: Config, device: torch.device, place: Path) -> Sampler
         return InlineSampler(log)
     gpus = sampler_gpus(config, device)
     if vllm.tensor_parallel > 1:
-        from qarl.rollout.vllm.own_kernels.tensor_parallel import SamplerTeam
+        from qarl.rollout.vllm.own_kernels.tensor_parallel import TensorParallelSampler
 
-        return SamplerTeam(device, gpus, log, vllm.timeout_s)
+        return TensorParallelSampler(device, gpus, log, vllm.timeout_s)
     return SamplerProcess(device, gpus[0], config.rollout.numerics, log, vllm.timeout_s)

@@ -43,7 +43,7 @@ class Numerics(Protocol):
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the snapshot with these fingerprints."""
 
-    def agreed(self, well: bool) -> bool:
+    def all_agree(self, well: bool) -> bool:
         """Return whether every process with a part of the model passes True; a collective of these processes."""
         return well
 

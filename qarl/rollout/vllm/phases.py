@@ -44,7 +44,7 @@ class Phases:
         return f"vLLM is ready after {sum(self.seconds.values()):.2f} s: {parts}"
 
     @contextmanager
-    def of_worker(self, loaded: Callable[[Any], None]) -> Iterator[None]:
+    def time_worker(self, loaded: Callable[[Any], None]) -> Iterator[None]:
         """While entered, time the steps of the worker that vLLM creates.
 
         They are `STEPS` and the capture of CUDA graphs (phase graphs); the time before each step is phase engine.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Sampler(Connection):
         """
 
     def call(self, operation: str, payload: Any, tick: Progress) -> Any:
-        """Send an order and wait for its result; see `worker.perform`."""
+        """Send an order and wait for its result; see `worker.execute`."""
         self.begin(operation, payload)
         return self.finish(tick)
 
@@ -59,8 +59,8 @@ class Sampler(Connection):
     def close(self) -> None:
         """End vLLM, which holds no state that must be kept, and close its transports."""
 
-    def look(self) -> None:
-        """Raise SamplerError if a process of it has ended before `start`."""
+    def raise_if_ended(self) -> None:
+        """Raise SamplerError if a process of this sampler ended before `start`."""
 
 
 class SamplerProcess(Sampler):
@@ -69,7 +69,7 @@ class SamplerProcess(Sampler):
     Args:
         learner: The learner's device.
         gpu: CUDA index of the sampler's GPU; None: the learner's, or the CPU.
-        numerics: See `SamplerSettings`.
+        numerics: `exact` or `fast`, see `SamplerSettings`; `native`: the native engine samples.
         log: File for what the process prints.
         timeout_s: Seconds without a byte from a busy process after which it counts as hung.
 
@@ -77,11 +77,8 @@ class SamplerProcess(Sampler):
         UserError: The log cannot be written.
 
     Attributes:
-        module: Program of the process.
         progress: Responses and tokens of the current order.
     """
-
-    module = "qarl.rollout.vllm.child"
 
     def __init__(self, learner: torch.device, gpu: int | None, numerics: str, log: Path, timeout_s: float) -> None:
         self.timeout_s, self.log = timeout_s, log
@@ -108,7 +105,7 @@ class SamplerProcess(Sampler):
             output = self.log.open("ab")
         with output, child:
             process = subprocess.Popen(
-                [sys.executable, "-u", "-m", self.module, *arguments],
+                [sys.executable, "-u", "-m", "qarl.rollout.child", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -122,9 +119,9 @@ class SamplerProcess(Sampler):
     def pid(self) -> int:
         return self._process.pid
 
-    def look(self) -> None:
+    def raise_if_ended(self) -> None:
         if (code := self._process.poll()) is not None:
-            raise not_started(_ended_with(code), self.log)
+            raise start_error(_ended_with(code), self.log)
 
     def start(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], tick: Progress) -> None:
         self.begin_start(settings, expected)
@@ -258,13 +255,41 @@ def _ended_with(code: int) -> SamplerFault:
     return SamplerFault(f"its process was ended by {signal_name(-code)}{hint}")
 
 
-def not_started(fault: SamplerFault, log: Path) -> SamplerError:
+def start_error(fault: SamplerFault, log: Path) -> SamplerError:
     """Return the error of a failed first start."""
     hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
-    return SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}{see(log)}")
+    return SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}{log_hint(log)}")
 
 
-def see(log: Path) -> str:
+def next_restart(
+    fault: SamplerFault, restarts: int, limit: int, section: str, log: Path, say: Callable[[str], None]
+) -> int:
+    """Report that a failed sampler is about to be restarted.
+
+    Args:
+        fault: Why it failed.
+        restarts: Number of restarts so far.
+        limit: Value of `max_restarts`.
+        section: Configuration section with `max_restarts`: `rollout.vllm` or `rollout.async`.
+        log: The sampler's log.
+        say: Called with one line for the user.
+
+    Returns:
+        Number of restarts including this one.
+
+    Raises:
+        SamplerError: The limit is reached.
+    """
+    failed = f"{'vLLM' if section == 'rollout.vllm' else 'the sampler'} failed: {fault}"
+    if restarts == limit:
+        raise SamplerError(
+            f"{section}: {failed}; restarted {limit} times already ({section}.max_restarts){log_hint(log)}"
+        ) from fault
+    say(f"{failed}; restart {restarts + 1} of {limit}{log_hint(log)}")
+    return restarts + 1
+
+
+def log_hint(log: Path) -> str:
     """Return a reference to the log, unless it is empty: a refused start removes an empty log."""
     return f"; see {log}" if log.exists() and log.stat().st_size else ""
 

@@ -24,7 +24,7 @@ Experts = Callable[[int], Tensor]
 """Returns the experts of the last forward's first `rows` rows: (rows, L, k) integers, ascending, on the device."""
 
 
-class Buffer:
+class RoutingBuffer:
     """The experts of the last forward's rows, as int16 (R, ...). Calling it writes them."""
 
     def __init__(self, *shape: int, device: torch.device | None = None) -> None:
@@ -37,7 +37,7 @@ class Buffer:
         return self._experts[:count]
 
 
-class Recording:
+class RoutingRecorder:
     """The experts of one call's tokens by request number. count: Experts per layer."""
 
     def __init__(self, experts: Experts, count: int) -> None:
@@ -100,7 +100,7 @@ def _prefixes(tokens: list[int]) -> Iterator[int]:
 
 
 @contextmanager
-def recorded(model_runner: Any, recording: Recording) -> Iterator[None]:
+def record_forwards(model_runner: Any, recording: RoutingRecorder) -> Iterator[None]:
     """While entered, record the forwards of the model runner."""
     run = model_runner.execute_model
 

@@ -23,7 +23,7 @@ INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @contextmanager
-def no_way_in(backend: str) -> Iterator[None]:
+def without_listening_sockets(backend: str) -> Iterator[None]:
     """While entered, keep the store of torch's process groups in memory and close their listening sockets.
 
     For the start of vLLM. backend: Of the default group, as vLLM would choose it.

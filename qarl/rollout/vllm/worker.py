@@ -33,7 +33,7 @@ class Aborted(Exception):
     """The learner aborted the operation."""
 
 
-def perform(host: Host, operation: str, payload: Any, unpack: Callable[[Any], Arriving], progress: Progress) -> Any:
+def execute(host: Host, operation: str, payload: Any, unpack: Callable[[Any], Arriving], progress: Progress) -> Any:
     """Execute one order. A publish returns the seconds of its parts and the canary's log-probs.
 
     unpack: Opens the tensors and patches in an update's payload.
@@ -58,7 +58,7 @@ def perform(host: Host, operation: str, payload: Any, unpack: Callable[[Any], Ar
     raise AssertionError(f"unknown operation {operation!r}")
 
 
-def explain(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
     """Return the message of a UserError in a chain of errors, otherwise the first line of the original error."""
     while not isinstance(error, UserError):
         cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -73,7 +73,7 @@ def send_failure(channel: Channel, error: Exception) -> None:
     """Report an error to the learner, and write its traceback to the log."""
     with suppress(OSError):  # a full disk
         traceback.print_exception(error)
-    channel.send("failed", (explain(error), isinstance(error, PublishError)))
+    channel.send("failed", (root_cause(error), isinstance(error, PublishError)))
 
 
 def serve(channel: Channel, phases: Phases) -> None:
@@ -110,7 +110,7 @@ def serve(channel: Channel, phases: Phases) -> None:
             serve_samples(channel, partial(VLLMHost, host, payload), receiver)
             return
         try:
-            result = perform(host, operation, payload, receiver.take, progress)
+            result = execute(host, operation, payload, receiver.take, progress)
         except Aborted:
             channel.send("aborted")
             continue

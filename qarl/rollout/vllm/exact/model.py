@@ -25,7 +25,7 @@ from qarl.policy.routes import NO_ROUTES, recording
 from qarl.policy.skeleton import schemes_of, skeleton
 from qarl.rollout.published_weights import PublishedWeights
 from qarl.rollout.vllm.exact.attention import CachedLayer, pages_of
-from qarl.rollout.vllm.recording import Buffer
+from qarl.rollout.vllm.recording import RoutingBuffer
 from qarl.rollout.vllm.settings import KV_FP8
 
 
@@ -107,24 +107,24 @@ class ExactModel(nn.Module):
     # --- for the sampler and the start ---------------------------------------------------------------------------
 
     @cached_property
-    def routing(self) -> Buffer | None:
+    def routing(self) -> RoutingBuffer | None:
         found = [layer.experts for layer in self.decoder.layers if layer.experts is not None]
-        return Buffer(self._rows, len(found), found[0].per_token, device=self._device) if found else None
+        return RoutingBuffer(self._rows, len(found), found[0].per_token, device=self._device) if found else None
 
     @property
     def experts(self) -> int:
         """Number of experts per layer of a mixture."""
         return next(layer.experts.count for layer in self.decoder.layers if layer.experts is not None)
 
-    def take(self, logits: Tensor) -> Distribution:
+    def pop_distribution(self, logits: Tensor) -> Distribution:
         """The distribution that `compute_logits` returned these logits of; it was the last one."""
         found, self._sampled_from = self._sampled_from, None
         assert found is not None and found.logits is logits, "vLLM samples from what was computed last"
         return found
 
-    def take_whole(self, logits: Tensor) -> Distribution:
-        """As `take`, at temperature 1 and without truncation, as prompts are scored."""
-        found = self.take(logits)
+    def pop_untruncated_distribution(self, logits: Tensor) -> Distribution:
+        """As `pop_distribution`, at temperature 1 and without truncation, as prompts are scored."""
+        found = self.pop_distribution(logits)
         return found if self.truncation == Truncation() else self._distribution(self._hidden, Truncation())
 
     def _distribution(self, hidden_states: Tensor, truncation: Truncation) -> Distribution:

@@ -15,10 +15,10 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from qarl.rollout.vllm.exact.model import ExactModel
-from qarl.rollout.vllm.exact.rehearsal import rehearse
+from qarl.rollout.vllm.exact.precompile import precompile
 from qarl.rollout.vllm.numerics import Numerics
 from qarl.rollout.vllm.recording import Experts
-from qarl.rollout.vllm.sandbox import no_way_in
+from qarl.rollout.vllm.sandbox import without_listening_sockets
 from qarl.rollout.vllm.settings import EXACT_MODEL, SamplerSettings
 from qarl.weight_sync.fingerprints import METADATA, Fingerprint
 
@@ -35,12 +35,12 @@ class ExactNumerics(Numerics):
     def starting(self) -> Iterator[None]:
         if EXACT_MODEL not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(EXACT_MODEL, ExactModel)
-        with no_way_in("nccl" if self._settings.on_gpu else "gloo"):
+        with without_listening_sockets("nccl" if self._settings.on_gpu else "gloo"):
             yield
 
     def loaded(self, worker: Any) -> None:
-        take_over(worker.model_runner)
-        rehearse(worker.model_runner)
+        install_policy_sampler(worker.model_runner)
+        precompile(worker.model_runner)
 
     def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
         self.forward = worker.model_runner.get_model()
@@ -66,7 +66,7 @@ class ExactNumerics(Numerics):
         return self.forward.routing.rows, self.forward.experts
 
 
-def take_over(model_runner: Any) -> None:
+def install_policy_sampler(model_runner: Any) -> None:
     """Make vLLM's model runner sample with `PolicySampler`, including when it measures memory.
 
     There vLLM would sample by top-k and top-p, with a kernel that takes seconds to compile and is not used here.
@@ -101,7 +101,7 @@ class PolicySampler(Sampler):
 
     def draw(self, logits: Tensor, generators: dict[int, torch.Generator] | None) -> SamplerOutput:
         """Sample one token per row. generators: by row; None: take the most likely token."""
-        drawn_from = self._policy.take(logits)
+        drawn_from = self._policy.pop_distribution(logits)
         if generators is None:
             tokens = logits.argmax(-1)
         else:
@@ -111,7 +111,7 @@ class PolicySampler(Sampler):
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:
         """Called for prompt tokens; `gather_logprobs` follows with the same rows."""
-        self._scored = self._policy.take_whole(logits)
+        self._scored = self._policy.pop_untruncated_distribution(logits)
         return self._scored.logits
 
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:

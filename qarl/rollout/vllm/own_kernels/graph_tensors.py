@@ -34,7 +34,7 @@ class KernelTensors:
         known = {
             _bytes(tensor).data_ptr() for module in modules for tensor in (*module.parameters(), *module.buffers())
         }
-        own = (_bytes(tensor) for module in modules for tensor in _hanging(module) if not tensor.is_meta)
+        own = (_bytes(tensor) for module in modules for tensor in _reachable_tensors(module) if not tensor.is_meta)
         found = {t.data_ptr(): t for t in own if 0 < t.nbytes <= SMALL and t.data_ptr() not in known}
         self._held = list(found.values())
         self._saved: list[Tensor] = []
@@ -42,7 +42,7 @@ class KernelTensors:
             (module, name, value) for module in modules for name, value in vars(module).items() if type(value) is Tensor
         ]
 
-    def follow(self) -> None:
+    def copy_replaced(self) -> None:
         """Copy attributes of the layers themselves into the first ones, if shape and dtype are the same."""
         for module, name, first in self._attributes:
             now = vars(module).get(name)
@@ -64,7 +64,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _hanging(module: nn.Module) -> Iterator[Tensor]:
+def _reachable_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Tensors that are attributes of a module, or of objects of vLLM's classes reachable from it."""
     seen: set[int] = set()
     holders: list[Any] = [module]
@@ -81,7 +81,7 @@ def _of_vllm(value: object) -> bool:
     return type(value).__module__.startswith("vllm.") and not isinstance(value, nn.Module)
 
 
-def scale_orders(device: torch.device) -> tuple[Tensor, ...]:
+def scale_permutations(device: torch.device) -> tuple[Tensor, ...]:
     """The permutations of scales in Marlin's repacking, on a device; empty if this vLLM has none.
 
     To be called before a CUDA graph is recorded, because it copies from the host.
@@ -93,8 +93,8 @@ def scale_orders(device: torch.device) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def in_place_of_lists(orders: tuple[Tensor, ...]) -> Iterator[None]:
-    """Inside, Marlin's repacking uses these `scale_orders` instead of vLLM's lists.
+def use_scale_permutations(orders: tuple[Tensor, ...]) -> Iterator[None]:
+    """Inside, Marlin's repacking uses these `scale_permutations` instead of vLLM's lists.
 
     Each use of a list copies it to the device: hundreds of synchronizations for a mixture of experts, and not possible
     in a CUDA graph.

@@ -22,15 +22,15 @@ class Float32Head(UnquantizedEmbeddingMethod):
 
     def __init__(self, layer: VocabParallelEmbedding) -> None:
         self._layer = layer
-        self.wide = self._weight().float()
+        self.weight_float32 = self._weight().float()
 
     def refresh(self) -> None:
         """Copy the layer's current weight."""
-        self.wide.copy_(self._weight())
+        self.weight_float32.copy_(self._weight())
 
-    def fresh(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the product reads the layer's current weight."""
-        blocks = zip(self.wide.split(ROWS), self._weight().split(ROWS), strict=True)
+        blocks = zip(self.weight_float32.split(ROWS), self._weight().split(ROWS), strict=True)
         return all(torch.equal(wide, rows.float()) for wide, rows in blocks)
 
     def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
@@ -39,7 +39,7 @@ class Float32Head(UnquantizedEmbeddingMethod):
     def apply(self, layer: VocabParallelEmbedding, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: (..., H) of the model's dtype. Returns (..., V) float32, without vLLM's padding of the vocabulary."""
         assert bias is None, "output layers with a bias are not among the learner's models"
-        logits = logprob.logits_of(x.reshape(-1, x.shape[-1]), self.wide)
+        logits = logprob.logits_of(x.reshape(-1, x.shape[-1]), self.weight_float32)
         return logits.view(*x.shape[:-1], logits.shape[-1])
 
     def _weight(self) -> Tensor:

@@ -70,7 +70,7 @@ def cpu_int8_error() -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def keep_scales() -> None:
+def keep_int8_scales_alive() -> None:
     """Keep the weight scales of vLLM's int8 product on the CPU alive. Repeated calls do nothing.
 
     vLLM gives oneDNN the address of the scales. A reload of weights makes a new handle from new tensors, copies their

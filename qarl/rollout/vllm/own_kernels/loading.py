@@ -20,8 +20,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.own_kernels.graph_tensors import KernelTensors, in_place_of_lists, scale_orders
-from qarl.rollout.vllm.own_kernels.held import HeldModel
+from qarl.rollout.vllm.own_kernels.graph_tensors import KernelTensors, scale_permutations, use_scale_permutations
+from qarl.rollout.vllm.own_kernels.loaded_model import LoadedModel
 from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, shard_of
 from qarl.weight_sync.expert_tensors import part_experts
 from qarl.weight_sync.fingerprints import METADATA, Fingerprint
@@ -44,7 +44,7 @@ class Loader:
     def __init__(
         self,
         worker: Any,
-        held: HeldModel,
+        held: LoadedModel,
         expected: Mapping[str, Fingerprint],
         checkpoint: Path,
         staging: bool,
@@ -108,7 +108,7 @@ class Loader:
         except RuntimeError as error:  # a repacking that synchronizes with the device, as NVFP4's in Marlin
             logger.warning("a reload cannot be recorded, and runs as it is each time: %s", str(error).splitlines()[0])
             self._records = False
-            _put_back(before)
+            _restore_tensors(before)
             self._reload(units, self._staging.items())  # the recording left tensors uncomputed
             return
         graph.replay()
@@ -122,22 +122,22 @@ class Loader:
         tensors = list(tensors)
         model = self._worker.model_runner.get_model()
         modules = self._modules({self._units[name] for name, _ in tensors})
-        with set_current_vllm_config(self._worker.vllm_config), in_place_of_lists(self._orders):
+        with set_current_vllm_config(self._worker.vllm_config), use_scale_permutations(self._orders):
             for module in modules:
                 initialize_layerwise_reload(module)
-            if tensors := self._give_stacks(tensors):
+            if tensors := self._load_expert_stacks(tensors):
                 model.load_weights(part_experts(tensors, self._members))
             for module in modules:
                 finalize_layerwise_reload(module, self._worker.model_config)
         if self._worker.device.type == "cuda":  # nothing else reads the first tensors
-            self.kernel_tensors.follow()
+            self.kernel_tensors.copy_replaced()
 
     @cached_property
     def _orders(self) -> tuple[Tensor, ...]:
         """Created by the first reload, which is never recorded."""
-        return scale_orders(self._worker.device)
+        return scale_permutations(self._worker.device)
 
-    def _give_stacks(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _load_expert_stacks(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Load stacks of experts into layers whose reload has begun, if they get nothing else.
 
         Returns the remaining tensors.
@@ -151,14 +151,14 @@ class Loader:
             else:
                 mixed.add(unit.name)
         layer_of = self._worker.model_runner.get_model().get_submodule
-        taken = {name for name in stacks.keys() - mixed if give_stacks(layer_of(name), stacks[name])}
+        taken = {name for name in stacks.keys() - mixed if load_expert_stacks(layer_of(name), stacks[name])}
         return [(name, tensor) for name, tensor in tensors if self._units[name] not in taken]
 
     def _modules(self, units: set[str]) -> list[nn.Module]:
         return [module for name, module in self._worker.model_runner.get_model().named_modules() if name in units]
 
 
-def _put_back(before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+def _restore_tensors(before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
     """Restore the layers' tensors after a reload that failed."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -176,7 +176,7 @@ def stored(checkpoint: Path, names: set[str], device: torch.device) -> Iterator[
             yield from ((name, file.get_tensor(name).to(device)) for name in file.keys() if name in names)  # noqa: SIM118
 
 
-def give_stacks(layer: nn.Module, stacks: Mapping[str, Tensor]) -> bool:
+def load_expert_stacks(layer: nn.Module, stacks: Mapping[str, Tensor]) -> bool:
     """Load all published tensors of a layer's experts when the layer's reload, which has begun, ends.
 
     vLLM's loaders take the tensors of one expert at a time, and the layerwise reload of vLLM 0.24 adds up what it holds
@@ -191,19 +191,19 @@ def give_stacks(layer: nn.Module, stacks: Mapping[str, Tensor]) -> bool:
     parameters: dict[str, Any] = {name: held for name, held in layer._parameters.items() if held is not None}
     laid: dict[str, Tensor] = {}
     for name, stack in stacks.items():
-        found = laid_out(name, stack, parameters[name]) if name in parameters else None
+        found = in_layout_of(name, stack, parameters[name]) if name in parameters else None
         if found is None:
             return False
         laid[name] = found
     info = get_layerwise_info(layer)
     for name, parameter in parameters.items():
-        parameter.weight_loader = _put
-        info.loaded_weights.append((name, inspect.signature(_put).bind(parameter, laid.get(name))))
+        parameter.weight_loader = _load_whole
+        info.loaded_weights.append((name, inspect.signature(_load_whole).bind(parameter, laid.get(name))))
     info.load_numel = 1  # more than nothing, and less than all: what a reload repacks when it ends
     return True
 
 
-def laid_out(name: str, stack: Tensor, parameter: nn.Parameter) -> Tensor | None:
+def in_layout_of(name: str, stack: Tensor, parameter: nn.Parameter) -> Tensor | None:
     """A published stack in the layout of vLLM's parameter of all experts, which may be transposed; None if the shapes
     do not fit."""
     shape = parameter.shape
@@ -219,7 +219,7 @@ def laid_out(name: str, stack: Tensor, parameter: nn.Parameter) -> Tensor | None
     return each if each.shape == shape else None
 
 
-def _put(param: nn.Parameter, loaded: Tensor | None) -> None:
+def _load_whole(param: nn.Parameter, loaded: Tensor | None) -> None:
     """Weight loader of a whole parameter. None: the parameter has no published tensor, and no kernel reads it."""
     if loaded is None:
         param.data.zero_()

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from qarl.errors import UserError
 from qarl.rollout.vllm.numerics import Numerics
 from qarl.rollout.vllm.own_kernels.head import Float32Head, use_float32_head
-from qarl.rollout.vllm.own_kernels.held import HeldModel
-from qarl.rollout.vllm.own_kernels.limits import import_model_class, keep_scales, known_limits
+from qarl.rollout.vllm.own_kernels.limits import import_model_class, keep_int8_scales_alive, known_limits
+from qarl.rollout.vllm.own_kernels.loaded_model import LoadedModel
 from qarl.rollout.vllm.own_kernels.loading import Loader, stored
-from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, agreed, rendezvous, shard_prints
-from qarl.rollout.vllm.recording import Buffer, Experts
-from qarl.rollout.vllm.sandbox import no_way_in
+from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, all_agree, rendezvous, shard_prints
+from qarl.rollout.vllm.recording import Experts, RoutingBuffer
+from qarl.rollout.vllm.sandbox import without_listening_sockets
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.weight_sync.fingerprints import METADATA, Fingerprint, PublishError, fingerprints, verify
 
@@ -36,10 +36,10 @@ class OwnKernels(Numerics):
     @contextmanager
     def starting(self) -> Iterator[None]:
         settings = self._settings
-        keep_scales()
+        keep_int8_scales_alive()
         import_model_class(settings.checkpoint)
         backend = "nccl" if settings.on_gpu else "gloo"
-        groups = no_way_in(backend)
+        groups = without_listening_sockets(backend)
         if settings.rendezvous is not None:
             groups = rendezvous(settings.rendezvous, backend, settings.shard, settings.shards)
         with groups, routers_recorded() if settings.routing else nullcontext():
@@ -52,7 +52,7 @@ class OwnKernels(Numerics):
         self._parts = dict(expected)
         if self._shard.count > 1:
             self._parts |= self._parts_of_checkpoint(expected, worker.device)
-        self._held = HeldModel(self._model, self._parts)
+        self._held = LoadedModel(self._model, self._parts)
         self.proved_frac = self._held.proved_frac
         self._loader = Loader(worker, self._held, expected, settings.checkpoint, settings.staging, self._shard)
 
@@ -75,11 +75,11 @@ class OwnKernels(Numerics):
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         self._held.check(version, self._parts if self._shard.count > 1 else expected)
-        if self._head is not None and not self._head.fresh():
+        if self._head is not None and not self._head.is_current():
             raise PublishError(f"publish of version {version}: vLLM's output layer does not multiply with its weight")
 
-    def agreed(self, well: bool) -> bool:
-        return agreed(well) if self._shard.count > 1 else well
+    def all_agree(self, well: bool) -> bool:
+        return all_agree(well) if self._shard.count > 1 else well
 
     def experts(self) -> tuple[Experts, int]:
         modules = self._model.modules()
@@ -104,7 +104,7 @@ def routers_of(model: nn.Module) -> Experts:
     """Return the last choices of a model's routers, in layer order."""
     runners = [module for module in model.modules() if hasattr(module, "routed_experts")]
     buffers = [getattr(runner.router, "capture_fn", None) for runner in runners]
-    if not buffers or not all(isinstance(buffer, Buffer) for buffer in buffers):
+    if not buffers or not all(isinstance(buffer, RoutingBuffer) for buffer in buffers):
         raise ValueError("vLLM made its routers without qarl's buffers")
     if any(runner.routed_experts.quant_method.is_monolithic for runner in runners):
         raise UserError("model.routing: vLLM's kernel for these experts routes inside; set rollout.numerics=exact")
@@ -122,7 +122,9 @@ def routers_recorded() -> Iterator[None]:
     @wraps(make)
     def making(self: BaseRouter, *arguments: Any, **options: Any) -> None:
         make(self, *arguments, **options)
-        self.set_capture_fn(Buffer(get_current_vllm_config().scheduler_config.max_num_batched_tokens, self.top_k))
+        self.set_capture_fn(
+            RoutingBuffer(get_current_vllm_config().scheduler_config.max_num_batched_tokens, self.top_k)
+        )
 
     with patch.object(BaseRouter, "__init__", making):
         yield

@@ -37,7 +37,7 @@ BY_WORDS = ("embed_tokens", "lm_head")
 WORDS = 64  # the vocabulary is padded to a multiple of this
 
 
-class SamplerTeam(Sampler):
+class TensorParallelSampler(Sampler):
     """Several processes as one sampler; see `SamplerProcess`.
 
     Args:
@@ -156,11 +156,11 @@ def rendezvous(file: Path, backend: str, index: int, count: int) -> Iterator[Non
     found = (f"env://:{file.parent.name}", index, 0)
     ExecutorWithExternalLauncher._distributed_args = lambda self: found
     yield
-    if agreed(True):  # all have opened the shared memory
+    if all_agree(True):  # all have opened the shared memory
         _forget_names()
 
 
-def agreed(well: bool) -> bool:
+def all_agree(well: bool) -> bool:
     """Whether all is well in every process of the model; a collective."""
     from vllm.distributed.parallel_state import get_world_group
 

@@ -1,4 +1,4 @@
-"""`python rehearsed.py MODEL [MODEL:fp8 ...]`: what a rehearsal records and later forwards launch, by Triton's keys.
+"""`python precompiled.py MODEL [MODEL:fp8 ...]`: launches of `precompile` and of later forwards, by Triton key.
 
 Prints JSON, see `main`. A process of its own: with TRITON_INTERPRET=1, which the test suite sets, kernels have no keys.
 """
@@ -28,7 +28,7 @@ import qarl.policy.policy
 from qarl.policy.attention import Attention, Caches
 from qarl.policy.fused_attention import DecodeAttention, PagedAttention
 from qarl.policy.policy import Policy
-from qarl.rollout.vllm.exact.rehearsal import perform
+from qarl.rollout.vllm.exact.precompile import run_batches
 
 CPU = torch.device("cpu")
 HOPPER = make_backend(GPUTarget("cuda", 90, 32))
@@ -57,7 +57,7 @@ class Forward:
         self.found = fused_distribution(hidden.contiguous(), self.head, Truncation())  # `distribution`, on a GPU
         return self.found.logits
 
-    def take(self, logits: Tensor) -> Distribution:
+    def pop_distribution(self, logits: Tensor) -> Distribution:
         assert self.found.logits is logits
         return self.found
 
@@ -120,11 +120,11 @@ def batches(forward: Forward) -> Iterator[None]:
 
 
 def compared(forward: Forward) -> dict[str, Any]:
-    """recorded, later: how many keys. new: those of launches that nobody rehearsed. logit_rows: of each distribution
-    rehearsed."""
+    """recorded, later: how many keys. new: those of launches that were not precompiled. logit_rows: of each precompiled
+    distribution."""
     known, later = Keys(), Keys()
     with recording(collected=known):
-        perform(forward, vllm_config(True), CPU)
+        run_batches(forward, vllm_config(True), CPU)
     logit_rows = list(forward.logit_rows)
     with recording(collected=later):
         for _ in batches(forward):
@@ -147,7 +147,7 @@ def main(models: list[str]) -> None:
         print(json.dumps(compared(forward)))
     forward.logit_rows.clear()
     with recording(collected=Keys()):
-        perform(forward, vllm_config(False), CPU)
+        run_batches(forward, vllm_config(False), CPU)
     print(json.dumps(forward.logit_rows))
 
 

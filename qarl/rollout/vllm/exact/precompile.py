@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.qarl")
 
 
 @torch.inference_mode()
-def rehearse(model_runner: Any) -> None:
+def precompile(model_runner: Any) -> None:
     """Compile for an `ExactModel` that holds its weights. A failure is logged, and kernels compile when needed."""
     policy: ExactModel = model_runner.get_model()
     if not policy.fused:
@@ -36,13 +36,13 @@ def rehearse(model_runner: Any) -> None:
     try:
         from qarl_kernels.ahead import compile_ahead  # uses parts of Triton that another version may lack
 
-        count = compile_ahead(lambda: perform(policy, model_runner.vllm_config, device), device, threads)
+        count = compile_ahead(lambda: run_batches(policy, model_runner.vllm_config, device), device, threads)
         logger.info("%d kernels compiled ahead, by %d threads", count, threads)
     except Exception as error:  # of Triton, or for want of memory
         logger.warning("kernels are compiled when they are needed: %s: %s", type(error).__name__, error)
 
 
-def perform(policy: ExactModel, config: Any, device: torch.device) -> None:
+def run_batches(policy: ExactModel, config: Any, device: torch.device) -> None:
     """Run the forwards and the sampling that vLLM is about to run. config: vLLM's."""
     from qarl_kernels.draw import exponential_  # imports Triton
 
@@ -52,7 +52,7 @@ def perform(policy: ExactModel, config: Any, device: torch.device) -> None:
     drawn = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     for rows, attention in _batches(policy, sorted(sizes), scheduler.max_num_batched_tokens, context, device):
         hidden = policy.run(torch.zeros(rows, dtype=torch.int64, device=device), attention)
-        logits = policy.take(policy.compute_logits(hidden[:drawn])).logits
+        logits = policy.pop_distribution(policy.compute_logits(hidden[:drawn])).logits
     zeros = torch.zeros(2, len(logits), dtype=torch.int64, device=device)
     exponential_(torch.empty_like(logits, memory_format=torch.contiguous_format), *zeros)
 

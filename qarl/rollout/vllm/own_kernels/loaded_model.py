@@ -76,7 +76,7 @@ class _Place:
     transposed: bool
 
 
-class HeldModel:
+class LoadedModel:
     """The tensors of a vLLM model, compared with the published ones.
 
     Args:

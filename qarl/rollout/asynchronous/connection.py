@@ -21,7 +21,7 @@ from qarl.rollout.asynchronous.group_queue import LOOK_S, GroupQueue
 from qarl.rollout.asynchronous.groups import Added, Published
 from qarl.rollout.asynchronous.process import AsyncProcess, AsyncSettings
 from qarl.rollout.vllm.launch import LOG, sampler_settings
-from qarl.rollout.vllm.process import SamplerError, not_started, see
+from qarl.rollout.vllm.process import SamplerError, log_hint, next_restart, start_error
 from qarl.weight_sync.canary import Bound, difference
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
 from qarl.weight_sync.sender import SamplerFault
@@ -65,7 +65,7 @@ def sampler_gpu(config: Config, device: torch.device, ranks: Ranks) -> int | Non
 
 
 def launch(config: Config, device: torch.device, gpu: int | None, place: Path) -> AsyncProcess:
-    """Start the sampler's process, which imports what it needs and then waits for `SamplerLink`.
+    """Start the sampler's process, which imports what it needs and then waits for `SamplerConnection`.
 
     Args:
         config: Of the run.
@@ -83,7 +83,7 @@ def launch(config: Config, device: torch.device, gpu: int | None, place: Path) -
     return AsyncProcess(device, gpu, numerics, place / LOG, settings.timeout_s, vllm)
 
 
-class SamplerLink:
+class SamplerConnection:
     """Orders for one sampler, and its answers.
 
     Args:
@@ -140,8 +140,8 @@ class SamplerLink:
         except SamplerFault as fault:
             log = self._place / LOG
             if self._config.rollout.engine == "vllm":
-                raise not_started(fault, log) from fault
-            raise SamplerError(f"rollout.async: the sampler did not start: {fault}{see(log)}") from fault
+                raise start_error(fault, log) from fault
+            raise SamplerError(f"rollout.async: the sampler did not start: {fault}{log_hint(log)}") from fault
         self.started = self._serves = True
         self._queue.run("sampler", self._serve)
 
@@ -241,7 +241,7 @@ class SamplerLink:
             with self._queue.changed:
                 cancelled, self._queue.to_cancel = self._queue.to_cancel, []
             if cancelled:
-                self.process.order("cancel", cancelled)
+                self.process.begin("cancel", cancelled)
             with self._queue.changed:
                 if self._asks_partials:
                     self._asks_partials = False
@@ -253,11 +253,11 @@ class SamplerLink:
                     self._unanswered = entry if isinstance(entry, Published) else self._unanswered
                 missing = [g.request() for g in entry.groups if not g.ended] if isinstance(entry, Added) else []
             if entry is None:
-                self.process.order("partials", None)
+                self.process.begin("partials", None)
             elif isinstance(entry, Published):
-                self.process.order("publish", update or self._pack(self._policy.kept.on_device(entry.version)))
+                self.process.begin("publish", update or self._pack(self._policy.kept.on_device(entry.version)))
             elif missing:
-                self.process.order("add", missing)
+                self.process.begin("add", missing)
 
     def _receive(self, kind: str, body: Any) -> None:
         match kind:
@@ -303,14 +303,8 @@ class SamplerLink:
         with self._queue.changed:
             self._serves = False
         self.process.close()
-        limit, log = self.settings.max_restarts, self._place / LOG
-        if self.restarts == limit:
-            raise SamplerError(
-                f"rollout.async: the sampler failed: {fault}; restarted {limit} times already "
-                f"(rollout.async.max_restarts){see(log)}"
-            ) from fault
-        self.restarts += 1
-        self._say(f"the sampler failed: {fault}; restart {self.restarts} of {limit}{see(log)}")
+        limit = self.settings.max_restarts
+        self.restarts = next_restart(fault, self.restarts, limit, "rollout.async", self._place / LOG, self._say)
         process = launch(self._config, self._policy.device, self.process.gpu, self._place)
         try:
             self._build(process)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from qarl_kernels.launch import collecting
 
-from qarl.rollout.vllm.exact import rehearsal
+from qarl.rollout.vllm.exact import precompile
 
 SEQUENCES = 24
 CASES = {"qwen3": "qwen3", "qwen3 over FP8": "qwen3:fp8", "mixtral": "mixtral"}
@@ -21,7 +21,7 @@ CASES = {"qwen3": "qwen3", "qwen3 over FP8": "qwen3:fp8", "mixtral": "mixtral"}
 
 @pytest.fixture(scope="module")
 def said(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What `rehearsed.py` prints."""
+    """What `precompiled.py` prints."""
     models = []
     for case in CASES.values():
         family, colon, dtype = case.partition(":")
@@ -29,7 +29,7 @@ def said(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(Path(__file__).parent), *sys.path]
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("rehearsed.py"), *models],
+        [sys.executable, Path(__file__).with_name("precompiled.py"), *models],
         env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
@@ -53,14 +53,14 @@ def test_without_graphs_decodes_of_all_sequences_are_compiled(said: list[Any]) -
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("no room")])
-def test_a_rehearsal_that_fails_is_one_line_of_the_log(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precompilation_that_fails_is_one_line_of_the_log(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def pages() -> NoReturn:
         assert collecting()
         raise error
 
     lines: list[str] = []
     # vLLM, where another test imported it, passes no line on.
-    monkeypatch.setattr(rehearsal.logger, "warning", lambda text, *parts: lines.append(text % parts))
+    monkeypatch.setattr(precompile.logger, "warning", lambda text, *parts: lines.append(text % parts))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     mode = SimpleNamespace(has_full_cudagraphs=lambda: False)
@@ -70,6 +70,6 @@ def test_a_rehearsal_that_fails_is_one_line_of_the_log(error: Exception, monkeyp
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
     )
     model = SimpleNamespace(fused=True, pages=pages)
-    rehearsal.rehearse(SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"), vllm_config=config))
+    precompile.precompile(SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"), vllm_config=config))
     assert lines == [f"kernels are compiled when they are needed: {type(error).__name__}: no room"]
     assert not collecting()
