@@ -1,4 +1,4 @@
-"""The protocol of a rollout engine: what the training loop requires of a sampler."""
+"""The protocol of a rollout engine, and checks and seeds that all engines share."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from qarl.weight_sync.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters, common to all prompts of one `generate`."""
+    """Sampling parameters of all prompts of one `generate`."""
 
     n: int  # responses per prompt
-    seed: int  # a token depends on (seed, prompt id, sample, position) and the distribution only
+    seed: int  # a token depends only on (seed, prompt id, sample, position) and the distribution
     max_response_length: int  # tokens, including the stop token
     truncation: Truncation = field(default_factory=Truncation)
-    stop: tuple[str, ...] = ()  # strings that end a response; its text is cut before the first of them
+    stop: tuple[str, ...] = ()  # strings that end a response; its text ends before the first one
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end a response and belong to it
-    # Record `Rollout.routing` of a mixture of experts: L * k bytes per token, twice that with more than 255 experts.
+    # Record `Rollout.routing` of a mixture of experts: L * k bytes per token, twice as many above 255 experts.
     record_routing: bool = False
 
 
@@ -58,15 +58,15 @@ class Generates(Protocol):
 class RolloutEngine(Generates, Protocol):
     """Samples responses from the policy version that was published last."""
 
-    version: int | None  # version of its tensors; None before the first publish
+    version: int | None  # policy version of its weights; None before the first publish
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Measurements of the last publish and sleep, by metric name."""
+        """Metrics of the last publish and sleep, by name."""
         ...
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Install the snapshot's tensors and verify them. Raises PublishError."""
+        """Install the snapshot's tensors and verify them. Raises PublishError if they differ."""
         ...
 
     def generate(
@@ -80,11 +80,11 @@ class RolloutEngine(Generates, Protocol):
         """Generate n responses per prompt, in the order (prompt, sample).
 
         Args:
-            prompts: Prompts.
+            prompts: Prompts to respond to.
             sampling: Sampling parameters.
-            version: Policy version.
+            version: Policy version that the engine must have.
             progress: Called after every step. If it raises, the call ends and the engine stays usable.
-            first: Number of each prompt's first sample; None: `first_samples` of these prompts.
+            first: Number of each prompt's first sample. Default: `first_samples(prompts, sampling.n)`.
 
         Raises:
             PublishError: The engine does not have `version`.
@@ -97,15 +97,15 @@ class RolloutEngine(Generates, Protocol):
         ...
 
     def wake(self) -> None:
-        """Start to allocate that memory again, if it fits beside the learner's next update.
+        """Start to allocate that memory again if it fits beside the learner's next update.
 
-        Otherwise the next publish does. It may be called repeatedly. If a sampler is on several ranks' GPUs, this is a
-        collective.
+        Otherwise the next publish allocates it. May be called repeatedly. This is a collective if a sampler spans the
+        GPUs of several ranks.
         """
         ...
 
     def close(self) -> None:
-        """Free everything; the engine is not used afterwards."""
+        """Free all memory and end all processes. The engine cannot be used afterwards."""
         ...
 
 
@@ -123,7 +123,7 @@ def first_samples(prompts: Sequence[Prompt], n: int) -> list[int]:
 
 
 def round_seed(seed: int, number: int) -> int:
-    """Return the seed of a sampling round of a step, in [0, 2^63); the first round has the step's own."""
+    """Return the seed of sampling round `number` of a step, in [0, 2^63). Round 0 has the step's seed."""
     if number == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}/round {number}".encode()).digest()[:8]) >> 1
@@ -137,10 +137,10 @@ def require_version(held: int | None, wanted: int) -> None:
 
 
 def longest_of(prompts: Sequence[Prompt], sampling: SamplingParams, context: int) -> int:
-    """Return the tokens of the longest prompt with a response of full length.
+    """Return the tokens of the longest prompt plus `max_response_length`.
 
     Raises:
-        UserError: They exceed `context`, or a prompt has no tokens.
+        UserError: The sum exceeds `context` tokens, or a prompt has no tokens.
     """
     for prompt in prompts:
         if not prompt.token_ids:

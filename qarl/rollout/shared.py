@@ -1,6 +1,6 @@
-"""Samplers and learners of one or several ranks: shares of the prompts, responses for all ranks, and GPU memory.
+"""Samplers of several ranks: split of the prompts, exchange of the responses, GPU memory shared with the learners.
 
-If there are fewer samplers than ranks, only some ranks have one.
+There may be fewer samplers than ranks; the other ranks have a `NoSampler`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot
 
 Headroom = Callable[[int | None], bool]
-"""Tells whether each GPU of a sampler has so many free bytes. None, from a sampler that does not ask, gives False."""
+"""Returns whether every GPU of a sampler has this many free bytes. None (no bytes needed) returns False."""
 
 
 def generate_share(
@@ -36,7 +36,16 @@ def generate_share(
 ) -> list[Rollout]:
     """Generate responses to this rank's share of all ranks' prompts (`Ranks.share`).
 
-    They do not depend on the number of ranks. `samplers` are the ranks that have a sampler; None: all.
+    The responses do not depend on the number of ranks.
+
+    Args:
+        engine: This rank's engine.
+        prompts: Prompts of all ranks.
+        sampling: Sampling parameters.
+        version: Policy version.
+        progress: See `RolloutEngine.generate`.
+        ranks: The ranks of the run.
+        samplers: Ranks that have a sampler. Default: all.
     """
     if ranks.count == 1:
         return engine.generate(prompts, sampling, version, progress)
@@ -45,10 +54,10 @@ def generate_share(
 
 
 class NoSampler:
-    """The engine of a rank without a sampler. See `RolloutEngine` for the contract.
+    """The engine of a rank without a sampler; implements `RolloutEngine`.
 
-    It installs published snapshots into the policy's own sampling forward, so that no older version stays in memory,
-    and takes part in the `headroom` collective of samplers that wake on its GPU.
+    Installs published snapshots into the policy's own sampling forward, so that no older version stays in memory, and
+    takes part in the `headroom` collective of samplers that wake on its GPU.
     """
 
     def __init__(self, sampler: Sampler, headroom: Headroom | None = None) -> None:
@@ -84,7 +93,7 @@ class NoSampler:
 
 
 class SharedEngine:
-    """The engines of all ranks as one: every rank gets all responses. `generate` is a collective."""
+    """Combines the engines of all ranks: every rank gets all responses. `generate` is a collective."""
 
     def __init__(
         self,
@@ -92,7 +101,7 @@ class SharedEngine:
         ranks: Ranks,
         check: Callable[[], None],  # called by all ranks after each `generate`
         samplers: range | None = None,  # see `generate_share`
-        longer_s: float = 0,  # see `together`
+        longer_s: float = 0,  # seconds that one rank may need more than another, see `together`
     ) -> None:
         self._engine, self._ranks, self._check = engine, ranks, check
         self._samplers, self._longer_s = samplers, longer_s
@@ -112,22 +121,22 @@ class SharedEngine:
 def publish_together(engine: RolloutEngine, snapshot: Snapshot, ranks: Ranks, rollout: RolloutConfig) -> None:
     """Publish a snapshot to the sampler of each rank; a collective."""
     if rollout.spans:
-        together(ranks, torch.cuda.empty_cache)  # another rank's vLLM starts or wakes on this rank's GPU
+        together(ranks, torch.cuda.empty_cache)  # vLLM of another rank starts or wakes on this rank's GPU
     together(ranks, lambda: engine.publish(snapshot), rollout.restarts_s)
 
 
 class Learns(Protocol):
-    """A learner that can tell when its memory will not grow any more."""
+    """A learner with a hook that runs before the last update of a step, when its memory use no longer grows."""
 
     before_last_update: Callable[[], None] | None
 
 
 @contextmanager
 def asleep(engine: RolloutEngine, learner: Learns, ranks: Ranks, rollout: RolloutConfig) -> Iterator[None]:
-    """Let each rank's sampler sleep while the learner learns, so that the learner has its memory.
+    """Let each rank's sampler sleep inside the context, so that the learner can use its memory.
 
-    The sampler begins to wake before the learner's last update if there is room for both, otherwise afterwards. The
-    start is a collective if a sampler is on the GPUs of other ranks too.
+    The sampler begins to wake before the learner's last update if both fit in memory, otherwise on exit. Entering is a
+    collective if a sampler spans the GPUs of several ranks.
     """
     if rollout.spans:
         together(ranks, engine.sleep)
@@ -159,14 +168,14 @@ def gather_rollouts(own: list[Rollout], ranks: Ranks) -> list[Rollout]:
 
 
 def _header(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as JSON, with lengths, shapes and dtypes instead of arrays."""
+    """Return a rollout as JSON, with lengths, shapes and dtypes in place of its arrays."""
     routing = rollout.routing
     shape = None if routing is None else [str(routing.dtype).removeprefix("torch."), list(routing.shape)]
     return {**vars(rollout), "token_ids": len(rollout.token_ids), "logprobs": None, "routing": shape}
 
 
 def _gather_routing(own: list[Rollout], headers: list[list[dict[str, Any]]], ranks: Ranks) -> Iterator[Tensor]:
-    """Gather the routing of the rollouts that have one, in rank order; a collective if any has."""
+    """Gather the recorded experts of all ranks' rollouts, in rank order; a collective if any rollout has them."""
     if not any(row["routing"] for rows in headers for row in rows):
         return iter(())
     mine = [rollout.routing.reshape(-1).view(torch.uint8) for rollout in own if rollout.routing is not None]
@@ -176,17 +185,20 @@ def _gather_routing(own: list[Rollout], headers: list[list[dict[str, Any]]], ran
         shapes = [(getattr(torch, row["routing"][0]), row["routing"][1]) for row in rows if row["routing"]]
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes]
         for (dtype, shape), part in zip(shapes, data.split(sizes), strict=True):
-            found.append(part.clone().view(dtype).view(shape))  # own memory, aligned for its dtype
+            found.append(part.clone().view(dtype).view(shape))  # a copy is aligned for its dtype, a slice may not be
     return iter(found)
 
 
 def own_headroom(device: torch.device) -> Headroom:
-    """Headroom for a sampler on one learner's GPU."""
+    """Return the `Headroom` of a sampler on one learner's GPU."""
     return lambda needed: needed is not None and has_headroom(device, needed)
 
 
 def ranks_headroom(device: torch.device, ranks: Ranks, size: int) -> Headroom:
-    """Headroom for samplers that span the GPUs of `size` ranks. The first of them asks; all ranks take part."""
+    """Return the `Headroom` of samplers that span the GPUs of `size` ranks each; a collective of all ranks.
+
+    The first rank of each sampler passes the bytes that every GPU of the sampler needs.
+    """
 
     def headroom(needed: int | None) -> bool:
         first = ranks.rank - ranks.rank % size
@@ -198,7 +210,7 @@ def ranks_headroom(device: torch.device, ranks: Ranks, size: int) -> Headroom:
 
 
 def has_headroom(device: torch.device, needed: int) -> bool:
-    """Return whether so many bytes of a GPU are free, after emptying torch's cache if that can be enough."""
+    """Return whether `needed` bytes of a GPU are free. Empties torch's cache if that can suffice."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if torch.cuda.mem_get_info(device)[0] + cached < needed:
         return False

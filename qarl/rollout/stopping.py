@@ -1,4 +1,4 @@
-"""Stop conditions of responses, and their final text."""
+"""Decides when a response ends, and its final text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Stopping:
         self.tokenizer, self.sampling = tokenizer, sampling
         # Special tokens are not in the text, so they do not count when looking back for a stop string.
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        # A text token is at least one byte, so a stop string that ends now began at most this many tokens ago. The
-        # margin is for the bytes of a character that the tail splits.
+        # A text token has at least one byte, so a stop string that ends now began at most this many tokens ago. 4 more,
+        # because the first of these tokens may begin within a character of up to 4 bytes.
         self._tail = max((len(s.encode()) for s in sampling.stop), default=0) + 4
 
     def check(self, sequence: Sequence) -> None:
@@ -30,9 +30,16 @@ class Stopping:
             sequence.finish_reason, sequence.text = "length", self._decode(tokens)
 
     def stopped_at(self, tokens: list[int], start: int) -> int | None:
-        """Return the length at which a stop string ended a response that another engine continued after `start` tokens.
+        """Find a stop string across the point where another engine continued a response.
 
-        That engine does not see a stop string that began before. None: none ended there.
+        That engine sees only its own tokens, so it misses a stop string that began before them.
+
+        Args:
+            tokens: The whole response.
+            start: Number of tokens before that engine's first one.
+
+        Returns:
+            Length of the response up to the end of the stop string; None if there is none.
         """
         ends = range(start + 1, min(len(tokens), start + self._tail) + 1)
         return next((end for end in ends if self._text_before_stop(tokens[:end]) is not None), None)
@@ -40,12 +47,14 @@ class Stopping:
     def final_text(self, tokens: list[int], stopped_by: int | str | None) -> str:
         """Return the text of a response that another engine ended.
 
-        stopped_by: stop token id, stop string, or None for the length limit.
+        Args:
+            tokens: The whole response.
+            stopped_by: Stop token id, stop string, or None for the length limit.
         """
         if isinstance(stopped_by, int):
             return self._decode(tokens[:-1])
         text = self._decode(tokens)
-        return text if stopped_by is None else text[: min(self._cuts(text), default=len(text))]
+        return text if stopped_by is None else text[: min(self._stop_positions(text), default=len(text))]
 
     def _text_before_stop(self, tokens: list[int]) -> str | None:
         if not self.sampling.stop or tokens[-1] in self._special:
@@ -56,13 +65,13 @@ class Stopping:
                 break
             if token not in self._special:
                 recent.append(token)
-        if not self._cuts(self._decode(recent[::-1])):
+        if not self._stop_positions(self._decode(recent[::-1])):
             return None
         text = self._decode(tokens)
-        cuts = self._cuts(text)
-        return text[: min(cuts)] if cuts else None
+        positions = self._stop_positions(text)
+        return text[: min(positions)] if positions else None
 
-    def _cuts(self, text: str) -> list[int]:
+    def _stop_positions(self, text: str) -> list[int]:
         return [text.find(s) for s in self.sampling.stop if s in text]
 
     def _decode(self, tokens: list[int]) -> str:

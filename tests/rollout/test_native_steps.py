@@ -185,11 +185,19 @@ def test_pages_of_a_graph_are_those_of_chunks_of_attention(longest: int, pages: 
 def test_parts_of_a_block_are_aligned_and_do_not_overlap(size: int, pages: int) -> None:
     block = torch.full((sum(Inputs.sizes(size, pages)) + 3,), -1, dtype=torch.int64)
     inputs = Inputs.of(block, size, pages)
-    parts = [inputs.given, inputs.token, inputs.positions, inputs.slots, inputs.points, inputs.lengths, inputs.table]
+    parts = [
+        inputs.host_tokens,
+        inputs.token_index,
+        inputs.positions,
+        inputs.slots,
+        inputs.points,
+        inputs.lengths,
+        inputs.table,
+    ]
     assert all((part.data_ptr() - block.data_ptr()) % 16 == 0 for part in parts)
     for value, part in enumerate(parts):
         part.fill_(value)
     assert all((part == value).all() for value, part in enumerate(parts))
-    assert inputs.given.data_ptr() == block.data_ptr()
+    assert inputs.host_tokens.data_ptr() == block.data_ptr()
     assert inputs.table.shape == (size, pages) and inputs.points.dtype == torch.float64
     assert (block[-3:] == -1).all()

@@ -1,8 +1,8 @@
-"""Steps on Triton kernels that run asynchronously: tokens stay on the device and feed the next step.
+"""Asynchronous engine steps on Triton kernels: sampled tokens stay on the device and are the next step's input.
 
-A decode step reads and writes tensors at fixed addresses (`Inputs`, the last sampled tokens), so a GPU runs it as a
-CUDA graph; surplus rows of a graph are empty. Prefills run without a graph, next to the decodes of the same
-step.
+A decode reads and writes tensors at fixed addresses (`Inputs` and the last sampled tokens), so it can run as a CUDA
+graph. A graph may have more rows than there are sequences; the surplus rows are padding. Prefills of the same step run
+after the decode, without a graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from qarl.utils.transfer import upload
 
 
 class AsyncRunner(Runner):
-    """Runs steps on Triton kernels."""
+    """See `Runner`.
+
+    Args:
+        longest: Maximum tokens of a sequence.
+        graphs: Run decodes as CUDA graphs.
+    """
 
     asynchronous = True
 
@@ -35,28 +40,29 @@ class AsyncRunner(Runner):
         truncation: Truncation,
         max_num_seqs: int,
         record: bool,
-        longest: int,  # tokens of a sequence
-        graphs: bool,  # run decodes as CUDA graphs
+        longest: int,
+        graphs: bool,
     ) -> None:
         super().__init__(sampler, cache, truncation, max_num_seqs, record)
         device = self.device = sampler.layout.device
         most, pages = graph_rows(max_num_seqs), graph_pages(longest)
         sampled, words = most + max_num_seqs, sum(Inputs.sizes(most, pages))
         self._memory = torch.zeros(words + sampled, dtype=torch.int64, device=device)
-        # Tokens of the last step: first those of decodes, then those of prefills.
+        # Inputs of a decode, then the last step's tokens: those of decodes first, then those of prefills. They share
+        # one tensor, so that `Inputs.token_index` can point into both.
         self._block, self._tokens = self._memory.split([words, sampled])
         self._logprobs = torch.zeros(sampled, dtype=torch.float32, device=device)
-        self._hidden: Tensor | None = None  # output of a decode if sampling needs ranking, which no graph contains
+        self._hidden: Tensor | None = None  # a decode's hidden states for top-k and top-p, which no graph contains
         self._row: dict[Sequence, int] = {}  # row of each sequence's token in `_tokens`
         self._table = np.zeros((most, pages), np.int32)  # pages of the sequences in `_order`
         self._order: list[Sequence] = []
         self._graphs = Graphs(device) if graphs else None
-        self._experts = torch.empty(0, device=device)  # of the rows of the last decode, if recorded
+        self._experts = torch.empty(0, device=device)  # experts of the last decode's rows, if recorded
         if record:
             first, layers = sampler.experts[0], len(sampler.experts)
             shape, self._count = (most, layers, first.per_token), first.count
             self._experts = torch.zeros(shape, dtype=stored_dtype(first.count), device=device)
-        self._routing: list[tuple[list[Chunk], Tensor]] = []  # of this step, on its way to the host
+        self._routing: list[tuple[list[Chunk], Tensor]] = []  # experts of this step, being copied to the host
 
     def serves(self, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
         fits = graph_pages(longest) <= self._table.shape[1]
@@ -69,7 +75,7 @@ class AsyncRunner(Runner):
         rows = list(range(len(sequences)))
         if prefills := [chunk for chunk in chunks if not chunk.single]:
             sampled = self._prefill(prefills, computed, size)
-            self._order = []  # one of them may have had other pages before
+            self._order = []  # a prefilled sequence may have had other pages in the table
             sequences += sampled
             rows += range(size, size + len(sampled))
         self._row = dict(zip(sequences, rows, strict=True))
@@ -82,37 +88,38 @@ class AsyncRunner(Runner):
     # --- decodes -----------------------------------------------------------------------------------------------
 
     def _decode(self, chunks: list[Chunk]) -> int:
-        """Sample a token per sequence, into the first rows. Returns the number of rows that ran."""
+        """Decode one token per sequence into the first rows of `_tokens`. Returns the number of rows that ran."""
         size, pages = graph_rows(len(chunks)), graph_pages(max(chunk.stop for chunk in chunks))
-        there = Inputs.of(self._block, size, pages)
-        host = torch.zeros(there.block.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        inputs = Inputs.of(self._block, size, pages)
+        host = torch.zeros(inputs.block.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._fill(Inputs.of(host, size, pages), chunks)
-        there.block.copy_(host, non_blocking=True)
+        inputs.block.copy_(host, non_blocking=True)
         announce(self.sampler.tracer, chunks)
         if self._graphs is None or self.sampler.tracer is not None:
-            self._run(there)
+            self._run(inputs)
         else:
-            self._graphs.run((size, pages), lambda: self._run(there))
+            self._graphs.run((size, pages), lambda: self._run(inputs))
         if self.record:
             self._routing.append((chunks, self._to_host(self._experts[: len(chunks)])))
         if self._ranked:
             assert self._hidden is not None
-            self._sample_parts(self._hidden[: len(chunks)], there.points[: len(chunks)], 0)
+            self._sample_parts(self._hidden[: len(chunks)], inputs.points[: len(chunks)], 0)
         return size
 
     def _fill(self, inputs: Inputs, chunks: list[Chunk]) -> None:
+        """Write the inputs of a decode, on the host. Rows after those of the chunks are padding."""
         count = len(chunks)
         sequences = [chunk.sequence for chunk in chunks]
         lengths = np.fromiter((chunk.stop for chunk in chunks), np.int64, count)
         positions = lengths - 1
         joining = [row for row, chunk in enumerate(chunks) if chunk.prefill is not None]
-        self._note_pages(sequences, positions, bool(joining))
+        self._update_table(sequences, positions, bool(joining))
         page, offset = positions // PAGE, positions % PAGE
         begin = len(self._block)
-        inputs.token.numpy()[:count] = [begin + self._row.get(sequence, 0) for sequence in sequences]
+        inputs.token_index.numpy()[:count] = [begin + self._row.get(sequence, 0) for sequence in sequences]
         for row in joining:
-            (inputs.given.numpy()[row],) = sequences[row].tokens(positions[row], lengths[row])
-            inputs.token.numpy()[row] = row
+            (inputs.host_tokens.numpy()[row],) = sequences[row].tokens(positions[row], lengths[row])
+            inputs.token_index.numpy()[row] = row
         inputs.positions.numpy()[:count] = positions
         inputs.slots.numpy()[:count] = self._table[np.arange(count), page].astype(np.int64) * PAGE + offset
         inputs.slots.numpy()[count:] = -1
@@ -121,8 +128,8 @@ class AsyncRunner(Runner):
         table = inputs.table.numpy()
         table[:count] = self._table[:count, : table.shape[1]]
 
-    def _note_pages(self, sequences: list[Sequence], positions: np.ndarray, joining: bool) -> None:
-        """Write the sequences' pages to `_table`. If they are those of the last step, only some have one more."""
+    def _update_table(self, sequences: list[Sequence], positions: np.ndarray, joining: bool) -> None:
+        """Write the sequences' pages to `_table`. If the sequences are those of the last step, only add new pages."""
         if joining or sequences != self._order:
             self._order = sequences
             for line, sequence in zip(self._table, sequences, strict=False):
@@ -132,7 +139,7 @@ class AsyncRunner(Runner):
             self._table[row, positions[row] // PAGE] = sequences[row].pages[-1]
 
     def _run(self, inputs: Inputs) -> None:
-        """Run a decode: the part that a graph captures. All of its tensors are on the device, at fixed addresses."""
+        """Run a decode; this is what a CUDA graph captures. All tensors are on the device at fixed addresses."""
         from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
 
         size, pages = inputs.table.shape
@@ -140,7 +147,7 @@ class AsyncRunner(Runner):
             inputs.positions, inputs.slots, inputs.table, inputs.lengths, pages * PAGE, self.cache.layers
         )
         routes = recording() if self.record else NO_ROUTES
-        hidden = self.sampler.hidden_states(self._memory[inputs.token], attention, routes=routes)
+        hidden = self.sampler.hidden_states(self._memory[inputs.token_index], attention, routes=routes)
         if self.record:
             self._experts[:size] = stored(routes.recorded(), self._count)
         if not self._ranked:
@@ -154,35 +161,36 @@ class AsyncRunner(Runner):
 
     @property
     def _ranked(self) -> bool:
+        """Whether sampling sorts logits (top-k or top-p), which runs outside of CUDA graphs."""
         return self.truncation.active and (self.truncation.top_k > 0 or self.truncation.top_p < 1.0)
 
     # --- prefills ----------------------------------------------------------------------------------------------
 
     def _prefill(self, chunks: list[Chunk], computed: Computed, first: int) -> list[Sequence]:
-        """Run chunks of prompts. Returns the sequences that got a token, in the rows from `first` on."""
+        """Run chunks of prompts. Returns the sequences that got a token; their rows in `_tokens` begin at `first`."""
         hidden, experts = self.forward(chunks)
         if experts is not None:
             self._routing.append((chunks, self._to_host(experts)))
         sequences, rows = rows_to_sample(chunks, computed)
         if not sequences:
             return sequences
-        points = self._there([float(sequence.points[sequence.sampled]) for sequence in sequences], torch.float64)
-        self._sample_parts(hidden[self._there(rows)], points, first)
+        points = self._upload([float(sequence.points[sequence.sampled]) for sequence in sequences], torch.float64)
+        self._sample_parts(hidden[self._upload(rows)], points, first)
         return sequences
 
-    def _there(self, values: list[int] | list[float], dtype: torch.dtype = torch.int64) -> Tensor:
+    def _upload(self, values: list[int] | list[float], dtype: torch.dtype = torch.int64) -> Tensor:
         return upload(torch.tensor(values, dtype=dtype), self.device)
 
     # --- tokens ------------------------------------------------------------------------------------------------
 
     def _sample_parts(self, hidden: Tensor, points: Tensor, first: int) -> None:
-        """Sample tokens into the rows from `first` on, with the logits of LOGIT_ROWS rows at a time."""
+        """Sample tokens into the rows from `first` on, computing logits of LOGIT_ROWS rows at a time."""
         for start in range(0, len(hidden), LOGIT_ROWS):
             part = slice(start, min(start + LOGIT_ROWS, len(hidden)))
             self._sample(hidden[part], points[part], slice(first + part.start, first + part.stop))
 
     def _sample(self, hidden: Tensor, points: Tensor, into: slice) -> None:
-        """Sample a token, with its log-prob, from each state (R, H). points: (R,) float64."""
+        """Sample one token and its log-prob per hidden state (R, H). points: (R,) float64."""
         from qarl_kernels.draw import draw
 
         distribution = self.sampler.distribution(hidden, self.truncation)

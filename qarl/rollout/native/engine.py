@@ -1,7 +1,7 @@
-"""The native engine: generates in process, on the policy's own modules and tensors.
+"""The native engine: generates in the learner's process with the policy's own modules and tensors.
 
-Sampler and learner run the same code on the same tensors, and every operation gives a row the same bits in any batch.
-So the log-probs reported here equal the learner's recomputation bit for bit.
+Sampler and learner run the same code on the same tensors, and every operation is batch-invariant, so the log-probs
+reported here equal the learner's recomputation bit for bit.
 """
 
 from __future__ import annotations
@@ -43,16 +43,24 @@ from qarl.weight_sync.snapshot import Snapshot
 
 
 class Generation:
-    """Responses in progress on one KV cache, which may be added while others are being generated.
+    """Responses in progress on one KV cache. Responses may be added while others are being generated.
 
-    An asynchronous step is read after the next one has started. Tokens sampled after the end of a response are dropped.
-    Before a preemption all steps are read: a response may have ended, and a preempted one is recomputed from tokens on
-    the host.
+    With an asynchronous runner, a step's tokens are read after the next step has started, and tokens sampled after the
+    end of a response are dropped. Before a preemption all steps are read, because a response may have ended and a
+    preempted response is recomputed from its tokens on the host.
+
+    Args:
+        sampler: The policy's forward.
+        scheduler: Plans the steps.
+        runner: Runs the steps.
+        stopping: Stop conditions of all responses.
+        version: Policy version of the sampler's weights.
+        record: Collects the experts that tokens are routed to. Default: not recorded.
 
     Attributes:
-        version: Policy version of the sampler's weights, which the tokens read next get.
-        finished: Responses that have ended.
-        tokens: Tokens of all responses so far.
+        version: Policy version that is stored with tokens that are read.
+        finished: Number of responses that have ended.
+        tokens: Number of tokens of all responses so far.
     """
 
     def __init__(
@@ -72,16 +80,16 @@ class Generation:
 
     @property
     def busy(self) -> bool:
-        """Whether a response has not ended."""
+        """Whether a response is in progress."""
         return self._scheduler.busy or self._unread is not None
 
     @property
     def preemptions(self) -> int:
-        """How often a sequence lost its pages."""
+        """Number of times that a sequence lost its pages."""
         return self._scheduler.preemptions
 
     def add(self, prompt: Prompt, samples: Iterable[int], seed: int) -> list[Response]:
-        """Queue responses to one prompt, by their sample numbers."""
+        """Queue the responses with these sample numbers to one prompt."""
         limit = self._stopping.sampling.max_response_length
         responses = [Response(prompt, i, uniforms(seed, prompt.id, i, limit)) for i in samples]
         self._scheduler.add(responses)
@@ -95,7 +103,7 @@ class Generation:
         """Start the next step and read the previous one. Returns the responses that got a token."""
         limit = self._stopping.sampling.max_response_length
         step = None
-        if self._scheduler.busy and (self._unread is None or not self._scheduler.tight):
+        if self._scheduler.busy and (self._unread is None or not self._scheduler.must_preempt):
             with torch.no_grad():
                 step = self._runner.step(self._scheduler.plan(), self._scheduler.computed)
             for response in step.sequences:
@@ -126,26 +134,26 @@ class Generation:
         return extended
 
     def use_version(self, version: int) -> None:
-        """Take the sampler's weights to be those of `version` from the next step on.
+        """Set the policy version of the sampler's weights, from the next step on.
 
-        Drops the recorded experts of responses that ended. Routing is recorded only if none continues with new weights.
+        Drops the recorded experts of ended responses if no response is in progress, as in every run that records them.
         """
         self.version = version
         if self._record is not None and not self.busy:
             self._record = RoutingRecord()
 
     def recompute(self) -> None:
-        """Compute the keys and values of all responses in progress again, with the sampler's weights of now."""
+        """Recompute the keys and values of all responses in progress with the sampler's current weights."""
         assert self._unread is None, "settle first"
         self._scheduler.preempt_all()
 
     def cancel(self, responses: Set[Response]) -> None:
-        """Drop all responses in progress to some prompts."""
+        """Drop responses in progress."""
         assert self._unread is None, "settle first"
         self._scheduler.cancel(responses)
 
     def rollout(self, response: Response, seed: int) -> Rollout:
-        """Return a response that has ended. Its version is that of its last token."""
+        """Return an ended response. `Rollout.version` is the version of its last token."""
         routing = None if self._record is None else self._record.of(response)
         r = response
         assert r.finish_reason is not None, "a response has not ended"
@@ -180,14 +188,15 @@ class Generation:
 
 
 class NativeEngine:
-    """Continuous batching over a paged KV cache. See `RolloutEngine` for the contract.
+    """Continuous batching over a paged KV cache; implements `RolloutEngine`.
 
-    `preemptions` is how often a sequence lost its pages in the last `generate`.
+    Attributes:
+        preemptions: Number of times that a sequence lost its pages in the last `generate`.
     """
 
     def __init__(
         self,
-        sampler: Sampler,  # the policy's forward, on the published version
+        sampler: Sampler,  # the policy's forward with the published weights
         tokenizer: PreTrainedTokenizerBase,
         config: RolloutConfig,
         graphs: bool = True,  # run decodes as CUDA graphs on a GPU
@@ -226,7 +235,7 @@ class NativeEngine:
         first: Sequence[int] | None = None,
     ) -> list[Rollout]:
         require_version(self.version, version)
-        if not self.sampler.current:  # a run samples from the newest weights
+        if not self.sampler.current:
             raise PublishError(
                 f"rollout: the policy was requantized (version {self.sampler.newest}) after the sampler "
                 f"got version {version}; publish it first"
@@ -245,20 +254,20 @@ class NativeEngine:
         return [generation.rollout(response, sampling.seed) for response in responses]
 
     def begin(self, sampling: SamplingParams, version: int, longest: int, sequences: int) -> Generation:
-        """Begin a generation on the engine's KV cache, which one generation at a time uses.
+        """Begin a generation on the engine's KV cache. Only one generation at a time can use it.
 
         Args:
-            sampling: Sampling parameters of all responses; the number of responses and the seed are arguments of `add`.
+            sampling: Sampling parameters of all responses. `n` and `seed` are not used; they are arguments of `add`.
             version: Policy version of the sampler's weights.
-            longest: Most tokens of a prompt and its response.
-            sequences: Most responses in progress at a time.
+            longest: Maximum tokens of a prompt and its response.
+            sequences: Maximum number of responses in progress.
         """
         sizes = self._sizes(longest)
         cache = self._kv_cache(longest, min(sizes.max_num_seqs, sequences))
         record = RoutingRecord() if sampling.record_routing and self.sampler.experts else None
         runner = self._runner_of(cache, sampling.truncation, sizes, longest, record is not None)
-        # Fused attention reads no page past a sequence's end. The plain one multiplies values there by zero, so they
-        # must not be NaN.
+        # Fused attention reads nothing past a sequence's end. Plain attention multiplies the values there by zero, so
+        # they must not be NaN.
         pool = PagePool(cache.count, (lambda page: None) if runner.asynchronous else cache.clear)
         scheduler = Scheduler(
             pool, runner.max_num_seqs, sizes.max_batched_tokens, sampling.max_response_length, cache.copy
@@ -268,12 +277,12 @@ class NativeEngine:
     def _runner_of(
         self, cache: KVCache, truncation: Truncation, sizes: RolloutConfig, longest: int, record: bool
     ) -> Runner:
-        """Return the last generation's runner, with its graphs, if it can be reused, else a new one.
+        """Return the last generation's runner with its CUDA graphs if it can be reused, else a new runner.
 
-        A new cache closes the runner, so a runner that is left has this cache.
+        `_kv_cache` closes the runner when it allocates a new cache, so an existing runner uses the current cache.
         """
         asynchronous = self.sampler.weights.fused
-        # An asynchronous runner decodes every sequence in every step.
+        # An asynchronous runner decodes every running sequence in every step, so the token budget limits them too.
         most = min(sizes.max_num_seqs, sizes.max_batched_tokens) if asynchronous else sizes.max_num_seqs
         runner = self._runner
         if runner is None or not runner.serves(truncation, most, longest, record):
@@ -291,7 +300,7 @@ class NativeEngine:
         self._runner = None
 
     def _sizes(self, longest: int) -> RolloutConfig:
-        """Return the configuration with the sizes that depend on the device. longest: tokens of a sequence."""
+        """Return the configuration with sizes filled in for the device. longest: maximum tokens of a sequence."""
         layout = self.sampler.layout
         if layout.device.type == "cpu":
             return sampler_sizes(self.config, "cpu")
@@ -300,7 +309,7 @@ class NativeEngine:
         return sampler_sizes(self.config, "cuda", sequence, gpu_bytes())
 
     def _kv_cache(self, longest: int, sequences: int) -> KVCache:
-        """Return a KV cache for so many sequences at a time. longest: tokens of a sequence."""
+        """Return a KV cache for `sequences` sequences of up to `longest` tokens each."""
         per_sequence = -(-longest // PAGE)
         pool = self.config.kv_cache_tokens
         count = per_sequence * sequences if pool is None else pool // PAGE
@@ -310,7 +319,7 @@ class NativeEngine:
                 f"{longest} tokens; set at least {per_sequence * PAGE}"
             )
         if self._cache is None or self._cache.count < count:
-            self.sleep()  # free the old one first
+            self.sleep()  # free the old cache first
             layout = self.sampler.layout
             size = count, layout.layers, layout.kv_heads, layout.head_dim
             self._cache = KVCache(*size, self.sampler.cache_dtype, layout.device)

@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: their sizes, inputs and capture.
+"""CUDA graphs of decodes: their sizes, inputs and capture.
 
-There is a graph per number of rows in a ladder and per power of two of attention's chunks of keys. A size first runs
-without a graph, which compiles its kernels, and is captured the second time, so a size that does not recur costs
-nothing.
+One graph is captured per size: a number of rows (`graph_rows`) and a number of pages per row (`graph_pages`). The first
+decode of a size runs without a graph, which compiles its kernels. The second one is captured, so a size that does not
+recur costs nothing.
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ from torch import Tensor
 
 
 def graph_rows(count: int) -> int:
-    """Return the rows of the smallest graph for `count` sequences: powers of two, above 8 with sizes between them."""
+    """Return the rows of the smallest graph for `count` sequences.
+
+    Sizes are 1, 2, 4, 8, and above 8 the multiples of max(8, p / 8), where p is the next power of two.
+    """
     power = 1 << (count - 1).bit_length()
     step = max(8, power // 8)
     return power if count <= 8 else -(-count // step) * step
 
 
 def graph_pages(longest: int) -> int:
-    """Return the pages of the smallest graph for sequences of `longest` tokens: a power of two of key chunks."""
+    """Return the pages per row of the smallest graph for sequences of `longest` tokens.
+
+    They cover a power of two of the key chunks (`CHUNK` tokens) that attention splits a sequence into.
+    """
     return (1 << (-(-longest // CHUNK) - 1).bit_length()) * (CHUNK // PAGE)
 
 
 class Graphs:
-    """Graphs by key: rows, and pages of each. Without CUDA, the work runs as it is.
+    """CUDA graphs by (rows, pages per row). Without CUDA, nothing is captured and the work runs directly.
 
-    The graphs share memory, because only one runs at a time and none leaves a result in it.
+    All graphs share one memory pool, because only one runs at a time and none returns a result in that memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +49,7 @@ class Graphs:
                 self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
 
     def run(self, key: tuple[int, int], work: Callable[[], None]) -> None:
-        """Run `work`, whose launches depend on the key only; from the second time on as a graph."""
+        """Run `work`, whose kernel launches depend only on the key; from the second call per key on as a graph."""
         if key not in self._replays:
             work()
             self._replays[key] = None
@@ -68,7 +74,7 @@ class Graphs:
         return graph.replay
 
     def close(self) -> None:
-        """Free the memory of the graphs."""
+        """Free the graphs and their memory. Nothing can be captured afterwards."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # an interrupted generation may have left a step running
         self._replays.clear()
@@ -77,31 +83,31 @@ class Graphs:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a decode step: S rows, one per sequence; trailing rows may be empty.
+    """Inputs of a decode: S rows, one per sequence; trailing rows may be padding.
 
-    All tensors are in one block of memory, so that one copy brings them to the device. For `positions`, `slots`,
+    All tensors are views of one block, so that a single copy transfers them to the device. For `positions`, `slots`,
     `lengths` and `table` see `DecodeAttention`.
     """
 
-    block: Tensor  # (N,) int64, contains the others
-    given: Tensor  # (S,) int64, tokens that the host knows; at the beginning of the block
-    token: Tensor  # (S,) int64, index of the row's token in the memory that begins with the block
+    block: Tensor  # (N,) int64, contains all others
+    host_tokens: Tensor  # (S,) int64, token ids that the host knows; the beginning of the block
+    token_index: Tensor  # (S,) int64, index of the row's input token in the tensor that begins with the block
     positions: Tensor
     slots: Tensor
-    points: Tensor  # (S,) float64, random numbers that decide the row's next token
+    points: Tensor  # (S,) float64, uniform random numbers that the next tokens are sampled with
     lengths: Tensor
     table: Tensor
 
     @classmethod
     def of(cls, block: Tensor, size: int, pages: int) -> Inputs:
-        """Return views of a block, each at a multiple of 16 bytes. pages: columns of the page table."""
+        """Return views of a block for `size` rows, each view aligned to 16 bytes. pages: columns of the page table."""
         sizes = cls.sizes(size, pages)
         block = block[: sum(sizes)]
-        given, token, positions, slots, points, lengths, table = block.split(sizes)
+        host_tokens, token_index, positions, slots, points, lengths, table = block.split(sizes)
         return cls(
             block,
-            given[:size],
-            token[:size],
+            host_tokens[:size],
+            token_index[:size],
             positions[:size],
             slots[:size],
             points.view(torch.float64)[:size],
@@ -111,6 +117,6 @@ class Inputs:
 
     @staticmethod
     def sizes(size: int, pages: int) -> list[int]:
-        """Return the 64-bit words of each tensor in the block, in the order of `of`."""
+        """Return the number of 64-bit words of each tensor in the block, in the order of `of`."""
         narrow = (-(-size // 2), -(-size * pages // 2))
         return [-(-words // 2) * 2 for words in (size, size, size, size, size, *narrow)]

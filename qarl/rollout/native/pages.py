@@ -1,4 +1,4 @@
-"""The KV cache in pages, and a pool that lets samples of a prompt share its full pages."""
+"""The paged KV cache, and a page pool with reference counts: samples of one prompt share its full pages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of `count` pages in every layer.
+    """Keys and values of `count` pages in every layer, in one tensor, so that one operation clears or copies a page.
 
-    `layers` has (k, v) per layer, each (P, H_kv, PAGE, D). All are in one block of memory, so that a page is cleared or
-    copied in all layers at once.
+    Attributes:
+        count: Number of pages P.
+        layers: (keys, values) per layer, views of (P, H_kv, PAGE, D) each.
     """
 
     def __init__(
@@ -24,16 +25,21 @@ class KVCache:
         self.layers = [(layer[0], layer[1]) for layer in self._block]
 
     def clear(self, page: int) -> None:
-        """Zero a page."""
+        """Zero a page in all layers."""
         self._block[:, :, page].zero_()
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy a page's first `tokens` tokens."""
+        """Copy the first `tokens` tokens of a page in all layers."""
         self._block[:, :, target, :, :tokens] = self._block[:, :, source, :, :tokens]
 
 
 class PagePool:
-    """`count` pages by number, with reference counts. `on_take` is called with every page that is taken."""
+    """Reference counts of the pages 0 to `count` - 1.
+
+    Args:
+        count: Number of pages.
+        on_take: Called with each page that is taken.
+    """
 
     def __init__(self, count: int, on_take: Callable[[int], None]) -> None:
         self.count = count
@@ -46,18 +52,20 @@ class PagePool:
         return len(self._free)
 
     def take(self) -> int:
-        """Take a free page. The caller has checked `free`."""
+        """Take a free page; `free` must not be 0."""
         page = self._free.pop()
         self._holders[page] = 1
         self._on_take(page)
         return page
 
     def share(self, page: int) -> int:
+        """Add a reference to a taken page. Returns the page."""
         assert self._holders[page] > 0, f"page {page} is shared but not taken"
         self._holders[page] += 1
         return page
 
     def release(self, pages: list[int]) -> None:
+        """Drop one reference to each page; a page without references is free."""
         for page in pages:
             self._holders[page] -= 1
             assert self._holders[page] >= 0, f"page {page} was released twice"

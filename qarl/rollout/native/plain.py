@@ -1,4 +1,4 @@
-"""Steps in plain torch, for the CPU. Tokens are on the host when a step returns."""
+"""Engine steps in plain torch, for the CPU. A step returns when its tokens are on the host."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from torch import Tensor
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.steps import LOGIT_ROWS, Computed, Runner, StepOutput, rows_to_sample
 
-# Tokens outside the truncated set keep a probability of exp(-50) = 2e-22 relative to the likeliest token. Sampling
-# starts above the sum of half a million of them; this takes less of the distribution than one step of a uniform number.
+# Lower bound of the cumulative probability that is inverted. Tokens removed by truncation keep exp(-50) = 2e-22 of the
+# likeliest token's probability. The bound exceeds the sum of half a million of them, so that none of them is sampled in
+# front of the first kept token, and it is below 2^-53, the spacing of the uniform numbers.
 FIRST_POINT = 1e-16
 
 
 def sample_tokens(log_probs: Tensor, points: list[float]) -> Tensor:
-    """Sample token ids (R,) by inverting the cumulative distribution of each row in float64, in order of token id.
+    """Sample one token id per row by inverting the row's cumulative distribution, in float64 and in order of token id.
 
-    log_probs: (R, V) float32; a row with NaN gives the last token. points: R numbers in [0, 1].
+    Args:
+        log_probs: (R, V) float32. A row with NaN gives the last token.
+        points: R uniform random numbers in [0, 1].
+
+    Returns:
+        (R,) int64.
     """
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
@@ -28,7 +34,7 @@ def sample_tokens(log_probs: Tensor, points: list[float]) -> Tensor:
 
 
 class PlainRunner(Runner):
-    """Runs steps in plain torch."""
+    """See `Runner`."""
 
     def step(self, chunks: list[Chunk], computed: Computed) -> StepOutput:
         hidden, experts = self.forward(chunks)
@@ -44,11 +50,11 @@ class PlainRunner(Runner):
         return StepOutput(sequences, range(len(sequences)), torch.cat(tokens), torch.cat(logprobs), routing)
 
     def _sample(self, hidden: Tensor, rows: list[int], points: list[float]) -> tuple[Tensor, Tensor]:
-        """Sample a token per point from the state in its row of `hidden` (T, H); return tokens and log-probs."""
+        """Sample one token per point from `hidden[row]`, (T, H). Returns token ids and log-probs, (R,) each."""
         distinct = list(dict.fromkeys(rows))
         log_probs = log_probs_of(self.sampler.logits(hidden[distinct]), self.truncation)
         if len(distinct) < len(rows):
-            place = {row: i for i, row in enumerate(distinct)}
-            log_probs = log_probs[[place[row] for row in rows]]
+            index = {row: i for i, row in enumerate(distinct)}
+            log_probs = log_probs[[index[row] for row in rows]]
         chosen = log_probs.argmax(-1) if self.truncation.greedy else sample_tokens(log_probs, points)
         return chosen, log_probs.gather(-1, chosen[:, None])[:, 0]

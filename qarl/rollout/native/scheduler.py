@@ -1,13 +1,13 @@
-"""Continuous batching: select the tokens of the next forward, within a token and a page budget.
+"""Continuous batching: selects the tokens of the next forward, within a token budget and the free pages.
 
 Every step decodes one token of each running sequence, oldest first, and fills the rest of the token budget with chunks
-of prompts. The samples of a prompt wait together: the first runs the prompt, and the others fork from its pages. A
-sample that comes later, or comes back, takes the prompt's keys and values from one that is still running. If it needs
-nothing else, its prefill is one token and runs like a decode.
+of prompts (chunked prefill). The samples of a prompt are queued together: the first one runs the prompt, and the others
+fork from its pages. A sample that is added later, or was preempted, shares the prompt's pages with a sample that is
+still running. If only its last token is left to compute, its prefill runs like a decode.
 
-A prefill starts only if the pool has pages for all of its tokens, so a started one can always finish. When pages run
-out, the youngest sequence is preempted: it loses its pages and waits to be recomputed. The oldest never is, and the
-pool can hold any single sequence, so every step makes progress.
+A prefill starts only if the pool has pages for all of its tokens, so every started prefill can finish. If pages run
+out, the youngest sequence is preempted: it loses its pages and is recomputed later. The oldest sequence is never
+preempted, and the pool can hold any single sequence, so every step makes progress.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qarl.rollout.native.sequence import Sequence
 
 @dataclass
 class Prefill:
-    """A sequence with tokens still to compute, and the samples that fork from it afterwards."""
+    """A sequence whose keys and values must be computed, and the samples that fork from it afterwards."""
 
     lead: Sequence
     siblings: list[Sequence]
@@ -41,20 +41,20 @@ class Chunk(NamedTuple):
 
     @property
     def single(self) -> bool:
-        """Return whether it is one token, from which this sequence alone samples its next token."""
+        """Whether the chunk is one token, from which only this sequence samples its next token."""
         if self.prefill is None:
             return True
         return self.stop - self.start == 1 and self.stop == self.sequence.length and not self.prefill.siblings
 
 
 class Scheduler:
-    """Plans steps.
+    """Plans the steps of a generation.
 
     Attributes:
-        waiting: Without pages.
-        prefilling: With pages for all their tokens.
-        running: Decoded in each step, oldest first.
-        preemptions: How often a sequence lost its pages.
+        waiting: Sequences without pages.
+        prefilling: Sequences with pages for all their tokens, not all of them computed.
+        running: Sequences that decode one token per step, oldest first.
+        preemptions: Number of times that a sequence lost its pages.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Scheduler:
         pool: PagePool,
         max_num_seqs: int,
         max_batched_tokens: int,
-        max_response_length: int,  # tokens; tells which sequences will need more pages
-        copy_page: Callable[[int, int, int], None],  # (source, target, tokens), keys and values of every layer
+        max_response_length: int,  # tokens; to estimate which sequences will need more pages
+        copy_page: Callable[[int, int, int], None],  # see `KVCache.copy`
     ) -> None:
         self.pool, self.max_num_seqs, self.max_batched_tokens = pool, max_num_seqs, max_batched_tokens
         self.max_response_length, self.copy_page = max_response_length, copy_page
@@ -81,18 +81,18 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.running)
 
     @property
-    def tight(self) -> bool:
-        """Return whether the next step would preempt a sequence."""
+    def must_preempt(self) -> bool:
+        """Whether the next step would preempt a sequence."""
         return (
             self.pool.free < len(self.running) and sum(s.pages_missing(s.length) for s in self.running) > self.pool.free
         )
 
     def plan(self) -> list[Chunk]:
-        """Plan the next step: chunks, at most one per sequence, with pages taken for them. Empty only if idle."""
+        """Plan the next step: at most one chunk per sequence, with pages for its tokens. Empty only if idle."""
         budget = self.max_batched_tokens
         chunks = []
         index = 0
-        while index < len(self.running) and budget > 0:  # victims come from the end: never a planned one
+        while index < len(self.running) and budget > 0:  # preempted from the end, so never one with a chunk
             sequence = self.running[index]
             length = sequence.length
             if length <= PAGE * len(sequence.pages) or self._make_room(sequence):
@@ -111,7 +111,7 @@ class Scheduler:
         return chunks
 
     def computed(self, chunk: Chunk) -> list[Sequence]:
-        """Mark a chunk as run. Returns the sequences that sample a token from its last row."""
+        """Mark a chunk as computed. Returns the sequences that sample a token from its last row."""
         chunk.sequence.computed = chunk.stop
         if chunk.prefill is None:
             return [chunk.sequence]
@@ -127,7 +127,7 @@ class Scheduler:
         self._drop_pages(sequence)
 
     def cancel(self, gone: Set[Sequence]) -> None:
-        """Remove sequences, wherever they are, and free their pages. Samples that wait together go together."""
+        """Remove sequences and free their pages. Samples that are queued together must be removed together."""
         for sequence in [sequence for sequence in self.running if sequence in gone]:
             self.finish(sequence)
         for prefill in (prefill for prefill in self.prefilling if prefill.lead in gone):
@@ -136,7 +136,7 @@ class Scheduler:
         self.waiting = deque(prefill for prefill in self.waiting if prefill.lead not in gone)
 
     def preempt_all(self) -> None:
-        """Take the pages of all started sequences, which are computed again before any waiting one starts."""
+        """Free the pages of all started sequences. They are recomputed before any waiting sequence starts."""
         started = [*(Prefill(sequence, []) for sequence in self.running), *self.prefilling]
         self.running, self.prefilling = [], []
         for prefill in reversed(started):
@@ -144,13 +144,13 @@ class Scheduler:
             self.waiting.appendleft(prefill)
 
     def _start_prefill(self) -> bool:
-        """Give the next waiting prefill its pages. Returns False without one, without a slot, or without pages."""
+        """Start the next waiting prefill. Returns False if there is none, no free slot, or not enough free pages."""
         slots = len(self.running) + sum(1 + len(p.siblings) for p in self.prefilling)
         if not self.waiting or slots >= self.max_num_seqs:
             return False
         lead = self.waiting[0].lead
         donor = next((s for s in self.running if s.prompt is lead.prompt), None)
-        # the last token always runs: its row gives the next token
+        # The last token always runs: the next token is sampled from its hidden state.
         known = min(len(lead.prompt.token_ids), lead.length - 1) if donor else 0
         full = known // PAGE
         if lead.pages_missing(lead.length) - full > self.pool.free - self._reserve():
@@ -169,7 +169,10 @@ class Scheduler:
         return True
 
     def _reserve(self) -> int:
-        """Return the pages kept free for started sequences; without them a new one would soon be preempted."""
+        """Return the number of pages to keep free: one per started sequence that will need more pages.
+
+        Without this reserve a new sequence would soon be preempted.
+        """
         started = [*self.running, *(p.lead for p in self.prefilling)]
         return sum(s.pages_missing(len(s.prompt.token_ids) + self.max_response_length) > 0 for s in started)
 
@@ -191,7 +194,7 @@ class Scheduler:
         return forked
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Get pages for the sequence's next token, preempting others. Returns False if it was preempted itself."""
+        """Take pages for the sequence's next token, preempting others. Returns False if it was preempted itself."""
         while self.pool.free < sequence.pages_missing(sequence.length):
             self.preemptions += 1
             victim = self.prefilling.pop() if self.prefilling else Prefill(self.running.pop(), [])

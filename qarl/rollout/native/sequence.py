@@ -1,4 +1,4 @@
-"""One response being generated, and the random numbers that decide its tokens."""
+"""One response in progress, and the random numbers that its tokens are sampled with."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from qarl.types import FinishReason, Prompt
 class Sequence:
     """A prompt and the response so far.
 
-    A preempted response keeps its tokens and log-probs and loses its pages. Forwards are bit-reproducible, so computing
-    its keys and values again with the same weights changes nothing.
+    A preempted response loses its pages and keeps its tokens and log-probs. Forwards are bit-reproducible, so
+    recomputing its keys and values with the same weights gives the same bits.
     """
 
     prompt: Prompt
     sample: int
-    points: np.ndarray  # random numbers that decide its tokens
+    points: np.ndarray  # (max_response_length,) float64, see `uniforms`; number p decides response token p
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # policy version that sampled each token
-    pending: int = 0  # tokens after `response` that are sampled but still on the device
+    pending: int = 0  # number of sampled tokens after `response` that the host has not read
     pages: list[int] = field(default_factory=list)
-    computed: int = 0  # tokens whose keys and values are in `pages`
+    computed: int = 0  # number of tokens whose keys and values are in `pages`
     finish_reason: FinishReason | None = None
     text: str = ""
 
     @property
     def sampled(self) -> int:
-        """Tokens of the response so far."""
+        """Number of response tokens so far, including pending ones."""
         return len(self.response) + self.pending
 
     @property
     def length(self) -> int:
+        """Number of tokens of prompt and response so far, including pending ones."""
         return len(self.prompt.token_ids) + self.sampled
 
     def tokens(self, start: int, stop: int) -> list[int]:
+        """Return the token ids at positions [start, stop), none of them pending."""
         assert stop <= self.length - self.pending, "the host has not read this token"
         split = len(self.prompt.token_ids)
         if start >= split:
@@ -47,15 +49,16 @@ class Sequence:
         return (self.prompt.token_ids + self.response)[start:stop]
 
     def pages_missing(self, upto: int) -> int:
-        """Return how many pages tokens before position `upto` need in addition."""
+        """Return the number of pages to add so that all tokens before position `upto` fit."""
         return max(0, -(-upto // PAGE) - len(self.pages))
 
 
 def uniforms(seed: int, prompt_id: int, sample: int, count: int) -> np.ndarray:
-    """Return the random numbers in [0, 1) of response `sample` to prompt `prompt_id`: float64 (count,).
+    """Return the uniform random numbers in [0, 1) of response `sample` to prompt `prompt_id`: (count,) float64.
 
-    Number p decides token p, whatever `count` is. The Philox 4x64 stream is keyed by the seed and counted by the rest.
-    It has no state, so a token does not depend on what else is sampled, or on an interruption.
+    Number p decides response token p, whatever `count` is. The numbers come from a Philox 4x64 stream whose key is the
+    seed and whose initial counter is (sample, prompt_id). A counter-based generator has no state, so a token depends
+    neither on other responses nor on an interruption of the run.
     """
     stream = np.random.Philox(
         key=np.array([seed, 0], dtype=np.uint64), counter=np.array([0, 0, sample, prompt_id], dtype=np.uint64)
