@@ -12,6 +12,7 @@ import fake_sampler
 import pytest
 import torch
 
+from qarl.rollout.asynchronous.process import AsyncProcess
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm import process
 from qarl.rollout.vllm.channel import Channel
@@ -96,6 +97,19 @@ def test_a_hang_is_ended_after_the_configured_time(start) -> None:
         sampler.call("generate", ORDER, ignore)
     assert str(fault.value) == "it gave no sign of life for 0.5 s (rollout.vllm.timeout_s)"
     assert not fake_sampler.alive(sampler.pid)
+
+
+def test_a_hang_of_an_asynchronous_sampler_names_its_own_key(tmp_path: Path, monkeypatch) -> None:
+    fake_sampler.install(monkeypatch.setattr)
+    (tmp_path / "troubles").write_text("generate hang")
+    sampler = AsyncProcess(torch.device("cpu"), None, "fast", tmp_path / "sampler.log", 0.5, vllm=True)
+    try:
+        sampler.begin_start(fake_sampler.settings(tmp_path), {})
+        sampler.wait_until_ready(lambda: None)
+        with pytest.raises(SamplerFault, match=r"no sign of life for 0.5 s \(rollout\.async\.timeout_s\)"):
+            sampler.call("generate", ORDER, ignore)
+    finally:
+        sampler.close()
 
 
 def test_slow_but_alive_is_no_hang(start, monkeypatch) -> None:

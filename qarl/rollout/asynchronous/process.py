@@ -68,6 +68,8 @@ class AsyncProcess(SamplerProcess):
         vllm: Whether vLLM samples, in the process that it also has in a synchronous run. Otherwise the native engine.
     """
 
+    timeout_key = "rollout.async.timeout_s"
+
     def __init__(
         self, learner: torch.device, gpu: int | None, numerics: str, log: Path, timeout_s: float, vllm: bool
     ) -> None:

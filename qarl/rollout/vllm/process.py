@@ -78,7 +78,10 @@ class SamplerProcess(Sampler):
 
     Attributes:
         progress: Responses and tokens of the current order.
+        timeout_key: Configuration key of `timeout_s`.
     """
+
+    timeout_key = "rollout.vllm.timeout_s"
 
     def __init__(self, learner: torch.device, gpu: int | None, numerics: str, log: Path, timeout_s: float) -> None:
         self.timeout_s, self.log = timeout_s, log
@@ -232,7 +235,7 @@ class SamplerProcess(Sampler):
                 self.timeout_s = limit
 
     def _hung(self) -> SamplerFault:
-        return self._ended(f"it gave no sign of life for {self.timeout_s:g} s (rollout.vllm.timeout_s)")
+        return self._ended(f"it gave no sign of life for {self.timeout_s:g} s ({self.timeout_key})")
 
     def _ended(self, why: str) -> SamplerFault:
         """Kill a process that no longer answers. Returns the fault."""
