@@ -1,8 +1,10 @@
-"""Asynchronous rollouts: a native engine or vLLM in a process of its own samples while the learner learns.
+"""Asynchronous rollouts: a native engine or vLLM in its own process samples while the learner learns.
 
-host.py      the sampler's process (started by `rollout/child.py`): generation, publishes and messages
-vllm_host.py vLLM in place of the native engine
-process.py   the learner's handle of the process
-groups.py    prompts in flight, their responses and scores, and what a checkpoint keeps of them
-engine.py    what the training loop uses: publish, take, save, restart
+host.py         the sampler's process with the native engine, started by `rollout/child.py`
+vllm_host.py    vLLM in place of the native engine
+process.py      the learner's handle of that process
+connection.py   the thread that sends orders, receives responses and restarts a failed process
+groups.py       prompts in flight, their responses and scores, and their saved form
+group_queue.py  these groups, shared between the learner and its threads
+engine.py       the engine of the training loop: publish, take, save, restart
 """

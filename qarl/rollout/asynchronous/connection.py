@@ -1,8 +1,7 @@
-"""The link to a sampler's process: a thread sends orders, takes answers, and restarts the process if it fails."""
+"""The connection to a sampler's process: a thread sends orders, receives answers, and restarts a failed process."""
 
 from __future__ import annotations
 
-import shutil
 import socket
 import time
 from collections import deque
@@ -17,10 +16,10 @@ from qarl.config import Config
 from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
 from qarl.policy.policy import Policy
-from qarl.rollout.asynchronous.group_queue import LOOK_S, GroupQueue
+from qarl.rollout.asynchronous.group_queue import POLL_S, GroupQueue
 from qarl.rollout.asynchronous.groups import Added, Published
 from qarl.rollout.asynchronous.process import AsyncProcess, AsyncSettings
-from qarl.rollout.vllm.launch import LOG, sampler_settings
+from qarl.rollout.vllm.launch import LOG, sampler_settings, temporary_checkpoint
 from qarl.rollout.vllm.process import SamplerError, log_hint, next_restart, start_error
 from qarl.weight_sync.canary import Bound, difference
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
@@ -29,20 +28,18 @@ from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.transport import learner_gpu
 from qarl.weight_sync.update import WeightUpdate
 
-CHECKPOINT = "sampler"  # in the run directory, while vLLM loads it
-POLL_S = 0.01  # for a message of the sampler's process
+MESSAGE_S = 0.01  # seconds to wait for a message of the sampler's process before sending new orders
 
 
 def sampler_gpu(config: Config, device: torch.device, ranks: Ranks) -> int | None:
     """Return the CUDA index of this rank's sampler; None on the CPU. A collective.
 
-    The samplers of several ranks are on the GPUs after those of all learners of the machine, or from
-    `rollout.async.device` on.
+    Samplers use consecutive GPUs of the machine, starting at `rollout.async.device`, by default after the learners'.
 
     Args:
-        config: Of the run.
-        device: The learner's.
-        ranks: Of the run.
+        config: The run's configuration.
+        device: The learner's device.
+        ranks: The ranks of the run.
 
     Raises:
         UserError: There is no GPU for the sampler.
@@ -57,21 +54,20 @@ def sampler_gpu(config: Config, device: torch.device, ranks: Ranks) -> int | Non
     count = torch.cuda.device_count()
     if gpu >= count or gpu in learners:
         raise UserError(
-            f"rollout.async: {here} samplers need a GPU each beside the {here} of the learner, and this machine shows "
-            f"{count}; take {2 * here} or more (rollout.async.device is that of the first sampler), or leave "
-            "rollout.async out"
+            f"rollout.async: {here} learners and {here} samplers need one GPU each, and this machine has {count}; use "
+            f"{2 * here} or more (rollout.async.device: index of the first sampler's GPU), or remove rollout.async"
         )
     return gpu
 
 
-def launch(config: Config, device: torch.device, gpu: int | None, place: Path) -> AsyncProcess:
-    """Start the sampler's process, which imports what it needs and then waits for `SamplerConnection`.
+def launch(config: Config, device: torch.device, gpu: int | None, directory: Path) -> AsyncProcess:
+    """Start the sampler's process, which imports its modules and then waits for orders of a `SamplerConnection`.
 
     Args:
-        config: Of the run.
-        device: The learner's.
-        gpu: See `sampler_gpu`.
-        place: Directory of the log.
+        config: The run's configuration.
+        device: The learner's device.
+        gpu: Result of `sampler_gpu`.
+        directory: Directory of the log.
 
     Raises:
         UserError: The log cannot be written.
@@ -80,27 +76,29 @@ def launch(config: Config, device: torch.device, gpu: int | None, place: Path) -
     assert settings is not None, "the run samples asynchronously"
     numerics = "exact" if config.rollout.exact else "fast"
     vllm = config.rollout.engine == "vllm"
-    return AsyncProcess(device, gpu, numerics, place / LOG, settings.timeout_s, vllm)
+    return AsyncProcess(device, gpu, numerics, directory / LOG, settings.timeout_s, vllm)
 
 
 class SamplerConnection:
-    """Orders for one sampler, and its answers.
+    """Sends orders to one sampler and receives its answers.
 
     Args:
-        config: Of the run.
-        process: See `launch`; it is the link's from now on.
-        queue: Gets the answers. Its lock also guards what is shared here.
+        config: The run's configuration.
+        policy: The policy whose versions are published.
+        tokenizer: Written to the checkpoint that vLLM starts from.
+        process: The process that `launch` started. The connection restarts it if it fails.
+        queue: Receives the responses. Its lock also guards the state of this object.
         canary: Token sequences that learner and sampler score after each publish.
-        place: Directory of the log.
+        directory: Directory of the log.
         say: Called with one line for the user.
 
     Attributes:
-        process: The current one.
-        started: Whether it has a model.
+        process: The current process.
+        started: Whether the first process has built its model.
         restarts: Number of processes that failed.
         sampler_s: Seconds of generation so far.
-        tokens: Of finished responses so far.
-        metrics: Of the start and the last publish.
+        tokens: Number of tokens of finished responses so far.
+        metrics: Metrics of the start and the last publish, by name.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class SamplerConnection:
         process: AsyncProcess,
         queue: GroupQueue,
         canary: list[list[int]],
-        place: Path,
+        directory: Path,
         say: Callable[[str], None],
     ) -> None:
         assert config.rollout.asynchronous is not None, "the run samples asynchronously"
@@ -120,25 +118,25 @@ class SamplerConnection:
         self.sampler_s = self.tokens = 0.0
         self.metrics: dict[str, float] = {}
         self._config, self._policy, self._tokenizer = config, policy, tokenizer
-        self._queue, self._canary, self._place, self._say = queue, canary, place, say
+        self._queue, self._canary, self._directory, self._say = queue, canary, directory, say
         self._bound: Bound | None = None
-        self._serves = False  # whether `process` takes orders; not while another one is being started
-        self._orders: deque[tuple[Published | Added, WeightUpdate | None]] = deque()  # still to be sent
-        self._unanswered: Published | None = None  # publish that the sampler has not answered
-        self._partials: list[Any] | None = []  # None: asked for
-        self._asks_partials = False
-        self._earlier_s = 0.0  # seconds of generation of processes that failed
-        self._model: AsyncSettings | None = None
+        self._serves = False  # whether `process` takes orders; False while a process is being started
+        self._orders: deque[tuple[Published | Added, WeightUpdate | None]] = deque()  # not sent yet
+        self._unanswered: Published | None = None  # the publish that the sampler has not answered
+        self._partials: list[Any] | None = []  # the sampler's last answer to `partials`; None: not answered yet
+        self._asks_partials = False  # whether the order `partials` must be sent
+        self._earlier_s = 0.0  # seconds of generation in processes that failed
+        self._model: AsyncSettings | None = None  # how the sampler builds its model, from `start` on
 
-    # --- the learner's side ------------------------------------------------------------------------------------
+    # --- called by the learner ---------------------------------------------------------------------------------
 
     def start(self, model: AsyncSettings) -> None:
-        """Wait until the process has built the model, and start the thread. Raises SamplerError if it does not."""
+        """Wait until the process has built the model, and start the thread. Raises SamplerError if that fails."""
         self._model = model
         try:
             self._build(self.process)
         except SamplerFault as fault:
-            log = self._place / LOG
+            log = self._directory / LOG
             if self._config.rollout.engine == "vllm":
                 raise start_error(fault, log) from fault
             raise SamplerError(f"rollout.async: the sampler did not start: {fault}{log_hint(log)}") from fault
@@ -146,15 +144,15 @@ class SamplerConnection:
         self._queue.run("sampler", self._serve)
 
     def add(self, entry: Added) -> None:
-        """Order responses; under the lock."""
+        """Order responses. The caller holds the lock."""
         self._enqueue(entry, None)
 
     def publish(self, entry: Published, snapshot: Snapshot) -> None:
-        """Order a version to be published; under the lock. Raises OSError if shared memory is full.
+        """Order a publish. The caller holds the lock. Raises OSError if shared memory is full.
 
-        The transport holds one update at a time. It is packed here if the transport is free, because the thread would
-        wait for all work that the learner's GPU gets next. Otherwise (the process failed, and another one must get an
-        earlier version first) the thread packs it before it is sent.
+        The transport holds one update at a time. If it is free, the update is packed here, because packing in the
+        thread would wait for all work that the learner's GPU gets next. If it is not free (a restarted process must
+        get an earlier version first), the thread packs the update before sending it.
         """
         free = self._serves and not self.versions()
         self._enqueue(entry, self._pack(snapshot) if free else None)
@@ -165,7 +163,7 @@ class SamplerConnection:
         self._queue.changed.notify_all()
 
     def repeat(self) -> None:
-        """Order again whatever responses are missing; under the lock."""
+        """Order all missing responses again. The caller holds the lock."""
         waits = self.settings.in_flight == "wait"
         self._orders = deque((entry, None) for entry in self._queue.log.repeat(waits))
 
@@ -179,16 +177,16 @@ class SamplerConnection:
         return WeightUpdate(snapshot.version, [payload], snapshot.fingerprints, self._canary)
 
     def versions(self) -> set[int]:
-        """Return the versions that are still to be sent or answered; under the lock."""
+        """Return the versions that are not sent or not answered yet. The caller holds the lock."""
         entries = [self._unanswered, *(entry for entry, _ in self._orders)]
         return {entry.version for entry in entries if isinstance(entry, Published)}
 
     def partials(self) -> list[Any]:
-        """Ask for what unfinished responses have so far, as `Host.partials` returns it. After a fault: nothing."""
+        """Return unfinished responses, see `NativeHost.partials`; an empty list after a fault."""
         with self._queue.changed:
             self._partials, self._asks_partials = None, True
             while self._partials is None and self._queue.fault is None:
-                self._queue.changed.wait(LOOK_S)
+                self._queue.changed.wait(POLL_S)
             return self._partials or []
 
     # --- the model ---------------------------------------------------------------------------------------------
@@ -201,19 +199,15 @@ class SamplerConnection:
         process.wait_until_ready(self._queue.raise_fault)
 
     def _load_vllm(self, process: AsyncProcess) -> None:
-        """Start vLLM on a checkpoint of the newest version. The publish that it gets first may bring an older one."""
-        layout, folder = self._policy.sampler.layout, self._place / CHECKPOINT
-        newest = self._queue.log.last_version
+        """Start vLLM on a checkpoint of the newest version. Its first publish may bring an older version."""
+        layout, newest = self._policy.sampler.layout, self._queue.log.last_version
         assert newest is not None, "a version was published"
         snapshot = self._policy.kept.snapshot(newest)
-        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted start
         begin = time.perf_counter()
-        try:
-            write_snapshot_checkpoint(folder, snapshot, layout, self._tokenizer)
-            process.begin_start(sampler_settings(self._config, layout, folder), snapshot.fingerprints)
+        with temporary_checkpoint(self._directory) as checkpoint:
+            write_snapshot_checkpoint(checkpoint, snapshot, layout, self._tokenizer)
+            process.begin_start(sampler_settings(self._config, layout, checkpoint), snapshot.fingerprints)
             process.wait_until_ready(self._queue.raise_fault)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         if not self.started:
             self.metrics["time/sampler_start_s"] = time.perf_counter() - begin
             self.metrics["publish/proved_frac"] = process.result["proved_frac"]
@@ -223,11 +217,11 @@ class SamplerConnection:
     # --- the thread --------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Send orders and take what the sampler's process sends, until the queue closes."""
+        """Send orders and receive messages until the queue closes."""
         while not self._queue.closing:
             try:
                 self._send_orders()
-                message = self.process.message(POLL_S)
+                message = self.process.message(MESSAGE_S)
             except SamplerFault as fault:
                 self._restart(fault)
                 continue
@@ -237,6 +231,7 @@ class SamplerConnection:
                     self._queue.changed.notify_all()
 
     def _send_orders(self) -> None:
+        """Send all orders, up to a publish that must wait for the answer to the previous one."""
         while True:
             with self._queue.changed:
                 cancelled, self._queue.to_cancel = self._queue.to_cancel, []
@@ -272,7 +267,7 @@ class SamplerConnection:
                 self.sampler_s = self._earlier_s + sampler_s
                 self.tokens += self._queue.finish(answers)
             case _:
-                raise SamplerError(f"rollout.async: the sampler's process sent {kind[:40]!r}")
+                raise SamplerError(f"rollout.async: the sampler's process sent an unknown message {kind[:40]!r}")
 
     def _check(self, version: int, pause_s: float, seconds: dict[str, float], scores: list[list[float]]) -> None:
         """Check the sampler's answer to a publish."""
@@ -298,14 +293,15 @@ class SamplerConnection:
     def _restart(self, fault: SamplerFault) -> None:
         """Start another process and repeat the orders whose responses are missing.
 
-        Raises SamplerError past the limit.
+        Raises:
+            SamplerError: `rollout.async.max_restarts` is reached.
         """
         with self._queue.changed:
             self._serves = False
         self.process.close()
         limit = self.settings.max_restarts
-        self.restarts = next_restart(fault, self.restarts, limit, "rollout.async", self._place / LOG, self._say)
-        process = launch(self._config, self._policy.device, self.process.gpu, self._place)
+        self.restarts = next_restart(fault, self.restarts, limit, "rollout.async", self._directory / LOG, self._say)
+        process = launch(self._config, self._policy.device, self.process.gpu, self._directory)
         try:
             self._build(process)
         except BaseException:

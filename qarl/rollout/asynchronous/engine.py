@@ -1,9 +1,11 @@
-"""Asynchronous rollouts as the training loop uses them.
+"""The engine of asynchronous rollouts that the training loop uses.
 
-A thread owns the connection to the sampler's process, and another one scores complete groups, so sampling and rewards
-go on while the learner learns. Before step s the sampler gets prompts for the steps up to s + `steps_ahead`. A group is
-learned from at most `steps_ahead` steps after that. The sampler's weights are then at most `publish_every` - 1 versions
-old, so no token is older than `max_staleness` versions. No response is dropped for being long, unless
+One thread owns the connection to the sampler's process and another one scores complete groups (a prompt and its
+responses), so sampling and rewards continue while the learner learns.
+
+Staleness: before step s the sampler gets prompts for the steps up to s + `steps_ahead`, so a group is learned from at
+most `steps_ahead` steps after the sampler got it. The sampler's weights are at most `publish_every` - 1 versions old at
+that time. Together no token is older than `max_staleness` versions. No response is dropped for being long, unless
 `rollout.async.oversample` is above 1.
 """
 
@@ -34,7 +36,7 @@ from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rewards.shared import judge
 from qarl.rollout.asynchronous.connection import SamplerConnection
-from qarl.rollout.asynchronous.group_queue import LOOK_S, GroupQueue
+from qarl.rollout.asynchronous.group_queue import POLL_S, GroupQueue
 from qarl.rollout.asynchronous.groups import (
     Added,
     PendingGroup,
@@ -63,24 +65,28 @@ from qarl.weight_sync.snapshot import Snapshot
 
 
 class AsyncEngine:
-    """The sampler's process, the groups in flight, and an engine beside the learner for evaluations.
+    """The sampler's process, the groups in flight, and a native engine in the learner's process for evaluations.
 
-    See `RolloutEngine` for `publish`, `generate`, `sleep`, `wake` and `close`. Of several ranks each has a sampler,
-    which gets its share of the prompts of each step. Every rank lists the groups of all ranks in the same order, so
-    that all take the same ones. `take`, `finish` and `state` are collectives.
+    Implements `RolloutEngine`. Each rank has its own sampler, which gets the rank's share of the prompts of each step.
+    Every rank lists the groups of all ranks in the same order, so that all ranks take the same groups. `take`, `finish`
+    and `state` are collectives.
 
     Args:
-        process: See `launch`; it is the engine's from now on.
-        ranks: Of the run.
-        stream: Gives the prompts of all steps.
-        rewards: Scores responses, from a thread of the engine.
-        sampling: Of step 0; each step has its own seed.
-        place: Directory of the log.
+        config: The run's configuration.
+        policy: The policy.
+        tokenizer: The policy's tokenizer.
+        prompts: All prompts of the data.
+        stream: Yields the prompts of each step.
+        rewards: Scores responses; called from a thread of the engine.
+        sampling: Sampling parameters of step 0; each step has its own seed.
+        directory: Directory of the sampler's log.
         say: Called with one line for the user.
+        process: The process that `launch` started. The engine closes it.
+        ranks: The ranks of the run.
 
     Attributes:
-        version: Version that was published last.
-        metrics: Of the last publish and the last `take`.
+        version: Policy version that was published last.
+        metrics: Metrics of the last publish and the last `take`, by name.
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class AsyncEngine:
         stream: PromptStream,
         rewards: RewardPool,
         sampling: SamplingParams,
-        place: Path,
+        directory: Path,
         say: Callable[[str], None],
         process: AsyncProcess,
         ranks: Ranks,
@@ -110,25 +116,28 @@ class AsyncEngine:
         dynamic = config.rollout.dynamic_sampling
         self._per_step = math.ceil(config.train.prompts_per_step * (dynamic.oversample if dynamic else 1.0))
         self._queue = GroupQueue()
-        self._connection = SamplerConnection(config, policy, tokenizer, process, self._queue, self._canary, place, say)
+        self._connection = SamplerConnection(
+            config, policy, tokenizer, process, self._queue, self._canary, directory, say
+        )
         self.metrics = self._connection.metrics
 
-        self._submitted: Counter[int] = Counter()  # submissions per step
-        self._number = 0
+        self._submitted: Counter[int] = Counter()  # number of submissions per step
+        self._next_number = 0  # number of the next group
         policy.kept = KeptVersions(policy, on_host=settings.kept_versions == "host")
-        self._published: list[int] = []  # newest versions, in order
-        # Of a step, which takes groups several times with dynamic sampling.
-        self._took: list[Rollout] = []
-        self._ready = self._cancelled = 0
-        self._began = self._mark = 0.0, 0.0, 0.0, 0.0  # time, seconds of generation, tokens, waited; mark: last take
+        self._published: list[int] = []  # the newest versions, oldest first
+        # State of the current step, which takes groups several times with dynamic sampling:
+        self._step_rollouts: list[Rollout] = []
+        self._ready_groups = self._cancelled = 0
+        # (time, seconds of generation, tokens, seconds that the learner waited), all since the start of the run:
+        self._at_step_start = self._at_last_take = 0.0, 0.0, 0.0, 0.0
         self._waited_s = 0.0
 
-    # --- the contract of an engine -----------------------------------------------------------------------------
+    # --- RolloutEngine -----------------------------------------------------------------------------------------
 
     def publish(self, snapshot: Snapshot) -> None:
         """Send a snapshot to the sampler if `publish_every` versions have passed. Waits only for the previous publish.
 
-        The sampler's answer is checked when it comes; the next call of this engine raises what it shows.
+        The sampler's answer is verified when it arrives. If verification fails, the next call of this engine raises.
         """
         self.policy.sampler.install(snapshot)
         self.version = None
@@ -145,8 +154,8 @@ class AsyncEngine:
         self.version = snapshot.version
 
     def _sends(self, version: int) -> bool:
-        """Whether a new version goes to the sampler."""
-        last = self._queue.log.last_version  # of a resumed run, too
+        """Return whether a new version is sent to the sampler."""
+        last = self._queue.log.last_version  # a resumed run restores the log
         if last not in self._published:
             return True
         return self._published.index(version) - self._published.index(last) >= self.settings.publish_every
@@ -159,7 +168,7 @@ class AsyncEngine:
         progress: Progress = ignore_progress,
         first: Sequence[int] | None = None,
     ) -> list[Rollout]:
-        """Generate beside the learner, for evaluations: the sampler's process goes on with the next steps."""
+        """Generate in the learner's process, for evaluations; the sampler's process continues with the next steps."""
         require_version(self.version, version)
         if self._local.version != version:
             self._local.publish(self.policy.current)
@@ -177,12 +186,12 @@ class AsyncEngine:
         self._local.close()
         self.version = None
 
-    # --- what the training loop adds ---------------------------------------------------------------------------
+    # --- called by the training loop ---------------------------------------------------------------------------
 
     def fill(self, step: int) -> None:
-        """Give the sampler the prompts that its staleness allows before training step `step`, counted from 0."""
+        """Send the sampler all prompts that the staleness limit allows before training step `step`, from 0."""
         with self._queue.changed:
-            waiting = self._queue.places()
+            waiting = self._queue.usable()
             limit = (self.settings.steps_ahead + 1) * self._per_step
             while waiting < limit and (target := step + waiting // self._per_step) < self.config.train.steps:
                 count = min(self._per_step, limit - waiting)
@@ -190,19 +199,22 @@ class AsyncEngine:
                 waiting += count
 
     def take(self, count: int, step: int, tick: Callable[[], None]) -> tuple[list[Prompt], list[Rollout], RewardResult]:
-        """Return the next groups with their scores; waits until they are complete.
+        """Wait until the next groups are complete and scored.
 
         Args:
             count: Number of groups.
             step: Training step, from 0.
-            tick: Called while waiting. If it raises, the groups stay.
+            tick: Called while waiting. If it raises, the groups stay in the queue.
+
+        Returns:
+            The prompts, their responses in the order (prompt, sample), and the scores.
         """
         with self._queue.changed:
-            missing = count - self._queue.places()
+            missing = count - self._queue.usable()
             if missing > 0:  # a further round of dynamic sampling
                 self._submit(missing, step, step)
         begin = time.monotonic()
-        groups, ready = self._agree(count, step, tick)
+        groups, ready = self._wait_for_groups(count, step, tick)
         with self._queue.changed:
             self._queue.taken |= {group.number for group in groups}
         self._waited_s += time.monotonic() - begin
@@ -211,16 +223,16 @@ class AsyncEngine:
         together(self._ranks, lambda: judge(scores, self.config.reward.max_failed_frac))
         return [group.prompt for group in groups], rollouts, scores
 
-    def _agree(self, count: int, step: int, tick: Callable[[], None]) -> tuple[list[PendingGroup], int]:
-        """Wait until the groups of a step are complete on their ranks.
+    def _wait_for_groups(self, count: int, step: int, tick: Callable[[], None]) -> tuple[list[PendingGroup], int]:
+        """Choose the groups of a step, the same on all ranks, and wait until they are complete on their ranks.
 
         Returns:
-            The groups, and how many were complete before the wait.
+            The groups, and the number of groups that were complete before the wait.
         """
         ranks, ready = self._ranks, None
         fixed = self.settings.order == "prompts" and self.settings.oversample == 1
 
-        def look() -> None:
+        def poll() -> None:
             tick()
             ranks.poll()
 
@@ -228,25 +240,24 @@ class AsyncEngine:
             with self._queue.changed:
                 waiting, own = self._queue.waiting(), self._scored()
             scored = {number: bool(done) for view in ranks.gather(own) for number, done in view}
-            with self._queue.changed:  # without those that another rank has cancelled
-                gone = {group.number for group in waiting} - scored.keys()
-                self._queue.remove(gone)
+            with self._queue.changed:  # groups that another rank has cancelled
+                self._queue.remove({group.number for group in waiting} - scored.keys())
             chosen = self._next([group for group in waiting if group.number in scored], scored, count, step)
             ready = sum(scored.values()) if ready is None else ready
             if all(scored[group.number] for group in chosen):
                 return chosen, ready
             mine = [group for group in chosen if group.rank == ranks.rank]
-            until = time.monotonic() + LOOK_S if ranks.count > 1 else math.inf
+            until = time.monotonic() + POLL_S if ranks.count > 1 else math.inf
 
             def settled(own: Any = own, mine: Any = mine, until: float = until) -> bool:
                 if fixed:
                     return all(group.scores is not None for group in mine)
                 return self._scored() != own or time.monotonic() > until
 
-            together(ranks, partial(self._queue.wait, settled, look), self.config.rollout.restarts_s)
+            together(ranks, partial(self._queue.wait, settled, poll), self.config.rollout.restarts_s)
 
     def _scored(self) -> list[list[int]]:
-        """Return [number, 1 if it is complete and scored, else 0] of each waiting group of this rank."""
+        """Return [number, 1 if complete and scored, else 0] of each waiting group of this rank."""
         rank = self._ranks.rank
         return [[g.number, int(g.scores is not None)] for g in self._queue.waiting() if g.rank == rank]
 
@@ -258,7 +269,7 @@ class AsyncEngine:
         scores = [asdict(group.scores) for group in own if group.scores is not None]
         results = [RewardResult(**one) for several in ranks.gather(scores) for one in several]
         gathered = sorted(range(len(groups)), key=lambda i: groups[i].rank)
-        order = sorted(range(len(groups)), key=gathered.__getitem__)  # where each group is in what was gathered
+        order = sorted(range(len(groups)), key=gathered.__getitem__)  # position of each group in `results`
         return (
             [rollout for i in order for rollout in rollouts[i * n : (i + 1) * n]],
             RewardResult.joined([results[i] for i in order]),
@@ -267,15 +278,16 @@ class AsyncEngine:
     def _next(
         self, waiting: list[PendingGroup], scored: Mapping[int, bool], count: int, step: int
     ) -> list[PendingGroup]:
-        """Choose the groups of a step, in the order of their prompts, whether they are complete or not.
-
-        With order `finished` those come first that may not wait longer, then complete ones.
+        """Choose the groups of a step, complete or not. Order `finished`: overdue groups first, then complete ones.
 
         Args:
-            waiting: Groups that no step has taken, of all ranks.
-            scored: Whether each of them, by its number, is complete and scored.
+            waiting: Groups of all ranks that no step has taken.
+            scored: Whether each group, by number, is complete and scored.
             count: Number of groups.
             step: Training step, from 0.
+
+        Returns:
+            The groups, in the order of their numbers.
         """
         if self.settings.order == "finished":
             oldest = step - self.settings.steps_ahead
@@ -283,14 +295,14 @@ class AsyncEngine:
         return sorted(waiting[:count], key=lambda group: group.number)
 
     def finish(self) -> None:
-        """Forget the groups of the step that was learned from, and the weights that no waiting response needs."""
-        self._took, self._began, self._cancelled = [], self._mark, 0
+        """End a step: forget its groups, and the weights that no waiting response needs."""
+        self._step_rollouts, self._at_step_start, self._cancelled = [], self._at_last_take, 0
         with self._queue.changed:
             self._queue.learned()
         self.policy.kept.keep(self._needed_by_all())
 
     def _needed(self) -> set[int]:
-        """Versions that a waiting response was sampled with, or has to be."""
+        """Return the versions that waiting responses were or will be sampled with."""
         with self._queue.changed:
             needed = self._queue.log.versions | {self.policy.version}
             needed |= self._connection.versions()
@@ -299,16 +311,16 @@ class AsyncEngine:
             return needed
 
     def _needed_by_all(self) -> set[int]:
-        """`_needed` of all ranks: each of them learns from the responses of all."""
+        """Return `_needed` of all ranks, because each rank learns from the responses of all ranks."""
         return {version for own in self._ranks.gather(sorted(self._needed())) for version in own}
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return this rank's tensors and the JSON, of all ranks, that `load` continues from.
+        """Return what `load` continues from: this rank's tensors, and JSON with the state of all ranks.
 
-        With `in_flight: wait` unfinished responses are sampled again from the same weights. Otherwise what they have so
-        far is saved.
+        With `in_flight: wait`, unfinished responses are sampled again with the same weights. Otherwise their tokens so
+        far are saved.
         """
         saves_partials = self.settings.in_flight != "wait" and self._connection.started
         partials = self._connection.partials() if saves_partials else []
@@ -335,7 +347,7 @@ class AsyncEngine:
         state = {
             "groups": [row for every in ranks.gather(rows) for row in every],
             "log": merged_logs(ranks.gather(log)),
-            "number": self._number,
+            "number": self._next_number,
             "submitted": [[step, count] for step, count in sorted(self._submitted.items())],
             "published": self._published,
             "n": self.sampling.n,
@@ -345,12 +357,15 @@ class AsyncEngine:
     def load(
         self, tensors: Mapping[str, Tensor], state: dict[str, Any], snapshot_of: Callable[[int], Snapshot]
     ) -> None:
-        """Continue from `state`, before the first publish. Any number of ranks may have saved it.
+        """Continue from a saved state, before the first publish. Any number of ranks may have saved it.
 
-        snapshot_of: Builds a kept version from its tensors.
+        Args:
+            tensors: Tensors of all ranks.
+            state: JSON that `state` returned.
+            snapshot_of: Builds the snapshot of a kept version from its tensors.
 
         Raises:
-            UserError: The state is not whole, or a prompt of it is not in the data any more.
+            UserError: The state is inconsistent, or one of its prompts is not in the data any more.
         """
 
         def prompt_of(number: int) -> Prompt:
@@ -371,7 +386,7 @@ class AsyncEngine:
             self.policy.kept.add(snapshot_of(version))
         with self._queue.changed:
             self._queue.groups = deque(groups)
-            self._number = state["number"]
+            self._next_number = state["number"]
             self._submitted = Counter(dict(map(tuple, state["submitted"])))
             self._published = list(state["published"])
             self._queue.to_score.extend(group for group in own if group.complete)
@@ -385,7 +400,7 @@ class AsyncEngine:
     # --- the learner's side ------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Let the sampler build its model, and start both threads."""
+        """Send the sampler its settings, wait until it has built the model, and start both threads."""
         on_cpu, started = self.policy.device.type == "cpu", len(share_of(0, self._per_step, self._ranks.count))
         self._connection.start(
             AsyncSettings(
@@ -398,13 +413,16 @@ class AsyncEngine:
                 threads=torch.get_num_threads() if on_cpu else None,
             )
         )
-        self._began = self._mark = time.monotonic(), 0.0, 0.0, 0.0
+        self._at_step_start = self._at_last_take = time.monotonic(), 0.0, 0.0, 0.0
         self._queue.run("rewards", self._score)
 
     def _submit(self, count: int, step: int, now: int) -> None:
-        """Give the sampler the next prompts of the data, with the random numbers of `step`, before step `now`.
+        """Send the sampler the next prompts of the data.
 
-        count: Groups that will be learned from.
+        Args:
+            count: Number of groups that will be learned from.
+            step: Training step that the groups are meant for; it determines their seed.
+            now: The current training step.
         """
         serial = self._submitted[step]
         self._submitted[step] += 1
@@ -415,38 +433,38 @@ class AsyncEngine:
         started = list(map(self._groups_for, needed))
         prompts = self._stream.next(sum(started))
         seed = round_seed(self.sampling.seed + step, serial)
-        numbered = enumerate(zip(prompts, first_samples(prompts, n), strict=True), self._number)
+        numbered = enumerate(zip(prompts, first_samples(prompts, n), strict=True), self._next_number)
         for rank in range(ranks.count):
-            wave = Wave(self._number, needed[rank]) if started[rank] > needed[rank] else None
+            wave = Wave(self._next_number, needed[rank]) if started[rank] > needed[rank] else None
             groups = [
                 PendingGroup(number, step, now, prompt, seed, first, n, rank, wave=wave)
                 for number, (prompt, first) in islice(numbered, started[rank])
             ]
-            self._number += started[rank]
+            self._next_number += started[rank]
             self._queue.groups += groups
             if rank == ranks.rank:
                 self._connection.add(Added(groups))
 
     def _groups_for(self, count: int) -> int:
-        """Groups that are started so that `count` of them are learned from."""
+        """Return the number of groups to start so that `count` of them are learned from."""
         return math.ceil(count * self.settings.oversample)
 
     def _measure(self, rollouts: Sequence[Rollout], ready: int) -> None:
-        """Fill `metrics` for the step so far. ready: groups that were complete before this take."""
-        self._ready = self._ready if self._took else ready
-        self._took += rollouts
+        """Update `metrics` for the step so far. ready: number of groups that were complete before this take."""
+        self._ready_groups = self._ready_groups if self._step_rollouts else ready
+        self._step_rollouts += rollouts
         age = {version: len(self._published) - 1 - i for i, version in enumerate(self._published)}
-        ages = [age[version] for r in self._took for version in r.versions or [r.version] * len(r.token_ids)]
-        then, sampler_s, tokens, waited_s = self._began
+        ages = [age[version] for r in self._step_rollouts for version in r.versions or [r.version] * len(r.token_ids)]
+        start, sampler_s, tokens, waited_s = self._at_step_start
         with self._queue.changed:
-            self._mark = time.monotonic(), self._connection.sampler_s, self._connection.tokens, self._waited_s
-        passed = self._mark[0] - then
-        worked = self._mark[1] - sampler_s
+            self._at_last_take = time.monotonic(), self._connection.sampler_s, self._connection.tokens, self._waited_s
+        passed = self._at_last_take[0] - start
+        worked = self._at_last_take[1] - sampler_s
         self.metrics |= {
             "async/staleness_mean": mean(ages),
             "async/staleness_max": float(max(ages)),
-            "async/continued_frac": mean([float(r.versions is not None) for r in self._took]),
-            "async/queue_groups": float(self._ready),
+            "async/continued_frac": mean([float(r.versions is not None) for r in self._step_rollouts]),
+            "async/queue_groups": float(self._ready_groups),
             "async/sampler_idle_frac": min(max(1 - worked / passed, 0.0), 1.0),
             "async/learner_idle_frac": min((self._waited_s - waited_s) / passed, 1.0),
             "async/restarts": float(self._connection.restarts),
@@ -455,13 +473,13 @@ class AsyncEngine:
             with self._queue.changed:
                 own, self._queue.cancelled = self._queue.cancelled, 0
             self._cancelled += sum(self._ranks.gather(own))
-            groups = len(self._took) // self.sampling.n
+            groups = len(self._step_rollouts) // self.sampling.n
             self.metrics["async/cancelled_frac"] = self._cancelled / (self._cancelled + groups)
-        rate = (self._mark[2] - tokens) / worked if worked > 0 else 0.0
+        rate = (self._at_last_take[2] - tokens) / worked if worked > 0 else 0.0
         self.metrics["throughput/rollout_tokens_per_s"] = rate
 
     def _score(self) -> None:
-        """Score complete groups, those of one step together, until the engine closes."""
+        """Score complete groups until the engine closes; groups of the same step are scored together."""
         while True:
             with self._queue.changed:
                 while not self._queue.to_score and not self._queue.closing:
@@ -478,6 +496,6 @@ class AsyncEngine:
             share = Share(0, self._per_step * n)
             scores = self._rewards.score(texts, [prompt.text for prompt in prompts], columns, ids, share)
             with self._queue.changed:
-                for place, group in enumerate(groups):
-                    group.scores = scores.part(slice(place * n, (place + 1) * n), first=place == 0)
+                for i, group in enumerate(groups):
+                    group.scores = scores.part(slice(i * n, (i + 1) * n), first=i == 0)
                 self._queue.changed.notify_all()

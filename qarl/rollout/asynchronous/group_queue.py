@@ -1,4 +1,4 @@
-"""The groups in flight, which the learner shares with the thread of the sampler and that of the rewards."""
+"""The groups in flight, shared between the learner, the sampler's thread and the rewards' thread."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 from qarl.rollout.asynchronous.groups import OrderLog, PendingGroup, Wave
 
-LOOK_S = 0.05  # between two looks of the learner that waits
-CLOSE_S = 5.0  # for a thread, when the run ends
+POLL_S = 0.05  # seconds between two polls of a waiting learner
+CLOSE_S = 5.0  # seconds to wait for a thread when the run ends
 
 
 class GroupQueue:
-    """Groups that were given to samplers and that no step has learned from.
+    """Groups that samplers work on or have completed, until a step has learned from them.
 
-    Everything but `wait`, `run` and `close` is read, written and called under the lock of `changed`.
+    Hold the lock of `changed` to access anything but `wait`, `run` and `close`.
 
     Attributes:
-        changed: Is notified of every change.
-        groups: Of all ranks, in the order in which they are learned from.
+        changed: Condition that is notified of every change.
+        groups: Groups of all ranks, in the order in which they are learned from.
         taken: Numbers of the groups that the current step learns from.
-        log: The orders that a new process of the sampler would have to get.
+        log: Orders that a restarted sampler must get.
         to_score: Complete groups of this rank without scores.
-        to_cancel: Numbers of groups that the sampler's process still has to drop.
-        cancelled: Number of groups that were cancelled since the last step.
-        fault: What a thread raised.
-        closing: Whether the threads have to end.
+        to_cancel: Numbers of groups that the sampler's process must drop.
+        cancelled: Number of groups cancelled since `AsyncEngine` last reset it.
+        fault: The first exception that a thread raised.
+        closing: Whether the threads must end.
     """
 
     def __init__(self) -> None:
@@ -43,17 +43,17 @@ class GroupQueue:
         self._threads: list[threading.Thread] = []
 
     def waiting(self) -> list[PendingGroup]:
-        """Return the groups that no step has taken."""
+        """Return the groups that no step has taken, complete or not."""
         return [group for group in self.groups if group.number not in self.taken]
 
-    def places(self) -> int:
-        """Return the number of waiting groups that steps will take; the others will be cancelled."""
+    def usable(self) -> int:
+        """Return the number of waiting groups that steps will take; the other waiting groups will be cancelled."""
         sizes = Counter(group.wave for group in self.groups)
-        alone = sizes.pop(None, 0)
-        return alone + sum(min(wave.needed, size) for wave, size in sizes.items() if wave) - len(self.taken)
+        without_wave = sizes.pop(None, 0)
+        return without_wave + sum(min(wave.needed, size) for wave, size in sizes.items() if wave) - len(self.taken)
 
     def remove(self, numbers: set[int]) -> None:
-        """Forget groups."""
+        """Forget the groups with these numbers."""
         self.groups = deque(group for group in self.groups if group.number not in numbers)
 
     def learned(self) -> None:
@@ -65,12 +65,12 @@ class GroupQueue:
         self.taken = set()
 
     def finish(self, answers: Iterable[list[Any]]) -> int:
-        """Keep responses as the sampler's process sends them. Returns the number of their tokens."""
+        """Store responses that the sampler's process sent, see `NativeHost.step`. Returns their number of tokens."""
         by_number, tokens = {group.number: group for group in self.groups}, 0
         for number, sample, *answer in answers:
             tokens += len(answer[0])
             group = by_number.get(number)
-            if group is None or group.cancelled:  # it ended before the sampler knew
+            if group is None or group.cancelled:  # the sampler finished it before it got the order to cancel
                 continue
             group.finish(sample, *answer)
             if group.complete:
@@ -92,22 +92,22 @@ class GroupQueue:
         self.cancelled += len(gone)
 
     def raise_fault(self) -> None:
-        """Raise what a thread raised, if one did."""
+        """Raise the exception of a thread, if there is one."""
         if self.fault is not None:
             raise self.fault
 
     def wait(self, condition: Callable[[], bool], tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until a condition holds. Raises the fault of a thread, and whatever `tick` raises."""
+        """Wait until a condition holds, calling `tick` repeatedly. Raises the fault of a thread."""
         while True:
             with self.changed:
                 self.raise_fault()
                 if condition():
                     return
-                self.changed.wait(LOOK_S)
+                self.changed.wait(POLL_S)
             tick()
 
     def run(self, name: str, work: Callable[[], None]) -> None:
-        """Start a thread; what it raises becomes the fault."""
+        """Start a thread. Its exception becomes `fault`."""
 
         def guarded() -> None:
             try:
@@ -126,4 +126,4 @@ class GroupQueue:
             self.closing = True
             self.changed.notify_all()
         for thread in self._threads:
-            thread.join(CLOSE_S)  # a reward function may take longer; its worker is ended next
+            thread.join(CLOSE_S)  # a reward function may take longer; its worker process is killed next

@@ -1,4 +1,4 @@
-"""Prompts that were given to the sampler and are not learned from yet: their responses, scores and saved form."""
+"""Prompts that the sampler got and no step has learned from yet: their responses, scores and saved form."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from qarl.types import Prompt, Rollout
 
 @dataclass(eq=False)
 class Wave:
-    """Groups that were started together. A step takes the first complete ones.
+    """Groups started together with `rollout.async.oversample` above 1. Steps take those that complete first.
 
     Attributes:
-        number: That of its first group.
-        needed: Groups that are still to be learned from. The others are cancelled when so many are complete.
+        number: Number of its first group.
+        needed: Number of groups that will still be learned from. When this many are complete, the others are cancelled.
     """
 
     number: int
@@ -31,19 +31,21 @@ class Wave:
 
 @dataclass
 class PendingGroup:
-    """The responses to one prompt.
+    """A prompt and its responses.
 
     Attributes:
-        number: Counts the groups of a run.
-        step: Training step whose random numbers it has, from 0.
-        submitted: Training step before which the sampler got it. It is learned from within `steps_ahead` steps.
-        seed: Of the random stream.
+        number: Number of the group in the run.
+        step: Training step that the group was meant for when submitted, from 0; it determines the seed.
+        submitted: Training step before which the sampler got the group. It is learned from within `steps_ahead` steps.
+        prompt: The prompt.
+        seed: Seed of the random numbers of its responses.
         first: Number of the first sample.
+        n: Number of samples.
+        rank: Rank whose sampler generates the responses. Other ranks only know the prompt.
         rollouts: Finished responses by sample number.
-        partial: Unfinished responses that a checkpoint had.
-        scores: Of the responses, in the order of their numbers; None until they are scored.
-        rank: Rank whose sampler got it. The other ranks know no more of it than its prompt.
-        wave: None: the group is learned from in any case.
+        partial: Unfinished responses from a checkpoint, by sample number.
+        scores: Scores of the responses, in the order of sample numbers; None until they are scored.
+        wave: The wave it competes in; None if the group is always learned from.
         cancelled: Whether enough other groups of its wave were complete earlier.
     """
 
@@ -71,28 +73,28 @@ class PendingGroup:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to sample."""
+        """Whether the sampler has nothing left to do for this group."""
         return self.complete or self.cancelled
 
     @property
     def ordered(self) -> list[Rollout]:
-        """The responses of a complete group, in order."""
+        """The responses of a complete group, in the order of sample numbers."""
         return [self.rollouts[sample] for sample in self.samples]
 
     @property
     def versions(self) -> set[int]:
-        """Versions of the policy that sampled the tokens so far, as far as this process knows them."""
+        """Policy versions that sampled the tokens known to this process."""
         own = [r.versions or [r.version] for r in self.rollouts.values()]
         return {version for versions in [*own, *(p[2] for p in self.partial.values())] for version in versions}
 
     def request(self) -> Group:
-        """Return the responses that are missing, as the sampler gets them."""
+        """Return the order for the missing responses."""
         missing = [sample for sample in self.samples if sample not in self.rollouts]
         partial = {sample: self.partial[sample] for sample in missing if sample in self.partial}
         return Group(self.number, self.prompt.id, self.prompt.token_ids, self.seed, missing, partial)
 
     def finish(self, sample: int, *answer: Any) -> None:
-        """Keep a response as the sampler's process sent it; see `Host.step`."""
+        """Store a response that the sampler's process sent. answer: see `NativeHost.step`."""
         tokens, logprobs, reason, text, versions, routing = answer
         experts = None
         if routing is not None:
@@ -109,7 +111,7 @@ class PendingGroup:
 
 @dataclass(frozen=True)
 class Published:
-    """A publish in the sampler's sequence of orders. scores: of the canary, by the learner."""
+    """A publish in the sampler's sequence of orders. scores: the canary's log-probs, computed by the learner."""
 
     version: int
     scores: list[list[float]]
@@ -123,9 +125,9 @@ class Added:
 
 
 class OrderLog:
-    """The orders that a new sampler's process must get, so that every missing response has the same weights as before.
+    """The orders that a restarted sampler must get so that every missing response is sampled with the same weights.
 
-    It begins with the publish before the first group that is not complete.
+    The log begins with the publish before the first incomplete group.
     """
 
     def __init__(self) -> None:
@@ -136,16 +138,16 @@ class OrderLog:
         self.prune()
 
     def prune(self) -> None:
-        """Drop what no missing response needs any more."""
+        """Drop the orders that no missing response needs."""
         entries = [e for e in self.entries if not (isinstance(e, Added) and all(g.ended for g in e.groups))]
         while len(entries) > 1 and isinstance(entries[0], Published) and isinstance(entries[1], Published):
             del entries[0]
         self.entries = entries
 
     def repeat(self, waits: bool) -> list[Published | Added]:
-        """Return the orders for a new process. waits: Responses keep the weights that they were ordered with.
+        """Return the orders for a restarted process.
 
-        Otherwise all missing responses are sampled with the newest weights.
+        waits: Sample responses with the weights that they were ordered with. Otherwise with the newest weights.
         """
         self.prune()
         newest = [entry for entry in self.entries if isinstance(entry, Published)][-1:]
@@ -166,9 +168,10 @@ class OrderLog:
 
 
 def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return tensors by name and JSON that `load_groups` reads.
+    """Return tensors by name and JSON rows that `load_groups` reads.
 
-    tokens, logprobs: of all responses, finished and unfinished, in the order of the JSON.
+    The tensors `tokens` (int64) and `logprobs` (float64) have those of all responses, finished and unfinished,
+    concatenated in the order of the JSON.
     """
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -203,7 +206,7 @@ def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list
 def load_groups(
     tensors: Mapping[str, Tensor], rows: list[dict[str, Any]], prompt_of: Callable[[int], Prompt], n: int
 ) -> list[PendingGroup]:
-    """Return groups as `save_groups` saved them. Raises UserError if they are not whole."""
+    """Return the groups that `save_groups` saved. Raises UserError if the tensors do not match the rows."""
     ids, values = tensors["tokens"].tolist(), tensors["logprobs"].tolist()
     groups, waves, at = [], dict[int, Wave](), 0
     for row in rows:
@@ -225,15 +228,15 @@ def load_groups(
                 object.__setattr__(group.rollouts[sample], "routing", routing)
         groups.append(group)
     if at != len(ids) or at != len(values):
-        raise UserError("the saved responses have other lengths than their list says")
+        raise UserError("the saved responses do not have the lengths that their list states")
     return groups
 
 
 def merged_logs(logs: list[list[list[Any]]]) -> list[list[Any]]:
-    """Merge the saved order logs of all ranks, which differ in their groups and in what is not needed any more."""
+    """Merge the saved order logs of all ranks, which have different groups and were pruned differently."""
     if len(logs) == 1:
         return logs[0]
-    added: dict[int, list[int]] = {}  # by the version that was published before
+    added: dict[int, list[int]] = {}  # group numbers by the version published before them
     for log in logs:
         for operation, what in log:
             if operation == "publish":

@@ -1,13 +1,14 @@
-"""The sampler's process of asynchronous rollouts: generates continuously, and takes new prompts and weights meanwhile.
+"""The sampler's process of asynchronous rollouts: generates continuously while prompts and weights arrive.
 
-Orders arrive in sequence: `add` (prompts), `publish` (weights), `partials` (report unfinished responses). `wait` means
-that a publish, and all orders after it, wait until the responses in progress have ended. Otherwise they continue with
-the new weights. `cancel` (drop responses in progress) overtakes other orders, because a publish may wait for them.
+Orders are executed in sequence: `add` (prompts), `publish` (weights), `partials` (report unfinished responses). With
+`in_flight: wait`, a publish and all orders after it wait until the responses in progress have ended; otherwise these
+continue with the new weights. `cancel` (drop responses in progress) overtakes other orders, because a publish may be
+waiting for the responses to drop.
 
-A publish has three parts. Tensors are received and verified while generation goes on. Then generation pauses until
-they are loaded and the operands are verified. The canary is scored between the next steps.
+A publish has three parts. First tensors are received and verified while generation continues. Then generation pauses
+while they are loaded and the tensors that products read are verified. Last, the canary is scored between steps.
 
-Nothing is loaded from a checkpoint: the first publish brings all tensors.
+Nothing is loaded from a checkpoint: the first publish sends all tensors.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ from qarl.weight_sync.update import WeightUpdate, receive
 if TYPE_CHECKING:
     from qarl.rollout.asynchronous.vllm_host import VLLMHost
 
-HEARTBEAT_S = 0.5  # between two signs of life
+HEARTBEAT_S = 0.5  # seconds between two `alive` messages
 
 
-class Host:
-    """A native engine whose weights are published to it.
+class NativeHost:
+    """A native engine in the sampler's process, with weights that the learner publishes.
 
-    Args:
-        settings: From the learner.
+    Attributes:
+        busy_s: Seconds of generation so far.
+        in_flight: `rollout.async.in_flight`.
     """
 
     def __init__(self, settings: AsyncSettings) -> None:
@@ -71,7 +73,7 @@ class Host:
         self._build()
         self.generation: Generation | None = None
         self.busy_s = 0.0
-        self._group_of: dict[Sequence, int] = {}  # of the responses in progress
+        self._group_of: dict[Sequence, int] = {}  # group number of each response in progress
 
     def _build(self) -> None:
         config, dtype = self.config, DTYPES[self.config.model.dtype]
@@ -104,25 +106,30 @@ class Host:
 
     @torch.no_grad()
     def receive(self, update: WeightUpdate, arriving: Any, meanwhile: Callable[[], None]) -> Any:
-        """Copy and verify the tensors of a version. meanwhile: Called now and then, to generate.
+        """Copy and verify the tensors of a version.
+
+        Args:
+            update: The publish.
+            arriving: Its tensors and patches, in shared memory.
+            meanwhile: Called repeatedly, to generate.
 
         Returns:
             The tensors, for `publish`.
 
         Raises:
-            PublishError: The tensors are not those that were sent.
+            PublishError: The tensors differ from those that were sent.
         """
         return receive(update.version, arriving, update.expected, self.weights.base, meanwhile)
 
     @torch.no_grad()
     def publish(self, update: WeightUpdate, received: Any) -> dict[str, float]:
-        """Load what `receive` returned, and verify the operands; after `settle`.
+        """Load the tensors that `receive` returned, and verify what products read. Call `settle` first.
 
         Returns:
-            Seconds of the parts load and check.
+            Seconds of the parts `load` and `check`.
 
         Raises:
-            PublishError: The operands are not those that the sent tensors make.
+            PublishError: The tensors that products read do not match those that were sent.
         """
         begin = time.perf_counter()
         self.weights.load(received)
@@ -140,7 +147,7 @@ class Host:
         return {"load": loaded - begin, "check": checked - loaded}
 
     def score(self, canary: Iterable[list[int]], meanwhile: Callable[[], None]) -> list[list[float]]:
-        """Return the log-probs of each token sequence. meanwhile: Called between two sequences, to generate."""
+        """Return the log-probs of each token sequence. meanwhile: called after each sequence, to generate."""
         scores = []
         for tokens in canary:
             scores.append(self.sampler.score([tokens]).tolist())
@@ -148,7 +155,7 @@ class Host:
         return scores
 
     def add(self, groups: list[Group]) -> None:
-        """Queue the missing responses of groups; those with tokens already continue."""
+        """Queue responses; those that already have tokens continue."""
         assert self.generation is not None, "weights come first"
         limit = self.settings.sampling.max_response_length
         for group in groups:
@@ -163,7 +170,7 @@ class Host:
             self._group_of |= dict.fromkeys(sequences, group.number)
 
     def cancel(self, groups: list[int]) -> None:
-        """Drop the responses in progress of some groups; after `settle`."""
+        """Drop the responses in progress of these groups. Call `settle` first."""
         gone = {sequence for sequence, group in self._group_of.items() if group in groups}
         if gone:
             assert self.generation is not None
@@ -172,14 +179,19 @@ class Host:
                 del self._group_of[sequence]
 
     def partials(self) -> list[tuple[int, int, list[int], list[float], list[int]]]:
-        """Return (group, sample, tokens, log-probs, versions) of unfinished responses with tokens."""
+        """Return (group, sample, token ids, log-probs, versions) of each unfinished response with tokens."""
         found = ((s, group) for s, group in self._group_of.items() if s.response)
         return [(group, s.sample, s.response, s.logprobs, s.versions) for s, group in found]
 
     # --- generation --------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[Any, ...]]:
-        """Run a step. Returns the responses that ended, as `finished` sends them."""
+        """Run a step.
+
+        Returns:
+            (group, sample, token ids, log-probs, finish reason, text, versions, routing) of each response that ended.
+            routing: (dtype, shape, bytes) of `Rollout.routing`; None if not recorded.
+        """
         assert self.generation is not None
         begin = time.perf_counter()
         extended = self.generation.step()
@@ -187,7 +199,7 @@ class Host:
         return self._ended(extended)
 
     def settle(self) -> list[tuple[Any, ...]]:
-        """Read the step that runs ahead of the host, before weights change."""
+        """Read the tokens of the step in flight, before weights change. Returns as `step`."""
         return [] if self.generation is None else self._ended(self.generation.settle())
 
     def _ended(self, extended: list[Sequence]) -> list[tuple[Any, ...]]:
@@ -217,13 +229,13 @@ class Host:
 
 
 class Server:
-    """Serves one learner: orders in sequence, generation in between."""
+    """Executes the orders of one learner, and generates in between."""
 
-    def __init__(self, channel: Channel, host: Host | VLLMHost, receiver: Any) -> None:
+    def __init__(self, channel: Channel, host: NativeHost | VLLMHost, receiver: Any) -> None:
         self._channel, self._host, self._receiver = channel, host, receiver
         self._orders: deque[tuple[str, Any]] = deque()
-        self._last = time.monotonic()
-        self._received: tuple[Any, float] | None = None  # tensors of the next publish, and the seconds that they took
+        self._last_heartbeat = time.monotonic()
+        self._received: tuple[Any, float] | None = None  # tensors of the next publish, and seconds to receive them
 
     def run(self) -> None:
         """Serve until the learner closes the connection (EOFError)."""
@@ -231,7 +243,7 @@ class Server:
             idle = not self._host.busy and not self._orders
             while (order := self._channel.poll(HEARTBEAT_S if idle else 0.0)) is not None:
                 if order[0] == "cancel":
-                    self._send(self._host.settle())
+                    self._send_finished(self._host.settle())
                     self._host.cancel(order[1])
                 else:
                     self._orders.append(order)
@@ -254,7 +266,7 @@ class Server:
         if operation == "add":
             host.add(payload)
         elif operation == "partials":
-            self._send(host.settle())
+            self._send_finished(host.settle())
             self._channel.send("partials", host.partials())
         else:
             assert operation == "publish", operation
@@ -269,7 +281,7 @@ class Server:
         host = self._host
         assert self._received is not None, "`run` receives first"
         (tensors, receive_s), self._received = self._received, None
-        self._send(host.settle())
+        self._send_finished(host.settle())
         begin = time.perf_counter()
         try:
             seconds = host.publish(update, tensors)
@@ -284,24 +296,24 @@ class Server:
         )
 
     def _generate(self) -> None:
-        """Run a step if a response is in progress."""
+        """Run one generation step if a response is in progress."""
         if self._host.busy:
-            self._send(self._host.step())
+            self._send_finished(self._host.step())
             self._heartbeat()
 
-    def _send(self, finished: list[tuple[Any, ...]]) -> None:
+    def _send_finished(self, finished: list[tuple[Any, ...]]) -> None:
         if finished:
             self._channel.send("finished", (finished, self._host.busy_s))
 
     def _heartbeat(self) -> None:
         now = time.monotonic()
-        if now - self._last >= HEARTBEAT_S:
-            self._last = now
+        if now - self._last_heartbeat >= HEARTBEAT_S:
+            self._last_heartbeat = now
             self._channel.send("alive", self._host.busy_s)
 
 
-def serve(channel: Channel, build: Callable[[], Host | VLLMHost], receiver: Any) -> None:
-    """Build the host, answer, and serve the learner until it is gone. Failures are sent to the learner."""
+def serve(channel: Channel, build: Callable[[], NativeHost | VLLMHost], receiver: Any) -> None:
+    """Build the host, report that it is ready, and serve the learner until it is gone. Failures are sent to it."""
     try:
         host = build()
         channel.send("done")
@@ -319,4 +331,4 @@ def main(descriptor: int) -> None:
         order = channel.poll(None)
         assert order is not None and order[0] == "start", "the first order brings the settings"
         settings, plan = order[1]
-        serve(channel, partial(Host, settings), open_receiver(plan))
+        serve(channel, partial(NativeHost, settings), open_receiver(plan))

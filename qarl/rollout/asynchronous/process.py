@@ -1,12 +1,11 @@
-"""The learner's handle of the sampler's process, and what is sent to it."""
+"""The learner's handle of an asynchronous sampler's process, and the messages to it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,22 +15,22 @@ from qarl.rollout.vllm.process import TICK_S, SamplerProcess
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint
 
-START_S = 300.0  # for imports and the model
-Partial = tuple[list[int], list[float], list[int]]  # tokens, log-probs and versions so far
+START_S = 300.0  # seconds for imports and building the model
+Partial = tuple[list[int], list[float], list[int]]  # token ids, log-probs and policy versions so far
 
 
 @dataclass(frozen=True)
 class AsyncSettings:
-    """How the sampler's process is started.
+    """How the sampler's process builds its model.
 
     Attributes:
         config: The run's configuration as YAML.
-        device: The sampler's device in its own numbering.
-        max_length: Most tokens of prompt and response.
-        longest: Tokens of the longest prompt of the data with a response of full length.
-        sequences: Most responses in progress at a time.
-        sampling: Of all responses. The seed is that of each group.
-        threads: Of torch on a CPU; None on a GPU.
+        device: The sampler's device, by the process's own device numbering.
+        max_length: The model's context length in tokens.
+        longest: Tokens of the data's longest prompt plus `max_response_length`.
+        sequences: Maximum number of responses in progress.
+        sampling: Sampling parameters. `seed` is not used; each group has its own.
+        threads: Number of torch threads on a CPU; None on a GPU.
     """
 
     config: str
@@ -45,7 +44,16 @@ class AsyncSettings:
 
 @dataclass(frozen=True)
 class Group:
-    """Responses to sample for one prompt. partial: responses that have tokens already, by sample number."""
+    """Order for responses to one prompt.
+
+    Attributes:
+        number: Number of the group in the run.
+        prompt_id: `Prompt.id`.
+        token_ids: Token ids of the prompt.
+        seed: Seed of the random numbers.
+        samples: Numbers of the samples to generate.
+        partial: Samples that already have tokens, by sample number.
+    """
 
     number: int
     prompt_id: int
@@ -59,13 +67,15 @@ register(AsyncSettings, Group)
 
 
 class AsyncProcess(SamplerProcess):
-    """A sampler's process that generates while the learner learns. It sends signs of life all the time.
+    """A sampler's process that generates while the learner learns, and sends heartbeats.
 
     Args:
         learner: The learner's device.
         gpu: CUDA index of the sampler's GPU; None on the CPU.
         numerics: See `SamplerSettings`.
-        vllm: Whether vLLM samples, in the process that it also has in a synchronous run. Otherwise the native engine.
+        log: File for the output of the process.
+        timeout_s: Seconds without a message after which the process counts as hung.
+        vllm: Sample with vLLM instead of the native engine.
     """
 
     timeout_key = "rollout.async.timeout_s"
@@ -77,7 +87,7 @@ class AsyncProcess(SamplerProcess):
         super().__init__(learner, gpu, numerics if vllm else "native", log, timeout_s)
 
     def begin_with(self, settings: AsyncSettings) -> None:
-        """Send the settings. The process then imports and builds the model, unless vLLM has."""
+        """Send the settings. The native engine then builds its model; vLLM has built its own in `begin_start`."""
         if self._vllm:
             self.begin("sample", settings)
         else:
@@ -90,9 +100,9 @@ class AsyncProcess(SamplerProcess):
 
     def _expect_ready(self) -> None:
         self.expect_answer()
-        self._deadline = max(self._deadline, time.monotonic() + START_S)  # it imports and builds without a sign of life
+        self._deadline = max(self._deadline, time.monotonic() + START_S)  # no heartbeats meanwhile
 
-    def wait_until_ready(self, look: Any) -> None:
-        """Wait until the model is built, calling `look()`. Raises SamplerFault."""
+    def wait_until_ready(self, tick: Callable[[], None]) -> None:
+        """Wait until the model is built, calling `tick` repeatedly. Raises SamplerFault."""
         while not self.poll(TICK_S):
-            look()
+            tick()

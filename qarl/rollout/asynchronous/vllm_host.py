@@ -1,8 +1,8 @@
-"""vLLM as the sampler of asynchronous rollouts, with the interface of `asynchronous.host.Host`.
+"""vLLM as the sampler of asynchronous rollouts, with the interface of `asynchronous.host.NativeHost`.
 
-vLLM runs requests; this module knows which response each of them is, and which policy version sampled each token. When
-new weights arrive, vLLM finishes the batches that it has started, so the tokens that it reports until then are of the
-earlier version and all later ones of the new version.
+vLLM runs requests; this module tracks which response each request is, and which policy version sampled each token. When
+new weights arrive, vLLM first finishes the batches that it has started. Tokens reported until then are from the earlier
+version, all later ones from the new version.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class InProgress:
 
     Attributes:
         group: Number of its group.
-        before: Tokens that an earlier process sampled; for vLLM they belong to the prompt.
-        versions: Policy versions of vLLM's own tokens, up to the last publish.
+        prompt: Its prompt.
+        sample: Its sample number.
+        before: Tokens that an earlier process sampled. vLLM gets them as a part of the prompt.
+        versions: Policy version of each token that vLLM sampled before the last publish.
     """
 
     group: int
@@ -41,13 +43,13 @@ class InProgress:
     versions: list[int] = field(default_factory=list)
 
     def extended(self, tokens: list[int], logprobs: list[float], version: int) -> Partial:
-        """Return the whole response. tokens, logprobs: vLLM's own; those after the last publish have `version`."""
+        """Return the whole response. tokens, logprobs: those that vLLM sampled; `version` sampled the newest ones."""
         versions = self.versions + [version] * (len(tokens) - len(self.versions))
         return self.before[0] + tokens, self.before[1] + logprobs, self.before[2] + versions
 
 
 class VLLMHost:
-    """See `asynchronous.host.Host`. host: A started vLLM."""
+    """Implements the interface of `NativeHost`. host: a started vLLM."""
 
     def __init__(self, host: Host, settings: AsyncSettings) -> None:
         config = Config.model_validate(parse_yaml(settings.config, "configuration"))
@@ -56,7 +58,7 @@ class VLLMHost:
         self._host, self._sampling = host, settings.sampling
         self._stopping = Stopping(load_tokenizer(config.model), settings.sampling)
         self._version: int | None = None
-        self._responses: dict[str, InProgress] = {}  # by vLLM's name of the request
+        self._responses: dict[str, InProgress] = {}  # by request name, GROUP/SAMPLE
 
     @property
     def busy(self) -> bool:
@@ -66,11 +68,11 @@ class VLLMHost:
     # --- orders ------------------------------------------------------------------------------------------------
 
     def receive(self, update: WeightUpdate, arriving: Any, meanwhile: Callable[[], None]) -> Any:
-        """Return the tensors as they arrive: `publish` verifies them together with the other processes of vLLM."""
+        """Return `arriving` unread: `publish` receives and verifies the tensors."""
         return arriving
 
     def publish(self, update: WeightUpdate, received: Any) -> dict[str, float]:
-        """See `asynchronous.host.Host.publish`. `receive` is a part of it."""
+        """See `NativeHost.publish`; also receives the tensors."""
         for name, count, _ in self._host.partial_outputs():
             versions = self._responses[name].versions
             versions += [self._version] * (count - len(versions))
@@ -79,7 +81,7 @@ class VLLMHost:
         return seconds
 
     def score(self, canary: Sequence[list[int]], meanwhile: Callable[[], None]) -> list[list[float]]:
-        """Return the log-probs of each token sequence. The responses in progress continue, without `meanwhile`."""
+        """Return the log-probs of each token sequence. `meanwhile` is unused: vLLM continues the responses itself."""
         begin = time.perf_counter()
         scores = self._host.score(canary)
         if self.busy:
@@ -87,14 +89,14 @@ class VLLMHost:
         return scores
 
     def add(self, groups: list[Group]) -> None:
-        """Queue the missing responses of groups; those with tokens already continue."""
+        """Queue responses; those that already have tokens continue."""
         assert self._version is not None, "weights come first"
         for group in groups:
             prompt = Prompt(group.prompt_id, group.token_ids, "")
             for sample in group.samples:
                 before = group.partial.get(sample, ([], [], []))
                 done = len(before[0])
-                # A continued response has random numbers of its own: vLLM cannot begin in the middle of a stream.
+                # A continued response gets another seed, because vLLM cannot start in the middle of a random stream.
                 seed = request_seed(round_seed(group.seed, done), group.prompt_id, sample)
                 left = replace(self._sampling, max_response_length=self._sampling.max_response_length - done)
                 name = f"{group.number}/{sample}"
@@ -102,14 +104,14 @@ class VLLMHost:
                 self._host.add(name, Request(group.token_ids + before[0], seed), left)
 
     def cancel(self, groups: list[int]) -> None:
-        """See `asynchronous.host.Host.cancel`."""
+        """See `NativeHost.cancel`."""
         names = [name for name, response in self._responses.items() if response.group in groups]
         self._host.cancel(names)
         for name in names:
             del self._responses[name]
 
     def partials(self) -> list[tuple[int, int, list[int], list[float], list[int]]]:
-        """Return (group, sample, tokens, log-probs, versions) of unfinished responses with tokens; after `settle`."""
+        """See `NativeHost.partials`. Call `settle` first."""
         assert self._version is not None
         found = []
         for name, count, own in self._host.partial_outputs():
@@ -121,7 +123,7 @@ class VLLMHost:
     # --- generation --------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[Any, ...]]:
-        """Run a step of vLLM. Returns the responses that ended, as `finished` sends them."""
+        """Run a step of vLLM. Returns as `NativeHost.step`, without routing."""
         begin = time.perf_counter()
         ended = self._host.step()
         self.busy_s += time.perf_counter() - begin

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,17 @@ KV_BLOCK = 128  # tokens, vLLM's on the CPU and a multiple of its other ones
 # Batches of decodes that CUDA graphs are captured for; a batch runs in the next larger one.
 GRAPH_STEPS = ((1, 2, 4, 8), range(16, 128, 16), range(128, 513, 32))
 LOG = "sampler.log"  # in the directory of a run, or of a rank's
+
+
+@contextmanager
+def temporary_checkpoint(directory: Path) -> Iterator[Path]:
+    """Yield a path for the checkpoint that vLLM starts from, and delete it on exit. Nothing is there on entry."""
+    checkpoint = directory / "sampler"
+    shutil.rmtree(checkpoint, ignore_errors=True)  # left by an interrupted start
+    try:
+        yield checkpoint
+    finally:
+        shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> SamplerSettings:
@@ -188,7 +202,7 @@ def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | Non
     return None if mixture is None else (stored_dtype(mixture.experts), (len(mixture.layers), mixture.per_token))
 
 
-def prelaunch_sampler(config: Config, device: torch.device, place: Path) -> Sampler | None:
+def prelaunch_sampler(config: Config, device: torch.device, directory: Path) -> Sampler | None:
     """`launch_sampler` before the policy is loaded.
 
     Returns None if the configuration has no vLLM in one separate process, or if the process cannot start.
@@ -197,12 +211,12 @@ def prelaunch_sampler(config: Config, device: torch.device, place: Path) -> Samp
     if rollout.engine != "vllm" or rollout.vllm.process == "inline" or rollout.vllm.tensor_parallel > 1:
         return None
     try:
-        return launch_sampler(config, device, place)
+        return launch_sampler(config, device, directory)
     except (OSError, UserError):  # the first publish reports it if it happens again
         return None
 
 
-def launch_sampler(config: Config, device: torch.device, place: Path) -> Sampler:
+def launch_sampler(config: Config, device: torch.device, directory: Path) -> Sampler:
     """Start the processes of the configured vLLM.
 
     Args:
@@ -213,7 +227,7 @@ def launch_sampler(config: Config, device: torch.device, place: Path) -> Sampler
         OSError: A process cannot be started.
         UserError: The log cannot be written.
     """
-    vllm, log = config.rollout.vllm, place / LOG
+    vllm, log = config.rollout.vllm, directory / LOG
     if vllm.process == "inline":
         return InlineSampler(log)
     gpus = sampler_gpus(config, device)
