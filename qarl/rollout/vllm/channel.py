@@ -1,12 +1,12 @@
-"""Messages between the learner's process and the sampler's: pickles over a socket pair that nobody else can reach.
+"""Messages between the learner's process and the sampler's: pickles over a socket pair that no other process can reach.
 
-    bytes of the pickle (8, big-endian)    pickle of (kind, body)
+Format: 8 bytes with the size of the pickle (big-endian), then a pickle of (kind, body).
 
-`multiprocessing.Connection` blocks in the middle of a message. A `Channel` counts the bytes that have arrived, so a
-sampler that hangs there differs from one whose long answer is still arriving.
+`multiprocessing.Connection` is not used because it blocks in the middle of a message. A `Channel` counts the bytes that
+have arrived, which distinguishes a sampler that hangs from one whose long answer is still arriving.
 
-Both ends run the same code, so a body needs no schema. Unpickling creates objects of `CLASSES` only and calls nothing
-else: an answer of the sampler's process cannot run code in the learner's.
+Both ends run the same code, so a body needs no schema. Unpickling only creates objects of `CLASSES` and calls nothing
+else, so an answer of the sampler's process cannot run code in the learner's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qarl.weight_sync.update import WeightUpdate
 
 
 def register(*kinds: type) -> None:
-    """Let messages hold objects of further classes."""
+    """Allow objects of these classes in messages."""
     CLASSES.update(((kind.__module__, kind.__qualname__), kind) for kind in kinds)
 
 
@@ -43,19 +43,19 @@ CLASSES: dict[tuple[str, str], type] = {
     )
 }
 HEADER = struct.Struct(">Q")
-LIMIT = 1 << 40  # bytes of a pickle; text in place of a header exceeds it
-CHUNK = 1 << 20  # bytes read at once
+LIMIT = 1 << 40  # bytes of a pickle; printed text that is misread as a header gives a larger number
+CHUNK = 1 << 20  # bytes per read
 
 
 class ChannelError(Exception):
-    """The bytes that arrived are not a message, or a message was sent in part. One line."""
+    """The received bytes are not a message, or an earlier message was sent only in part. The text is one line."""
 
 
 class Channel:
     """One end of a socket pair.
 
     Attributes:
-        received: Total bytes received, a sign of life.
+        received: Number of bytes received so far.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -71,7 +71,9 @@ class Channel:
         """Send a whole message.
 
         Args:
-            limit_s: Seconds within which the other side must have read it; None: no limit.
+            kind: Kind of the message.
+            body: Objects of builtin types and of `CLASSES`.
+            limit_s: Seconds within which the other side must have read it. Default: no limit.
 
         Raises:
             TimeoutError: The limit passed.
@@ -87,7 +89,7 @@ class Channel:
         self._cut_off = False
 
     def poll(self, limit_s: float | None) -> tuple[str, Any] | None:
-        """The next message; None if it is not complete within `limit_s` seconds (None: wait forever).
+        """Return the next message; None if it is not complete within `limit_s` seconds (None: wait forever).
 
         Raises:
             EOFError: The other side is gone.
@@ -110,7 +112,7 @@ class Channel:
         return message
 
     def _parsed(self) -> tuple[str, Any] | None:
-        """Take the first message out of the buffer; None while it is incomplete."""
+        """Remove the first message from the buffer and return it; None if it is incomplete."""
         if len(self._buffer) < HEADER.size:
             return None
         (size,) = HEADER.unpack_from(self._buffer)
@@ -138,6 +140,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 def channel_pair() -> tuple[Channel, socket.socket]:
-    """A channel, and the other end for a child process, which inherits the descriptor."""
+    """Return a channel and the socket of its other end, whose descriptor a child process inherits."""
     ours, theirs = socket.socketpair()
     return Channel(ours), theirs

@@ -1,13 +1,12 @@
 """The vLLM engine: samples responses with vLLM and publishes each policy version to it.
 
-The first publish writes a checkpoint and starts vLLM on it; later ones send the snapshot's tensors. A vLLM that dies,
-hangs or fails is restarted at the current version, up to a configured number of times. The learner's process does not
-import vLLM, unless `rollout.vllm.process` is inline.
+The first publish writes a checkpoint and starts vLLM on it; later publishes send the snapshot's tensors. If vLLM dies,
+hangs or fails, it is restarted at the current version, up to `rollout.vllm.max_restarts` times. The learner's process
+does not import vLLM, unless `rollout.vllm.process` is `inline`.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,32 +29,36 @@ from qarl.rollout.engine import (
 )
 from qarl.rollout.shared import Headroom, own_headroom
 from qarl.rollout.stopping import Stopping
-from qarl.rollout.vllm.launch import LOG, launch_sampler, routing_of, sampler_settings
+from qarl.rollout.vllm.launch import LOG, launch_sampler, routing_of, sampler_settings, temporary_checkpoint
 from qarl.rollout.vllm.process import Sampler, next_restart, start_error
 from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.sender import SamplerFault, WeightSender
 from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 
-MARGIN = 2**30  # bytes of GPU memory that no estimate counts, for waking beside the learner
-PROFILING_ERROR = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
+MARGIN = 2**30  # bytes of GPU memory to leave free, beyond the estimate, when vLLM wakes beside the learner
+PROFILING_ERROR = "Error in memory profiling"  # an error message of vLLM's worker (0.24 to 0.32)
 
 
 class VLLMEngine:
-    """A vLLM, started at the first publish. See `RolloutEngine` for the contract.
+    """Runs a vLLM, started at the first publish; implements `RolloutEngine`.
 
     Args:
+        config: The run's configuration.
+        layout: Layout of the policy's model.
+        tokenizer: The policy's tokenizer.
         weights: Sends the policy's versions to vLLM and verifies them.
-        place: Directory for the log (`sampler.log`) and, while vLLM loads it, the checkpoint.
+        directory: Directory for the log (`sampler.log`) and, while vLLM loads it, the checkpoint.
         say: Called with one line for the user.
-        prelaunched: A sampler whose processes run already; the first start uses it.
-        look: Called while vLLM starts. If it raises, the start ends.
-        update_bytes: GPU memory of an optimizer update. vLLM wakes beside an update if both fit; None: it wakes for the
-            next publish.
-        headroom: Free memory of the learners' GPUs; None: of this learner's GPU.
+        prelaunched: A sampler whose processes already run; the first start uses it.
+        tick: Called repeatedly while vLLM starts. If it raises, the start is aborted.
+        update_bytes: GPU memory that an optimizer update needs. vLLM wakes during the update if both fit. Default: vLLM
+            wakes for the next publish.
+        headroom: Tests the free memory of all GPUs that vLLM uses. Default: the learner's GPU.
 
     Attributes:
-        tracer: Records the operations of `generate`, if vLLM runs in this process with exact numerics.
+        version: See `RolloutEngine`.
+        tracer: Records the operations of `generate`; only for a vLLM in this process with exact numerics.
         restarts: Number of restarts so far.
         phases: Seconds of each part of vLLM's last start.
     """
@@ -68,24 +71,24 @@ class VLLMEngine:
         layout: ModelLayout,
         tokenizer: PreTrainedTokenizerBase,
         weights: WeightSender,
-        place: Path,
+        directory: Path,
         say: Callable[[str], None],
         prelaunched: Sampler | None = None,
-        look: Callable[[], None] = lambda: None,
+        tick: Callable[[], None] = lambda: None,
         update_bytes: int | None = None,
         headroom: Headroom | None = None,
     ) -> None:
-        self.config, self.layout, self.tokenizer, self.place = config, layout, tokenizer, place
+        self.config, self.layout, self.tokenizer, self.directory = config, layout, tokenizer, directory
         self.weights, self.say = weights, say
-        self.log = place / LOG
-        self._prelaunched, self._look = prelaunched, look
+        self.log = directory / LOG
+        self._prelaunched, self._tick = prelaunched, tick
         self._headroom, self._update_bytes = headroom or own_headroom(layout.device), update_bytes
-        self._asleep = self._waking = False  # asleep: until it has woken, also after it was told to wake
-        self._freed = 0  # bytes, by the last sleep
+        self._asleep = self._waking = False  # `_asleep` stays True while vLLM wakes
+        self._freed = 0  # bytes of GPU memory that the last sleep freed
         self.version: int | None = None
         self.restarts = 0
         self.phases: dict[str, float] = {}
-        self._measured: dict[str, float] = {}
+        self._own_metrics: dict[str, float] = {}
         self._snapshot: Snapshot | None = None
         self._sampler: Sampler | None = None
         self._fault: SamplerFault | None = None
@@ -93,12 +96,12 @@ class VLLMEngine:
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the last publish and sleep, by name."""
-        return self._measured | self.weights.metrics
+        return self._own_metrics | self.weights.metrics
 
-    # --- the contract ------------------------------------------------------------------------------------------
+    # --- RolloutEngine -----------------------------------------------------------------------------------------
 
     def publish(self, snapshot: Snapshot) -> None:
-        self.version, self._snapshot = None, snapshot  # nothing is held until it is verified
+        self.version, self._snapshot = None, snapshot  # the version is set after verification
         self.weights.scorer.install(snapshot)
         self._with_restarts(lambda: self._publish(snapshot))
         self.version = snapshot.version
@@ -114,7 +117,7 @@ class VLLMEngine:
         require_version(self.version, version)
         if not prompts:
             return []
-        longest_of(prompts, sampling, self.layout.max_length)  # raises if one does not fit
+        longest_of(prompts, sampling, self.layout.max_length)  # raises if a prompt does not fit
         order: list[tuple[Prompt, int]] = []
         for prompt, begin in zip(prompts, first or first_samples(prompts, sampling.n), strict=True):
             order += [(prompt, sample) for sample in range(begin, begin + sampling.n)]
@@ -125,7 +128,7 @@ class VLLMEngine:
         def sample() -> Any:
             if self._sampler is None or self._asleep or not self.weights.holds:
                 assert self._snapshot is not None
-                self._publish(self._snapshot)  # a new process, or one whose sleep dropped the weights
+                self._publish(self._snapshot)  # for a restarted vLLM, or one that dropped its weights to sleep
             assert self._sampler is not None
             if self.tracer is not None:
                 return self._sampler.call("trace", (requests, sampling, self.tracer), progress)
@@ -167,18 +170,19 @@ class VLLMEngine:
         except SamplerFault as fault:
             self._defer(fault)
             return
-        if freed is None:  # it keeps everything
+        if freed is None:  # vLLM does not share the learner's GPU and keeps its memory
             return
         self._asleep, self._freed = True, freed
-        self._measured["time/sampler_sleep_s"] = time.perf_counter() - begin
-        self._measured["memory/sampler_freed_gib"] = freed / 2**30
+        self._own_metrics["time/sampler_sleep_s"] = time.perf_counter() - begin
+        self._own_metrics["memory/sampler_freed_gib"] = freed / 2**30
         if level == 2:
-            self.weights.forget()  # it holds nothing until the next full publish
+            self.weights.forget()  # vLLM has no weights until the next full publish
 
     def wake(self) -> None:
         waits = self._asleep and not self._waking and self.config.rollout.vllm.process == "separate"
         needed = self._freed + self._update_bytes + MARGIN if waits and self._update_bytes is not None else None
-        if not self._headroom(needed) or self._sampler is None:  # all ranks that share the memory ask
+        # `_headroom` may be a collective, so every rank calls it.
+        if not self._headroom(needed) or self._sampler is None:
             return
         try:
             self._sampler.begin("wake", None)
@@ -187,21 +191,21 @@ class VLLMEngine:
             self._defer(fault)
 
     def _wake(self, sampler: Sampler) -> None:
-        """Wait until a sampler that sleeps is awake."""
+        """Wait until the sampler is awake."""
         if not self._asleep:
             return
         if not self._waking:
-            torch.cuda.empty_cache()  # the sampler needs the memory that the learner cached
+            torch.cuda.empty_cache()  # vLLM needs the memory in torch's cache
         begin = time.perf_counter()
         if not self._waking:
             sampler.begin("wake", None)
         self._waking = False
         sampler.finish(ignore_progress)
-        self._measured["time/sampler_wake_s"] = time.perf_counter() - begin
+        self._own_metrics["time/sampler_wake_s"] = time.perf_counter() - begin
         self._asleep = False
 
     def _defer(self, fault: SamplerFault) -> None:
-        """Defer a fault to the next publish, when the step is complete."""
+        """Stop a failed sampler. The next publish reports the fault, so that the current step completes."""
         self._stop()
         self._fault = fault
 
@@ -228,27 +232,22 @@ class VLLMEngine:
 
     def _start(self, snapshot: Snapshot) -> None:
         """Write the snapshot to a checkpoint and start vLLM on it."""
-        vllm = self.config.rollout.vllm
-        folder = self.place / "sampler"
-        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted start
         begin = time.perf_counter()
-        try:
-            settings = sampler_settings(self.config, self.layout, folder)
+        with temporary_checkpoint(self.directory) as checkpoint:
+            settings = sampler_settings(self.config, self.layout, checkpoint)
             expected = snapshot.fingerprints
-            self._sampler = self._prelaunched or launch_sampler(self.config, self.layout.device, self.place)
+            self._sampler = self._prelaunched or launch_sampler(self.config, self.layout.device, self.directory)
             self._prelaunched = None
-            self.weights.prepare(folder, snapshot)  # while the process imports vLLM
+            self.weights.prepare(checkpoint, snapshot)  # while the process imports vLLM
             torch.cuda.empty_cache()
-            self._measured["time/sampler_prepare_s"] = time.perf_counter() - begin
-            self._sampler.start(settings, expected, lambda responses, tokens: self._look())
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        self.weights.accept(self._sampler, snapshot, vllm.publish)
-        self._measured["time/sampler_start_s"] = time.perf_counter() - begin
+            self._own_metrics["time/sampler_prepare_s"] = time.perf_counter() - begin
+            self._sampler.start(settings, expected, lambda responses, tokens: self._tick())
+        self.weights.accept(self._sampler, snapshot, self.config.rollout.vllm.publish)
+        self._own_metrics["time/sampler_start_s"] = time.perf_counter() - begin
         self.phases = self._sampler.capabilities["phases"]
 
     def _with_restarts(self, action: Callable[[], Any]) -> Any:
-        """Run an action. After a fault of vLLM repeat it with a new vLLM, as often as the configuration allows."""
+        """Run an action, and repeat it after every fault of vLLM that allows a restart."""
         while True:
             try:
                 return action()
@@ -256,16 +255,17 @@ class VLLMEngine:
                 self._prepare_restart(fault)
             except BaseException:
                 if not self.weights.holds:
-                    self._stop()  # interrupted during a load: its weights are undefined
+                    self._stop()  # interrupted while loading weights, which are undefined now
                 raise
 
     def _prepare_restart(self, fault: SamplerFault) -> None:
-        """Stop a failed sampler; the next publish or generate starts another. Raises SamplerError past the limit."""
+        """Stop a failed sampler; the next `_publish` starts a new one. Raises SamplerError if no restart is allowed."""
         started = self.weights.started
         self._stop()
         vllm = self.config.rollout.vllm
         limit = vllm.max_restarts
-        # Another process freed GPU memory while vLLM measured its own. A start in this process cannot be repeated.
+        # A failed first start is repeated only if another process freed GPU memory while vLLM measured its own. A start
+        # in the learner's process cannot be repeated.
         repeatable = PROFILING_ERROR in str(fault) and vllm.process == "separate"
         if not started and not (repeatable and self.restarts < limit):
             raise start_error(fault, self.log) from fault

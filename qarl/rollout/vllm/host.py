@@ -1,7 +1,7 @@
 """The sampler's side of the vLLM engine: starts vLLM, loads published weights, generates, scores, sleeps.
 
-It runs in the sampler's own process (`worker.py`), or in the learner's (`rollout.vllm.process: inline`). Importing this
-module does not import vLLM; making a host does.
+It runs in the sampler's process (`worker.py`), or in the learner's with `rollout.vllm.process: inline`. Importing this
+module does not import vLLM; creating a `Host` does.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from qarl.weight_sync.update import Arriving, receive
 if TYPE_CHECKING:
     from vllm import LLM
 
-GREW = "Memory usage increased after sleeping"  # error of vLLM's worker, 0.24 to 0.32
+GREW = "Memory usage increased after sleeping"  # an error message of vLLM's worker (0.24 to 0.32)
 
-logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
+logger = logging.getLogger("vllm.qarl")  # a child of vLLM's logger, so it writes to the sampler's log
 
 
 class Host:
-    """A started vLLM and the weights it holds.
+    """A running vLLM engine and its weights.
 
-    expected: Fingerprints of the snapshot in `settings.checkpoint`, by published name.
+    Args:
+        settings: How vLLM is started.
+        expected: Fingerprints of the snapshot in `settings.checkpoint`, by published name.
+        phases: Measures the parts of the start.
 
     Raises:
         PublishError: The model lacks a layer of the snapshot.
@@ -57,17 +60,17 @@ class Host:
         self._phases = Phases() if phases is None else phases
         self.numerics = numerics_of(settings)
         self._llm = start_vllm(settings, self.numerics, self._phases)
-        self._ended: list[Any] = []  # outputs that ended while something else was waited for
-        self._salt: str | None = None  # requests with different salts share no cached keys and values
+        self._finished_early: list[Any] = []  # outputs of `add` that finished during `score`
+        self._salt: str | None = None  # vLLM's cache_salt: requests with different salts share no cached blocks
         self._worker = self._llm.collective_rpc(lambda worker: getattr(worker, "worker", worker))[0]
         self.numerics.started(self._worker, expected)
         if settings.routing:
-            self.numerics.experts()  # refuse kernels that cannot report them now, not at the first call that asks
+            self.numerics.experts()  # raises now, not in the first call, if the kernels cannot report experts
         self._phases.end("ready")
         logger.info(self._phases.line())
 
     def capabilities(self) -> dict[str, Any]:
-        """Return what `Connection` reports to the learner. phases: seconds of each part of the start."""
+        """Return `Connection.capabilities`."""
         return {
             "proved_frac": self.numerics.proved_frac,
             "notes": self.numerics.notes(),
@@ -80,20 +83,20 @@ class Host:
     def publish(
         self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint], in_flight: InFlight = "wait"
     ) -> dict[str, float]:
-        """Load the tensors of a publish and verify what the model holds afterwards.
+        """Load the tensors of a publish and verify the model's tensors afterwards. Call `drain` first.
 
         Args:
-            arriving: Tensors in checkpoint layout, or patches of held tensors, by published name.
+            version: Policy version.
+            arriving: Tensors in checkpoint layout, or patches of the model's tensors, by published name.
             expected: Fingerprints of the whole snapshot.
-            in_flight: Whether requests in progress recompute or keep their keys and values; wait: there are none.
-                Call `drain` first.
+            in_flight: Whether requests in progress recompute or keep their keys and values. `wait`: there are none.
 
         Returns:
-            Seconds of the parts receive, load and check.
+            Seconds of the parts `receive`, `load` and `check`.
 
         Raises:
-            PublishError: Bytes that arrived or that the model holds differ from those sent, here or in another process
-                with a part of the same model.
+            PublishError: The received bytes or the model's tensors differ from those sent, in this process or in
+                another process with a part of the same model.
         """
         try:
             seconds = self._publish(version, arriving, expected, in_flight)
@@ -113,7 +116,7 @@ class Host:
         if tensors:
             self.numerics.load(tensors)
             if in_flight == "keep_kv":
-                self._salt = str(version)  # vLLM cannot empty a cache that running requests use
+                self._salt = str(version)  # vLLM cannot clear a prefix cache that running requests use
             elif not self._llm.reset_prefix_cache(reset_running_requests=in_flight == "recompute_kv"):
                 raise PublishError(f"publish of version {version}: vLLM still runs requests of an earlier version")
         loaded = synchronized_s(device)
@@ -121,13 +124,13 @@ class Host:
         return {"receive": received - begin, "load": loaded - received, "check": synchronized_s(device) - loaded}
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Natural-log probabilities of every token but the first of each sequence, at temperature 1.
+        """Return log-probs in nats, at temperature 1, of every token but the first of each sequence.
 
-        Requests in progress continue meanwhile. With the scheduling policy `priority` these come first.
+        Requests in progress continue meanwhile. With vLLM's scheduling policy `priority`, scoring comes first.
         """
         import vllm
 
-        # Seeded, because vLLM draws the noise of a batch request by request if one of it has no seed.
+        # With a seed, because `batch_seeded_noise` needs one for every request of a batch.
         params = vllm.SamplingParams(seed=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self._run([(tokens, params) for tokens in sequences], ignore_progress, priority=-1)
         return [
@@ -140,14 +143,20 @@ class Host:
     def generate(self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress) -> list[Response]:
         """Sample one response per request.
 
-        progress: Called after every step with the number of finished responses and their tokens. If it raises, the
-        call ends and vLLM drops the requests.
+        Args:
+            requests: Prompts and seeds.
+            sampling: Sampling parameters.
+            progress: Called after every step with the number of finished responses and their tokens. If it raises, the
+                requests are aborted.
+
+        Returns:
+            Responses in the order of the requests.
         """
         self.numerics.shape(sampling.truncation)
         with_params = [(r.token_ids, self._params(sampling, r.seed)) for r in requests]
         if not sampling.record_routing:
             return [_response(output) for output in self._run(with_params, progress)]
-        self._llm.reset_prefix_cache()  # cached prefixes must come from this call, whose experts are recorded
+        self._llm.reset_prefix_cache()  # experts are only known for prefixes that this call computes
         recording = RoutingRecorder(*self.numerics.experts())
         with record_forwards(self._worker.model_runner, recording):
             outputs = self._run(with_params, progress)
@@ -156,16 +165,17 @@ class Host:
         return [_response(output, rows.numpy().tobytes()) for output, rows in zip(outputs, routing, strict=True)]
 
     def _params(self, sampling: SamplingParams, seed: int) -> Any:
-        """vLLM's parameters of one request."""
+        """Return vLLM's parameters of one request."""
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
-        # vLLM accepts temperatures from 0.01 to 2. The policy's sampler applies any; vLLM only decides greedy or not.
-        own, cut = self.numerics.forward is None, sampling.truncation
+        # vLLM raises nonzero temperatures below 0.01 to 0.01 and rejects temperatures above 2. With exact numerics the
+        # policy's sampler applies the temperature, and vLLM only decides between greedy and random sampling.
+        vllm_samples, cut = self.numerics.forward is None, sampling.truncation
         return vllm.SamplingParams(
             seed=seed,
             max_tokens=sampling.max_response_length,
-            temperature=cut.temperature if own else float(cut.temperature > 0),
+            temperature=cut.temperature if vllm_samples else float(cut.temperature > 0),
             top_p=cut.top_p,
             top_k=cut.top_k,
             min_p=cut.min_p,
@@ -174,21 +184,21 @@ class Host:
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
-            ignore_eos=True,  # what ends a response is in stop_token_ids
+            ignore_eos=True,  # stop_token_ids has all tokens that end a response
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def trace(self, requests: Sequence[Request], sampling: SamplingParams, tracer: Tracer) -> list[Response]:
-        """`generate` with every operation of its forwards reported to the tracer; exact numerics only."""
+        """As `generate`, reporting every operation of the forwards to the tracer. Exact numerics only."""
         from qarl.rollout.vllm.exact.tracing import traced
 
-        assert self.numerics.forward is not None, "only the policy's own forward is traced"
-        self._llm.reset_prefix_cache()  # or the prompts' forwards would not run again
+        assert self.numerics.forward is not None, "only the policy's forward can be traced"
+        self._llm.reset_prefix_cache()  # so that the prompts' forwards run
         with traced(self._worker.model_runner, self.numerics.forward, tracer):
             return self.generate(requests, sampling, ignore_progress)
 
     def _run(self, requests: Sequence[tuple[list[int], Any]], progress: Progress, priority: int = 0) -> list[Any]:
-        """Final outputs, in the order of the requests. Outputs of other requests wait for `step`."""
+        """Run requests to their end. Returns vLLM's outputs in their order; other outputs are kept for `step`."""
         from vllm.inputs import TokensPrompt
 
         engine = self._llm.llm_engine
@@ -200,9 +210,9 @@ class Host:
                 engine.add_request(str(index), TokensPrompt(prompt_token_ids=token_ids), params, priority=priority)
                 added.append(str(index))
             while len(outputs) < len(added):
-                for output in self._finished():
+                for output in self._step():
                     if output.request_id not in added:
-                        self._ended.append(output)
+                        self._finished_early.append(output)
                         continue
                     outputs[output.request_id] = output
                     tokens += len(output.outputs[0].token_ids)
@@ -212,19 +222,19 @@ class Host:
             raise
         return [outputs[name] for name in added]
 
-    def _finished(self) -> list[Any]:
-        """Run an engine step. Returns the outputs of requests that ended in it."""
+    def _step(self) -> list[Any]:
+        """Run an engine step. Returns the outputs of requests that finished in it."""
         return [output for output in self._llm.llm_engine.step() if output.finished]
 
-    # --- requests that come and go, for asynchronous rollouts -------------------------------------------------------
+    # --- for asynchronous rollouts -----------------------------------------------------------------------------------
 
     def add(self, name: str, request: Request, sampling: SamplingParams) -> None:
-        """Add a request to those that `step` advances.
+        """Add a request; `step` advances it.
 
         Args:
-            name: Not a number, unlike the names of `generate` and `score`.
+            name: Name of the request. Must not be a number, because `generate` and `score` use numbers.
             request: Prompt and seed.
-            sampling: Its truncation is the same for all requests in progress.
+            sampling: Sampling parameters. Truncation must be the same for all requests in progress.
         """
         from vllm.inputs import TokensPrompt
 
@@ -235,36 +245,36 @@ class Host:
         self._llm.llm_engine.add_request(name, prompt, self._params(sampling, request.seed))
 
     def step(self) -> list[tuple[str, Response]]:
-        """Run an engine step. Returns the responses that ended since the last call, by name."""
-        return self._taken(self._finished())
+        """Run an engine step. Returns (name, response) of each request that finished since the last call."""
+        return self._with_earlier(self._step())
 
     def drain(self) -> list[tuple[str, Response]]:
-        """Finish the batches that vLLM has started ahead, and start no other one. Returns as `step`."""
+        """Finish the batches that vLLM has scheduled ahead, without starting another one. Returns as `step`."""
         from vllm.v1.core.sched.interface import PauseState
 
         core = self._llm.llm_engine.engine_core.engine_core
         ended: list[Any] = []
-        if core.batch_queue:  # of asynchronous scheduling
+        if core.batch_queue:  # only with asynchronous scheduling
             core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
             try:
                 while core.batch_queue:
-                    ended += self._finished()
+                    ended += self._step()
             finally:
                 core.scheduler.set_pause_state(PauseState.UNPAUSED)
-        return self._taken(ended)
+        return self._with_earlier(ended)
 
     def cancel(self, names: list[str]) -> None:
-        """Drop requests in progress; after `drain`."""
+        """Abort requests in progress. Call `drain` first."""
         self._llm.llm_engine.abort_request(names)
 
-    def _taken(self, ended: list[Any]) -> list[tuple[str, Response]]:
-        ended, self._ended = [*self._ended, *ended], []
+    def _with_earlier(self, ended: list[Any]) -> list[tuple[str, Response]]:
+        ended, self._finished_early = [*self._finished_early, *ended], []
         return [(output.request_id, _response(output)) for output in ended]
 
     def partial_outputs(self) -> Iterator[tuple[str, int, Callable[[], tuple[list[int], list[float]]]]]:
-        """Yield name, number of tokens, and a function that returns tokens and log-probs, of each request in progress.
+        """Yield (name, number of tokens, function that returns token ids and log-probs) of each request in progress.
 
-        After `drain` these are all tokens that were sampled.
+        After `drain` this includes all tokens that were sampled.
         """
         for state in self._llm.llm_engine.output_processor.request_states.values():
             tokens, logprobs = state.detokenizer, state.logprobs_processor
@@ -274,9 +284,10 @@ class Host:
     # --- memory ------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> int | None:
-        """Free the KV cache and the weights, which are parked in host memory (level 1) or dropped (level 2).
+        """Free the KV cache and the weights, which are copied to host memory (level 1) or dropped (level 2).
 
-        Returns the freed bytes of the GPU, or None if vLLM does not share the learner's GPU and keeps everything.
+        Returns:
+            Freed bytes of GPU memory; None if vLLM does not share the learner's GPU and frees nothing.
         """
         if not self.settings.arguments.get("enable_sleep_mode"):
             return None
@@ -284,18 +295,18 @@ class Host:
 
         self.numerics.before_sleep()
         reserved = torch.cuda.memory_reserved()
-        held = CuMemAllocator.get_instance().get_current_usage()  # weights and KV cache; a sleep unmaps both
+        held = CuMemAllocator.get_instance().get_current_usage()  # bytes of weights and KV cache; a sleep unmaps both
         with tolerate_memory_growth(self._worker):
             self._llm.sleep(level=level)
-        return held + reserved - torch.cuda.memory_reserved()  # torch's cache is freed too
+        return held + reserved - torch.cuda.memory_reserved()  # a sleep also empties torch's cache
 
     def wake(self) -> None:
-        """Allocate the memory again. After level 2 the weights are undefined until the next full publish."""
+        """Allocate the memory again. After a sleep of level 2 the weights are undefined until the next full publish."""
         self._llm.wake_up()
         self.numerics.after_sleep()
 
     def close(self) -> None:
-        """Free the engine and its memory."""
+        """Shut vLLM down and free its memory."""
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm, self._worker, self.numerics
         if torch.cuda.is_available():
@@ -303,7 +314,7 @@ class Host:
 
 
 def start_vllm(settings: SamplerSettings, numerics: Numerics, phases: Phases) -> LLM:
-    """Load the model in `settings.checkpoint`. Raises whatever vLLM raises."""
+    """Start vLLM on `settings.checkpoint`. Raises whatever vLLM raises."""
     from vllm import LLM
 
     from qarl.rollout.vllm.sampling import batch_seeded_noise
@@ -317,10 +328,10 @@ def start_vllm(settings: SamplerSettings, numerics: Numerics, phases: Phases) ->
 
 @contextmanager
 def tolerate_memory_growth(worker: Any) -> Iterator[None]:
-    """While entered, vLLM's worker can sleep although other processes allocate memory on its GPU.
+    """Inside, vLLM's worker can sleep although other processes allocate memory on its GPU.
 
-    After freeing its memory the worker compares the free memory of the whole GPU with that before, and fails if there
-    is less. Nothing is left to do then.
+    After a sleep the worker compares the GPU's free memory with that before and raises an AssertionError if there is
+    less. By then it has freed its own memory, so the error is ignored.
     """
     sleep = worker.sleep
 
@@ -343,7 +354,7 @@ def _response(output: Any, routing: bytes = b"") -> Response:
 
 
 def _sampled(logprobs: Any) -> list[float]:
-    """Log-probs of the sampled tokens, which are the first entry of each position."""
+    """Return the log-probs of the sampled tokens, which are the first entry at each position."""
     return [logprobs.logprobs[start] for start in logprobs.start_indices]
 
 

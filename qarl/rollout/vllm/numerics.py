@@ -1,4 +1,4 @@
-"""The interface of the arithmetic inside vLLM: the policy's forward (`exact/`), or vLLM's kernels (`own_kernels/`)."""
+"""Interface of the model inside vLLM: the policy's forward (`exact/`), or vLLM's own (`own_kernels/`)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from qarl.weight_sync.fingerprints import Fingerprint
 
 
 class Numerics(Protocol):
-    """The arithmetic of one vLLM, and the weights that it holds.
+    """The model and the weights of one vLLM.
 
     Attributes:
-        forward: The policy's forward inside vLLM; None if vLLM's own model computes.
-        proved_frac: Fraction of the published bytes that `check` compares with what was sent.
+        forward: The policy's forward (`ExactModel`); None if vLLM runs its own model.
+        proved_frac: Fraction of the published bytes that `check` compares with those that were sent.
     """
 
     forward: Any = None
     proved_frac: float
 
     def starting(self) -> AbstractContextManager[None]:
-        """Return a context manager that is entered while vLLM starts."""
+        """Return a context manager in which vLLM must be started."""
 
     def loaded(self, worker: Any) -> None:
-        """Called when vLLM's worker has loaded the model, before it runs it."""
+        """Called after vLLM's worker has loaded the model and before it runs the model."""
 
     def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
-        """Called when vLLM has started. expected: fingerprints of the snapshot in the checkpoint, by published name."""
+        """Called after vLLM has started. expected: fingerprints of the checkpoint's snapshot, by published name."""
 
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
-        """Return a published tensor as the last publish left it; patches apply to a copy of it."""
+        """Return a published tensor of the last publish, which a patch is applied to."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy published tensors, by name, into the model."""
@@ -43,27 +43,29 @@ class Numerics(Protocol):
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the snapshot with these fingerprints."""
 
-    def all_agree(self, well: bool) -> bool:
-        """Return whether every process with a part of the model passes True; a collective of these processes."""
-        return well
+    def all_agree(self, ok: bool) -> bool:
+        """Return whether every process with a part of the model passes True. A collective of these processes."""
+        return ok
 
     def shape(self, truncation: Truncation) -> None:
-        """Set the distribution that the next tokens are sampled from, if vLLM's sampler does not do it."""
+        """Set temperature and truncation of the next tokens, if vLLM's own sampler does not apply them."""
 
     def experts(self) -> tuple[Experts, int]:
-        """Return a reader of the experts of the last forward's rows, and the number of experts per layer."""
+        """Return a function that reads the experts of the last forward's rows, and the number of experts per layer."""
 
     def notes(self) -> list[str]:
         """Return the differences between vLLM's kernels and the scheme, one line each."""
         return []
 
-    def before_sleep(self) -> None: ...
+    def before_sleep(self) -> None:
+        """Save what a sleep of vLLM would lose."""
 
-    def after_sleep(self) -> None: ...
+    def after_sleep(self) -> None:
+        """Restore what `before_sleep` saved."""
 
 
 def numerics_of(settings: SamplerSettings) -> Numerics:
-    """Return the arithmetic that `settings.numerics` names. `own_kernels` is imported nowhere else in the sampler."""
+    """Return the implementation for `settings.numerics`. With `exact`, nothing of `own_kernels` is imported."""
     if settings.numerics == "exact":
         from qarl.rollout.vllm.exact.numerics import ExactNumerics
 

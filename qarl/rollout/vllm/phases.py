@@ -1,4 +1,4 @@
-"""Measures the time of each part of vLLM's start."""
+"""Measures how long each part of vLLM's start takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
-# Methods of vLLM's worker in the order of their calls, and the phase that each one ends.
+# Methods of vLLM's worker in the order of their calls, and the name of the phase that each of them is.
 STEPS = {
     "init_device": "device",
     "load_model": "weights",
@@ -20,13 +20,13 @@ STEPS = {
 
 
 class Phases:
-    """Consecutive phases of a start.
+    """Durations of consecutive phases of a start.
 
     Args:
-        begun: When the first phase began, by `time.monotonic()`, which all processes of a machine share.
+        begun: Start of the first phase by `time.monotonic()`, which all processes of a machine share. Default: now.
 
     Attributes:
-        seconds: Of each finished phase, by name, in order.
+        seconds: Duration of each finished phase by name, in order.
     """
 
     def __init__(self, begun: float | None = None) -> None:
@@ -34,21 +34,25 @@ class Phases:
         self._since = time.monotonic() if begun is None else begun
 
     def end(self, phase: str) -> None:
-        """End a phase that began when the previous one ended. Further parts of a phase are added to it."""
+        """End a phase that began when the previous one ended. If it was ended before, the durations are added."""
         now = time.monotonic()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now
 
     def line(self) -> str:
+        """Return all durations as one line for the log."""
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         return f"vLLM is ready after {sum(self.seconds.values()):.2f} s: {parts}"
 
     @contextmanager
     def time_worker(self, loaded: Callable[[Any], None]) -> Iterator[None]:
-        """While entered, time the steps of the worker that vLLM creates.
+        """Inside, time the methods of the worker that vLLM creates.
 
-        They are `STEPS` and the capture of CUDA graphs (phase graphs); the time before each step is phase engine.
-        loaded: Called with the worker once it has loaded the weights; its time is phase compile.
+        Phases are those of `STEPS`, `graphs` (capture of CUDA graphs), `compile` (the call of `loaded`) and `engine`
+        (time between the others).
+
+        Args:
+            loaded: Called with the worker after it has loaded the weights.
         """
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 

@@ -1,4 +1,4 @@
-"""The learner's handle of the sampler's process: start, orders, liveness, end."""
+"""The learner's handle of the sampler's process: starts it, sends orders, detects hangs, ends it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from qarl.weight_sync.fingerprints import Fingerprint, PublishError
 from qarl.weight_sync.sender import Connection, SamplerFault
 from qarl.weight_sync.transport import ReceiverPlan, open_transport
 
-TICK_S = 0.1  # between two polls of a busy sampler
-ABORT_LIMIT_S = 30.0  # for the engine step that runs when the user interrupts
+TICK_S = 0.1  # seconds between two polls of a busy sampler
+ABORT_LIMIT_S = 30.0  # seconds to wait for the current engine step when the user interrupts
 MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
 
 
 class SamplerError(UserError):
-    """vLLM failed for good."""
+    """The sampler failed and is not restarted."""
 
 
 class Sampler(Connection):
     """The learner's handle of a vLLM. The constructor starts its processes, which import vLLM; `start` loads the model.
 
-    Methods raise SamplerFault if vLLM died, hung (and was killed) or failed, and PublishError as `Host.publish` does.
+    Methods raise SamplerFault if vLLM died, failed, or hung and was killed, and PublishError if `Host.publish` did.
     """
 
     @abstractmethod
@@ -57,27 +57,28 @@ class Sampler(Connection):
 
     @abstractmethod
     def close(self) -> None:
-        """End vLLM, which holds no state that must be kept, and close its transports."""
+        """Kill vLLM, which has no state that must be kept, and close the transports."""
 
     def raise_if_ended(self) -> None:
         """Raise SamplerError if a process of this sampler ended before `start`."""
 
 
 class SamplerProcess(Sampler):
-    """A vLLM in a process with its own session, so that Ctrl-C in the terminal does not reach it.
+    """A sampler in its own process and session, so that Ctrl-C in the terminal does not reach it.
 
     Args:
         learner: The learner's device.
-        gpu: CUDA index of the sampler's GPU; None: the learner's, or the CPU.
+        gpu: CUDA index of the sampler's GPU; None for the learner's GPU or the CPU.
         numerics: `exact` or `fast`, see `SamplerSettings`; `native`: the native engine samples.
-        log: File for what the process prints.
+        log: File for the output of the process.
         timeout_s: Seconds without a byte from a busy process after which it counts as hung.
 
     Raises:
         UserError: The log cannot be written.
 
     Attributes:
-        progress: Responses and tokens of the current order.
+        progress: (finished responses, tokens) of the current order.
+        result: Answer to the last order.
         timeout_key: Configuration key of `timeout_s`.
     """
 
@@ -92,7 +93,7 @@ class SamplerProcess(Sampler):
         transport = open_transport(learner, gpu)
         self.transports, self._plan = [transport], transport.plan
         try:
-            # As many threads as the learner, which waits meanwhile.
+            # As many threads as the learner, because only one of them computes at a time.
             threads = torch.get_num_threads() if learner.type == "cpu" else None
             self._process, self._channel = self._spawn(numerics, threads)
         except BaseException:
@@ -143,7 +144,7 @@ class SamplerProcess(Sampler):
             raise self._hung() from None
         except (BrokenPipeError, ConnectionResetError) as error:
             raise self._died() from error
-        except ChannelError as error:  # an interrupt cut an order off, and the sampler waits for its rest
+        except ChannelError as error:  # an interrupt cut off an order, and the sampler still waits for the rest of it
             raise self._ended(str(error)) from None
 
     def finish(self, tick: Progress) -> Any:
@@ -151,10 +152,10 @@ class SamplerProcess(Sampler):
             return self._answer(tick)
         except (SamplerFault, PublishError):
             raise
-        except KeyboardInterrupt:  # a second Ctrl-C: do not wait
+        except KeyboardInterrupt:  # a second Ctrl-C: do not wait for the sampler
             self.close()
             raise
-        except BaseException:  # the user's interrupt: the sampler stays usable
+        except BaseException:  # the user's interrupt: keep the sampler usable
             self._abort()
             raise
 
@@ -176,7 +177,7 @@ class SamplerProcess(Sampler):
     def poll(self, seconds: float) -> bool:
         """Wait up to `seconds` for the answer to the current order, and update `progress`.
 
-        Returns whether the answer has arrived and is in `result`. Raises SamplerFault, PublishError.
+        Returns whether the answer has arrived, in `result`. Raises as `message`.
         """
         match self.message(seconds):
             case None:
@@ -197,11 +198,11 @@ class SamplerProcess(Sampler):
         """Wait up to `seconds` for a message; None if there is none.
 
         Raises:
-            SamplerFault: The process has died, hangs, sent garbage, or reports that it failed.
-            PublishError: It reports that it refuses an update.
+            SamplerFault: The process died, hangs, sent invalid bytes, or reported a failure.
+            PublishError: The process rejected a publish.
         """
         try:
-            ended = self._process.poll() is not None  # before reading, so that its last message is read
+            ended = self._process.poll() is not None  # before the read, so that its last message is not lost
             message = self._channel.poll(seconds)
             if self._channel.received != self._received:
                 self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
@@ -238,11 +239,12 @@ class SamplerProcess(Sampler):
         return self._ended(f"it gave no sign of life for {self.timeout_s:g} s ({self.timeout_key})")
 
     def _ended(self, why: str) -> SamplerFault:
-        """Kill a process that no longer answers. Returns the fault."""
+        """Kill the process. Returns the fault to raise."""
         self.close()
         return SamplerFault(why)
 
     def _died(self) -> SamplerFault:
+        """Return the fault of a process that closed its connection."""
         try:
             code = self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -251,7 +253,7 @@ class SamplerProcess(Sampler):
 
 
 def _ended_with(code: int) -> SamplerFault:
-    """Return the fault of a process that ended by itself. code: `Popen.returncode`."""
+    """Return the fault of a process that was not ended by this class. code: `Popen.returncode`."""
     if code >= 0:
         return SamplerFault(f"its process ended with exit code {code}")
     hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
@@ -259,7 +261,7 @@ def _ended_with(code: int) -> SamplerFault:
 
 
 def start_error(fault: SamplerFault, log: Path) -> SamplerError:
-    """Return the error of a failed first start."""
+    """Return the error of a failed first start of vLLM."""
     hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
     return SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}{log_hint(log)}")
 
@@ -293,16 +295,16 @@ def next_restart(
 
 
 def log_hint(log: Path) -> str:
-    """Return a reference to the log, unless it is empty: a refused start removes an empty log."""
+    """Return "; see LOG" for the end of an error message, or "" if the log is missing or empty."""
     return f"; see {log}" if log.exists() and log.stat().st_size else ""
 
 
 def sampler_environment(environment: Mapping[str, str], plan: ReceiverPlan) -> dict[str, str]:
-    """Return the environment of a sampler's process: with the plan's GPUs, without the variables of a launcher.
+    """Return the environment of a sampler's process: the plan's GPUs are visible, and a launcher's variables are unset.
 
-    vLLM would take a launcher's ranks for its own. The sampler communicates with no other machine, so it does not get
-    the ranks' network interface. Each rank has its own cache of compiled code: vLLMs that start at the same time would
-    read what another one is writing.
+    vLLM would mistake a launcher's ranks for its own. The sampler does not communicate with other machines, so it uses
+    the loopback interface. Each rank has its own cache of compiled code, because vLLM processes that start at the same
+    time would read files that another one is writing.
     """
     own = child_environment(environment)
     if len(own) < len(environment):

@@ -1,8 +1,9 @@
-"""Records the experts that tokens of a call were routed to: reads them after each forward of vLLM, sorts by request.
+"""Records the experts that the tokens of a call are routed to, for router replay.
 
-vLLM's own record depends on its version and model runner. Here a forward leaves the experts of its rows in one buffer
-with a fixed address, which CUDA graphs need, and the runner's batch gives the request of each row. The prefix cache is
-emptied before a call, so a cached prefix was computed by another request of the same call, with the same experts.
+vLLM's own recording depends on its version and model runner. Here each forward writes the experts of its rows to a
+buffer at a fixed address, as CUDA graphs require. After the forward they are copied, with the request and position of
+each row from the model runner's batch. The prefix cache is cleared before a call, so a cached prefix was computed by
+another request of the same call, with the same experts.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from qarl.policy.routes import stored, unknown
 
-PENDING = 32 << 20  # bytes kept on the device before they are copied to the host
+PENDING = 32 << 20  # bytes of recorded rows on the device above which they are copied to the host
 
 Experts = Callable[[int], Tensor]
 """Returns the experts of the last forward's first `rows` rows: (rows, L, k) integers, ascending, on the device."""
 
 
 class RoutingBuffer:
-    """The experts of the last forward's rows, as int16 (R, ...). Calling it writes them."""
+    """Buffer (R, ...) int16 for the experts of the last forward's rows. Calling it writes the first rows."""
 
     def __init__(self, *shape: int, device: torch.device | None = None) -> None:
         self._experts = torch.zeros(shape, dtype=torch.int16, device=device)
@@ -34,19 +35,25 @@ class RoutingBuffer:
         self._experts[: len(experts)].copy_(experts)
 
     def rows(self, count: int) -> Tensor:
+        """Return the first `count` rows, as a view."""
         return self._experts[:count]
 
 
 class RoutingRecorder:
-    """The experts of one call's tokens by request number. count: Experts per layer."""
+    """Collects the experts of one call's tokens.
+
+    Args:
+        experts: Reads the experts of the last forward.
+        count: Number of experts per layer.
+    """
 
     def __init__(self, experts: Experts, count: int) -> None:
         self._experts, self._count = experts, count
-        self._parts: list[tuple[list[tuple[int, int, int]], Tensor]] = []  # spans of a forward, and its rows
-        self._bytes = 0  # of rows on the device
+        self._parts: list[tuple[list[tuple[int, int, int]], Tensor]] = []  # (spans, rows) of each forward
+        self._bytes = 0  # of recorded rows on the device
 
     def record(self, batch: Any, scheduled: dict[str, int]) -> None:
-        """Record a launched forward. batch: The runner's. scheduled: Number of tokens per request."""
+        """Record a forward after its launch. batch: the model runner's. scheduled: number of tokens per request."""
         spans = []  # (request, position of its first row, number of rows)
         for index, name in enumerate(batch.req_ids[: batch.num_reqs]):
             spans.append((int(name.split("-")[0]), int(batch.num_computed_tokens_cpu[index]), scheduled.get(name, 0)))
@@ -61,7 +68,7 @@ class RoutingRecorder:
         self._bytes = 0
 
     def routing(self, sequences: Sequence[list[int]]) -> list[Tensor]:
-        """Return `Rollout.routing` of each request. sequences: Prompt and response tokens per request."""
+        """Return `Rollout.routing` of each request. sequences: token ids of prompt and response per request."""
         self._to_host()
         found = [unknown(len(tokens) - 1, self._parts[0][1]) for tokens in sequences]
         known = [torch.zeros(len(tokens) - 1, dtype=torch.bool) for tokens in sequences]
@@ -76,7 +83,7 @@ class RoutingRecorder:
 
 
 def _share(sequences: Sequence[list[int]], found: list[Tensor], known: list[Tensor]) -> None:
-    """Fill unknown rows from requests with the same tokens up to that row."""
+    """Fill rows of cached prefixes with the rows of requests that have the same tokens up to there."""
     missing = [0 if bool(mask.all()) else int((~mask).nonzero().max()) + 1 for mask in known]
     longest, places = max(missing), {}
     if not longest:
@@ -92,7 +99,7 @@ def _share(sequences: Sequence[list[int]], found: list[Tensor], known: list[Tens
 
 
 def _prefixes(tokens: list[int]) -> Iterator[int]:
-    """Hash of the tokens up to each position."""
+    """Yield a hash of the tokens up to and including each position."""
     prefix = 0
     for token in tokens:
         prefix = hash((prefix, token))
@@ -101,7 +108,7 @@ def _prefixes(tokens: list[int]) -> Iterator[int]:
 
 @contextmanager
 def record_forwards(model_runner: Any, recording: RoutingRecorder) -> Iterator[None]:
-    """While entered, record the forwards of the model runner."""
+    """Inside, record every forward of vLLM's model runner."""
     run = model_runner.execute_model
 
     @wraps(run)

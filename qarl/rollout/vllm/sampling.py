@@ -1,8 +1,8 @@
-"""Seeded sampling in vLLM at the speed of unseeded sampling, on a GPU.
+"""Seeded sampling in vLLM as fast as unseeded sampling, on a GPU.
 
-vLLM generates the noise of a seeded request with the request's own generator, one kernel launch per request and step.
-Here one counter-based kernel generates the noise of the whole batch from each request's seed and generator offset,
-which vLLM rewinds if it discards a token, so a response still depends on nothing else.
+vLLM generates the noise of a seeded request with the request's own generator: one kernel launch per request and step.
+Here one counter-based kernel generates the noise of the whole batch from each request's seed and generator offset.
+vLLM rewinds the offset if it discards a token, so a response depends only on its seed, its prompt and the weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.ops import topk_topp_sampler as ops
 
-STEP = 4  # a generator's offset per token, in vLLM and here
+STEP = 4  # increment of a generator's offset per token, the same as in vLLM
 
 
 def batch_seeded_noise() -> None:
@@ -32,9 +32,14 @@ def batch_seeded_noise() -> None:
 
 
 def draw(probs: Tensor, generators: dict[int, torch.Generator]) -> Tensor:
-    """One token id per row, int64 (R,).
+    """Sample one token id per row, by the Gumbel-max trick with exponential noise: argmax(probs / noise).
 
-    probs: (R, V) float32 on a GPU, overwritten. generators: By row; their offsets advance by one token.
+    Args:
+        probs: (R, V) float32 on a GPU; overwritten.
+        generators: Generator of each row. Their offsets advance by one token.
+
+    Returns:
+        (R,) int64.
     """
     from qarl_kernels.draw import exponential_
 

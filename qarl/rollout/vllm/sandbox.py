@@ -1,8 +1,8 @@
-"""Isolates vLLM's process: no listening sockets, no compiled code from directories that others can write to.
+"""Isolates vLLM's process: no listening sockets, and no compiled code from directories that other users can write to.
 
-vLLM sets up torch's process groups as if there were other processes: they meet in a TCP store on all interfaces (vLLM
-0.24) or in a file in the temporary directory (0.32), and gloo opens a listening socket per group. A group of one
-process needs none of this.
+vLLM initializes torch's process groups even for a single process. Their rendezvous is a TCP store on all interfaces
+(vLLM 0.24) or a file in the temporary directory (0.32), and gloo opens a listening socket per group. A group of one
+process needs neither.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 @contextmanager
 def without_listening_sockets(backend: str) -> Iterator[None]:
-    """While entered, keep the store of torch's process groups in memory and close their listening sockets.
+    """Inside, torch's process groups use an in-memory store, and their listening sockets are closed.
 
-    For the start of vLLM. backend: Of the default group, as vLLM would choose it.
+    vLLM must be started inside. backend: of the default group, the same as vLLM would choose.
     """
     before = set(listening_sockets())
     if not dist.is_initialized():
@@ -52,7 +52,7 @@ def listening_sockets() -> Iterator[tuple[int, int]]:
     for name in os.listdir("/proc/self/fd"):
         try:
             fd = os.dup(int(name))
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor of the directory listing itself
             continue
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             os.close(fd)
@@ -64,9 +64,9 @@ def listening_sockets() -> Iterator[tuple[int, int]]:
 
 
 def close_sockets(but: set[tuple[int, int]]) -> None:
-    """Close all listening sockets but these, and put an idle event descriptor in the place of each.
+    """Close all listening sockets except `but`, and replace each by an idle eventfd with the same descriptor.
 
-    The library that opened a socket still polls its descriptor and closes it later.
+    The library that opened a socket keeps polling its descriptor and closes it later.
     """
     for fd, inode in list(listening_sockets()):
         if (fd, inode) not in but:
@@ -76,18 +76,18 @@ def close_sockets(but: set[tuple[int, int]]) -> None:
 
 
 def keep_compiled_code_private() -> None:
-    """Let torch's compiler cache its code in the user's cache instead of its default, `/tmp/torchinductor_NAME`.
+    """Move torch's compiler cache from its default, `/tmp/torchinductor_NAME`, to the user's cache directory.
 
-    The compiler runs the code that it finds there, and any user can create that directory first. A directory that the
-    user chose is kept.
+    The compiler runs code that it finds in its cache, and any user could create the default directory first. A
+    directory that the user has configured is kept.
     """
-    chosen = os.environ.get(INDUCTOR)  # torch writes its default there when it is first asked
+    chosen = os.environ.get(INDUCTOR)  # torch sets the variable to its default on first use
     if chosen is None or chosen.startswith(str(Path(tempfile.gettempdir(), "torchinductor_"))):
         os.environ[INDUCTOR] = str(_private_cache())
 
 
 def _private_cache() -> Path:
-    """Return a directory that only this user can write to: in the cache, or a new temporary one."""
+    """Return a directory that only this user can write to: in the user's cache, or else a new temporary directory."""
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "qarl", "inductor")
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -96,6 +96,6 @@ def _private_cache() -> Path:
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
                 raise PermissionError
             folder.chmod(0o700)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
         return Path(tempfile.mkdtemp(prefix="qarl-inductor-"))
     return path

@@ -1,4 +1,4 @@
-"""Settings, requests and responses that pass between the two sides of the vLLM engine. Imports no torch, no vLLM."""
+"""Settings, requests and responses that are sent between the learner and the sampler. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from typing import Any, Literal
 
 from qarl.types import FinishReason
 
-# vLLM's engine runs in the process of the caller, which needs the model. Nothing is downloaded or reported, no kernel
-# is compiled on the fly, and sockets open on the loopback interface only.
+# vLLM's engine must run in the caller's process, which accesses the model. Nothing is downloaded or reported, no kernel
+# is compiled on demand, and sockets are opened on the loopback interface only.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # reloads are tested with this one
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # reloads of weights are only tested with the V1 model runner
     "HF_HUB_OFFLINE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-EXACT_MODEL = "QarlExact"  # name of the policy's forward in vLLM's registry of models
+EXACT_MODEL = "QarlExact"  # name of `ExactModel` in vLLM's model registry
 InFlight = Literal["wait", "keep_kv", "recompute_kv"]  # see rollout.async.in_flight
-KV_FP8 = "qarl_kv_fp8"  # key of vLLM's additional configuration: the policy's forward keeps keys and values in e4m3
+KV_FP8 = "qarl_kv_fp8"  # key in vLLM's additional_config: `ExactModel` stores keys and values in e4m3
 
 
 def vllm_environment(given: Mapping[str, str], numerics: str, threads: int | None) -> dict[str, str]:
-    """Return the variables that must be set before vLLM is imported; those in `given` keep their values.
+    """Return environment variables that must be set before vLLM is imported. Variables in `given` keep their values.
 
-    threads: Number of threads on the CPU; None: vLLM's default.
+    Args:
+        given: The current environment.
+        numerics: `exact`, `fast` or `native`.
+        threads: Number of CPU threads. Default: vLLM's default.
     """
     own = {name: given.get(name, value) for name, value in ENVIRONMENT.items()}
-    if numerics == "exact":  # vLLM would replace torch's products and softmaxes
+    if numerics == "exact":  # batch-invariant vLLM would replace torch's matmul and softmax
         own["VLLM_BATCH_INVARIANT"] = "0"
-    if threads is not None:  # by default vLLM leaves one out for a server beside it
+    if threads is not None:  # by default vLLM leaves one core to an API server
         own["OMP_NUM_THREADS"] = given.get("OMP_NUM_THREADS", str(threads))
     return own
 
@@ -48,12 +51,13 @@ class SamplerSettings:
     Attributes:
         checkpoint: Directory of the model that vLLM loads.
         arguments: Arguments of `vllm.LLM`.
-        numerics: `exact` runs the policy's own forward with qarl's kernels; `fast`: vLLM's model and kernels.
+        numerics: `exact`: the policy's forward with qarl's kernels. `fast`: vLLM's model and kernels.
         on_gpu: Whether vLLM runs on a GPU.
-        staging: Keep the published tensors of layers that vLLM repacks.
+        staging: Keep a copy of the published tensors of layers that vLLM repacks.
         routing: Whether calls may record the experts that tokens are routed to.
-        shard: Index of this process's part of the model, of `shards` parts.
-        rendezvous: File in a private directory where the processes of one model meet; None for a whole model.
+        shard: Tensor parallel rank of this process.
+        shards: Number of tensor parallel processes.
+        rendezvous: Rendezvous file of the tensor parallel processes, in a private directory; None for one process.
     """
 
     checkpoint: Path
@@ -69,7 +73,7 @@ class SamplerSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """A response to sample. seed: Of its random stream, in [0, 2^63)."""
+    """A prompt to sample one response to. seed: seed of its random numbers, in [0, 2^63)."""
 
     token_ids: list[int]
     seed: int
@@ -80,6 +84,7 @@ class Response:
     """A sampled response.
 
     Attributes:
+        logprobs: Log-prob of each token in nats.
         stopped_by: The stop token id or stop string; None at the length limit.
         routing: Bytes of `Rollout.routing`, if requested.
     """
@@ -92,5 +97,5 @@ class Response:
 
 
 def request_seed(seed: int, prompt_id: int, sample: int) -> int:
-    """Return the seed of a response's random stream, in [0, 2^63)."""
+    """Return the seed of a response's random numbers, in [0, 2^63)."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}/{sample}".encode()).digest()[:8]) >> 1

@@ -1,6 +1,6 @@
-"""The sampler's own process, which serves one connection and ends with it.
+"""The sampler's process with vLLM: executes orders from one connection until the connection is closed.
 
-It imports vLLM before the start order arrives. Standard output and error go to the sampler's log file.
+It imports vLLM before the order to start arrives. Standard output and error go to the sampler's log file.
 """
 
 from __future__ import annotations
@@ -34,9 +34,17 @@ class Aborted(Exception):
 
 
 def execute(host: Host, operation: str, payload: Any, unpack: Callable[[Any], Arriving], progress: Progress) -> Any:
-    """Execute one order. A publish returns the seconds of its parts and the canary's log-probs.
+    """Execute one order.
 
-    unpack: Opens the tensors and patches in an update's payload.
+    Args:
+        host: The vLLM.
+        operation: Name of the operation.
+        payload: Its arguments.
+        unpack: Opens the tensors and patches in a publish's payload.
+        progress: See `Host.generate`.
+
+    Returns:
+        The result of the operation; of a publish, the seconds of its parts and the canary's log-probs.
     """
     match operation:
         case "publish":
@@ -59,7 +67,7 @@ def execute(host: Host, operation: str, payload: Any, unpack: Callable[[Any], Ar
 
 
 def root_cause(error: BaseException) -> str:
-    """Return the message of a UserError in a chain of errors, otherwise the first line of the original error."""
+    """Return the message of the first UserError in a chain of errors, else the first line of the original error."""
     while not isinstance(error, UserError):
         cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         if cause is None:
@@ -70,21 +78,22 @@ def root_cause(error: BaseException) -> str:
 
 
 def send_failure(channel: Channel, error: Exception) -> None:
-    """Report an error to the learner, and write its traceback to the log."""
+    """Send an error to the learner, and write its traceback to the log."""
     with suppress(OSError):  # a full disk
         traceback.print_exception(error)
     channel.send("failed", (root_cause(error), isinstance(error, PublishError)))
 
 
 def serve(channel: Channel, phases: Phases) -> None:
-    """Start the host of the first order, then serve orders until the connection ends."""
+    """Start vLLM by the first order, then execute orders until the connection is closed."""
     order = channel.poll(None)
     assert order is not None and order[0] == "start", "the first order starts vLLM"
     settings, expected, plan = order[1]
     phases.end("order")
     try:
-        # vLLM collects garbage ten times, a quarter of a second each, and freezes all objects at the end itself.
-        with patch.object(gc, "unfreeze", lambda: None):  # imported objects stay out of it
+        # During its start vLLM unfreezes all objects and collects garbage ten times, 0.25 s each with all imported
+        # objects. They stay frozen here; vLLM freezes all objects again at the end of its start.
+        with patch.object(gc, "unfreeze", lambda: None):
             host = Host(settings, expected, phases)
     except Exception as error:  # whatever vLLM raises
         send_failure(channel, error)
@@ -100,7 +109,7 @@ def serve(channel: Channel, phases: Phases) -> None:
 
     while (order := channel.poll(None)) is not None:
         operation, payload = order
-        if operation == "abort":  # arrived after the last step
+        if operation == "abort":  # it arrived after the order had been completed
             continue
         if operation == "sample":
             assert isinstance(payload, AsyncSettings)
@@ -114,7 +123,7 @@ def serve(channel: Channel, phases: Phases) -> None:
         except Aborted:
             channel.send("aborted")
             continue
-        except Exception as error:  # likewise
+        except Exception as error:  # whatever vLLM raises
             send_failure(channel, error)
             continue
         finally:
@@ -125,7 +134,7 @@ def serve(channel: Channel, phases: Phases) -> None:
 
 
 def import_ahead(exact: bool) -> None:
-    """Import what a start with exact or fast numerics needs. An import that fails, fails again at the start."""
+    """Import the modules that the start of vLLM needs. Errors are ignored, because the start imports them again."""
     names = ["vllm.entrypoints.llm", "vllm.v1.engine.core"]
     names.append(f"qarl.rollout.vllm.{'exact' if exact else 'own_kernels'}.numerics")
     with suppress(Exception):
@@ -139,7 +148,13 @@ def import_ahead(exact: bool) -> None:
 
 
 def main(descriptor: int, numerics: str, begun: float) -> None:
-    """descriptor: Of the connection. numerics: exact or fast. begun: Start of the process by `time.monotonic()`."""
+    """Run the process.
+
+    Args:
+        descriptor: File descriptor of the connection.
+        numerics: `exact` or `fast`.
+        begun: Start of the process by `time.monotonic()`.
+    """
     phases = Phases(begun)
     phases.end("process")
     channel = Channel(socket.socket(fileno=descriptor))
