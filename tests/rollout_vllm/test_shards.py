@@ -10,7 +10,7 @@ import torch
 from qarl_formats.weight import LowBitWeight, quantize_weight
 
 from qarl.errors import UserError
-from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, shard_of, shard_prints
+from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, shard_fingerprints, shard_of
 from qarl.weight_sync.fingerprints import fingerprints
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
@@ -65,6 +65,6 @@ def test_what_cannot_be_cut_is_refused() -> None:
 def test_prints_are_of_the_parts() -> None:
     tensors = {"model.layers.0.mlp.down_proj.weight": torch.randn(4, 6), "model.norm.weight": torch.randn(4)}
     shape = {"model.layers.0.mlp.up_proj.weight_shape": torch.tensor([4, 6])}  # the same in every part and version
-    found = shard_prints((tensors | shape).items(), Shard(1, 3))
+    found = shard_fingerprints((tensors | shape).items(), Shard(1, 3))
     wanted = {"model.layers.0.mlp.down_proj.weight": tensors["model.layers.0.mlp.down_proj.weight"][:, 2:4].clone()}
     assert found == fingerprints((wanted | {"model.norm.weight": tensors["model.norm.weight"]}).items())

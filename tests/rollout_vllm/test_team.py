@@ -120,7 +120,7 @@ def test_different_tokens_are_a_fault(start, monkeypatch) -> None:
         return there
 
     monkeypatch.setattr(SamplerProcess, "poll", poll)
-    with pytest.raises(SamplerFault, match="drew different tokens"):
+    with pytest.raises(SamplerFault, match="sampled different tokens"):
         team.call("generate", ORDER, ignore)
     assert gone(team)
 

@@ -1,1 +1,1 @@
-"""`rollout.numerics: exact`: a model of vLLM that is the policy's own forward on the published tensors."""
+"""`rollout.numerics: exact`: a vLLM model that runs the policy's own forward on the published tensors."""

@@ -1,7 +1,7 @@
-"""vLLM's KV cache for the policy's attention.
+"""The policy's attention on vLLM's KV cache.
 
-vLLM assigns blocks of `PAGE` tokens to sequences. Once per step it asks the metadata builder, which makes the attention
-object of the policy's decoder from block tables, slots and lengths.
+vLLM assigns blocks of `PAGE` tokens to sequences. Once per step it calls the metadata builder, which creates the
+attention object of the policy's decoder from vLLM's block tables, slots and lengths.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from qarl.policy.attention import Attention, Caches, Span, paged
 
 
 class CachedLayer(AttentionLayerBase):
-    """The keys and values of one layer.
+    """The KV cache of one layer.
 
-    A layer with a sliding window keeps its whole sequence: blocks are the same for all layers.
+    A layer with a sliding window also keeps the whole sequence, because all layers share one block table.
 
     Attributes:
-        kv_cache: Set by vLLM, (P, H_kv, PAGE, 2 D): the key, then the value of each token.
-        pages: Keys and values in it, (P, H_kv, PAGE, D) each.
+        kv_cache: Set by vLLM: (P, H_kv, PAGE, 2 D), key and value of a token next to each other.
+        pages: Views of its keys and values, (P, H_kv, PAGE, D) each.
     """
 
     def __init__(self, index: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -51,18 +51,18 @@ class CachedLayer(AttentionLayerBase):
         return PolicyAttention
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
-        assert vllm_config.cache_config.block_size == PAGE, "the sampler asks for blocks of PAGE tokens"
+        assert vllm_config.cache_config.block_size == PAGE, "`sampler_settings` sets block_size to PAGE"
         return FullAttentionSpec(block_size=PAGE, num_kv_heads=self.kv_heads, head_size=self.head_dim, dtype=self.dtype)
 
 
 def pages_of(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (P, H_kv, PAGE, D) in a layer's cache (P, H_kv, PAGE, 2 D)."""
+    """Return views of the keys and the values, (P, H_kv, PAGE, D) each, of a cache (P, H_kv, PAGE, 2 D)."""
     head_dim = cache.shape[-1] // 2
     return cache[..., :head_dim], cache[..., head_dim:]
 
 
 class PolicyAttention(AttentionBackend):
-    """Tells vLLM the shape of the KV cache and who reads a batch's metadata; it computes nothing."""
+    """Tells vLLM the shape of the KV cache and the metadata builder. It computes nothing."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -72,7 +72,7 @@ class PolicyAttention(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        raise NotImplementedError("no layer of vLLM computes attention")  # vLLM accepts that
+        raise NotImplementedError("no layer of vLLM computes attention")  # vLLM handles this error
 
     @staticmethod
     def get_builder_cls() -> type[AttentionBuilder]:
@@ -82,15 +82,15 @@ class PolicyAttention(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """The shape that later versions of vLLM choose by themselves."""
+        """Return the shape that later versions of vLLM choose themselves."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
 
 class AttentionBuilder(AttentionMetadataBuilder[Any]):
-    """Makes the attention of each batch.
+    """Builds the attention object of each batch.
 
-    Batches of one token per sequence use only tensors on the device whose addresses stay the same from step to step, so
-    that vLLM's CUDA graphs capture them. Rows that pad a graph's batch have length 0 and negative slots.
+    Batches with one token per sequence only use device tensors whose addresses are the same in every step, so that
+    vLLM can capture them in CUDA graphs. Padding rows of a graph have length 0 and negative slots.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -110,8 +110,11 @@ class AttentionBuilder(AttentionMetadataBuilder[Any]):
         caches = [layer.pages for layer in self._layers]
         if self._fused and batch.max_query_len == 1:
             return self._decode(batch, caches)
-        counts, lengths = batch.query_start_loc_cpu.diff(), batch.seq_lens_cpu_upper_bound  # (S,) tokens: new, and all
-        assert lengths is not None, "vLLM knows its sequences' lengths"
+        counts, lengths = (
+            batch.query_start_loc_cpu.diff(),
+            batch.seq_lens_cpu_upper_bound,
+        )  # (S,): number of new tokens, of all tokens
+        assert lengths is not None, "vLLM sets the lengths of its sequences"
         if not self._fused:
             return paged(_spans(batch, counts, lengths), self.device, caches, fused=False)
         from qarl.policy.fused_attention import PagedAttention  # imports Triton, which the CPU does not need
@@ -124,7 +127,7 @@ class AttentionBuilder(AttentionMetadataBuilder[Any]):
         from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
 
         assert batch.positions is not None and batch.num_reqs == batch.num_actual_tokens
-        # A graph serves all lengths, and warm-up runs must launch the same kernels as the capture.
+        # A graph is replayed for all lengths, and its warm-up must launch the same kernels as its capture.
         longest = batch.max_seq_len if self._bound is None else self._bound
         return DecodeAttention(
             batch.positions, batch.slot_mapping, batch.block_table_tensor, batch.seq_lens, longest, caches
@@ -132,6 +135,7 @@ class AttentionBuilder(AttentionMetadataBuilder[Any]):
 
 
 def _spans(batch: CommonAttentionMetadata, counts: Tensor, lengths: Tensor) -> list[Span]:
+    """Return the span of each sequence. counts, lengths: number of new and of all tokens, (S,) each."""
     rows = batch.query_start_loc_cpu.tolist()
     spans = []
     for row, count, length, table in zip(

@@ -1,4 +1,4 @@
-"""The policy's decoder as a model of vLLM: vLLM schedules, holds KV pages and captures CUDA graphs; qarl computes."""
+"""The policy's decoder as a vLLM model: vLLM schedules, manages KV blocks and captures CUDA graphs; qarl computes."""
 
 from __future__ import annotations
 
@@ -30,24 +30,23 @@ from qarl.rollout.vllm.settings import KV_FP8
 
 
 class ExactModel(nn.Module):
-    """The policy's forward on published tensors that it holds itself.
+    """The policy's forward on published tensors, which it stores.
 
     Attributes:
-        decoder: The policy's.
+        decoder: The policy's decoder.
         before_batch: Called with the token ids (T,) of each vLLM batch.
-        truncation: Shapes the distribution that the next tokens are sampled from.
-        routing: For a mixture, the experts of the rows of the last forward.
-        weights: What the decoder reads.
+        truncation: Temperature, top-k, top-p and min-p of the next tokens.
+        weights: The tensors that the decoder reads.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self._config = vllm_config.model_config
         self._device: torch.device = vllm_config.device_config.device
-        self._rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self._max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.before_batch: Callable[[Tensor], None] | None = None
-        self._sampled_from: Distribution | None = None
-        self._hidden = torch.empty(0)  # states that it was computed from
+        self._sampled_from: Distribution | None = None  # of the last `compute_logits`
+        self._hidden = torch.empty(0)  # its hidden states
         self.truncation = Truncation()
         with _plain_defaults():
             self._build(bool(vllm_config.additional_config.get(KV_FP8)))
@@ -58,58 +57,59 @@ class ExactModel(nn.Module):
             vllm_config.compilation_config.static_forward_context[name] = layer
 
     def _build(self, kv_fp8: bool) -> None:
-        place, dtype = Path(self._config.model), self._config.dtype
-        shape = AutoConfig.from_pretrained(place, trust_remote_code=False)
-        stored = json.loads((place / "config.json").read_text()).get("quantization_config")
+        checkpoint, dtype = Path(self._config.model), self._config.dtype
+        shape = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+        stored = json.loads((checkpoint / "config.json").read_text()).get("quantization_config")
         scheme, ignore = (UNQUANTIZED, []) if stored is None else parse_quantization_config(stored)
         model = skeleton(shape)
         scheme_of = schemes_of(model, scheme, ignore)
         positions = -(-self._config.max_model_len // PAGE) * PAGE
         self.decoder = Decoder(model.base_model, positions, {dtype}, self._device)
         for at, table in enumerate(self.decoder.rotary[dtype]):
-            self.register_buffer(f"rotary_{at}", table, persistent=False)  # a deep sleep of vLLM's spares buffers alone
+            self.register_buffer(f"rotary_{at}", table, persistent=False)  # vLLM's sleep of level 2 keeps only buffers
         tied = bool(shape.tie_word_embeddings)
         self.weights = PublishedWeights(self.decoder, scheme_of, dtype, self._device, tied, kv_fp8)
         on_gpu = self._device.type == "cuda"
         self._cache_dtype = torch.float8_e4m3fn if on_gpu and kv_fp8 else dtype
 
-    # --- what vLLM asks of a model -------------------------------------------------------------------------------
+    # --- called by vLLM ------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.weights.load(dict(weights))
-        self._read = self.weights.weight_set()
+        self._weight_set = self.weights.weight_set()
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        raise NotImplementedError("prompts are token ids")  # vLLM looks for the method
+        raise NotImplementedError("prompts are token ids")  # vLLM only requires that the method exists
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Any = None
     ) -> Tensor:
-        """Final hidden states (T, H) of vLLM's current batch. input_ids: (T,) integers; positions: (T,) int64."""
-        assert intermediate_tensors is None and inputs_embeds is None, "the sampler is one process, fed with token ids"
-        batch = get_forward_context().attn_metadata
-        attention = self._measured(positions) if batch is None else next(iter(batch.values()))  # one for all layers
+        """Return the final hidden states (T, H) of vLLM's batch. input_ids: (T,) integers; positions: (T,) int64."""
+        assert intermediate_tensors is None and inputs_embeds is None, "no pipeline, no embeddings"
+        batch = get_forward_context().attn_metadata  # by layer; all layers have the same
+        attention = self._profiling_attention(positions) if batch is None else next(iter(batch.values()))
         if self.before_batch is not None:
             self.before_batch(input_ids)
         if self.routing is None:
-            return self.decoder(input_ids.long(), attention, self._read)
+            return self.decoder(input_ids.long(), attention, self._weight_set)
         routes = recording()
-        hidden = self.decoder(input_ids.long(), attention, self._read, routes=routes)
+        hidden = self.decoder(input_ids.long(), attention, self._weight_set, routes=routes)
         self.routing(routes.recorded())
         return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """float32 (R, V) of states (R, H), as tokens are sampled from them."""
+        """Return logits (R, V) float32 of hidden states (R, H), after temperature and truncation."""
         self._hidden = hidden_states
         self._sampled_from = self._distribution(hidden_states, self.truncation)
         return self._sampled_from.logits
 
-    # --- for the sampler and the start ---------------------------------------------------------------------------
+    # --- called by qarl ------------------------------------------------------------------------------------------
 
     @cached_property
     def routing(self) -> RoutingBuffer | None:
+        """The experts of the last forward's rows; None for a dense model."""
         found = [layer.experts for layer in self.decoder.layers if layer.experts is not None]
-        return RoutingBuffer(self._rows, len(found), found[0].per_token, device=self._device) if found else None
+        return RoutingBuffer(self._max_rows, len(found), found[0].per_token, device=self._device) if found else None
 
     @property
     def experts(self) -> int:
@@ -117,37 +117,37 @@ class ExactModel(nn.Module):
         return next(layer.experts.count for layer in self.decoder.layers if layer.experts is not None)
 
     def pop_distribution(self, logits: Tensor) -> Distribution:
-        """The distribution that `compute_logits` returned these logits of; it was the last one."""
+        """Return the distribution of the logits that the last `compute_logits` returned, and forget it."""
         found, self._sampled_from = self._sampled_from, None
-        assert found is not None and found.logits is logits, "vLLM samples from what was computed last"
+        assert found is not None and found.logits is logits, "vLLM samples from the logits that were computed last"
         return found
 
     def pop_untruncated_distribution(self, logits: Tensor) -> Distribution:
-        """As `pop_distribution`, at temperature 1 and without truncation, as prompts are scored."""
+        """As `pop_distribution`, but at temperature 1 and without truncation, to score prompts."""
         found = self.pop_distribution(logits)
         return found if self.truncation == Truncation() else self._distribution(self._hidden, Truncation())
 
     def _distribution(self, hidden_states: Tensor, truncation: Truncation) -> Distribution:
-        return distribution(hidden_states.contiguous(), self._read.head, truncation)
+        return distribution(hidden_states.contiguous(), self._weight_set.head, truncation)
 
     @property
     def fused(self) -> bool:
-        """Whether the layers are Triton kernels."""
-        return self._read.fused
+        """Whether the layers run as Triton kernels."""
+        return self._weight_set.fused
 
     def run(self, ids: Tensor, attention: Attention) -> Tensor:
-        """Run `forward` on a batch that does not come from vLLM."""
+        """Run the decoder on a batch that is not from vLLM. Returns hidden states (T, H). ids: (T,) int64."""
         routes = NO_ROUTES if self.routing is None else recording()
-        return self.decoder(ids, attention, self._read, routes=routes)
+        return self.decoder(ids, attention, self._weight_set, routes=routes)
 
     def pages(self) -> Caches:
-        """A KV cache of one zero page per layer, with the strides of vLLM's."""
+        """Return a KV cache of one zero page per layer, with the strides of vLLM's cache."""
         shapes = [(1, layer.kv_heads, PAGE, 2 * layer.head_dim) for layer in self.layers]
         made = (torch.zeros(shape, dtype=self._cache_dtype, device=self._device) for shape in shapes)
         return [pages_of(cache) for cache in made]
 
-    def _measured(self, positions: Tensor) -> Attention:
-        """Attention of a batch that only measures memory, before there is a KV cache: each row by itself."""
+    def _profiling_attention(self, positions: Tensor) -> Attention:
+        """Return attention for vLLM's memory profiling, which has no KV cache: each row is its own sequence."""
         rows, device, pages = len(positions), positions.device, self.pages()
         if not self.fused:
             return paged([Span(row, 1, 0, [0]) for row in range(rows)], device, pages, fused=False)
@@ -159,7 +159,7 @@ class ExactModel(nn.Module):
 
 @contextmanager
 def _plain_defaults() -> Iterator[None]:
-    """Inside, torch has its usual default device and dtype; vLLM creates models under its own."""
+    """Inside, torch's default device and dtype are cpu and float32; vLLM changes them while it creates a model."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

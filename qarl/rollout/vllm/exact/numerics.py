@@ -1,4 +1,4 @@
-"""`rollout.numerics: exact`: vLLM around the policy's own forward and sampler."""
+"""`rollout.numerics: exact`: makes vLLM use the policy's own forward and sampling."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class ExactNumerics(Numerics):
 
     def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
         self.forward = worker.model_runner.get_model()
-        total = sum(print_.nbytes for print_ in expected.values())
-        proved = sum(print_.nbytes for name, print_ in expected.items() if not name.endswith(METADATA))
+        total = sum(fingerprint.nbytes for fingerprint in expected.values())
+        proved = sum(fingerprint.nbytes for name, fingerprint in expected.items() if not name.endswith(METADATA))
         self.proved_frac = proved / total
         self.check(0, expected)
 
@@ -62,14 +62,15 @@ class ExactNumerics(Numerics):
         self.forward.truncation = truncation
 
     def experts(self) -> tuple[Experts, int]:
-        assert self.forward.routing is not None, "a mixture was asked for its routing"
+        assert self.forward.routing is not None, "routing is only recorded for a mixture of experts"
         return self.forward.routing.rows, self.forward.experts
 
 
 def install_policy_sampler(model_runner: Any) -> None:
-    """Make vLLM's model runner sample with `PolicySampler`, including when it measures memory.
+    """Make vLLM's model runner sample with `PolicySampler`, also while it profiles memory.
 
-    There vLLM would sample by top-k and top-p, with a kernel that takes seconds to compile and is not used here.
+    vLLM's own memory profiling samples with top-k and top-p, by a kernel that takes seconds to compile and is not used
+    here.
     """
     model: ExactModel = model_runner.get_model()
     sampler = PolicySampler(model)
@@ -84,10 +85,10 @@ def install_policy_sampler(model_runner: Any) -> None:
 
 
 class PolicySampler(Sampler):
-    """Samples with each request's own noise from logits that are truncated already.
+    """Samples with each request's own noise from the logits of `ExactModel.compute_logits`.
 
-    Of vLLM's sampling parameters it reads the seeds and whether sampling is greedy. The truncation is the same for all
-    requests of a call: `ExactModel.truncation`.
+    These logits already include temperature and truncation, which are the same for all requests of a call. Of vLLM's
+    sampling parameters it only reads the seeds and whether sampling is greedy.
     """
 
     def __init__(self, policy: ExactModel) -> None:
@@ -100,17 +101,17 @@ class PolicySampler(Sampler):
         return self.draw(logits, None if sampling_metadata.all_greedy else sampling_metadata.generators)
 
     def draw(self, logits: Tensor, generators: dict[int, torch.Generator] | None) -> SamplerOutput:
-        """Sample one token per row. generators: by row; None: take the most likely token."""
-        drawn_from = self._policy.pop_distribution(logits)
+        """Sample one token per row. generators: generator of each row; None: take the most likely token."""
+        sampled_from = self._policy.pop_distribution(logits)
         if generators is None:
             tokens = logits.argmax(-1)
         else:
             tokens, _ = self.topk_topp_sampler(logits, generators, None, None)
         tokens = tokens.long()
-        return SamplerOutput(tokens.int()[:, None], _reported(drawn_from, tokens))
+        return SamplerOutput(tokens.int()[:, None], _reported(sampled_from, tokens))
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:
-        """Called for prompt tokens; `gather_logprobs` follows with the same rows."""
+        """Called to score prompt tokens. vLLM passes the result to `gather_logprobs` next."""
         self._scored = self._policy.pop_untruncated_distribution(logits)
         return self._scored.logits
 
@@ -121,10 +122,10 @@ class PolicySampler(Sampler):
         return _reported(scored, token_ids)
 
 
-def _reported(drawn_from: Distribution, tokens: Tensor) -> LogprobsTensors:
-    """tokens: (R,) int64. Ranks are zeros: nothing reads them."""
+def _reported(sampled_from: Distribution, tokens: Tensor) -> LogprobsTensors:
+    """Return the log-probs of tokens (R,) int64 in vLLM's format. Their ranks are 0; nothing reads them."""
     return LogprobsTensors(
         tokens.int()[:, None],
-        drawn_from.logprobs(tokens)[:, None],
+        sampled_from.logprobs(tokens)[:, None],
         torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device),
     )

@@ -1,4 +1,4 @@
-"""Traces vLLM's forwards: which request each row of a batch belongs to, without CUDA graphs."""
+"""Traces vLLM's forwards, without CUDA graphs, and tells the tracer which tokens the rows of a batch are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qarl.rollout.vllm.exact.model import ExactModel
 
 @contextmanager
 def traced(model_runner: Any, policy: ExactModel, tracer: Tracer) -> Iterator[None]:
-    """Inside, the tracer is told of the forwards of the model runner's requests."""
+    """Inside, the tracer records the forwards of vLLM's model runner."""
     rows = Rows(model_runner)
     name = "_determine_batch_execution_and_padding"
     eager = partial(getattr(model_runner, name), force_eager=True)
@@ -26,10 +26,10 @@ def traced(model_runner: Any, policy: ExactModel, tracer: Tracer) -> Iterator[No
 
 
 class Rows:
-    """The requests that the rows of vLLM's batches belong to.
+    """Finds the request and the tokens of the rows of vLLM's batches.
 
-    With asynchronous scheduling vLLM's host has not seen a sampled token when the next step runs, and keeps -1 in its
-    place; this remembers the tokens that ran.
+    With asynchronous scheduling, vLLM's host does not know a sampled token yet when the next step runs and stores -1
+    for it. Therefore this class remembers the token ids of all forwards.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -37,7 +37,7 @@ class Rows:
         self._seen: dict[str, dict[int, int]] = {}
 
     def contexts(self, ids: Tensor) -> list[Context]:
-        """Contexts of the current batch. ids: (T,) tokens of its rows."""
+        """Return the contexts of the current batch. ids: (T,) token ids of its rows."""
         batch, tokens = self._runner.input_batch, ids.tolist()
         starts = self._runner.query_start_loc.np
         found = []

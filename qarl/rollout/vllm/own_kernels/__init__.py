@@ -1,4 +1,4 @@
 """`rollout.numerics: fast`: vLLM's own model, kernels, attention and sampler.
 
-Exact numerics import nothing of this package.
+With exact numerics nothing of this package is imported.
 """

@@ -1,10 +1,10 @@
-"""Tensors other than parameters and buffers whose addresses the CUDA graphs of a started vLLM hold.
+"""Keeps tensors alive that vLLM's CUDA graphs read and that are neither parameters nor buffers.
 
-A reload of weights copies into the existing parameters and buffers, and creates everything else that a layer's kernel
-reads again (`process_weights_after_loading`, read in vLLM 0.24): the lock words of Marlin, the global scales of NVFP4
-experts. A CUDA graph captured before still reads the old address, whose memory other tensors use by then. Seen on an
-H200 with `cudagraph_mode: FULL_DECODE_ONLY` and no sleep: Marlin's blocks deadlocked in the first rollout after the
-first publish; with the old lock words kept alive, runs of 100 steps finished.
+A reload of weights copies into the existing parameters and buffers, but it allocates all other tensors of a layer's
+kernel anew (`process_weights_after_loading` in vLLM 0.24): the lock words of Marlin, the global scales of NVFP4
+experts. A CUDA graph that was captured before still reads the old addresses, which other tensors may use by then.
+Observed on an H200 with `cudagraph_mode: FULL_DECODE_ONLY` and without sleep: Marlin's thread blocks deadlocked in the
+first rollout after the first publish. With the old lock words kept alive, runs of 100 steps finished.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-SMALL = 1 << 20  # bytes; a kernel's tensors beside weights are smaller
+SMALL = 1 << 20  # bytes; a kernel's tensors other than weights are smaller
 
 
 class KernelTensors:
-    """The tensors that vLLM's kernels have beside the parameters and buffers of modules.
+    """The tensors of vLLM's kernels that are neither parameters nor buffers of modules.
 
     Examples are the lock words of Marlin, all 0 between launches, and the strides of CUTLASS's experts. They are
-    attributes of the layer, or of vLLM's objects below it (method, scheme, kernel, its experts). They are kept alive,
-    so that their memory is not reused. Those of at most `SMALL` bytes are saved for a sleep of level 2, which frees all
-    memory allocated during the load and restores only buffers. modules: Layers that were just loaded.
+    attributes of the layer, or of vLLM's objects that it refers to (method, scheme, kernel, its experts). Tensors of at
+    most `SMALL` bytes are kept alive, so that their memory is not reused. They can be saved for a sleep of level 2,
+    which frees all memory allocated during the load and restores only buffers.
+
+    Args:
+        modules: Layers that were just loaded.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -43,29 +46,33 @@ class KernelTensors:
         ]
 
     def copy_replaced(self) -> None:
-        """Copy attributes of the layers themselves into the first ones, if shape and dtype are the same."""
+        """Copy tensors that a reload replaced into the original ones, if shape and dtype are the same.
+
+        Only for attributes of the layers themselves.
+        """
         for module, name, first in self._attributes:
             now = vars(module).get(name)
             if type(now) is Tensor and now is not first and (now.shape, now.dtype) == (first.shape, first.dtype):
                 first.copy_(now)
 
     def save(self) -> None:
+        """Copy the tensors that are kept alive."""
         self._saved = [tensor.clone() for tensor in self._held]
 
     def restore(self) -> None:
-        """Restore what was saved, once."""
+        """Restore the saved values, if there are any, and forget them."""
         if self._saved:
             torch._foreach_copy_(self._held, self._saved)
         self._saved = []
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The storage of a tensor as bytes."""
+    """Return the storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _reachable_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that are attributes of a module, or of objects of vLLM's classes reachable from it."""
+    """Yield tensors that are attributes of a module, or of objects of vLLM's classes reachable from it."""
     seen: set[int] = set()
     holders: list[Any] = [module]
     while holders:
@@ -82,9 +89,9 @@ def _of_vllm(value: object) -> bool:
 
 
 def scale_permutations(device: torch.device) -> tuple[Tensor, ...]:
-    """The permutations of scales in Marlin's repacking, on a device; empty if this vLLM has none.
+    """Return the permutations of scales in Marlin's repacking, on a device; empty if this vLLM has none.
 
-    To be called before a CUDA graph is recorded, because it copies from the host.
+    Must be called outside of the capture of a CUDA graph, because it copies from the host.
     """
     from vllm.model_executor.layers.quantization.utils import marlin_utils
 
@@ -93,16 +100,16 @@ def scale_permutations(device: torch.device) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def use_scale_permutations(orders: tuple[Tensor, ...]) -> Iterator[None]:
+def use_scale_permutations(permutations: tuple[Tensor, ...]) -> Iterator[None]:
     """Inside, Marlin's repacking uses these `scale_permutations` instead of vLLM's lists.
 
-    Each use of a list copies it to the device: hundreds of synchronizations for a mixture of experts, and not possible
-    in a CUDA graph.
+    vLLM copies a list to the device at each use. For a mixture of experts that means hundreds of synchronizations, and
+    it is not possible in a CUDA graph.
     """
-    if not orders:
+    if not permutations:
         yield
         return
     from vllm.model_executor.layers.quantization.utils import marlin_utils
 
-    with patch.object(marlin_utils, "get_scale_perms", lambda: orders):
+    with patch.object(marlin_utils, "get_scale_perms", lambda: permutations):
         yield

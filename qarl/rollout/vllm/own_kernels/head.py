@@ -1,7 +1,7 @@
-"""Logits in float32 from the learner's product inside vLLM's model, on the CPU.
+"""Float32 logits in vLLM's model on the CPU, computed by the learner's product.
 
-vLLM rounds logits to the model's dtype, which moves a log-prob by up to 2^-9 of the largest logit. `compute_logits`
-runs outside of the compiled and captured code, so the product can be replaced in a loaded model.
+vLLM rounds logits to the model's dtype, which changes a log-prob by up to 2^-9 of the largest logit. `compute_logits`
+runs outside of compiled and captured code, so the product can be replaced in a loaded model.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from qarl_kernels import logprob
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-ROWS = 256  # compared at a time
+ROWS = 256  # rows compared at a time
 
 
 class Float32Head(UnquantizedEmbeddingMethod):
-    """The output layer, or the tied embedding, with `qarl_kernels.logprob.logits_of`.
+    """Output layer (or tied embedding) that computes logits with `qarl_kernels.logprob.logits_of`.
 
-    It holds the weight in float32, which `refresh` updates after every load.
+    Stores a float32 copy of the weight. Call `refresh` after every load.
     """
 
     def __init__(self, layer: VocabParallelEmbedding) -> None:
@@ -25,16 +25,16 @@ class Float32Head(UnquantizedEmbeddingMethod):
         self.weight_float32 = self._weight().float()
 
     def refresh(self) -> None:
-        """Copy the layer's current weight."""
+        """Update the float32 copy from the layer's weight."""
         self.weight_float32.copy_(self._weight())
 
     def is_current(self) -> bool:
-        """Whether the product reads the layer's current weight."""
+        """Return whether the float32 copy equals the layer's weight."""
         blocks = zip(self.weight_float32.split(ROWS), self._weight().split(ROWS), strict=True)
         return all(torch.equal(wide, rows.float()) for wide, rows in blocks)
 
     def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
-        """Do nothing: vLLM calls this during a load, and not for tied layers."""
+        """Do nothing. vLLM calls this during a load, but not for tied layers, hence `refresh`."""
 
     def apply(self, layer: VocabParallelEmbedding, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: (..., H) of the model's dtype. Returns (..., V) float32, without vLLM's padding of the vocabulary."""
@@ -43,14 +43,14 @@ class Float32Head(UnquantizedEmbeddingMethod):
         return logits.view(*x.shape[:-1], logits.shape[-1])
 
     def _weight(self) -> Tensor:
-        # Without vLLM's padding of the vocabulary: the CPU's bits may depend on the shape.
+        # Without vLLM's padding of the vocabulary, because bits of the CPU's product may depend on the shape.
         return self._layer.weight.data[: self._layer.org_vocab_size]
 
 
 def use_float32_head(model: nn.Module) -> Float32Head:
-    """Make a loaded model's `compute_logits` return float32. Returns its new head; call `refresh` after every load.
+    """Make a loaded model's `compute_logits` return float32. Returns the new head.
 
-    model: A causal language model of vLLM, whole in this process.
+    model: a causal language model of vLLM that is not split over processes.
     """
     head = model.lm_head
     assert isinstance(head, VocabParallelEmbedding), f"{type(model).__name__} has no output layer in this process"

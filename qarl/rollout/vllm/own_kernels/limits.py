@@ -1,4 +1,4 @@
-"""Formats that vLLM's kernels do not support or compute differently from the checkpoint, and two workarounds.
+"""Quantization formats that vLLM's kernels do not support or compute inexactly, and two workarounds.
 
 Importing this module does not import vLLM.
 """
@@ -12,14 +12,17 @@ from typing import Any
 
 
 def known_limits(quantization: dict[str, Any] | None, version: str, experts: bool) -> tuple[str, str]:
-    """(why vLLM cannot run the format on this device, how its arithmetic differs from the format), each "" if nothing.
+    """Return what vLLM cannot do with a quantization format on this device.
 
-    Read in vLLM's sources (0.24 and 0.32: `compressed_tensors.py`, `kernels/linear`) and seen on these devices.
+    Sources: vLLM 0.24 and 0.32 (`compressed_tensors.py`, `kernels/linear`), and observations on these devices.
 
     Args:
         quantization: `quantization_config` of the checkpoint; None if it is not quantized.
-        version: vLLM's.
+        version: vLLM's version.
         experts: Whether experts of a mixture are among the quantized layers.
+
+    Returns:
+        (why vLLM cannot run the format, how its arithmetic differs from the format), each "" if it does not apply.
     """
     import torch
     from vllm.platforms import current_platform
@@ -32,7 +35,7 @@ def known_limits(quantization: dict[str, Any] | None, version: str, experts: boo
     if current_platform.is_cpu():
         if experts:
             return f"vLLM {version} has no kernel for quantized experts on a CPU", ""
-        current_platform.import_kernels()  # those of this CPU: `import vllm` alone loads none
+        current_platform.import_kernels()  # `import vllm` does not load the kernels of this CPU
         if quantization["format"] == "nvfp4-pack-quantized":
             return f"vLLM {version} has no kernel for NVFP4 weights on a CPU", ""
         if packed and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
@@ -53,7 +56,7 @@ def known_limits(quantization: dict[str, Any] | None, version: str, experts: boo
 
 
 def cpu_int8_error() -> float:
-    """Relative error of vLLM's int8 product on random codes. Exact on CPUs with VNNI; others may saturate."""
+    """Return the relative error of vLLM's int8 product on random codes: 0 with VNNI; other CPUs may saturate."""
     import torch
     from vllm import _custom_ops as ops
 
@@ -65,17 +68,17 @@ def cpu_int8_error() -> float:
     transposed, weight_scale, scale = weight.t(), torch.ones(256, 1), torch.ones(8, 1)
     handle = ops.create_onednn_scaled_mm(transposed, weight_scale, found.dtype, True, False, 1)
     ops.onednn_scaled_mm(handle, x, found, scale, None, None, None)
-    # vLLM's handle keeps addresses, not references: the operands must outlive the product.
+    # vLLM's handle stores addresses, not references, so these tensors must stay alive until here.
     del transposed, weight_scale, scale
     return float((found.double() - exact).norm() / exact.norm())
 
 
 def keep_int8_scales_alive() -> None:
-    """Keep the weight scales of vLLM's int8 product on the CPU alive. Repeated calls do nothing.
+    """Patch vLLM so that the weight scales of its int8 product on the CPU stay alive. May be called repeatedly.
 
-    vLLM gives oneDNN the address of the scales. A reload of weights makes a new handle from new tensors, copies their
-    values into the old ones and frees the new: the handle then reads freed memory and the sampler returns empty text
-    (seen with 0.32; the canary detects it).
+    vLLM passes the address of the scales to oneDNN. A reload of weights creates a handle from new tensors, copies their
+    values into the old tensors and frees the new ones. The handle then reads freed memory, and the sampler returns
+    empty text (observed with 0.32; the canary detects it).
     """
     import vllm._custom_ops as ops
 
@@ -95,7 +98,7 @@ def keep_int8_scales_alive() -> None:
 def import_model_class(checkpoint: Path) -> None:
     """Import vLLM's class of the checkpoint's model in this process.
 
-    vLLM would start another process to inspect it, which imports all of vLLM.
+    Otherwise vLLM starts a process to inspect the class, which imports all of vLLM again.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 

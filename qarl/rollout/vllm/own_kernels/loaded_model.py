@@ -1,10 +1,10 @@
-"""Finds the published tensors in vLLM's layers, and verifies them there after every publish.
+"""Finds the published tensors in a loaded vLLM model, and verifies them there after every publish.
 
-vLLM fuses layers (q, k and v), transposes and repacks weights for its kernels. After the first full load from a
-checkpoint each published tensor is searched in its layer: unchanged, as rows of the fused tensor, transposed, or in
-another dtype. If it is found, every later publish must be found there too, byte for byte. If the kernel's layout hides
-it, the layer must change exactly when the sent tensors change, which detects a layer that a reload dropped or left
-stale; the canary covers what such a layer computes.
+vLLM fuses layers (q, k and v), and transposes and repacks weights for its kernels. After the first full load from a
+checkpoint, each published tensor is searched in its layer: unchanged, as rows of the fused tensor, transposed, or in
+another dtype. If it is found, every later publish must put the sent bytes there. If the kernel's layout hides it, the
+layer's bytes must change exactly if the sent tensors change, which detects a layer that a reload dropped or left stale.
+The canary covers what such a layer computes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from qarl.utils.expert_names import expert_stacks
 from qarl.weight_sync.fingerprints import METADATA, Fingerprint, PublishError, fingerprints, verify
 
-EXPERTS = "routed_experts"  # vLLM's module with the experts of a layer
-# Parameters of experts that have no published tensor and that no kernel reads; their memory is uninitialized.
+EXPERTS = "routed_experts"  # name of vLLM's module with the experts of a layer
+# Parameters of experts that have no published tensor and that no kernel reads. Their memory is uninitialized.
 UNSENT = ("_g_idx", "_sort_indices", "_input_scale", "_input_global_scale")
-SMALL = 1 << 20  # bytes; launching the copy of a smaller tensor takes longer than the copy
+SMALL = 1 << 20  # bytes; copies of smaller tensors take less time than their launches
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Published modules that share tensors in one layer of vLLM, which is loaded as a whole.
+    """Published modules that share tensors in one layer of vLLM, such as q, k and v. A layer is loaded as a whole.
 
     Attributes:
         name: vLLM's name of the layer.
-        sources: The modules, in the order of their rows.
-        stem: Prefix of the names of these tensors.
-        members: For experts published as one stack, the modules in it.
+        sources: Names of the published modules, in the order of their rows in the layer's tensors.
+        stem: Prefix of the names of these tensors in the layer.
+        members: For experts published as one stack, the names of the modules in the stack.
     """
 
     name: str
@@ -43,10 +43,11 @@ class Unit:
 
 
 def load_units(model: nn.Module) -> dict[str, Unit]:
-    """The unit of each published module, by the module's published name.
+    """Return the unit of each published module, by the module's published name.
 
-    Fused layers are those in the model's `packed_modules_mapping`. The experts of a layer have two units with one name
-    (gate and up; down), and so have the two stacks that they are published as. Every other module is its own unit.
+    Fused layers are those in the model's `packed_modules_mapping`. The experts of a layer form two units (gate and up;
+    down) with the same layer name, and so do the two stacks that they may be published as. Every other module is a unit
+    of its own.
     """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     units = {}
@@ -66,8 +67,8 @@ def load_units(model: nn.Module) -> dict[str, Unit]:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Position of a published tensor: rows [start, stop) of a layer's tensor, which may be transposed first."""
+class _Location:
+    """Where a published tensor is: rows [start, stop) of a layer's tensor, after transposing it if `transposed`."""
 
     layer: str
     attribute: str
@@ -77,19 +78,20 @@ class _Place:
 
 
 class LoadedModel:
-    """The tensors of a vLLM model, compared with the published ones.
+    """A loaded vLLM model and the locations of the published tensors in it.
 
     Args:
         model: The vLLM model, just loaded from a checkpoint.
         expected: Fingerprints of the snapshot in that checkpoint, by published name.
 
     Attributes:
-        direct: Published tensors that were found, by name.
-        opaque: Layers whose layout hides some of their tensors.
-        blind: Opaque layers whose weights are not among their tensors (a library holds them); only the canary covers
-            them.
-        plain: Layers whose tensors are exactly their published ones.
-        proved_frac: Share of the published bytes that are direct.
+        units: Result of `load_units`.
+        direct: Location of each published tensor that was found, by name.
+        opaque: Layers in which a published tensor was not found, without the blind ones.
+        blind: Layers in which a published tensor was not found, and whose weights are not among their tensors because a
+            library stores them. Only the canary covers them.
+        plain: Layers that have exactly the published tensors.
+        proved_frac: Fraction of the published bytes in `direct` tensors.
     """
 
     def __init__(self, model: nn.Module, expected: Mapping[str, Fingerprint]) -> None:
@@ -99,16 +101,16 @@ class LoadedModel:
         self._names: dict[str, list[str]] = {}  # of published tensors, by unit
         for name in expected:
             self._names.setdefault(self.unit_of(name).name, []).append(name)
-        self.direct: dict[str, _Place] = {}
+        self.direct: dict[str, _Location] = {}
         self._starts: dict[tuple[tuple[str, ...], str], dict[str, int]] = {}
         hidden: dict[str, None] = {}
-        for name, print_ in expected.items():
+        for name, fingerprint in expected.items():
             if name.endswith(METADATA):
                 continue
             unit = self.unit_of(name)
-            place = self._find(name, print_, unit, expected)
-            if place is not None:
-                self.direct[name] = place
+            location = self._find(name, fingerprint, unit, expected)
+            if location is not None:
+                self.direct[name] = location
             else:
                 hidden[unit.name] = None
         sent_bytes = {name: sum(expected[n].nbytes for n in self._names[name]) for name in hidden}
@@ -121,14 +123,14 @@ class LoadedModel:
         self._sent, self._held = self._sent_prints(expected), self._held_prints()
 
     def unit_of(self, name: str) -> Unit:
-        """The unit of a published tensor. Raises PublishError if the model has no such layer."""
+        """Return the unit of a published tensor. Raises PublishError if the model has no such layer."""
         unit = self.units.get(name.rpartition(".")[0])
         if unit is None:
             raise PublishError(f"publish: vLLM's model has no layer for '{name}': its architecture is not the policy's")
         return unit
 
     def read(self, names: Iterable[str], expected: Mapping[str, Fingerprint]) -> Iterator[tuple[str, Tensor]]:
-        """Direct tensors as the model holds them now, in their published shape and dtype."""
+        """Yield direct tensors as they are in the model now, in published shape and dtype."""
         for name in names:
             tensor = self._tensor_at(self.direct[name])
             assert tensor is not None, f"{name} is no longer where it was"
@@ -138,9 +140,9 @@ class LoadedModel:
         """Copy published tensors of plain layers, by name, into the model."""
         small: tuple[list[Tensor], list[Tensor]] = ([], [])
         for name, tensor in tensors.items():
-            place = self.direct[name]
-            held = self._tensor_at(place)
-            assert held is not None and place.layer in self.plain, f"{name} has no place of its own"
+            location = self.direct[name]
+            held = self._tensor_at(location)
+            assert held is not None and location.layer in self.plain, f"{name} has no location of its own"
             if tensor.nbytes < SMALL and held.dtype == tensor.dtype and held.is_contiguous():
                 small[0].append(held)
                 small[1].append(tensor)
@@ -150,7 +152,7 @@ class LoadedModel:
             torch._foreach_copy_(*([t for t in side if t.dtype == dtype] for side in small))
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
-        """Raise PublishError unless the model holds the expected snapshot, as far as its layout shows."""
+        """Raise PublishError unless the model has the expected snapshot, as far as its layout shows."""
         direct = {name: expected[name] for name in self.direct}
         verify(version, direct, fingerprints(self.read(self.direct, expected)), "vLLM")
         sent, held = self._sent_prints(expected), self._held_prints()
@@ -161,29 +163,31 @@ class LoadedModel:
                 raise PublishError(f"publish of version {version}: vLLM's layer '{layer}' {what}")
         self._sent, self._held = sent, held
 
-    def _tensor_at(self, place: _Place) -> Tensor | None:
-        """The tensor there, as a view; None if the layer has none of that kind."""
-        held = _own_tensors(self._modules[place.layer]).get(place.attribute)
+    def _tensor_at(self, location: _Location) -> Tensor | None:
+        """Return a view of the tensor at a location; None if the layer has no such tensor."""
+        held = _own_tensors(self._modules[location.layer]).get(location.attribute)
         if held is not None and held.dim() == 3 and held.is_contiguous():
-            held = held.flatten(0, 1)  # of all experts
-        if held is None or held.dim() == 0 or (place.transposed and held.dim() != 2):
+            held = held.flatten(0, 1)  # (experts, rows, ...): the rows of all experts
+        if held is None or held.dim() == 0 or (location.transposed and held.dim() != 2):
             return None
-        return (held.t() if place.transposed else held)[place.start : place.stop]
+        return (held.t() if location.transposed else held)[location.start : location.stop]
 
-    def _find(self, name: str, print_: Fingerprint, unit: Unit, expected: Mapping[str, Fingerprint]) -> _Place | None:
+    def _find(
+        self, name: str, fingerprint: Fingerprint, unit: Unit, expected: Mapping[str, Fingerprint]
+    ) -> _Location | None:
         module_name, _, suffix = name.rpartition(".")
         start = self._rows_before(unit, suffix, expected)[module_name]
         for transposed in (False, True):
-            place = _Place(unit.name, f"{unit.stem}{suffix}", start, start + print_.shape[0], transposed)
-            tensor = self._tensor_at(place)
-            if tensor is None or tuple(tensor.shape) != tuple(print_.shape):
+            location = _Location(unit.name, f"{unit.stem}{suffix}", start, start + fingerprint.shape[0], transposed)
+            tensor = self._tensor_at(location)
+            if tensor is None or tuple(tensor.shape) != tuple(fingerprint.shape):
                 continue
-            if fingerprints([(name, _as_published(tensor, print_))])[name] == print_:
-                return place
+            if fingerprints([(name, _as_published(tensor, fingerprint))])[name] == fingerprint:
+                return location
         return None
 
     def _rows_before(self, unit: Unit, suffix: str, expected: Mapping[str, Fingerprint]) -> dict[str, int]:
-        """First row of each source of a unit in the tensor with this suffix."""
+        """Return the first row of each source of a unit in the layer's tensor with this suffix."""
         key = unit.sources, suffix
         if key not in self._starts:
             rows = [expected[name].shape[0] if (name := f"{one}.{suffix}") in expected else 0 for one in unit.sources]
@@ -193,9 +197,9 @@ class LoadedModel:
     def _plain_units(self) -> frozenset[str]:
         found = set()
         for unit, names in self._names.items():
-            places = [self.direct[name] for name in names if name in self.direct]
-            own = {place.attribute for place in places}
-            if len(places) == len(names) and own == _own_tensors(self._modules[unit]).keys():
+            locations = [self.direct[name] for name in names if name in self.direct]
+            own = {location.attribute for location in locations}
+            if len(locations) == len(names) and own == _own_tensors(self._modules[unit]).keys():
                 found.add(unit)
         return frozenset(found)
 
@@ -213,13 +217,13 @@ class LoadedModel:
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a module itself."""
+    """Return the parameters and buffers of a module, without those of its children."""
     return {name: t for group in (module._parameters, module._buffers) for name, t in group.items() if t is not None}
 
 
-def _as_published(tensor: Tensor, print_: Fingerprint) -> Tensor:
-    """Undo vLLM's widening of 16-bit scales to float32; NaN for values that are not exactly 16-bit."""
-    narrow = tensor.to(print_.torch_dtype)
+def _as_published(tensor: Tensor, fingerprint: Fingerprint) -> Tensor:
+    """Convert to the published dtype. If vLLM widened 16-bit values to float32, inexact ones become NaN."""
+    narrow = tensor.to(fingerprint.torch_dtype)
     if tensor.dtype == torch.float32 and narrow.dtype in (torch.bfloat16, torch.float16):
         narrow = torch.where(narrow.float() == tensor, narrow, torch.nan)
     return narrow.contiguous()

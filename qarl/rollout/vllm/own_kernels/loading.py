@@ -1,10 +1,10 @@
-"""Loads published tensors into vLLM's layers: by a copy if the layout is plain, else through vLLM's reload.
+"""Loads published tensors into vLLM's layers: by a copy if the layer stores them unchanged, else by vLLM's reload.
 
-vLLM's layerwise reload creates each layer's parameters again, loads them, repacks them for its kernels and copies the
-result into the tensors whose addresses CUDA graphs hold. Its GPU work is small and its Python slow (0.2 to 0.3 s for 30
-small layers on an H100's host). With `staging` it runs once from fixed buffers in checkpoint layout, recorded as a CUDA
-graph; each later load fills the buffers and replays the graph. The buffers take as much memory as the repacked layers.
-Layers that hold their published tensors unchanged need neither and are written in place.
+vLLM's layerwise reload creates each layer's parameters anew, loads them, repacks them for its kernels and copies the
+result into the tensors that CUDA graphs read. Its GPU work is small but its Python code is slow (0.2 to 0.3 s for 30
+small layers on an H100's host). With `staging` the reload runs once from fixed buffers in checkpoint layout, captured
+as a CUDA graph; each later load fills the buffers and replays the graph. The buffers take as much memory as the
+repacked layers. Layers that store their published tensors unchanged need no reload and are written in place.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, shard_of
 from qarl.weight_sync.expert_tensors import part_experts
 from qarl.weight_sync.fingerprints import METADATA, Fingerprint
 
-logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
+logger = logging.getLogger("vllm.qarl")  # a child of vLLM's logger, so it writes to the sampler's log
 
 
 class Loader:
     """Loads published tensors into a started vLLM.
 
     Args:
-        expected: Fingerprints of the snapshot in `checkpoint`.
-        staging: Keep the published tensors of repacked layers; patches need them.
-        shard: The part of each tensor that the model holds; vLLM's reload splits tensors itself.
+        worker: vLLM's worker.
+        held: The loaded model.
+        expected: Fingerprints of the snapshot in `checkpoint`, by published name.
+        checkpoint: Directory that vLLM was started from.
+        staging: Keep a copy of the published tensors of repacked layers, which patches are applied to.
+        shard: The part of each tensor that this process has. vLLM's reload splits tensors itself.
 
     Attributes:
-        kernel_tensors: Of all layers; saved and restored around a sleep.
+        kernel_tensors: Other tensors of all layers, to be saved and restored around a sleep.
     """
 
     def __init__(
@@ -63,19 +66,19 @@ class Loader:
         if staging:
             wanted = [(name, p) for name, p in expected.items() if self._units[name] not in self._plain]
             self._staging = {name: torch.empty(p.shape, dtype=p.torch_dtype, device=device) for name, p in wanted}
-            places = dict(part_experts(self._staging.items(), self._members))
-            for name, tensor in stored(checkpoint, set(places), device):
-                places.pop(name).copy_(tensor)
-            assert not places, f"{next(iter(places))} is not in the checkpoint"
+            buffers_by_name = dict(part_experts(self._staging.items(), self._members))
+            for name, tensor in stored(checkpoint, set(buffers_by_name), device):
+                buffers_by_name.pop(name).copy_(tensor)
+            assert not buffers_by_name, f"{next(iter(buffers_by_name))} is not in the checkpoint"
 
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
-        """A published tensor of the last publish. expected: Fingerprints, for the dtypes."""
+        """Return a published tensor of the last publish. expected: fingerprints, for shapes and dtypes."""
         return self._staging[name] if name in self._staging else next(self._held.read([name], expected))[1]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put new tensors in checkpoint layout, by published name, into the model's layers.
+        """Load tensors into the model's layers.
 
-        Without staging, all tensors of the snapshot.
+        tensors: in checkpoint layout, by published name; without staging, all tensors of the snapshot.
         """
         plain = {name: tensor for name, tensor in tensors.items() if self._units[name] in self._plain}
         self._held.write({name: shard_of(name, tensor, self._shard) for name, tensor in plain.items()})
@@ -96,49 +99,49 @@ class Loader:
             self._graph.replay()
 
     def _record(self) -> None:
-        """Load all staged tensors, and record the reload as a CUDA graph if possible."""
+        """Load all staged tensors, and capture the reload as a CUDA graph if possible."""
         units = {self._units[name] for name in self._staging}
-        self._reload(units, self._staging.items())  # compiles kernels and creates streams before the recording
+        self._reload(units, self._staging.items())  # compiles kernels and creates streams before the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         before = [(module, dict(module._parameters), dict(module._buffers)) for module in self._modules(units)]
         try:
             with torch.cuda.graph(graph):
                 self._reload(units, self._staging.items())
-        except RuntimeError as error:  # a repacking that synchronizes with the device, as NVFP4's in Marlin
-            logger.warning("a reload cannot be recorded, and runs as it is each time: %s", str(error).splitlines()[0])
+        except RuntimeError as error:  # a repacking that synchronizes with the device, such as NVFP4 in Marlin
+            logger.warning("reloads of weights cannot run as a CUDA graph: %s", str(error).splitlines()[0])
             self._records = False
             _restore_tensors(before)
-            self._reload(units, self._staging.items())  # the recording left tensors uncomputed
+            self._reload(units, self._staging.items())  # the failed capture left tensors undefined
             return
         graph.replay()
         self._graph = graph
 
     def _reload(self, units: set[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load these layers whole by vLLM's layerwise reload."""
+        """Load all published tensors of these layers by vLLM's layerwise reload."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         tensors = list(tensors)
         model = self._worker.model_runner.get_model()
         modules = self._modules({self._units[name] for name, _ in tensors})
-        with set_current_vllm_config(self._worker.vllm_config), use_scale_permutations(self._orders):
+        with set_current_vllm_config(self._worker.vllm_config), use_scale_permutations(self._permutations):
             for module in modules:
                 initialize_layerwise_reload(module)
             if tensors := self._load_expert_stacks(tensors):
                 model.load_weights(part_experts(tensors, self._members))
             for module in modules:
                 finalize_layerwise_reload(module, self._worker.model_config)
-        if self._worker.device.type == "cuda":  # nothing else reads the first tensors
+        if self._worker.device.type == "cuda":  # only CUDA graphs read the original tensors
             self.kernel_tensors.copy_replaced()
 
     @cached_property
-    def _orders(self) -> tuple[Tensor, ...]:
-        """Created by the first reload, which is never recorded."""
+    def _permutations(self) -> tuple[Tensor, ...]:
+        """The permutations on the device; created by the first reload, which is not captured."""
         return scale_permutations(self._worker.device)
 
     def _load_expert_stacks(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Load stacks of experts into layers whose reload has begun, if they get nothing else.
+        """Load stacks of experts into layers whose reload has begun, if these layers get no other tensors.
 
         Returns the remaining tensors.
         """
@@ -159,7 +162,7 @@ class Loader:
 
 
 def _restore_tensors(before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
-    """Restore the layers' tensors after a reload that failed."""
+    """Restore the layers' parameters and buffers after a failed reload."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for module, parameters, buffers in before:
@@ -170,48 +173,52 @@ def _restore_tensors(before: list[tuple[nn.Module, dict[str, Any], dict[str, Any
 
 
 def stored(checkpoint: Path, names: set[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a checkpoint, on a device."""
+    """Yield the named tensors of a checkpoint, on a device."""
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             yield from ((name, file.get_tensor(name).to(device)) for name in file.keys() if name in names)  # noqa: SIM118
 
 
 def load_expert_stacks(layer: nn.Module, stacks: Mapping[str, Tensor]) -> bool:
-    """Load all published tensors of a layer's experts when the layer's reload, which has begun, ends.
+    """Register stacks of experts to be loaded at the end of a layer's reload, which has begun.
 
-    vLLM's loaders take the tensors of one expert at a time, and the layerwise reload of vLLM 0.24 adds up what it holds
-    back at every call: on an H200, 64 s for the 768 experts of 6 layers of Qwen3-30B-A3B in W4A16, and more than linear
-    in layers. Here each parameter is one delayed load.
+    vLLM's loaders take the tensors of one expert at a time, and the layerwise reload of vLLM 0.24 sums up all deferred
+    tensors at every call. On an H200 that took 64 s for the 768 experts of 6 layers of Qwen3-30B-A3B in W4A16, and it
+    grows faster than linearly with the number of layers. Here each parameter is one deferred load.
 
-    stacks: In checkpoint layout, by parameter name (`w13_weight_packed`). Returns False and does nothing if a stack has
-    no parameter that holds it unchanged or transposed; vLLM's loaders may support it.
+    Args:
+        layer: vLLM's layer with the experts.
+        stacks: All published tensors of the experts in checkpoint layout, by parameter name (`w13_weight_packed`).
+
+    Returns:
+        False, and nothing is done, if a stack has no parameter that stores it unchanged or transposed. vLLM's loaders
+        may support it.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     parameters: dict[str, Any] = {name: held for name, held in layer._parameters.items() if held is not None}
-    laid: dict[str, Tensor] = {}
+    prepared: dict[str, Tensor] = {}
     for name, stack in stacks.items():
         found = in_layout_of(name, stack, parameters[name]) if name in parameters else None
         if found is None:
             return False
-        laid[name] = found
+        prepared[name] = found
     info = get_layerwise_info(layer)
     for name, parameter in parameters.items():
         parameter.weight_loader = _load_whole
-        info.loaded_weights.append((name, inspect.signature(_load_whole).bind(parameter, laid.get(name))))
-    info.load_numel = 1  # more than nothing, and less than all: what a reload repacks when it ends
+        info.loaded_weights.append((name, inspect.signature(_load_whole).bind(parameter, prepared.get(name))))
+    info.load_numel = 1  # above 0 and below the total, so that the layer is repacked at the end of the reload
     return True
 
 
 def in_layout_of(name: str, stack: Tensor, parameter: nn.Parameter) -> Tensor | None:
-    """A published stack in the layout of vLLM's parameter of all experts, which may be transposed; None if the shapes
-    do not fit."""
+    """Return a published stack in the layout of vLLM's parameter of all experts; None if the shapes do not match."""
     shape = parameter.shape
     if not shape or len(stack) % shape[0]:
         return None
     each = stack.unflatten(0, (shape[0], len(stack) // shape[0]))
     if name.endswith(tuple(suffix.removeprefix(".") for suffix in METADATA)):
-        each = each[:, -shape[-1] :]  # gate's and up's are the same
+        each = each[:, -shape[-1] :]  # gate and up have the same
     elif getattr(parameter, "is_transposed", False) and each.dim() == 3:
         each = each.transpose(1, 2)
     if each.dim() == 2 and each.shape[1] == 1 and len(shape) == 1:
@@ -220,7 +227,7 @@ def in_layout_of(name: str, stack: Tensor, parameter: nn.Parameter) -> Tensor | 
 
 
 def _load_whole(param: nn.Parameter, loaded: Tensor | None) -> None:
-    """Weight loader of a whole parameter. None: the parameter has no published tensor, and no kernel reads it."""
+    """Weight loader of a whole parameter. loaded: None if no tensor is published for it, and no kernel reads it."""
     if loaded is None:
         param.data.zero_()
     else:

@@ -1,4 +1,4 @@
-"""vLLM's own arithmetic: how it starts, and how published tensors get into its layers."""
+"""`rollout.numerics: fast`: runs vLLM's own model, and loads published tensors into its layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qarl.rollout.vllm.own_kernels.head import Float32Head, use_float32_head
 from qarl.rollout.vllm.own_kernels.limits import import_model_class, keep_int8_scales_alive, known_limits
 from qarl.rollout.vllm.own_kernels.loaded_model import LoadedModel
 from qarl.rollout.vllm.own_kernels.loading import Loader, stored
-from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, all_agree, rendezvous, shard_prints
+from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, all_agree, rendezvous, shard_fingerprints
 from qarl.rollout.vllm.recording import Experts, RoutingBuffer
 from qarl.rollout.vllm.sandbox import without_listening_sockets
 from qarl.rollout.vllm.settings import SamplerSettings
@@ -47,7 +47,7 @@ class OwnKernels(Numerics):
 
     def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
         settings, self._model = self._settings, worker.model_runner.get_model()
-        if not settings.on_gpu:  # or vLLM's packed copy of a tied output layer would outlive its reloads
+        if not settings.on_gpu:  # a reload does not update vLLM's packed copy of a tied output layer
             self._head = use_float32_head(self._model)
         self._parts = dict(expected)
         if self._shard.count > 1:
@@ -57,11 +57,11 @@ class OwnKernels(Numerics):
         self._loader = Loader(worker, self._held, expected, settings.checkpoint, settings.staging, self._shard)
 
     def _parts_of_checkpoint(self, expected: Mapping[str, Fingerprint], device: Any) -> dict[str, Fingerprint]:
-        """Fingerprints of this process's part of each tensor. Raises PublishError if the checkpoint is another one."""
+        """Return fingerprints of this process's part of each tensor. Raises PublishError if the checkpoint differs."""
         checkpoint = self._settings.checkpoint
-        whole = {name: print_ for name, print_ in expected.items() if not name.endswith(METADATA)}
+        whole = {name: fingerprint for name, fingerprint in expected.items() if not name.endswith(METADATA)}
         verify(0, whole, fingerprints(stored(checkpoint, set(whole), device)), "the checkpoint")
-        return shard_prints(stored(checkpoint, set(whole), device), self._shard)
+        return shard_fingerprints(stored(checkpoint, set(whole), device), self._shard)
 
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
         return self._loader.base(name, expected)
@@ -71,15 +71,15 @@ class OwnKernels(Numerics):
         if self._head is not None:
             self._head.refresh()
         if self._shard.count > 1:
-            self._parts |= shard_prints(tensors.items(), self._shard)
+            self._parts |= shard_fingerprints(tensors.items(), self._shard)
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         self._held.check(version, self._parts if self._shard.count > 1 else expected)
         if self._head is not None and not self._head.is_current():
             raise PublishError(f"publish of version {version}: vLLM's output layer does not multiply with its weight")
 
-    def all_agree(self, well: bool) -> bool:
-        return all_agree(well) if self._shard.count > 1 else well
+    def all_agree(self, ok: bool) -> bool:
+        return all_agree(ok) if self._shard.count > 1 else ok
 
     def experts(self) -> tuple[Experts, int]:
         modules = self._model.modules()
@@ -89,7 +89,7 @@ class OwnKernels(Numerics):
         import vllm
 
         config = json.loads((self._settings.checkpoint / "config.json").read_text())
-        # Experts that vLLM has no kernels for were refused before.
+        # `require_vllm` has rejected experts that vLLM has no kernels for.
         _, note = known_limits(config.get("quantization_config"), vllm.__version__, experts=False)
         return [f"vLLM {vllm.__version__}: {note}"] if note else []
 
@@ -101,19 +101,19 @@ class OwnKernels(Numerics):
 
 
 def routers_of(model: nn.Module) -> Experts:
-    """Return the last choices of a model's routers, in layer order."""
+    """Return a reader of the experts that a model's routers chose in the last forward, in layer order."""
     runners = [module for module in model.modules() if hasattr(module, "routed_experts")]
     buffers = [getattr(runner.router, "capture_fn", None) for runner in runners]
     if not buffers or not all(isinstance(buffer, RoutingBuffer) for buffer in buffers):
-        raise ValueError("vLLM made its routers without qarl's buffers")
+        raise ValueError("vLLM created its routers without qarl's buffers")
     if any(runner.routed_experts.quant_method.is_monolithic for runner in runners):
-        raise UserError("model.routing: vLLM's kernel for these experts routes inside; set rollout.numerics=exact")
+        raise UserError("model.routing: vLLM's kernel for these experts reports no routing; set rollout.numerics=exact")
     return lambda rows: torch.stack([buffer.rows(rows) for buffer in buffers], 1).sort(-1).values
 
 
 @contextmanager
 def routers_recorded() -> Iterator[None]:
-    """Inside, routers that vLLM creates get buffers for their choices, before CUDA graphs are captured."""
+    """Inside, routers that vLLM creates get buffers for their choices. Enter it before CUDA graphs are captured."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 

@@ -1,10 +1,10 @@
-"""One vLLM in several processes, each with a part of the model on its own GPU.
+"""Tensor parallel vLLM: several processes, each with a part of the model on its own GPU.
 
-Each process is a whole vLLM engine that gets the same requests; they meet in the model's all-reduces. A failing process
-leaves the others waiting in an all-reduce, so all of them are ended with it.
+Each process is a complete vLLM engine that gets the same requests. The processes communicate in the model's
+all-reduces. If one fails, the others wait in an all-reduce forever, so all of them are killed.
 
-vLLM splits q, k, v, gate and up by output features, o and down by input features, and embedding and output layer by
-words of a vocabulary padded to a multiple of 64. Everything else is replicated.
+vLLM splits q, k, v, gate and up along output features, o and down along input features, and embedding and output layer
+along a vocabulary that is padded to a multiple of 64. Everything else is replicated.
 """
 
 from __future__ import annotations
@@ -34,15 +34,20 @@ from qarl.weight_sync.update import WeightUpdate
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj", "down_proj")
 BY_WORDS = ("embed_tokens", "lm_head")
-WORDS = 64  # the vocabulary is padded to a multiple of this
+WORDS = 64  # vLLM pads the vocabulary to a multiple of this
 
 
 class TensorParallelSampler(Sampler):
     """Several processes as one sampler; see `SamplerProcess`.
 
     Args:
-        gpus: CUDA index of each process's GPU, in the order of the model's parts.
-        log: Of the first process. The others' logs have the part's number before the suffix.
+        learner: The learner's device.
+        gpus: CUDA index of each process's GPU, in the order of tensor parallel ranks.
+        log: Log of the first process. The logs of the others have the rank before the suffix (`sampler.1.log`).
+        timeout_s: See `SamplerProcess`.
+
+    Attributes:
+        members: The processes.
     """
 
     def __init__(self, learner: torch.device, gpus: Sequence[int | None], log: Path, timeout_s: float) -> None:
@@ -66,7 +71,7 @@ class TensorParallelSampler(Sampler):
                 own = replace(settings, arguments=arguments, shard=index, shards=shards, rendezvous=rendezvous)
                 member.begin_start(own, expected)
         except BaseException:
-            self._end()
+            self._close_all()
             raise
         found = self._answers(tick)
         self.capabilities = found[0] | {"proved_frac": min(each["proved_frac"] for each in found)}
@@ -80,24 +85,24 @@ class TensorParallelSampler(Sampler):
                     own = replace(payload, payloads=[payload.payloads[index]])
                 member.begin(operation, own)
         except BaseException:
-            self._end()
+            self._close_all()
             raise
 
     def finish(self, tick: Progress) -> Any:
         results = self._answers(tick)
         if self._operation == "generate" and any(result != results[0] for result in results):
-            self._end()
-            raise SamplerFault("its processes drew different tokens")
+            self._close_all()
+            raise SamplerFault("its processes sampled different tokens")
         if self._operation == "sleep" and None not in results:
-            return max(results)  # bytes of a GPU
+            return max(results)  # freed bytes per GPU
         return results[0]
 
     def close(self) -> None:
-        self._end()
+        self._close_all()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _answers(self, tick: Progress) -> list[Any]:
-        """All answers, once all have arrived. A refused publish is raised then; other exceptions end all processes."""
+        """Wait for all answers. Raises a PublishError after all have arrived. Other exceptions kill all processes."""
         waiting, refused = list(self.members), None
         try:
             for member in self.members:
@@ -112,65 +117,71 @@ class TensorParallelSampler(Sampler):
                         waiting.remove(member)
                 tick(*self.members[0].progress)
         except BaseException:
-            self._end()
+            self._close_all()
             raise
         if refused is not None:
             raise refused
         return [member.result for member in self.members]
 
-    def _end(self) -> None:
+    def _close_all(self) -> None:
         for member in self.members:
             member.close()
 
 
 def parallel_arguments(count: int, on_gpu: bool) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` in each of `count` processes."""
+    """Return arguments of `vllm.LLM` that are common to `count` tensor parallel processes."""
     arguments: dict[str, Any] = {
         "tensor_parallel_size": count,
         "distributed_executor_backend": "external_launcher",
-        "disable_custom_all_reduce": True,  # it asks for GPUs that this process does not see; sums go over NCCL
-        "async_scheduling": False,  # decides by timing, which may differ between the processes
+        "disable_custom_all_reduce": True,  # needs to see the other GPUs; NCCL reduces instead
+        "async_scheduling": False,  # depends on timing, which may differ between processes
     }
     if on_gpu:
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return arguments
 
 
-SHARED = ("psm_", "cpushm")  # in the names of what vLLM shares memory by: Python's, and that of its sums on the CPU
+SHARED = ("psm_", "cpushm")  # name prefixes of vLLM's shared memory: Python's, and for all-reduces on the CPU
 
 
 @contextmanager
 def rendezvous(file: Path, backend: str, index: int, count: int) -> Iterator[None]:
-    """Let vLLM start as process `index` of `count`. The processes meet in a file that only their user can open.
+    """Inside, vLLM starts as tensor parallel rank `index` of `count`.
 
-    They connect over the loopback interface (`settings.ENVIRONMENT`); vLLM's own way is torchrun's TCP store. file:
-    New, and the same for all. backend: Of the default group.
+    The rendezvous is a file that only this user can open, instead of vLLM's TCP store, and connections use the loopback
+    interface (`settings.ENVIRONMENT`).
+
+    Args:
+        file: A new file, the same for all processes, in a private directory.
+        backend: Backend of the default process group.
+        index: Rank of this process.
+        count: Number of processes.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    os.environ["VLLM_RPC_BASE_PATH"] = str(file.parent)  # for sockets
-    os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}  # NCCL needs no more
+    os.environ["VLLM_RPC_BASE_PATH"] = str(file.parent)  # where vLLM creates its sockets
+    os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}  # NCCL alone is enough
     dist.init_process_group(backend, store=dist.FileStore(str(file), count), rank=index, world_size=count)
-    # (init method of the groups, unused here; rank; index of its GPU among the visible ones). On the CPU vLLM names
-    # shared memory after the first, which must differ between two vLLMs of a machine.
-    found = (f"env://:{file.parent.name}", index, 0)
-    ExecutorWithExternalLauncher._distributed_args = lambda self: found
+    # (init method, rank, local rank). The process group exists already, so vLLM only uses the init method to name
+    # shared memory on the CPU. Hence it must differ between two vLLMs of a machine.
+    arguments = (f"env://:{file.parent.name}", index, 0)
+    ExecutorWithExternalLauncher._distributed_args = lambda self: arguments
     yield
     if all_agree(True):  # all have opened the shared memory
         _forget_names()
 
 
-def all_agree(well: bool) -> bool:
-    """Whether all is well in every process of the model; a collective."""
+def all_agree(ok: bool) -> bool:
+    """Return whether every process of the model passes True. A collective."""
     from vllm.distributed.parallel_state import get_world_group
 
-    answer = torch.tensor([well], dtype=torch.int32)
+    answer = torch.tensor([ok], dtype=torch.int32)
     dist.all_reduce(answer, dist.ReduceOp.MIN, group=get_world_group().cpu_group)
     return bool(answer)
 
 
 def _forget_names() -> None:
-    """Unlink shared memory, which then lasts as long as its processes; they end by being killed."""
+    """Unlink vLLM's shared memory. It stays usable until the processes end, and does not leak when they are killed."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.partition("/dev/shm/")[2]
         if any(part in path for part in SHARED):
@@ -180,17 +191,17 @@ def _forget_names() -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """GPU `index` (from 0) of the `count` GPUs that hold a model."""
+    """Tensor parallel rank `index` of `count`."""
 
     index: int = 0
     count: int = 1
 
 
 def shard_of(name: str, tensor: Tensor, shard: Shard) -> Tensor:
-    """Return a GPU's part of a published tensor, as a view.
+    """Return one GPU's part of a published tensor, as a view.
 
-    Scales and zero points are split with their weights. A scale for all output features or for the whole weight is
-    replicated. Raises UserError if the tensor cannot be split evenly.
+    Scales and zero points are split like their weights. A scale of the whole weight is replicated, and so is a scale
+    that all output features share. Raises UserError if the tensor cannot be split evenly.
     """
     layer = name.split(".")[-2] if "." in name else ""
     if shard.count == 1 or name.endswith(METADATA):
@@ -205,8 +216,8 @@ def shard_of(name: str, tensor: Tensor, shard: Shard) -> Tensor:
     return tensor
 
 
-def shard_prints(tensors: Iterable[tuple[str, Tensor]], shard: Shard) -> dict[str, Fingerprint]:
-    """Return fingerprints of a GPU's parts of published tensors, by name, without those of metadata."""
+def shard_fingerprints(tensors: Iterable[tuple[str, Tensor]], shard: Shard) -> dict[str, Fingerprint]:
+    """Return fingerprints of one GPU's parts of published tensors, by name, without metadata."""
     return fingerprints(
         (name, shard_of(name, tensor, shard).contiguous()) for name, tensor in tensors if not name.endswith(METADATA)
     )
