@@ -124,9 +124,16 @@ def first_samples(prompts: Sequence[Prompt], n: int) -> list[int]:
 
 def round_seed(seed: int, number: int) -> int:
     """Return the seed of sampling round `number` of a step, in [0, 2^63). Round 0 has the step's seed."""
-    if number == 0:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}/round {number}".encode()).digest()[:8]) >> 1
+    return seed if number == 0 else _hashed_seed(f"{seed}/round {number}")
+
+
+def request_seed(seed: int, prompt_id: int, sample: int) -> int:
+    """Return the seed of a response's random numbers in vLLM, in [0, 2^63)."""
+    return _hashed_seed(f"{seed}/{prompt_id}/{sample}")
+
+
+def _hashed_seed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
 def require_version(held: int | None, wanted: int) -> None:

@@ -21,10 +21,9 @@ from tiny_runs import Qarl, settings, write_config
 
 from qarl.config import Config
 from qarl.policy.load import load_tokenizer
-from qarl.rollout.asynchronous.process import AsyncSettings, Group
 from qarl.rollout.asynchronous.vllm_host import VLLMHost
-from qarl.rollout.engine import SamplingParams
-from qarl.rollout.vllm.settings import Request, Response, request_seed
+from qarl.rollout.engine import SamplingParams, request_seed
+from qarl.rollout.vllm.settings import AsyncSettings, Group, Request, Response
 from qarl.weight_sync.update import WeightUpdate
 
 real_vllm = pytest.mark.skipif(

@@ -15,12 +15,12 @@ from tiny_runs import parts
 
 from qarl.errors import UserError
 from qarl.policy.load_config import load_architecture
-from qarl.rollout.engine import SamplingParams, ignore_progress
+from qarl.rollout.engine import SamplingParams, ignore_progress, request_seed
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.launch import graph_sizes, kv_cache_bytes, require_vllm, sampler_gpus, sampler_settings
 from qarl.rollout.vllm.own_kernels.tensor_parallel import parallel_arguments
-from qarl.rollout.vllm.settings import EXACT_MODEL, KV_FP8, Request, request_seed
+from qarl.rollout.vllm.settings import EXACT_MODEL, KV_FP8, Request
 from qarl.types import Prompt
 from qarl.weight_sync.snapshot import ModelLayout
 

@@ -18,9 +18,10 @@ from qarl.errors import UserError
 from qarl.policy.policy import Policy
 from qarl.rollout.asynchronous.group_queue import POLL_S, GroupQueue
 from qarl.rollout.asynchronous.groups import Added, Published
-from qarl.rollout.asynchronous.process import AsyncProcess, AsyncSettings
+from qarl.rollout.asynchronous.process import AsyncProcess
 from qarl.rollout.vllm.launch import LOG, sampler_settings, temporary_checkpoint
 from qarl.rollout.vllm.process import SamplerError, log_hint, next_restart, start_error
+from qarl.rollout.vllm.settings import AsyncSettings
 from qarl.weight_sync.canary import Bound, difference
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
 from qarl.weight_sync.sender import SamplerFault

@@ -46,7 +46,7 @@ from qarl.rollout.asynchronous.groups import (
     merged_logs,
     save_groups,
 )
-from qarl.rollout.asynchronous.process import AsyncProcess, AsyncSettings
+from qarl.rollout.asynchronous.process import AsyncProcess
 from qarl.rollout.engine import (
     Progress,
     SamplingParams,
@@ -58,6 +58,7 @@ from qarl.rollout.engine import (
 )
 from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.shared import gather_rollouts
+from qarl.rollout.vllm.settings import AsyncSettings
 from qarl.types import Prompt, Rollout
 from qarl.utils.averages import mean
 from qarl.weight_sync.canary import canary_of
@@ -299,20 +300,15 @@ class AsyncEngine:
         self._step_rollouts, self._at_step_start, self._cancelled = [], self._at_last_take, 0
         with self._queue.changed:
             self._queue.learned()
-        self.policy.kept.keep(self._needed_by_all())
+        self.policy.kept.keep(self._needed())
 
     def _needed(self) -> set[int]:
-        """Return the versions that waiting responses were or will be sampled with."""
+        """Return the versions that waiting responses of all ranks were or will be sampled with. A collective."""
         with self._queue.changed:
-            needed = self._queue.log.versions | {self.policy.version}
-            needed |= self._connection.versions()
+            needed = self._queue.log.versions | {self.policy.version} | self._connection.versions()
             if self.settings.proximal == "sampled":
                 needed |= {version for group in self._queue.groups for version in group.versions}
-            return needed
-
-    def _needed_by_all(self) -> set[int]:
-        """Return `_needed` of all ranks, because each rank learns from the responses of all ranks."""
-        return {version for own in self._ranks.gather(sorted(self._needed())) for version in own}
+        return {version for own in self._ranks.gather(sorted(needed)) for version in own}
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
@@ -337,7 +333,7 @@ class AsyncEngine:
                     log.append(["publish", entry.version])
                 else:
                     log.append(["add", [group.number for group in entry.groups]])
-        ranks, needed = self._ranks, self._needed_by_all() - {self.policy.version}
+        ranks, needed = self._ranks, self._needed() - {self.policy.version}
         whole = {name: torch.cat(ranks.gather_tensors(tensors.pop(name))) for name in ("tokens", "logprobs")}
         if ranks.first:
             tensors |= whole

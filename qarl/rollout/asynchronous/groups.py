@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qarl.errors import UserError
 from qarl.rewards import RewardResult
-from qarl.rollout.asynchronous.process import Group, Partial
+from qarl.rollout.vllm.settings import Group, Partial
 from qarl.types import Prompt, Rollout
 
 

@@ -1,69 +1,18 @@
-"""The learner's handle of an asynchronous sampler's process, and the messages to it."""
+"""The learner's handle of an asynchronous sampler's process."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from qarl.rollout.engine import SamplingParams
-from qarl.rollout.vllm.channel import register
 from qarl.rollout.vllm.process import TICK_S, SamplerProcess
-from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.rollout.vllm.settings import AsyncSettings, SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint
 
 START_S = 300.0  # seconds for imports and building the model
-Partial = tuple[list[int], list[float], list[int]]  # token ids, log-probs and policy versions so far
-
-
-@dataclass(frozen=True)
-class AsyncSettings:
-    """How the sampler's process builds its model.
-
-    Attributes:
-        config: The run's configuration as YAML.
-        device: The sampler's device, by the process's own device numbering.
-        max_length: The model's context length in tokens.
-        longest: Tokens of the data's longest prompt plus `max_response_length`.
-        sequences: Maximum number of responses in progress.
-        sampling: Sampling parameters. `seed` is not used; each group has its own.
-        threads: Number of torch threads on a CPU; None on a GPU.
-    """
-
-    config: str
-    device: str
-    max_length: int
-    longest: int
-    sequences: int
-    sampling: SamplingParams
-    threads: int | None
-
-
-@dataclass(frozen=True)
-class Group:
-    """Order for responses to one prompt.
-
-    Attributes:
-        number: Number of the group in the run.
-        prompt_id: `Prompt.id`.
-        token_ids: Token ids of the prompt.
-        seed: Seed of the random numbers.
-        samples: Numbers of the samples to generate.
-        partial: Samples that already have tokens, by sample number.
-    """
-
-    number: int
-    prompt_id: int
-    token_ids: list[int]
-    seed: int
-    samples: list[int]
-    partial: dict[int, Partial] = field(default_factory=dict)
-
-
-register(AsyncSettings, Group)
 
 
 class AsyncProcess(SamplerProcess):

@@ -15,11 +15,10 @@ from typing import Any
 from qarl.config import Config
 from qarl.config.yaml_io import parse_yaml
 from qarl.policy.load import load_tokenizer
-from qarl.rollout.asynchronous.process import AsyncSettings, Group, Partial
-from qarl.rollout.engine import require_finite, round_seed
+from qarl.rollout.engine import request_seed, require_finite, round_seed
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.host import Host
-from qarl.rollout.vllm.settings import Request, Response, request_seed
+from qarl.rollout.vllm.settings import AsyncSettings, Group, Partial, Request, Response
 from qarl.types import Prompt
 from qarl.weight_sync.update import WeightUpdate
 

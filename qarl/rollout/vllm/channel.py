@@ -23,16 +23,10 @@ from typing import Any
 from qarl_kernels.truncation import Truncation
 
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.vllm.settings import Request, Response, SamplerSettings
+from qarl.rollout.vllm.settings import AsyncSettings, Group, Request, Response, SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.transport import CudaHandle, Entry, Payload, ReceiverPlan
 from qarl.weight_sync.update import WeightUpdate
-
-
-def register(*kinds: type) -> None:
-    """Allow objects of these classes in messages."""
-    CLASSES.update(((kind.__module__, kind.__qualname__), kind) for kind in kinds)
-
 
 CLASSES: dict[tuple[str, str], type] = {
     (kind.__module__, kind.__qualname__): kind
@@ -40,6 +34,7 @@ CLASSES: dict[tuple[str, str], type] = {
         *(SamplerSettings, type(Path()), Fingerprint, ReceiverPlan),  # start
         *(WeightUpdate, Payload, Entry, CudaHandle),  # publish
         *(Request, SamplingParams, Truncation, Response),  # generate
+        *(AsyncSettings, Group),  # asynchronous rollouts
     )
 }
 HEADER = struct.Struct(">Q")

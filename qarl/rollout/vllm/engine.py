@@ -24,6 +24,7 @@ from qarl.rollout.engine import (
     first_samples,
     ignore_progress,
     longest_of,
+    request_seed,
     require_finite,
     require_version,
 )
@@ -31,7 +32,7 @@ from qarl.rollout.shared import Headroom, own_headroom
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.launch import LOG, launch_sampler, routing_of, sampler_settings, temporary_checkpoint
 from qarl.rollout.vllm.process import Sampler, next_restart, start_error
-from qarl.rollout.vllm.settings import Request, request_seed
+from qarl.rollout.vllm.settings import Request
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.sender import SamplerFault, WeightSender
 from qarl.weight_sync.snapshot import ModelLayout, Snapshot
@@ -247,29 +248,30 @@ class VLLMEngine:
         self.phases = self._sampler.capabilities["phases"]
 
     def _with_restarts(self, action: Callable[[], Any]) -> Any:
-        """Run an action, and repeat it after every fault of vLLM that allows a restart."""
+        """Run an action, and repeat it after every fault of vLLM that allows a restart; `_publish` then starts vLLM.
+
+        Raises:
+            SamplerError: vLLM failed at its first start, or `rollout.vllm.max_restarts` is reached.
+        """
+        vllm = self.config.rollout.vllm
         while True:
             try:
                 return action()
             except SamplerFault as fault:
-                self._prepare_restart(fault)
+                started = self.weights.started
+                self._stop()
+                # A failed first start is repeated only if another process freed GPU memory while vLLM measured its own.
+                # A start in the learner's process cannot be repeated.
+                repeatable = PROFILING_ERROR in str(fault) and vllm.process == "separate"
+                if not started and not (repeatable and self.restarts < vllm.max_restarts):
+                    raise start_error(fault, self.log) from fault
+                self.restarts = next_restart(
+                    fault, self.restarts, vllm.max_restarts, "rollout.vllm", self.log, self.say
+                )
             except BaseException:
                 if not self.weights.holds:
                     self._stop()  # interrupted while loading weights, which are undefined now
                 raise
-
-    def _prepare_restart(self, fault: SamplerFault) -> None:
-        """Stop a failed sampler; the next `_publish` starts a new one. Raises SamplerError if no restart is allowed."""
-        started = self.weights.started
-        self._stop()
-        vllm = self.config.rollout.vllm
-        limit = vllm.max_restarts
-        # A failed first start is repeated only if another process freed GPU memory while vLLM measured its own. A start
-        # in the learner's process cannot be repeated.
-        repeatable = PROFILING_ERROR in str(fault) and vllm.process == "separate"
-        if not started and not (repeatable and self.restarts < limit):
-            raise start_error(fault, self.log) from fault
-        self.restarts = next_restart(fault, self.restarts, limit, "rollout.vllm", self.log, self.say)
 
     def _stop(self) -> None:
         if self._sampler is not None:

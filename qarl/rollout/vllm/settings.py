@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from qarl.types import FinishReason
+
+if TYPE_CHECKING:
+    from qarl.rollout.engine import SamplingParams
 
 # vLLM's engine must run in the caller's process, which accesses the model. Nothing is downloaded or reported, no kernel
 # is compiled on demand, and sockets are opened on the loopback interface only.
@@ -96,6 +98,48 @@ class Response:
     routing: bytes = b""
 
 
-def request_seed(seed: int, prompt_id: int, sample: int) -> int:
-    """Return the seed of a response's random numbers, in [0, 2^63)."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}/{sample}".encode()).digest()[:8]) >> 1
+Partial = tuple[list[int], list[float], list[int]]  # token ids, log-probs and policy versions so far
+
+
+@dataclass(frozen=True)
+class AsyncSettings:
+    """How the sampler's process builds its model.
+
+    Attributes:
+        config: The run's configuration as YAML.
+        device: The sampler's device, by the process's own device numbering.
+        max_length: The model's context length in tokens.
+        longest: Tokens of the data's longest prompt plus `max_response_length`.
+        sequences: Maximum number of responses in progress.
+        sampling: Sampling parameters. `seed` is not used; each group has its own.
+        threads: Number of torch threads on a CPU; None on a GPU.
+    """
+
+    config: str
+    device: str
+    max_length: int
+    longest: int
+    sequences: int
+    sampling: SamplingParams
+    threads: int | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Order for responses to one prompt.
+
+    Attributes:
+        number: Number of the group in the run.
+        prompt_id: `Prompt.id`.
+        token_ids: Token ids of the prompt.
+        seed: Seed of the random numbers.
+        samples: Numbers of the samples to generate.
+        partial: Samples that already have tokens, by sample number.
+    """
+
+    number: int
+    prompt_id: int
+    token_ids: list[int]
+    seed: int
+    samples: list[int]
+    partial: dict[int, Partial] = field(default_factory=dict)

@@ -18,12 +18,12 @@ from typing import Any
 from unittest.mock import patch
 
 from qarl.errors import UserError
-from qarl.rollout.asynchronous.process import AsyncSettings
 from qarl.rollout.engine import Progress
 from qarl.rollout.vllm.channel import Channel
 from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
+from qarl.rollout.vllm.settings import AsyncSettings
 from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.transport import open_receiver
 from qarl.weight_sync.update import Arriving, WeightUpdate
