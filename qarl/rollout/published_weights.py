@@ -7,7 +7,7 @@ learner's shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -15,10 +15,13 @@ import torch
 from qarl_formats.bits import Proof
 from qarl_formats.scheme import Scheme
 from qarl_formats.weight import UNQUANTIZED, LowBitWeight, can_concatenate, concatenate
+from qarl_kernels.attention import PAGE
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from qarl.policy.decoder import Decoder
 from qarl.policy.linear import PackedLinear
+from qarl.policy.skeleton import schemes_of, skeleton
 from qarl.policy.weights import WeightSet
 from qarl.utils.expert_names import expert_stacks, experts_of
 from qarl.weight_sync.expert_tensors import join_experts, part_experts
@@ -26,30 +29,39 @@ from qarl.weight_sync.fingerprints import METADATA, Fingerprint, PublishError, f
 
 
 class PublishedWeights:
-    """Weights of a decoder, allocated once and filled by every publish.
+    """A decoder and its weights, allocated once and filled by every publish.
 
     Args:
-        decoder: The decoder.
-        scheme_of: Returns the scheme of a parameter by name; None if it is not quantized.
+        config: Hugging Face configuration of the model.
+        scheme: Scheme of the published weights.
+        ignore: Modules that are not quantized, as in `quant.ignore`.
+        context: Maximum tokens of a sequence.
         dtype: Dtype of activations and of unquantized weights.
         device: Device of the weights. Products run as Triton kernels on a GPU, else in plain torch.
-        tied: Whether the output layer shares the embedding's weight.
         kv_fp8: See `WeightSet`.
+
+    Attributes:
+        decoder: The decoder.
+        head_name: Name of the output layer's weight; the embedding's if they are tied.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
-        scheme_of: Callable[[str], Scheme | None],
+        config: PreTrainedConfig,
+        scheme: Scheme,
+        ignore: list[str],
+        context: int,
         dtype: torch.dtype,
         device: torch.device,
-        tied: bool,
         kv_fp8: bool,
     ) -> None:
+        model = skeleton(config)
+        scheme_of = schemes_of(model, scheme, ignore)
+        self.decoder = decoder = Decoder(model.base_model, -(-context // PAGE) * PAGE, {dtype}, device)
+        self.head_name = decoder.embedding_name if config.tie_word_embeddings else "lm_head.weight"
         self._scheme_of = lambda name: scheme_of(name) or UNQUANTIZED
         self._dtype, self._device, self._kv_fp8 = dtype, device, kv_fp8
         self._kernels = device.type == "cuda"
-        self._head_name = decoder.embedding_name if tied else "lm_head.weight"
         self._linears = decoder.linears
         self._joined = {linear.names: _joined_name(linear) for linear in self._linears if linear.experts is not None}
         self._linear_of = {module: linear for linear in self._linears for module in linear.names}
@@ -84,20 +96,20 @@ class PublishedWeights:
                 self._values[name].copy_(tensor)
             else:
                 self._values[name] = tensor.to(self._device, copy=True)
-                if name == self._head_name:  # plain torch multiplies in float32
+                if name == self.head_name:  # plain torch multiplies in float32
                     self._head = self._values[name] if self._kernels else self._values[name].float()
         for linear in self._linears:
             if linear.names in arrived:
                 self._fill(linear, arrived[linear.names])
         if not self._biases:
             self._concatenate_biases()
-        if not self._kernels and self._head_name in tensors:
-            self._head.copy_(tensors[self._head_name])
+        if not self._kernels and self.head_name in tensors:
+            self._head.copy_(tensors[self.head_name])
 
     def weight_set(self) -> WeightSet:
         """Return the decoder's weights, which later loads update. Raises PublishError if a tensor is missing."""
         missing = [linear.names[0] for linear in self._linears if linear.names not in self._weights]
-        missing += [self._head_name] if self._head_name not in self._values else []
+        missing += [self.head_name] if self.head_name not in self._values else []
         if missing:
             raise PublishError(f"publish: the checkpoint lacks '{missing[0]}', which the policy's model has")
         linears = {
@@ -123,7 +135,7 @@ class PublishedWeights:
         linears = chain.from_iterable(self._published(linear, proof) for linear in self._linears)
         found = fingerprints(chain(self._values.items(), linears))
         if not self._kernels:
-            proof.add("the output layer", self._head, self._values[self._head_name].float())
+            proof.add("the output layer", self._head, self._values[self.head_name].float())
         try:
             proof.settle()
         except ValueError as error:

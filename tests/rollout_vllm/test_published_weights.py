@@ -8,8 +8,6 @@ import pytest
 import torch
 from tiny_runs import parts
 
-from qarl.policy.decoder import Decoder
-from qarl.policy.skeleton import schemes_of, skeleton
 from qarl.rollout.published_weights import PublishedWeights
 from qarl.weight_sync.fingerprints import PublishError
 
@@ -40,11 +38,8 @@ def case(request: pytest.FixtureRequest, tiny_model) -> Any:
 def made(case: Any, kernels: bool) -> PublishedWeights:
     """Loaded as from a checkpoint, in which each expert stands by itself. kernels: as on a GPU."""
     policy = case.policy
-    model = skeleton(policy.model.config)
-    decoder = Decoder(model.base_model, 64, {torch.bfloat16}, CPU)
-    scheme_of = schemes_of(model, policy.scheme, policy.quant.ignore)
-    tied = bool(policy.model.config.tie_word_embeddings)
-    weights = PublishedWeights(decoder, scheme_of, torch.bfloat16, CPU, tied, False)
+    config, ignore = policy.model.config, policy.quant.ignore
+    weights = PublishedWeights(config, policy.scheme, ignore, 64, torch.bfloat16, CPU, False)
     weights._kernels = kernels
     weights.load(policy.current.tensors)
     return weights

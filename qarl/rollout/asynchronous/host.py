@@ -22,17 +22,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from qarl_kernels.attention import PAGE
 
 from qarl.config import Config
 from qarl.config.quant import scheme_of
 from qarl.config.yaml_io import parse_yaml
-from qarl.policy.decoder import Decoder
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_generation_config, load_model_config, plain_config
 from qarl.policy.sampler import Sampler
-from qarl.policy.skeleton import schemes_of, skeleton
 from qarl.rollout.native.engine import Generation, NativeEngine
 from qarl.rollout.native.sequence import Sequence, uniforms
 from qarl.rollout.published_weights import PublishedWeights
@@ -77,24 +74,11 @@ class NativeHost:
 
     def _build(self) -> None:
         config, dtype = self.config, DTYPES[self.config.model.dtype]
-        model = skeleton(plain_config(load_model_config(config.model)))
-        positions = -(-self.settings.max_length // PAGE) * PAGE
-        decoder = Decoder(model.base_model, positions, {dtype}, self.device)
-        scheme, ignore = scheme_of(config.quant), config.quant.ignore
-        tied = bool(model.config.tie_word_embeddings)
-        fp8 = config.quant.kv_cache_dtype == "fp8"
-        self.weights = PublishedWeights(decoder, schemes_of(model, scheme, ignore), dtype, self.device, tied, fp8)
-        layout = ModelLayout(
-            model.config,
-            load_generation_config(config.model),
-            scheme,
-            ignore,
-            dtype,
-            self.device,
-            self.settings.max_length,
-        )
-        head = decoder.embedding_name if tied else "lm_head.weight"
-        self.sampler = Sampler(layout, decoder, head, kernels=self.device.type == "cuda")
+        model, context, device = plain_config(load_model_config(config.model)), self.settings.max_length, self.device
+        scheme, ignore, fp8 = scheme_of(config.quant), config.quant.ignore, config.quant.kv_cache_dtype == "fp8"
+        self.weights = weights = PublishedWeights(model, scheme, ignore, context, dtype, device, fp8)
+        layout = ModelLayout(model, load_generation_config(config.model), scheme, ignore, dtype, device, context)
+        self.sampler = Sampler(layout, weights.decoder, weights.head_name, kernels=device.type == "cuda")
         self.engine = NativeEngine(self.sampler, self.tokenizer, config.rollout)
 
     @property
@@ -203,28 +187,16 @@ class NativeHost:
         return [] if self.generation is None else self._ended(self.generation.settle())
 
     def _ended(self, extended: list[Sequence]) -> list[tuple[Any, ...]]:
-        ended = [sequence for sequence in extended if sequence.finish_reason is not None]
+        assert self.generation is not None
         found = []
-        for sequence in ended:
-            group = self._group_of.pop(sequence)
-            assert self.generation is not None
-            rollout = self.generation.rollout(sequence, 0)
-            routing = None
-            if rollout.routing is not None:
-                shape, dtype = list(rollout.routing.shape), str(rollout.routing.dtype).removeprefix("torch.")
-                routing = dtype, shape, rollout.routing.numpy().tobytes()
-            found.append(
-                (
-                    group,
-                    sequence.sample,
-                    sequence.response,
-                    sequence.logprobs,
-                    sequence.finish_reason,
-                    sequence.text,
-                    sequence.versions,
-                    routing,
-                )
-            )
+        for s in extended:
+            if s.finish_reason is None:
+                continue
+            routing, experts = None, self.generation.rollout(s, 0).routing
+            if experts is not None:
+                routing = str(experts.dtype).removeprefix("torch."), list(experts.shape), experts.numpy().tobytes()
+            group = self._group_of.pop(s)
+            found.append((group, s.sample, s.response, s.logprobs, s.finish_reason, s.text, s.versions, routing))
         return found
 
 

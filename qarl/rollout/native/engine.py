@@ -158,18 +158,8 @@ class Generation:
         r = response
         assert r.finish_reason is not None, "a response has not ended"
         versions = r.versions if len(set(r.versions)) > 1 else None
-        return Rollout(
-            r.prompt.id,
-            r.sample,
-            r.response,
-            r.logprobs,
-            r.finish_reason,
-            r.versions[-1],
-            seed,
-            r.text,
-            routing,
-            versions=versions,
-        )
+        own = r.response, r.logprobs, r.finish_reason, r.versions[-1]
+        return Rollout(r.prompt.id, r.sample, *own, seed, r.text, routing, versions=versions)
 
     def _read(self, output: StepOutput) -> list[Response]:
         """Append a step's tokens to the responses that had not ended; return these responses."""

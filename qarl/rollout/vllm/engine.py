@@ -137,26 +137,16 @@ class VLLMEngine:
 
         responses = self._with_restarts(sample)
         stopping = Stopping(self.tokenizer, sampling)
-        rollouts = []
-        for (prompt, sample), response in zip(order, responses, strict=True):
-            require_finite(response.logprobs, prompt, version)
-            text = stopping.final_text(response.token_ids, response.stopped_by)
+        rollouts, seed = [], sampling.seed
+        for (prompt, number), r in zip(order, responses, strict=True):
+            require_finite(r.logprobs, prompt, version)
+            text = stopping.final_text(r.token_ids, r.stopped_by)
             routing = None
             if kind is not None:
                 dtype, of_token = kind
-                routing = torch.frombuffer(bytearray(response.routing), dtype=dtype).view(-1, *of_token)
+                routing = torch.frombuffer(bytearray(r.routing), dtype=dtype).view(-1, *of_token)
             rollouts.append(
-                Rollout(
-                    prompt.id,
-                    sample,
-                    response.token_ids,
-                    response.logprobs,
-                    response.finish_reason,
-                    version,
-                    sampling.seed,
-                    text,
-                    routing,
-                )
+                Rollout(prompt.id, number, r.token_ids, r.logprobs, r.finish_reason, version, seed, text, routing)
             )
         return rollouts
 

@@ -20,9 +20,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from qarl.policy.attention import Attention, Caches, Span, paged
-from qarl.policy.decoder import Decoder
 from qarl.policy.routes import NO_ROUTES, recording
-from qarl.policy.skeleton import schemes_of, skeleton
 from qarl.rollout.published_weights import PublishedWeights
 from qarl.rollout.vllm.exact.attention import CachedLayer, pages_of
 from qarl.rollout.vllm.recording import RoutingBuffer
@@ -61,14 +59,11 @@ class ExactModel(nn.Module):
         shape = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
         stored = json.loads((checkpoint / "config.json").read_text()).get("quantization_config")
         scheme, ignore = (UNQUANTIZED, []) if stored is None else parse_quantization_config(stored)
-        model = skeleton(shape)
-        scheme_of = schemes_of(model, scheme, ignore)
-        positions = -(-self._config.max_model_len // PAGE) * PAGE
-        self.decoder = Decoder(model.base_model, positions, {dtype}, self._device)
+        context = self._config.max_model_len
+        self.weights = PublishedWeights(shape, scheme, ignore, context, dtype, self._device, kv_fp8)
+        self.decoder = self.weights.decoder
         for at, table in enumerate(self.decoder.rotary[dtype]):
             self.register_buffer(f"rotary_{at}", table, persistent=False)  # vLLM's sleep of level 2 keeps only buffers
-        tied = bool(shape.tie_word_embeddings)
-        self.weights = PublishedWeights(self.decoder, scheme_of, dtype, self._device, tied, kv_fp8)
         on_gpu = self._device.type == "cuda"
         self._cache_dtype = torch.float8_e4m3fn if on_gpu and kv_fp8 else dtype
 
