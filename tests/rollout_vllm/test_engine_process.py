@@ -234,7 +234,7 @@ def test_an_interrupt_that_the_sampler_does_not_heed_ends_it(start, monkeypatch,
     with pytest.raises(Stop):
         sampler.call("generate", ORDER, stop_in_trouble)
     assert not fake_sampler.alive(sampler.pid)
-    with pytest.raises(SamplerFault, match="it was ended with the interrupted order"):
+    with pytest.raises(SamplerFault, match="its process was killed because an order was interrupted"):
         sampler.call("generate", ORDER, ignore)
 
 

@@ -30,7 +30,7 @@ from qarl.weight_sync.transport import ReceiverPlan, open_transport
 
 TICK_S = 0.1  # seconds between two polls of a busy sampler
 ABORT_LIMIT_S = 30.0  # seconds to wait for the current engine step when the user interrupts
-MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
+MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length determine its memory)"
 
 
 class SamplerError(UserError):
@@ -137,7 +137,7 @@ class SamplerProcess(Sampler):
 
     def begin(self, operation: str, payload: Any) -> None:
         if self._closed:  # by `_abort` or `finish`
-            raise SamplerFault("it was ended with the interrupted order")
+            raise SamplerFault("its process was killed because an order was interrupted")
         try:
             self._channel.send(operation, payload, self.timeout_s)
         except TimeoutError:
