@@ -86,13 +86,13 @@ class Loader:
         if not repacked:
             return
         if not self._staging:
-            self._reload(repacked, [item for item in tensors.items() if item[0] not in plain])
+            self._reload([item for item in tensors.items() if item[0] not in plain])
             return
         for name, tensor in tensors.items():
             if name in self._staging and not name.endswith(METADATA):
                 self._staging[name].copy_(tensor)
         if not self._records:
-            self._reload(repacked, [item for item in self._staging.items() if self._units[item[0]] in repacked])
+            self._reload([item for item in self._staging.items() if self._units[item[0]] in repacked])
         elif self._graph is None:
             self._record()
         else:
@@ -101,24 +101,24 @@ class Loader:
     def _record(self) -> None:
         """Load all staged tensors, and capture the reload as a CUDA graph if possible."""
         units = {self._units[name] for name in self._staging}
-        self._reload(units, self._staging.items())  # compiles kernels and creates streams before the capture
+        self._reload(self._staging.items())  # compiles kernels and creates streams before the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         before = [(module, dict(module._parameters), dict(module._buffers)) for module in self._modules(units)]
         try:
             with torch.cuda.graph(graph):
-                self._reload(units, self._staging.items())
+                self._reload(self._staging.items())
         except RuntimeError as error:  # a repacking that synchronizes with the device, such as NVFP4 in Marlin
             logger.warning("reloads of weights cannot run as a CUDA graph: %s", str(error).splitlines()[0])
             self._records = False
             _restore_tensors(before)
-            self._reload(units, self._staging.items())  # the failed capture left tensors undefined
+            self._reload(self._staging.items())  # the failed capture left tensors undefined
             return
         graph.replay()
         self._graph = graph
 
-    def _reload(self, units: set[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load all published tensors of these layers by vLLM's layerwise reload."""
+    def _reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load layers by vLLM's layerwise reload. tensors: all published tensors of these layers, by name."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
