@@ -150,8 +150,8 @@ def require_vllm(config: Config, device: torch.device, context: int, architectur
     tokens = config.rollout.kv_cache_tokens
     if tokens is not None and tokens < context:
         raise UserError(
-            f"rollout.kv_cache_tokens: vLLM requires room for one sequence of the whole context, and {tokens} is less; "
-            f"set {context} or more, or lower model.max_length"
+            f"rollout.kv_cache_tokens: {tokens} is less than the context, and vLLM requires that one sequence of the "
+            f"whole context fits; set {context} or more, or lower model.max_length"
         )
     vllm = config.rollout.vllm
     if experts and vllm.tensor_parallel > 1:
