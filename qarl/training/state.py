@@ -117,21 +117,19 @@ def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
     """Restore the queue of asynchronous rollouts: unused responses, and the weights of earlier versions.
 
     Raises:
-        UserError: The checkpoint has unused responses, but the run is not asynchronous or has another `rollout.n`.
+        UserError: The checkpoint has unused responses, and the run is not asynchronous or samples differently.
     """
     saved, path = state.rollouts, checkpoint.path
     if saved is None:
         return
-    if not isinstance(run.source, AsyncEngine) or saved["n"] != run.sampling.n:
-        other = saved["n"] != run.sampling.n
-        what = f"samples {run.sampling.n} responses per prompt" if other else "is not asynchronous"
-        fix = f"set rollout.n: {saved['n']}" if other else "set rollout.async as it was"
-        waiting = len(saved["groups"])
-        if waiting:
-            raise UserError(
-                f"{path}: {waiting} prompts were sampled ahead of the learner, and this run {what}; {fix}, or choose "
-                "another train.run_dir"
-            )
+    waiting, source = len(saved["groups"]), run.source
+    key = "rollout.async as it was" if not isinstance(source, AsyncEngine) else source.unfit(saved)
+    if key and waiting:
+        raise UserError(
+            f"{path}: {waiting} prompts were sampled ahead of the learner with another configuration than this run's; "
+            f"set {key}, or choose another checkpoint.resume"
+        )
+    if key or not isinstance(source, AsyncEngine):
         return
     stored = checkpoint.tensors.get(ROLLOUTS, StoredTensors({}, {}))
     tensors = {name: stored[name] for name in stored}
@@ -142,7 +140,7 @@ def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
         return stored_snapshot(run.policy, version, own)
 
     try:
-        run.source.load(tensors, saved, snapshot_of)
+        source.load(tensors, saved, snapshot_of)
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: its asynchronous rollouts are damaged ({error!r}); set checkpoint.resume to another checkpoint"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,23 @@ def test_a_sampler_that_fails_again_and_again_ends_the_run_in_one_line(runs):
 def test_a_synchronous_run_does_not_drop_what_was_sampled_ahead(runs, waiting):
     runs.train("switch", f"checkpoint.resume={runs.folder / 'waiting' / 'checkpoints' / '000002'}", code=2)
     assert "prompts were sampled ahead of the learner" in runs.err and "set rollout.async as it was" in runs.err
+
+
+@pytest.mark.parametrize(
+    ("ahead", "override", "fix"),
+    [
+        ({}, "rollout.temperature=0.5", "set rollout.temperature: 1.0"),
+        ({}, "rollout.max_response_length=2", "set rollout.max_response_length: 12"),
+        ({"max_staleness": 0}, "train.steps=4", "set rollout.async.max_staleness: 2"),
+        ({"oversample": 2.0}, "train.steps=4", "set rollout.async.oversample: 1.0"),
+        ({}, "data.system_prompt=Be brief.", r"prompt \d+ of a saved response changed; restore the data"),
+    ],
+)
+def test_responses_sampled_ahead_are_not_learned_from_with_other_settings(runs, waiting, ahead, override, fix):
+    """Their log-probs would be of another distribution or prompt, their age beyond the bound, or their wave endless."""
+    start = f"checkpoint.resume={runs.folder / 'waiting' / 'checkpoints' / '000002'}", "checkpoint.allow_changed=[data]"
+    runs.train("other", *start, override, code=2, **{"max_staleness": 2, "in_flight": "wait", **ahead})
+    assert re.search(fix, runs.err)
 
 
 def test_a_replay_names_what_does_not_fit(runs, synchronous):

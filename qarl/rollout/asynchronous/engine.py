@@ -11,6 +11,7 @@ that time. Together no token is older than `max_staleness` versions. No response
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter, deque
@@ -44,6 +45,7 @@ from qarl.rollout.asynchronous.groups import (
     Wave,
     load_groups,
     merged_logs,
+    prompt_digest,
     save_groups,
 )
 from qarl.rollout.asynchronous.process import AsyncProcess
@@ -63,6 +65,20 @@ from qarl.types import Prompt, Rollout
 from qarl.utils.averages import mean
 from qarl.weight_sync.canary import canary_of
 from qarl.weight_sync.snapshot import Snapshot
+
+# Keys of `rollout` and `rollout.async` that must not change while a checkpoint has groups that were sampled ahead.
+SAMPLED_WITH = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_response_length",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "dynamic_sampling",
+)
+QUEUED_WITH = "max_staleness", "publish_every", "in_flight", "order", "oversample", "proximal"
 
 
 class AsyncEngine:
@@ -347,8 +363,26 @@ class AsyncEngine:
             "submitted": [[step, count] for step, count in sorted(self._submitted.items())],
             "published": self._published,
             "n": self.sampling.n,
+            "sampled_with": self._sampled_with(),
         }
         return tensors, state
+
+    def _sampled_with(self) -> dict[str, Any]:
+        """Return the configuration that the waiting groups depend on: their responses, their number and their age."""
+        rollout, ahead = self.config.rollout.model_dump(mode="json"), self.settings.model_dump(mode="json")
+        return (
+            {f"rollout.{key}": rollout[key] for key in SAMPLED_WITH}
+            | {f"rollout.async.{key}": ahead[key] for key in QUEUED_WITH}
+            | {"rollout.min_p": self.config.min_p, "train.prompts_per_step": self.config.train.prompts_per_step}
+        )
+
+    def unfit(self, state: dict[str, Any]) -> str:
+        """Return a key whose value differs from that of the run that saved `state`, with that value; "" if none does.
+
+        Checkpoints of earlier versions have only `rollout.n`.
+        """
+        own, before = self._sampled_with(), {"rollout.n": state["n"], **state.get("sampled_with", {})}
+        return next((f"{key}: {json.dumps(value)}" for key, value in before.items() if own.get(key) != value), "")
 
     def load(
         self, tensors: Mapping[str, Tensor], state: dict[str, Any], snapshot_of: Callable[[int], Snapshot]
@@ -364,10 +398,12 @@ class AsyncEngine:
             UserError: The state is inconsistent, or one of its prompts is not in the data any more.
         """
 
-        def prompt_of(number: int) -> Prompt:
-            if number not in self._prompts:
-                raise UserError(f"rollout.async: prompt {number} of a saved response is not in the data; restore it")
-            return self._prompts[number]
+        def prompt_of(number: int, digest: str | None) -> Prompt:
+            prompt = self._prompts.get(number)
+            if prompt is None or digest not in (None, prompt_digest(prompt)):
+                what = "is not in the data" if prompt is None else "changed"
+                raise UserError(f"rollout.async: prompt {number} of a saved response {what}; restore the data")
+            return prompt
 
         groups = load_groups(tensors, state["groups"], prompt_of, self.sampling.n)
         groups.sort(key=lambda group: group.number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from qarl.errors import UserError
 from qarl.rewards import RewardResult
+from qarl.rewards.frames import pack
 from qarl.rollout.vllm.settings import Group, Partial
 from qarl.types import Prompt, Rollout
 
@@ -193,6 +196,7 @@ def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list
             logprobs += values
             responses.append({"sample": sample, "reason": None, "text": "", "versions": run_lengths(versions)})
         row = {"number": group.number, "step": group.step, "submitted": group.submitted, "prompt": group.prompt.id}
+        row["prompt_sha256"] = prompt_digest(group.prompt)
         if group.wave is not None:
             row["wave"] = [group.wave.number, group.wave.needed]
         if group.rank:
@@ -203,14 +207,19 @@ def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list
     return tensors, rows
 
 
+def prompt_digest(prompt: Prompt) -> str:
+    """Return the SHA-256 of what a prompt's responses and scores depend on."""
+    return hashlib.sha256(json.dumps([prompt.token_ids, prompt.text, pack(prompt.columns)]).encode()).hexdigest()
+
+
 def load_groups(
-    tensors: Mapping[str, Tensor], rows: list[dict[str, Any]], prompt_of: Callable[[int], Prompt], n: int
+    tensors: Mapping[str, Tensor], rows: list[dict[str, Any]], prompt_of: Callable[[int, str | None], Prompt], n: int
 ) -> list[PendingGroup]:
     """Return the groups that `save_groups` saved. Raises UserError if the tensors do not match the rows."""
     ids, values = tensors["tokens"].tolist(), tensors["logprobs"].tolist()
     groups, waves, at = [], dict[int, Wave](), 0
     for row in rows:
-        prompt = prompt_of(row["prompt"])
+        prompt = prompt_of(row["prompt"], row.get("prompt_sha256"))
         own = row["step"], row["submitted"], prompt, row["seed"], row["first"], n, row.get("rank", 0)
         group = PendingGroup(row["number"], *own)
         if (wave := row.get("wave")) is not None:
