@@ -155,7 +155,7 @@ class ChatTemplate:
         # transformers looks for the text anywhere: an earlier message with the same text hides that it was dropped.
         if final is not None and not text.rstrip().endswith(final["content"].strip()):
             raise ValueError(_CHANGED)
-        return text
+        return _with_system(messages, text)
 
     def _split(self, conversation: Conversation) -> str:
         """`split` of one conversation, as JSON. Runs in the limited child process."""
@@ -173,6 +173,7 @@ class ChatTemplate:
                 pieces, done = [], ""
             pieces += [(before[len(done) :], False), (after[len(before) :], True)]
             done = after
+        _with_system(messages[: turns[-1] + 1], done)
         return json.dumps(pieces)
 
     def _whole(self, messages: list[Message], opens: bool) -> str:
@@ -199,6 +200,16 @@ class ChatTemplate:
     @property
     def _name(self) -> str:
         return visible(str(self.tokenizer.name_or_path)) or "the tokenizer"
+
+
+def _with_system(messages: Sequence[Message], text: str) -> str:
+    """Return the rendered text. Raises ValueError if it lacks a system message, as with templates without that role."""
+    for message in messages:
+        if message["role"] == "system" and (message["content"] or "").strip() not in text:
+            raise ValueError(
+                "it drops or changes the system message; leave that out, or put its text into the user's message"
+            )
+    return text
 
 
 def uses_time(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -62,6 +62,12 @@ def test_system_prompt_goes_first(tokenizer, source):
     assert prompts[0].text == "<system> be good <user> a <assistant>"
 
 
+def test_a_template_that_drops_the_system_prompt_is_refused(tokenizer, source, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}")
+    with pytest.raises(UserError, match=r"row 0: .*drops or changes the system message"):
+        build(tokenizer, source=source({"prompt": "a"}), system_prompt="be good")
+
+
 def test_list_of_messages_is_taken_as_the_conversation(tokenizer, source):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     prompts, _ = build(tokenizer, source=source({"prompt": messages}))
