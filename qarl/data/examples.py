@@ -48,6 +48,7 @@ class ExampleReport:
     kept: int = 0
     tokens: int = 0
     cut: int = 0  # responses cut to the longest that is allowed
+    endless: int = 0  # responses that are not cut and do not end with a token that ends a response
     dropped: dict[str, int] = field(default_factory=dict)  # reason: rows
 
     def drop(self, reason: str) -> None:
@@ -58,6 +59,10 @@ class ExampleReport:
         parts = [f"{self.kept} examples with {self.tokens:,} tokens to learn"]
         if self.cut:
             parts.append(f"{self.cut} cut to rollout.max_response_length or the context")
+        if self.endless:
+            parts.append(
+                f"{self.endless} do not end with an end-of-sequence token of the model, so it does not learn to stop"
+            )
         parts += [f"{count} dropped: {reason}" for reason, count in self.dropped.items()]
         return "; ".join(parts)
 
@@ -113,6 +118,8 @@ def build_examples(
         example = _example(index, tokens, config.max_prompt_length, max_context, max_response_length, report)
         if example is not None:
             prompts.append(example)
+            given = example.response
+            report.endless += given is not None and given.complete and given.token_ids[-1] not in stops
     report.kept = len(prompts)
     if not prompts:
         raise UserError(f"{key}: no example is left of {report.rows} rows in `{config.source}`: {report.summary()}")
@@ -167,7 +174,7 @@ def _tokenized(
             yield from _plain_texts(texts, tokenizer)
         elif config.chat_template:
             conversations = [
-                _conversation(row, start + i, place, column, config)
+                _conversation(row, start + i, place, column, config, tokenizer.chat_template)
                 for i, (row, place) in enumerate(zip(part, at, strict=True))
             ]
             yield from _chats(template.split(conversations, at), tokenizer, stops, at)
@@ -188,7 +195,9 @@ def _text(value: Any, place: str, column: str) -> str:
     return require_encodable(value, place)
 
 
-def _conversation(row: Row, index: int, place: str, column: str, config: DataConfig) -> tuple[list[Message], int]:
+def _conversation(
+    row: Row, index: int, place: str, column: str, config: DataConfig, template: Any
+) -> tuple[list[Message], int]:
     """The messages of a row, and the index from which turns of the assistant are trained on."""
     value = row[column]
     if "prompt" in row or config.prompt_template is not None:
@@ -208,6 +217,13 @@ def _conversation(row: Row, index: int, place: str, column: str, config: DataCon
         messages, first = conversation_of(value, index, place, config), 0
     if not any(message["role"] == "assistant" for message in messages[first:]):
         raise UserError(f"{place}: `{column}` has no message of the assistant to learn from; drop the row")
+    if messages[0]["role"] == "assistant":
+        raise UserError(f"{place}: the conversation begins with the assistant, so nothing prompts it; drop that turn")
+    if "tool_calls" not in str(template) and any(message["content"] is None for message in messages):
+        raise UserError(
+            f"{place}: a message without content calls tools, which the model's chat template does not write; drop "
+            "the row, or use a model whose template has tool_calls"
+        )
     return messages, first
 
 

@@ -19,6 +19,8 @@ TURNS = [
     {"role": "user", "content": "And 3+3?"},
     {"role": "assistant", "content": "6"},
 ]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+NO_SYSTEM = PLAIN.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
 
 
 @pytest.fixture
@@ -120,6 +122,15 @@ def test_long_responses_are_cut_and_long_prompts_dropped(build, tokenizer):
     assert len(prompts[0].response.token_ids) == 7  # what the context has room for
 
 
+def test_responses_that_do_not_end_are_reported(build, tokenizer):
+    """A template without the model's end-of-sequence token teaches a policy that never stops."""
+    rows = [{"prompt": "1", "completion": "2"}, {"prompt": "1", "completion": "x" * 30}]
+    assert build(rows, CHATML, longest=20)[1].endless == 1
+    assert "1 do not end with an end-of-sequence token" in build(rows, CHATML, longest=20)[1].summary()
+    assert build(rows, CHATML, stops=[tokenizer.convert_tokens_to_ids(">")])[1].endless == 0
+    assert build(rows, chat_template=False)[1].endless == 0
+
+
 def test_cutting_can_leave_nothing_to_learn(build):
     """Context after the first turn is not a reason to keep a row; a row always begins with a trained token."""
     prompts, _ = build([{"messages": TURNS}], PLAIN, longest=1)
@@ -136,6 +147,9 @@ def test_cutting_can_leave_nothing_to_learn(build):
         ({"messages": TURNS[:1]}, {}, "no message of the assistant"),
         ({"messages": TURNS}, {"chat_template": False}, "needs data.chat_template: true"),
         ({"text": ""}, {}, "row 0: `text` is empty"),
+        ({"messages": TURNS[1:]}, {}, "row 0: the conversation begins with the assistant"),
+        ({"messages": [TURNS[0], CALL, TURNS[3]]}, {}, "row 0: a message without content calls tools"),
+        ({"messages": TURNS}, {"template": NO_SYSTEM, "system_prompt": "S"}, "row 0: .*drops .* system message"),
     ],
     ids=lambda value: str(value)[:30],
 )
