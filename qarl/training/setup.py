@@ -6,7 +6,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -186,11 +186,10 @@ def build_run(
         held_out = None if data.held_out is None else HeldOut(data.held_out, policy, config, ranks, teacher)
         evaluation = TrainingEvaluation(config, data.tasks, task_rewards, sampling, ranks, held_out)
     except BaseException:
-        for sampler in (prelaunched, async_process):
-            if sampler is not None:
-                sampler.close()
-        rewards.close()
-        task_rewards.close()
+        with suppress(Exception), ExitStack() as parts:  # raise the first error, not one of closing
+            for part in (task_rewards, rewards, async_process, prelaunched):
+                if part is not None:
+                    parts.callback(part.close)
         raise
     return Run(
         policy,

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Parts, live, parts
+from tiny_runs import Parts, live, parts, settings
 
+from qarl.config import Config
+from qarl.errors import UserError
 from qarl.rewards import RewardResult
-from qarl.training import step
+from qarl.training import setup, step
 from qarl.training.batch import Batch, Part
+from qarl.training.console import RunConsole
 from qarl.training.observer import Observer, Observers
 from qarl.training.setup import Run
 from qarl.types import Prompt
@@ -148,6 +151,30 @@ def test_what_observers_take_is_counted_by_phase(llama, monkeypatch):
     with watch.phase("learner"):
         watch.update(1.0)
     assert watch.seconds == {"rollout": 2.0, "learner": 1.0}
+
+
+def test_a_failed_build_closes_every_part_and_raises_the_first_error(llama, tmp_path, monkeypatch):
+    closed = []
+
+    def part(name: str) -> SimpleNamespace:
+        def close() -> None:
+            closed.append(name)
+            raise OSError(f"{name} does not close")
+
+        return SimpleNamespace(close=close)
+
+    def refuse(*_: Any) -> None:
+        raise UserError("data of the ranks differ")
+
+    data = SimpleNamespace(inputs=None, stream=None, tasks=[])
+    monkeypatch.setattr(setup, "_open_data", lambda *_: (data, part("rewards"), part("task rewards")))
+    monkeypatch.setattr(setup, "require_same_inputs", lambda *_: None)
+    monkeypatch.setattr(setup, "_prelaunch_sampler", lambda *_: part("sampler"))
+    monkeypatch.setattr(setup, "_async_process", refuse)
+    config = Config.model_validate(settings(llama, checkpoint={"resume": "never"}))
+    with pytest.raises(UserError, match="data of the ranks differ"):
+        setup.build_run(config, torch.device("cpu"), RunConsole("none"), tmp_path / "rewards.log")
+    assert closed == ["sampler", "rewards", "task rewards"]
 
 
 def test_a_batch_of_another_version_is_not_learned_from(llama):
