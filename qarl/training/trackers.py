@@ -192,11 +192,10 @@ class Mlflow:
             found = client.get_experiment_by_name(options.project)
             experiment = client.create_experiment(options.project) if found is None else found.experiment_id
             name = options.name or run_dir.name
-            id_file = run_dir / ".mlflow_run_id"
-            first = not id_file.exists()
-            run = _kept(id_file, lambda: client.create_run(experiment, run_name=name).info.run_id)
-            if first:
-                client.log_dict(run, config or {}, "config.json")  # MLflow parameters are limited to 6,000 characters
+            run = _kept(run_dir / ".mlflow_run_id", lambda: client.create_run(experiment, run_name=name).info.run_id)
+            # A file, because MLflow parameters are limited to 6,000 characters. At every start, because an earlier one
+            # may have failed here.
+            client.log_dict(run, config or {}, "config.json")
             client.update_run(run, status="RUNNING")
             return client, run
 

@@ -304,6 +304,20 @@ def test_mlflow_has_one_run_for_all_starts_of_a_run_directory(tmp_path, monkeypa
     assert (run["name"], run["status"], run["config"]) == ("demo", "FINISHED", {"seed": 3})
 
 
+def test_mlflow_gets_the_configuration_after_a_start_that_failed(tmp_path, monkeypatch):
+    client, module = FakeMlflow(), ModuleType("mlflow")
+    module.MlflowClient = lambda: client
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    own = settings(mlflow={"project": "p"})
+    with monkeypatch.context() as patch:
+        patch.delattr(FakeMlflow, "log_dict")
+        with pytest.raises(UserError, match=r"logging\.mlflow: does not start"):
+            Recorder(tmp_path, own, config={"seed": 3})
+    Recorder(tmp_path, own, config={"seed": 3}).close()
+    (run,) = client.runs.values()
+    assert run["config"] == {"seed": 3}
+
+
 @pytest.mark.parametrize("tracker", ["wandb"], indirect=True)
 def test_a_tracker_that_does_not_start_is_a_user_error(tmp_path, tracker):
     def refuse(**arguments):
