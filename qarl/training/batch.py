@@ -65,6 +65,13 @@ class Batch:
         """Token ids of each response that the policy wrote, which are those with a log-prob."""
         return own_tokens(self.responses, self.written)
 
+    @cached_property
+    def prompt_numbers(self) -> list[int]:
+        """Number of each response's prompt: its group, or the first group with an equal prompt."""
+        numbers: dict[tuple[int, ...], int] = {}
+        pairs = zip(self.prompts, self.groups, strict=True)
+        return [numbers.setdefault(tuple(prompt), group) for prompt, group in pairs]
+
     def stale(self, index: int) -> bool:
         """Return whether an earlier policy version sampled tokens of a response."""
         return self._versions(index) is not None
@@ -251,8 +258,8 @@ class Part:
     @property
     def _new_prompts(self) -> list[int]:
         """Places of the responses whose prompt differs from that of the previous response."""
-        prompts = self.prompts
-        return [i for i, prompt in enumerate(prompts) if i == 0 or prompt != prompts[i - 1]]
+        numbers = [self.batch.prompt_numbers[i] for i in self.indices]
+        return [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1]]
 
     @property
     def work(self) -> float:
@@ -295,16 +302,16 @@ class Part:
     def micro_batches(self, max_tokens: int, ranks: int = 1) -> list[Part]:
         """Split into micro-batches of at most `max_tokens` tokens (one response at least).
 
-        Responses to the same prompt stay next to each other, and groups of similar length come together. On a GPU the
+        Responses to equal prompts stay next to each other, and prompts of similar length come together. On a GPU the
         micro-batches have similar work. On a CPU they, and with them the order of all sums, depend on token counts
         only.
         """
-        batch = self.batch
-        longest: dict[int, int] = {}  # prompt and longest response of each group
+        batch, numbers = self.batch, self.batch.prompt_numbers
+        longest: dict[int, int] = {}  # by prompt: its tokens and those of the longest response to it
         for i in self.indices:
-            group = batch.groups[i]
-            longest[group] = max(longest.get(group, 0), len(batch.prompts[i]) + len(batch.responses[i]))
-        order = sorted(self.indices, key=lambda i: (longest[batch.groups[i]], batch.groups[i], i))
+            tokens = len(batch.prompts[i]) + len(batch.responses[i])
+            longest[numbers[i]] = max(longest.get(numbers[i], 0), tokens)
+        order = sorted(self.indices, key=lambda i: (longest[numbers[i]], numbers[i], i))
         ends = micro_batch_ends(self._measured(order), max_tokens, ranks, even=self.device.type == "cuda")
         return [
             Part(batch, tuple(order[start:end]), self.device, self._repeated(order, start))
@@ -313,13 +320,13 @@ class Part:
 
     def _repeated(self, order: Sequence[int], start: int) -> int:
         """Rows of the prompt at this place if the previous response has the same prompt, else 0."""
-        prompts = self.batch.prompts
-        again = start > 0 and prompts[order[start - 1]] == prompts[order[start]]
-        return len(prompts[order[start]]) if again else 0
+        numbers = self.batch.prompt_numbers
+        again = start > 0 and numbers[order[start - 1]] == numbers[order[start]]
+        return len(self.batch.prompts[order[start]]) if again else 0
 
     def _measured(self, indices: Sequence[int]) -> list[Response]:
         batch = self.batch
-        return [Response(batch.groups[i], len(batch.prompts[i]), len(batch.responses[i])) for i in indices]
+        return [Response(batch.prompt_numbers[i], len(batch.prompts[i]), len(batch.responses[i])) for i in indices]
 
 
 def own_tokens(responses: list[list[int]], written: list[list[bool]] | None) -> list[list[int]]:

@@ -23,7 +23,7 @@ to 8 billion parameters on a GPU, accurate enough for balancing."""
 class Response:
     """Size of a response."""
 
-    group: int  # responses of a group have the same prompt
+    prompt_number: int  # equal for responses to the same prompt
     prompt: int  # tokens
     length: int  # tokens
 
@@ -151,7 +151,7 @@ def _furthest(responses: Sequence[Response], start: int, max_tokens: int) -> int
 
 def _shared(responses: Sequence[Response], at: int) -> bool:
     """Return whether the previous response has the same prompt."""
-    return 0 < at < len(responses) and responses[at - 1].group == responses[at].group
+    return 0 < at < len(responses) and responses[at - 1].prompt_number == responses[at].prompt_number
 
 
 def _work(first: int, count: int) -> float:

@@ -110,6 +110,16 @@ def test_forward_tokens_count_a_prompt_once_for_neighbours_that_share_it():
     assert twice.forward_tokens == 2 + 2 + 2 == twice.rows + 2  # two groups, whose prompts share rows
 
 
+def test_the_budget_counts_a_prompt_once_that_groups_share():
+    prompts = [prompt(8), prompt(9), prompt(8)]
+    rollouts = [rollout(8, 0), rollout(9, 0), rollout(8, 0)]
+    whole = build_batch(prompts, rollouts, [0.0] * 3, "grpo", 0).whole()
+    first, second = whole.micro_batches(6)
+    assert (first.indices, first.forward_tokens, second.indices) == ((0, 2), 2 + 2 + 2, (1,))
+    assert first.work == whole.batch.part([0]).work + 2 * (1 + 3 / EVEN_LENGTH)
+    assert [part.repeated for part in whole.micro_batches(1)] == [0, 2, 0]
+
+
 def test_rollouts_of_another_version_than_the_learners_are_a_bug():
     with pytest.raises(AssertionError, match=r"rollouts of policy versions \[0\] for a learner at version 1"):
         build_batch([prompt(1)], [rollout(1, 0), rollout(1, 1)], [0.0, 0.0], "grpo", 1)
