@@ -114,6 +114,7 @@ class Launched:
         self._inherited = inherited
         self._directory, self._run_dir, self._stopped = directory, run_dir, False
         self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._count = count
         cores = len(os.sched_getaffinity(0))
         try:
             for rank in range(count):
@@ -220,8 +221,8 @@ class Launched:
         write_fault(self._run_dir, fault)
         if fault.rank > 0 and fault.code != 2:
             self._show_tail(fault.rank)
-        records = [read_exit_record(self._directory, rank) for rank in range(len(self.codes))]
-        alike = len(records) > 1 and all(record is not None and record.line == fault.line for record in records)
+        records = [read_exit_record(self._directory, rank) for rank in range(self._count)]
+        alike = self._count > 1 and all(record is not None and record.line == fault.line for record in records)
         for line in fault.line.split("\n"):
             print(f"error: {line}" if alike else f"error: rank {fault.rank}: {line}", file=sys.stderr)
         return code

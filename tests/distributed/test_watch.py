@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from qarl.distributed.fault import Fault
 from qarl.distributed.key_value_store import DirectoryStore
+from qarl.distributed.launch import Launched
 from qarl.distributed.watch import Watch
 
 
@@ -58,3 +60,15 @@ def test_a_directory_that_is_gone_ends_the_run(watched, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "rendezvous")
     until(lambda: watch.fault is not None)
     assert watch.fault.line == "the ranks' key-value store is gone (FileNotFoundError)"
+
+
+def test_an_error_of_all_other_ranks_names_its_rank(tmp_path, monkeypatch, capsys):
+    """The launcher has killed rank 2, which has no exit record."""
+    monkeypatch.setattr(Launched, "_start", lambda *_: None)
+    launched = Launched([], 3, tmp_path, tmp_path)
+    launched.codes = {0: 2, 1: 2}
+    launched.faults = {rank: Fault(rank, "here", 2, "no such file") for rank in (0, 1)}
+    for rank, fault in launched.faults.items():
+        DirectoryStore(tmp_path).post(f"end-{rank}", fault.text())
+    assert launched.conclude() == 2
+    assert capsys.readouterr().err == "error: rank 0: no such file\n"
