@@ -101,7 +101,8 @@ class Objective:
         if config.kl_coef > 0.0:
             assert logps.logp_ref is not None and config.kl_estimator is not None, "kl_coef needs both"
             kl = kl_to_reference(logps.logp, logps.logp_ref, config.kl_estimator)
-            beyond = log_ratio(logps.logp, logps.logp_ref).abs() > MAX_EXPONENT
+            apart = logps.logp - logps.logp_ref  # infinite or NaN for tokens outside, which have no estimate
+            beyond = apart.isfinite() & (apart.abs() > MAX_EXPONENT)
             value = value - config.kl_coef * kl
             stats = stats | {"policy/kl_ref": stat(kl), "policy/kl_ref_clamped_frac": stat(beyond)}
         if config.teacher is not None:
@@ -274,8 +275,8 @@ def _token_stats(logps: TokenLogProbs, inputs: SurrogateInputs) -> Stats:
 
     `policy/kl_k1`, `policy/kl_k3`: mean(-log r) and mean(r - 1 - log r) over tokens inside, with r learner now over
     learner at the rollout's weights, estimates of KL(old || now). `policy/rollout_k1`, `policy/rollout_k3`: the same
-    with r learner now over the sampler (VeXact, figure 4). `policy/kl_clamped_frac`: tokens whose log r was clamped to
-    +-20, here or in a contribution. `policy/outside_frac`, `policy/outside_responses_frac`: tokens outside (see
+    with r learner now over the sampler (VeXact, figure 4). `policy/kl_clamped_frac`: tokens inside whose log r was
+    clamped to +-20. `policy/outside_frac`, `policy/outside_responses_frac`: tokens outside (see
     `Objective.pruned`), and responses with such a token.
     """
     outside, segments = inputs.pruned.outside, inputs.segments
@@ -286,7 +287,7 @@ def _token_stats(logps: TokenLogProbs, inputs: SurrogateInputs) -> Stats:
         "policy/kl_k3": stat(k_estimate(moved, "k3"), ~outside),
         "policy/rollout_k1": stat(k_estimate(apart, "k1"), ~outside),
         "policy/rollout_k3": stat(k_estimate(apart, "k3"), ~outside),
-        "policy/kl_clamped_frac": stat((moved.abs() > MAX_EXPONENT) | (apart.abs() > MAX_EXPONENT)),
+        "policy/kl_clamped_frac": stat(~outside & ((moved.abs() > MAX_EXPONENT) | (apart.abs() > MAX_EXPONENT))),
         OUTSIDE: stat(outside),
         OUTSIDE_RESPONSES: stat(segments.any(outside), segments.present),
     } | contribution_stats(logps, inputs.advantages, segments, inputs.pruned)

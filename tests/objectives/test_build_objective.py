@@ -199,6 +199,18 @@ def test_the_kl_is_not_weighted_by_the_correction():
     assert gradient.tolist() == pytest.approx((0.5 / 54 * apart).tolist())
 
 
+def test_tokens_outside_the_distribution_are_no_clamped_ones_of_the_kl():
+    logp = torch.tensor([-1.0, -math.inf, -1.0, -30.0], dtype=torch.float64)
+    reference = torch.tensor([-1.0, -1.0, -math.inf, -1.0], dtype=torch.float64)
+    objective = build_objective(objective_config(name="grpo", kl_coef=0.5), NONE)
+    logps = TokenLogProbs(logp, logp, logp, logp_ref=reference)
+    _, stats = objective(logps, torch.ones(1, dtype=torch.float64), Segments.from_lengths([4]), Totals(1, 4, 4))
+    assert finish_stats(stats)["policy/kl_ref_clamped_frac"] == 0.25
+    logps = TokenLogProbs(logp, reference, logp, logp_ref=logp)  # the same with the rollout's weights as the reference
+    _, stats = objective(logps, torch.ones(1, dtype=torch.float64), Segments.from_lengths([4]), Totals(1, 4, 4))
+    assert finish_stats(stats)["policy/kl_clamped_frac"] == 0.25
+
+
 def test_rejected_responses_keep_their_place_in_the_denominators():
     rule = CorrectionConfig(reject=[RejectRule(estimator="ratio", aggregate="mean", upper=1.5)])
     logp = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
