@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from decimal import Decimal, DecimalException
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
+from typing import Any
 
 import math_verify
 from latex2sympy2_extended import NormalizationConfig
+from math_verify import grader, parser
 from math_verify.errors import TimeoutException
-from math_verify.utils import timeout
 from sympy import Expr, Float
 
 from qarl.errors import UserError
@@ -37,12 +39,45 @@ _EXTRACTION = [
     ),
     math_verify.ExprExtractionConfig(),
 ]
+_REPEAT_S = 0.5  # seconds between exceptions of a time limit
 _PRECISION = 50  # digits of constants such as sqrt(2)
 _LENGTH = 2_000  # longest expression passed to math-verify
 _HUGE = re.compile(r"\^\s*\{?\s*[-+]?\s*\d{7,}|\d[eE][-+]?\d{5,}|\d{4,}!|!!")
 _E_NOTATION = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]\{?([-+]?\d+)\}?(?![\w.])")
 _MIXED = re.compile(r"(?<![\d.}])(\d+)\s*(\\frac\{\d+\}\{\d+\})")
 _LAST_LINE = re.compile(r"####[ \t]*([^\n]*?)\s*$")
+
+
+def _timeout(timeout_seconds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that limits the time of a function, in place of `math_verify.utils.timeout`.
+
+    Python ignores an exception that is raised in a weakref callback or a finalizer, so it is raised again until the
+    function ends. math-verify's own decorator raises it once.
+    """
+
+    def expired(*_: object) -> None:
+        raise TimeoutException("Operation timed out!")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def limited(*args: Any, **options: Any) -> Any:
+            previous = signal.signal(signal.SIGALRM, expired)
+            signal.setitimer(signal.ITIMER_REAL, timeout_seconds, _REPEAT_S)
+            try:
+                try:
+                    return function(*args, **options)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            finally:  # again, because the time may have expired at the beginning of the first `finally`
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, previous)
+
+        return limited
+
+    return decorate
+
+
+parser.timeout = grader.timeout = _timeout
 
 
 def math(
@@ -168,7 +203,7 @@ def _constant(text: str, timeout_s: int) -> Quantity | None:
     if not parsed or not isinstance(parsed[0], Expr) or parsed[0].free_symbols:
         return None
     try:
-        value = timeout(timeout_seconds=timeout_s)(lambda: parsed[0].doit().evalf(_PRECISION))()
+        value = _timeout(timeout_s)(lambda: parsed[0].doit().evalf(_PRECISION))()
         if not (value.is_Float or value.is_Integer or value.is_Rational):
             return None
         return Quantity(Decimal(str(value.evalf(_PRECISION))), approximate=parsed[0].has(Float))

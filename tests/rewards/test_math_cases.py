@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from decimal import Decimal
 from fractions import Fraction
 
@@ -272,3 +273,24 @@ def test_work_is_bounded(gold, answer):
     except ValueError as error:
         assert "ground truth" in str(error)
     assert time.process_time() - started < 6.0
+
+
+def test_the_time_limit_holds_if_python_drops_its_first_exception(monkeypatch):
+    """Python ignores exceptions in a weakref callback."""
+
+    class Dead:
+        pass
+
+    def hang(*_: object, **__: object) -> list[object]:
+        dead = Dead()
+        _reference = weakref.ref(dead, lambda _: time.sleep(1.5))
+        del dead
+        while time.monotonic() < end:
+            pass
+        return []
+
+    monkeypatch.setattr("math_verify.parser.extract_target_from_pred", hang)
+    started, end = time.monotonic(), time.monotonic() + 10
+    with pytest.raises(ValueError, match="ground truth"):
+        score("x+7y", r"\boxed{x-7y}", timeout_s=1)
+    assert time.monotonic() - started < 9
