@@ -138,15 +138,16 @@ def test_constants_are_those_of_the_whole_minibatch(llama):
 
 def test_the_pass_for_constants_gives_logp_old_too_and_is_saved_while_the_weights_are_the_snapshots(llama):
     # Four minibatches. The first has a pass of its own; the others ran for logp_old, and run again after a step.
-    plain, run = (parts(llama, train={"minibatch_size": 4}, **sections) for sections in ({}, NEEDS["normalize"]))
-    ran = run.forwards()
-    run.learn(live(run))
-    assert len(ran) == plain.learner.forwards(16) + 4 + 12
+    run = parts(llama, train={"minibatch_size": 4}, **NEEDS["normalize"])
+    ran, batch = run.forwards(), live(run)
+    without_pass = run.learner.forwards(batch, 0)
+    run.learn(batch)
+    assert len(ran) == without_pass + 4 + 12 == 28 + 4 + 12
 
     still = parts(llama, train={"minibatch_size": 4}, **NEEDS["normalize"])
     ran = still.forwards()
     still.learn(still.batch(lambda tokens: 1.0))  # no advantage: no step, so the weights stay
-    assert len(ran) == plain.learner.forwards(16) + 4
+    assert len(ran) == without_pass + 4
 
 
 def test_rollouts_are_drawn_under_the_objectives_own_pruning(llama):
