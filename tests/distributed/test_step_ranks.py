@@ -117,7 +117,7 @@ def take(path, ranks: Ranks, prompts: list[Prompt] = PROMPTS, steps: int = 1, **
     for number in range(steps):
         watching = Watching()
         step.rl_step(run.config, run, number, Observers([watching]))
-        assert watching.progressed == run.learner.forwards(len(watching.batch))
+        assert watching.progressed == run.learner.forwards(watching.batch, number)
     return run, watching
 
 
