@@ -80,12 +80,18 @@ class SlotCounts:
 
 @dataclass
 class RoutingTotals:
-    """Sums over forwards, kept on the learner's device until `metrics`. None before the first addition."""
+    """Sums over forwards, kept on the learner's device until `metrics`. None before the first addition.
 
-    loads: Tensor | None = None  # (L, 2, E + 1) float64 of the training forwards (`Routes.measure`)
-    rows: int = 0  # tokens in `loads`
-    differing: Tensor | None = None  # (L + 1,) int64, tokens whose experts differ from the sampler's, per layer and any
-    compared: Tensor | None = None  # tokens compared for `differing`
+    Attributes:
+        loads: (L, 2, E + 1) float64 of the training forwards (`Routes.measure`).
+        rows: Number of tokens in `loads`.
+        choices: (L + 2,) int64. Tokens whose experts differ from the sampler's in each layer, tokens that differ in any
+            layer, and tokens compared.
+    """
+
+    loads: Tensor | None = None
+    rows: int = 0
+    choices: Tensor | None = None
 
     def add_loads(self, loads: Tensor, rows: int) -> None:
         """Add the loads (L, 2, E + 1) of a training forward over `rows` tokens."""
@@ -102,25 +108,21 @@ class RoutingTotals:
         """
         known = sampler[:, 0, 0] >= 0
         differs = (sampler != learner).any(-1) & known[:, None]
-        counts = torch.cat((differs.sum(0), differs.any(-1).sum()[None]))
-        self.differing = counts if self.differing is None else self.differing + counts
-        self.compared = known.sum() if self.compared is None else self.compared + known.sum()
+        counts = torch.cat((differs.sum(0), differs.any(-1).sum()[None], known.sum()[None]))
+        self.choices = counts if self.choices is None else self.choices + counts
 
     def add_up(self, ranks: Ranks) -> None:
         """Replace the sums by those of all ranks, in rank order. A collective."""
         own = {
             "loads": None if self.loads is None else [self.loads.tolist(), self.rows],
-            "choices": None
-            if self.differing is None or self.compared is None
-            else [self.differing.tolist(), int(self.compared)],
+            "choices": None if self.choices is None else self.choices.tolist(),
         }
         every = ranks.gather(own)
         if loads := [rank["loads"] for rank in every if rank["loads"] is not None]:
             self.loads = torch.tensor([row[0] for row in loads], dtype=torch.float64).cumsum(0)[-1]
             self.rows = sum(row[1] for row in loads)
         if choices := [rank["choices"] for rank in every if rank["choices"] is not None]:
-            self.differing = torch.tensor([row[0] for row in choices]).sum(0)
-            self.compared = torch.tensor(sum(row[1] for row in choices))
+            self.choices = torch.tensor(choices).sum(0)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a mixture of experts; mismatch/* only if the sampler recorded its choices.
@@ -138,16 +140,14 @@ class RoutingTotals:
         if self.loads is not None:
             slots, probability = (self.loads[:, :, :-1].mean(0) / self.rows).unbind()  # (E,) each
             entropy, z = (self.loads[:, :, -1].mean(0) / self.rows).tolist()
-            aux = float(len(slots) * (slots * probability).sum())
-            load = max(self._load_max(self._share(self.loads)))
             found = {
-                "router/aux_loss": aux,
+                "router/aux_loss": float(len(slots) * (slots * probability).sum()),
                 "router/z_loss": z,
-                "router/load_max": load,
+                "router/load_max": max(self._load_max(self._share(self.loads))),
                 "router/entropy": entropy,
             }
-        if self.differing is not None and self.compared is not None and (compared := int(self.compared)):
-            *layers, anywhere = (self.differing.double() / compared).tolist()
+        if self.choices is not None and (compared := int(self.choices[-1])):
+            *layers, anywhere = (self.choices[:-1].double() / compared).tolist()
             found["mismatch/routing_disagreement"] = sum(layers) / len(layers)
             found["mismatch/routing_tokens"] = anywhere
         return found
@@ -160,8 +160,8 @@ class RoutingTotals:
         load_min = (share.min(-1).values * share.shape[1]).tolist()
         entropy = (self.loads[:, 0, -1] / self.rows).tolist()
         found = {"load_max": self._load_max(share), "load_min": load_min, "entropy": entropy}
-        if self.differing is not None and self.compared is not None and int(self.compared):
-            found["disagreement"] = (self.differing[:-1].double() / self.compared).tolist()
+        if self.choices is not None and int(self.choices[-1]):
+            found["disagreement"] = (self.choices[:-2].double() / self.choices[-1]).tolist()
         return found
 
     @staticmethod
