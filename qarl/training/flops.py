@@ -4,30 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+
+from qarl.config.architecture import Architecture
 
 BACKWARD = 2  # relative to the forward: each product has an input gradient and a weight gradient
 
 
-class Shape(Protocol):
-    """Fields of `qarl.config.architecture.Architecture` that determine FLOPs."""
-
-    @property
-    def multiplied_parameters(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-
-
 def forward_flops(
-    shape: Shape,
+    shape: Architecture,
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     windows: Sequence[int | None] | None = None,
@@ -48,22 +32,19 @@ def forward_flops(
     Returns:
         FLOPs of the forward. The backward takes `BACKWARD` times as many.
     """
-    tokens = predicted = 0
-    stretches: list[tuple[int, int]] = []  # runs of queries: (tokens before the run, queries)
+    predicted = 0
+    runs: list[tuple[int, int]] = []  # of consecutive queries: (tokens before the run, queries)
     before: Sequence[int] | None = None
     for prompt, response in zip(prompts, responses, strict=True):
-        known, run = len(prompt), len(response) - 1  # the last token of a response is not an input
         if prompt != before:
-            tokens += known
-            stretches.append((0, known))
+            runs.append((0, len(prompt)))
             before = prompt
-        tokens += run
+        runs.append((len(prompt), len(response) - 1))  # the last token of a response is not an input
         predicted += len(response)
-        stretches.append((known, run))
-    linears = 2.0 * shape.multiplied_parameters * tokens
+    linears = 2.0 * shape.multiplied_parameters * sum(count for _, count in runs)
     head = 2.0 * shape.vocab_size * shape.hidden_size * predicted
     layers = Counter(windows or [None] * shape.num_layers)
-    pairs = sum(count * sum(_pairs(*stretch, window) for stretch in stretches) for window, count in layers.items())
+    pairs = sum(count * sum(_pairs(*run, window) for run in runs) for window, count in layers.items())
     return linears + head + 4.0 * shape.num_heads * shape.head_dim * pairs
 
 
