@@ -10,8 +10,8 @@ from qarl.objectives.common import ESS, WEIGHT_MEAN
 from qarl.objectives.correction import REJECTED, per_token
 from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, Objective
 
-MOST = 0.5
-IN_A_ROW = 10
+MOST = 0.5  # fraction rejected above which a step counts toward a warning
+IN_A_ROW = 10  # consecutive such steps before the warning
 CLAMPED = "correction/clamped_frac"
 
 # Largest fraction of a minibatch's responses or tokens that may lie outside the learner's truncated distribution and

@@ -48,7 +48,13 @@ class StepTime:
 
 
 def split_text(time: StepTime, length: int, gpus: int = 8) -> str:
-    """Return the line that `qarl check` prints. length: Assumed tokens per response. gpus: Total of its example."""
+    """Return the line that `qarl check` prints.
+
+    Args:
+        time: Estimated time of a step.
+        length: Assumed tokens per response.
+        gpus: Number of GPUs in the example, two or more.
+    """
     samplers = time.samplers(gpus)
     waits, share = ("learner", 1 - 1 / time.ratio) if time.ratio > 1 else ("sampler", 1 - time.ratio)
     return (

@@ -1,4 +1,4 @@
-"""The scored responses of a step, and the parts of them that one forward runs over."""
+"""The scored responses of a step, and the subsets of them (minibatches, micro-batches) that forwards run over."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Batch:
     """Scored responses of one step, in the order of the sampler."""
 
     version: int  # of the policy when the step begins
-    device: torch.device  # the learner's, where parts are read
+    device: torch.device  # the learner's; parts are read there by default
     prompts: list[list[int]]  # token ids of each response's prompt
     responses: list[list[int]]  # token ids
     groups: list[int]  # position in the step of each response's prompt
@@ -125,10 +125,11 @@ class Batch:
                 column.share(ranks)
 
     def part(self, indices: Sequence[int], device: torch.device | None = None) -> Part:
+        """Return the responses `indices` as a part, read on `device` (default: the batch's)."""
         return Part(self, tuple(indices), self.device if device is None else device)
 
     def whole(self, device: torch.device | None = None) -> Part:
-        """All responses, in their order."""
+        """Return all responses as a part, in their order."""
         return self.part(range(len(self)), device)
 
     def minibatches(self, size: int, seed: int, step: int, epoch: int) -> list[Part]:
@@ -167,10 +168,12 @@ class Part:
 
     @property
     def prompts(self) -> list[list[int]]:
+        """Token ids of each response's prompt."""
         return [self.batch.prompts[i] for i in self.indices]
 
     @property
     def responses(self) -> list[list[int]]:
+        """Token ids of each response."""
         return [self.batch.responses[i] for i in self.indices]
 
     @property
@@ -200,7 +203,7 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """Response tokens that the policy wrote, which the loss is over."""
+        """Number of response tokens that the policy wrote, T. Only these have a loss."""
         return sum(self.lengths)
 
     @property
@@ -216,12 +219,12 @@ class Part:
 
     @property
     def counted(self) -> slice:
-        """The rows that are not repeated."""
+        """Rows that the previous micro-batch did not run too."""
         return slice(self.repeated, self.rows)
 
     @property
     def counted_rows(self) -> int:
-        """Number of rows that are not repeated. Their sum over micro-batches does not depend on the cut."""
+        """Number of `counted` rows. Their sum over micro-batches does not depend on how the minibatch is split."""
         return self.rows - self.repeated
 
     @cached_property
@@ -240,7 +243,7 @@ class Part:
 
     @property
     def routes(self) -> Routes:
-        """Routing of a forward over the part: the recorded experts if they are replayed, and known."""
+        """Routing of a forward. Replays recorded experts if the run replays and all are known."""
         if self.batch.chosen is not None:
             chosen = self.batch.chosen.read(self)
             return NO_ROUTES if chosen is None else Routes(replay=chosen, rows=self.rows)
@@ -248,7 +251,7 @@ class Part:
 
     @property
     def own_rows(self) -> list[OwnRows]:
-        """Rows of one forward that belong to each response; a prompt shared with the previous response has none."""
+        """Rows of one forward per response. Rows of a shared prompt belong to its first response."""
         new = set(self._new_prompts)
         return [
             OwnRows(len(prompt) if place in new else 0, len(response) - 1)
@@ -268,23 +271,26 @@ class Part:
 
     @cached_property
     def segments(self) -> Segments:
+        """The response of each token."""
         return Segments.from_lengths(self.lengths, self.device)
 
     @property
     def advantages(self) -> Tensor:
-        """(R,) of the part."""
+        """(R,) float32 advantages of the responses."""
         return upload(self.batch.advantages[list(self.indices)], self.device)
 
     @property
     def logp_old(self) -> Tensor:
+        """(T,) learner's log-probs at the rollout's weights."""
         return self.batch.logp_old.read(self)
 
     @property
     def logp_sampler(self) -> Tensor:
+        """(T,) log-probs that the sampler reported."""
         return self.batch.logp_sampler.read(self)
 
     def truncation(self, sampling: Truncation) -> Truncation:
-        """Return how a forward over the part truncates: to its recorded sets if there are any, else as sampled."""
+        """Return the truncation of a forward over the part: its recorded sets, or `sampling` if none are recorded."""
         kept = None if self.batch.kept is None else self.batch.kept.read(self)
         return sampling if kept is None else Replay.of(sampling, kept)
 
@@ -362,12 +368,12 @@ def build_batch(
         advantage: Kind of advantage.
         version: Version of the policy. Unless the run is asynchronous, all rollouts must have it; this is the only
             place that checks it.
-        device: The learner's.
-        replays: See `Batch`.
+        device: The learner's device.
+        replays: Whether forwards use the experts that the sampler recorded.
         mask_truncated: Whether responses that hit the length limit get advantage 0.
-        stale: Whether earlier versions may have sampled tokens, so that `logp_old` is computed with the version of each
-            token. None: they may have, but `logp_old` is computed with `version`.
-        given: Whether the responses are those of the data. Their advantages are 1.
+        stale: Whether earlier versions may have sampled tokens, so that `logp_old` is computed with each token's
+            version. None: they may have, but `logp_old` is computed with `version`.
+        given: Whether the data gave the responses. Their advantages are 1.
 
     Raises:
         UserError: Routing is to be replayed, but the sampler did not record it.

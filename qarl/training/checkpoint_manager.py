@@ -103,11 +103,12 @@ class CheckpointManager:
         return found.step
 
     def how_to_resume(self) -> str:
+        """Return the command that resumes the run, as text for a message."""
         same = "the same command"
         return same if self.config.resume == "auto" else f"{same} with checkpoint.resume=auto"
 
     def learned(self, step: int, metrics: dict[str, float]) -> None:
-        """Note that the weights are those after `step`, whose metrics are not on disk yet.
+        """Record that the weights are those after `step`, whose metrics are not on disk yet.
 
         Args:
             step: Number of the step.
@@ -116,7 +117,7 @@ class CheckpointManager:
         self.unrecorded = step, metrics
 
     def finish(self, step: int) -> None:
-        """Note that `step` is complete and its metrics are on disk."""
+        """Record that `step` is complete and its metrics are on disk."""
         run = self.run
         self.unrecorded = None
         if run.source is not None:
@@ -166,7 +167,7 @@ class CheckpointManager:
                 reason = "saving needs all ranks, and one rank failed alone"
             else:
                 reason = self._rescue(recorder) or reason
-        except BaseException as failure:  # whatever ended the run may break saving, too
+        except BaseException as failure:  # the cause of `fault`, such as a full disk, may also prevent saving
             if is_stop(failure):
                 raise
             reason = " ".join(str(failure).split()) or type(failure).__name__
@@ -174,7 +175,11 @@ class CheckpointManager:
             self._report_resume_step(reason)
 
     def _rescue(self, recorder: Recorder) -> str | None:
-        """Save the finished step if possible. Return why not, or None if saved or if weights are between two steps."""
+        """Save the finished step unless the weights are between two steps.
+
+        Returns:
+            The reason if an earlier attempt to write this checkpoint failed, else None.
+        """
         if self.unrecorded is not None:
             step, metrics = self.unrecorded
 

@@ -29,6 +29,7 @@ class Column:
 
     @classmethod
     def empty(cls, responses: int) -> Column:
+        """Return a column whose responses are not filled yet."""
         return cls([None] * responses)
 
     def fill(self, part: Part, packed: Tensor, mask: Tensor | None = None) -> None:
@@ -95,10 +96,10 @@ class Column:
 
     def _fetch(self) -> None:
         """Copy all values to the CPU."""
-        away = {index: x for index, x in enumerate(self._values) if x is not None and x.device.type != "cpu"}
-        if away:
-            here = torch.cat(list(away.values())).cpu().split([len(x) for x in away.values()])
-            for index, values in zip(away, here, strict=True):
+        on_device = {index: x for index, x in enumerate(self._values) if x is not None and x.device.type != "cpu"}
+        if on_device:
+            copies = torch.cat(list(on_device.values())).cpu().split([len(x) for x in on_device.values()])
+            for index, values in zip(on_device, copies, strict=True):
                 self._values[index] = values
 
 

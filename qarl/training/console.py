@@ -41,9 +41,9 @@ TABLE_METRICS = (  # most important first: a narrow terminal shows only the firs
 TABLE_ROWS = 8
 SHOWN_SAMPLES = 3
 SHOWN_CHARACTERS = 600
+SHOWN_FAILURES = 3  # failed rewards per step that are printed individually
 SLOW_SECONDS = 1.0  # shorter phases are not shown
 STEP_PHASES: dict[Phase, str] = {"rollout": "rollout", "reward": "rewards", "learner": "learner"}
-FAILURES = 3  # failed rewards per step that are printed individually
 
 
 class _Count(ProgressColumn):
@@ -56,7 +56,7 @@ class _Count(ProgressColumn):
 class RunConsole:
     """Display of one run. A context manager, which restores the terminal.
 
-    A stream that goes away (closed pipe, lost terminal) silences the console and does not stop the run.
+    If the stream fails (closed pipe, lost terminal), the console becomes silent and the run continues.
 
     Args:
         mode: `logging.console`: `rich`, `plain` or `none`. `rich` becomes `plain` if the stream is not a terminal.
@@ -139,6 +139,7 @@ class RunConsole:
         self._print(Text(visible(text)))
 
     def warn(self, text: str) -> None:
+        """Print a warning; control characters are escaped."""
         self._print(Text(f"warning: {visible(text)}", style="yellow"))
 
     def summary(self, run_dir: Path, history: list[dict[str, Any]], next_commands: list[tuple[str, str]]) -> None:
@@ -231,10 +232,10 @@ class StepDisplay(Observer):
             self._advance(responses)
 
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
-        for message in scores.messages[:FAILURES]:
+        for message in scores.messages[:SHOWN_FAILURES]:
             self._console.warn(message)
-        if len(scores.messages) > FAILURES:
-            left = len(scores.messages) - FAILURES
+        if len(scores.messages) > SHOWN_FAILURES:
+            left = len(scores.messages) - SHOWN_FAILURES
             self._console.warn(f"and {left} more failed rewards in this step; see rewards.log")
 
 

@@ -33,6 +33,7 @@ class _Group(NamedTuple):
 
     @property
     def rewards(self) -> list[float]:
+        """Total reward of each response."""
         return self.source.scores.total[self.rows]
 
 

@@ -23,7 +23,7 @@ ALIGNED = 64  # elements; a multiple of kernel vectors and PCIe lines
 
 @dataclass(frozen=True)
 class StateSlice:
-    """A slice of optimizer state that is copied to the GPU together.
+    """A slice of optimizer state that is copied to the GPU as one.
 
     Attributes:
         host: Flat host tensors of equal length, one per row of the GPU slot.
@@ -35,6 +35,7 @@ class StateSlice:
 
     @property
     def end(self) -> int:
+        """First element after the slice in the slot."""
         return self.start + self.host[0].numel()
 
     def on_device(self, slot: Tensor) -> list[Tensor]:

@@ -101,7 +101,7 @@ class Learner:
         self.totals = LearnerTotals()
         self._minibatches = self._left = self.config.train.epochs * math.ceil(len(batch) / self.config.minibatch_size)
         # The first optimizer step allocates the optimizer's state; "deployed" has a forward after the last one.
-        self._tells = self.updates.begun > 0 and "deployed" not in self.config.diagnostics.due(step + 1)
+        self._wakes_early = self.updates.begun > 0 and "deployed" not in self.config.diagnostics.due(step + 1)
         self.updates.clear()
         self._lr_factor = lr_at(step, self.config.train.steps, self.config.optim)
         self.updates.set_lr(self._lr_factor)
@@ -222,12 +222,12 @@ class Learner:
         return logp, entropy
 
     def _experts_of(self, scores: Tensor) -> Tensor:
-        """The experts (T, L, k) of `RouterScores.packed`."""
+        """Return the experts, (T, L, k) int64, of scores packed by `RouterScores.packed`, (T, 2 L k)."""
         layers = self.policy.experts
         return scores[:, : scores.shape[1] // 2].unflatten(1, (len(layers), layers[0].per_token)).long()
 
     def at_snapshot(self, batch: Batch) -> bool:
-        """Return whether the weights are still those that the batch was sampled with."""
+        """Return whether the weights are still those at the beginning of the step."""
         return self.policy.at(batch.version)
 
     def shadow(self, part: Part, logp: Tensor) -> Tensor:
@@ -324,14 +324,10 @@ class Learner:
 
     # --- gradients ---------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor | None) -> None:
-        """Add the gradient of a micro-batch's loss; None on a rank without one in this round."""
-        self.updates.backward(loss)
-
     def end_minibatch(self) -> None:
         """End the forwards and backwards of a minibatch."""
         self._left -= 1
-        if self._left == 0 and self._tells and self.before_last_update is not None:
+        if self._left == 0 and self._wakes_early and self.before_last_update is not None:
             self.before_last_update()
         self.totals.end_minibatch()
 

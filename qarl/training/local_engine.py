@@ -104,7 +104,7 @@ class ReplayEngine(LocalEngine):
         self.stream, self.rewards, self.sampling = stream, rewards, sampling
         self._stopping = Stopping(tokenizer, sampling)
         settings = config.rollout.asynchronous
-        # Such a run does not learn from prompts in the order of the data; the recorded prompt ids give the order.
+        # The recorded run did not take prompts in the order of the data; the recorded prompt ids give the order.
         self._reorders = settings is not None and (settings.order == "finished" or settings.oversample > 1)
         self._prompts = {prompt.id: prompt for prompt in prompts}
         self._newest = settings is not None and settings.proximal == "newest"

@@ -50,7 +50,7 @@ MEMORY_FIX = (
 
 
 def train(config: Config) -> int:
-    """Run `config` to its last step.
+    """Run the training of `config` to its last step.
 
     If a launcher started this process as one of several ranks, they train together; the first rank writes the run
     directory and the console. A new run that fails before its first step leaves no run directory. After a later
@@ -71,7 +71,7 @@ def train(config: Config) -> int:
     try:
         with connect(config, device) as ranks:
             return _train(config, device, ranks)
-    except Interrupted as stop:  # one rank was interrupted alone; leaving `connect` stopped the others
+    except Interrupted as stop:  # only this rank was interrupted; leaving `connect` stopped the others
         return stop.exit_code
 
 
@@ -100,9 +100,7 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
                     raise
                 run.close()
         except Interrupted as stop:
-            console.message(
-                "stopped before a step of this start: nothing to save; rerun the same command to start over"
-            )
+            console.message("stopped before the first step of this start: nothing to save; rerun the same command")
             if ranks.count > 1:  # the others may be at any point, so `connect` must stop them
                 raise
             return stop.exit_code
@@ -271,7 +269,7 @@ class Loop:
         ]
         if self.ranks.first and config.train.profile is not None and config.train.profile.step == step + 1:
             shape = load_architecture(config.model)
-            # First, so that the time it takes to write its files is not counted in a phase.
+            # First, so that the time to write its files is not counted in a phase.
             observers.insert(0, StepProfiler(self.directory.path / "profile", step + 1, run, shape))
         watch = Observers(observers)
         failure: Exception | None = None

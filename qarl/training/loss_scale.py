@@ -20,8 +20,8 @@ class LossScale:
         value: The loss is multiplied and the gradients are divided by this factor.
         dynamic: Whether `update` changes the scale.
         good: Consecutive finite gradients since the last change.
-        settled: Whether a gradient has been finite at a dynamic scale. Before that, the initial scale is being
-            searched.
+        settled: Whether a gradient has been finite at a dynamic scale. Until then, `update` searches for the initial
+            scale.
     """
 
     value: float
@@ -31,6 +31,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: Config) -> LossScale:
+        """Return the initial scale of a run."""
         return cls(config.loss_scale, dynamic=config.dynamic_loss_scale)
 
     @property

@@ -31,8 +31,10 @@ class Response:
 def by_tokens(responses: Sequence[Response], max_tokens: int) -> list[int]:
     """Return the ends of micro-batches that are each filled up to `max_tokens` tokens."""
     ends: list[int] = []
-    while (ends[-1] if ends else 0) < len(responses):
-        ends.append(_furthest(responses, ends[-1] if ends else 0, max_tokens))
+    end = 0
+    while end < len(responses):
+        end = _furthest(responses, end, max_tokens)
+        ends.append(end)
     return ends
 
 
@@ -52,8 +54,8 @@ def by_work(responses: Sequence[Response], max_tokens: int) -> list[int]:
     for start in reversed(range(count)):
         left[start] = left[start + 1] + _added_work(responses, start)
     ends: list[int] = []
-    while (ends[-1] if ends else 0) < count:
-        start = ends[-1] if ends else 0
+    start = 0
+    while start < count:
         again = _prompt_work(responses[start]) if _shared(responses, start) else 0.0
         share = (again + left[start]) / parts[start]
 
@@ -63,7 +65,8 @@ def by_work(responses: Sequence[Response], max_tokens: int) -> list[int]:
 
         # A smaller micro-batch would leave a rest that needs one more part.
         allowed = [end for end in range(start + 1, furthest[start] + 1) if parts[end] < parts[start]]
-        ends.append(min(allowed, key=distance))
+        start = min(allowed, key=distance)
+        ends.append(start)
     return ends
 
 

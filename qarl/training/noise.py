@@ -19,9 +19,9 @@ from qarl.rewards.log import RewardLog, RewardLogHandler
 
 @contextmanager
 def quiet_libraries(say: Callable[[str], None]) -> Iterator[None]:
-    """Suppress progress bars, notices and Python warnings of libraries. `python -W` keeps the warnings.
+    """Suppress progress bars, log messages and Python warnings of libraries. `python -W` keeps the warnings.
 
-    transformers and the hub client stay quiet after the context ends.
+    The settings of transformers and the hub client remain after the context ends.
 
     Args:
         say: Called with one line per operation that lacks a deterministic implementation in torch, and per library

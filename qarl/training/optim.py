@@ -60,13 +60,15 @@ class Optimizer:
         self.begun = 0
 
     def step(self) -> None:
+        """Update all parameters and round them to `master_dtype`."""
         self.begun += 1
         for part, _ in self._parts.values():
             part.step()
-            if not (isinstance(part, Offloaded) and part.values):  # those round while the state is on the GPU
+            if not (isinstance(part, Offloaded) and part.values):  # offloaded masters are rounded on the GPU, in `step`
                 round_masters(_parameters(part), self.master_dtype)
 
     def zero_grad(self) -> None:
+        """Free all gradients."""
         for part, _ in self._parts.values():
             part.zero_grad(set_to_none=True)
 
@@ -241,6 +243,16 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 def adamw(
     named: list[tuple[str, Parameter]], lr: float, optim_cfg: OptimConfig
 ) -> tuple[torch.optim.Optimizer, list[str]]:
+    """Build AdamW with weight decay for matrices only.
+
+    Args:
+        named: (name, parameter) pairs.
+        lr: Learning rate.
+        optim_cfg: The `optim` section.
+
+    Returns:
+        The optimizer, and the parameters' names in the order of its groups.
+    """
     decayed = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
     plain = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
     groups = [

@@ -40,10 +40,11 @@ class Share:
     calls: int = 0
     bytes: float = 0.0
 
-    def add(self, seconds: float, count: float = 0.0) -> None:
+    def add(self, seconds: float, moved: float = 0.0) -> None:
+        """Add a call that took `seconds` and moved `moved` bytes."""
         self.seconds += seconds
         self.calls += 1
-        self.bytes += count
+        self.bytes += moved
 
 
 @dataclass

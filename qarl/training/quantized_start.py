@@ -17,8 +17,8 @@ from qarl.weight_sync.snapshot import Snapshot
 def compare_start(config: Config, snapshot: Snapshot) -> str | None:
     """Compare the codes and scales of version 0 with those of `model.path`.
 
-    Reads the checkpoint once more. Bits are compared rather than preimages counted, because all weights under one
-    global scale (NVFP4) determine it together.
+    Reads the checkpoint a second time. Compares bits. Counting the groups that have a preimage would not be enough,
+    because all weights under one global scale (NVFP4) determine it together.
 
     Args:
         config: Configuration of the run.
@@ -43,6 +43,7 @@ def compare_start(config: Config, snapshot: Snapshot) -> str | None:
 
 
 def _compared(weights: StoredWeights, snapshot: Snapshot, module: str) -> dict[str, int]:
+    """Count groups whose codes or scales changed, or the module as one whose scheme stores other tensors."""
     stored, now = weights.stored(f"{module}.weight"), snapshot.weight(module)
     if isinstance(stored, Tensor) or not now.scheme.stores_like(stored.scheme, stored.shape):
         return {"dequantized": 1}
@@ -52,19 +53,23 @@ def _compared(weights: StoredWeights, snapshot: Snapshot, module: str) -> dict[s
 
 
 def _line(method: str, counts: Counter[str], first: LowBitWeight | Tensor | None) -> str:
-    """Format the comparison. first: The first quantized weight of the checkpoint."""
+    """Format the comparison as one line.
+
+    Args:
+        method: Quantization method of the checkpoint.
+        counts: Sums of `_compared` over the modules.
+        first: First quantized weight of the checkpoint.
+    """
     if not counts["layers"]:
-        text = f"the model is quantized ({method}); master weights are its dequantized values"
-        return text + (
-            f"; to start from its codes, set {_keys(first.scheme)}" if isinstance(first, LowBitWeight) else ""
-        )
-    same = f"version 0 has the codes and scales of the quantized checkpoint ({method}, {counts['layers']:,} layers)"
+        fix = f"; to start from its codes, set {_keys(first.scheme)}" if isinstance(first, LowBitWeight) else ""
+        return f"the model is quantized ({method}); master weights are its dequantized values{fix}"
+    text = f"version 0 has the codes and scales of the quantized checkpoint ({method}, {counts['layers']:,} layers)"
     if counts["changed"]:
         share = 100 * counts["changed"] / counts["groups"]
-        same += f", except for {counts['changed']:,} of {counts['groups']:,} groups ({share:.2g} %) without a preimage"
+        text += f", except for {counts['changed']:,} of {counts['groups']:,} groups ({share:.2g} %) without a preimage"
     if counts["dequantized"]:
-        same += f"; {counts['dequantized']:,} other layers start from dequantized values"
-    return same
+        text += f"; {counts['dequantized']:,} other layers start from dequantized values"
+    return text
 
 
 def _keys(scheme: Scheme) -> str:

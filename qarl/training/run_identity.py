@@ -137,8 +137,8 @@ def shared_tensors_digest(
     leaders = same_files(ranks, lambda: _weight_files(config, stored))
     team = [rank for rank, leader in enumerate(leaders) if leader == leaders[ranks.rank]]
     own = _share(shapes, len(team), team.index(ranks.rank))
-    if stored is None:
-        described = in_turn(ranks, lambda: _described_model(config, own))
+    if stored is None:  # a model that must be loaded as a whole
+        described = in_turn(ranks, lambda: _described(own, dict(load_model(config).named_parameters()).__getitem__))
     else:
         described = together(ranks, lambda: _described(own, stored.read))
     teams: dict[int, Described] = {}
@@ -171,12 +171,6 @@ def _share(shapes: Mapping[str, Sequence[int]], count: int, index: int) -> list[
         if owner == index:
             own.append(name)
     return own
-
-
-def _described_model(config: ModelConfig, names: Iterable[str]) -> Described:
-    """Describe a model that must be loaded as a whole."""
-    parameters = dict(load_model(config).named_parameters())
-    return _described(names, parameters.__getitem__)
 
 
 def _described(names: Iterable[str], read: Callable[[str], Tensor]) -> Described:

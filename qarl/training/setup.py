@@ -70,7 +70,7 @@ ALONE = SingleProcess()
 
 @dataclass
 class Run:
-    """The moving parts of a training run."""
+    """Everything that the steps of a training run use."""
 
     policy: Policy
     tokenizer: PreTrainedTokenizerBase
@@ -82,11 +82,12 @@ class Run:
     sampling: SamplingParams  # of step 0; each step has its own seed
     evaluation: TrainingEvaluation
     inputs: Inputs
-    started: str | None  # see `PolicyState`
+    started: str | None  # local time of the first start if the chat template uses it; see `PolicyState`
     source: AsyncEngine | LocalEngine | None = None  # `engine`, if rollouts are asynchronous, replayed or given
 
     def close(self) -> None:
-        with ExitStack() as parts:  # closes every part, even if another one raises
+        """Close every part, even if another one raises."""
+        with ExitStack() as parts:
             for part in (self.evaluation, self.rewards, self.engine):  # in reverse: the engine uses the rewards
                 parts.callback(part.close)
 
@@ -240,7 +241,7 @@ def _open_data(
         )
     require_trackers(config.logging)
     require_fp8_backward(config, device)
-    config.objective.bind()  # refuses a faulty custom objective before the model is loaded
+    config.objective.bind()  # rejects an invalid custom objective before the model is loaded
     if device.type == "cpu":
         keep_freed_memory()
     verify_base(config.model, ranks.rank, ranks.count)
@@ -249,7 +250,7 @@ def _open_data(
         limit = getattr(load_model_config(config.model), "max_position_embeddings", None)
         if limit is None:
             raise UserError(
-                f"model.path: '{config.model.path}' does not warn its max_position_embeddings; supported "
+                f"model.path: '{config.model.path}' does not state max_position_embeddings; supported "
                 "families are Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE"
             )
         context = min(config.model.max_length or limit, limit)
@@ -299,7 +300,12 @@ def _build_single_process(
 ) -> tuple[Policy, Updates, str]:
     """Build the policy, its optimizer engine, and the digest of the base model's weights.
 
-    poll: Called between the slow parts; raises if the sampler's process has failed.
+    Args:
+        config: Configuration of the run.
+        device: Device of the policy.
+        console: Shows progress.
+        data: Data of the run.
+        poll: Called between the slow parts; raises if the sampler's process has failed.
     """
     with console.phase("model"):
         model = load_model(config.model, config.quant)
@@ -319,7 +325,7 @@ def _build_single_process(
 def _build_sharded(
     config: Config, device: torch.device, console: RunConsole, data: _Data, ranks: Ranks, poll: Callable[[], None]
 ) -> tuple[Policy, Updates, str]:
-    """Do what `_build_single_process` does on several ranks. Each keeps its rows or its DeepSpeed partition."""
+    """Build the same as `_build_single_process` on several ranks, each with its rows or its DeepSpeed partition."""
     from qarl.distributed.exchange import GroupExchange
     from qarl.distributed.group import Group
     from qarl.training.row_setup import build_rows

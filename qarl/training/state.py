@@ -148,7 +148,17 @@ def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
 
 
 def stored_snapshot(policy: Policy, version: int, tensors: Mapping[str, Tensor]) -> Snapshot:
-    """Build the snapshot of an earlier version of a policy from its published tensors. Raises ValueError, KeyError."""
+    """Build the snapshot of an earlier version of a policy.
+
+    Args:
+        policy: The policy.
+        version: The earlier version.
+        tensors: Its published tensors by name, on any device.
+
+    Raises:
+        KeyError: A tensor is missing.
+        ValueError: A tensor does not fit its scheme.
+    """
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         there = tensor if name.endswith(METADATA) else tensor.to(policy.device)

@@ -91,8 +91,17 @@ def sample(config: Config, run: Run, step: int, watch: Observers) -> Sampled:
 def take(config: Config, run: Run, count: int, step: int, watch: Observers, number: int) -> Sampled:
     """Take the next `count` groups of `run.source`, with their scores.
 
-    In later rounds of dynamic sampling (`number` > 0) the source starts only as many groups as are taken. Groups for a
-    whole step would be left over for the next step and exceed `max_staleness` there.
+    Args:
+        config: Configuration of the run.
+        run: A run with a source.
+        count: Number of groups, over all ranks.
+        step: Step number, counted from 0.
+        watch: Observers of the step.
+        number: Round of dynamic sampling, counted from 0. In later rounds the source starts only as many groups as are
+            taken. Groups for a whole step would be left over for the next step and exceed `max_staleness` there.
+
+    Returns:
+        Prompts, rollouts and scores of all ranks.
     """
     assert run.source is not None
     with watch.phase("rollout", count * config.rollout.n):
@@ -106,7 +115,16 @@ def take(config: Config, run: Run, count: int, step: int, watch: Observers, numb
 def sample_and_score(config: Config, run: Run, count: int, step: int, watch: Observers, number: int) -> Sampled:
     """Sample n responses to each of the next `count` prompts, and score them. Each rank does its share.
 
-    number: Round of dynamic sampling, counted from 0.
+    Args:
+        config: Configuration of the run.
+        run: The run.
+        count: Number of prompts, over all ranks.
+        step: Step number, counted from 0.
+        watch: Observers of the step.
+        number: Round of dynamic sampling, counted from 0.
+
+    Returns:
+        Prompts, rollouts and scores of all ranks.
     """
     prompts = run.stream.next(count)
     ranks = run.learner.ranks
@@ -180,7 +198,7 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
                             logps, part.advantages, part.segments, plan.totals, plan.constants
                         )
                 if round_.gradient:
-                    learner.backward(loss)
+                    learner.updates.backward(loss)
                 if loss is not None:
                     learner.totals.add_loss(loss, stats)
                 watch.progress(round_.responses)

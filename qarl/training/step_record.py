@@ -139,7 +139,18 @@ def trace_of(
     crossed: Crossings,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Trace:
-    """Collect the files of a step after its last update. `crossed` holds code flips per module."""
+    """Collect the files of a step after its last update.
+
+    Args:
+        batch: Responses of the step.
+        prompts: Prompts of the step.
+        rollouts: n rollouts per prompt, in order.
+        scores: Scores of the rollouts.
+        rollouts_due: Whether to record rollouts in this step.
+        probe: Diagnostics of the step.
+        crossed: Code flips per module.
+        tokenizer: Decodes the tokens of examples.
+    """
     trace = Trace()
     if rollouts_due:
         trace.rows = rollout_rows(prompts, rollouts, scores, batch)
