@@ -101,13 +101,15 @@ class Batch:
         """
         if self.given:
             return
-        skipped = 0 if minibatches[0].stale else 1
-        later = {i for minibatch in minibatches[skipped:] for i in minibatch.indices}
-        yield self.version, self.part([i for m in minibatches for i in m.indices if i in later and not self.stale(i)])
+        order = [i for minibatch in minibatches for i in minibatch.indices]
+        later = order if minibatches[0].stale else order[len(minibatches[0]) :]
+        yield self.version, self.part([i for i in later if not self.stale(i)])
         by_version: dict[int, list[int]] = {}
-        for i in (i for minibatch in minibatches for i in minibatch.indices):
-            for version in set(self._versions(i) or ()) if not self.logp_old.known(self.part([i])) else ():
-                by_version.setdefault(version, []).append(i)
+        for i in order:
+            versions = self._versions(i)
+            if versions is not None and not self.logp_old.known(self.part([i])):
+                for version in set(versions):
+                    by_version.setdefault(version, []).append(i)
         for version in sorted(by_version, reverse=True):
             yield version, self.part(by_version[version])
 

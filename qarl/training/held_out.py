@@ -70,16 +70,15 @@ class HeldOut:
         """Return the sums of loss, divergence and agreement, and the number of tokens: (4,) float64 on the CPU."""
         given = [prompt.response for prompt in part if prompt.response is not None]
         written = [each.written or [True] * len(each.token_ids) for each in given]
-        prompts, responses = [prompt.token_ids for prompt in part], [each.token_ids for each in given]
+        inputs = [prompt.token_ids for prompt in part], [each.token_ids for each in given], Truncation(), self._chunk
         comparison = None if self.teacher is None else Comparison(self.teacher)
-        how = Truncation(), self._chunk
-        logp, _ = self.policy.logprobs(
-            prompts, responses, *how, weights=self.policy.shadow, written=written, comparison=comparison
-        )
-        sums = [-logp.double().sum(), logp.new_zeros((), dtype=torch.float64), logp.new_zeros((), dtype=torch.float64)]
+        weights = self.policy.shadow
+        logp, _ = self.policy.logprobs(*inputs, weights=weights, written=written, comparison=comparison)
+        sums = torch.zeros(4, dtype=torch.float64, device=logp.device)
+        sums[0], sums[3] = -logp.double().sum(), logp.numel()
         if comparison is not None and comparison.value is not None and comparison.agrees is not None:
-            sums[1:] = [comparison.value.double().sum(), comparison.agrees.double().sum()]
-        return torch.stack([*sums, torch.tensor(float(logp.numel()), dtype=torch.float64, device=logp.device)]).cpu()
+            sums[1], sums[2] = comparison.value.double().sum(), comparison.agrees.double().sum()
+        return sums.cpu()
 
     def _batches(self, examples: list[Prompt]) -> Iterator[list[Prompt]]:
         """Split into batches of up to `train.micro_batch_tokens` tokens, one example at least."""

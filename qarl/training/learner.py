@@ -187,7 +187,7 @@ class Learner:
         """
         batch, totals = part.batch, self.totals
         totals.forward_tokens += part.forward_tokens
-        first, chunk = version is not None or not batch.logp_old.known(part), self.config.train.logprob_chunk
+        first = version is not None or not batch.logp_old.known(part)
         weights = None if version in (None, batch.version) else self.policy.kept.weights(version)
         retained = totals.retained if first else None
         routes = routes or part.routes
@@ -200,10 +200,8 @@ class Learner:
             routes = replace(routes, scores=scores)
         recording = Recording.of(self.truncation) if first and batch.kept is not None else None
         truncation = recording or part.truncation(self.truncation)
-        how = truncation, chunk, retained, routes
-        logp, entropy = self.policy.logprobs(
-            part.prompts, part.responses, *how, weights=weights, written=part.written, comparison=comparison
-        )
+        inputs = part.prompts, part.responses, truncation, self.config.train.logprob_chunk, retained, routes
+        logp, entropy = self.policy.logprobs(*inputs, weights=weights, written=part.written, comparison=comparison)
         if recording is not None and batch.kept is not None:
             batch.kept.fill(part, recording.into)
         if scores is not None and batch.router is not None:
@@ -247,8 +245,8 @@ class Learner:
         return column.read(part)
 
     def _frozen(self, weights: WeightSet, part: Part) -> Tensor:
-        how = part.truncation(self.truncation), self.config.train.logprob_chunk, part.routes, part.written
-        return self.policy.frozen_logprobs(weights, part.prompts, part.responses, *how)
+        inputs = part.prompts, part.responses, part.truncation(self.truncation), self.config.train.logprob_chunk
+        return self.policy.frozen_logprobs(weights, *inputs, part.routes, part.written)
 
     def token_logprobs(self, part: Part, plan: Plan) -> TokenLogProbs:
         """Run a training forward over a micro-batch, and return the log-probs that the objective needs.
