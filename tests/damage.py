@@ -1,4 +1,4 @@
-"""Ways in which a file that qarl reads back can be damaged, drawn from a seed."""
+"""Ways to damage a file that qarl reads, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -11,70 +11,19 @@ from pathlib import Path
 from typing import Any
 
 ODD_VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    3,
-    2**31,
-    2**53,
-    2**63,
-    2**70,
-    -(2**63),
-    10**30,
-    0.5,
-    -0.0,
-    1e308,
-    -1e308,
-    1e-320,
-    float("nan"),
-    float("inf"),
-    "",
-    "3",
-    "x",
-    "../x",
-    "/etc/passwd",
-    "a\0b",
-    "²²²",
-    "\ud800",
-    "\u202ex",
-    "x" * 300,
-    [],
-    [1],
-    [[]],
-    [None],
-    ["a", 1],
-    {},
-    {"": 0},
-    {"step": "x"},
-    [{}],
-    {"a": {"b": [1e308, "2"]}},
+    *[None, True, False, 0, 1, -1, 3, 2**31, 2**53, 2**63, 2**70, -(2**63), 10**30],
+    *[0.5, -0.0, 1e308, -1e308, 1e-320, float("nan"), float("inf")],
+    *["", "3", "x", "../x", "/etc/passwd", "a\0b", "²²²", "\ud800", "\u202ex", "x" * 300],
+    *[[], [1], [[]], [None], ["a", 1], {}, {"": 0}, {"step": "x"}, [{}], {"a": {"b": [1e308, "2"]}}],
 ]
 ODD_TEXTS = [
-    b"",
-    b"\0",
-    b"null",
-    b"3",
-    b"[]",
-    b"{}",
-    b'"a"',
-    b"{",
-    b"[" * 5000,
-    b'{"a":' * 5000,
-    b"1" * 6000,
-    b"\xff\xfe",
-    b"\xef\xbb\xbf{}",
-    b'{"step": 1' + b"0" * 400 + b"}",
-    b'{"step": 1}\n' * 3,
-    b"1e999",
-    b"NaN",
+    *[b"", b"\0", b"null", b"3", b"[]", b"{}", b'"a"', b"{", b"[" * 5000, b'{"a":' * 5000, b"1" * 6000],
+    *[b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"step": 1' + b"0" * 400 + b"}", b'{"step": 1}\n' * 3, b"1e999", b"NaN"],
 ]
 
 
 def replaced(value: Any, rng: random.Random) -> Any:
-    """The same JSON value with one of its parts, at any depth, missing, odd, or of another name."""
+    """Return the JSON value with one of its parts, at any depth, removed, replaced or renamed."""
     if not isinstance(value, (dict, list)) or not value or rng.random() < 0.1:
         return rng.choice(ODD_VALUES)
     if isinstance(value, dict):
@@ -125,7 +74,7 @@ def spoil_bytes(path: Path, rng: random.Random) -> str:
 
 
 def spoil_entry(path: Path, rng: random.Random) -> str:
-    """Put something else in the place of a file or a directory."""
+    """Replace a file or directory by something else."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     way = rng.choice(["gone", "directory", "pipe", "dangling link", "loop", "device", "empty file"])
     ways: dict[str, Callable[[], Any]] = {
@@ -144,7 +93,7 @@ def spoil_entry(path: Path, rng: random.Random) -> str:
 def damages(
     seed: int, count: int, json_too: bool
 ) -> Iterator[tuple[random.Random, Callable[[Path, random.Random], str]]]:
-    """`count` draws of a way to damage, each with a source of randomness of its own."""
+    """Yield `count` random ways to damage a file, each with its own random generator."""
     for number in range(count):
         rng = random.Random(f"{seed}-{number}")
         yield rng, rng.choice([spoil_bytes, spoil_entry, *([spoil_json] * 3 if json_too else [])])

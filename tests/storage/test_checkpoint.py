@@ -44,10 +44,15 @@ def assert_is_step(found: module.Checkpoint, step: int) -> None:
     assert found.state == {"step": step}
 
 
-def test_state_comes_back_equal(tmp_path):
+def test_a_checkpoint_holds_its_state_and_the_size_and_digest_of_every_file(tmp_path):
     state = {"rng": [2**64 - 1, -3], "position": {"epoch": 1, "order": [3, 1]}, "loss": 1e-6 / 3, "text": "π\ud800"}
-    path = store(tmp_path).save(3, [], state)
+    path = store(tmp_path).save(3, whole_pieces(small(3)), state)
     assert CheckpointStore.load(path).state == state
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert set(manifest["files"]) == {p.name for p in path.iterdir()} - {"manifest.json"}
+    for name, entry in manifest["files"].items():
+        data = (path / name).read_bytes()
+        assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def test_a_group_above_the_shard_size_is_split_and_joined(tmp_path, monkeypatch):
@@ -55,30 +60,27 @@ def test_a_group_above_the_shard_size_is_split_and_joined(tmp_path, monkeypatch)
     monkeypatch.setattr(tensorfile, "CHUNK_BYTES", 96)
     tensors = {f"t{i}": torch.randn(100) for i in range(7)}
     path = store(tmp_path).save(1, whole_pieces({"masters": tensors}), {})
-    assert sorted(p.name for p in path.glob("masters*.safetensors")) == [
-        f"masters-{i:05d}.safetensors" for i in range(1, 5)
-    ]
+    files = sorted(p.name for p in path.glob("masters*.safetensors"))
+    assert files == [f"masters-{i:05d}.safetensors" for i in range(1, 5)]
     loaded = CheckpointStore.load(path).tensors["masters"]
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
-def test_latest_is_a_relative_link_to_the_newest(tmp_path):
-    checkpoints = store(tmp_path)
-    checkpoints.save(5, whole_pieces(small(5)), {"step": 5})
-    checkpoints.save(10, whole_pieces(small(10)), {"step": 10})
-    assert os.readlink(checkpoints.directory / "latest") == "000010"
-    assert_is_step(CheckpointStore.load(checkpoints.directory / "latest"), 10)
-
-
 @pytest.mark.parametrize("keep_last, kept", [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
-def test_keep_last_keeps_the_newest(tmp_path, keep_last, kept):
+def test_the_newest_are_kept_and_latest_is_a_relative_link_to_the_newest(tmp_path, keep_last, kept):
     checkpoints = store(tmp_path, keep_last)
     for step in (1, 2, 3, 4):
         checkpoints.save(step, whole_pieces(small(step)), {"step": step})
+        assert os.readlink(checkpoints.directory / "latest") == f"00000{step}"
     assert checkpoints.steps() == kept and hidden(checkpoints.directory) == []
+    assert_is_step(CheckpointStore.load(checkpoints.directory / "latest"), 4)
+    assert checkpoints.discard_after(2) == [step for step in kept if step > 2]
+    assert checkpoints.steps() == [step for step in kept if step <= 2]
+    if checkpoints.steps():
+        assert os.readlink(checkpoints.directory / "latest") == "000002"
 
 
-def test_pruning_spares_the_one_just_written_below_newer_ones(tmp_path):
+def test_pruning_keeps_the_checkpoint_just_written_although_newer_ones_exist(tmp_path):
     store(tmp_path).save(30, whole_pieces(small(30)), {"step": 30})
     store(tmp_path, 1).save(20, whole_pieces(small(20)), {"step": 20})
     assert store(tmp_path).steps() == [20, 30]
@@ -86,27 +88,13 @@ def test_pruning_spares_the_one_just_written_below_newer_ones(tmp_path):
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     checkpoints = store(tmp_path, 1)
+    assert checkpoints.latest_valid(pytest.fail) is None
+    with pytest.raises(UserError, match="no such checkpoint"):
+        CheckpointStore.load(checkpoints.path(5))
     checkpoints.save(5, whole_pieces(small(1)), {"step": 1})
     checkpoints.save(5, whole_pieces(small(5)), {"step": 5})
     assert_is_step(checkpoints.latest_valid(pytest.fail), 5)
     assert hidden(checkpoints.directory) == []
-
-
-def test_discard_after_removes_the_abandoned_future(tmp_path):
-    checkpoints = store(tmp_path)
-    for step in (1, 2, 3):
-        checkpoints.save(step, whole_pieces(small(step)), {"step": step})
-    assert checkpoints.discard_after(1) == [2, 3]
-    assert checkpoints.steps() == [1] and os.readlink(checkpoints.directory / "latest") == "000001"
-
-
-def test_no_checkpoint_is_none(tmp_path):
-    assert store(tmp_path).latest_valid(pytest.fail) is None
-
-
-def test_loading_a_missing_path_is_a_user_error(tmp_path):
-    with pytest.raises(UserError, match="no such checkpoint"):
-        CheckpointStore.load(tmp_path / "000099")
 
 
 def flip(path: Path) -> None:
@@ -161,7 +149,7 @@ def test_another_format_version_is_not_called_damage(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("files", [0, 1, 2, 3])  # masters, state, manifest, the directory
-def test_a_refusing_disk_leaves_only_the_previous_checkpoint(tmp_path, monkeypatch, code, files):
+def test_a_failing_disk_leaves_only_the_previous_checkpoint(tmp_path, monkeypatch, code, files):
     checkpoints = store(tmp_path, 1)
     checkpoints.save(1, whole_pieces(small(1)), {"step": 1})
     with monkeypatch.context() as patch:
@@ -175,7 +163,7 @@ def test_a_refusing_disk_leaves_only_the_previous_checkpoint(tmp_path, monkeypat
     assert_is_step(checkpoints.latest_valid(pytest.fail), 1)
 
 
-def test_a_real_write_failure_half_way_through_a_file_is_a_user_error(tmp_path):
+def test_a_write_that_fails_halfway_is_a_user_error_and_leaves_nothing(tmp_path):
     checkpoints = store(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # the masters take 16 KiB
@@ -200,37 +188,31 @@ def dead_pid() -> int:
     return child.pid
 
 
-def leftover(tmp_path: Path, kind: str, pid: int, host: str | None = None) -> Path:
-    path = tmp_path / "checkpoints" / f".{kind}-000007-{pid}-{host or socket.gethostname()}"
+def leftover(tmp_path: Path, pid: int, host: str | None) -> Path:
+    path = tmp_path / "checkpoints" / f".tmp-000007-{pid}-{host or socket.gethostname()}"
     path.mkdir(parents=True)
     (path / "state.json").write_text("{}")
     return path
 
 
-def test_leftovers_of_dead_processes_are_removed(tmp_path):
-    path = leftover(tmp_path, "tmp", dead_pid())
-    store(tmp_path)
-    assert not path.exists()
-
-
 @pytest.mark.parametrize(
-    "pid, host", [(os.getppid(), None), (os.getpid(), "elsewhere")], ids=["parent", "another host"]
+    ("pid", "host", "age_s", "stays"),
+    [
+        (None, None, 0, False),  # of a dead process
+        (os.getppid(), None, 0, True),
+        (os.getpid(), "elsewhere", 0, True),
+        (1, "elsewhere", 3700, False),  # other hosts cannot be asked: their leftovers are removed after an hour
+    ],
 )
-def test_leftovers_of_processes_that_may_live_stay(tmp_path, pid, host):
-    path = leftover(tmp_path, "tmp", pid, host)
-    store(tmp_path)
-    assert path.exists()
-
-
-def test_leftovers_of_another_host_go_after_an_hour(tmp_path):
-    path = leftover(tmp_path, "tmp", 1, "elsewhere")
+def test_leftovers_are_removed_unless_their_process_may_live(tmp_path, pid, host, age_s, stays):
+    path = leftover(tmp_path, pid or dead_pid(), host)
     for entry in (path / "state.json", path):
-        os.utime(entry, (time.time() - 3700,) * 2)
+        os.utime(entry, (time.time() - age_s,) * 2)
     store(tmp_path)
-    assert not path.exists()
+    assert path.exists() == stays
 
 
-def test_a_checkpoint_caught_between_the_renames_of_a_replacement_comes_back(tmp_path):
+def test_a_checkpoint_between_the_two_renames_of_a_replacement_is_restored(tmp_path):
     checkpoints = store(tmp_path, 1)
     final = checkpoints.save(7, whole_pieces(small(7)), {"step": 7})
     final.rename(checkpoints.directory / f".old-000007-{dead_pid()}-{socket.gethostname()}")
@@ -238,7 +220,7 @@ def test_a_checkpoint_caught_between_the_renames_of_a_replacement_comes_back(tmp
 
 
 def test_kill_9_at_random_points_always_leaves_the_last_finished_checkpoint(tmp_path):
-    # Forked and not started anew: ten imports of torch would take longer than everything else here.
+    # Forks, because twelve imports of torch would take longer than the rest of the test.
     rng = random.Random(0)
     directory = tmp_path / "checkpoints"
     finished = 0
@@ -267,19 +249,10 @@ def test_kill_9_at_random_points_always_leaves_the_last_finished_checkpoint(tmp_
         if survivor is None:
             assert finished == 0
             continue
-        # The save that was under way may have become visible before it was reported.
+        # The interrupted save may have become visible before it was reported.
         assert survivor.step in (finished, finished + 1)
         finished = survivor.step
         for group in survivor.tensors.values():
             assert all(torch.equal(t, torch.full((2000,), float(finished))) for t in group.values())
         assert [name for name in hidden(directory) if name != ".latest"] == []
     assert finished > 0
-
-
-def test_manifest_lists_size_and_digest_of_every_other_file(tmp_path):
-    path = store(tmp_path).save(4, whole_pieces(small(4)), {"a": 1})
-    manifest = json.loads((path / "manifest.json").read_text())
-    assert set(manifest["files"]) == {p.name for p in path.iterdir()} - {"manifest.json"}
-    for name, entry in manifest["files"].items():
-        data = (path / name).read_bytes()
-        assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

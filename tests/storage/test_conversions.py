@@ -1,4 +1,4 @@
-"""Converted models that are kept: what is used, what is made again, and where nothing can be kept."""
+"""Converted models in the cache: which entries are used, which are made again, and what happens if none can be kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qarl.storage.conversions import conversions_directory, converted
 
 
 class Kept:
-    """A source file that converts to itself in capitals, and how often it was converted."""
+    """A source file whose conversion is its text in capitals. reads: the number of conversions."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.source, self.reads = root, folder / "source.gguf", 0
@@ -39,7 +39,7 @@ class Kept:
         return converted(self.source, part, versions or {"x": "1"}, read, write, size)
 
     def fresh(self) -> None:
-        """As another process sees it."""
+        """Forget what this process knows, as a new process would."""
         module._verified.clear()
         files._digests.clear()
         module._told.clear()
@@ -53,18 +53,14 @@ def kept(tmp_path, monkeypatch) -> Kept:
     return found
 
 
-def test_it_is_converted_once_and_read_from_then_on(kept):
+def test_a_source_is_converted_once_for_this_user_alone(kept):
     first = kept.convert()
     kept.fresh()
     assert kept.convert() == first and first.parent == kept.root and kept.reads == 1
     assert (first / "a.json").read_text() == "WEIGHTS"
     assert [path.name for path in kept.root.iterdir()] == [first.name]  # nothing temporary
-
-
-def test_only_this_user_can_enter(kept):
-    entry = kept.convert()
-    assert kept.root.stat().st_mode & 0o777 == entry.stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in entry.iterdir()} == {0o600}
+    assert kept.root.stat().st_mode & 0o777 == first.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in first.iterdir()} == {0o600}
 
 
 def test_another_source_part_or_version_is_another_entry(kept):
@@ -75,7 +71,7 @@ def test_another_source_part_or_version_is_another_entry(kept):
     assert len(entries) == kept.reads == 4
 
 
-def test_the_directory_is_qarls_then_the_desktops_then_the_homes(monkeypatch):
+def test_the_directory_is_qarl_cache_then_xdg_cache_home_then_home(monkeypatch):
     monkeypatch.setenv("QARL_CACHE", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
     monkeypatch.setenv("HOME", "/c")
@@ -86,7 +82,7 @@ def test_the_directory_is_qarls_then_the_desktops_then_the_homes(monkeypatch):
     assert conversions_directory() == Path("/c/.cache/qarl/models")
 
 
-# --- what is there and is not what was put there
+# --- damaged entries
 
 
 def flip(entry: Path) -> None:
@@ -104,11 +100,6 @@ def link(entry: Path) -> None:
     (entry / "a.json").symlink_to(entry.parent.parent / "a.json")
 
 
-def forge(entry: Path) -> None:
-    """Contents and manifest agree, and the directory is one that anybody can write."""
-    entry.chmod(0o777)
-
-
 def replaced_by_a_link(entry: Path) -> None:
     shutil.move(entry, entry.parent.parent / "elsewhere")
     entry.symlink_to(entry.parent.parent / "elsewhere")
@@ -118,7 +109,7 @@ DAMAGES: list[Callable[[Path], None]] = [
     flip,
     plant,
     link,
-    forge,
+    lambda entry: entry.chmod(0o777),  # contents and manifest agree, but anybody could have written them
     replaced_by_a_link,
     lambda entry: (entry / "a.json").unlink(),
     lambda entry: (entry / "a.json").write_text(""),
@@ -133,7 +124,7 @@ DAMAGES: list[Callable[[Path], None]] = [
 
 @pytest.mark.parametrize("same_process", [False, True])
 @pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
-def test_what_was_changed_is_made_again(kept, damage, same_process):
+def test_a_damaged_entry_is_made_again(kept, damage, same_process):
     entry = kept.convert()
     damage(entry)
     if not same_process:
@@ -161,46 +152,42 @@ def test_another_users_entry_is_not_used(kept, monkeypatch):
     assert kept.convert() is None
 
 
-# --- where nothing can be kept
+# --- nothing can be kept
 
 
 def warnings(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_full_disk_is_told_once_and_leaves_nothing(kept, monkeypatch, caplog):
+def test_a_full_disk_is_reported_once_and_leaves_nothing(kept, monkeypatch, caplog):
     fill_disk(monkeypatch)
     assert kept.convert() is None and kept.convert() is None
     assert len(warnings(caplog)) == 1 and "No space left" in warnings(caplog)[0].replace("no space", "No space")
     assert "QARL_CACHE" in warnings(caplog)[0] and list(kept.root.iterdir()) == []
 
 
-def test_a_disk_without_room_is_not_begun_on(kept, monkeypatch, caplog):
+def test_nothing_is_converted_if_the_disk_has_no_space(kept, monkeypatch, caplog):
     monkeypatch.setattr(module, "free_bytes", lambda path: module.SPARE_BYTES + 99)
     assert kept.convert(size=100) is None and kept.reads == 0
     assert "100 bytes needed" in warnings(caplog)[0]
     assert kept.convert(size=99) is not None
 
 
-def test_a_library_that_fails_to_write_is_a_warning(kept, caplog):
-    def write(value: str, directory: Path) -> None:
-        raise Exception("No space left on device (os error 28)")  # as tokenizers says it
+def test_a_failed_conversion_is_reported_and_leaves_nothing(kept, caplog):
+    def read() -> str:
+        raise UserError("model.path: damaged")
 
+    def write(value: str, directory: Path) -> None:
+        raise Exception("No space left on device (os error 28)")  # as tokenizers reports it
+
+    with pytest.raises(UserError, match="damaged"):
+        converted(kept.source, "model", {}, read, lambda value, directory: None, 0)
     assert converted(kept.source, "model", {}, lambda: "x", write, 0) is None
     assert "os error 28" in warnings(caplog)[0] and list(kept.root.iterdir()) == []
 
 
-def test_what_the_conversion_itself_raises_is_the_callers_and_leaves_nothing(kept):
-    def read() -> str:
-        raise UserError("model.path: damaged")
-
-    with pytest.raises(UserError, match="damaged"):
-        converted(kept.source, "model", {}, read, lambda value, directory: None, 0)
-    assert list(kept.root.iterdir()) == []
-
-
 @pytest.mark.parametrize("refusal", [errno.EACCES, errno.EROFS])
-def test_an_unwritable_directory_is_told(kept, monkeypatch, caplog, refusal):
+def test_an_unwritable_directory_is_reported(kept, monkeypatch, caplog, refusal):
     def mkdir(self, *arguments, **options):
         raise OSError(refusal, os.strerror(refusal), str(self))
 
@@ -210,30 +197,27 @@ def test_an_unwritable_directory_is_told(kept, monkeypatch, caplog, refusal):
 
 
 @pytest.mark.parametrize("name", ["a\udcff" * 300, "x" * 5000])
-def test_a_directory_that_can_be_none_is_told(kept, monkeypatch, caplog, name):
+def test_a_name_that_no_directory_can_have_is_reported(kept, monkeypatch, caplog, name):
     monkeypatch.setenv("QARL_CACHE", name)
     assert kept.convert() is None and "QARL_CACHE" in warnings(caplog)[0]
 
 
-def test_a_file_in_the_place_of_the_directory_is_told(kept, caplog):
-    kept.root.parent.mkdir()
-    kept.root.write_text("")
-    assert kept.convert() is None and "is no directory" in warnings(caplog)[0]
-
-
-def test_a_link_in_the_place_of_the_directory_is_not_followed(kept, caplog, tmp_path):
-    kept.root.parent.mkdir()
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda root: root.write_text(""), "is no directory"),
+        (lambda root: root.symlink_to(root.parent.parent / "theirs"), "is no directory"),
+        (lambda root: (root.mkdir(), root.chmod(0o770)), "other users may write it"),
+        (lambda root: (root.mkdir(), root.chmod(0o707)), "other users may write it"),
+    ],
+    ids=["file", "link", "group", "others"],
+)
+def test_a_directory_that_is_none_or_that_others_can_write_is_not_used(kept, caplog, tmp_path, make, said):
     (tmp_path / "theirs").mkdir()
-    kept.root.symlink_to(tmp_path / "theirs")
-    assert kept.convert() is None and "is no directory" in warnings(caplog)[0]
+    kept.root.parent.mkdir()
+    make(kept.root)
+    assert kept.convert() is None and said in warnings(caplog)[0]
     assert list((tmp_path / "theirs").iterdir()) == []
-
-
-@pytest.mark.parametrize("mode", [0o770, 0o707])
-def test_a_directory_that_others_can_write_is_not_used(kept, caplog, mode):
-    kept.root.mkdir(parents=True)
-    kept.root.chmod(mode)
-    assert kept.convert() is None and "other users may write it" in warnings(caplog)[0]
 
 
 def test_a_directory_that_others_can_replace_is_not_used(kept, caplog, tmp_path):
@@ -244,7 +228,7 @@ def test_a_directory_that_others_can_replace_is_not_used(kept, caplog, tmp_path)
     assert kept.convert() is not None
 
 
-def test_a_source_that_changes_meanwhile_is_not_kept(kept):
+def test_a_source_that_changes_during_the_conversion_is_not_kept(kept):
     def read() -> str:
         kept.source.write_text("other weights")
         return "x"
@@ -256,7 +240,7 @@ def test_a_source_that_changes_meanwhile_is_not_kept(kept):
 # --- several processes
 
 
-def test_another_process_that_was_first_is_believed_only_if_its_entry_is_intact(kept):
+def test_the_entry_of_a_faster_process_is_used_only_if_it_is_intact(kept):
     entry = kept.convert()
     for damaged in (False, True):
         temporary = kept.root / "temporary"
@@ -298,13 +282,19 @@ def test_processes_that_convert_at_the_same_time_end_with_one_entry(kept, tmp_pa
     assert len(list(kept.root.iterdir())) == 1
 
 
-def test_what_a_killed_conversion_left_goes_with_the_next(kept):
-    kept.root.mkdir(parents=True, mode=0o700)
+def temporary_of(pid: int) -> str:
+    return f".tmp-{'0' * 64}-{pid}-{socket.gethostname()}"
+
+
+def dead_pid() -> int:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    key = "0" * 64
-    left = kept.root / f".tmp-{key}-{dead.pid}-{socket.gethostname()}"
-    live = kept.root / f".tmp-{key}-{os.getppid()}-{socket.gethostname()}"
+    return dead.pid
+
+
+def test_the_next_conversion_removes_what_a_killed_one_left(kept):
+    kept.root.mkdir(parents=True, mode=0o700)
+    left, live = kept.root / temporary_of(dead_pid()), kept.root / temporary_of(os.getppid())
     for directory in (left, live):
         directory.mkdir()
         (directory / "part").write_text("x")
@@ -312,12 +302,9 @@ def test_what_a_killed_conversion_left_goes_with_the_next(kept):
     assert not left.exists() and live.exists()
 
 
-@pytest.mark.parametrize("writer", ["lives", "is dead"])
-def test_what_goes_while_it_is_looked_at_hinders_nothing(kept, monkeypatch, writer):
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    pid = os.getppid() if writer == "lives" else dead.pid
-    left, is_dir = kept.root / f".tmp-{'0' * 64}-{pid}-{socket.gethostname()}", Path.is_dir
+@pytest.mark.parametrize("writer_lives", [True, False])
+def test_a_temporary_directory_may_disappear_while_it_is_examined(kept, monkeypatch, writer_lives):
+    left, is_dir = kept.root / temporary_of(os.getppid() if writer_lives else dead_pid()), Path.is_dir
     left.mkdir(parents=True)
     kept.root.chmod(0o700)
 

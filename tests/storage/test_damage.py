@@ -1,4 +1,4 @@
-"""Every file that a run leaves, damaged in every way: readers give a result or one line, and never wait."""
+"""Every file of a run, damaged in every way: a reader returns a result or an error of one line, and never hangs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from damage import damages, spoil_entry
+from plain_settings import plain_settings
 from whole_pieces import whole_pieces
 
 from qarl.comparison.members import numbers_of
@@ -48,16 +49,11 @@ def state(step: int) -> dict[str, Any]:
 
 
 def make(path: Path) -> Path:
-    """A finished run, with every kind of file that is read back."""
+    """Write a finished run with every kind of file that some command reads."""
     for folder in ("rollouts", "diagnostics", "checkpoints", "evaluations"):
         (path / folder).mkdir(parents=True)
-    config = {
-        "model": {"path": "some/model"},
-        "data": {"source": "task:arithmetic"},
-        "reward": {"functions": [{"name": "exact"}]},
-        "train": {"steps": STEPS, "run_dir": str(path)},
-    }
-    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    settings = plain_settings(train={"steps": STEPS, "run_dir": str(path)})
+    (path / "config.yaml").write_text(yaml.safe_dump(settings))
     environment = {
         "packages": {"torch": "2.13"},
         "cpu": "a CPU",
@@ -66,18 +62,9 @@ def make(path: Path) -> Path:
         "command": ["qarl", "train"],
     }
     (path / "environment.json").write_text(json.dumps(environment))
-    rows = [
-        {
-            "step": i,
-            "reward/mean": i / 4,
-            "reward/std": 0.1,
-            "mismatch/delta_abs_max": 0.1,
-            "time/step_s": 1.5,
-            "reward/failed": 0.0,
-            "memory/peak_gib": 0.5,
-        }
-        for i in range(1, STEPS + 1)
-    ]
+    metrics = {"reward/std": 0.1, "mismatch/delta_abs_max": 0.1, "time/step_s": 1.5, "reward/failed": 0.0}
+    metrics["memory/peak_gib"] = 0.5
+    rows = [{"step": i, "reward/mean": i / 4, **metrics} for i in range(1, STEPS + 1)]
     write_lines(path / "metrics.jsonl", rows)
     interval = {"mean": 0.5, "low": 0.25, "high": 0.75}
     scores = {"avg": interval, "pass": {"1": interval, "4": interval}}
@@ -86,21 +73,14 @@ def make(path: Path) -> Path:
     )
     row = {"step": 2, "prompt": "1 + 1", "completion": "2", "tokens": 3}
     write_lines(path / "rollouts" / "000002.jsonl", [{**row, "reward": reward} for reward in (0.0, 0.5, 1.0)])
-    integers = {
-        "prompt_lengths": [2, 2],
-        "response_lengths": [1, 2],
-        "prompt_tokens": [1] * 4,
-        "response_tokens": [2] * 3,
-        "groups": [0, 0],
-    }
+    integers = {"prompt_lengths": [2, 2], "response_lengths": [1, 2], "groups": [0, 0]}
+    integers |= {"prompt_tokens": [1] * 4, "response_tokens": [2] * 3}
     tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in integers.items()}
     tensors |= {name: torch.zeros(3) for name in ("logp_sampler", "logp_old", "logp")}
     tensors |= {name: torch.zeros(2) for name in ("advantages", "rewards")} | {"version": torch.tensor([1])}
     write_file(path / "rollouts" / "000002.safetensors", safetensors_chunks(tensors))
-    column = [-0.5, None, -0.1]
-    tokens = dict.fromkeys(
-        ("logp_sampler", "logp_old", "logp", "logp_shadow", "log_ratio", "weight", "advantage"), column
-    )
+    names = ("logp_sampler", "logp_old", "logp", "logp_shadow", "log_ratio", "weight", "advantage")
+    tokens = {name: [-0.5, None, -0.1] for name in names}
     record = {
         "format_version": 1,
         "step": 2,
@@ -125,7 +105,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def redigest(run: Path) -> None:
-    """Make the digests of the newest checkpoint fit what is there, as far as there is a manifest to put them into."""
+    """Update the digests in the newest checkpoint's manifest, if it is a readable manifest."""
     folder = run / "checkpoints" / "000004"
     try:
         manifest = json.loads(read_bytes(folder / "manifest.json"))
@@ -170,7 +150,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "start": begin,
     "resume": resume,
 }
-# Each file, or folder, with its readers.
+# File or folder -> the readers that read it.
 FILES = {
     "config.yaml": "runs start",
     "environment.json": "runs report environment start",
@@ -201,7 +181,7 @@ def test_the_whole_run_is_read_by_every_reader(whole):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_damaged_file_is_left_out_or_refused_in_one_line(whole, file, tmp_path):
+def test_a_damaged_file_is_omitted_or_refused_in_one_line(whole, file, tmp_path):
     is_folder = (whole / file).is_dir()
     for number, (rng, spoil) in enumerate(damages(1, 8 if is_folder else 30, file.endswith((".json", ".jsonl")))):
         run = tmp_path / str(number)
@@ -253,7 +233,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_only_looks_like_a_step_is_none(whole, name, tmp_path):
+def test_a_name_that_only_resembles_a_step_is_ignored(whole, name, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole, run, symlinks=True)
     shutil.copytree(run / "checkpoints" / "000004", run / "checkpoints" / name)

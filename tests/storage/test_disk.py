@@ -1,9 +1,10 @@
-"""Files that are written together: all of them or none, and what a user is told where the disk refuses."""
+"""Files are written all or none, and the error of a failing disk names the file and the fix."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_all_are_written_and_replaced(tmp_path):
         (errno.EIO, "Input/output error; check the path and the disk"),
     ],
 )
-def test_where_the_disk_refuses_one_of_them_all_are_as_they_were_and_it_is_named(tmp_path, monkeypatch, code, words):
+def test_if_one_file_cannot_be_written_all_are_restored_and_it_is_named(tmp_path, monkeypatch, code, words):
     write_together({tmp_path / "a": b"old"}, "--out")
     fill_disk(monkeypatch, after=1, code=code)
     with pytest.raises(UserError, match=rf"new/b: cannot be written: {words}") as caught:
@@ -41,7 +42,7 @@ def test_where_the_disk_refuses_one_of_them_all_are_as_they_were_and_it_is_named
     assert contents(tmp_path) == {"a": b"old"} and os.listdir(tmp_path) == ["a"]
 
 
-def test_a_directory_that_holds_something_else_stays(tmp_path, monkeypatch):
+def test_a_directory_that_holds_other_files_stays(tmp_path, monkeypatch):
     (tmp_path / "plots").mkdir()
     (tmp_path / "plots" / "mine").write_bytes(b"mine")
     fill_disk(monkeypatch)
@@ -50,15 +51,13 @@ def test_a_directory_that_holds_something_else_stays(tmp_path, monkeypatch):
     assert contents(tmp_path) == {"plots/mine": b"mine"}
 
 
-OBSTACLES = {
+OBSTACLES = {  # what is at the output's path
     "a directory": lambda path: path.mkdir(parents=True),
     "a file": lambda path: (path.parent.mkdir(parents=True, exist_ok=True), path.write_text("mine")),
     "a link to nothing": lambda path: path.symlink_to("nowhere"),
     "a pipe": lambda path: os.mkfifo(path),
     "a parent that is a file": lambda path: (path.parent.rmdir(), path.parent.write_text("mine")),
-    "a grandparent that is a file": lambda path: (
-        (path.parent.rmdir(), path.parent.parent.rmdir()) and path.parent.parent.write_text("mine")
-    ),
+    "a grandparent that is a file": lambda path: (shutil.rmtree(path.parents[1]), path.parents[1].write_text("mine")),
     "nothing": lambda path: None,
     "no parent": lambda path: path.parent.rmdir(),
 }

@@ -1,4 +1,4 @@
-"""A run goes on only where its metrics and its checkpoints tell of the same steps: every cut of either, generated."""
+"""A run is resumed only if its metrics and checkpoints agree about its steps: generated cuts of either."""
 
 from __future__ import annotations
 
@@ -26,28 +26,26 @@ def record(run: Path, steps: list[int], history: History | None = None) -> Path:
 @pytest.mark.parametrize("start, done", [(5, 5), (5, 7), (10, 14)])
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("old", [False, True])
-def test_a_whole_record_goes_on_whatever_comes_behind_the_checkpoint(tmp_path, start, done, after, old):
-    run = record(
-        tmp_path, list(range(after + 1, done + 1)), None if old else History(began_after=after, checkpoint=start)
-    )
+def test_a_complete_record_is_continued_whatever_follows_the_checkpoint(tmp_path, start, done, after, old):
+    history = None if old else History(began_after=after, checkpoint=start)
+    run = record(tmp_path, list(range(after + 1, done + 1)), history)
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 99, "x')
     assert began_after(run, start, own=True, every=EVERY) == after
 
 
-def test_every_way_of_losing_lines_before_the_checkpoint_is_refused_and_named(tmp_path):
-    """All subsets of lost lines of a short record, and shuffled and doubled ones of it."""
+def test_lines_missing_before_the_checkpoint_are_refused_and_named(tmp_path):
+    """All subsets of a short record's lines, and shuffled and repeated lines."""
     whole, start, refused = list(range(1, 8)), 6, 0
     for count in range(1, 7):
         for lost in itertools.combinations(whole, count):
             left = [step for step in whole if step not in lost]
             run = record(tmp_path, left, History(checkpoint=start))
-            if min(lost) > start:  # forgotten anyway
+            if min(lost) > start:  # steps after the checkpoint are repeated anyway
                 assert began_after(run, start, own=True, every=EVERY) == 0
                 continue
-            with pytest.raises(
-                UserError, match=rf"metrics\.jsonl: lacks steps? {min(lost)}\b.*restore the file"
-            ) as caught:
+            line = rf"metrics\.jsonl: lacks steps? {min(lost)}\b.*restore the file"
+            with pytest.raises(UserError, match=line) as caught:
                 began_after(run, start, own=True, every=EVERY)
             assert "\n" not in str(caught.value)
             refused += 1
@@ -61,25 +59,25 @@ def test_every_way_of_losing_lines_before_the_checkpoint_is_refused_and_named(tm
                 began_after(record(tmp_path, mixed, History(checkpoint=start)), start, own=True, every=EVERY)
 
 
+GONE = "checkpoints: the checkpoints of this run are gone"
+
+
 @pytest.mark.parametrize("done", range(0, 12))
 @pytest.mark.parametrize("history", [None, History(), History(checkpoint=5), History(began_after=3, checkpoint=5)])
-def test_without_checkpoints_only_a_run_that_never_had_one_begins_anew(tmp_path, done, history):
+def test_without_checkpoints_only_a_run_that_never_had_one_starts_over(tmp_path, done, history):
     run = record(tmp_path, list(range(1, done + 1)), history)
-    if done == 0 or (history is None and done <= EVERY) or history == History():  # no step is there to be written over
+    if done == 0 or (history is None and done <= EVERY) or history == History():  # no checkpointed step is lost
         assert began_after(run, 0, own=False, every=EVERY) == 0
     else:
-        with pytest.raises(
-            UserError, match=r"checkpoints: the checkpoints of this run are gone \(there was one of step 5"
-        ):
+        with pytest.raises(UserError, match=GONE + r" \(there was one of step 5"):
             began_after(run, 0, own=False, every=EVERY)
 
 
 def test_rollouts_alone_count_as_a_record(tmp_path):
     run = record(tmp_path, [], History(checkpoint=5))
-    assert began_after(run, 0, own=False, every=EVERY) == 0
     (run / "rollouts").mkdir()
     (run / "rollouts" / "000005.jsonl").touch()
-    with pytest.raises(UserError, match="the checkpoints of this run are gone"):
+    with pytest.raises(UserError, match=GONE):
         began_after(run, 0, own=False, every=EVERY)
 
 
@@ -88,27 +86,17 @@ def test_a_run_that_began_from_another_ones_checkpoint(tmp_path):
     assert began_after(run, 3, own=False, every=EVERY) == 3  # the same command again
     with pytest.raises(UserError, match="began from a checkpoint of another one, of step 3"):
         began_after(run, 0, own=False, every=EVERY)
-    with pytest.raises(
-        UserError, match=r"checkpoint\.resume: is a checkpoint of another run, and .* holds steps of its own"
-    ):
+    other = r"checkpoint\.resume: is a checkpoint of another run, and .* holds steps of its own"
+    with pytest.raises(UserError, match=other):
         began_after(run, 2, own=False, every=EVERY)
     assert began_after(record(tmp_path / "new", []), 3, own=False, every=EVERY) == 3
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        '{"checkpoint": -1}',
-        '{"checkpoint": 1e9}',
-        '{"began_after": "3"}',
-        '{"checkpoint": 99999999999999999999}',
-        "[" * 2000,
-        '"\udcff"',
-    ],
-)
+DAMAGED = ["", "{", "[]", '{"checkpoint": -1}', '{"checkpoint": 1e9}', '{"began_after": "3"}']
+DAMAGED += ['{"checkpoint": 99999999999999999999}', "[" * 2000, '"\udcff"']
+
+
+@pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_history_is_one_line(tmp_path, text):
     run = record(tmp_path, [1])
     (run / "history.json").write_bytes(text.encode(errors="surrogateescape"))
@@ -118,18 +106,18 @@ def test_a_damaged_history_is_one_line(tmp_path, text):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_line_that_is_there_twice_is_refused_and_named_wherever_it_stands(tmp_path, seed):
-    """Also behind the line of the checkpoint, where it would be kept, and count twice in every mean and curve."""
+def test_a_repeated_line_is_refused_and_named_wherever_it_stands(tmp_path, seed):
+    """Also after the checkpoint's line, where the repeated step would count twice in every mean and curve."""
     rng = random.Random(seed)
     start, done = rng.randint(1, 6), 7
     steps = list(range(1, done + 1))
-    doubled = rng.randint(1, done)
-    steps.insert(rng.randint(0, done), doubled)
+    repeated = rng.randint(1, done)
+    steps.insert(rng.randint(0, done), repeated)
     run = record(tmp_path, steps, History(checkpoint=start))
-    if doubled > start and steps[:start] == list(range(1, start + 1)):  # dropped anyway
+    if repeated > start and steps[:start] == list(range(1, start + 1)):  # steps after the checkpoint are dropped
         assert began_after(run, start, own=True, every=EVERY) == 0
         return
-    line = rf"metrics\.jsonl: (holds step {doubled} more than once|does not hold each step once and in order), and"
+    line = rf"metrics\.jsonl: (holds step {repeated} more than once|does not hold each step once and in order), and"
     with pytest.raises(UserError, match=line) as caught:
         began_after(run, start, own=True, every=EVERY)
     assert "restore the file" in str(caught.value) and "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Whatever lies where a lock should be: nothing is followed, changed or waited for, and the error is one line."""
+"""Anything in place of a lock file is neither followed, changed nor waited for, and the error is one line."""
 
 from __future__ import annotations
 
@@ -17,29 +17,17 @@ from qarl.exporting.staging import staged
 from qarl.storage.lock import is_locked, release_lock, take_lock
 
 PRECIOUS = b"process 1 was here\nand years of work\n"
-ROOT_ALONE = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices and files of other users")
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices and files of other users")
 
 
-def link(lock: Path) -> None:
+def link_to_precious(lock: Path) -> None:
     (lock.parent / "precious").write_bytes(PRECIOUS)
     lock.symlink_to("precious")
 
 
 def link_to_a_link(lock: Path) -> None:
-    link(lock.parent / "another")
+    link_to_precious(lock.parent / "another")
     lock.symlink_to("another")
-
-
-def link_to_nothing(lock: Path) -> None:
-    lock.symlink_to("nothing")
-
-
-def link_to_itself(lock: Path) -> None:
-    lock.symlink_to(lock.name)
-
-
-def link_to_a_directory(lock: Path) -> None:
-    lock.symlink_to(".")
 
 
 def socket_file(lock: Path) -> None:
@@ -52,16 +40,11 @@ def of_another_user(lock: Path) -> None:
     os.chown(lock, 65534, 65534)
 
 
-# what lies there -> what the error calls it
+# What to put there -> how the error names it.
 KINDS: dict[Callable[[Path], object], str] = {
-    link: "a symbolic link",
-    link_to_a_link: "a symbolic link",
-    link_to_nothing: "a symbolic link",
-    link_to_itself: "a symbolic link",
-    link_to_a_directory: "a symbolic link",
-    Path.mkdir: "a directory",
-    os.mkfifo: "a FIFO",
-    socket_file: "a socket",
+    **dict.fromkeys((link_to_precious, link_to_a_link), "a symbolic link"),
+    **{lambda lock, to=to: lock.symlink_to(to): "a symbolic link" for to in ("nothing", ".lock", ".")},
+    **{Path.mkdir: "a directory", os.mkfifo: "a FIFO", socket_file: "a socket"},
 }
 ROOTS: dict[Callable[[Path], object], str] = {
     of_another_user: "a file of user 65534",
@@ -75,7 +58,7 @@ LOCKERS: list[Callable[[Path], object]] = [
 
 @pytest.fixture(autouse=True)
 def _no_waiting() -> Iterator[None]:
-    """What waits for the other end of a FIFO is interrupted."""
+    """Fail a test that waits for the other end of a FIFO."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
     signal.alarm(100)
     yield
@@ -92,10 +75,10 @@ def contents(folder: Path) -> dict[str, object]:
 @pytest.mark.parametrize("locker", LOCKERS, ids=["train and eval", "compare"])
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [*KINDS.items(), *(pytest.param(*item, marks=ROOT_ALONE) for item in ROOTS.items())],
+    [*KINDS.items(), *(pytest.param(*item, marks=ROOT_ONLY) for item in ROOTS.items())],
     ids=[*KINDS.values(), *ROOTS.values()],
 )
-def test_what_is_no_lock_is_refused_in_one_line_and_left_as_it_is(tmp_path: Path, make, kind, locker) -> None:
+def test_what_is_no_lock_file_is_refused_in_one_line_and_unchanged(tmp_path: Path, make, kind, locker) -> None:
     make(tmp_path / ".lock")
     before, descriptors = contents(tmp_path), len(os.listdir("/proc/self/fd"))
     with pytest.raises(UserError) as refused:
@@ -106,13 +89,13 @@ def test_what_is_no_lock_is_refused_in_one_line_and_left_as_it_is(tmp_path: Path
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-@pytest.mark.parametrize("make", [*KINDS, *(pytest.param(make, marks=ROOT_ALONE) for make in list(ROOTS)[1:])])
-def test_asking_whether_a_run_is_under_way_neither_waits_nor_follows(tmp_path: Path, make) -> None:
+@pytest.mark.parametrize("make", [*KINDS, *(pytest.param(make, marks=ROOT_ONLY) for make in list(ROOTS)[1:])])
+def test_testing_a_lock_neither_waits_nor_follows_links(tmp_path: Path, make) -> None:
     make(tmp_path / ".lock")
     before = contents(tmp_path)
     held = os.open(tmp_path / "precious", os.O_RDWR) if (tmp_path / "precious").exists() else None
     if held is not None:
-        fcntl.flock(held, fcntl.LOCK_EX)  # what a link leads to says nothing of the run
+        fcntl.flock(held, fcntl.LOCK_EX)  # the state of a link's target does not count
     assert not is_locked(tmp_path)
     assert contents(tmp_path) == before
     if held is not None:
@@ -120,7 +103,7 @@ def test_asking_whether_a_run_is_under_way_neither_waits_nor_follows(tmp_path: P
 
 
 @pytest.mark.parametrize("text", [PRECIOUS, b"{", b"process 7 on host", b"\0" * 5000, b"process x on y\n"])
-def test_a_file_that_qarl_did_not_write_is_locked_and_keeps_its_contents(tmp_path: Path, text: bytes) -> None:
+def test_a_foreign_file_is_locked_and_keeps_its_contents(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "elsewhere").write_bytes(text)
     os.link(tmp_path / "elsewhere", tmp_path / ".lock")
     fd = take_lock(tmp_path, "in use")
@@ -130,7 +113,7 @@ def test_a_file_that_qarl_did_not_write_is_locked_and_keeps_its_contents(tmp_pat
     release_lock(fd)
 
 
-def test_a_lock_names_its_newest_holder_and_is_its_owners_alone(tmp_path: Path) -> None:
+def test_a_lock_names_its_newest_holder_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_bytes(b"process 99999999 on a-host-with-a-longer-name.example.org\n")
     (tmp_path / ".lock").chmod(0o600)
     for _ in range(2):
@@ -144,7 +127,7 @@ def test_a_lock_names_its_newest_holder_and_is_its_owners_alone(tmp_path: Path) 
     assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_directory_of_an_export_in_the_making_is_not_emptied_through_a_link(tmp_path: Path) -> None:
+def test_staging_an_export_does_not_empty_a_directory_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "work").write_bytes(PRECIOUS)
     (tmp_path / ".out.partial").symlink_to("precious")

@@ -1,4 +1,4 @@
-"""The run directory: reuse, refusal with nothing written, locking, atomic files."""
+"""The run directory: when it is reused, refusals that write nothing, locking, atomic files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from full_disk import fill_disk
+from plain_settings import plain_config
 
 from qarl.config import Config
 from qarl.errors import UserError
@@ -25,21 +26,14 @@ from qarl.storage.rundir import RunDirectory, begun_configuration
 @pytest.fixture
 def make(tmp_path):
     def make(**sections) -> Config:
-        data = {
-            "model": {"path": "models/tiny"},
-            "data": {"source": "task:arithmetic"},
-            "reward": {"functions": [{"name": "exact"}]},
-            "train": {"steps": 10, "run_dir": str(tmp_path / "runs" / "demo")},
-        }
-        for name, values in sections.items():
-            data[name] = {**data.get(name, {}), **values}
-        return Config.model_validate(data)
+        train = {"run_dir": str(tmp_path / "runs" / "demo"), **sections.pop("train", {})}
+        return plain_config(train=train, **sections)
 
     return make
 
 
 def run_once(config: Config, resume: str = "auto") -> None:
-    """Leave what a run of at least one step leaves."""
+    """Write what a run of at least one step writes."""
     with RunDirectory.open(config, resume) as run:
         run.begin()
         (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -79,13 +73,10 @@ def test_logs_of_a_refused_start_stay_of_every_rank(make):
     assert not (run.path / "rank-002").exists() and not (run.path / "rank-001" / "sampler").exists()
 
 
-def test_a_directory_that_was_there_stays_though_nothing_began(make, tmp_path):
+def test_nothing_is_written_before_the_run_begins(make):
     make().run_dir.mkdir(parents=True)
     RunDirectory.open(make(), "auto").close()
-    assert make().run_dir.is_dir()
-
-
-def test_nothing_is_written_before_the_run_begins(make):
+    assert make().run_dir.is_dir()  # an existing directory stays
     run_once(make())
     before = snapshot(make().run_dir)
     RunDirectory.open(make(train={"steps": 99}), "auto").close()
@@ -93,35 +84,27 @@ def test_nothing_is_written_before_the_run_begins(make):
     assert before.pop(".lock") and after.pop(".lock") and before == after
 
 
-@pytest.mark.parametrize("resume", ["auto", "some/checkpoint"])
-def test_the_same_configuration_is_resumed(make, resume):
-    run_once(make())
-    run_once(make(), resume)
-
-
 @pytest.mark.parametrize(
     "sections",
     [
+        {},
         {"train": {"steps": 99}},
         {"checkpoint": {"every": 3, "keep_last": 9, "resume": "never"}},
         {"logging": {"console": "none", "tensorboard": False, "wandb": {"project": "p"}}},
     ],
 )
-def test_keys_that_change_no_step_may_differ_and_are_stored(make, sections):
+def test_a_run_is_resumed_with_keys_that_change_no_step_which_are_stored(make, sections, tmp_path):
     run_once(make())
-    config = make(**sections)
-    with RunDirectory.open(config, "auto") as run:
-        run.begin()
-        assert (run.path / "config.yaml").read_text() == config.to_yaml()
-
-
-def test_a_moved_directory_is_still_the_same_run(make, tmp_path):
-    run_once(make())
+    for resume in ("auto", "some/checkpoint"):
+        config = make(**sections)
+        with RunDirectory.open(config, resume) as run:
+            run.begin()
+            assert (run.path / "config.yaml").read_text() == config.to_yaml()
     (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "moved")
     run_once(make(train={"run_dir": str(tmp_path / "runs" / "moved")}))
 
 
-def test_keys_that_a_run_is_older_than_mean_their_defaults(make):
+def test_keys_that_an_older_run_lacks_have_their_defaults(make):
     older = make(objective={"name": "grpo"})
     run_once(older)
     stored = yaml.safe_load((older.run_dir / "config.yaml").read_text())
@@ -133,7 +116,7 @@ def test_keys_that_a_run_is_older_than_mean_their_defaults(make):
     run_once(older)
 
 
-def test_a_stored_configuration_that_is_none_any_more_is_compared_as_it_is(make):
+def test_a_stored_configuration_that_is_no_longer_valid_is_compared_as_it_is(make):
     run_once(make())
     with (make().run_dir / "config.yaml").open("a") as file:
         file.write("gone: 1\n")
@@ -141,7 +124,7 @@ def test_a_stored_configuration_that_is_none_any_more_is_compared_as_it_is(make)
         RunDirectory.open(make(), "auto")
 
 
-def test_another_configuration_is_refused_naming_both_values_and_nothing_is_written(make):
+def test_another_configuration_is_refused_with_the_first_three_differences_and_nothing_is_written(make):
     first = make()
     run_once(first)
     before = snapshot(first.run_dir)
@@ -151,73 +134,66 @@ def test_another_configuration_is_refused_naming_both_values_and_nothing_is_writ
     assert "optim.lr is 1e-06 there, 3e-05 here" in message and "train.seed is 0 there, 7 here" in message
     assert "choose another train.run_dir" in message and "\n" not in message
     assert snapshot(first.run_dir) == before
-
-
-def test_only_the_first_three_differences_are_spelled_out(make):
-    run_once(make())
     with pytest.raises(UserError, match=r"optim\.lr .*optim\.eps .*train\.seed .* and 1 more\)"):
         RunDirectory.open(make(optim={"lr": 1e-3, "eps": 1e-6}, train={"seed": 7, "threads": 1}), "auto")
 
 
-def test_a_run_stopped_before_its_first_step_binds_no_configuration(make):
-    with RunDirectory.open(make(), "auto") as run:
-        run.begin()
-    config = make(optim={"lr": 3e-5})
-    with RunDirectory.open(config, "auto") as run:
-        run.begin()
-        assert (run.path / "config.yaml").read_text() == config.to_yaml()
-
-
-def test_a_size_left_to_the_device_is_the_one_that_the_run_has():
-    theirs = {"rollout": {"max_num_seqs": 64}, "train": {"logprob_chunk": 128}}
-    assert config_difference(theirs, {"rollout": {"max_num_seqs": None}, "train": {"logprob_chunk": None}}) == []
-    assert config_difference(theirs, {"rollout": {"max_num_seqs": None}, "train": {"logprob_chunk": 64}}) == [
-        "train.logprob_chunk is 128 there, 64 here"
-    ]
-
-
 def test_a_run_has_begun_once_it_has_results(make):
-    config = make()
+    config, other = make(), make(optim={"lr": 3e-5})
     assert begun_configuration(config.run_dir) is None
-    with RunDirectory.open(config, "auto") as run:
-        run.begin()
-    assert begun_configuration(config.run_dir) is None
+    for given in (config, other):  # a run stopped before its first step does not fix the configuration
+        with RunDirectory.open(given, "auto") as run:
+            run.begin()
+            assert (run.path / "config.yaml").read_text() == given.to_yaml()
+        assert begun_configuration(config.run_dir) is None
     run_once(config)
     assert begun_configuration(config.run_dir) == config
     (config.run_dir / "config.yaml").write_text("[")
     assert begun_configuration(config.run_dir) is None
 
 
-def test_a_difference_in_thread_count_counts():
-    assert config_difference({"train": {"threads": 1}}, {"train": {"threads": 2}}) == [
-        "train.threads is 1 there, 2 here"
-    ]
+MATH, BREVITY = {"name": "math", "weight": 1.0}, {"name": "brevity", "weight": 1.0}
+SIZES = {"rollout": {"max_num_seqs": 64}, "train": {"logprob_chunk": 128}}
 
 
-def test_keys_on_one_side_only_and_empty_tables_are_differences():
-    assert config_difference({"a": {"x": 1}, "b": {}}, {"b": {"y": None}}) == [
-        "b.y is not set there, null here",
-        "a.x is 1 there, not set here",
-        "b is {} there, not set here",
-    ]
-
-
-def test_a_difference_inside_a_list_is_named_by_its_index():
-    math, brevity = {"name": "math", "weight": 1.0}, {"name": "brevity", "weight": 1.0}
-    theirs = {"reward": {"functions": [math, brevity]}, "rollout": {"stop": []}}
-    ours = {"reward": {"functions": [math, brevity | {"weight": 0.5}, math]}, "rollout": {"stop": ["x"]}}
-    assert config_difference(theirs, ours) == [
-        "reward.functions.1.weight is 1.0 there, 0.5 here",
-        'reward.functions.2.name is not set there, "math" here',
-        "reward.functions.2.weight is not set there, 1.0 here",
-        'rollout.stop is [] there, ["x"] here',
-    ]
+@pytest.mark.parametrize(
+    ("theirs", "ours", "lines"),
+    [
+        ({"train": {"threads": 1}}, {"train": {"threads": 2}}, ["train.threads is 1 there, 2 here"]),
+        # a size left to the device is the stored one
+        (SIZES, {"rollout": {"max_num_seqs": None}, "train": {"logprob_chunk": None}}, []),
+        (
+            SIZES,
+            {"rollout": {"max_num_seqs": None}, "train": {"logprob_chunk": 64}},
+            ["train.logprob_chunk is 128 there, 64 here"],
+        ),
+        # keys on one side only, empty tables
+        (
+            {"a": {"x": 1}, "b": {}},
+            {"b": {"y": None}},
+            ["b.y is not set there, null here", "a.x is 1 there, not set here", "b is {} there, not set here"],
+        ),
+        # a difference inside a list
+        (
+            {"reward": {"functions": [MATH, BREVITY]}, "rollout": {"stop": []}},
+            {"reward": {"functions": [MATH, BREVITY | {"weight": 0.5}, MATH]}, "rollout": {"stop": ["x"]}},
+            [
+                "reward.functions.1.weight is 1.0 there, 0.5 here",
+                'reward.functions.2.name is not set there, "math" here',
+                "reward.functions.2.weight is not set there, 1.0 here",
+                'rollout.stop is [] there, ["x"] here',
+            ],
+        ),
+    ],
+)
+def test_differences_of_two_configurations_are_named_by_their_keys(theirs, ours, lines):
+    assert config_difference(theirs, ours) == lines
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/000010/manifest.json"])
-def test_never_refuses_a_directory_with_results(make, name):
+def test_resume_never_refuses_a_directory_with_results(make, name):
     config = make()
-    for _ in range(2):  # nothing learned in between: fine
+    for _ in range(2):  # accepted while there are no results
         with RunDirectory.open(config, "never") as run:
             run.begin()
     result = config.run_dir / name
@@ -236,7 +212,7 @@ def test_a_foreign_directory_is_refused_and_left_alone(make):
     assert snapshot(config.run_dir) == {"thesis.tex": b"precious"}
 
 
-def test_what_a_killed_start_leaves_is_taken_over(make):
+def test_files_of_a_killed_start_are_replaced(make):
     config = make()
     (config.run_dir / "checkpoints").mkdir(parents=True)
     for name in (".lock", ".config.yaml.tmp", "environment.json", "rewards.log", "metrics.jsonl"):
@@ -252,16 +228,17 @@ def test_a_broken_stored_configuration_is_a_user_error(make):
         RunDirectory.open(config, "auto")
 
 
-def test_a_path_below_a_file_is_a_user_error(make, tmp_path):
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("file/run", "file/run: cannot be written: Not a directory; check the path"),
+        ("file", "file: not a directory; choose another"),
+    ],
+)
+def test_a_path_that_can_be_no_directory_is_a_user_error(make, tmp_path, path, message):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file/run: cannot be written: Not a directory; check the path"):
-        RunDirectory.open(make(train={"run_dir": str(tmp_path / "file" / "run")}), "auto")
-
-
-def test_a_file_in_its_place_is_a_user_error(make, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file: not a directory; choose another"):
-        RunDirectory.open(make(train={"run_dir": str(tmp_path / "file")}), "auto")
+    with pytest.raises(UserError, match=message):
+        RunDirectory.open(make(train={"run_dir": str(tmp_path / path)}), "auto")
 
 
 def test_a_read_only_disk_is_a_user_error(make, monkeypatch):
@@ -327,7 +304,7 @@ def test_a_forked_worker_does_not_keep_the_lock(make):
         worker.join()
 
 
-def test_environment_changes_are_told(make):
+def test_environment_changes_are_reported(make):
     config = make()
     run_once(config)
     path = config.run_dir / "environment.json"

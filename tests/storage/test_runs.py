@@ -10,21 +10,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from plain_settings import plain_settings
 
 from qarl.errors import UserError
-from qarl.storage.runs import find_runs, read_metrics, read_run
+from qarl.storage.runs import find_runs, read_run
 
 
-def make(path: Path, done: int = 2, steps: int = 4) -> Path:
+def make(path: Path, done: int = 2) -> Path:
+    """Write a run of `done` steps out of 4."""
     path.mkdir(parents=True)
-    config = {
-        "model": {"path": "some/model"},
-        "data": {"source": "task:arithmetic"},
-        "train": {"steps": steps},
-        "reward": {"functions": [{"name": "exact"}]},
-    }
-    config["train"]["run_dir"] = str(path)
-    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    settings = plain_settings(train={"run_dir": str(path)})
+    (path / "config.yaml").write_text(yaml.safe_dump(settings))
     (path / "environment.json").write_text('{"host": "here"}')
     (path / ".lock").touch()
     lines = [json.dumps({"step": step, "reward/mean": step / 10}) + "\n" for step in range(1, done + 1)]
@@ -33,7 +29,7 @@ def make(path: Path, done: int = 2, steps: int = 4) -> Path:
 
 
 @pytest.mark.parametrize("done, state", [(0, "empty"), (2, "stopped"), (4, "finished")])
-def test_the_state_of_a_run_that_nobody_works_on(tmp_path, done, state):
+def test_the_state_of_a_run_whose_lock_is_free(tmp_path, done, state):
     record = read_run(make(tmp_path / "a", done))
     assert (record.state, record.step, len(record.metrics)) == (state, done, done)
     assert record.environment == {"host": "here"} and record.config.train.steps == 4
@@ -49,30 +45,23 @@ def test_a_run_whose_lock_is_held_is_running_and_reading_it_leaves_the_lock_free
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_damaged_lines_are_left_out_and_counted(tmp_path):
+def test_damaged_lines_and_files_are_omitted_and_lines_counted(tmp_path):
     path = make(tmp_path / "a", 1)
     with open(path / "metrics.jsonl", "ab") as file:
         file.write(b'\x00\xff\n{"x": 1}\n[1]\n{"step": 2, "reward/mean": null}\n{"step": 3, "rew')
+    (path / "environment.json").write_text("{")
+    (path / "evaluations.jsonl").write_text('{"step": 0, "overall": {}}\n{"step": 2, "overall": {}}\n')
     record = read_run(path)
     assert [row["step"] for row in record.metrics] == [1, 2] and record.damaged == {"metrics.jsonl": 4}
-
-
-def test_a_damaged_environment_is_an_empty_one(tmp_path):
-    path = make(tmp_path / "a")
-    (path / "environment.json").write_text("{")
-    assert read_run(path).environment == {}
-
-
-def test_evaluations_are_read_oldest_first(tmp_path):
-    path = make(tmp_path / "a")
-    (path / "evaluations.jsonl").write_text('{"step": 0, "overall": {}}\n{"step": 2, "overall": {}}\n')
-    assert [record["step"] for record in read_run(path).evaluations] == [0, 2]
+    assert record.environment == {} and [row["step"] for row in record.evaluations] == [0, 2]
+    (path / "metrics.jsonl").unlink()
+    assert read_run(path).metrics == []
 
 
 @pytest.mark.parametrize(
     "kind, message", [("missing", "no such directory"), ("file", "is a file"), ("empty", "no config")]
 )
-def test_what_is_no_run_is_one_line(tmp_path, kind, message):
+def test_a_path_that_is_no_run_is_one_line(tmp_path, kind, message):
     path = tmp_path / "a"
     if kind == "file":
         path.touch()
@@ -103,17 +92,10 @@ def test_runs_are_found_at_any_depth_and_broken_ones_are_named(tmp_path):
     assert len(problems) == 1 and str(tmp_path / "broken") in problems[0]
 
 
-def test_a_run_given_as_the_root_is_found(tmp_path):
+def test_the_root_may_be_a_run_and_must_exist(tmp_path):
     assert [record.path for record in find_runs(make(tmp_path / "a"))[0]] == [tmp_path / "a"]
-
-
-def test_a_root_that_is_not_there_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match="no such directory"):
         find_runs(tmp_path / "nowhere")
-
-
-def test_missing_metrics_are_none(tmp_path):
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def test_reading_runs_needs_no_torch():
