@@ -1,46 +1,23 @@
-"""Made-up run records and comparisons, for tests that train nothing."""
+"""Made-up run records, for tests of comparisons that do not train."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
+from plain_settings import plain_settings, write_model
 
 from qarl.config import Config
 from qarl.storage.runs import RunRecord
 
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 1000,
-    "max_position_embeddings": 1024,
-}
-
 
 def settings_of(model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "model": {"path": str(model)},
-        "quant": {"group_size": 32},
-        "rollout": {"max_response_length": 8},
-        "data": {"source": "task:arithmetic", "max_prompt_length": 64},
-        "reward": {"functions": [{"name": "exact"}]},
-        "train": {"steps": 4, "run_dir": "runs/made-up"},
+    own: dict[str, dict[str, Any]] = {
+        **{"model": {"path": str(model)}, "quant": {"group_size": 32}, "rollout": {"max_response_length": 8}},
+        **{"data": {"max_prompt_length": 64}, "train": {"run_dir": "runs/made-up"}},
     }
-    for name, values in sections.items():
-        data[name] = {**data.get(name, {}), **values}
-    return data
-
-
-def write_model(directory: Path, **changes: Any) -> Path:
-    """A model directory that holds a config.json alone: enough for every check, and for no training."""
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(MODEL | changes))
-    return directory
+    return plain_settings(**{name: own.get(name, {}) | sections.get(name, {}) for name in {**own, **sections}})
 
 
 def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
@@ -52,7 +29,7 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 def step_record(step: int, **values: float | None) -> dict[str, Any]:
-    """A metrics record of plausible numbers; `values` replace them, `__` standing for the slash."""
+    """Return a metrics record of plausible numbers; `values` replace them, with `__` for the slash in names."""
     record = {
         "step": step,
         "reward/mean": 0.1 * step,

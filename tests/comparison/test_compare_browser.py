@@ -1,4 +1,4 @@
-"""The comparison's page in a real Chromium; of the offline comparison too, which is made of the same blocks."""
+"""The pages of a comparison and of an offline comparison in a real Chromium."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINDOWS = [(1280, "light"), (360, "dark")]
 
 
 def ten_runs(tmp_path: Path) -> Path:
-    """Five schemes and two learners, one of which failed in a hostile manner."""
+    """Five schemes by two learners, and a failed member with hostile texts."""
     write_model(tmp_path / "model")
     members, records = [], {}
     for i, scheme in enumerate(("bf16", "w4a16", "w8a8", "fp8", "w4a8")):
@@ -44,15 +44,9 @@ def offline(tmp_path: Path) -> Path:
     recorded = Path(__file__).parents[2] / "benchmarks" / "results" / "offline_cpu.json"
     result = json.loads(recorded.read_text())
     for member in result["members"]:
+        error = {"kind": "up_proj", "sqnr_db": 30.0, "max_abs": 0.1}
         member["weight_error"] = [
-            {
-                "module": f"model.layers.{i}.mlp.up_proj",
-                "layer": i,
-                "kind": "up_proj",
-                "relative": 0.01 * (i + 1),
-                "sqnr_db": 30.0,
-                "max_abs": 0.1,
-            }
+            {"module": f"model.layers.{i}.mlp.up_proj", "layer": i, "relative": 0.01 * (i + 1), **error}
             for i in range(3)
         ]
     result["members"].append({"name": "w4a16", "state": "failed", "reason": HOSTILE})

@@ -1,4 +1,4 @@
-"""Which GPU a member of a comparison trains on, where there are several."""
+"""Placement of a comparison's members on several GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BESIDE = {"engine": "vllm", "vllm": {"device": 1}}
 
 
 class Ended:
-    """A member that takes `polls` looks."""
+    """A member's process that ends after `polls` polls."""
 
     def __init__(self, polls: int) -> None:
         self.polls = polls
@@ -35,7 +35,7 @@ class Ended:
 
 
 def recorded(member: Member, steps: int) -> None:
-    """Write the metrics of a training that recorded `steps` steps; of none, no file."""
+    """Write metrics of `steps` steps; no file for 0 steps."""
     member.run_dir.mkdir()
     if steps:
         lines = "".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1))
@@ -45,7 +45,7 @@ def recorded(member: Member, steps: int) -> None:
 def placed(
     tmp_path: Path, monkeypatch, gpus: list[str], jobs: int, *polls: int, device: str = "cuda", **sections: Any
 ) -> list[str | None]:
-    """The GPU that each member was started on, in their order; polls: how long each trains."""
+    """Return the GPU that each member was started on. polls: how long each trains."""
     monkeypatch.setattr(launch, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(launch, "POLL_SECONDS", 0.0)
     settings = settings_of(write_model(tmp_path / "model"), **sections)
@@ -70,21 +70,21 @@ def placed(
     return seen
 
 
-def test_members_are_spread_over_the_gpus(tmp_path, monkeypatch) -> None:
-    assert placed(tmp_path, monkeypatch, ["3", "5"], 4, 9, 9, 9, 9) == ["3", "5", "3", "5"]
-
-
-def test_the_next_one_goes_where_the_fewest_train(tmp_path, monkeypatch) -> None:
-    assert placed(tmp_path, monkeypatch, ["0", "1"], 2, 1, 9, 1, 1) == ["0", "1", "0", "0"]
-
-
-@pytest.mark.parametrize("gpus", [[], ["0"]])
-def test_one_gpu_or_none_is_left_as_it_is(tmp_path, monkeypatch, gpus) -> None:
-    assert placed(tmp_path, monkeypatch, gpus, 2, 1, 1) == [None, None]
+@pytest.mark.parametrize(
+    ("gpus", "jobs", "polls", "expected"),
+    [
+        (["3", "5"], 4, (9, 9, 9, 9), ["3", "5", "3", "5"]),
+        (["0", "1"], 2, (1, 9, 1, 1), ["0", "1", "0", "0"]),  # the GPU with the fewest members
+        ([], 2, (1, 1), [None, None]),
+        (["0"], 2, (1, 1), [None, None]),
+    ],
+)
+def test_members_are_spread_over_the_gpus(tmp_path, monkeypatch, gpus, jobs, polls, expected) -> None:
+    assert placed(tmp_path, monkeypatch, gpus, jobs, *polls) == expected
 
 
 @pytest.mark.parametrize("sections", [{"rollout": BESIDE}, {"device": "cpu"}])
-def test_a_member_that_needs_several_or_none_sees_all(tmp_path, monkeypatch, sections) -> None:
+def test_a_member_that_needs_several_gpus_or_none_sees_all(tmp_path, monkeypatch, sections) -> None:
     assert placed(tmp_path, monkeypatch, ["0", "1"], 2, 1, 1, **sections) == [None, None]
 
 

@@ -1,16 +1,17 @@
-"""Members whose inputs changed behind the same configuration: noticed in every place that would mix their numbers."""
+"""Inputs that changed under the same configuration are noticed wherever numbers of runs are combined."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from comparisons import evaluation, settings_of, step_record
+from comparisons import evaluation, settings_of, step_record, write_model
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from qarl.storage.input_files import UNKNOWN, hub_commit, present_inputs
 from qarl.storage.rundir import RunDirectory
 from qarl.storage.runs import read_run
 
-# File -> its contents, and how a message names it.
+# File -> its contents, and its name in messages.
 FILES = {
     "model/config.json": (None, "model.path: config.json"),
     "model/generation_config.json": ('{"eos_token_id": 1}', "model.path: generation_config.json"),
@@ -33,7 +34,7 @@ FILES = {
     "model/chat_template.jinja": ("{{ messages[0].content }}", "model.path: chat_template.jinja"),
     "model/model.safetensors.index.json": (
         '{"weight_map": {"a": "one.safetensors"}}',
-        "model.path: model.safetensors.ind",
+        "model.path: model.safetensors.i",
     ),
     "model/one.safetensors": ("not really, but planning reads no weights" * 30_000, "model.path: one.safetensors"),
     "rows/train.jsonl": ('{"prompt": "1 + 1", "answer": "2"}\n' * 3, "data.source: train.jsonl"),
@@ -52,23 +53,16 @@ class World:
     folder: Path
 
     def config(self, seed: int = 0, run_dir: str = "run", **sections: dict) -> Config:
-        task = {
-            "name": "sums",
-            "data": {"source": str(self.folder / "test.json"), "max_prompt_length": 64},
-            "reward": [{"name": f"{self.folder}/grade.py:grade"}],
+        source = {"source": f"{self.folder}/test.json", "max_prompt_length": 64}
+        task = {"name": "sums", "data": source, "reward": [{"name": f"{self.folder}/grade.py:grade"}]}
+        own = {
+            "data": {"source": f"{self.folder}/rows"},
+            "reward": {"functions": [{"name": f"{self.folder}/reward.py:judge"}]},
+            "objective": {"name": "custom", "path": f"{self.folder}/objective.py:mine"},
+            "evaluation": {"tasks": [task], "samples": 2, "max_response_length": 8},
+            "train": {"steps": 4, "seed": seed, "run_dir": f"{self.folder}/{run_dir}"},
         }
-        data = settings_of(
-            self.folder / "model",
-            **{
-                "data": {"source": str(self.folder / "rows")},
-                "reward": {"functions": [{"name": f"{self.folder}/reward.py:judge"}]},
-                "objective": {"name": "custom", "path": f"{self.folder}/objective.py:mine"},
-                "evaluation": {"tasks": [task], "samples": 2, "max_response_length": 8},
-                "train": {"steps": 4, "seed": seed, "run_dir": str(self.folder / run_dir)},
-                **sections,
-            },
-        )
-        return Config.model_validate(data)
+        return Config.model_validate(settings_of(self.folder / "model", **own | sections))
 
     def trained(self, config: Config) -> Path:
         """A finished run, begun as training begins one."""
@@ -92,8 +86,6 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
-    from comparisons import write_model
-
     folder = tmp_path_factory.mktemp("world")
     write_model(folder / "model")
     (folder / "rows").mkdir()
@@ -131,15 +123,15 @@ def test_one_byte_of_any_input_is_noticed_and_undoing_it_makes_the_run_count_aga
     assert world.own(config).reused
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_a_file_that_is_only_touched_or_written_again_changes_nothing(world, name):
-    file = world.folder / name
-    file.write_bytes(file.read_bytes())
-    os.utime(file, ns=(10**18, 10**18))
+def test_a_file_that_is_touched_or_written_again_unchanged_counts_as_the_same(world):
+    for name in FILES:
+        file = world.folder / name
+        file.write_bytes(file.read_bytes())
+        os.utime(file, ns=(10**18, 10**18))
     assert world.own(world.config()).reused
 
 
-def test_a_run_of_fewer_steps_is_trained_on_and_one_of_more_is_refused(world):
+def test_a_run_of_fewer_steps_is_continued_and_one_of_more_is_refused(world):
     of = world.config().train
     fewer, more = (world.config(train=of.model_copy(update={"steps": steps}).model_dump()) for steps in (3, 5))
     member = world.own(more)
@@ -149,7 +141,7 @@ def test_a_run_of_fewer_steps_is_trained_on_and_one_of_more_is_refused(world):
 
 
 @pytest.mark.parametrize("name", ["model/added_tokens.json", "rows/more.jsonl"])
-def test_a_file_that_is_new_is_noticed(world, name):
+def test_a_new_file_is_noticed(world, name):
     (world.folder / name).write_text('{"prompt": "3 + 3", "answer": "6"}\n')
     try:
         with pytest.raises(UserError, match=Path(name).name):
@@ -173,8 +165,8 @@ def test_evaluations_with_other_settings_are_not_averaged(world, key, value, sam
         world.own(other)
 
 
-def test_a_run_that_went_on_with_another_reward_is_no_member(world):
-    """`checkpoint.allow_changed` lets a run go on; its numbers are of neither reward alone."""
+def test_a_run_that_changed_its_reward_is_no_member(world):
+    """`checkpoint.allow_changed` lets such a run continue, but its numbers belong to neither reward alone."""
     config = world.config(run_dir="mixed")
     path = world.trained(config)
     file = world.folder / "reward.py"
@@ -231,8 +223,6 @@ def test_existing_runs_of_different_inputs_are_compared_with_a_notice_and_form_n
 
 
 def test_planning_reads_inputs_without_torch(world):
-    import subprocess
-
     code = (
         "import sys, json; from qarl.config import Config; from qarl.storage.input_files import present_inputs\n"
         f"present_inputs(Config.model_validate_json({world.config().model_dump_json()!r}))\n"
@@ -254,10 +244,7 @@ def test_a_hub_name_is_its_commit_in_the_cache(tmp_path, monkeypatch):
     assert hub_commit("models", "some/model", "0" * 40) == "0" * 40
 
 
-@pytest.mark.parametrize(
-    ("source", "other"),
-    [("task:arithmetic", {"seed": 1}), ("reasoning-gym:chain_sum", None)],
-)
+@pytest.mark.parametrize(("source", "other"), [("task:arithmetic", {"seed": 1}), ("reasoning-gym:chain_sum", None)])
 def test_a_generated_task_has_an_identity(world, source, other):
     def identity(**task: object) -> str:
         config = world.config(data={"source": source, "task": task})

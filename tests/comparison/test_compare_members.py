@@ -1,4 +1,4 @@
-"""The numbers of a run and of its seeds together."""
+"""Numbers of a run, and of several seeds together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_numbers_are_quarters_maxima_and_medians_after_the_first_step(config, tm
     assert numbers["evaluation"]["step"] == 8
 
 
-def test_a_value_that_was_not_finite_leaves_no_mean_and_no_maximum(config, tmp_path):
+def test_without_a_finite_value_there_is_no_mean_and_no_maximum(config, tmp_path):
     broken = {"mismatch__delta_abs_mean": None, "mismatch__delta_abs_max": None}
     numbers = numbers_of(record_of(config, tmp_path, 4, **broken))
     assert numbers["mismatch_delta_abs_mean"] is numbers["mismatch_delta_abs_max"] is None
@@ -40,7 +40,7 @@ def test_a_value_that_was_not_finite_leaves_no_mean_and_no_maximum(config, tmp_p
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "asymmetric", "w8a8", "w4a8"])
 def test_checkpoint_bytes_are_those_of_the_tensors(tiny_model, family, scheme):
-    """Against the forms that a publish is made of: every stored tensor of every parameter, tied weights once."""
+    """Compare with the tensors that a publish would send, with tied weights once."""
     import torch
     from qarl_formats.weight import LowBitWeight
 
@@ -59,7 +59,7 @@ def test_checkpoint_bytes_are_those_of_the_tensors(tiny_model, family, scheme):
     assert checkpoint_bytes(config) == total
 
 
-def test_a_base_model_that_moved_costs_the_checkpoint_size_alone(config, tmp_path):
+def test_if_the_base_model_is_gone_only_the_checkpoint_size_is_unknown(config, tmp_path):
     (tmp_path / "model" / "config.json").unlink()
     numbers = numbers_of(record_of(config, tmp_path))
     assert numbers["checkpoint_bytes"] is None and numbers["reward_last_quarter"] is not None
@@ -73,22 +73,17 @@ def seeds(config: Config, path: Path, rewards: list[float]) -> list[dict]:
     return entries
 
 
-def test_two_seeds_have_their_extremes_as_bounds(config, tmp_path):
-    (group,) = grouped(seeds(config, tmp_path, [0.2, 0.6]))
+def test_two_seeds_have_a_range_and_three_a_t_interval(config, tmp_path):
+    entries = seeds(config, tmp_path, [0.2, 0.6])
+    assert grouped(entries[:1]) == []
+    (group,) = grouped(entries)
     assert group["interval"] == "min-max" and group["seeds"] == [0, 1]
     assert group["reward_last_quarter"] == pytest.approx({"mean": 0.4, "low": 0.2, "high": 0.6})
-
-
-def test_three_seeds_have_a_t_interval(config, tmp_path):
-    (group,) = grouped(seeds(config, tmp_path, [0.1, 0.2, 0.3]))
+    entries = seeds(config, tmp_path, [0.1, 0.2, 0.3])
+    (group,) = grouped(entries)
     half = 4.302653 * 0.1 / 3**0.5  # the 97.5 % quantile of t with two degrees of freedom, from tables
     assert group["interval"] == "t95"
     assert group["reward_last_quarter"] == pytest.approx({"mean": 0.2, "low": 0.2 - half, "high": 0.2 + half}, abs=1e-6)
-
-
-def test_one_seed_makes_no_group_and_a_failed_one_is_left_out(config, tmp_path):
-    entries = seeds(config, tmp_path, [0.1, 0.2, 0.3])
-    assert grouped(entries[:1]) == []
     entries[2]["state"] = "failed"
     assert grouped(entries)[0]["seeds"] == [0, 1]
 

@@ -1,4 +1,4 @@
-"""The table, comparison.json and the page of made-up runs."""
+"""The table, comparison.json and the page of a comparison of made-up runs."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ def test_a_groups_numbers_have_the_units_of_their_columns():
     step = {"mean": 0.5, "low": 0.25, "high": 125.0}
     assert cell({"step_s": step}, columns["step"]) == "500 ms [250 ms, 2 min 05 s]"
     assert cell({"checkpoint_bytes": {"mean": 3 * 2**20}}, columns["checkpoint"]) == "3 MiB"
-    assert cell({"reward_last_quarter": {"mean": 0.5, "low": 0.4, "high": 0.6}}, columns["reward, last quarter"]) == (
-        "0.50 [0.40, 0.60]"
-    )
+    reward = {"reward_last_quarter": {"mean": 0.5, "low": 0.4, "high": 0.6}}
+    assert cell(reward, columns["reward, last quarter"]) == "0.50 [0.40, 0.60]"
 
 
 def test_the_page_escapes_hostile_names_and_reasons(three, tmp_path):
@@ -105,7 +104,7 @@ def test_seeds_are_one_curve_with_their_extremes_as_its_band(three):
     assert (series.low, series.high) == ([0.0] * 4, [0.01] * 4)
 
 
-def test_a_mismatch_of_zero_everywhere_is_said_in_words(config, tmp_path):
+def test_a_mismatch_of_zero_is_stated_in_words(config, tmp_path):
     members = [Member("exact", "w4a16", "aligned", 0, tmp_path, config, "finished")]
     records = {"exact": record_of(config, tmp_path, mismatch__delta_abs_mean=0.0)}
     sections = build_sections(compared(members, records), records)
@@ -113,7 +112,7 @@ def test_a_mismatch_of_zero_everywhere_is_said_in_words(config, tmp_path):
     assert [chart.title for chart in blocks_of(sections, LineChart)] == ["Reward"]
 
 
-def test_many_curves_are_told_apart_by_learner(tmp_path):
+def test_many_curves_are_split_by_learner(tmp_path):
     members, records = [], {}
     for learner in ("aligned", "full_precision"):
         for index in range(4):
@@ -123,12 +122,8 @@ def test_many_curves_are_told_apart_by_learner(tmp_path):
             records[name] = record_of(config, tmp_path / name)
     comparison = compared(members, records) | {"groups": []}
     charts = blocks_of(build_sections(comparison, records), LineChart)
-    assert [(chart.title, len(chart.series)) for chart in charts] == [
-        ("Reward, aligned", 4),
-        ("Mismatch, aligned", 4),
-        ("Reward, full_precision", 4),
-        ("Mismatch, full_precision", 4),
-    ]
+    titles = [f"{title}, {learner}" for learner in ("aligned", "full_precision") for title in ("Reward", "Mismatch")]
+    assert [(chart.title, len(chart.series)) for chart in charts] == [(title, 4) for title in titles]
 
 
 def test_evaluation_bars_have_the_interval(config, tmp_path):
@@ -152,11 +147,9 @@ def test_the_console_table_shows_every_column_at_any_width(three, width):
     assert "\x1b" not in text and "\u202e" not in text
 
 
-def test_names_are_the_last_parts_that_tell_paths_apart():
+def test_runs_that_cannot_be_compared_are_one_line_and_nothing_is_written(tmp_path, monkeypatch):
     assert unique_names([Path("/x/a/run"), Path("/x/b/run"), Path("/x/b/other")]) == ["a/run", "b/run", "b/other"]
 
-
-def test_runs_that_cannot_be_compared_are_one_line_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     cases = [

@@ -1,4 +1,4 @@
-"""Which members a comparison has, what is refused before anything starts, and which runs are taken as they are."""
+"""The members of a comparison, refusals before anything starts, and reuse of finished runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_members_are_schemes_by_learners_by_seeds_in_directories_of_their_own(tm
         assert Path(train.run_dir) == member.run_dir == tmp_path / "out/runs" / member.name
 
 
-def test_settings_of_another_scheme_are_dropped_and_those_of_this_one_kept(tmp_path):
+def test_settings_that_only_another_scheme_supports_are_dropped(tmp_path):
     config = write_config(tmp_path, quant={"scheme": "w4a16", "symmetric": False, "scale_dtype": "float32"})
     schemes = ["w4a16", "w4a8", "w8a8", "bf16"]
     w4a16, w4a8, w8a8, bf16 = (m.config.quant for m in plan(str(config), [], Axes(schemes), tmp_path / "out"))
@@ -38,17 +38,20 @@ def test_settings_of_another_scheme_are_dropped_and_those_of_this_one_kept(tmp_p
     assert {w4a16.scale_dtype, w4a8.scale_dtype, w8a8.scale_dtype, bf16.scale_dtype} == {"float32"}
 
 
+DEQUANTIZED = {"scheme": "w8a8", "group_size": None, "ste_input": "dequantized"}
+
+
 @pytest.mark.parametrize(
     ("given", "scheme", "learner", "kept"),
     [
-        ({"scheme": "w8a8", "group_size": None, "ste_input": "dequantized"}, "fp8", "aligned", {"ste_input"}),
-        ({"scheme": "w8a8", "group_size": None, "ste_input": "dequantized"}, "w8a8", "full_precision", set()),
-        ({"scheme": "w8a8", "group_size": None, "ste_input": "dequantized"}, "w4a16", "aligned", set()),
+        (DEQUANTIZED, "fp8", "aligned", {"ste_input"}),
+        (DEQUANTIZED, "w8a8", "full_precision", set()),
+        (DEQUANTIZED, "w4a16", "aligned", set()),
         ({"scheme": "w4a16", "grid": "symmetric7"}, "w4a8", "aligned", {"grid"}),
         ({"scheme": "w4a16", "grid": "symmetric7"}, "fp8", "aligned", set()),
     ],
 )
-def test_a_setting_is_kept_exactly_where_it_has_a_meaning(tmp_path, given, scheme, learner, kept):
+def test_a_setting_is_kept_if_the_member_supports_it(tmp_path, given, scheme, learner, kept):
     config = write_config(tmp_path, quant=given)
     write_model(tmp_path / "model", hidden_size=128)  # so that the default group fits
     (member,) = plan(str(config), [], Axes([scheme], [learner]), tmp_path / "out")
@@ -56,11 +59,13 @@ def test_a_setting_is_kept_exactly_where_it_has_a_meaning(tmp_path, given, schem
     assert {key for key in ("ste_input", "grid") if key in given and getattr(of, key) == given[key]} == kept
 
 
-def test_bf16_with_fake_quant_is_skipped_with_its_reason(tmp_path):
+def test_bf16_with_fake_quant_is_skipped_with_its_reason_and_refused_alone(tmp_path):
     axes = Axes(["bf16", "w4a16"], ["fake_quant"])
     skipped, other = plan(str(write_config(tmp_path)), [], axes, tmp_path / "out")
     assert (skipped.state, skipped.config) == ("skipped", None) and "nothing to quantize" in skipped.reason
     assert other.state == "waiting"
+    with pytest.raises(UserError, match="bf16 has nothing to quantize"):
+        plan(str(write_config(tmp_path)), [], Axes(["bf16"], ["fake_quant"]), tmp_path / "out")
 
 
 def test_a_member_whose_group_size_does_not_fit_is_refused_and_the_others_wait(tmp_path):
@@ -74,11 +79,6 @@ def test_a_fault_of_every_member_is_one_line_and_nothing_is_planned(tmp_path):
     line = r"^\S+small\.yaml: train\.stepz = 3: unknown key; did you mean train\.steps\?$"
     with pytest.raises(UserError, match=line):
         plan(str(config), [], Axes(["w8a8", "w4a16"], None, [0, 1]), tmp_path / "out")
-
-
-def test_a_comparison_of_skipped_members_alone_is_refused(tmp_path):
-    with pytest.raises(UserError, match="bf16 has nothing to quantize"):
-        plan(str(write_config(tmp_path)), [], Axes(["bf16"], ["fake_quant"]), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,7 @@ def test_an_override_of_what_an_option_sets_is_refused(tmp_path, override, optio
     ("axes", "message"),
     [
         ((None, None, None), "nothing to vary"),
-        (
-            ("w4a16,w3a3", None, None),
-            f"--schemes: 'w3a3' is unknown; choose from {', '.join(scheme_names())}",
-        ),
+        (("w4a16,w3a3", None, None), f"--schemes: 'w3a3' is unknown; choose from {', '.join(scheme_names())}"),
         ((None, "aligned,misaligned", None), "--learners: 'misaligned' is unknown"),
         (("bf16,,fp8", None, None), "--schemes: 'bf16,,fp8' has an empty entry"),
         (("fp8,fp8", None, None), "--schemes: fp8 is given twice"),
@@ -124,7 +121,7 @@ def test_a_bad_axis_is_one_line(axes, message):
         ({"train": {"seed": 1}}, 4, False),
     ],
 )
-def test_a_run_is_reused_exactly_where_it_is_finished_and_of_the_same_configuration(tmp_path, changes, steps, reused):
+def test_a_run_is_reused_if_it_is_finished_and_has_the_same_configuration(tmp_path, changes, steps, reused):
     members = plan(str(write_config(tmp_path)), [], Axes(["w4a16"]), tmp_path / "out")
     there = Config.model_validate(settings_of(write_model(tmp_path / "model"), **changes))
     find_finished(members, [record_of(there, tmp_path / "elsewhere", steps)])

@@ -1,4 +1,4 @@
-"""What a comparison says of a disk that will not hold its members' checkpoints."""
+"""The warning if the disk cannot hold the checkpoints of a comparison."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def member(tmp_path):
         ({"every": 50, "save_final": False}, 0),
     ],
 )
-def test_it_counts_what_finished_runs_keep_and_one_that_is_being_written(member, monkeypatch, checkpoint, kept):
+def test_the_warning_counts_kept_checkpoints_and_one_being_written_per_job(member, monkeypatch, checkpoint, kept):
     members = [member(**checkpoint) for _ in range(5)] + [member("finished"), member("failed")]
     needed = member.bytes * (5 * kept + 2)
     monkeypatch.setattr(space, "free_bytes", lambda path: needed)

@@ -1,4 +1,4 @@
-"""Study files: what a member's configuration is made of, what is refused, and the columns of the table."""
+"""Study files: configurations of members, refusals, and columns of the table."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from qarl.config import load_config
 from qarl.errors import UserError
 from qarl.report.blocks import Series
 
-REPRODUCTIONS = sorted((Path(__file__).parents[2] / "configs" / "reproductions").glob("*.yaml"))
+FOLDER = Path(__file__).parents[2] / "configs" / "reproductions"
+REPRODUCTIONS = sorted(FOLDER.glob("*.yaml"))
 
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a study of `variants`; further keys replace those of the file."""
+    """write(variants, **keys) -> path of a study; `keys` replace others of the file."""
 
     def write(variants: dict, **keys) -> str:
         config = settings_of(write_model(tmp_path / "model"))
         config["train"].pop("run_dir")
         path = tmp_path / "study.yaml"
-        path.write_text(
-            yaml.safe_dump({"title": "A study", "config": config, "variants": variants, **keys}, sort_keys=False)
-        )
+        study = {"title": "A study", "config": config, "variants": variants, **keys}
+        path.write_text(yaml.safe_dump(study, sort_keys=False))
         return str(path)
 
     return write
@@ -38,7 +38,7 @@ def planned(path: str, *overrides: str, out: Path = Path("out"), **chosen):
     return plan_study(load_study(path), path, list(overrides), out, **chosen)
 
 
-def test_a_variant_lies_over_the_profile_and_the_profile_over_the_configuration(write):
+def test_a_variant_overrides_the_profile_and_the_profile_the_configuration(write):
     path = write(
         {"plain": None, "own": {"optim": {"lr": 3e-6}, "train": {"steps": 9}}},
         profiles={"large": {"train": {"steps": 7, "prompts_per_step": 3}}},
@@ -52,7 +52,7 @@ def test_a_variant_lies_over_the_profile_and_the_profile_over_the_configuration(
     assert own.config.train.run_dir == "out/runs/own"
 
 
-def test_each_variant_runs_with_each_seed_as_one_group(write):
+def test_each_variant_runs_with_each_seed_as_one_group_or_only_chosen_variants(write):
     found = planned(write({"a": {}, "b": {"quant": {"scheme": "w8a8", "group_size": None}}}), seeds=[0, 4])
     assert [(m.name, m.group, m.seed, m.scheme) for m in found] == [
         ("a-seed0", "a", 0, "w4a16"),
@@ -61,9 +61,6 @@ def test_each_variant_runs_with_each_seed_as_one_group(write):
         ("b-seed4", "b", 4, "w8a8"),
     ]
     assert found[1].config.train.seed == 4
-
-
-def test_only_some_variants(write):
     assert [m.name for m in planned(write({"a": {}, "b": {}, "c": {}}), only=["c", "a"])] == ["a", "c"]
 
 
@@ -76,7 +73,7 @@ def test_only_some_variants(write):
             {"a": {"optim": {"lr": 1e-3}}},
             ["optim.lr=1"],
             {},
-            "command line: optim.lr: variant 'a' already sets it; remove",
+            "command line: optim.lr: variant 'a' already sets it; rem",
         ),
         ({"a": {}}, ["train.run_dir=x"], {}, "command line: train.run_dir: --out already sets it"),
         ({"a": {}}, ["train.seed=1"], {"seeds": [1]}, "command line: train.seed: --seeds already sets it"),
@@ -93,19 +90,16 @@ def test_only_some_variants(write):
         ({"a": 3}, [], {}, "study.yaml: variants.a = 3"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(write, variants, arguments, chosen, line):
+def test_an_impossible_choice_is_refused_in_one_line(write, variants, arguments, chosen, line):
     with pytest.raises(UserError, match=line) as refused:
         planned(write(variants), *arguments, **chosen)
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_two_columns_of_one_head_are_refused(write):
+def test_two_columns_of_one_head_and_a_study_given_to_train_are_refused(write):
     columns = [{"head": head, "metric": "reward/mean"} for head in ("a", "b", "a")]
     with pytest.raises(UserError, match=r'study\.yaml: columns\.2\.head = "a": is already used by another column'):
         load_study(write({"a": {}}, columns=columns))
-
-
-def test_train_sends_a_study_to_compare(write):
     with pytest.raises(UserError, match="is a study of several runs; give it to `qarl compare`"):
         load_config(write({"a": {}}))
 
@@ -113,23 +107,11 @@ def test_train_sends_a_study_to_compare(write):
 RECORDS = [{"step": 1, "m": 1.0}, {"step": 2}, {"step": 3, "m": None}, *({"step": s, "m": s} for s in range(4, 11))]
 
 
-@pytest.mark.parametrize(
-    ("over", "expected"),
-    [
-        ("mean", 6.25),
-        ("first", 1.0),
-        ("last", 10),
-        ("max", 10),
-        ("min", 1.0),
-        ("first_quarter", 2.5),
-        ("last_quarter", 9.5),
-    ],
-)
-def test_a_column_leaves_out_steps_without_the_metric(over, expected):
-    assert StudyColumn(head="h", metric="m", over=over).value(RECORDS) == expected
+OVER = {"mean": 6.25, "first": 1.0, "last": 10, "max": 10, "min": 1.0, "first_quarter": 2.5, "last_quarter": 9.5}
 
 
-def test_a_column_with_bounds_says_whether_they_are_kept():
+def test_a_column_omits_steps_without_the_metric_and_checks_its_bounds():
+    assert {over: StudyColumn(head="h", metric="m", over=over).value(RECORDS) for over in OVER} == OVER
     column = StudyColumn(head="h", metric="m", at_least=2.0, at_most=3.0)
     assert [column.passes(value) for value in (1.9, 2.0, 3.0, 3.1)] == [False, True, True, False]
     assert StudyColumn(head="h", metric="m").passes(1.0) is None
@@ -155,16 +137,16 @@ def test_every_reproduction_plans_on_smollm2(path, profile):
     found = plan_study(study, str(path), [], Path("out"), profile)
     assert [member.name for member in found] == list(study.variants)
     gpu = (profile or "").startswith("gpu")
-    for member in found:  # what must have no mismatch at all has qarl's own sampler
+    for member in found:  # members without any mismatch need qarl's own sampler
         own = member.name == "zero-mismatch" or path.stem == "staleness" or not gpu
         assert member.config.rollout.engine == ("native" if own else "vllm"), member.name
     assert study.columns and study.curves and "gpu" in study.profiles
-    heads = [column.head for column in study.columns]
-    assert len(set(heads)) == len(heads)  # the table's numbers go by them
+    names = "phantom_clipping correction_grid dynamic_vocabulary_pruning exactness mixture staleness tbpo_ablation"
+    assert {path.stem for path in REPRODUCTIONS} == set(names.split())
 
 
 def test_the_correction_grid_has_the_paper_s_mismatch_and_aggregation_beside_the_large_one():
-    path = next(path for path in REPRODUCTIONS if path.stem == "correction_grid")
+    path = FOLDER / "correction_grid.yaml"
     study = load_study(str(path))
     for profile, scheme, aggregation in (
         (None, "w4a16", "seq-mean-token-mean"),
@@ -178,7 +160,7 @@ def test_the_correction_grid_has_the_paper_s_mismatch_and_aggregation_beside_the
 
 
 def test_the_study_of_exactness_has_a_mismatch_in_all_variants_but_the_exact_ones():
-    path = next(path for path in REPRODUCTIONS if path.stem == "exactness")
+    path = FOLDER / "exactness.yaml"
     study = load_study(str(path))
     for profile in (None, *study.profiles):
         for member in plan_study(study, str(path), [], Path("out"), profile):
@@ -190,15 +172,8 @@ def test_the_study_of_exactness_has_a_mismatch_in_all_variants_but_the_exact_one
             assert once == member.name.startswith("reinforce")
 
 
-def test_the_seven_reproductions_are_there():
-    assert {path.stem for path in REPRODUCTIONS} == {
-        *["phantom_clipping", "correction_grid", "dynamic_vocabulary_pruning", "exactness", "mixture"],
-        *["staleness", "tbpo_ablation"],
-    }
-
-
 def test_the_study_of_staleness_has_each_objective_at_each_staleness_and_phantom_clipping_with_two_gaps():
-    path = next(path for path in REPRODUCTIONS if path.stem == "staleness")
+    path = FOLDER / "staleness.yaml"
     study = load_study(str(path))
     for profile in (None, *study.profiles):
         members = plan_study(study, str(path), [], Path("out"), profile)

@@ -1,4 +1,4 @@
-"""What a micro-batch holds: counts written out by hand, and peaks that a GPU showed."""
+"""Memory of a micro-batch, against counts written out by hand and peaks measured on a GPU."""
 
 from __future__ import annotations
 

@@ -7,15 +7,14 @@ import random
 
 import pytest
 
+from qarl.config import load_config
 from qarl.config.overrides import apply_overrides, override_keys
 from qarl.errors import UserError
 
 
 def test_a_value_is_read_as_yaml(load):
     config = load("optim.lr=3e-5", "data.shuffle=false", "rollout.stop=[a, b]", "data.columns={prompt: question}")
-    assert config.optim.lr == 3e-5
-    assert config.data.shuffle is False
-    assert config.rollout.stop == ["a", "b"]
+    assert (config.optim.lr, config.data.shuffle, config.rollout.stop) == (3e-5, False, ["a", "b"])
     assert config.data.columns == {"prompt": "question"}
 
 
@@ -88,20 +87,15 @@ def test_random_overrides_are_applied_or_one_line_each(load):
 
 
 def test_an_override_of_one_use_of_an_alias_leaves_the_others(minimal):
-    from qarl.config import load_config
-
     minimal.write_text(minimal.read_text().replace("{name: exact}", "&e {name: exact}, *e"))
     config = load_config(minimal, ["reward.functions.1.weight=3"])
     assert [function.weight for function in config.reward.functions] == [1.0, 3.0]
 
 
-def test_a_key_that_is_a_number_is_said_to_come_from_the_command_line(load):
+def test_faults_of_overrides_are_all_reported_and_name_the_command_line(load):
     with pytest.raises(UserError, match=r"^command line: data.columns.5 = 3"):
         load("data.columns={a: b}", "data.columns.5=3")
     assert override_keys(["a.0.b=1"]) == {("a", "0", "b")}
-
-
-def test_all_overrides_that_cannot_be_applied_are_reported():
     with pytest.raises(UserError) as caught:
         apply_overrides({"a": 1}, ["a.b=1", "=", "c=["])
     assert len(str(caught.value).splitlines()) == 3

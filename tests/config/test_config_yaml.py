@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -12,36 +10,17 @@ from qarl.config.yaml_io import dump_yaml, parse_yaml
 from qarl.errors import UserError
 from qarl.memory.sizes import decide_sizes
 
+SCALARS = {
+    **{"1e-6": 1e-6, "1E6": 1e6, "-2.5e+3": -2500.0, ".5": 0.5, "1.": 1.0, "1.0e-06": 1e-6, ".inf": float("inf")},
+    **{"7": 7, "-7": -7, "1_000": 1000, "0": 0, "true": True, "~": None, "": None, "null": None, "'1e-6'": "1e-6"},
+    **{text: text for text in ("010", "1:30", "no", "on", "2024-01-01", "e5", "1e", "<", "0x10", "0o7", "1:30:00")},
+    **{"!!int 12": 12, "!!float 1": 1.0, "!!str 12": "12", "!!bool true": True, "!!null ''": None, "!!seq [1]": [1]},
+    **{"!!map {a: 1}": {"a": 1}, "9223372036854775807": 2**63 - 1, "-9223372036854775808": -(2**63)},
+    **{"2024-13-45": "2024-13-45", "\ufeffa": "a", r'"\x07"': "\x07", "1e-400": 0.0},
+}
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-6", 1e-6),
-        ("1E6", 1e6),
-        ("-2.5e+3", -2500.0),
-        (".5", 0.5),
-        ("1.", 1.0),
-        ("1.0e-06", 1e-6),
-        (".inf", float("inf")),
-        ("7", 7),
-        ("-7", -7),
-        ("1_000", 1000),
-        ("0", 0),
-        ("010", "010"),
-        ("1:30", "1:30"),
-        ("no", "no"),
-        ("on", "on"),
-        ("2024-01-01", "2024-01-01"),
-        ("e5", "e5"),
-        ("1e", "1e"),
-        ("true", True),
-        ("~", None),
-        ("", None),
-        ("null", None),
-        ("'1e-6'", "1e-6"),
-        ("<", "<"),
-    ],
-)
+
+@pytest.mark.parametrize(("text", "value"), SCALARS.items(), ids=repr)
 def test_scalars_are_those_of_yaml_1_2(text, value):
     parsed = parse_yaml(text, "t")
     assert parsed == value
@@ -57,7 +36,7 @@ def test_strings_that_look_like_something_else_are_quoted_for_both_yaml_versions
     assert yaml.safe_load(text) == {"key": value}
 
 
-def test_characters_that_drive_a_terminal_are_written_as_escapes():
+def test_terminal_control_characters_are_written_as_escapes():
     data = {"key": "a\u202eb é"}
     text = dump_yaml(data)
     assert text.isascii() and parse_yaml(text, "t") == data
@@ -79,16 +58,16 @@ def test_broken_yaml_is_refused_with_its_place(text, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path):
+def test_a_path_must_be_a_file_and_an_empty_section_means_its_defaults(minimal):
     with pytest.raises(UserError, match="no such file"):
-        load_config(tmp_path / "absent.yaml")
+        load_config(minimal.with_name("absent.yaml"))
     with pytest.raises(UserError, match="is a directory, not a file"):
-        load_config(tmp_path)
-
-
-def test_an_empty_section_means_its_defaults(minimal):
+        load_config(minimal.parent)
     minimal.write_text(minimal.read_text() + "quant:\nlogging:\n")
     assert load_config(minimal).quant.scheme == "w4a16"
+
+
+OWN_TASK = "{name: own, data: {source: 'task:arithmetic'}, reward: [{name: exact}]}"
 
 
 @pytest.mark.parametrize(
@@ -103,10 +82,7 @@ def test_an_empty_section_means_its_defaults(minimal):
         ["objective={name: gspo, dvp_rho: 2.26e-6}", "correction.preset=bypass_k3_rs"],
         ["quant.learner=full_precision", "model.learner_dtype=float16", "optim.master_dtype=bfloat16"],
         ["diagnostics.crossings_every=5", "logging.rollout_tensors=false"],
-        [
-            "evaluation={every: 2, tasks: [{preset: gsm8k, path: /a/b.jsonl}, {name: own, "
-            "data: {source: 'task:arithmetic'}, reward: [{name: exact}]}]}"
-        ],
+        ["evaluation={every: 2, tasks: [{preset: gsm8k, path: /a/b.jsonl}, " + OWN_TASK + "]}"],
     ],
     ids=str,
 )

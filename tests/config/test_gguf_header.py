@@ -1,4 +1,4 @@
-"""GGUF headers that are cut, changed or made to hang: a ValueError in one line within a second, or the same header."""
+"""Truncated, changed and hostile GGUF headers: a ValueError in one line within a second, or the same header."""
 
 from __future__ import annotations
 
@@ -37,12 +37,7 @@ def tensor(name: str, *sizes: int) -> bytes:
 
 
 def gguf(
-    entries: list[bytes],
-    tensors: list[bytes] = (),
-    *,
-    keys: int | None = None,
-    count: int | None = None,
-    version: int = 3,
+    entries: list[bytes], tensors: list[bytes] = (), keys: int | None = None, count: int | None = None, version: int = 3
 ) -> bytes:
     counts = (len(tensors) if count is None else count, len(entries) if keys is None else keys)
     return b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(entries) + b"".join(tensors)
@@ -114,7 +109,7 @@ def test_a_hostile_header_is_refused_at_once(tmp_path: Path, content: bytes) -> 
     ],
     ids=range(13),
 )
-def test_metadata_that_no_model_has_is_refused_by_its_key(tmp_path: Path, change: bytes) -> None:
+def test_invalid_metadata_is_refused_by_its_key(tmp_path: Path, change: bytes) -> None:
     key = change[8 : 8 + struct.unpack("<Q", change[:8])[0]]
     kept = [one for one in MODEL if not one[8:].startswith(key)]
     path = tmp_path / "m.gguf"

@@ -1,4 +1,4 @@
-"""Whatever stands where a path, a source or a name is expected: it is used, or refused in one line."""
+"""Any text in place of a path, a source or a name is either used or refused in one line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_settings import plain_settings
 
 import qarl
 from qarl.config import Config, check_inputs
@@ -37,7 +38,7 @@ def task(**fields: Any) -> dict[str, Any]:
     return {"evaluation": {"tasks": [fields]}}
 
 
-# A key and the section that has it.
+# Key -> the sections that set it.
 KEYS: dict[str, Callable[[str], dict[str, Any]]] = {
     "model.path": lambda v: {"model": {"path": v}},
     "model.revision": lambda v: {"model": {"path": "org/name", "revision": v}},
@@ -58,16 +59,15 @@ KEYS: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 def configured(sections: dict[str, Any]) -> None:
-    base = {"model": {"path": "org/name"}, "data": {"source": "task:arithmetic"}, "reward": {"functions": EXACT}}
-    given = read_source({**base, "train": {"steps": 1}, **sections}, ())
+    given = read_source(plain_settings() | sections, ())
     check_inputs(given.config(), given.place, given.overrides)
 
 
 def rows_of(source: str) -> None:
-    """The rows of a source that is neither the hub's nor a whole disk."""
+    """Load the rows of a source, unless it is on the hub or a whole disk."""
     try:
         config = DataConfig(source=source)
-    except ValueError:  # `configured` sees to it
+    except ValueError:  # tested by `configured`
         return
     if config.kind != "hub" and source.strip("/.~") and ".." not in source:
         load_rows(config)
@@ -108,8 +108,7 @@ def test_junk_is_used_or_refused_in_one_line(job, tmp_path, monkeypatch):
 
 
 def minimal(**data: Any) -> dict[str, Any]:
-    sections = {"model": {"path": "org/name"}, "reward": {"functions": EXACT}, "train": {"steps": 1}}
-    return {**sections, "data": {"source": "task:arithmetic", **data}}
+    return plain_settings(data=data)
 
 
 def refused(given: dict[str, Any], line: str) -> None:

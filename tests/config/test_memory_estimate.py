@@ -1,4 +1,4 @@
-"""The memory formulas against counts written out by hand."""
+"""Memory estimates against counts written out by hand."""
 
 from __future__ import annotations
 
@@ -39,14 +39,10 @@ def test_stored_weight(scheme, expected):
     assert memory.quantized_weight_bytes(scheme, 64, 96) == expected
 
 
-def test_adamw_holds_8_bytes_and_muon_4_on_matrices():
-    assert memory.optimizer_bytes("adamw", 100, 10) == 880
-    assert memory.optimizer_bytes("muon", 100, 10) == 480
-
-
-@pytest.mark.parametrize(("name", "bytes_a_matrix_parameter"), [("adamw", 12), ("muon", 8)])
-def test_a_checkpoint_holds_masters_and_optimizer_state(name, bytes_a_matrix_parameter):
-    expected = bytes_a_matrix_parameter * MATRICES + 12 * (PARAMETERS - MATRICES)
+@pytest.mark.parametrize(("name", "bytes_per_matrix_parameter"), [("adamw", 8), ("muon", 4)])
+def test_optimizer_state_and_a_checkpoint_of_it_with_the_masters(name, bytes_per_matrix_parameter):
+    assert memory.optimizer_bytes(name, 100, 10) == 100 * bytes_per_matrix_parameter + 10 * 8
+    expected = (4 + bytes_per_matrix_parameter) * MATRICES + 12 * (PARAMETERS - MATRICES)
     assert memory.saved_bytes(config(optim={"name": name}), TINY) == expected
 
 
@@ -63,7 +59,7 @@ def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_th
     assert memory.too_large(config(), TINY, "cuda") is None
 
 
-def test_muon_works_on_a_gpu_on_as_much_as_it_takes_at_once(monkeypatch):
+def test_muon_orthogonalizes_batches_of_limited_size_on_a_gpu(monkeypatch):
     name = "batch of matrices that Muon orthogonalizes"
     muon = config(optim={"name": "muon"})
     items = {item.name: (item.bytes, item.phase) for item in memory.estimate(muon, TINY, "cuda")}
@@ -71,6 +67,8 @@ def test_muon_works_on_a_gpu_on_as_much_as_it_takes_at_once(monkeypatch):
     monkeypatch.setattr(memory, "MUON_BYTES", 1000)
     assert memory.update_bytes(muon, TINY, "cuda") == 1000 + memory.update_bytes(config(), TINY, "cuda")
     assert name not in sizes(optim={"name": "muon"}) and name not in sizes("cuda")
+    monkeypatch.undo()
+    assert memory.MUON_BYTES == BATCH_BYTES
 
 
 @pytest.mark.parametrize(("offload", "rows"), [("moments", 1), ("all", 2)])
@@ -79,30 +77,24 @@ def test_an_offloaded_muon_holds_two_batches_on_the_gpu(monkeypatch, offload, ro
     whole = memory.optimizer_bytes("muon", MATRICES, PARAMETERS - MATRICES)
     found = {item.name: (item.bytes, item.phase) for item in memory.estimate(muon, TINY, "cuda")}
     name = "optimizer state (muon) in transfer, the rest on the host"
-    assert found[name] == (rows * whole, "optimizer")  # of so small a model all of it
+    assert found[name] == (rows * whole, "optimizer")  # a model this small fits whole
     monkeypatch.setattr(memory, "MUON_BYTES", 6000)
     monkeypatch.setattr(memory, "OFFLOAD_BYTES", 1000)
     found = {item.name: item.bytes for item in memory.estimate(muon, TINY, "cuda")}
     assert found[name] == rows * 2 * 4 * 1000
-    assert memory.certain_bytes(muon, TINY, "cuda") == max(
-        4 * PARAMETERS, whole + (4 * PARAMETERS if offload == "all" else 0)
-    )
+    masters = 4 * PARAMETERS if offload == "all" else 0
+    assert memory.certain_bytes(muon, TINY, "cuda") == max(4 * PARAMETERS, whole + masters)
 
 
-def test_what_is_known_of_torchs_modules_is_what_they_say():
-    assert memory.MUON_BYTES == BATCH_BYTES
-
-
-def test_masters_that_the_host_keeps_come_to_the_gpu_one_at_a_time(monkeypatch):
+def test_offloaded_masters_are_copied_to_the_gpu_one_at_a_time(monkeypatch):
     offloaded = config(optim={"offload": "all"})
     items = {item.name: item for item in memory.estimate(offloaded, TINY, "cuda") if "master" in item.name}
     largest = max(TINY.vocab_size * TINY.hidden_size, *(n * k for _, n, k in TINY.linears()))
     assert [(item.bytes, item.phase) for item in items.values()] == [(4 * largest, "publish")]
     assert memory.certain_bytes(offloaded, TINY, "cuda") == 12 * PARAMETERS
     monkeypatch.setattr(memory, "machine_bytes", lambda: 10 * PARAMETERS)
-    assert "the masters and moments that optim.offload keeps in host memory" in memory.too_large(
-        offloaded, TINY, "cuda"
-    )
+    said = memory.too_large(offloaded, TINY, "cuda")
+    assert "the masters and moments that optim.offload keeps in host memory" in said
     assert memory.too_large(config(optim={"offload": "moments"}), TINY, "cuda") is None
 
 
@@ -112,17 +104,14 @@ def test_checkpointing_keeps_layer_inputs_and_one_layer():
     assert plain_activation_bytes(**shape, checkpointing=True) == 7 * 3 * 2 * 8 + one_layer
 
 
-def test_masters_and_gradients_are_4_bytes_a_parameter():
+def test_masters_gradients_and_operands_without_kernels():
     assert TINY.parameters == PARAMETERS
     assert sizes()["master weights"] == sizes()["gradients"] == 4 * PARAMETERS
-
-
-def test_cpu_keeps_float32_operands_of_all_weights_and_lm_head():
-    assert sizes()["GEMM operands"] == 4 * (MATRICES + 6400)
-
-
-def test_gpu_without_kernels_keeps_dequantized_weights_in_the_compute_dtype():
-    assert sizes("cuda", quant={"kernels": "reference"})["GEMM operands"] == 2 * MATRICES
+    assert sizes()["GEMM operands"] == 4 * (MATRICES + 6400)  # float32, with the output layer
+    assert sizes(quant={"learner": "full_precision"})["GEMM operands"] == 4 * (2 * MATRICES + 6400)
+    assert sizes("cuda", quant={"kernels": "reference"})["GEMM operands"] == 2 * MATRICES  # in the compute dtype
+    bf16 = sizes("cuda", quant={"scheme": "bf16", "group_size": None})
+    assert (bf16["GEMM operands"], bf16["unquantized parameters"]) == (0, 2 * PARAMETERS)
 
 
 def test_gpu_kernels_keep_int4_weights_in_blocks_of_16_by_128():
@@ -132,31 +121,16 @@ def test_gpu_kernels_keep_int4_weights_in_blocks_of_16_by_128():
         assert sizes("cuda", quant={"scheme": scheme, "group_size": None})["GEMM operands"] == 0
 
 
-def test_gpu_copies_nothing_for_bf16():
-    quant = {"scheme": "bf16", "group_size": None}
-    assert sizes("cuda", quant=quant)["GEMM operands"] == 0
-    assert sizes("cuda", quant=quant)["unquantized parameters"] == 2 * PARAMETERS
-
-
-def test_a_learner_of_its_own_adds_its_operands():
-    assert sizes(quant={"learner": "full_precision"})["GEMM operands"] == 4 * (2 * MATRICES + 6400)
-
-
 def test_ignored_layers_are_not_stored_as_codes():
     ignored = sizes(quant={"ignore": ["lm_head", "re:.*mlp"]})
     assert ignored["codes and scales"] < sizes()["codes and scales"]
     assert ignored["unquantized parameters"] == sizes()["unquantized parameters"] + 2 * 2 * 3 * 128 * 64
 
 
-def test_kv_cache_holds_keys_and_values_of_every_layer():
-    assert sizes()["KV cache"] == 2 * (2 * 32) * 2 * (2 * 16) * 2
-
-
-def test_an_fp8_kv_cache_takes_half_where_kernels_read_it():
-    fp8 = {"kv_cache_dtype": "fp8"}
-    assert sizes(quant=fp8)["KV cache"] == sizes()["KV cache"]
+def test_a_kv_cache_holds_keys_and_values_of_every_layer_and_takes_half_in_fp8_if_kernels_read_it():
+    fp8, plain = {"kv_cache_dtype": "fp8"}, {"kernels": "reference"}
+    assert sizes()["KV cache"] == sizes(quant=fp8)["KV cache"] == 2 * (2 * 32) * 2 * (2 * 16) * 2
     assert sizes("cuda", quant=fp8)["KV cache"] == sizes("cuda")["KV cache"] / 2
-    plain = {"kernels": "reference"}
     assert sizes("cuda", quant=fp8 | plain)["KV cache"] == sizes("cuda", quant=plain)["KV cache"]
 
 
@@ -175,36 +149,31 @@ def vllm(**settings):
     return {"max_response_length": 8, "max_num_seqs": 2, "engine": "vllm", "linear_kernels": kernels, "vllm": settings}
 
 
-def test_vllm_on_a_cpu_adds_its_process_weights_and_what_is_sent():
+def test_vllm_on_a_cpu_adds_its_process_its_weights_and_a_transfer():
     native, found = sizes(), sizes(rollout=vllm())
     published = native["codes and scales"] + native["unquantized parameters"]
     assert found["vLLM process"] > memory.PROCESS_BYTES
     assert found["vLLM weights"] == found["tensors in transfer to vLLM"] == published
     assert found["vLLM KV cache"] == native["KV cache"] and "KV cache" not in found
     assert {k: v for k, v in found.items() if "vLLM" not in k} == {k: v for k, v in native.items() if k != "KV cache"}
-
-
-def test_vllm_with_qarls_kernels_keeps_their_float32_operands_too():
-    native, found = sizes(rollout=vllm()), sizes(rollout=vllm(kernels="qarl"))
-    assert found["vLLM weights"] - native["vLLM weights"] == 4 * (MATRICES + 6400)
-
-
-def test_patches_need_the_weights_twice_and_in_process_nothing_is_sent():
-    changed = sizes(rollout=vllm())["vLLM weights"]
-    assert sizes(rollout=vllm(publish="delta"))["vLLM weights"] == 2 * changed
+    operands = 4 * (MATRICES + 6400)  # in float32, of qarl's kernels
+    assert sizes(rollout=vllm(kernels="qarl"))["vLLM weights"] == published + operands
+    assert sizes(rollout=vllm(publish="delta"))["vLLM weights"] == 2 * published
     assert sizes(rollout=vllm(process="inline"))["tensors in transfer to vLLM"] == 0
 
 
-def test_vllm_on_the_learners_gpu_leaves_it_during_an_update_unless_it_never_sleeps():
+def test_vllm_frees_the_learners_gpu_during_an_update_unless_it_never_sleeps():
     def phase(**settings):
         items = memory.estimate(config(rollout=vllm(**settings)), TINY, "cuda")
         return next(item.phase for item in items if item.name.startswith("vLLM weights and KV cache"))
 
     assert phase(sleep_level=0) == "always"
     assert phase() == phase(sleep_level=1) == phase(sleep_level=2) == "publish"
+    own = sizes("cuda", rollout=vllm(device=1))  # on its own GPU
+    assert "KV cache" not in own and not any("vLLM" in name for name in own)
 
 
-def test_vllm_takes_its_share_of_a_gpu_whose_memory_is_known_and_never_what_would_fill_its_cache():
+def test_vllm_takes_its_share_of_a_gpu_of_known_size_or_its_given_cache():
     def held(known: int | None, tokens: int | None = None) -> int:
         rollout = vllm(sleep_level=0, memory_frac=0.3) | {"max_response_length": 400, "kv_cache_tokens": tokens}
         items = memory.estimate(config(rollout=rollout), TINY, "cuda", memory=known)
@@ -230,35 +199,26 @@ def test_an_asynchronous_vllm_fills_its_own_gpu_and_takes_none_of_the_learners()
 
 
 @pytest.mark.parametrize("offload", [None, "moments"])
-def test_an_update_takes_the_next_version_and_what_passes_through_the_gpu(offload):
+def test_an_update_takes_the_next_version_and_transfers_through_the_gpu(offload):
     own = config(rollout=vllm(), optim={"offload": offload} if offload else {})
     items = {item.name: item.bytes for item in memory.estimate(own, TINY, "cuda")}
     expected = items["next version, in addition to the current one"]
     if offload:
         expected += items["optimizer state (adamw) in transfer, the rest on the host"]
     assert memory.update_bytes(own, TINY, "cuda") == expected > 0
-    messages = next(
-        item.bytes for item in memory.estimate(own, TINY, "cuda", ranks=2) if item.name.startswith("code messages")
-    )
-    assert (
-        memory.update_bytes(own, TINY, "cuda", ranks=2)
-        > messages + items["next version, in addition to the current one"]
-    )
+    of_two = memory.estimate(own, TINY, "cuda", ranks=2)
+    messages = next(item.bytes for item in of_two if item.name.startswith("code messages"))
+    following = items["next version, in addition to the current one"]
+    assert memory.update_bytes(own, TINY, "cuda", ranks=2) > messages + following
 
 
 def test_a_vllm_over_the_gpus_of_two_ranks_has_half_of_its_model_and_cache_on_each():
     def held(**settings) -> int:
-        items = memory.estimate(
-            config(rollout=vllm(**settings) | {"kv_cache_tokens": 4096}), TINY, "cuda", memory=10**12
-        )
+        own = config(rollout=vllm(**settings) | {"kv_cache_tokens": 4096})
+        items = memory.estimate(own, TINY, "cuda", memory=10**12)
         return next(item.bytes for item in items if item.name.startswith("vLLM weights and KV cache"))
 
     assert held(tensor_parallel=2) == held() // 2
-
-
-def test_vllm_on_its_own_gpu_takes_nothing_of_the_learners():
-    found = sizes("cuda", rollout=vllm(device=1))
-    assert "KV cache" not in found and not any("vLLM" in name for name in found)
 
 
 def test_a_micro_batch_holds_at_least_one_sequence():
@@ -266,22 +226,20 @@ def test_a_micro_batch_holds_at_least_one_sequence():
     assert sizes()["activations"] < sizes(train={"micro_batch_tokens": 33})["activations"]
 
 
-def test_several_updates_a_step_hold_the_version_in_training_beside_the_samplers():
-    published = sizes("cuda")["codes and scales"] + sizes("cuda")["unquantized parameters"]
-    several = {"train": {"epochs": 2}}
-    aligned = published + sizes("cuda")["GEMM operands"]
-    assert sizes("cuda", **several)["version in training, in addition to the sampler's"] == aligned
-    other = sizes("cuda", **several, quant={"learner": "fake_quant"})
-    assert other["version in training, in addition to the sampler's"] == published
-    assert "version in training, in addition to the sampler's" not in sizes("cuda")
+def test_several_updates_per_step_hold_the_version_in_training_beside_the_samplers():
+    one, name, several = sizes("cuda"), "version in training, in addition to the sampler's", {"train": {"epochs": 2}}
+    published = one["codes and scales"] + one["unquantized parameters"]
+    assert sizes("cuda", **several)[name] == published + one["GEMM operands"]
+    assert sizes("cuda", **several, quant={"learner": "fake_quant"})[name] == published
+    assert name not in one
 
 
-def test_the_largest_of_the_next_versions_weights_under_one_another_are_there_twice():
+def test_the_next_version_holds_its_largest_packed_linear_twice():
     quant = {"scheme": "bf16", "group_size": None}
-    together = 2 * 2 * 128 * 64  # gate and up of a layer, in bf16
-    assert sizes("cuda", quant=quant)["next version, in addition to the current one"] == 2 * PARAMETERS + together
-    reference = sizes("cuda", quant=quant | {"kernels": "reference"})
-    assert reference["next version, in addition to the current one"] == 2 * PARAMETERS
+    together = 2 * 2 * 128 * 64  # gate_up_proj of a layer, in bf16
+    name = "next version, in addition to the current one"
+    assert sizes("cuda", quant=quant)[name] == 2 * PARAMETERS + together
+    assert sizes("cuda", quant=quant | {"kernels": "reference"})[name] == 2 * PARAMETERS
 
 
 def test_peak_takes_the_larger_of_update_and_publish():
@@ -303,9 +261,8 @@ def test_a_learner_in_its_own_dtype_adds_its_parameters_and_wider_activations():
 
 def test_the_reference_is_one_more_version_of_the_learner():
     objective = {"objective": {"name": "grpo", "kl_coef": 0.1}}
-    assert sizes(**objective)["reference policy"] == sum(
-        sizes()[name] for name in ("codes and scales", "unquantized parameters", "GEMM operands")
-    )
+    version = ("codes and scales", "unquantized parameters", "GEMM operands")
+    assert sizes(**objective)["reference policy"] == sum(sizes()[name] for name in version)
     assert sizes("cuda", **LINEARS, **objective)["reference policy"] == 2 * MATRICES + 2 * OTHERS
     assert "reference policy" not in sizes()
 
@@ -313,18 +270,17 @@ def test_the_reference_is_one_more_version_of_the_learner():
 def test_an_aligned_learner_needs_nothing_for_its_shadow():
     diagnostics = {"diagnostics": {"shadow_every": 1, "gradients_every": 1}}
     assert sizes(**diagnostics, objective={"name": "rloo"}) == sizes()
-    # beside the one being made: the unclipped one of an aligned learner, five where precision makes a difference
+    # Beside the current gradient: the unclipped one of an aligned learner, or five of a learner with a precision gap.
     assert sizes(**diagnostics) == sizes() | {"gradients of the decomposition": 4 * PARAMETERS}
     found = sizes(**LINEARS, **diagnostics)
     assert found["shadow: the sampler's operands of the version in training"] == 4 * MATRICES
     assert found["gradients of the decomposition"] == 5 * 4 * PARAMETERS
-    assert sizes(**LINEARS, **diagnostics, objective={"name": "rloo"})["gradients of the decomposition"] == (
-        3 * 4 * PARAMETERS
-    )
+    of_rloo = sizes(**LINEARS, **diagnostics, objective={"name": "rloo"})
+    assert of_rloo["gradients of the decomposition"] == 3 * 4 * PARAMETERS
     assert "gradients of the decomposition" not in sizes("cuda", **LINEARS, **diagnostics)
 
 
-def test_what_is_certain_is_no_more_than_the_estimate_and_holds_masters_gradients_and_optimizer():
+def test_certain_bytes_are_below_the_estimate_and_include_masters_gradients_and_optimizer():
     for settings in ({}, {"optim": {"name": "muon"}}, LINEARS):
         items = memory.estimate(config(**settings), TINY, "cpu")
         certain = memory.certain_bytes(config(**settings), TINY, "cpu")
@@ -345,44 +301,30 @@ def machine(root: Path, files: dict[str, object]) -> int:
 
 
 TWO, ONE = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+ROOT, NESTED, OLD = ({"proc/self/cgroup": text} for text in ("0::/", "0::/a/b", "5:cpu:/x\n4:memory:/job"))
+LIMITED = {f"{ONE}/job/memory.limit_in_bytes": 3 * GIB, f"{ONE}/job/memory.memsw.limit_in_bytes": 3 * GIB}
 
 
 @pytest.mark.parametrize(
     ("files", "gib"),
     [
         ({}, 25),
-        ({"proc/self/cgroup": "0::/"}, 25),
-        ({"proc/self/cgroup": "0::/", f"{TWO}/memory.max": "max"}, 25),
-        ({"proc/self/cgroup": "0::/", f"{TWO}/memory.max": 4 * GIB}, 5),  # the machine's swap may be used
-        ({"proc/self/cgroup": "0::/", f"{TWO}/memory.max": 4 * GIB, f"{TWO}/memory.swap.max": 0}, 4),
-        (
-            {
-                "proc/self/cgroup": "0::/a/b",
-                f"{TWO}/a/memory.max": 2 * GIB,
-                f"{TWO}/a/memory.swap.max": 0,
-                f"{TWO}/a/b/memory.max": "max",
-            },
-            2,
-        ),
-        ({"proc/self/cgroup": "0::/a/b", f"{TWO}/a/b/memory.max": 2**63 - 1}, 25),
-        (
-            {
-                "proc/self/cgroup": "5:cpu:/x\n4:memory:/job",
-                f"{ONE}/job/memory.limit_in_bytes": 3 * GIB,
-                f"{ONE}/job/memory.memsw.limit_in_bytes": 3 * GIB,
-                f"{ONE}/memory.limit_in_bytes": 2**63 - 4096,
-            },
-            3,
-        ),
-        ({"proc/self/cgroup": "4:memory:/job", f"{ONE}/memory.limit_in_bytes": 3 * GIB}, 4),
+        (ROOT, 25),
+        (ROOT | {f"{TWO}/memory.max": "max"}, 25),
+        (ROOT | {f"{TWO}/memory.max": 4 * GIB}, 5),  # the machine's swap may be used
+        (ROOT | {f"{TWO}/memory.max": 4 * GIB, f"{TWO}/memory.swap.max": 0}, 4),
+        (NESTED | {f"{TWO}/a/memory.max": 2 * GIB, f"{TWO}/a/memory.swap.max": 0, f"{TWO}/a/b/memory.max": "max"}, 2),
+        (NESTED | {f"{TWO}/a/b/memory.max": 2**63 - 1}, 25),
+        (OLD | LIMITED | {f"{ONE}/memory.limit_in_bytes": 2**63 - 4096}, 3),
+        (OLD | {f"{ONE}/memory.limit_in_bytes": 3 * GIB}, 4),
         ({"proc/self/cgroup": "rubbish"}, 25),
     ],
 )
-def test_memory_of_the_machine_is_what_its_control_groups_leave(tmp_path, files, gib):
+def test_the_machines_memory_is_what_its_control_groups_allow(tmp_path, files, gib):
     assert machine(tmp_path, files) == gib * GIB
 
 
-def test_a_model_that_cannot_fit_is_said_in_one_line(monkeypatch):
+def test_a_model_that_cannot_fit_is_reported_in_one_line(monkeypatch):
     assert memory.too_large(config(), TINY, "cpu") is None
     monkeypatch.setattr(memory, "machine_bytes", lambda: 16 * PARAMETERS - 1)
     said = memory.too_large(config(), TINY, "cpu")
@@ -390,7 +332,7 @@ def test_a_model_that_cannot_fit_is_said_in_one_line(monkeypatch):
     assert memory.too_large(config(), TINY, "cuda") is None
 
 
-def test_the_largest_model_that_a_configuration_can_say_is_counted_at_once():
+def test_the_largest_possible_model_is_counted_at_once():
     largest = Architecture("llama", 2**20, 2**22, 10_000, 2**14, 2**14, 2**14, 2**26, 2**24, tied_embeddings=False)
     found = memory.estimate(config(quant={"ignore": ["lm_head", "re:.*mlp"]}), largest, "cpu")
     assert memory.peak_bytes(found) > 2**60
@@ -401,7 +343,7 @@ AHEAD = {"max_staleness": 3}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_earlier_versions_take_their_tensors_and_operands_or_host_memory_and_one_copy(device):
+def test_earlier_versions_take_device_memory_or_host_memory_and_one_copy(device):
     """A version is codes and scales, unquantized parameters and operands; host memory has the first two."""
     own = {**config().model_dump()["rollout"], "async": AHEAD}
     before = sizes(device)

@@ -1,4 +1,4 @@
-"""What one of several ranks holds and receives, against counts written out by hand."""
+"""Memory of one of several ranks, against counts written out by hand."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from qarl.distributed.rows import RowPlan, most_rows, row_unit
 from qarl.memory import estimate as memory
 from qarl.memory import gathers as memory_gathers
 from qarl.memory.gathers import codes_in_flight
-from qarl.memory.ranks import (
-    VECTOR,
-    row_share,
-    rows_in_flight,
-    zero_elements,
-)
+from qarl.memory.ranks import VECTOR, row_share, rows_in_flight, zero_elements
 from qarl.memory.sizes import decide_sizes
 from qarl.training.row_setup import plan_of
 from qarl.utils.expert_names import EXPERT_NAMES
@@ -40,11 +35,11 @@ def sizes(ranks, device="cuda", **sections) -> dict[str, int]:
 
 def test_one_rank_holds_what_one_process_does():
     for sections in ({}, {"optim": {"name": "muon"}}, {"distributed": {"engine": "deepspeed"}}):
-        assert memory.estimate(config(**sections), TINY, "cuda", ranks=1) == memory.estimate(
-            config(**sections), TINY, "cuda"
-        )
+        own = config(**sections)
+        assert memory.estimate(own, TINY, "cuda", ranks=1) == memory.estimate(own, TINY, "cuda")
     share = row_share(config(), TINY, 1)
     assert (share.matrices, share.others) == (2 * LAYER, OTHERS)
+    assert rows_in_flight(TINY, 1) == (6400 + 2 * LAYER) * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -54,10 +49,7 @@ def test_the_first_rank_holds_the_rows_of_its_plan(ranks, quant):
     own = config(quant=quant)
     scheme, inner = scheme_of(own.quant), {f"{name}.weight" for name, _, _ in TINY.linears()}
     shapes = dict(TINY.tensors())
-    units = {
-        name: VECTOR if len(shape) == 1 else row_unit(scheme if name in inner else None)
-        for name, shape in shapes.items()
-    }
+    units = {n: VECTOR if len(shape) == 1 else row_unit(scheme if n in inner else None) for n, shape in shapes.items()}
     plan = RowPlan(shapes, units.__getitem__, ranks)
     rows = {name: [len(some) for some in plan.cut(name)] for name in shapes}
     assert all(most_rows(shapes[name][0], units[name], ranks) == max(rows[name]) == rows[name][0] for name in shapes)
@@ -104,7 +96,7 @@ def test_messages_of_codes_are_counted_beside_the_next_version():
         assert messages.name not in alone
 
 
-def test_runs_of_experts_are_packed_and_arrive_before_they_are_in_place():
+def test_runs_of_experts_are_packed_and_received_in_buffers():
     of = Mixture(128, 8, 768, frozenset(range(2)), True, EXPERT_NAMES["qwen3_moe"])
     shapes = Architecture("qwen3_moe", 2048, 6144, 2, 32, 4, 128, 10_000, 40960, tied_embeddings=False, mixture=of)
     # Three messages: a run of this rank's rows in bf16, half of its 2^28 bytes in float32, and those of both ranks.
@@ -126,34 +118,26 @@ def test_offloaded_rows():
 @pytest.mark.parametrize(
     ("stage", "masters", "gradients", "state"), [(0, 1, 1, 1), (1, 1, 1, 2), (2, 1, 2, 2), (3, 2, 2, 2)]
 )
-def test_what_a_stage_cuts(stage, masters, gradients, state):
+def test_what_each_zero_stage_shards(stage, masters, gradients, state):
     found = [share.parameters for share in zero_elements(TINY, stage, 2)]
     assert found == [PARAMETERS // masters, PARAMETERS // gradients, PARAMETERS // state]
     items = sizes(2, distributed={"engine": "deepspeed", "zero_stage": stage})
     assert items["master weights"] == 4 * found[0] and items["optimizer state"] == 8 * found[2]
     assert ("second copy of this rank's masters" in items) == (stage > 0)
-
-
-def test_deepspeed_cuts_masters_where_the_stage_is_not_given():
-    third = {"engine": "deepspeed", "zero_stage": 3}
-    assert sizes(2, distributed={"engine": "deepspeed"}) == sizes(2, distributed=third)
-
-
-def test_one_rank_receives_no_gradients():
-    assert rows_in_flight(TINY, 1) == (6400 + 2 * LAYER) * 4
+    if stage == 3:
+        assert items == sizes(2, distributed={"engine": "deepspeed"})  # the default
 
 
 def test_every_deepspeed_rank_reads_all_masters(monkeypatch):
     monkeypatch.setattr(memory, "machine_bytes", lambda: 6 * PARAMETERS)
     assert memory.too_large(config(), TINY, "cuda", 2) is None
     zero = config(distributed={"engine": "deepspeed"})
-    assert "masters of each of 2 ranks, which are read into host memory first, need" in memory.too_large(
-        zero, TINY, "cuda", 2
-    )
+    said = memory.too_large(zero, TINY, "cuda", 2)
+    assert "masters of each of 2 ranks, which are read into host memory first, need" in said
     assert memory.too_large(zero, TINY, "cuda") is None
 
 
-def test_ranks_leave_room_for_a_faster_pass():
+def test_ranks_free_memory_for_less_recomputation():
     null = {"micro_batch_tokens": None, "recompute": None, "logprob_chunk": None}
     own = config(quant={"group_size": 128}, train=null, rollout={"max_response_length": 1024})
     alone, shared = (decide_sizes(own, "cuda", QWEN3_8B, 141 * 2**30, ranks).train for ranks in (1, 8))

@@ -1,4 +1,4 @@
-"""A mixture's shape from its config.json, and the memory of a run of it: counts written out by hand."""
+"""Shapes of mixtures of experts from config.json, and memory of their runs, against counts written out by hand."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_shared_expert_is_a_layers_own_mlp_with_a_gate(read):
     assert shapes["model.layers.0.self_attn.k_proj.bias"] == (2048,)
     assert sum(math.prod(shape) for shape in shapes.values()) == found.parameters
     of_default = {key: value for key, value in WITH_SHARED.items() if "expert" not in key and "moe_" not in key}
-    assert read(of_default | {"model_type": "qwen2_moe"}) == found  # what transformers takes where a key is missing
+    assert read(of_default | {"model_type": "qwen2_moe"}) == found  # the defaults of transformers
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_a_shared_expert_is_a_layers_own_mlp_with_a_gate(read):
         ({"use_sliding_window": True, "sliding_window": 0}, "it is 0 or use_sliding_window is false"),
     ],
 )
-def test_what_no_model_with_a_shared_expert_has_is_refused(read, changes, says):
+def test_impossible_settings_of_a_shared_expert_are_refused(read, changes, says):
     with pytest.raises(ValueError, match=says):
         read(WITH_SHARED, **changes)
-    assert read(WITH_SHARED, sliding_window=0).mixture  # as transformers writes it where no layer has a window
+    assert read(WITH_SHARED, sliding_window=0).mixture  # as transformers writes it if no layer has a window
 
 
-def test_layers_with_an_mlp_are_those_that_the_config_names(read):
+def test_config_json_names_the_layers_with_an_mlp(read):
     found = read(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3], intermediate_size=512)
     assert found.mixture is not None
     assert found.mixture.layers == {1, 5}
@@ -111,7 +111,7 @@ def test_codes_of_a_large_mixture_are_counted_in_time(read):
 
 @pytest.mark.parametrize("base", [LARGE, WITH_SHARED], ids=["qwen3_moe", "qwen2_moe"])
 def test_a_model_of_too_many_linear_layers_is_refused_before_they_are_listed(read, base):
-    """Up to the limits of each key, of which the largest together have 15 million."""
+    """Every key within its limits; the largest values together give 15 million layers."""
     rng, refused, start = random.Random(3), 0, time.process_time()
     for _ in range(40):
         layers, experts = round(10 ** rng.uniform(0, 4)), round(10 ** rng.uniform(1, 2.7))
@@ -154,7 +154,7 @@ def test_a_layer_of_experts_keeps_the_rows_of_each(read):
     }
 
 
-def test_a_shared_expert_is_kept_and_computed_again_as_the_others_are(read):
+def test_a_shared_expert_is_kept_and_recomputed_like_the_others(read):
     stream, gate_up = 2 * 2048, 2 * 2 * 5632
     passes = {
         (mode, base["model_type"]): fused(read(base), train={"recompute": mode})

@@ -1,4 +1,4 @@
-"""Keys of config.json: every one that transformers or vLLM reads for a supported family has its class."""
+"""Keys of config.json: each key that transformers or vLLM reads for a supported family is classified."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_settings import MODEL
 
 from qarl.config import ModelConfig
 from qarl.config.architecture import read_config_json
@@ -19,7 +20,7 @@ from qarl.config.model_schema import FAMILIES, ConfigJson
 from qarl.errors import UserError
 from qarl.utils.expert_names import EXPERT_NAMES
 
-# Beside the family's own modeling_*.py: what builds its masks, rotary embeddings, caches, experts and outputs.
+# Modules beside the family's modeling_*.py that build masks, rotary embeddings, caches, experts and outputs.
 SHARED = (
     *["masking_utils", "modeling_rope_utils", "modeling_utils", "cache_utils", "configuration_utils"],
     *["integrations/moe", "integrations/sdpa_attention", "utils/generic", "utils/output_capturing"],
@@ -89,15 +90,7 @@ def is_off(value: Any, accepted: tuple[Any, ...]) -> bool:
 @pytest.fixture
 def write(tmp_path):
     def write(family: str, **changes: Any) -> Path:
-        plain = {
-            "model_type": family,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 259,
-        }
+        plain = MODEL | {"model_type": family, "num_key_value_heads": 2, "vocab_size": 259}
         if family in EXPERT_NAMES:
             plain |= {"num_local_experts" if family == "mixtral" else "num_experts": 4, "num_experts_per_tok": 2}
         (tmp_path / "config.json").write_text(json.dumps(plain | changes))
@@ -125,7 +118,7 @@ def test_a_key_that_is_not_implemented_is_refused_by_name_unless_it_is_off(write
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_vllm_alone_follows_is_a_fault_of_the_vllm_sampler_alone(write, family):
+def test_keys_that_only_vllm_follows_are_refused_for_vllm_alone(write, family):
     for key, off in refused_by_vllm(family).items():
         for value in ANY:
             if key in ConfigJson.model_fields and (type(value) is not int or value == 0):
@@ -153,7 +146,7 @@ def test_more_experts_a_token_than_there_are_is_refused_also_by_default(write, f
     path = write(family) / "config.json"
     plain = {name: value for name, value in json.loads(path.read_text()).items() if "expert" not in name}
     for count in range(1, 12):
-        there = experts if (family, key) == ("qwen2_moe", "num_local_experts") else count  # which it does not have
+        there = experts if (family, key) == ("qwen2_moe", "num_local_experts") else count  # qwen2_moe has no such key
         for slots in ({}, {"num_experts_per_tok": 1}, {"num_experts_per_tok": 9}):
             path.write_text(json.dumps(plain | {key: count} | slots))
             if (wanted := slots.get("num_experts_per_tok", default)) > there:

@@ -1,10 +1,11 @@
-"""What null sizes become: a CPU's constants, and on a GPU what its memory and the model allow."""
+"""Sizes that are null: constants on a CPU; on a GPU they depend on its memory and the model."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 import pytest
+from plain_settings import plain_config
 
 from qarl.config import Config, RolloutConfig
 from qarl.config.architecture import Architecture
@@ -30,14 +31,12 @@ LARGE = Architecture("qwen3", 4096, 12_288, 36, 32, 8, 128, 151_936, 40_960, tie
 
 
 def config(**sections) -> Config:
-    base = {
-        "model": {"path": "x"},
-        "data": {"source": "task:arithmetic", "max_prompt_length": 512},
-        "rollout": {"max_response_length": 1024},
-        "reward": {"functions": [{"name": "exact"}]},
-        "train": {"steps": 1, "prompts_per_step": 64},
-    }
-    return Config.model_validate({key: {**base.get(key, {}), **sections.get(key, {})} for key in {**base, **sections}})
+    return plain_config(
+        data={"max_prompt_length": 512},
+        rollout={"max_response_length": 1024} | sections.pop("rollout", {}),
+        train={"prompts_per_step": 64} | sections.pop("train", {}),
+        **sections,
+    )
 
 
 def numbers(config: Config) -> tuple[int, int, int, int]:
@@ -54,7 +53,7 @@ def decided_for(gib: int, architecture: Architecture = SMALL, **sections) -> tup
 
 
 @pytest.mark.parametrize("engine", ["native", "vllm"])
-def test_a_cpu_has_the_numbers_it_always_had(engine):
+def test_the_sizes_of_a_cpu_are_constants(engine):
     found = decide_sizes(config(rollout={"engine": engine}), "cpu")
     assert numbers(found) == (64, 512, 4096, 128) and found.train.recompute == "elementwise"
 
@@ -71,15 +70,13 @@ def test_what_is_given_stands(device):
 def test_nothing_but_the_sizes_changes():
     left, found = config(), decide_sizes(config(), "cuda", SMALL, 80 * GIB)
     assert found != left
-    update = {
-        "rollout": {"max_num_seqs", "max_batched_tokens"},
-        "train": {"micro_batch_tokens", "logprob_chunk", "recompute"},
-    }
+    train = {"micro_batch_tokens", "logprob_chunk", "recompute"}
+    update = {"rollout": {"max_num_seqs", "max_batched_tokens"}, "train": train}
     assert found.model_dump(exclude=update) == left.model_dump(exclude=update)
 
 
 @pytest.mark.parametrize(("kernels", "most"), [("auto", 128), ("reference", 64)])
-def test_an_fp8_kv_cache_has_room_for_more_sequences_where_it_takes_half(kernels, most):
+def test_an_fp8_kv_cache_holds_more_sequences_if_kernels_read_it(kernels, most):
     auto, fp8 = (config(quant={"kv_cache_dtype": cache, "kernels": kernels}) for cache in ("auto", "fp8"))
     found = [decide_sizes(one, "cuda", LARGE, 80 * GIB).rollout.max_num_seqs for one in (auto, fp8)]
     assert found == [64, most]
@@ -106,7 +103,7 @@ def held(config: Config, architecture: Architecture, tokens: int, recompute: str
 
 @pytest.mark.parametrize("gib", [8, 10, 12, 16, 24, 48, 80, 140, 200])
 @pytest.mark.parametrize("architecture", [SMALL, LARGE], ids=["small", "large"])
-def test_nothing_better_has_room(architecture, gib):
+def test_no_faster_choice_fits(architecture, gib):
     found = decide_sizes(config(optim={"offload": True}), "cuda", architecture, gib * GIB)
     tokens, recompute = micro_batch(found)
     room = UPDATE_SHARE * gib * GIB
@@ -116,7 +113,7 @@ def test_nothing_better_has_room(architecture, gib):
     assert all(held(found, architecture, *one) > room for one in better)
 
 
-def test_each_way_to_need_less_is_taken_in_turn():
+def test_ways_to_save_memory_are_chosen_in_order():
     rollout = {"max_num_seqs": 64}
     found = [decided_for(gib, LARGE, optim={"offload": True}, rollout=rollout) for gib in range(90, 180, 4)]
     modes = [recompute for _, recompute in found]
@@ -178,18 +175,14 @@ def test_a_vllm_that_never_sleeps_leaves_less_room_for_the_learner():
     assert chosen(0) > chosen(1)
 
 
-def test_native_sequences_follow_from_their_keys_and_values():
-    rollout = config().rollout
-    assert sampler_sizes(rollout, "cuda", GIB // 2, 80 * GIB).max_num_seqs == FEWEST_SEQUENCES
-    assert sampler_sizes(rollout, "cuda", GIB // 8, 80 * GIB).max_num_seqs == 128
-    assert sampler_sizes(rollout, "cuda", GIB // 64, 80 * GIB).max_num_seqs == 512
-    given = rollout.model_copy(update={"kv_cache_tokens": 10**6})
+@pytest.mark.parametrize(
+    ("gib", "fits"),
+    [(1 / 64, 512), (1 / 8, 128), (1 / 2, FEWEST_SEQUENCES), (1, 32), (3, 8), (30, 1), (400, 1)],
+)
+def test_native_sequences_are_as_few_as_fit_half_the_memory(gib, fits):
+    assert sampler_sizes(config().rollout, "cuda", int(gib * GIB), 80 * GIB).max_num_seqs == fits
+    given = config(rollout={"kv_cache_tokens": 10**6}).rollout
     assert sampler_sizes(given, "cuda", GIB, 80 * GIB).max_num_seqs == 256
-
-
-@pytest.mark.parametrize(("gib", "fits"), [(1, 32), (3, 8), (30, 1), (400, 1)])
-def test_native_sequences_of_long_responses_are_as_few_as_fit_half_the_memory(gib, fits):
-    assert sampler_sizes(config().rollout, "cuda", gib * GIB, 80 * GIB).max_num_seqs == fits
 
 
 def test_a_vllm_that_never_sleeps_is_counted_once():
@@ -201,13 +194,13 @@ def test_a_vllm_that_never_sleeps_is_counted_once():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("given", [{"max_num_seqs": 10_000}, {"max_batched_tokens": 8}])
-def test_vllm_gets_a_token_for_each_sequence(device, given):
+def test_vllm_gets_a_token_per_sequence(device, given):
     found = sampler_sizes(config(rollout={"engine": "vllm", **given}).rollout, device)
     assert found.max_batched_tokens >= found.max_num_seqs
     assert given.items() <= found.model_dump().items()
 
 
-def test_a_run_that_has_begun_keeps_its_sizes_on_another_device():
+def test_a_resumed_run_keeps_its_sizes_on_another_device():
     begun = decide_sizes(config(), "cpu")
     assert decide_sizes(keep_sizes(config(), begun), "cuda", SMALL, 80 * GIB) == begun
     own = config(rollout={"max_num_seqs": 5})
@@ -242,7 +235,7 @@ class FakeDriver:
         return call
 
 
-def test_the_memory_of_a_gpu_is_the_drivers(monkeypatch):
+def test_a_gpus_memory_is_read_from_the_driver(monkeypatch):
     driver = FakeDriver()
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: driver)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
@@ -255,11 +248,16 @@ def test_the_memory_of_a_gpu_is_the_drivers(monkeypatch):
     assert driver.calls[1][:1] == ("nvmlDeviceGetHandleByUUID",) and driver.calls[1][1][0] == b"GPU-12ab"
 
 
-@pytest.mark.parametrize("fail", ["nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetMemoryInfo"])
-def test_a_driver_that_says_nothing_is_no_memory(monkeypatch, fail):
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: FakeDriver(fail))
+@pytest.mark.parametrize("fail", ["nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetMemoryInfo", None])
+def test_a_driver_that_fails_or_is_missing_gives_no_memory(monkeypatch, fail):
+    def load(name: str) -> FakeDriver:
+        if fail is None:
+            raise OSError("no such library")
+        return FakeDriver(fail)
+
+    monkeypatch.setattr(machine.ctypes, "CDLL", load)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert machine.gpu_bytes() is None
+    assert machine.gpu_bytes() is None and (fail is not None or machine.visible_gpus() == [])
 
 
 @pytest.mark.parametrize(
@@ -277,21 +275,12 @@ def test_gpus_are_those_that_the_driver_counts_and_the_environment_names(monkeyp
     assert machine.visible_gpus() == []
 
 
-def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
-    def absent(name: str):
-        raise OSError("no such library")
-
-    monkeypatch.setattr(machine.ctypes, "CDLL", absent)
-    assert machine.gpu_bytes() is None and machine.visible_gpus() == []
-
-
 def test_an_asynchronous_sampler_fills_its_own_gpu():
     rollout = RolloutConfig.model_validate({"async": {"max_staleness": 1}})
-    found = [sampler_sizes(rollout, "cuda", size * GIB // 1000, 80 * GIB).max_num_seqs for size in (100, 170, 300, 900)]
-    assert found == [384, 256, 128, 64 // 2]
-    vllm = rollout.model_copy(update={"engine": "vllm"})
-    found = [sampler_sizes(vllm, "cuda", size * GIB // 1000, 80 * GIB).max_num_seqs for size in (100, 170, 300, 900)]
-    assert found == [384, 256, 128, 256], "vLLM admits as many as fit"
+    vllm = rollout.model_copy(update={"engine": "vllm"})  # which admits as many as fit
+    for own, expected in ((rollout, [384, 256, 128, 32]), (vllm, [384, 256, 128, 256])):
+        given = [sampler_sizes(own, "cuda", size * GIB // 1000, 80 * GIB) for size in (100, 170, 300, 900)]
+        assert [found.max_num_seqs for found in given] == expected
     replayed = RolloutConfig.model_validate({"async": {"max_staleness": 1}, "replay": "runs/a"})
     assert sampler_sizes(replayed, "cuda", GIB // 10, 80 * GIB).max_num_seqs == 128
 
