@@ -1,4 +1,4 @@
-"""What the machine refuses is one line and exit code 2, and no finished step is lost; a defect stays exit code 70."""
+"""Failures of the machine are one line with exit code 2 and lose no finished step; defects have exit code 70."""
 
 from __future__ import annotations
 
@@ -70,16 +70,9 @@ def in_handling() -> Exception:
 
 DEFECTS = (
     *(KeyError("x"), AssertionError(), ZeroDivisionError(), RuntimeError("shape mismatch"), in_handling()),
-    *(
-        FileNotFoundError(errno.ENOENT, "No such file or directory", "/x"),
-        OSError("without a number"),
-        OSError(errno.EPERM, "no path"),
-    ),
-    *(
-        ConnectionResetError(errno.ECONNRESET, "reset"),
-        BlockingIOError(errno.EAGAIN, "later"),
-        ChildProcessError(errno.ECHILD, "x"),
-    ),
+    *(FileNotFoundError(errno.ENOENT, "No such file or directory", "/x"), OSError("without a number")),
+    *(OSError(errno.EPERM, "no path"), ConnectionResetError(errno.ECONNRESET, "reset")),
+    *(BlockingIOError(errno.EAGAIN, "later"), ChildProcessError(errno.ECHILD, "x")),
 )
 
 

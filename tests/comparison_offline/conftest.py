@@ -15,9 +15,9 @@ SMALL = {"max_tokens": 192, "window": 48, "speed": SpeedTest(2, 16, 3, 1), "devi
 
 @pytest.fixture
 def compare(tmp_path: Path, monkeypatch) -> Callable[..., tuple[int, list[str]]]:
-    """compare(model, schemes, **arguments) -> (exit code, lines said); writes to tmp_path / "out".
+    """compare(model, schemes, **arguments) -> (exit code, lines printed); writes to tmp_path / "out".
 
-    page: whether to draw the page and its plots, which takes longer than a tiny model.
+    page: whether to draw the page and its plots, which takes longer than measuring a tiny model.
     """
 
     def run(model: Path, schemes: list[str], page: bool = False, **arguments) -> tuple[int, list[str]]:

@@ -1,4 +1,4 @@
-"""`compare_offline` as a user meets it: what it leaves, what it reuses, what it refuses."""
+"""`compare_offline`: its outputs, what it reuses, and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def result_in(out):
     return json.loads((out / "comparison.json").read_text())
 
 
-def test_all_schemes_leave_a_table_a_page_and_plots(tiny_model, tmp_path, compare, capsys):
+def test_all_schemes_give_a_table_a_page_and_plots(tiny_model, tmp_path, compare, capsys):
     code, _ = compare(tiny_model(), ALL, page=True)
     out = tmp_path / "out"
     result = result_in(out)
@@ -40,7 +40,7 @@ def test_all_schemes_leave_a_table_a_page_and_plots(tiny_model, tmp_path, compar
     assert "w4a16 g32" in capsys.readouterr().out
 
 
-def test_an_fp8_kv_cache_is_compared_with_bf16_that_has_none(tiny_model, tmp_path, compare, monkeypatch):
+def test_an_fp8_kv_cache_is_compared_with_bf16_that_has_none(tiny_model, tmp_path, compare):
     compare(tiny_model(), ["bf16", "w4a16"], out=tmp_path / "auto")
     compare(tiny_model(), ["bf16", "w4a16"], out=tmp_path / "fp8", kv_cache_dtype="fp8")
     auto, fp8 = (result_in(tmp_path / name) for name in ("auto", "fp8"))
@@ -50,14 +50,21 @@ def test_an_fp8_kv_cache_is_compared_with_bf16_that_has_none(tiny_model, tmp_pat
     assert auto["members"][1]["kl"]["mean"] != fp8["members"][1]["kl"]["mean"]
 
 
-def test_the_same_again_measures_nothing(tiny_model, tmp_path, compare, monkeypatch):
+def test_measured_schemes_are_reused_unless_damaged_and_others_join_them(tiny_model, tmp_path, compare, monkeypatch):
     compare(tiny_model(), ["bf16", "fp8"])
     before = result_in(tmp_path / "out")["members"]
-    monkeypatch.setattr(members, "open_policy", None)
-    code, lines = compare(tiny_model(), ["bf16", "fp8"])
+    with monkeypatch.context() as patch:
+        patch.setattr(members, "open_policy", None)
+        code, lines = compare(tiny_model(), ["bf16", "fp8"])
     assert code == 0
     assert [line for line in lines if "before" in line] == ["bf16: measured before", "fp8: measured before"]
     assert result_in(tmp_path / "out")["members"] == before
+    with pytest.raises(UserError, match=r"holds another comparison \(max_tokens was 192, is 96\)"):
+        compare(tiny_model(), ["fp8"], max_tokens=96)
+    (tmp_path / "out" / "members" / "bf16.json").write_text("{")
+    code, lines = compare(tiny_model(), ["bf16", "fp8", "w8a8"])
+    assert code == 0 and any(line.startswith("w8a8: KL") for line in lines)
+    assert "fp8: measured before" in lines and "bf16: measured before" not in lines
 
 
 def test_an_interrupted_comparison_goes_on_with_what_is_missing(tiny_model, tmp_path, compare, monkeypatch):
@@ -80,50 +87,21 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing(tiny_model, tmp_
     assert not [line for line in lines if line.startswith("bf16: the reference")]  # kept as well
 
 
-def test_a_damaged_member_file_is_measured_again(tiny_model, tmp_path, compare):
-    compare(tiny_model(), ["fp8"])
-    (tmp_path / "out" / "members" / "fp8.json").write_text("{")
-    code, lines = compare(tiny_model(), ["fp8"])
-    assert code == 0
-    assert "fp8: measured before" not in lines
-
-
-def test_a_scheme_that_does_not_fit_is_a_row_that_says_why(tiny_model, tmp_path, compare, capsys):
+def test_a_scheme_that_does_not_fit_is_a_row_with_the_reason(tiny_model, tmp_path, compare, capsys):
     path = tiny_model(hidden_size=96, num_attention_heads=4)
     code, _ = compare(path, ["w4a16", "fp8"], page=True, group_size=64)
     w4a16, fp8 = result_in(tmp_path / "out")["members"]
-    assert code == 1
-    assert w4a16["state"] == "failed"
-    assert "--group-size: model.layers.0" in w4a16["reason"]
-    assert "use 32 or -1" in w4a16["reason"]
-    assert fp8["state"] == "finished"
+    assert code == 1 and (w4a16["state"], fp8["state"]) == ("failed", "finished")
+    assert "--group-size: model.layers.0" in w4a16["reason"] and "use 32 or -1" in w4a16["reason"]
     assert w4a16["reason"] in " ".join(capsys.readouterr().out.split())
     assert w4a16["reason"] in (tmp_path / "out" / "comparison.html").read_text()
+    code, lines = compare(path, ["w4a16", "fp8"], group_size=64)
+    assert code == 1 and any(line.startswith("w4a16: failed") for line in lines)  # tried again
+    assert comparison_charts([w4a16]) == {}
 
 
-def test_a_scheme_that_failed_is_tried_again(tiny_model, compare):
-    path = tiny_model(hidden_size=96, num_attention_heads=4)
-    compare(path, ["w4a16"], group_size=64)
-    code, lines = compare(path, ["w4a16"], group_size=64)
-    assert code == 1
-    assert any(line.startswith("w4a16: failed") for line in lines)
-
-
-def test_more_schemes_join_those_that_are_there(tiny_model, compare):
-    compare(tiny_model(), ["fp8"])
-    _, lines = compare(tiny_model(), ["fp8", "w8a8"])
-    assert "fp8: measured before" in lines
-    assert any(line.startswith("w8a8: KL") for line in lines)
-
-
-def test_other_settings_need_another_directory(tiny_model, compare):
-    compare(tiny_model(), ["fp8"])
-    with pytest.raises(UserError, match=r"holds another comparison \(max_tokens was 192, is 96\)"):
-        compare(tiny_model(), ["fp8"], max_tokens=96)
-
-
-def test_a_changed_model_file_is_not_taken_for_the_old_one_and_a_touched_one_is(tiny_model, tmp_path, compare):
-    """Same size and same time of the file: only its bytes differ, so only a digest can tell."""
+def test_a_changed_model_file_is_noticed_and_a_touched_one_is_accepted(tiny_model, tmp_path, compare):
+    """The file's size and time stay, so only a digest notices the change."""
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     compare(model, ["fp8"])
     edits = {
@@ -146,19 +124,16 @@ def test_a_changed_model_file_is_not_taken_for_the_old_one_and_a_touched_one_is(
     assert "fp8: measured before" in compare(model, ["fp8"])[1]
 
 
-def test_a_directory_of_something_else_is_left_alone(tiny_model, tmp_path, compare):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("thesis.tex", "exists and is not a comparison"), ("comparison.json", "holds a comparison of runs")],
+)
+def test_a_directory_of_something_else_is_unchanged(tiny_model, tmp_path, compare, name, message):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="exists and is not a comparison"):
+    (tmp_path / "out" / name).write_text('{"kind": "runs"}')
+    with pytest.raises(UserError, match=message):
         compare(tiny_model(), ["fp8"])
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.tex"]
-
-
-def test_a_comparison_of_runs_is_left_alone(tiny_model, tmp_path, compare):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "comparison.json").write_text('{"kind": "runs"}')
-    with pytest.raises(UserError, match="holds a comparison of runs"):
-        compare(tiny_model(), ["fp8"])
+    assert [file.name for file in (tmp_path / "out").iterdir()] == [name]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +145,7 @@ def test_a_comparison_of_runs_is_left_alone(tiny_model, tmp_path, compare):
         (["bf16", "fp8"], "--group-size 32: none of the schemes bf16,fp8 has groups"),
     ],
 )
-def test_schemes_that_cannot_be_are_refused(tiny_model, tmp_path, schemes, message):
+def test_impossible_schemes_are_refused(tiny_model, tmp_path, schemes, message):
     with pytest.raises(UserError, match=message):
         api.compare_offline(tiny_model(), schemes, out=tmp_path / "out", group_size=32)
     assert not (tmp_path / "out").exists()
@@ -196,33 +171,12 @@ def test_a_text_that_cannot_be_used_is_refused(tiny_model, tmp_path, compare, co
     assert not (tmp_path / "out").exists()
 
 
-def test_fewer_tokens_than_a_window_are_refused(tiny_model, compare):
+def test_options_that_cannot_be_used_are_refused(tiny_model, tmp_path, compare, capsys):
     with pytest.raises(UserError, match="--max-tokens: 47 is less than one window of 48"):
         compare(tiny_model(), ["w4a16"], max_tokens=47)
-
-
-def test_a_page_of_failures_has_no_charts():
-    failed = {"name": "w4a16", "state": "failed", "reason": "too narrow"}
-    assert comparison_charts([failed]) == {}
-
-
-def test_the_command_line_says_what_is_wrong_with_the_text(tiny_model, tmp_path, capsys):
-    model = str(tiny_model())
-    capsys.readouterr()  # what saving it printed
+    capsys.readouterr()  # what saving the model printed
     with pytest.raises(SystemExit) as end:
-        cli.main(
-            [
-                "compare",
-                "--offline",
-                model,
-                "--schemes",
-                "fp8",
-                "--text",
-                str(tmp_path / "absent"),
-                "--out",
-                str(tmp_path / "out"),
-            ]
-        )
+        cli.main(["compare", "--offline", str(tiny_model()), "--schemes", "fp8", "--text", f"{tmp_path}/absent"])
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("error: --text: ")
 

@@ -1,4 +1,4 @@
-"""Trained policies beside the schemes of the model that they started from."""
+"""Comparison of trained policies with the schemes of their initial model."""
 
 from __future__ import annotations
 

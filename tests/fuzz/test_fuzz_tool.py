@@ -1,7 +1,8 @@
-"""`tools/fuzz.py` itself: planted faults are found and named, cases are what they were, and the summary counts them."""
+"""`tools/fuzz.py` itself: planted faults are found and named, cases repeat, and the summary counts them."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -17,10 +18,15 @@ import pytest
 from process_tree import runs
 
 
-def refuse(*lines: str) -> None:
+def refuse(*lines: str, code: int = 2) -> None:
     for line in lines:
         print(line, file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(code)
+
+
+def ignore_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+    time.sleep(1000)
 
 
 def raise_a_fault() -> None:
@@ -38,7 +44,7 @@ def exhaust_memory() -> None:
     raise SystemExit(0)
 
 
-# A command, and what is said of it: status and fault.
+# Command, and its verdict: status and fault.
 PLANTED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "accepted": (lambda: None, "accepted", ""),
     "refused in a line": (lambda: refuse("error: c.yaml: no such file; give another"), "refused", ""),
@@ -49,25 +55,17 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "",
     ),
     "traceback": (raise_a_fault, "bad", "traceback"),
-    "traceback that was printed": (
+    "printed traceback": (
         lambda: print_and_end("Traceback (most recent call last):\n  x\nKeyError: 5"),
         "bad",
         "traceback",
     ),
     "hang": (lambda: time.sleep(1000), "bad", "hang"),
-    "hang that ignores signals": (
-        lambda: (signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)), time.sleep(1000)),
-        "bad",
-        "hang",
-    ),
+    "hang that ignores signals": (ignore_signals, "bad", "hang"),
     "signal": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "bad", "signal"),
     "memory": (exhaust_memory, "bad", "memory"),
     "exit code 1": (lambda: print_and_end("", 1), "bad", "exit code"),
-    "a fault that qarl reports": (
-        lambda: (print("error: report this", file=sys.stderr), sys.exit(70)),
-        "bad",
-        "exit code",
-    ),
+    "a fault that qarl reports": (lambda: refuse("error: report this", code=70), "bad", "exit code"),
     "escape": (lambda: print_and_end("\x1b[31mred"), "bad", "output"),
     "bidirectional override": (lambda: refuse("error: abc\u202edef"), "bad", "output"),
     "bytes": (lambda: (os.write(1, b"\xff\xfe abc\n"), sys.exit(0)), "bad", "output"),
@@ -115,14 +113,11 @@ def test_a_case_that_is_kept_from_the_cores_is_waited_for(
     assert verdict.status == "accepted"
 
 
-def test_an_accepted_case_that_must_be_refused_is_silent(tmp_path: Path) -> None:
+def test_an_accepted_case_is_silent_if_it_must_be_refused_and_its_files_are_examined(tmp_path: Path) -> None:
     _, verdict = run(tmp_path, lambda: None, must_refuse=True)
     assert (verdict.status, verdict.fault) == ("bad", "silent")
-
-
-def test_what_an_accepted_case_left_is_examined(tmp_path: Path) -> None:
     _, verdict = run(
-        tmp_path, lambda: Path("left").touch(), examine=lambda cwd: f"left {[p.name for p in cwd.iterdir()]}"
+        tmp_path / "b", lambda: Path("left").touch(), examine=lambda cwd: f"left {[p.name for p in cwd.iterdir()]}"
     )
     assert verdict.label == "check: left ['left']"
 
@@ -178,8 +173,6 @@ def test_the_command_cannot_harm_the_tool(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in the shape of a base, without a model that runs: what the mutators read of it."""
-    import json
-
     import torch
     from fuzzing.base import RUN, write_inputs
     from fuzzing.damage import write_tensors
@@ -194,9 +187,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in (root / "model", root / "export"):
         folder.mkdir()
         write_tensors(folder / "model.safetensors", tensors)
-        (folder / "config.json").write_text(
-            json.dumps({"hidden_size": 64, "quantization_config": {"quant_method": "compressed-tensors"}})
-        )
+        quantization = {"quant_method": "compressed-tensors"}
+        (folder / "config.json").write_text(json.dumps({"hidden_size": 64, "quantization_config": quantization}))
         for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
             (folder / name).write_text('{"eos_token_id": 1, "model": {"vocab": {"a": 1, "b": 2}}}')
     (root / "results").mkdir()
@@ -205,10 +197,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("checkpoints", "rollouts", "diagnostics", "evaluations"):
         (run / folder).mkdir(parents=True)
     shutil.copy(root / "tiny.yaml", run / "config.yaml")
-    lines = "".join(
-        json.dumps({"step": i, "reward/mean": 0.5, "tasks": [{"name": "a", "avg": {"mean": 1.0}}]}) + "\n"
-        for i in (1, 2, 3)
-    )
+    row = {"reward/mean": 0.5, "tasks": [{"name": "a", "avg": {"mean": 1.0}}]}
+    lines = "".join(json.dumps({"step": i, **row}) + "\n" for i in (1, 2, 3))
     for name in ("metrics.jsonl", "evaluations.jsonl", "environment.json", "evaluations/000002.jsonl"):
         (run / name).write_text(lines)
     for step in ("000001", "000003"):
@@ -220,12 +210,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("masters.safetensors", "optimizer.safetensors"):
             write_tensors(folder / name, tensors)
         (folder / "state.json").write_text('{"version": 1, "data": {"position": 4}}')
-        files = {
-            name: {"bytes": 1, "sha256": "0"} for name in ("masters.safetensors", "optimizer.safetensors", "state.json")
-        }
-        (folder / "manifest.json").write_text(
-            json.dumps({"format_version": 1, "step": 3, "groups": {"masters": ["masters.safetensors"]}, "files": files})
-        )
+        files = {path.name: {"bytes": 1, "sha256": "0"} for path in sorted(folder.iterdir())}
+        manifest = {"format_version": 1, "step": 3, "groups": {"masters": ["masters.safetensors"]}, "files": files}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
     (run / "checkpoints" / "latest").symlink_to("000003")
     return root
 
@@ -272,13 +259,8 @@ def test_every_key_of_the_schema_and_every_option_is_within_reach() -> None:
     from fuzzing.options import WORKING, options
 
     keys = {".".join(map(str, path)) for path in schema_keys()}
-    assert {
-        "train.steps",
-        "reward.functions.0.weight",
-        "rollout.vllm.memory_frac",
-        "correction.reject.0.upper",
-        "evaluation.tasks.0.data.source",
-    } <= keys
+    assert {"train.steps", "reward.functions.0.weight", "rollout.vllm.memory_frac"} <= keys
+    assert {"correction.reject.0.upper", "evaluation.tasks.0.data.source"} <= keys
     assert set(options()) == set(WORKING)
     assert {option.name for option in options()["generate"]} >= {"prompt", "prompt_file", "seed", "as_json"}
 

@@ -1,4 +1,4 @@
-"""Run directories made by hand, and text that wants to break out of a page."""
+"""Run directories made by hand, and text that tries to break out of a page."""
 
 from __future__ import annotations
 
@@ -7,32 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from plain_settings import plain_settings
 
 HOSTILE = (
     "</pre></title><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
     "<svg/onload=document.title='pwned'> $x^2$ {{ 7*7 }} &lt; ' \" \u202egnp.exe\u200b\x00\x1b[2J \ud800 end"
 )
-# What a reader sees of it.
+# The same as a page shows it.
 HOSTILE_SHOWN = (
-    "</pre></title><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
-    "<svg/onload=document.title='pwned'> $x^2$ {{ 7*7 }} &lt; ' \" \\u202egnp.exe\\u200b\\x00\\x1b[2J \\ud800 end"
+    HOSTILE.replace("\u202e", r"\u202e")
+    .replace("\u200b", r"\u200b")
+    .replace("\x00\x1b", r"\x00\x1b")
+    .replace("\ud800", r"\ud800")
 )
 
 
-def configuration(path: Path, steps: int = 4) -> dict[str, Any]:
-    return {
-        "model": {"path": "some/model"},
-        "quant": {"group_size": 32},
-        "data": {"source": "task:arithmetic"},
-        "reward": {"functions": [{"name": "exact"}]},
-        "train": {"steps": steps, "run_dir": str(path)},
-    }
-
-
 def make_run(path: Path, metrics: list[dict[str, Any]], steps: int = 4, completion: str = "4") -> Path:
-    """A run directory with these metrics (a `step` is added) and one rollouts file of three rewards."""
+    """Write a run directory with these metrics (a `step` is added) and one rollouts file of three rewards."""
     (path / "rollouts").mkdir(parents=True)
-    (path / "config.yaml").write_text(yaml.safe_dump(configuration(path, steps)))
+    settings = plain_settings(train={"steps": steps, "run_dir": str(path)}, quant={"group_size": 32})
+    (path / "config.yaml").write_text(yaml.safe_dump(settings))
     (path / "environment.json").write_text(json.dumps({"packages": {"torch": "2.13"}, "cpu": "a CPU", "gpus": []}))
     lines = [json.dumps({"step": number, **record}) + "\n" for number, record in enumerate(metrics, 1)]
     (path / "metrics.jsonl").write_text("".join(lines))
@@ -45,7 +39,7 @@ def make_run(path: Path, metrics: list[dict[str, Any]], steps: int = 4, completi
 
 
 def diagnostics(number: int, count: int = 4, **changes: Any) -> dict[str, Any]:
-    """A record as diagnostics/NNNNNN.json has it, of `count` tokens that get further from each other with the step."""
+    """Return a record of diagnostics/NNNNNN.json with `count` tokens whose mismatch grows with the step."""
     sampler = [-0.1 - 0.5 * i for i in range(count)]
     ratio = [0.3 * (-1) ** i for i in range(count)]
     tokens = {
@@ -61,16 +55,8 @@ def diagnostics(number: int, count: int = 4, **changes: Any) -> dict[str, Any]:
     }
     deciles = [{"low": i / 10, "high": (i + 1) / 10, "count": 1, "delta_abs_mean": 0.01 * number} for i in range(10)]
     layers = {f"model.layers.{i}.mlp.{kind}_proj": [i + 1, 10] for i in range(3) for kind in ("up", "down")}
-    example = {
-        "text": "so so so",
-        "before": "It is ",
-        "after": " good",
-        "kind": "repetitive",
-        "start": 2,
-        "stop": 26,
-        "response": 1,
-        "advantage": -1.0,
-    }
+    example = {"text": "so so so", "before": "It is ", "after": " good", "kind": "repetitive", "advantage": -1.0}
+    example |= {"start": 2, "stop": 26, "response": 1}
     return {
         "format_version": 1,
         "step": number,
@@ -91,7 +77,7 @@ def add_diagnostics(run: Path, *records: dict[str, Any]) -> None:
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
-    """Metrics of one step as the loop logs them, all of them changing from step to step."""
+    """Return metrics of one step as the loop logs them; most of them change from step to step."""
     return {
         "reward/mean": 0.1 * number,
         "reward/std": 0.2,

@@ -1,4 +1,4 @@
-"""Charts drawn by several processes: the same bytes, and as before where there can be no process."""
+"""Charts rendered in several processes have the same bytes as in one, also if processes fail."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SECTIONS = [Section("One", [Text("text"), *CHARTS[:5]]), Section("Two", [EMPTY, 
 
 @pytest.fixture
 def forks(monkeypatch):
-    """As in a program of one thread, on a machine of two cores."""
+    """Simulate a program with one thread on a machine with two cores."""
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
 
 
-def test_the_processes_draw_every_chart_as_it_is_drawn_here(forks, monkeypatch, tmp_path):
+def test_processes_render_every_chart_as_this_process_does(forks, monkeypatch, tmp_path):
     expected = [(svg(chart, "x-"), png(chart)) for chart in CHARTS]
     with render_in_parallel(SECTIONS):
         assert len(charts.rendered) == 2 * len(CHARTS)
@@ -42,7 +42,7 @@ def test_the_processes_draw_every_chart_as_it_is_drawn_here(forks, monkeypatch, 
     assert [file.read_bytes() for file in files] == [data for _, data in expected]
 
 
-def test_without_processes_the_charts_are_drawn_here(forks, monkeypatch):
+def test_without_processes_charts_are_rendered_here(forks, monkeypatch):
     def refused():
         raise OSError(11, "no more processes")
 
@@ -52,7 +52,7 @@ def test_without_processes_the_charts_are_drawn_here(forks, monkeypatch):
         assert not charts.rendered and png(CHARTS[0]) == expected
 
 
-def test_what_a_killed_process_had_to_draw_is_drawn_here(forks, monkeypatch):
+def test_charts_of_a_killed_process_are_rendered_here(forks, monkeypatch):
     expected, parent, real = [png(chart) for chart in CHARTS], os.getpid(), ahead.save
 
     def killed(chart, form):

@@ -1,4 +1,4 @@
-"""Pages in a real Chromium: nothing hostile runs, nothing is fetched, and they can be read, light, dark and narrow."""
+"""Pages in a real Chromium: hostile text is inert, nothing is fetched, text is readable in light, dark and narrow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qarl.report.run_report import write_report
 
 pytestmark = pytest.mark.slow
 
-# The contrast of an element's text with what is behind it, as WCAG 2 defines it.
+# Contrast of an element's text with its background, as WCAG 2 defines it.
 CONTRAST = """element => {
   const parse = colour => colour.match(/[\\d.]+/g).map(Number);
   const luminance = ([r, g, b]) => [r, g, b].map(v => v / 255)
@@ -68,7 +68,7 @@ def test_nothing_is_cut_off_or_scrolls_sideways(opened):
 
 
 def test_text_and_chart_labels_have_contrast(opened):
-    for selector in (
+    selectors = [
         "body",
         "p",
         "dt",
@@ -79,24 +79,20 @@ def test_text_and_chart_labels_have_contrast(opened):
         "mark",
         "nav a",
         "summary",
-    ):
+    ]
+    for selector in selectors:
         elements = opened.page.locator(selector)
         assert elements.count(), selector
         for ratio in elements.evaluate_all(f"all => all.map({CONTRAST})"):
             assert ratio >= 4.5, selector
 
 
-def test_dark_is_dark_and_light_is_light(opened):
-    background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    dark = opened.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+def test_background_and_curves_take_their_colours_from_the_scheme(opened):
+    page = opened.page
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
     brightness = sum(int(part) for part in background[4:-1].split(","))
     assert brightness < 120 if dark else brightness == 3 * 255
-
-
-def test_a_curve_takes_its_colour_from_the_scheme(opened):
-    page = opened.page
-    strokes = page.locator("figure svg path[style*='var(--curve-0)']").evaluate_all(
-        "all => all.map(path => getComputedStyle(path).stroke)"
-    )
-    dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    curves = page.locator("figure svg path[style*='var(--curve-0)']")
+    strokes = curves.evaluate_all("all => all.map(path => getComputedStyle(path).stroke)")
     assert ("rgb(86, 180, 233)" if dark else "rgb(0, 114, 178)") in strokes

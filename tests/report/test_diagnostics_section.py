@@ -1,4 +1,4 @@
-"""The plots of a step's tokens in a run's page."""
+"""Plots of a step's tokens on the page of a run."""
 
 from __future__ import annotations
 
@@ -51,8 +51,16 @@ def test_the_last_step_is_plotted_with_earlier_deciles_beside_it(tmp_path):
     assert {"ratio_of_the_objective.png", "correction_weights.png"} <= plots
 
 
+def scatters(record) -> dict[str, Scatter]:
+    return {block.title: block for block in record_blocks(record) if isinstance(block, Scatter)}
+
+
+def lines(**changes) -> dict[str, LineChart]:
+    return {block.title: block for block in record_blocks(diagnostics(1, **changes)) if isinstance(block, LineChart)}
+
+
 def test_ratios_are_split_into_inside_clipped_and_clipped_by_precision_alone():
-    ratio = {b.title: b for b in record_blocks(diagnostics(1)) if isinstance(b, Scatter)}["Ratio of the objective"]
+    ratio = scatters(diagnostics(1))["Ratio of the objective"]
     assert [(points.name, len(points.x)) for points in ratio.points] == [
         ("inside the band", 2),
         ("clipped", 1),
@@ -64,9 +72,7 @@ def test_ratios_are_split_into_inside_clipped_and_clipped_by_precision_alone():
 def test_points_are_classed_by_the_sign_of_the_advantage():
     scatter = record_blocks(diagnostics(1))[0]
     assert [(points.name, len(points.x)) for points in scatter.points] == [("A > 0", 1), ("A < 0", 2), ("A = 0", 1)]
-    precision = {b.title: b for b in record_blocks(diagnostics(1)) if isinstance(b, Scatter)}[
-        "Policy change and precision gap per token"
-    ]
+    precision = scatters(diagnostics(1))["Policy change and precision gap per token"]
     assert precision.points[0].x == [pytest.approx(0.1)] and precision.points[0].y == [pytest.approx(0.2)]
 
 
@@ -87,7 +93,7 @@ def test_a_band_of_a_response_is_written_with_its_digits_and_says_what_it_bounds
     band = {"level": "sequence", "high": 1.0004, "low": 0.9997, "neg_high": 1.0007}
     record = diagnostics(1, band=band)
     record["tokens"] |= {"outside": [True] * 4, "phantom": None, "logp_shadow": None}
-    ratio = {b.title: b for b in record_blocks(record) if isinstance(b, Scatter)}["Ratio of the objective"]
+    ratio = scatters(record)["Ratio of the objective"]
     assert "0.9997 for A < 0 to 1.0004 for A > 0, and up to 1.0007 for A < 0." in ratio.note
     assert "of a response's mean ratio" in ratio.note and "diagnostics.shadow_every" in ratio.note
     assert [(points.name, len(points.x)) for points in ratio.points] == [("inside the band", 0), ("clipped", 4)]
@@ -96,12 +102,9 @@ def test_a_band_of_a_response_is_written_with_its_digits_and_says_what_it_bounds
 def test_an_objective_without_a_ratio_and_a_learner_without_a_gap_have_no_empty_plots():
     record = diagnostics(1, band=None)
     record["tokens"] |= {"log_ratio": [0.0] * 4, "logp_shadow": record["tokens"]["logp"]}
-    blocks = record_blocks(record)
-    titles = [block.title for block in blocks if isinstance(block, Scatter)]
-    assert titles == ["Log-probs of sampler and learner", "Log-prob difference by probability"]
-    assert [block.text for block in blocks if isinstance(block, Text)] == [
-        "The learner uses the sampler's arithmetic: beta is 0 for all of these tokens."
-    ]
+    assert list(scatters(record)) == ["Log-probs of sampler and learner", "Log-prob difference by probability"]
+    (text,) = [block.text for block in record_blocks(record) if isinstance(block, Text)]
+    assert text == "The learner uses the sampler's arithmetic: beta is 0 for all of these tokens."
 
 
 def test_agreement_bit_for_bit_is_said_instead_of_an_empty_plot():
@@ -115,17 +118,16 @@ def test_tokens_outside_a_distribution_have_no_point():
     record = diagnostics(1)
     record["tokens"]["logp_old"][0] = record["tokens"]["logp"][0] = None
     record["tokens"]["log_ratio"][1] = -1e12  # as the objective has it
-    scatters = [block for block in record_blocks(record) if isinstance(block, Scatter)]
-    assert len(scatters) == 4
-    for chart in scatters:
+    found = list(scatters(record).values())
+    assert len(found) == 4
+    for chart in found:
         assert "1 point without a finite value left out." in chart_note(chart) or chart.title.startswith("Ratio")
         assert "no data" not in svg(chart)
-    assert chart_note(scatters[2]).endswith("2 points without a finite value left out.")
+    assert chart_note(found[2]).endswith("2 points without a finite value left out.")
 
 
 def test_changed_values_are_a_curve_for_each_kind_of_linear_by_depth():
-    chart = {b.title: b for b in record_blocks(diagnostics(1)) if isinstance(b, LineChart)}
-    up, down = chart["Published values changed, by layer"].series
+    up, down = lines()["Published values changed, by layer"].series
     assert (up.name, up.x, up.y) == ("up_proj", [0, 1, 2], [0.1, 0.2, 0.3]) and down.name == "down_proj"
 
 
@@ -164,8 +166,7 @@ def test_what_is_measured_now_and_then_is_a_curve_without_gaps(tmp_path):
 
 def test_an_fp8_backwards_error_is_plotted_by_layer_and_the_worst_layer_named():
     def found(**changes) -> LineChart | None:
-        charts = {b.title: b for b in record_blocks(diagnostics(1, **changes)) if isinstance(b, LineChart)}
-        return charts.get("Gradient of an FP8 backward, by layer")
+        return lines(**changes).get("Gradient of an FP8 backward, by layer")
 
     names = [f"model.layers.{i}.mlp.{kind}_proj" for i in range(3) for kind in ("up", "down")]
     chart = found(backward={"worst": names[4], "layers": {name: [0.999, 0.04] for name in names}})
@@ -177,15 +178,12 @@ def test_an_fp8_backwards_error_is_plotted_by_layer_and_the_worst_layer_named():
 
 
 def test_routers_are_plotted_by_layer_and_against_the_sampler_where_it_was_asked():
-    def found(**changes) -> dict[str, LineChart]:
-        return {b.title: b for b in record_blocks(diagnostics(1, **changes)) if isinstance(b, LineChart)}
-
     routing = {"load_max": [1.5, 2.0], "load_min": [0.5, 0.0], "entropy": [1.2, None]}
-    charts = found(routing=routing)
+    charts = lines(routing=routing)
     loads = charts["Expert load, by layer"].series
     assert [(s.name, s.x, s.y) for s in loads] == [("largest", [0, 1], [1.5, 2.0]), ("least", [0, 1], [0.5, 0.0])]
     assert charts["Router entropy, by layer"].series[0].y == [1.2, None]
     title = "Experts that differ from the sampler's, by layer"
     assert title not in charts
-    assert found(routing=routing | {"disagreement": [0.0, 0.25]})[title].series[0].y == [0.0, 0.25]
-    assert "Expert load, by layer" not in found(routing=None)
+    assert lines(routing=routing | {"disagreement": [0.0, 0.25]})[title].series[0].y == [0.0, 0.25]
+    assert "Expert load, by layer" not in lines(routing=None)

@@ -1,4 +1,4 @@
-"""Pages as text: what is escaped, and what stands in them."""
+"""Pages as text: escaping and contents."""
 
 from __future__ import annotations
 
@@ -87,23 +87,17 @@ def test_the_same_page_is_the_same_bytes():
     assert render_page("t", "u", sections) == render_page("t", "u", sections)
 
 
-def test_newlines_of_a_completion_are_kept_even_the_first():
-    html = render_page("t", "", [Section("s", [Completions([Completion("p", "\n\n a\r\nb\tc", None)])])])
+def test_a_completion_keeps_its_newlines_and_is_cut_with_a_note_if_very_long():
+    long = Completion("p", "x" * 10 * SHOWN_CHARACTERS, 1.0)
+    html = render_page("t", "", [Section("s", [Completions([Completion("p", "\n\n a\r\nb\tc", None), long])])])
     assert "<pre>\n\n\n a\\r\nb   c</pre>" in html
-
-
-def test_a_very_long_completion_is_cut_with_a_word():
-    html = render_page("t", "", [Section("s", [Completions([Completion("p", "x" * 10 * SHOWN_CHARACTERS, 1.0)])])])
     assert len(html) < 3 * SHOWN_CHARACTERS and f"{9 * SHOWN_CHARACTERS:,} more characters" in html
 
 
-def test_a_chart_without_data_is_a_note():
-    html = render_page("t", "", [Section("s", [LineChart("empty", "x", "y", [])])])
+def test_a_chart_without_data_is_a_note_and_an_empty_section_is_omitted():
+    empty = Section("s", [LineChart("empty", "x", "y", [])])
+    html = render_page("t", "", [empty, Section("nothing here", []), Section("intro alone", [], "some words")])
     assert "No data." in html and "<svg" not in html
-
-
-def test_sections_without_content_are_left_out():
-    html = render_page("t", "", [Section("nothing here", []), Section("intro alone", [], "some words")])
     assert "nothing here" not in html and "intro alone" in html
 
 

@@ -1,4 +1,4 @@
-"""The page of one run, from directories in every state."""
+"""The page of a run, for directories in every state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from qarl.report.charts import png
 from qarl.report.run_report import report_sections, write_report
 from qarl.storage.runs import read_run
 
-EMPTY = {
-    "svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>',
-    "png": b"",
-}
+EMPTY = {"svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>', "png": b""}
 
 
 def sections(path):

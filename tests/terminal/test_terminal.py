@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import logging
 import os
 import random
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from plain_settings import plain_settings, write_model
 from rich.panel import Panel
 from rich.progress import Progress, TextColumn
 from rich.table import Table
@@ -191,25 +191,10 @@ def test_what_is_visible_stays_as_it_is() -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict:
-    (tmp_path / "model").mkdir()
-    model = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 1000,
-        "max_position_embeddings": 1024,
-    }
-    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
-    return {
-        "model": {"path": str(tmp_path / "model")},
-        "quant": {"group_size": 32},
-        "data": {"source": "task:arithmetic", "max_prompt_length": 64},
-        "rollout": {"max_response_length": 64},
-        "reward": {"functions": [{"name": "exact"}]},
-        "train": {"steps": 3, "run_dir": "runs/x"},
-    }
+    return plain_settings(
+        **{"model": {"path": str(write_model(tmp_path / "model"))}, "quant": {"group_size": 32}},
+        **{"data": {"max_prompt_length": 64}, "rollout": {"max_response_length": 64}, "train": {"run_dir": "runs/x"}},
+    )
 
 
 def test_values_of_a_configuration(config, tmp_path, monkeypatch) -> None:

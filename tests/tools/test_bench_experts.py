@@ -38,14 +38,14 @@ def test_skewed_routing_prefers_the_first_experts() -> None:
 
 def test_the_table_has_the_best_peer_the_worst_case_and_what_did_not_run() -> None:
     case = {"model": "m", "routing": "balanced", "m": 8}
+    times = {
+        "w4a16": {"qarl": 10.0, "vllm_marlin": 15.0},
+        "bf16": {"qarl": 20.0, "vllm_triton": 30.0, "torch_grouped": 16.0},
+    }
     rows = [
-        {"section": "experts w4a16", "who": "qarl", "us": 10.0} | case,
-        {"section": "experts w4a16", "who": "vllm_marlin", "us": 15.0} | case,
-        {"section": "experts bf16", "who": "qarl", "us": 20.0} | case,
-        {"section": "experts bf16", "who": "vllm_triton", "us": 30.0} | case,
-        {"section": "experts bf16", "who": "torch_grouped", "us": 16.0} | case,
-        {"section": "experts w8a8", "who": "vllm_triton", "skipped": "no kernel", "model": "m"},
+        {"section": f"experts {s}", "who": who, "us": us} | case for s, by in times.items() for who, us in by.items()
     ]
+    rows.append({"section": "experts w8a8", "who": "vllm_triton", "skipped": "no kernel", "model": "m"})
     text = table({"environment": None, "copy_tbps": 3.0, "records": rows})
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "experts w4a16 1.50 1.50 1 balanced m=8 against vllm_marlin" in lines

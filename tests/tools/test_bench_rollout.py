@@ -1,4 +1,4 @@
-"""`tools/bench_rollout.py` without its runs: cases, random policies, vLLM's configuration, and what is refused."""
+"""`tools/bench_rollout.py` without its runs: cases, random policies, vLLM's configuration, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tools/bench_step.py` on a CPU: every part but TRL's on a tiny model, the table, and what fails."""
+"""`tools/bench_step.py` on a CPU: all parts except TRL's on a tiny model, the table, and failures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bench_step
 import pytest
 import torch
-from model_sizes import SHAPES
+from harness import timed
+from model_sizes import SHAPES, questions, random_model, shape_of
+from qarl_kernels.logprob import Truncation
+from step_bench import step_part, trl_part
+from step_bench.hf_part import hf_records, selected_logprobs
+from step_bench.learner_part import (
+    estimated_gib,
+    learner_config,
+    learner_records,
+    make_policy,
+    optimizer_records,
+    random_tokens,
+)
+from step_bench.summary import table
 from tiny_runs import Finished
 
 from qarl.policy.skeleton import skeleton
@@ -28,84 +42,58 @@ TINY = ["--shape", "tiny", "--device", "cpu", "--warmup", "0", "--iterations", "
 
 @pytest.fixture(autouse=True)
 def deterministic_again() -> Iterator[None]:
-    """The parts ask torch for deterministic algorithms, for the whole process."""
+    """Undo the parts' change of torch's deterministic mode, which is global."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
 
 
 def options(*arguments: str, scheme: str = "w4a16") -> Any:
-    """As a case's process has them."""
-    import bench_step
-
+    """Return the options that the process of a case gets."""
     parsed = bench_step.parse([*TINY, *arguments])
     parsed.shape, parsed.scheme, parsed.device = "tiny", scheme, "cpu"
     return parsed
 
 
 def tiny():
-    from model_sizes import shape_of
-
     return shape_of("tiny", None, None)
 
 
 def test_the_command_line_refuses_what_it_cannot_run(capsys):
-    import bench_step
-
     assert bench_step.parse(["--out", "x"]).length == [512, 2048, 8192]
-    for wrong in (
-        [],
-        ["--out", "x", "--tokens", "0"],
-        ["--out", "x", "--part", "none"],
-        ["--out", "x", "--layers", "0"],
-    ):
+    for wrong in ([], *(["--out", "x", *more] for more in (["--tokens", "0"], ["--part", "none"], ["--layers", "0"]))):
         with pytest.raises(SystemExit):
             bench_step.parse(wrong)
     capsys.readouterr()
 
 
 def test_only_parts_with_schemes_run_once_for_each():
-    import bench_step
-
     given = bench_step.parse([*TINY, "--part", "hf", "learner", "trl", "--scheme", "bf16", "fp8"])
     found = [tuple(case.values()) for case in bench_step.cases(given)]
     assert found == [("hf", "tiny"), ("learner", "tiny", "bf16"), ("learner", "tiny", "fp8"), ("trl", "tiny")]
 
 
 def test_shapes_are_those_of_the_models_they_are_named_after():
-    from model_sizes import shape_of
-
     # Parameters by the models' own pages, with the vocabularies of their tokenizers.
-    for name, vocabulary, billions in (
-        ("smollm2", None, 0.1345),
-        ("qwen3-0.6b", 151_936, 0.596),
-        ("qwen3-1.7b", 151_936, 1.72),
-        ("qwen3-4b", 151_936, 4.02),
-        ("qwen3-8b", 151_936, 8.19),
-        ("qwen3-14b", 151_936, 14.77),
-        ("qwen3-32b", 151_936, 32.76),
-        ("qwen3-30b-a3b", 151_936, 30.53),
-    ):
-        shape = shape_of(name, None, vocabulary)
-        assert shape.architecture().parameters / 1e9 == pytest.approx(billions, rel=0.01), name
+    billions = {"0.6b": 0.596, "1.7b": 1.72, "4b": 4.02, "8b": 8.19, "14b": 14.77, "32b": 32.76, "30b-a3b": 30.53}
+    for name, expected in billions.items():
+        parameters = shape_of(f"qwen3-{name}", None, 151_936).architecture().parameters
+        assert parameters / 1e9 == pytest.approx(expected, rel=0.01), name
+    assert shape_of("smollm2", None, None).architecture().parameters / 1e9 == pytest.approx(0.1345, rel=0.01)
     assert shape_of("qwen3-8b", 4, None).architecture().num_layers == 4
     assert shape_of("qwen3-8b", None, None).vocabulary == 49_152 < SHAPES["qwen3-8b"].vocabulary
     assert SHAPES["qwen3-8b"].layers == 36
 
 
-def test_questions_differ_and_come_again():
-    from model_sizes import questions
-
+def test_questions_differ_and_repeat_with_the_seed():
     found = questions(200, 0)
     assert len(set(found)) == 200 and found == questions(200, 0) and found[:5] != questions(5, 1)
 
 
 def test_learner_and_peer_run_the_same_tokens_of_the_same_model():
-    from step_bench import hf_part, learner_part
-
     given = options("--length", "8", "48", scheme="bf16")
-    ours = list(learner_part.learner_records(given, tiny(), CPU))
-    theirs = list(hf_part.hf_records(given, tiny(), CPU))
+    ours = list(learner_records(given, tiny(), CPU))
+    theirs = list(hf_records(given, tiny(), CPU))
     keys = ("length", "tokens", "what")
     assert [[row[key] for key in keys] for row in ours] == [[row[key] for key in keys] for row in theirs]
     assert [row["tokens"] for row in ours] == [48] * 4
@@ -116,11 +104,6 @@ def test_learner_and_peer_run_the_same_tokens_of_the_same_model():
 
 
 def test_learner_and_peer_give_the_same_log_probs():
-    from model_sizes import random_model
-    from qarl_kernels.logprob import Truncation
-    from step_bench.hf_part import selected_logprobs
-    from step_bench.learner_part import learner_config, make_policy, random_tokens
-
     given = options(scheme="bf16")
     sequences = random_tokens(3, 17, 512, 0)
     policy = make_policy(given, tiny(), CPU, learner_config(given, tiny(), CPU, 16), 17)
@@ -131,17 +114,17 @@ def test_learner_and_peer_give_the_same_log_probs():
     torch.testing.assert_close(logp.view(3, 16), selected_logprobs(logits, ids[:, 1:]), rtol=0, atol=0.03)
 
 
-def test_the_peer_may_have_trls_output_layer():
-    pytest.importorskip("trl", reason="TRL is not installed")
-    from step_bench.hf_part import hf_records
-
-    rows = list(hf_records(options("--length", "16", "--hf-head", "trl"), tiny(), CPU))
-    assert [(row["what"], row["head"]) for row in rows] == [("forward", "trl"), ("forward_backward", "trl")]
+@pytest.mark.parametrize(
+    ("option", "key", "value"), [("--hf-head", "head", "trl"), ("--hf-dtype", "dtype", "bfloat16")]
+)
+def test_the_peer_may_have_trls_output_layer_or_weights_in_bfloat16(option: str, key: str, value: str):
+    if value == "trl":
+        pytest.importorskip("trl", reason="TRL is not installed")
+    rows = list(hf_records(options("--length", "16", option, value), tiny(), CPU))
+    assert [(row["what"], row[key]) for row in rows] == [("forward", value), ("forward_backward", value)]
 
 
 def test_selected_log_probs_are_those_of_a_softmax():
-    from step_bench.hf_part import selected_logprobs
-
     logits = torch.randn(3, 5, 700) * 4
     targets = torch.randint(0, 700, (3, 5))
     expected = logits.double().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
@@ -149,9 +132,7 @@ def test_selected_log_probs_are_those_of_a_softmax():
     torch.testing.assert_close(selected_logprobs(logits, targets).double(), expected, rtol=0, atol=1e-5)
 
 
-def test_a_gpu_learners_record_has_the_memory_that_is_expected_of_it():
-    from step_bench.learner_part import estimated_gib, learner_config
-
+def test_the_record_of_a_learner_on_a_gpu_has_the_estimated_memory():
     architecture = tiny().architecture()
     config = learner_config(options("--recompute", "mlp", scheme="bf16"), tiny(), CPU, 16)
     masters, version = 4 * architecture.parameters / 2**30, 2 * architecture.parameters / 2**30
@@ -168,8 +149,6 @@ def test_a_gpu_learners_record_has_the_memory_that_is_expected_of_it():
 
 
 def test_overrides_reach_the_policy_and_recomputing_is_asked_of_it():
-    from step_bench.learner_part import learner_config, make_policy
-
     given = options("--set", "quant.group_size=64", "train.logprob_chunk=64", "--recompute", "elementwise")
     config = learner_config(given, tiny(), CPU, 16)
     policy = make_policy(given, tiny(), CPU, config, 17)
@@ -179,8 +158,6 @@ def test_overrides_reach_the_policy_and_recomputing_is_asked_of_it():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_optimizer_step_is_timed_whole_and_in_parts(optimizer: str):
-    from step_bench.learner_part import optimizer_records
-
     rows = list(optimizer_records(options("--set", f"optim.name={optimizer}", "--warmup", "1"), tiny(), CPU))
     assert [row["what"] for row in rows] == ["update", "clip", "optimizer", "refresh"]
     assert {row["parameters"] for row in rows} == {tiny().architecture().parameters}
@@ -188,45 +165,40 @@ def test_an_optimizer_step_is_timed_whole_and_in_parts(optimizer: str):
 
 
 def test_times_are_those_of_calls_after_the_warm_up():
-    from harness import timed
-
     calls: list[str] = []
     found = timed(lambda: calls.append("call"), CPU, 2, 3, lambda: calls.append("prepare"))
     assert calls == ["prepare", "call"] * 5 and len(found["all_seconds"]) == 3
 
 
 def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
-    from step_bench.trl_part import grpo_arguments
-
     given = options("--prompts", "32", "--responses", "8")
-    found = grpo_arguments(given, tmp_path, "vllm")
+    found = trl_part.grpo_arguments(given, tmp_path, "vllm")
     assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 256
     assert found["max_completion_length"] == 1024 and found["generation_kwargs"] == {"ignore_eos": True}
     assert found["model_init_kwargs"]["dtype"] == "float32"
-    own = grpo_arguments(options("--new-tokens", "7"), tmp_path, "transformers")
+    own = trl_part.grpo_arguments(options("--new-tokens", "7"), tmp_path, "transformers")
     assert "use_vllm" not in own and own["generation_kwargs"] == {"min_new_tokens": 7} and not own["bf16"]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "missing", "said"),
     [
-        (["--device-batch", "7"], "--device-batch 7 does not divide 256 responses"),
-        (["--nproc", "2"], "leave --nproc out, or compare learners with --part sharded zero3"),
-        (["--timeout", "nan"], "--timeout: 'nan': must be a number above 0"),
-        (["--out", "/"], "--out: / is a folder; name a file"),
+        (["trl", "--device-batch", "7"], "", "--device-batch 7 does not divide 256 responses"),
+        (["trl", "--nproc", "2"], "", "leave --nproc out, or compare learners with --part sharded zero3"),
+        (["trl", "--timeout", "nan"], "", "--timeout: 'nan': must be a number above 0"),
+        (["trl", "--out", "/"], "", "--out: / is a folder; name a file"),
+        (["zero3", "--nproc", "2"], "deepspeed", "--part zero3 needs deepspeed: pip install 'qarl[deepspeed]'"),
+        (["sharded"], "", "--part sharded zero3 takes --nproc from 2"),
     ],
 )
-def test_what_trl_could_not_run_is_refused_in_a_line(given, said, capsys):
-    import bench_step
-
+def test_a_part_that_cannot_run_is_refused_in_one_line(given, missing, said, monkeypatch, capsys):
+    monkeypatch.setattr(bench_step, "find_spec", lambda name: None if name == missing else object())
     with pytest.raises(SystemExit):
-        bench_step.parse(["--out", "x", "--part", "trl", *given])
+        bench_step.parse(["--out", "x", "--part", *given])
     assert capsys.readouterr().err.splitlines()[-1].endswith(said)
 
 
-def test_a_peer_that_is_not_installed_is_said_before_anything_runs(tmp_path, monkeypatch):
-    import bench_step
-
+def test_a_missing_peer_is_reported_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_step, "find_spec", lambda name: None)
     for part in (["trl"], ["learner", "hf", "--hf-head", "trl"]):
         monkeypatch.setattr(sys, "argv", ["bench_step.py", "--out", str(tmp_path / "out.json"), "--part", *part])
@@ -237,9 +209,7 @@ def test_a_peer_that_is_not_installed_is_said_before_anything_runs(tmp_path, mon
 
 def test_trl_takes_its_arguments(tmp_path):
     trl = pytest.importorskip("trl", reason="TRL is not installed")
-    from step_bench.trl_part import grpo_arguments
-
-    config = trl.GRPOConfig(**grpo_arguments(options(), tmp_path, "vllm"))
+    config = trl.GRPOConfig(**trl_part.grpo_arguments(options(), tmp_path, "vllm"))
     assert (config.steps_per_generation, config.generation_batch_size) == (32, 256)
 
 
@@ -255,28 +225,24 @@ def test_trl_trains(tmp_path, monkeypatch, capsys):
     assert whole["generate_s"] <= whole["rollout_s"] < whole["step_s"] == each[1]["step_s"]
 
 
-def test_trls_time_is_cut_into_rollout_and_learner():
-    from step_bench.trl_part import Spent, records_of
-
+def test_trls_time_is_split_into_rollout_and_learner():
     class Owner:
         def inner(self) -> str:
             return "done"
 
-    owner, spent = Owner(), Spent(CPU)
+    owner, spent = Owner(), trl_part.Spent(CPU)
     spent.within(owner, "inner", "inner_s")
     assert owner.inner() == owner.inner() == "done"
     assert set(spent.read()) == {"inner_s"} and spent.read() == {}
 
     steps = [{"step_s": step, "rollout_s": rollout} for step, rollout in ((9.0, 4.0), (3.0, 1.0), (5.0, 1.0))]
     result = {"steps": steps, "total_s": 20.0, "peak_gib": 2.0, "responses": 4}
-    *each, whole = records_of(result, "vllm", 8)
+    *each, whole = trl_part.records_of(result, "vllm", 8)
     assert [row["learner_s"] for row in each] == [5.0, 2.0, 4.0]
     assert (whole["seconds"], whole["rollout_s"], whole["learner_s"]) == (4.0, 1.0, 3.0)
 
 
 def test_a_steps_record_has_its_phases_over_ranks_and_what_proves_its_publish():
-    from step_bench.step_part import records_of
-
     def metrics(step: int, publish: float, **more: float) -> dict[str, Any]:
         times = {"time/step_s": 2.0, "time/publish_s": publish, "time/publish_load_s": 0.25}
         several = {f"time/publish_s_{how}": publish + more for how, more in (("min", 0.0), ("max", 1.0), ("mean", 0.5))}
@@ -285,7 +251,7 @@ def test_a_steps_record_has_its_phases_over_ranks_and_what_proves_its_publish():
         return times | several | rates | rest | more
 
     proved = {"publish/proved_frac": 1.0, "publish/sent_mib": 4.0}
-    first, second, whole = records_of([metrics(1, 9.0), metrics(2, 1.0, **proved)], 8, "vllm", 30.0)
+    first, second, whole = step_part.records_of([metrics(1, 9.0), metrics(2, 1.0, **proved)], 8, "vllm", 30.0)
     assert (first["publish_s"], first["publish_s_max"], first["publish_load_s"]) == (9.0, 10.0, 0.25)
     assert (second["publish_proved_frac"], second["publish_sent_mib"]) == (1.0, 4.0)
     assert (whole["publish_s"], whole["publish_s_mean"], whole["publish_s_max"]) == (1.0, 1.5, 2.0)
@@ -298,8 +264,6 @@ def report(*records: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_table_compares_with_the_peer_of_another_report():
-    from step_bench.summary import table
-
     speed = {"length": 8, "tokens": 16, "tflops": 1.0, "seconds": 0.02, "what": "forward_backward"}
     expected = {"estimated_gib": 1.25}
     step = {"what": "step", "prompts": 2, "responses": 2, "new_tokens": 8}
@@ -325,8 +289,6 @@ def test_the_table_compares_with_the_peer_of_another_report():
 
 def run_tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The tool as a command: its exit code."""
-    import bench_step
-
     monkeypatch.setattr(sys, "argv", [bench_step.__file__, *arguments])
     return bench_step.main()
 
@@ -371,13 +333,6 @@ def test_a_case_that_takes_too_long_is_ended_and_the_next_one_starts(tmp_path, m
     capsys.readouterr()
 
 
-def test_the_peer_may_have_weights_in_bfloat16():
-    from step_bench.hf_part import hf_records
-
-    rows = list(hf_records(options("--length", "16", "--hf-dtype", "bfloat16"), tiny(), CPU))
-    assert [(row["what"], row["dtype"]) for row in rows] == [("forward", "bfloat16"), ("forward_backward", "bfloat16")]
-
-
 @pytest.mark.parametrize("device", ["cpu", GPUS])
 def test_a_sharded_learner_runs_beside_its_peer(device: str, tmp_path: Path, run_forked) -> None:
     """One layer; float32 gradients beside 16-bit ones and weights."""
@@ -405,7 +360,7 @@ def test_a_sharded_learner_runs_beside_its_peer(device: str, tmp_path: Path, run
         assert found["zero3", "micro-batch"]["received_bytes_by_kind"]["weights"] == 2 * weights / 2
 
 
-def test_a_case_that_fails_leaves_why(tmp_path: Path, run_forked) -> None:
+def test_a_failed_case_records_its_error(tmp_path: Path, run_forked) -> None:
     out = tmp_path / "out.json"
     arguments = [*TINY[:-1], str(out), "--part", "sharded", "--nproc", "2", "--scheme", "bf16", "--set", "train.none=1"]
     done = run_forked(*arguments)
@@ -416,25 +371,7 @@ def test_a_case_that_fails_leaves_why(tmp_path: Path, run_forked) -> None:
     assert "train.none" in out.with_suffix(".log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("given", "missing", "said"),
-    [
-        (["zero3", "--nproc", "2"], "deepspeed", "--part zero3 needs deepspeed: pip install 'qarl[deepspeed]'"),
-        (["sharded"], "", "--part sharded zero3 takes --nproc from 2"),
-    ],
-)
-def test_ranks_that_cannot_run_are_refused_in_a_line(given, missing, said, monkeypatch, capsys) -> None:
-    import bench_step
-
-    monkeypatch.setattr(bench_step, "find_spec", lambda name: None if name == missing else object())
-    with pytest.raises(SystemExit):
-        bench_step.parse(["--out", "x", "--part", *given])
-    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
-
-
-def test_the_table_sets_each_sharded_learner_beside_the_peer() -> None:
-    from step_bench.summary import table
-
+def test_the_table_compares_sharded_learners_with_the_peer() -> None:
     def row(part: str, what: str, seconds: float, **more: Any) -> dict[str, Any]:
         rate = {"tokens": 1024, "tokens_per_s": 1024 / seconds} if what == "micro-batch" else {}
         labels = {"part": part, "scheme": "bf16", "what": what, "ranks": 2, "seconds": seconds}

@@ -1,4 +1,4 @@
-"""`tools/evidence.py` on run directories with known numbers: tables by size, records, what is missing, the page."""
+"""`tools/evidence.py` on run directories with known numbers: records, missing runs, tables and the page."""
 
 from __future__ import annotations
 
@@ -30,15 +30,9 @@ def write_run(path: Path, model: Path, seed: int, lr: float, right: int, reward:
     """A run with `steps` of its STEPS steps. right: prompts answered at the end; none is before training."""
     tasks = path.parent.parent / "test.jsonl"
     write_lines(tasks, TASKS)
-    given = settings(
-        model,
-        train={"steps": STEPS, "seed": seed, "run_dir": str(path), "prompts_per_step": 4},
-        optim={"lr": lr},
-        evaluation={
-            "samples": 2,
-            "tasks": [{"name": "test", "data": {"source": str(tasks)}, "reward": [{"name": "exact"}]}],
-        },
-    )
+    task = {"name": "test", "data": {"source": str(tasks)}, "reward": [{"name": "exact"}]}
+    train = {"steps": STEPS, "seed": seed, "run_dir": str(path), "prompts_per_step": 4}
+    given = settings(model, train=train, optim={"lr": lr}, evaluation={"samples": 2, "tasks": [task]})
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(make_config(given, "test").to_yaml())
     found = {"gpus": ["A GPU"], "packages": {"torch": "2.0"}, "git_revision": "abcdef0123", "host": "secret"}
@@ -89,10 +83,14 @@ def test_records_figures_and_what_is_missing(study, capsys):
     names = sorted(path.name for path in (study / "records").iterdir())
     responses = json.loads((study / "records" / names[0]).read_text())["responses"]
     size = f"{STEPS}x{responses}"
-    assert names == [f"good-{size}-lr1e-05-seed{seed}.json" for seed in range(3)] + [
-        f"poor-{size}-lr1e-05-seed0.json",
-        f"poor-{size}-lr3e-05-seed0.json",
+    expected = [
+        ("good", "1e-05", 0),
+        ("good", "1e-05", 1),
+        ("good", "1e-05", 2),
+        ("poor", "1e-05", 0),
+        ("poor", "3e-05", 0),
     ]
+    assert names == [f"{arm}-{size}-lr{lr}-seed{seed}.json" for arm, lr, seed in expected]
     made = json.loads((study / "records" / names[1]).read_text())
     assert made["evaluations"][0]["correct"] == [0] * 8 and made["evaluations"][1]["correct"] == [2] * 4 + [0] * 4
     assert made["families"] == ["sums", "words"] * 4 and made["evaluations"][1]["truncated_frac"] == 0.125
@@ -146,9 +144,8 @@ def test_the_ladder_shows_right_answers_by_family_and_level(study, capsys):
     assert "| sums | 100% of 4 | 0% of 4 | 50% of 8 | 25% |" in found
     write_lines(study / "test.jsonl", TASKS[::-1])
     try:
-        with pytest.raises(
-            Exception, match=r"000000.jsonl: prompt 0 is another one now; restore the file of the tasks"
-        ):
+        changed = r"000000.jsonl: prompt 0 is another one now; restore the file of the tasks"
+        with pytest.raises(Exception, match=changed):
             run(study, "ladder", study / "runs/good-seed1")
     finally:
         write_lines(study / "test.jsonl", TASKS)

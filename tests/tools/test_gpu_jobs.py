@@ -41,7 +41,7 @@ CALLS = [pytest.param(tool, words, id=job.name) for tool in TOOLS for job, words
 
 
 @pytest.mark.parametrize(("tool", "arguments"), CALLS)
-def test_its_tool_takes_it(tool: str, arguments: list[str], monkeypatch) -> None:
+def test_a_job_has_arguments_that_its_tool_accepts(tool: str, arguments: list[str], monkeypatch) -> None:
     module = importlib.import_module(tool)
     monkeypatch.setattr(module, "find_spec", lambda name: object(), raising=False)  # that packages are there
     parsed = module.parse(arguments)

@@ -1,4 +1,4 @@
-"""`tools/upcycle.py` on a tiny parent: what is on disk, that it is the parent without noise, and that routers learn."""
+"""`tools/upcycle.py` on a tiny parent: files, equality with the parent without noise, and training of routers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ from qarl.errors import UserError
 
 EXPERTS = 4
 SMALL = [
-    "--experts",
-    "4",
-    "--tokens",
-    "512",
-    "--length",
-    "32",
-    "--eval-tokens",
-    "128",
+    *("--experts", "4", "--tokens", "512", "--length", "32", "--eval-tokens", "128"),
     "--steps",
     "60",
     "--device",
@@ -61,7 +54,7 @@ def test_the_tensors_on_disk_are_mixtrals(child: SimpleNamespace) -> None:
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
-def test_transformers_reads_every_tensor(child: SimpleNamespace) -> None:
+def test_transformers_reads_every_tensor_and_the_report_counts_them(child: SimpleNamespace) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(child.out, output_loading_info=True)
     assert type(model).__name__ == "MixtralForCausalLM"
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -69,6 +62,11 @@ def test_transformers_reads_every_tensor(child: SimpleNamespace) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == child.report["parameters"]
     assert model.generation_config.eos_token_id == 1
     assert AutoTokenizer.from_pretrained(child.out).chat_template
+    assert json.loads((child.out / "upcycling.json").read_text()) == child.report
+    sizes = load_file(child.out / "model.safetensors")
+    routed = sum(tensor.numel() for name, tensor in sizes.items() if ".experts." in name)
+    assert child.report["active_parameters"] == child.report["parameters"] - routed // 2  # two of four
+    assert f"{child.report['texts']['own']['perplexity_child']:.3f}" in upcycle.table(child.report)
 
 
 def test_one_seed_makes_the_same_bytes_and_another_does_not(child: SimpleNamespace, tmp_path: Path) -> None:
@@ -100,14 +98,6 @@ def test_training_lowers_the_error_and_every_expert_is_used(child: SimpleNamespa
     assert all(after < before for before, after in zip(errors["before"], errors["after"], strict=True))
 
 
-def test_the_report_lies_beside_the_model(child: SimpleNamespace) -> None:
-    assert json.loads((child.out / "upcycling.json").read_text()) == child.report
-    sizes = load_file(child.out / "model.safetensors")
-    routed = sum(tensor.numel() for name, tensor in sizes.items() if ".experts." in name)
-    assert child.report["active_parameters"] == child.report["parameters"] - routed // 2  # two of four
-    assert f"{child.report['texts']['own']['perplexity_child']:.3f}" in upcycle.table(child.report)
-
-
 def random_experts(generator: torch.Generator) -> tuple[Experts, Tensor, Tensor, Tensor]:
     shapes = ((48, 16), (48, 16), (16, 48))
     dense = Mlp(*(torch.randn(shape, generator=generator) for shape in shapes))
@@ -130,7 +120,7 @@ def test_products_of_errors_give_the_error_of_every_mixture() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)  # float32 differences of float32 sums
 
 
-def test_an_expert_differs_in_the_features_that_its_cluster_uses_least() -> None:
+def test_an_expert_differs_in_the_features_its_cluster_uses_least() -> None:
     experts, x, active, centers = random_experts(torch.Generator().manual_seed(1))
     nearest = (torch.nn.functional.normalize(x, dim=1) @ centers.T - centers.square().sum(1) / 2).argmax(1)
     used = active.square()
@@ -144,7 +134,7 @@ def test_an_expert_differs_in_the_features_that_its_cluster_uses_least() -> None
         assert share[index][changed].max() <= share[index][~changed].min() * (1 + 1e-5)
 
 
-def test_a_router_finds_the_experts_that_are_right() -> None:
+def test_a_router_learns_the_best_experts() -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(400, 8, generator=generator)
     right = x[:, 0] > 0  # experts 0 and 1 for these tokens, 2 and 3 for the others
@@ -176,9 +166,7 @@ def test_bad_options_are_one_line(more: list[str], message: str, tmp_path: Path,
     ("family", "changes", "message"),
     [("qwen2", {}, "is a qwen2; give one of llama, mistral"), ("llama", {"mlp_bias": True}, "has mlp_bias")],
 )
-def test_other_parents_are_refused(
-    family: str, changes: dict[str, Any], message: str, tmp_path: Path, tiny_model: Callable[..., Path]
-) -> None:
+def test_other_parents_are_refused(family: str, changes: dict[str, Any], message: str, tmp_path: Path, tiny_model):
     with pytest.raises(UserError, match=message):
         run(tmp_path / "out", tiny_model(family, **changes))
 
@@ -190,22 +178,15 @@ def test_an_existing_directory_stays_as_it_is(tmp_path: Path, child: SimpleNames
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_what_stops_halfway_leaves_nothing(
-    tmp_path: Path, child: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_or_a_full_disk_leaves_nothing(tmp_path: Path, child: SimpleNamespace, monkeypatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(upcycle, "measure", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "new" / "out", child.parent)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_is_said_before_anything_is_sampled(
-    tmp_path: Path, child: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(upcycle, "free_bytes", lambda _: 1000)
     monkeypatch.setattr(upcycle, "sample", lambda *_: pytest.fail("sampled"))
     with pytest.raises(UserError, match=r"bytes needed, 1,000 free"):
         run(tmp_path / "out", child.parent)
+    assert not list(tmp_path.iterdir())
