@@ -90,10 +90,7 @@ def install(
 
 
 def _become(
-    outputs: Mapping[int, IO[bytes] | None],
-    pass_fds: tuple[int, ...],
-    env: Mapping[str, str],
-    new_session: bool,
+    outputs: Mapping[int, IO[bytes] | None], pass_fds: tuple[int, ...], env: Mapping[str, str], new_session: bool
 ) -> None:
     """What an exec of the command would leave of this process."""
     gc.freeze()  # or a file of the parent's closes a descriptor of the child's

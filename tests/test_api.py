@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -18,8 +16,6 @@ from qarl.comparison import start_members
 from qarl.config.source import override_texts, read_source
 from qarl.exporting.readers import Unsupported
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -30,21 +26,6 @@ def folder(tmp_path_factory) -> Path:
 def trained(folder, tiny_model) -> qarl.types.TrainResult:
     data = settings(tiny_model(), train={"run_dir": folder / "run"}, logging={"console": "none", "tensorboard": False})
     return qarl.train(data, {"train.steps": 2, "optim.lr": 1e-3})
-
-
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "quant_formats"))
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-
-
-def test_importing_qarl_and_naming_its_functions_imports_no_torch_and_importing_alone_no_pydantic():
-    done = python(
-        "import sys, qarl\nalone = 'pydantic' in sys.modules\n"
-        "qarl.train, qarl.compare_offline, qarl.UserError, qarl.Config\n"
-        "print(alone, [m for m in ('torch', 'transformers', 'datasets', 'rich') if m in sys.modules])"
-    )
-    assert done.stdout.strip() == "False []", done.stderr
 
 
 def test_every_name_that_is_offered_is_there():
@@ -64,7 +45,7 @@ def test_train_returns_the_run_its_metrics_and_its_checkpoint(trained, folder):
     assert trained.series("no/such") == []
 
 
-def test_train_goes_on_where_the_run_is_and_takes_a_config_object(trained):
+def test_train_resumes_the_run_and_takes_a_config_object(trained):
     config = read_source(trained.run_dir / "config.yaml").config()
     again = qarl.train(config, ["train.steps=3"])
     assert again.step == 3 and again.metrics[:2] == trained.metrics
@@ -89,10 +70,7 @@ def test_a_source_may_be_a_file_a_dict_or_a_config_and_means_the_same(tmp_path, 
     assert all(config == configs[0] for config in configs)
     assert (configs[0].optim.lr, configs[0].rollout.stop) == (3e-7, ["\n", "é"])
     assert override_texts(["a=1"]) == ["a=1"]
-    assert data["rollout"].get("stop") is None  # what was given is not changed
-
-
-def test_a_dict_without_a_run_directory_runs_in_runs_unnamed(tiny_model):
+    assert data["rollout"].get("stop") is None  # the given dict is not changed
     assert read_source(settings(tiny_model())).config().run_dir == Path("runs/unnamed")
 
 
@@ -123,16 +101,13 @@ def test_quantize_writes_a_model_that_generate_reads(tiny_model, tmp_path):
     assert qarl.generate(tmp_path / "q", "one", max_new_tokens=4) == first[:1]
 
 
-def test_a_set_by_itself_is_one_set(tiny_model):
-    with pytest.raises(qarl.UserError, match=r"^--data gsm-8k: no such evaluation set; did you mean gsm8k\?"):
-        qarl.evaluate(tiny_model(), "gsm-8k")
-
-
 def test_evaluate_returns_the_results_and_their_directory(trained, folder):
     done = qarl.evaluate(trained.run_dir, samples=2, pass_at=[1, 2], max_prompts=3, console="none", out=folder / "eval")
     assert done.path == folder / "eval"
     assert done.results == json.loads((done.path / "results.json").read_text())
     assert set(done.pass_at) == {1, 2} and 0 <= done.avg <= done.pass_at[2] <= 1
+    with pytest.raises(qarl.UserError, match=r"^--data gsm-8k: no such evaluation set; did you mean gsm8k\?"):
+        qarl.evaluate(trained.run_dir, "gsm-8k")
 
 
 def test_compare_of_runs_and_of_a_dict_returns_the_members(trained, folder, tiny_model, monkeypatch):

@@ -63,7 +63,9 @@ def test_version_and_schema_are_printed(capsys):
     assert "quant" in json.loads(capsys.readouterr().out)["properties"]
 
 
-def test_check_prints_the_resolved_config_and_the_estimate(config, capsys, tmp_path):
+def test_check_prints_the_resolved_config_and_the_estimate_and_writes_nothing(config, capsys, tmp_path, monkeypatch):
+    (folder := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(folder)
     assert run("check", config, "optim.lr=1e-5") == 0
     out = capsys.readouterr().out
     text, _, rest = out.partition("\n\n")
@@ -73,6 +75,7 @@ def test_check_prints_the_resolved_config_and_the_estimate(config, capsys, tmp_p
     assert "64 responses per step" in rest
     assert "Memory estimate (cpu)" in rest
     assert "master weights" in rest and "peak" in rest
+    assert list(folder.iterdir()) == []
 
 
 def test_check_prints_the_sizes_that_the_device_decides(config, capsys):
@@ -108,24 +111,13 @@ def test_check_suggests_a_split_of_gpus_for_asynchronous_rollouts(device, ahead,
     assert ("rollout.async.kept_versions: auto -> device" in out) == ahead
 
 
-def test_check_prints_the_expansion_of_a_correction_preset(config, capsys):
-    assert run("check", config, "objective={name: grpo}", "correction={preset: srs-k3-ppo, veto: 1e-4}") == 0
-    line = "correction.preset srs-k3-ppo: reject sum k3 of rollout outside [none, 0.001]; veto below 0.0001"
-    assert f"{line}; objective.ratio rollout\n" in capsys.readouterr().out
-
-
-def test_check_prints_what_an_estimate_of_an_uncached_hub_model_needs(config, capsys, monkeypatch, tmp_path):
+def test_check_prints_the_expansion_of_a_preset_and_what_an_estimate_needs(config, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert run("check", config, "model.path=some-org/some-model") == 0
-    assert "need the model's config.json locally" in capsys.readouterr().out
-
-
-def test_check_writes_nothing(config, tmp_path, monkeypatch):
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    run("check", config)
-    assert list(folder.iterdir()) == []
+    correction = ["objective={name: grpo}", "correction={preset: srs-k3-ppo, veto: 1e-4}"]
+    assert run("check", config, "model.path=some-org/some-model", *correction) == 0
+    line = "correction.preset srs-k3-ppo: reject sum k3 of rollout outside [none, 0.001]; veto below 0.0001"
+    out = capsys.readouterr().out
+    assert f"{line}; objective.ratio rollout\n" in out and "need the model's config.json locally" in out
 
 
 def test_every_fault_is_an_error_line_on_stderr_and_exit_2(config, capsys):
@@ -184,10 +176,15 @@ def test_a_bug_is_one_line_and_a_file_with_its_traceback(config, loop, capsys, t
 
 
 def test_imports_are_free_of_heavy_libraries():
+    """Importing qarl alone loads no pydantic, its functions no rich, and commands that only read no matplotlib."""
     done = python(
-        f"import sys, qarl, qarl.config, qarl.cli, qarl.memory.estimate; print(set({HEAVY}) & set(sys.modules))"
+        "import sys, qarl\nprint({'pydantic'} & set(sys.modules))\n"
+        f"qarl.train, qarl.compare_offline, qarl.Config; print({{'rich', *{HEAVY}}} & set(sys.modules))\n"
+        "import qarl.config, qarl.cli, qarl.cli.runs, qarl.memory.estimate, qarl.objectives, qarl.storage.runs\n"
+        f"print({{'matplotlib', *{HEAVY}}} & set(sys.modules))\n"
+        f"import qarl.report.diagnostics; print(set({HEAVY}) & set(sys.modules))"
     )
-    assert done.stdout.strip() == "set()", done.stderr
+    assert done.stdout.split() == ["set()"] * 4, done.stderr
 
 
 def test_check_is_free_of_heavy_libraries(config):

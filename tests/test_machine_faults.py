@@ -150,12 +150,15 @@ def test_a_removed_working_directory_is_named_by_every_command(qarl, tmp_path, c
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what",
-    [FEW_FILES.replace("SPARE", "0"), SMALL_FILES.replace("BYTES", "4000")],
-    ids=["no file", "small files"],
+    ("what", "when"),
+    [
+        (FEW_FILES.replace("SPARE", "0"), "at the start"),
+        (FEW_FILES.replace("SPARE", "0"), "at the second rollout"),
+        (SMALL_FILES.replace("BYTES", "4000"), "at the second rollout"),
+    ],
+    ids=range(3),
 )
-@pytest.mark.parametrize("when", ["at the start", "at the second rollout"])
-def test_a_limit_of_the_process_is_one_line_and_the_run_goes_on_without_it(qarl, config, tmp_path, what, when):
+def test_a_limit_of_the_process_is_one_line_and_the_run_continues_without_it(qarl, config, tmp_path, what, when):
     before = what if when == "at the start" else AT_THE_SECOND_ROLLOUT.replace("WHAT", repr(what))
     done = qarl.run("train", config, before=before, cwd=tmp_path)
     assert done.code == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1, done.err

@@ -149,7 +149,6 @@ def test_the_console_table_shows_every_column_at_any_width(three, width):
 
 def test_runs_that_cannot_be_compared_are_one_line_and_nothing_is_written(tmp_path, monkeypatch):
     assert unique_names([Path("/x/a/run"), Path("/x/b/run"), Path("/x/b/other")]) == ["a/run", "b/run", "b/other"]
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     cases = [

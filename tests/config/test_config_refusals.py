@@ -204,10 +204,7 @@ REFUSALS = [
     ([*VLLM, "rollout.vllm.args.calculate_kv_scales=true"], "quant.kv_cache_dtype"),
     ([*EXACT, "rollout.vllm.args.speculative_config.method=ngram"], "numerics is exact", "args.speculative_config"),
     ([*EXACT, "model.device=cuda", "quant.kernels=reference"], "leave it out, or use", 'rollout.numerics = "exact"'),
-    (
-        ["model.device=cuda", "model.dtype=float32", "quant.scheme=bf16", *EXACT],
-        "use bfloat16, or use numerics fast",
-    ),
+    (["model.device=cuda", "model.dtype=float32", "quant.scheme=bf16", *EXACT], "use bfloat16, or use numerics fast"),
     # across sections
     ("rollout.n=1", "must be 2 or more, or use objective.advantage: reinforce"),
     (["objective.advantage=rloo", "rollout.n=1"], "advantage rloo compares"),

@@ -82,14 +82,11 @@ def test_an_fp8_kv_cache_holds_more_sequences_if_kernels_read_it(kernels, most):
     assert found == [64, most]
 
 
-def test_a_large_gpu_does_more_at_once():
+def test_a_large_gpu_does_more_at_once_and_an_unknown_gpu_or_model_gets_the_smallest_sizes():
     assert numbers(decide_sizes(config(), "cuda", SMALL, 80 * GIB)) == (512, 4096, 65536, 4096)
     assert decided_for(80) == (65536, "elementwise")
     assert decided_for(80, MIDDLE) == (16384, "elementwise")
     assert numbers(decide_sizes(config(rollout={"engine": "vllm"}), "cuda", SMALL, 80 * GIB))[:2] == (256, 8192)
-
-
-def test_an_unknown_gpu_or_model_gets_what_fits_most():
     for architecture, size in ((None, 80 * GIB), (SMALL, None), (None, None)):
         found = decide_sizes(config(), "cuda", architecture, size)
         assert numbers(found) == (FEWEST_SEQUENCES, 4096, 4096, 512) and found.train.recompute == "layer"
@@ -153,43 +150,36 @@ def test_more_memory_never_gives_less():
             assert (-RECOMPUTE.index(again), less) <= (-RECOMPUTE.index(other), more)
 
 
-def test_a_micro_batch_is_no_larger_than_a_step():
+def test_a_micro_batch_is_no_larger_than_a_step_and_chunks_of_logits_depend_on_the_vocabulary():
     small = config(train={"prompts_per_step": 1}, rollout={"n": 2, "max_response_length": 512})
     assert decide_sizes(small, "cuda", SMALL, 140 * GIB).train.micro_batch_tokens == 2048  # 2 sequences of 1024
-
-
-def test_the_chunk_of_logits_follows_from_the_vocabulary():
     for architecture in (SMALL, LARGE):
         rows = decide_sizes(config(), "cuda", architecture, 80 * GIB).train.logprob_chunk
         assert 2 * 4 * rows * architecture.vocab_size <= LOGITS_SHARE * 80 * GIB
     assert rows == 2048
     ranked = decide_sizes(config(rollout={"top_p": 0.9}), "cuda", LARGE, 80 * GIB).train.logprob_chunk
-    assert ranked == 256  # whose sort takes five times as much
+    assert ranked == 256  # a sort takes five times as much
 
 
-def test_a_vllm_that_never_sleeps_leaves_less_room_for_the_learner():
-    def chosen(level: int) -> int:
-        rollout = {"engine": "vllm", "vllm": {"sleep_level": level, "memory_frac": 0.6}}
-        return RECOMPUTE.index(decided_for(24, rollout=rollout)[1])
+def test_a_vllm_that_never_sleeps_leaves_less_memory_and_is_counted_once():
+    def decided_with(level: int, frac: float, gib: int) -> Config:
+        rollout = {"engine": "vllm", "vllm": {"sleep_level": level, "memory_frac": frac}}
+        return decide_sizes(config(rollout=rollout), "cuda", SMALL, gib * GIB)
 
-    assert chosen(0) > chosen(1)
+    awake, asleep = (RECOMPUTE.index(decided_with(level, 0.6, 24).train.recompute) for level in (0, 1))
+    assert awake > asleep
+    found = decided_with(0, 0.4, 80)
+    learner = [i for i in memory.estimate(found, SMALL, "cuda", memory=80 * GIB) if i.owner != "sampler"]
+    assert found.train.recompute == RECOMPUTE[0] and memory.phase_bytes(learner, "update") < 0.4 * 80 * GIB
 
 
 @pytest.mark.parametrize(
-    ("gib", "fits"),
-    [(1 / 64, 512), (1 / 8, 128), (1 / 2, FEWEST_SEQUENCES), (1, 32), (3, 8), (30, 1), (400, 1)],
+    ("gib", "fits"), [(1 / 64, 512), (1 / 8, 128), (1 / 2, FEWEST_SEQUENCES), (1, 32), (3, 8), (30, 1), (400, 1)]
 )
 def test_native_sequences_are_as_few_as_fit_half_the_memory(gib, fits):
     assert sampler_sizes(config().rollout, "cuda", int(gib * GIB), 80 * GIB).max_num_seqs == fits
     given = config(rollout={"kv_cache_tokens": 10**6}).rollout
     assert sampler_sizes(given, "cuda", GIB, 80 * GIB).max_num_seqs == 256
-
-
-def test_a_vllm_that_never_sleeps_is_counted_once():
-    rollout = {"engine": "vllm", "max_response_length": 1000, "vllm": {"sleep_level": 0, "memory_frac": 0.4}}
-    found = decide_sizes(config(rollout=rollout), "cuda", SMALL, 80 * GIB)
-    learner = [i for i in memory.estimate(found, SMALL, "cuda", memory=80 * GIB) if i.owner != "sampler"]
-    assert found.train.recompute == RECOMPUTE[0] and memory.phase_bytes(learner, "update") < 0.4 * 80 * GIB
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -200,15 +190,11 @@ def test_vllm_gets_a_token_per_sequence(device, given):
     assert given.items() <= found.model_dump().items()
 
 
-def test_a_resumed_run_keeps_its_sizes_on_another_device():
+def test_a_resumed_run_keeps_its_sizes_on_another_device_and_each_decision_is_a_line():
     begun = decide_sizes(config(), "cpu")
     assert decide_sizes(keep_sizes(config(), begun), "cuda", SMALL, 80 * GIB) == begun
-    own = config(rollout={"max_num_seqs": 5})
-    assert keep_sizes(own, begun).rollout.max_num_seqs == 5  # which the run directory then refuses
-
-
-def test_each_decision_is_a_line():
     given = config(rollout={"max_num_seqs": 3})
+    assert keep_sizes(given, begun).rollout.max_num_seqs == 3  # which the run directory then refuses
     assert list(decided(given, decide_sizes(given, "cpu"), "cpu")) == [
         "rollout.max_batched_tokens: null -> 512 (cpu)",
         "train.micro_batch_tokens: null -> 4096 (cpu)",
@@ -218,7 +204,7 @@ def test_each_decision_is_a_line():
 
 
 class FakeDriver:
-    """The calls of libnvidia-ml.so.1 that are made, with GPUs of 80 GiB."""
+    """libnvidia-ml.so.1 as far as qarl calls it, with GPUs of 80 GiB."""
 
     def __init__(self, fail: str = "", count: int = 1) -> None:
         self.calls, self.fail, self.count = [], fail, count

@@ -1,4 +1,4 @@
-"""Files and paths from outside: every kind of thing that can stand at a path, in one line or read."""
+"""Files and paths from outside: whatever is at a path is read or refused in one line."""
 
 import os
 import random
@@ -12,40 +12,36 @@ from qarl.inputs.files import NoSuchFile, Unreadable, read_bytes, read_lines, re
 from qarl.inputs.paths import path_errors, user_path
 
 
-def test_bytes_and_text_come_back(tmp_path):
+def test_bytes_text_and_numbered_lines_are_read(tmp_path):
     (tmp_path / "f").write_bytes("\ufeffzwölf\n".encode())
     assert read_text(tmp_path / "f") == "zwölf\n"
     assert read_bytes(tmp_path / "f") == "\ufeffzwölf\n".encode()
+    (tmp_path / "f").write_bytes(b"a\nbb\nc")
+    assert list(read_lines(tmp_path / "f")) == [(1, b"a\n"), (2, b"bb\n"), (3, b"c")]
+    with pytest.raises(Unreadable, match="line 2: has more than 2 bytes"):
+        list(read_lines(tmp_path / "f", limit=2))
 
 
-def make(kind: str, path):
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "socket":
-        os.chdir(path.parent)  # the name of a socket is short
-        socket.socket(socket.AF_UNIX).bind(path.name)
-    elif kind == "dangling":
-        path.symlink_to("nowhere")
-    elif kind == "loop":
-        path.symlink_to(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
+def make_socket(path):
+    os.chdir(path.parent)  # the name of a socket must be short
+    socket.socket(socket.AF_UNIX).bind(path.name)
 
 
-@pytest.mark.parametrize("kind", ["directory", "pipe", "socket", "dangling", "loop", "device", "missing"])
+OBSTACLES = {
+    **{"directory": lambda path: path.mkdir(), "pipe": os.mkfifo, "socket": make_socket, "missing": lambda path: None},
+    **{to: lambda path, to=to: path.symlink_to(to) for to in ("dangling", "x", "/dev/zero")},
+}
+
+
+@pytest.mark.parametrize("kind", OBSTACLES)
 def test_what_is_no_file_is_refused_without_waiting(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "x"
-    make(kind, path)
+    OBSTACLES[kind](path)
     with pytest.raises(Unreadable) as caught:
         read_bytes(path)
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
     assert isinstance(caught.value, NoSuchFile) == (kind in ("missing", "dangling"))
-
-
-def test_a_file_below_a_file_is_missing(tmp_path):
     (tmp_path / "f").touch()
     with pytest.raises(NoSuchFile):
         read_bytes(tmp_path / "f" / "g")
@@ -73,13 +69,6 @@ def test_a_stream_is_read_to_its_end(tmp_path):
     assert data == b"a" * 300_000
 
 
-def test_lines_have_numbers_and_a_limit(tmp_path):
-    (tmp_path / "f").write_bytes(b"a\nbb\nc")
-    assert list(read_lines(tmp_path / "f")) == [(1, b"a\n"), (2, b"bb\n"), (3, b"c")]
-    with pytest.raises(Unreadable, match="line 2: has more than 2 bytes"):
-        list(read_lines(tmp_path / "f", limit=2))
-
-
 def test_every_text_is_a_path_or_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rng = random.Random(0)
@@ -102,11 +91,8 @@ def test_every_text_is_a_path_or_one_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "fault", [OSError(5, "Input/output error"), ValueError("embedded null byte"), RuntimeError("no home directory")]
 )
-def test_what_a_path_raises_is_one_line(fault):
+def test_an_error_of_a_path_is_one_line_but_not_a_full_disk(fault):
     with pytest.raises(UserError, match=r"^data\.source: .*; check the path$"), path_errors("data.source"):
         raise fault
-
-
-def test_a_full_disk_is_not_a_fault_of_the_path():
     with pytest.raises(OSError, match="No space"), path_errors("here"):
         raise OSError(28, "No space left on device")

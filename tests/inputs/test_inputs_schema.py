@@ -1,4 +1,4 @@
-"""Schemas: every mutation of a good record is a record or one line."""
+"""Schemas: a mutated record is accepted or refused in one line."""
 
 import copy
 import random

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import pytest
 from hand_made_runs import add_diagnostics, diagnostics, make_run, step
@@ -146,15 +144,6 @@ def test_a_file_that_is_no_record_is_named_and_the_others_are_shown(tmp_path, da
     section = diagnostics_section(run)
     assert section.blocks[0] == Text("diagnostics/000002.json: cannot be read and is omitted.", "warning")
     assert len(charts(section)) == 6
-
-
-def test_the_reader_takes_the_version_from_the_layout_without_torch():
-    code = (
-        "import sys; from qarl.diagnostics import layout; layout.FORMAT_VERSION = 9; "
-        "from qarl.report import diagnostics; print(diagnostics.FORMAT_VERSION, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["9", "False"], done.stderr
 
 
 def test_what_is_measured_now_and_then_is_a_curve_without_gaps(tmp_path):

@@ -80,13 +80,7 @@ def test_the_newest_are_kept_and_latest_is_a_relative_link_to_the_newest(tmp_pat
         assert os.readlink(checkpoints.directory / "latest") == "000002"
 
 
-def test_pruning_keeps_the_checkpoint_just_written_although_newer_ones_exist(tmp_path):
-    store(tmp_path).save(30, whole_pieces(small(30)), {"step": 30})
-    store(tmp_path, 1).save(20, whole_pieces(small(20)), {"step": 20})
-    assert store(tmp_path).steps() == [20, 30]
-
-
-def test_saving_a_step_again_replaces_it(tmp_path):
+def test_saving_a_step_again_replaces_it_and_pruning_spares_what_was_just_written(tmp_path):
     checkpoints = store(tmp_path, 1)
     assert checkpoints.latest_valid(pytest.fail) is None
     with pytest.raises(UserError, match="no such checkpoint"):
@@ -95,6 +89,8 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     checkpoints.save(5, whole_pieces(small(5)), {"step": 5})
     assert_is_step(checkpoints.latest_valid(pytest.fail), 5)
     assert hidden(checkpoints.directory) == []
+    checkpoints.save(3, whole_pieces(small(3)), {"step": 3})
+    assert checkpoints.steps() == [3, 5]
 
 
 def flip(path: Path) -> None:
@@ -130,20 +126,17 @@ def test_damage_is_named_and_the_previous_checkpoint_is_used(tmp_path, damage, r
         CheckpointStore.load(checkpoints.path(2))
 
 
-def test_all_damaged_is_a_user_error_with_the_fix(tmp_path):
+def test_if_all_are_damaged_or_of_another_format_the_user_is_told_the_fix(tmp_path, monkeypatch):
     checkpoints = store(tmp_path)
     checkpoints.save(1, whole_pieces(small(1)), {})
     flip(checkpoints.path(1) / "masters.safetensors")
     with pytest.raises(UserError, match=r"all 1 checkpoints are damaged.*choose another train.run_dir"):
         checkpoints.latest_valid(lambda line: None)
-
-
-def test_another_format_version_is_not_called_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "WHOLE", 99)
-    path = store(tmp_path).save(1, whole_pieces(small(1)), {})
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, "WHOLE", 99)
+        checkpoints.save(1, whole_pieces(small(1)), {})
     with pytest.raises(UserError, match="checkpoint format 99") as caught:
-        CheckpointStore.load(path)
+        CheckpointStore.load(checkpoints.path(1))
     assert not isinstance(caught.value, CheckpointDamaged)
 
 

@@ -203,29 +203,20 @@ def test_resume_never_refuses_a_directory_with_results(make, name):
         RunDirectory.open(config, "never")
 
 
-def test_a_foreign_directory_is_refused_and_left_alone(make):
-    config = make()
-    config.run_dir.mkdir(parents=True)
-    (config.run_dir / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match=r"not a run directory \(it holds 'thesis.tex'"):
-        RunDirectory.open(config, "auto")
-    assert snapshot(config.run_dir) == {"thesis.tex": b"precious"}
-
-
-def test_files_of_a_killed_start_are_replaced(make):
+def test_files_of_a_killed_start_are_replaced_and_foreign_ones_refused(make):
     config = make()
     (config.run_dir / "checkpoints").mkdir(parents=True)
     for name in (".lock", ".config.yaml.tmp", "environment.json", "rewards.log", "metrics.jsonl"):
         (config.run_dir / name).write_text("" if name == "metrics.jsonl" else "{")
     run_once(config)
-
-
-def test_a_broken_stored_configuration_is_a_user_error(make):
-    config = make()
-    run_once(config)
     (config.run_dir / "config.yaml").write_bytes(b"\xff\xfe: [")
     with pytest.raises(UserError, match=r"config\.yaml"):
         RunDirectory.open(config, "auto")
+    (foreign := make(train={"run_dir": f"{config.run_dir}-thesis"}).run_dir).mkdir()
+    (foreign / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match=r"not a run directory \(it holds 'thesis.tex'"):
+        RunDirectory.open(make(train={"run_dir": str(foreign)}), "auto")
+    assert snapshot(foreign) == {"thesis.tex": b"precious"}
 
 
 @pytest.mark.parametrize(
@@ -259,14 +250,6 @@ def test_a_full_disk_leaves_no_new_directory(make, monkeypatch):
     assert not config.run_dir.exists()
 
 
-def test_a_directory_in_use_is_refused_naming_the_process(make):
-    with (
-        RunDirectory.open(make(), "auto"),
-        pytest.raises(UserError, match=rf"in use by process {os.getpid()} on .*; wait for it"),
-    ):
-        RunDirectory.open(make(), "auto")
-
-
 def test_the_lock_of_a_killed_process_is_free(make):
     config = make()
     run_once(config)
@@ -290,8 +273,10 @@ def test_the_lock_of_a_killed_process_is_free(make):
     RunDirectory.open(config, "auto").close()
 
 
-def test_a_forked_worker_does_not_keep_the_lock(make):
+def test_a_directory_in_use_is_refused_naming_the_process_and_a_forked_worker_does_not_keep_the_lock(make):
     run = RunDirectory.open(make(), "auto")
+    with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on .*; wait for it"):
+        RunDirectory.open(make(), "auto")
     context = multiprocessing.get_context("fork")
     stop = context.Event()
     worker = context.Process(target=stop.wait, args=(30,))

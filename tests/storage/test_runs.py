@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -96,8 +94,3 @@ def test_the_root_may_be_a_run_and_must_exist(tmp_path):
     assert [record.path for record in find_runs(make(tmp_path / "a"))[0]] == [tmp_path / "a"]
     with pytest.raises(UserError, match="no such directory"):
         find_runs(tmp_path / "nowhere")
-
-
-def test_reading_runs_needs_no_torch():
-    code = "import sys, qarl.storage.runs, qarl.cli.runs; sys.exit(bool({'torch', 'matplotlib'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,4 +1,4 @@
-"""Texts from outside reach the terminal inert, by whatever way: names, values, completions, messages, errors."""
+"""Texts from outside are printed inert in every way: names, values, completions, messages, errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import unicodedata
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -47,20 +48,20 @@ SGR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def hostile_texts(count: int = 60, seed: int = 14) -> list[str]:
-    """Every attack alone, then mixtures of them with harmless text."""
+    """Return each attack alone, then mixtures of them with harmless text."""
     stream = random.Random(seed)
     mixed = ["".join(stream.choices(ATTACKS + HARMLESS, k=stream.randint(2, 7))) for _ in range(count)]
     return [*ATTACKS, *mixed]
 
 
 def packed(texts: list[str], size: int = 4) -> list[str]:
-    """The texts, several to one."""
+    """Return the texts joined in groups of `size`."""
     return ["x".join(texts[at : at + size]) for at in range(0, len(texts), size)]
 
 
 TEXTS = hostile_texts()
 VALUES = packed(TEXTS)  # for whole commands, which take longer
-NAMES = [  # that a file can have: bytes, of which those that are no UTF-8 are lone surrogates
+NAMES = [  # possible file names; bytes that are not UTF-8 are lone surrogates
     text.replace("/", "|").replace("\0", "0").replace("\ud800", "\udced\udca0\udc80")[:80] for text in packed(TEXTS, 3)
 ]
 
@@ -73,13 +74,13 @@ class Terminal(io.StringIO):
 
 
 def driving(text: str, colours: bool = False) -> list[str]:
-    """The characters in what was printed that drive a terminal. colours: those that rich makes are none."""
+    """Return the printed characters that control a terminal. colours: ignore rich's own colours."""
     text = SGR.sub("", text) if colours else text
     return [char for char in text if char != "\n" and unicodedata.category(char) in {"Cc", "Cf", "Cs", "Zl", "Zp"}]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *argv: object, tty: bool = False) -> tuple[int, str, str]:
-    """The command line in this process: exit code, what came to its streams."""
+    """Run the command line in this process. Returns exit code, stdout and stderr."""
     out, err = (Terminal() if tty else io.StringIO() for _ in range(2))
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
@@ -90,7 +91,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *argv: object, tty: bool = False) -> tu
     return ended.value.code or 0, out.getvalue(), err.getvalue()
 
 
-# --- the two ways there are
+# --- ways to print
 
 
 def table(text: str) -> Table:
@@ -148,7 +149,7 @@ def test_nothing_that_is_printed_drives_the_terminal(way: str, tty: bool, monkey
             assert "\\x1b[31m" in printed
 
 
-def test_a_bar_of_progress_moves_the_cursor_and_its_text_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_bar_moves_the_cursor_and_its_text_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm-256color")
     for text in TEXTS:
@@ -161,8 +162,8 @@ def test_a_bar_of_progress_moves_the_cursor_and_its_text_does_not(monkeypatch: p
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_what_is_printed_while_a_live_display_stands(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """rich takes such prints in, colours and links included, to put them above the display."""
+def test_prints_during_a_live_display_are_inert(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich captures such prints, with colours and links, and shows them above the display."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm-256color")
     out = Terminal()
@@ -178,7 +179,7 @@ def test_what_is_printed_while_a_live_display_stands(stream: str, monkeypatch: p
     assert "evil" in out.getvalue() and "]8;" not in SGR.sub("", out.getvalue()).replace("\\x1b]8;", "")
 
 
-def test_what_is_visible_stays_as_it_is() -> None:
+def test_visible_text_is_unchanged() -> None:
     for text in TEXTS:
         once = visible(text)
         assert visible(once) == once and once.isprintable()
@@ -251,7 +252,7 @@ def test_names_of_runs(config, tmp_path, monkeypatch, tty: bool) -> None:
     assert driving(run(monkeypatch, "runs", root, "--json")[1]) == []
 
 
-def test_every_error_of_the_users(monkeypatch) -> None:
+def test_every_user_error_is_inert(monkeypatch) -> None:
     for text in VALUES:
 
         def fail(*_: object, text: str = text) -> None:
@@ -263,7 +264,7 @@ def test_every_error_of_the_users(monkeypatch) -> None:
         assert err == "".join(f"error: {line}\n" for line in f"{visible(text, True)}: is wrong".split("\n"))
 
 
-def test_yaml_is_read_back_as_it_was_whatever_stands_in_it() -> None:
+def test_yaml_of_any_text_is_inert_and_read_back_unchanged() -> None:
     for text in TEXTS:
         if visible(text).encode("utf-8", "replace").find(b"\\ud") >= 0:
             continue  # lone surrogates are no text
@@ -276,21 +277,11 @@ def test_yaml_is_read_back_as_it_was_whatever_stands_in_it() -> None:
 # --- streams that fail
 
 
-class Broken(io.StringIO):
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-    def write(self, text: str) -> int:
-        raise self.error
-
-
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "I/O"), ValueError("closed")])
-def test_a_reader_that_is_gone_ends_nothing(error: Exception) -> None:
-    outlet = Outlet(Broken(error))
-    stream = InertStream(outlet)
+def test_output_to_a_closed_stream_raises_nothing(error: Exception) -> None:
+    outlet = Outlet(Mock(write=Mock(side_effect=error)))
     for _ in range(3):
-        print("still at work", file=stream, flush=True)
+        print("still at work", file=InertStream(outlet), flush=True)
     assert outlet.failure is None
 
 

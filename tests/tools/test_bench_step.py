@@ -34,8 +34,7 @@ from qarl.policy.skeleton import skeleton
 CPU = torch.device("cpu")
 TOOLS = Path(__file__).parents[2] / "tools"
 GPUS = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 )
 TINY = ["--shape", "tiny", "--device", "cpu", "--warmup", "0", "--iterations", "1", "--tokens", "48", "--out", "unused"]
 
