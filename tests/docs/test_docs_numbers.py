@@ -1,11 +1,11 @@
-"""Numbers of README.md and benchmarks/*.md against the records in benchmarks/results."""
+"""Numbers in README.md and benchmarks/*.md against the records in benchmarks/results."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import statistics
+from statistics import fmean, geometric_mean
 
 import pytest
 from pages import ROOT
@@ -13,6 +13,7 @@ from pages import ROOT
 README = (ROOT / "README.md").read_text()
 PROSE = " ".join(README.split())
 SPEED = (ROOT / "benchmarks/speed.md").read_text()
+SECONDS = ("step_s", "rollout_s", "learner_s", "publish_s")
 ROW = re.compile(r"^\| (\w+) \| (\w+)[^|]*\| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 
 
@@ -54,7 +55,7 @@ def test_the_numbers_of_the_readme_are_the_records() -> None:
 
 
 def test_the_numbers_of_the_readmes_picture_are_the_records() -> None:
-    """A bar is a rectangle; the longest of a chart has 220 units."""
+    """Bars are rectangles; the longest of each chart is 220 units wide."""
     picture = (ROOT / "docs/images/overview.svg").read_text()
     (run,) = (run for run in results("step_trl_gpu")["runs"] if run["revision"] == "65cb48c")
     steps = {row["part"]: row["step_s"] for row in run["records"] if row["what"] == "step"}
@@ -68,10 +69,16 @@ def results(name: str) -> dict:
     return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
 
 
+def between(page: str, start: str, end: str = "\0") -> str:
+    """Return the text of a page of benchmarks/ from `start` to `end`, or to its end."""
+    behind = (ROOT / f"benchmarks/{page}.md").read_text().partition(start)[2]
+    assert behind, start
+    return behind.partition(end)[0]
+
+
 def table(after: str, page: str = "speed") -> list[list[str]]:
-    """Cells of the rows of the first table of a page behind a text, without its head."""
-    behind = (ROOT / f"benchmarks/{page}.md").read_text().partition(after)[2]
-    assert behind, after
+    """Return the cells of the rows, without the head, of the first table of a page after a text."""
+    behind = between(page, after)
     lines = [line for line in behind[behind.index("\n|") + 1 :].split("\n\n")[0].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -89,21 +96,14 @@ def test_the_table_of_experts_is_the_record() -> None:
     for scheme, *cells in table("## Mixtures of experts"):
         if "," in scheme:
             continue
-        ratios = {
-            key[1:]: min(us for who, us in by.items() if who != "qarl") / by["qarl"]
-            for key, by in times.items()
-            if key[0] == scheme
-        }
+        own = {key[1:]: by for key, by in times.items() if key[0] == scheme}
+        ratios = {key: min(us for who, us in by.items() if who != "qarl") / by["qarl"] for key, by in own.items()}
         for m, cell in zip(tokens, cells, strict=False):
             both = [ratio for (its, _), ratio in ratios.items() if its == m]
             assert numbers(cell) == [pytest.approx(geometric_mean(both), abs=0.006)], (scheme, m)
         mean, worst = numbers(cells[len(tokens)])
         assert mean == pytest.approx(geometric_mean(list(ratios.values())), abs=0.006)
         assert worst == pytest.approx(min(ratios.values()), abs=0.006)
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.prod(values) ** (1 / len(values))
 
 
 def test_the_table_of_a_mixtures_learner_is_the_record() -> None:
@@ -117,9 +117,8 @@ def test_the_table_of_a_mixtures_learner_is_the_record() -> None:
         own = found[name.removeprefix("qarl ").split()[0].rstrip(",")]
         assert numbers(forward) == [pytest.approx(own["forward"], abs=1)]
         assert numbers(both) == [pytest.approx(own["forward_backward"], abs=1)]
-        assert numbers(ratio) == [
-            pytest.approx(own["forward_backward"] / found["Hugging"]["forward_backward"], abs=0.006)
-        ]
+        peer = found["Hugging"]["forward_backward"]
+        assert numbers(ratio) == [pytest.approx(own["forward_backward"] / peer, abs=0.006)]
 
 
 def test_the_steps_beside_trl_with_vllm_are_the_record() -> None:
@@ -130,18 +129,16 @@ def test_the_steps_beside_trl_with_vllm_are_the_record() -> None:
             found |= {(row["part"], exact): row for row in run["records"] if row["what"] == "step"}
     rows = table("With vLLM 0.24 as the sampler of both")
     for cells, key in zip(rows, [("trl", False), ("step", False), ("step", True)], strict=True):
-        names = ("step_s", "rollout_s", "learner_s", "publish_s")
-        for name, cell in zip(names, cells[1:], strict=False):
+        for name, cell in zip(SECONDS, cells[1:], strict=False):
             assert numbers(cell) == [pytest.approx(found[key][name], abs=0.051)], (key, name)
 
 
 def test_the_later_step_beside_trl_is_the_record() -> None:
     run = next(run for run in results("step_trl_gpu")["runs"] if run["revision"] == "65cb48c")
     found = {row["part"]: row for row in run["records"] if row["what"] == "step"}
-    text = (ROOT / "benchmarks/speed.md").read_text().partition("with nothing beside it (65cb48c): TRL ")[2]
+    text = between("speed", "with nothing beside it (65cb48c): TRL ", "\n")
     seconds = [found[part][f"{name}_s"] for part in ("trl", "step") for name in ("step", "rollout", "learner")]
-    told = numbers(text.partition("\n")[0].replace("w4a16", ""))
-    assert told == [pytest.approx(value, abs=0.051) for value in seconds]
+    assert numbers(text.replace("w4a16", "")) == pytest.approx(seconds, abs=0.051)
 
 
 def test_the_steps_of_8b_on_two_gpus_are_the_record() -> None:
@@ -159,7 +156,7 @@ def test_the_steps_of_8b_on_two_gpus_are_the_record() -> None:
         *(("own GPU", "step"), ("one vLLM over both", "step"), ("cut 3", "step")),
     ]
     for cells, (name, part) in zip(table("A whole step of the same shapes", "scaling"), order, strict=True):
-        for key, cell in zip(("step_s", "rollout_s", "learner_s", "publish_s"), cells[1:], strict=False):
+        for key, cell in zip(SECONDS, cells[1:], strict=False):
             assert numbers(cell) == [pytest.approx(found[name][part][key], abs=0.051)], (name, part, key)
         assert numbers(cells[5]) == [pytest.approx(found[name][part]["peak_gib"], abs=0.6)]
 
@@ -185,15 +182,13 @@ def test_the_largest_shapes_are_the_record() -> None:
 
 def test_the_steps_of_a_mixture_with_vllm_are_the_record() -> None:
     runs = {run.get("name"): run["records"] for run in results("step_moe_gpu")["runs"]}
-    text = (ROOT / "benchmarks/speed.md").read_text().partition("256 responses of 512 tokens took ")[2]
+    text = between("speed", "256 responses of 512 tokens took ")
     bf16, low = (next(r for r in runs[f"vLLM samples, {s}"] if r["what"] == "step") for s in ("bf16", "w4a16"))
-    names = ("step_s", "rollout_s", "learner_s", "publish_s")
-    assert numbers(text.partition(" in bf16")[0]) == [pytest.approx(bf16["step_s"], abs=0.0051)]
-    assert numbers(text.partition(" in bf16")[2].partition(". In")[0]) == [
-        pytest.approx(bf16[name], abs=0.0051) for name in names[1:]
-    ]
+    step, _, rest = text.partition(" in bf16")
+    told = [*numbers(step), *numbers(rest.partition(". In")[0])]
+    assert told == pytest.approx([bf16[name] for name in SECONDS], abs=0.0051)
     told = text.partition("it took ")[2].partition("; at")[0]
-    assert numbers(told) == [pytest.approx(low[name], abs=0.0051) for name in names]
+    assert numbers(told) == pytest.approx([low[name] for name in SECONDS], abs=0.0051)
     before = next(r for r in runs["vLLM samples, w4a16, experts one by one"] if r["what"] == "step")
     told = text.partition("the publish took ")[2].partition(" s.")[0]
     assert numbers(told) == [pytest.approx(before[name], abs=0.051) for name in ("publish_s", "step_s")]
@@ -285,13 +280,8 @@ def test_the_speeds_of_exact_numerics_in_vllm_are_the_record() -> None:
         assert numbers(ratio) == [pytest.approx(rates[1] / rates[0], abs=0.006)]
         assert numbers(first) == [pytest.approx(record["first_token_s"], abs=0.0006) for record in records]
         assert numbers(later) == [pytest.approx(1000 * record["later_token_s"], abs=0.06) for record in records]
-    text = (
-        (ROOT / "benchmarks/vllm.md")
-        .read_text()
-        .partition("With `VLLM_BATCH_INVARIANT=1` vLLM's own bf16 gave")[2]
-        .partition("The canary")[0]
-    )
-    rates, times = numbers(text.partition("exact ones")[0].replace("fp8", "")), numbers(text.partition("exact ones")[2])
+    text = between("vllm", "With `VLLM_BATCH_INVARIANT=1` vLLM's own bf16 gave", "The canary")
+    rates, times = map(numbers, text.replace("fp8", "").split("exact ones"))
     cases = [(scheme, batch) for scheme in ("bf16", "fp8") for batch in (8, 64, 256)]
     for (scheme, batch), rate, faster in zip(cases, rates, times, strict=True):
         own, exact = (found[scheme, kernels, batch]["tokens_per_s"] for kernels in ("invariant", "exact"))
@@ -300,7 +290,7 @@ def test_the_speeds_of_exact_numerics_in_vllm_are_the_record() -> None:
 
 def test_the_table_of_exact_tokens_is_the_record() -> None:
     found = {(row["scheme"], row["engine"], row["tokens"]): row["differing"] for row in results("exact_gpu")["found"]}
-    text = (ROOT / "benchmarks/vllm.md").read_text().partition("Seen on an H200 with SmolLM2")[2]
+    text = between("vllm", "Seen on an H200 with SmolLM2")
     rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d,]+) \|$", text, re.MULTILINE)
     assert len(rows) == 12
     assert all(found[scheme, engine, int(tokens.replace(",", ""))] == 0 for scheme, engine, tokens in rows)
@@ -308,9 +298,8 @@ def test_the_table_of_exact_tokens_is_the_record() -> None:
 
 def test_the_exact_tokens_of_larger_shapes_are_the_record() -> None:
     found = {(row["target"], row["scheme"], row["engine"]): row for row in results("exact_gpu")["found"]}
-    behind = (ROOT / "benchmarks/vllm.md").read_text().partition("With Qwen3-1.7B's shapes and random weights")[2]
-    native, _, vllm = behind.partition("none off")
-    for engine, text in (("native", native), ("vllm", vllm.partition("none off")[0])):
+    native, vllm, *_ = between("vllm", "With Qwen3-1.7B's shapes and random weights").split("none off")
+    for engine, text in (("native", native), ("vllm", vllm)):
         named = re.findall(r"(\w+) ([\d,]*\d)", text)
         assert len(named) == sum((target, of) == ("models/qwen3-1.7b", engine) for target, _, of in found)
         for scheme, tokens in named:
@@ -323,14 +312,9 @@ def test_what_exactness_buys_in_four_bits_is_the_record() -> None:
     answers = {member["name"]: member["means_of_thirteen_steps"]["reward/math_mean"] for member in found["members"]}
     exact = [answers[f"grpo-exact-seed{seed}"][1] for seed in range(3)]
     others = [found[1] for name, found in answers.items() if name.startswith(("grpo-recompute", "grpo-bypass"))]
-    text = (
-        (ROOT / "benchmarks/reproductions.md")
-        .read_text()
-        .partition("in steps 14 to 26 it answered")[2]
-        .partition("%, rec")[0]
-    )
+    text = between("reproductions", "in steps 14 to 26 it answered", "%, rec")
     named = [100 * share for share in (*exact, min(others), max(others))]
-    assert numbers(text) == [pytest.approx(share, abs=0.51) for share in named]
+    assert numbers(text) == pytest.approx(named, abs=0.51)
 
 
 def test_the_exports_of_mixtures_in_vllm_are_the_record() -> None:
@@ -358,10 +342,8 @@ def test_the_study_of_exactness_with_vllm_is_the_record(record: str, lead: str) 
         assert [*numbers(delta), *numbers(k3), *numbers(chi2)] == pytest.approx(list(of.values()), abs=6e-4)
         norms, answers = own["column:gradient norm"], own["column:answered"]
         assert numbers(norm) == pytest.approx([norms[kind] for kind in ("mean", "low", "high")], abs=0.51)
-        rewards = [
-            own["reward_first_quarter"]["mean"],
-            *(own["reward_last_quarter"][k] for k in ("mean", "low", "high")),
-        ]
+        late = [own["reward_last_quarter"][kind] for kind in ("mean", "low", "high")]
+        rewards = [own["reward_first_quarter"]["mean"], *late]
         assert numbers(reward) == pytest.approx([abs(value) for value in rewards], abs=6e-4)
         assert numbers(answered) == pytest.approx([abs(100 * answers[k]) for k in ("mean", "low", "high")], abs=0.06)
         assert numbers(step) == [pytest.approx(own["step_s"]["mean"], abs=0.006)]
@@ -384,7 +366,7 @@ def test_the_mixtures_of_the_study_are_the_record() -> None:
             (cells[4], "reward/math_mean", slice(30, 40), 100),
             (cells[5], "response/length_mean", slice(30, 40), 1),
         ):
-            means = [unit * statistics.fmean(curve[name][steps]) for curve in of_seeds]
+            means = [unit * fmean(curve[name][steps]) for curve in of_seeds]
             assert numbers(cell) == [pytest.approx(mean, abs=0.51) for mean in means]
 
 
@@ -394,7 +376,7 @@ def test_the_rates_of_the_mixture_are_the_record() -> None:
     for (_, rate, early, late, most, last), run in zip(rows, runs, strict=True):
         assert float(rate) == run["optim/lr"][-1]
         right, far = run["reward/math_mean"], run["policy/kl_k3"]
-        found = [100 * statistics.fmean(right[:4]), 100 * statistics.fmean(right[4:])]
+        found = [100 * fmean(right[:4]), 100 * fmean(right[4:])]
         assert numbers(early) + numbers(late) == [pytest.approx(mean, abs=0.51) for mean in found]
         assert numbers(most) + numbers(last) == [pytest.approx(kl, abs=0.000051) for kl in (max(far), far[-1])]
 
@@ -410,9 +392,8 @@ def test_the_tables_of_staleness_are_the_record() -> None:
             reward = columns[f"{name}-{age}"]["reward, last quarter"]
             found = [float(number) for number in re.findall(r"-?[\d.]+", cell)]
             assert found == [pytest.approx(reward[key], abs=0.006) for key in ("mean", "low", "high")], (name, age)
-    for age, (_, alpha, idle, *gaps) in zip(
-        ages, table("Means over all steps and seeds", "reproductions"), strict=True
-    ):
+    rows = table("Means over all steps and seeds", "reproductions")
+    for age, (_, alpha, idle, *gaps) in zip(ages, rows, strict=True):
         means = {n: {k: v["mean"] for k, v in columns[f"{n}-{age}"].items() if isinstance(v, dict)} for n in variants}
         assert numbers(alpha) == [pytest.approx(means["grpo"]["mean |alpha|"], abs=6e-4)]
         assert numbers(idle) == [pytest.approx(100 * means[n]["clipped or dropped"], abs=0.06) for n in variants[:3]]

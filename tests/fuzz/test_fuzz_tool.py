@@ -14,7 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import fuzzing.case as fuzzing_case
 import pytest
+from fuzzing.base import RUN, write_inputs
+from fuzzing.case import Case, Outcome, execute
+from fuzzing.configs import schema_keys, valid_config
+from fuzzing.damage import write_tensors
+from fuzzing.options import WORKING, options
+from fuzzing.series import KINDS, build, names, with_draws
+from fuzzing.values import argument, paths, texts
+from fuzzing.verdict import Result, Tally, describe, judge
 from process_tree import runs
 
 
@@ -79,9 +88,6 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 def run(directory: Path, command: Callable[[], object], **about: Any):
     """The verdict on a command that takes a second at most."""
-    from fuzzing.case import Case, execute
-    from fuzzing.verdict import judge
-
     case = Case("config-0", directory, "planted: a fault", ["check", "c.yaml"], **about)
     case.cwd.mkdir(parents=True)
     return case, judge(case, execute(case, lambda argv: command()))
@@ -90,10 +96,8 @@ def run(directory: Path, command: Callable[[], object], **about: Any):
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seconds and 128 MiB for a command that only reads."""
-    import fuzzing.case
-
-    monkeypatch.setattr(fuzzing.case, "READING_S", 2.0)
-    monkeypatch.setattr(fuzzing.case, "GIB", 2**27)
+    monkeypatch.setattr(fuzzing_case, "READING_S", 2.0)
+    monkeypatch.setattr(fuzzing_case, "GIB", 2**27)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -106,9 +110,7 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path, short_limit: None) 
 def test_a_case_that_is_kept_from_the_cores_is_waited_for(
     tmp_path: Path, short_limit: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fuzzing.case
-
-    monkeypatch.setattr(fuzzing.case, "_starved", lambda pid, limit_s: True)
+    monkeypatch.setattr(fuzzing_case, "_starved", lambda pid, limit_s: True)
     _, verdict = run(tmp_path, lambda: time.sleep(2.5))
     assert verdict.status == "accepted"
 
@@ -174,8 +176,6 @@ def test_the_command_cannot_harm_the_tool(tmp_path: Path) -> None:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in the shape of a base, without a model that runs: what the mutators read of it."""
     import torch
-    from fuzzing.base import RUN, write_inputs
-    from fuzzing.damage import write_tensors
 
     root = tmp_path_factory.mktemp("base")
     run = root / RUN
@@ -228,8 +228,6 @@ def contents(directory: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize("kind", ["config", "override", "option", "data", "run", "model", "reward"])
 def test_a_case_is_the_same_whenever_it_is_built(kind: str, base: Any, tmp_path: Path) -> None:
-    from fuzzing.series import build
-
     different = set()
     for number in range(12):
         made = []
@@ -244,8 +242,6 @@ def test_a_case_is_the_same_whenever_it_is_built(kind: str, base: Any, tmp_path:
 
 
 def test_the_kinds_and_the_count_do_not_change_a_case() -> None:
-    from fuzzing.series import KINDS, names
-
     every = list(names("3", 400, KINDS))
     assert len(set(every)) == 400 and {name.rpartition("-")[0] for name in every} == set(KINDS)
     assert every[:50] == list(names("3", 50, KINDS))
@@ -255,9 +251,6 @@ def test_the_kinds_and_the_count_do_not_change_a_case() -> None:
 
 
 def test_every_key_of_the_schema_and_every_option_is_within_reach() -> None:
-    from fuzzing.configs import schema_keys
-    from fuzzing.options import WORKING, options
-
     keys = {".".join(map(str, path)) for path in schema_keys()}
     assert {"train.steps", "reward.functions.0.weight", "rollout.vllm.memory_frac"} <= keys
     assert {"correction.reject.0.upper", "evaluation.tasks.0.data.source"} <= keys
@@ -266,13 +259,9 @@ def test_every_key_of_the_schema_and_every_option_is_within_reach() -> None:
 
 
 def test_the_summary_counts_what_was_found(tmp_path: Path, short_limit: None) -> None:
-    from fuzzing.verdict import Result, Tally, describe
-
     tally = Tally("9")
     for number, name in enumerate(("accepted", "refused in a line", "traceback", "traceback", "hang")):
         case, verdict = run(tmp_path / str(number), PLANTED[name][0])
-        from fuzzing.case import Outcome
-
         tally.add(Result(case, Outcome(0, False, 0.5, 0, b"", b"KeyError: 'planted'", ""), verdict))
     record = tally.record("tools/fuzz.py", 1.0)
     expected = {"cases": 5, "accepted": 1, "refused": 1, "bad": 3, "traceback": 2, "hang": 1, "seconds": 2.5}
@@ -285,8 +274,6 @@ def test_the_summary_counts_what_was_found(tmp_path: Path, short_limit: None) ->
 
 
 def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:
-    from fuzzing.series import build, names
-
     before = contents(base)
     for name in names("11", 60, ["run", "model", "data", "option"]):
         build("11", name, base, tmp_path / "case").remove()
@@ -294,9 +281,6 @@ def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:
 
 
 def test_arguments_are_such_as_a_shell_can_pass() -> None:
-    from fuzzing.series import with_draws
-    from fuzzing.values import argument, paths, texts
-
     found: list[str] = []
     for number in range(300):
         with_draws("1", str(number), lambda draw: found.append(draw(texts | paths)))
@@ -307,9 +291,6 @@ def test_arguments_are_such_as_a_shell_can_pass() -> None:
 
 
 def test_valid_configurations_keep_to_the_schemas_ranges() -> None:
-    from fuzzing.configs import valid_config
-    from fuzzing.series import with_draws
-
     drawn: list[tuple[str, dict[str, Any]]] = []
     for number in range(200):
         with_draws("1", f"valid-{number}", lambda draw: drawn.append(valid_config(draw)))
@@ -318,8 +299,6 @@ def test_valid_configurations_keep_to_the_schemas_ranges() -> None:
 
 
 def test_a_sequence_of_arguments_reaches_the_command(tmp_path: Path) -> None:
-    from fuzzing.case import Case, execute
-
     def command(argv: Sequence[str]) -> None:
         print(*argv, os.environ["HOME"], os.getcwd(), sep="\n")
 
