@@ -129,17 +129,14 @@ def test_every_fault_is_an_error_line_on_stderr_and_exit_2(config, capsys):
     assert all(line.startswith("error: command line: ") for line in lines)
 
 
-def test_train_passes_the_config_and_returns_its_exit_code(config, loop):
+def test_train_checks_files_passes_the_config_and_returns_its_exit_code(config, loop, capsys):
+    loop.train = lambda given: pytest.fail("the loop started")
+    assert run("train", config, "data.source=absent.jsonl") == 2
+    assert "no such file" in capsys.readouterr().err
     seen = []
     loop.train = lambda given: seen.append(given) or 7
     assert run("train", config, "train.steps=5") == 7
     assert [given.train.steps for given in seen] == [5]
-
-
-def test_train_checks_files_before_the_loop_starts(config, loop, capsys):
-    loop.train = lambda given: pytest.fail("the loop started")
-    assert run("train", config, "data.source=absent.jsonl") == 2
-    assert "no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

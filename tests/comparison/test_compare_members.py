@@ -30,11 +30,14 @@ def test_numbers_are_quarters_maxima_and_medians_after_the_first_step(config, tm
     assert numbers["evaluation"]["step"] == 8
 
 
-def test_without_a_finite_value_there_is_no_mean_and_no_maximum(config, tmp_path):
+def test_missing_values_and_a_missing_base_model_leave_only_their_own_numbers_empty(config, tmp_path):
     broken = {"mismatch__delta_abs_mean": None, "mismatch__delta_abs_max": None}
     numbers = numbers_of(record_of(config, tmp_path, 4, **broken))
     assert numbers["mismatch_delta_abs_mean"] is numbers["mismatch_delta_abs_max"] is None
     assert numbers["reward_last_quarter"] is not None
+    (tmp_path / "model" / "config.json").unlink()
+    numbers = numbers_of(record_of(config, tmp_path))
+    assert numbers["checkpoint_bytes"] is None and numbers["reward_last_quarter"] is not None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -57,12 +60,6 @@ def test_checkpoint_bytes_are_those_of_the_tensors(tiny_model, family, scheme):
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     config = Config.model_validate(settings_of(tiny_model(family), quant={"group_size": None, **quant}))
     assert checkpoint_bytes(config) == total
-
-
-def test_if_the_base_model_is_gone_only_the_checkpoint_size_is_unknown(config, tmp_path):
-    (tmp_path / "model" / "config.json").unlink()
-    numbers = numbers_of(record_of(config, tmp_path))
-    assert numbers["checkpoint_bytes"] is None and numbers["reward_last_quarter"] is not None
 
 
 def seeds(config: Config, path: Path, rewards: list[float]) -> list[dict]:

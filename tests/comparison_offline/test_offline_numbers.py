@@ -103,10 +103,13 @@ def test_the_summary_is_means_over_windows_and_quantiles_over_tokens():
     assert found["perplexity_ratio"] == pytest.approx(dict.fromkeys(("mean", "low", "high"), math.exp(0.5)))
 
 
-def test_intervals_use_the_quantiles_of_students_t_from_tables():
+def test_intervals_are_students_t_and_errors_of_trivial_layers_have_no_ratio():
     table = {1: 12.7062, 2: 4.3027, 3: 3.1824, 9: 2.2622, 30: 2.0423, 121: 1.9798}
     assert {freedom: t_quantile(freedom) for freedom in table} == pytest.approx(table, abs=5e-5)
     assert mean_interval([0.5]) == (0.5, None, None)
+    weight = torch.tensor([[1.0, -2.0]])
+    assert error_of(weight, weight.clone()) == {"relative": 0.0, "sqnr_db": None, "max_abs": 0.0}
+    assert error_of(torch.zeros(1, 2), torch.zeros(1, 2)) == {"relative": None, "sqnr_db": None, "max_abs": 0.0}
 
 
 def test_weight_error_is_that_of_the_tensors_that_run(tiny_model):
@@ -124,12 +127,6 @@ def test_weight_error_is_that_of_the_tensors_that_run(tiny_model):
     assert row["relative"] == pytest.approx(relative, rel=1e-6)
     assert row["sqnr_db"] == pytest.approx(-20 * math.log10(relative), rel=1e-6)
     assert row["max_abs"] == pytest.approx(lost.abs().max().item())
-
-
-def test_a_weight_error_of_zero_has_no_ratio_in_db_and_an_empty_layer_no_relative_error():
-    weight = torch.tensor([[1.0, -2.0]])
-    assert error_of(weight, weight.clone()) == {"relative": 0.0, "sqnr_db": None, "max_abs": 0.0}
-    assert error_of(torch.zeros(1, 2), torch.zeros(1, 2)) == {"relative": None, "sqnr_db": None, "max_abs": 0.0}
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "nvfp4a16"])

@@ -76,27 +76,21 @@ def test_the_output_layer_has_bounded_buffers():
     assert ranked[head] > 4096 * 49_152 * 4 * 8
 
 
-def test_the_reference_and_a_shadow_run_while_activations_are_held():
+def test_the_reference_and_a_shadow_run_during_a_backward_which_in_fp8_holds_codes_of_gradients():
     again = "forward of shadow or reference"
     full = {"scheme": "w8a8", "learner": "full_precision"}
     assert again in fused(64, objective={"name": "grpo", "kl_coef": 0.1}).temporaries()
     assert again in fused(64, quant=full, diagnostics={"shadow_every": 1}).temporaries()
     assert again not in fused(64, diagnostics={"shadow_every": 1}).temporaries()  # an aligned learner is its shadow
-
-
-def test_a_backward_in_fp8_holds_codes_of_gradients():
     sixteen, eight = (fused(16_384, MEASURED, quant={"backward": kind}).temporaries() for kind in ("bf16", "fp8"))
     stage = "backward of a layer"
     assert sixteen[stage] < eight[stage] < sixteen[stage] + 16_384 * 4 * 6144
 
 
-def test_kernels_serve_a_gpu_and_16_bits():
+def test_kernels_need_a_gpu_and_16_bits_and_have_the_counted_buffers():
     assert counted.fused_pass(config(), TINY, "cpu", 7) is None
     assert counted.fused_pass(config(quant={"kernels": "reference"}), TINY, "cuda", 7) is None
     assert counted.fused_pass(config(model={"path": "x", "dtype": "float32"}), TINY, "cuda", 7) is None
-
-
-def test_the_output_layers_buffers_are_those_of_its_kernels():
     from qarl_kernels import head
 
     assert (counted.HEAD_PARTIAL, counted.HEAD_GRADIENT) == (head.PARTIAL, head.GRADIENT)

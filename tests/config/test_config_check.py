@@ -40,8 +40,12 @@ def refused(inspect, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_a_fitting_model_gives_its_architecture(inspect):
+def test_a_fitting_model_gives_its_architecture_and_a_group_size_that_does_not_divide_is_refused(inspect):
     assert inspect().architecture.hidden_size == 96
+    message = refused(inspect, "quant.group_size=64")
+    assert message.startswith("command line: quant.group_size = 64: model.layers.0.self_attn.q_proj: ")
+    assert "96 input features; use 32 or -1" in message
+    inspect("quant.group_size=128", "quant.ignore=[lm_head, 're:model.layers']")  # ignored layers may have any shape
 
 
 @pytest.mark.parametrize("size", [2, 20, 100, 264])
@@ -80,13 +84,6 @@ def test_sliding_windows_of_some_layers_are_refused_for_vllm_alone(inspect, mode
         assert "some of its layers have a sliding window" in refused(inspect, "rollout.engine=vllm")
     else:
         inspect("rollout.engine=vllm")
-
-
-def test_group_size_that_does_not_divide_names_the_layer_and_what_divides(inspect):
-    message = refused(inspect, "quant.group_size=64")
-    assert message.startswith("command line: quant.group_size = 64: model.layers.0.self_attn.q_proj: ")
-    assert "96 input features; use 32 or -1" in message
-    inspect("quant.group_size=128", "quant.ignore=[lm_head, 're:model.layers']")  # ignored layers may have any shape
 
 
 def test_vllm_needs_the_layers_it_fuses_ignored_together(inspect):

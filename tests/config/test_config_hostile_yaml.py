@@ -102,25 +102,19 @@ def test_a_hostile_text_is_one_line_with_its_place(name):
     assert PLACE.match(refused(HOSTILE[name]))
 
 
-def test_a_thousand_faults_are_reported_in_21_lines():
+def test_nesting_is_accepted_up_to_the_limit_and_a_thousand_faults_are_21_lines():
     with pytest.raises(UserError) as caught:
         parse_yaml("\n".join("a: 1" for _ in range(1000)), "t")
     lines = str(caught.value).splitlines()
     assert len(lines) == 21 and lines[-1] == "t: and 979 more faults"
-
-
-def test_the_deepest_nesting_is_accepted():
     assert "deeper" in refused("[" * (DEPTH + 1) + "]" * (DEPTH + 1))
     parse_yaml("[" * DEPTH + "]" * DEPTH, "t")
 
 
-def test_each_use_of_an_alias_has_values_of_its_own():
+def test_uses_of_an_alias_are_copies_and_the_first_of_several_merges_wins():
     data = parse_yaml("a: &x {b: [1]}\nc: *x\nd: {<<: *x}", "t")
     data["a"]["b"].append(2)
     assert data["c"] == data["d"] == {"b": [1]}
-
-
-def test_in_a_list_of_merges_the_first_wins_and_own_keys_override_all():
     text = "a: &a {k: 1, l: 1}\nb: &b {k: 2, m: 2}\nc: {m: 3, <<: [*a, *b]}"
     assert parse_yaml(text, "t")["c"] == {"k": 1, "l": 1, "m": 3} == yaml.safe_load(text)["c"]
 

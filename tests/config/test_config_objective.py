@@ -137,11 +137,14 @@ def test_a_preset_expands_and_its_yaml_loads_back_to_an_equal_config(load, reloa
     assert reloaded(config) == config
 
 
-def test_an_automatic_cap_replaces_the_bounds_of_a_preset_and_its_yaml_loads_back(load, reloaded):
+def test_an_automatic_cap_or_other_keys_replace_those_of_a_preset(load, reloaded):
     config = load("objective.name=grpo", "correction={preset: icepop, cap: auto}")
     assert str(config.correction) == "token mask [none, auto]"
     assert (config.correction.lower, config.correction.upper) == (None, None)
     assert reloaded(config) == config
+    config = CorrectionConfig(preset="geo_rs_token_tis", level="sequence", upper=5.0, reject=[], veto=1e-4)
+    assert str(config) == "sequence truncate [none, 5]; veto below 0.0001"
+    assert str(CorrectionConfig(preset="tis", level="none")) == NONE
 
 
 def test_presets_of_vexact_sum_the_loss_over_tokens_unless_the_aggregation_is_given(load):
@@ -151,12 +154,6 @@ def test_presets_of_vexact_sum_the_loss_over_tokens_unless_the_aggregation_is_gi
     given = load("objective={name: grpo, aggregation: token-mean}", "correction.preset=srs-k3-corr")
     assert given.objective.aggregation == "token-mean"
     assert load("objective.name=dapo", "correction.preset=tis").objective.aggregation == "token-mean"
-
-
-def test_keys_given_beside_a_preset_replace_its_own():
-    config = CorrectionConfig(preset="geo_rs_token_tis", level="sequence", upper=5.0, reject=[], veto=1e-4)
-    assert str(config) == "sequence truncate [none, 5]; veto below 0.0001"
-    assert str(CorrectionConfig(preset="tis", level="none")) == NONE
 
 
 @pytest.mark.parametrize(

@@ -323,13 +323,10 @@ def test_numerics_are_exact_unless_something_rules_them_out(load, caplog, overri
     assert len(lines) == (reason is not None) and all(reason in line for line in lines)
 
 
-def test_the_text_for_the_sampler_names_engine_and_numerics(load):
+def test_the_sampler_s_text_and_numerics_of_a_resumed_run(load):
     texts = [load(*overrides).rollout.sampler_text for overrides in ([], FAST, EXACT)]
     assert texts == ["native engine", "vLLM", "vLLM, exact numerics"]
     assert load(*FAST, "rollout.linear_kernels=qarl").rollout.sampler_text == "vLLM, exact numerics"
-
-
-def test_a_resumed_run_keeps_its_numerics(load):
     begun = load(*FAST)
     assert keep_sizes(load(*VLLM), begun).rollout.numerics == "fast"
     assert keep_sizes(load(*EXACT), begun).rollout.numerics == "exact"  # which the run directory then refuses

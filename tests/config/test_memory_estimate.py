@@ -98,10 +98,12 @@ def test_offloaded_masters_are_copied_to_the_gpu_one_at_a_time(monkeypatch):
     assert memory.too_large(config(optim={"offload": "moments"}), TINY, "cuda") is None
 
 
-def test_checkpointing_keeps_layer_inputs_and_one_layer():
+def test_activations_are_of_at_least_one_sequence_and_checkpointing_keeps_layer_inputs():
     shape = dict(tokens=7, layers=3, hidden=8, intermediate=16, heads=8, kv=4, width=2)
     one_layer = plain_activation_bytes(**{**shape, "layers": 1}, checkpointing=False)
     assert plain_activation_bytes(**shape, checkpointing=True) == 7 * 3 * 2 * 8 + one_layer
+    assert sizes()["activations"] == sizes(train={"micro_batch_tokens": 32})["activations"]
+    assert sizes()["activations"] < sizes(train={"micro_batch_tokens": 33})["activations"]
 
 
 def test_masters_gradients_and_operands_without_kernels():
@@ -114,14 +116,11 @@ def test_masters_gradients_and_operands_without_kernels():
     assert (bf16["GEMM operands"], bf16["unquantized parameters"]) == (0, 2 * PARAMETERS)
 
 
-def test_gpu_kernels_keep_int4_weights_in_blocks_of_16_by_128():
+def test_kernels_keep_int4_weights_in_blocks_of_16_by_128_and_ignored_layers_unquantized():
     rows = 2 * (64 + 2 * 32 + 64 + 2 * 128 + 64)  # every matrix has one block along its 64 or 128 inputs
     assert sizes("cuda")["GEMM operands"] == rows * (128 // 2 + 4 * 4)  # codes, and 4 bytes for each of 4 groups of 32
     for scheme in ("w8a8", "fp8", "fp8_block"):
         assert sizes("cuda", quant={"scheme": scheme, "group_size": None})["GEMM operands"] == 0
-
-
-def test_ignored_layers_are_not_stored_as_codes():
     ignored = sizes(quant={"ignore": ["lm_head", "re:.*mlp"]})
     assert ignored["codes and scales"] < sizes()["codes and scales"]
     assert ignored["unquantized parameters"] == sizes()["unquantized parameters"] + 2 * 2 * 3 * 128 * 64
@@ -221,11 +220,6 @@ def test_a_vllm_over_the_gpus_of_two_ranks_has_half_of_its_model_and_cache_on_ea
     assert held(tensor_parallel=2) == held() // 2
 
 
-def test_a_micro_batch_holds_at_least_one_sequence():
-    assert sizes()["activations"] == sizes(train={"micro_batch_tokens": 32})["activations"]
-    assert sizes()["activations"] < sizes(train={"micro_batch_tokens": 33})["activations"]
-
-
 def test_several_updates_per_step_hold_the_version_in_training_beside_the_samplers():
     one, name, several = sizes("cuda"), "version in training, in addition to the sampler's", {"train": {"epochs": 2}}
     published = one["codes and scales"] + one["unquantized parameters"]
@@ -251,15 +245,12 @@ LINEARS = {"quant": {"scheme": "w8a8", "group_size": None, "learner": "full_prec
 OTHERS = PARAMETERS - MATRICES  # norms and the embedding, which is the output layer too
 
 
-def test_a_learner_in_its_own_dtype_adds_its_parameters_and_wider_activations():
+def test_a_learner_of_another_dtype_and_a_reference_add_their_own_weights():
     plain, own = (sizes("cuda", **LINEARS, model={"path": "x", **m}) for m in ({}, {"learner_dtype": "float32"}))
     assert own["learner's own parameters"] == 4 * OTHERS and "learner's own parameters" not in plain
     assert own["GEMM operands"] - plain["GEMM operands"] == 2 * MATRICES
     assert own["activations"] > plain["activations"] and own["KV cache"] == plain["KV cache"]
     assert sizes(**LINEARS, model={"path": "x", "learner_dtype": "bfloat16"}) == sizes(**LINEARS)
-
-
-def test_the_reference_is_one_more_version_of_the_learner():
     objective = {"objective": {"name": "grpo", "kl_coef": 0.1}}
     version = ("codes and scales", "unquantized parameters", "GEMM operands")
     assert sizes(**objective)["reference policy"] == sum(sizes()[name] for name in version)

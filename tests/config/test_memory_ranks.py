@@ -96,15 +96,12 @@ def test_messages_of_codes_are_counted_beside_the_next_version():
         assert messages.name not in alone
 
 
-def test_runs_of_experts_are_packed_and_received_in_buffers():
+def test_messages_have_the_size_of_the_product_and_runs_of_experts_are_received_in_buffers():
     of = Mixture(128, 8, 768, frozenset(range(2)), True, EXPERT_NAMES["qwen3_moe"])
     shapes = Architecture("qwen3_moe", 2048, 6144, 2, 32, 4, 128, 10_000, 40960, tied_embeddings=False, mixture=of)
     # Three messages: a run of this rank's rows in bf16, half of its 2^28 bytes in float32, and those of both ranks.
     bf16 = config(quant={"scheme": "bf16", "group_size": None})
     assert codes_in_flight(bf16, shapes, 2) == 3 * (1 + 2) * 2**27
-
-
-def test_messages_are_as_large_as_they_are_sent():
     assert (memory_gathers.MESSAGE_BYTES, memory_gathers.IN_FLIGHT) == (gathers.MESSAGE_BYTES, gathers.IN_FLIGHT)
     assert (memory_gathers.RUN_BYTES, memory_gathers.FILLED) == (quantize.RUN_BYTES, packed.FILLED)
 

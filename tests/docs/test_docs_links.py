@@ -31,13 +31,10 @@ def test_every_file_of_the_project_that_is_named_is_there(page: Path):
             assert list((ROOT / "benchmarks/results").glob(span.replace("...", "*"))) or span == "diagnosis.json", span
 
 
-def test_every_page_is_reached_from_the_readme():
+def test_every_page_and_every_example_is_reached_from_the_pages_about_them():
     text = (ROOT / "README.md").read_text()
     pages = [page for page in PAGES if page.parent != ROOT]
     assert all(f"({page.relative_to(ROOT)})" in text for page in pages)
-
-
-def test_every_example_is_named_in_the_page_about_python():
     text = (ROOT / "docs/python.md").read_text()
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"example_model.py"}
     assert scripts and all(f"(../examples/{name})" in text for name in scripts)

@@ -82,12 +82,9 @@ def test_the_largest_values_are_read_and_options_allow_more():
     assert parse_json('"\\ud83d\\ude00"', "here") == "\U0001f600"
 
 
-def test_a_file_must_hold_an_object(tmp_path):
+def test_a_file_must_hold_an_object_and_strict_json_replaces_what_it_cannot_hold(tmp_path):
     (tmp_path / "a.json").write_text("[1]")
     with pytest.raises(Unreadable, match="holds a list, expected an object"):
         read_json_object(tmp_path / "a.json")
-
-
-def test_values_that_strict_json_does_not_have_become_null():
     value = {"a": [1.5, float("nan"), (float("inf"), {"b": -float("inf")})], "c": "NaN", "d": True}
     assert strict(value) == {"a": [1.5, None, [None, {"b": None}]], "c": "NaN", "d": True}

@@ -51,8 +51,9 @@ def opened(request, browser, report) -> Iterator[Opened]:
         yield opened
 
 
-def test_it_loads_silently_and_fetches_nothing_but_itself(opened, report):
+def test_the_page_loads_silently_fetches_nothing_and_fits(opened, report):
     assert_silent(opened, report)
+    assert_fits(opened, charts=15)
 
 
 def test_hostile_text_stands_there_and_does_nothing(opened):
@@ -61,10 +62,6 @@ def test_hostile_text_stands_there_and_does_nothing(opened):
     assert page.locator(".completion:not(.excerpt) pre").nth(1).inner_text().startswith(HOSTILE_SHOWN)
     assert page.locator(".excerpt pre mark").inner_text() == HOSTILE_SHOWN
     assert HOSTILE_SHOWN.replace("\\ud800 ", "") in page.locator(".legend li").all_inner_texts()
-
-
-def test_nothing_is_cut_off_or_scrolls_sideways(opened):
-    assert_fits(opened, charts=15)
 
 
 def test_text_and_chart_labels_have_contrast(opened):

@@ -113,12 +113,16 @@ def test_a_log_axis_notes_what_it_omits():
     assert cloud == "1,200 points at 0 or below, which a log axis cannot show."
 
 
-def test_a_long_curve_is_thinned_to_means_with_a_note():
+def test_a_long_curve_and_many_points_are_thinned_with_a_note():
     values = [float(i % 2) for i in range(4 * MAX_POINTS)]
     series, each = thin(Series("a", range(len(values)), values))
     assert each == 4 and len(series.x) == MAX_POINTS and set(series.y) == {0.5}
     assert set(series.low) == {0.0} and set(series.high) == {1.0}
     assert "the mean of 4" in chart_note(LineChart("t", "x", "y", [Series("a", range(len(values)), values)]))
+    count = 3 * MAX_DOTS
+    chart = Scatter("t", "x", "y", [Points("a", range(count), [float(i % 7) for i in range(count)])])
+    assert dots(chart) == MAX_DOTS
+    assert chart_note(chart) == "One point in 3 of the largest class is drawn."
 
 
 @pytest.mark.parametrize(
@@ -169,13 +173,6 @@ def test_every_finite_point_is_a_dot_and_the_others_are_counted():
     assert "1 point at 0 or below, which a log axis cannot show." in chart_note(log)
     zeros = Scatter("t", "x", "y", [Points("a", [1.0, 2.0], [0.0, 0.0])], log_y=True)
     assert has_data(zeros) and dots(zeros) == 2 and "the axis is linear" in chart_note(zeros)
-
-
-def test_many_points_are_thinned_with_a_note():
-    count = 3 * MAX_DOTS
-    chart = Scatter("t", "x", "y", [Points("a", range(count), [float(i % 7) for i in range(count)])])
-    assert dots(chart) == MAX_DOTS
-    assert chart_note(chart) == "One point in 3 of the largest class is drawn."
 
 
 def test_dots_are_in_the_png_too():

@@ -97,15 +97,12 @@ def test_a_band_of_a_response_is_written_with_its_digits_and_says_what_it_bounds
     assert [(points.name, len(points.x)) for points in ratio.points] == [("inside the band", 0), ("clipped", 4)]
 
 
-def test_an_objective_without_a_ratio_and_a_learner_without_a_gap_have_no_empty_plots():
+def test_agreement_and_a_missing_ratio_or_gap_are_stated_instead_of_empty_plots():
     record = diagnostics(1, band=None)
     record["tokens"] |= {"log_ratio": [0.0] * 4, "logp_shadow": record["tokens"]["logp"]}
     assert list(scatters(record)) == ["Log-probs of sampler and learner", "Log-prob difference by probability"]
     (text,) = [block.text for block in record_blocks(record) if isinstance(block, Text)]
     assert text == "The learner uses the sampler's arithmetic: beta is 0 for all of these tokens."
-
-
-def test_agreement_bit_for_bit_is_said_instead_of_an_empty_plot():
     record = diagnostics(0)  # the gap grows with the step
     assert record["tokens"]["logp_old"] == record["tokens"]["logp_sampler"]
     (text,) = [block for block in record_blocks(record) if isinstance(block, Text)]
@@ -124,12 +121,9 @@ def test_tokens_outside_a_distribution_have_no_point():
     assert chart_note(found[2]).endswith("2 points without a finite value left out.")
 
 
-def test_changed_values_are_a_curve_for_each_kind_of_linear_by_depth():
+def test_layers_are_curves_by_kind_and_examples_have_their_context():
     up, down = lines()["Published values changed, by layer"].series
     assert (up.name, up.x, up.y) == ("up_proj", [0, 1, 2], [0.1, 0.2, 0.3]) and down.name == "down_proj"
-
-
-def test_examples_carry_the_stretch_between_what_stands_around_it():
     (excerpts,) = [block for block in record_blocks(diagnostics(1)) if isinstance(block, Excerpts)]
     (item,) = excerpts.items
     assert (item.before, item.marked, item.after) == ("It is ", "so so so", " good")

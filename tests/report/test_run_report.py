@@ -99,13 +99,10 @@ def test_every_metric_is_drawn_or_listed_and_each_once(tmp_path):
     assert all(chart.x_label == "step" and chart.y_label for chart in drawn.values())
 
 
-def test_an_estimate_that_came_out_negative_is_drawn_on_a_linear_axis(tmp_path):
+def test_estimates_below_0_have_a_linear_axis_and_parts_of_the_reward_their_labels(tmp_path):
     for name, negative in (("a", False), ("b", True)):
         rows = [step(i, **{"mismatch/chi2_token": 0.1 * i - 0.25 * negative}) for i in (1, 2, 3)]
         assert charts(make_run(tmp_path / name, rows))["Chi-squared of the ratio"].log_y is not negative
-
-
-def test_parts_of_the_reward_carry_their_labels(tmp_path):
     rows = [step(i, **{"reward/a/b_mean": 0.1 * i, "reward/exact_mean": 0.2}) for i in (1, 2)]
     chart = charts(make_run(tmp_path / "a", rows))["Parts of the reward"]
     assert [series.name for series in chart.series] == ["a/b", "exact"]

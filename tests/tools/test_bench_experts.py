@@ -24,12 +24,9 @@ def test_qarls_experts_are_those_of_float32(scheme: str, kind: str) -> None:
         check(result.flip(0), expected, picked, (5, SIZES.hidden), TOLERANCE)
 
 
-def test_a_peer_that_does_not_serve_a_scheme_says_so() -> None:
+def test_skewed_routing_prefers_the_first_experts_and_a_peer_refuses_other_schemes() -> None:
     with pytest.raises(RuntimeError, match="bf16"):
         torch_grouped(Experts("w8a8", SIZES, 32, CPU))
-
-
-def test_skewed_routing_prefers_the_first_experts() -> None:
     chosen = make_routing("skewed", 400, Sizes(16, 2, 8, 8), CPU).experts
     counts = torch.bincount(chosen.flatten(), minlength=16)
     assert counts[:4].sum() > 2 * counts[8:].sum()

@@ -58,21 +58,18 @@ def tiny():
     return shape_of("tiny", None, None)
 
 
-def test_the_command_line_refuses_what_it_cannot_run(capsys):
+def test_options_are_checked_and_only_parts_with_schemes_run_once_per_scheme(capsys):
     assert bench_step.parse(["--out", "x"]).length == [512, 2048, 8192]
     for wrong in ([], *(["--out", "x", *more] for more in (["--tokens", "0"], ["--part", "none"], ["--layers", "0"]))):
         with pytest.raises(SystemExit):
             bench_step.parse(wrong)
     capsys.readouterr()
-
-
-def test_only_parts_with_schemes_run_once_for_each():
     given = bench_step.parse([*TINY, "--part", "hf", "learner", "trl", "--scheme", "bf16", "fp8"])
     found = [tuple(case.values()) for case in bench_step.cases(given)]
     assert found == [("hf", "tiny"), ("learner", "tiny", "bf16"), ("learner", "tiny", "fp8"), ("trl", "tiny")]
 
 
-def test_shapes_are_those_of_the_models_they_are_named_after():
+def test_shapes_are_those_of_their_models_and_questions_repeat_with_the_seed():
     # Parameters by the models' own pages, with the vocabularies of their tokenizers.
     billions = {"0.6b": 0.596, "1.7b": 1.72, "4b": 4.02, "8b": 8.19, "14b": 14.77, "32b": 32.76, "30b-a3b": 30.53}
     for name, expected in billions.items():
@@ -82,9 +79,6 @@ def test_shapes_are_those_of_the_models_they_are_named_after():
     assert shape_of("qwen3-8b", 4, None).architecture().num_layers == 4
     assert shape_of("qwen3-8b", None, None).vocabulary == 49_152 < SHAPES["qwen3-8b"].vocabulary
     assert SHAPES["qwen3-8b"].layers == 36
-
-
-def test_questions_differ_and_repeat_with_the_seed():
     found = questions(200, 0)
     assert len(set(found)) == 200 and found == questions(200, 0) and found[:5] != questions(5, 1)
 
