@@ -28,15 +28,12 @@ def trained(folder, tiny_model) -> qarl.types.TrainResult:
     return qarl.train(data, {"train.steps": 2, "optim.lr": 1e-3})
 
 
-def test_every_name_that_is_offered_is_there():
+def test_names_exist_and_train_returns_the_run_its_metrics_and_its_checkpoint(trained, folder):
     assert set(qarl.__all__) <= set(dir(qarl))
     for name in qarl.__all__:
         assert getattr(qarl, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         getattr(qarl, "trian")  # noqa: B009
-
-
-def test_train_returns_the_run_its_metrics_and_its_checkpoint(trained, folder):
     assert trained.finished and trained.exit_code == 0 and trained.step == 2
     assert trained.run_dir == folder / "run" and trained.checkpoint == folder / "run/checkpoints/000002"
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]

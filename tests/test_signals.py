@@ -45,15 +45,12 @@ def test_each_stop_signal_is_noted_by_a_run_and_passed_on_by_a_launcher(signum):
     assert len(said) == 1 and said[0].startswith(signal.Signals(signum).name)
 
 
-def test_under_nohup_a_hangup_stays_ignored():
+def test_under_nohup_a_hangup_stays_ignored_and_only_signals_stop():
     said: list[str] = []
     with hangup_is(signal.SIG_IGN):
         assert signal.SIGHUP not in stop_signals()
         with InterruptGuard(said.append), Signals() as signals:
             signal.raise_signal(signal.SIGHUP)
     assert signals.received == [] and said == []
-
-
-def test_only_what_a_signal_raises_is_a_stop():
     assert all(is_stop(error) for error in (Interrupted(15), StoppedAtOnce(), KeyboardInterrupt()))
     assert not any(is_stop(error) for error in (SystemExit(0), GeneratorExit(), MemoryError(), BaseException()))

@@ -70,7 +70,7 @@ def seeds(config: Config, path: Path, rewards: list[float]) -> list[dict]:
     return entries
 
 
-def test_two_seeds_have_a_range_and_three_a_t_interval(config, tmp_path):
+def test_several_seeds_have_a_range_or_a_t_interval_and_entries_are_strict_json(config, tmp_path):
     entries = seeds(config, tmp_path, [0.2, 0.6])
     assert grouped(entries[:1]) == []
     (group,) = grouped(entries)
@@ -83,9 +83,6 @@ def test_two_seeds_have_a_range_and_three_a_t_interval(config, tmp_path):
     assert group["reward_last_quarter"] == pytest.approx({"mean": 0.2, "low": 0.2 - half, "high": 0.2 + half}, abs=1e-6)
     entries[2]["state"] = "failed"
     assert grouped(entries)[0]["seeds"] == [0, 1]
-
-
-def test_an_entry_is_strict_json(config, tmp_path):
     member = Member("m", "w4a16", "aligned", 0, tmp_path, config, "finished")
     entry = entry_of(member, record_of(config, tmp_path, mismatch__delta_abs_max=None))
     assert json.loads(json.dumps(entry, allow_nan=False)) == entry

@@ -51,7 +51,7 @@ def blocks_of(sections, kind):
     return [block for section in sections for block in section.blocks if isinstance(block, kind)]
 
 
-def test_comparison_json_has_its_fields_and_is_strict(three, tmp_path):
+def test_comparison_json_has_its_fields_and_cells_of_groups_their_units(three, tmp_path):
     write_json(tmp_path / "comparison.json", compared(*three))
     read = json.loads((tmp_path / "comparison.json").read_text(), parse_constant=pytest.fail)
     assert (read["format_version"], read["kind"], read["title"]) == (1, "runs", "A comparison")
@@ -64,9 +64,6 @@ def test_comparison_json_has_its_fields_and_is_strict(three, tmp_path):
     assert read["configuration_differences"] == {"train.seed": {"fine": 0, "other": 1}}
     assert read["environment_differences"] == {}  # of host and command, which say nothing about the numbers
     assert read["groups"][0]["evaluation_avg"] == pytest.approx({"mean": 0.6, "low": 0.5, "high": 0.7})
-
-
-def test_a_groups_numbers_have_the_units_of_their_columns():
     columns = {column.head: column for column in NUMBERS}
     step = {"mean": 0.5, "low": 0.25, "high": 125.0}
     assert cell({"step_s": step}, columns["step"]) == "500 ms [250 ms, 2 min 05 s]"
@@ -75,16 +72,13 @@ def test_a_groups_numbers_have_the_units_of_their_columns():
     assert cell(reward, columns["reward, last quarter"]) == "0.50 [0.40, 0.60]"
 
 
-def test_the_page_escapes_hostile_names_and_reasons(three, tmp_path):
+def test_the_page_is_escaped_with_each_chart_as_a_png_and_earlier_ones_removed(three, tmp_path):
     write_outputs(tmp_path, compared(*three), three[1])
     page = (tmp_path / "comparison.html").read_text()
     assert "<script" not in page and "\x1b" not in page and "\u202e" not in page
     assert page.count("&lt;script&gt;alert(1)") >= 2
     assert all(name in page for name in ("fine", "other", "train.seed"))
-
-
-def test_each_chart_is_a_png_and_those_of_an_earlier_page_go(three, tmp_path):
-    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots").mkdir(exist_ok=True)
     (tmp_path / "plots/earlier.png").write_bytes(b"")
     write_outputs(tmp_path, compared(*three), three[1])
     names = {path.name for path in (tmp_path / "plots").iterdir()}

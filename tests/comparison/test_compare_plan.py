@@ -59,22 +59,16 @@ def test_a_setting_is_kept_if_the_member_supports_it(tmp_path, given, scheme, le
     assert {key for key in ("ste_input", "grid") if key in given and getattr(of, key) == given[key]} == kept
 
 
-def test_bf16_with_fake_quant_is_skipped_with_its_reason_and_refused_alone(tmp_path):
+def test_members_that_cannot_run_are_skipped_or_refused_with_the_reason(tmp_path):
     axes = Axes(["bf16", "w4a16"], ["fake_quant"])
     skipped, other = plan(str(write_config(tmp_path)), [], axes, tmp_path / "out")
     assert (skipped.state, skipped.config) == ("skipped", None) and "nothing to quantize" in skipped.reason
     assert other.state == "waiting"
     with pytest.raises(UserError, match="bf16 has nothing to quantize"):
         plan(str(write_config(tmp_path)), [], Axes(["bf16"], ["fake_quant"]), tmp_path / "out")
-
-
-def test_a_member_whose_group_size_does_not_fit_is_refused_and_the_others_wait(tmp_path):
     members = plan(str(write_config(tmp_path)), ["quant.group_size=128"], Axes(["w8a8", "w4a16"]), tmp_path / "out")
     assert [member.state for member in members] == ["waiting", "refused"]
     assert "group_size 128 does not divide" in members[1].reason
-
-
-def test_a_fault_of_every_member_is_one_line_and_nothing_is_planned(tmp_path):
     config = write_config(tmp_path, train={"stepz": 3})
     line = r"^\S+small\.yaml: train\.stepz = 3: unknown key; did you mean train\.steps\?$"
     with pytest.raises(UserError, match=line):

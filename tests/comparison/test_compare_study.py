@@ -110,15 +110,12 @@ RECORDS = [{"step": 1, "m": 1.0}, {"step": 2}, {"step": 3, "m": None}, *({"step"
 OVER = {"mean": 6.25, "first": 1.0, "last": 10, "max": 10, "min": 1.0, "first_quarter": 2.5, "last_quarter": 9.5}
 
 
-def test_a_column_omits_steps_without_the_metric_and_checks_its_bounds():
+def test_columns_have_their_value_and_bounds_and_sparse_metrics_no_gaps():
     assert {over: StudyColumn(head="h", metric="m", over=over).value(RECORDS) for over in OVER} == OVER
     column = StudyColumn(head="h", metric="m", at_least=2.0, at_most=3.0)
     assert [column.passes(value) for value in (1.9, 2.0, 3.0, 3.1)] == [False, True, True, False]
     assert StudyColumn(head="h", metric="m").passes(1.0) is None
     assert column.value([{"step": 1}]) is None
-
-
-def test_a_metric_of_every_few_steps_is_a_curve_without_gaps():
     series = measured(Series("s", [1, 2, 3, 4], [None, 2.0, None, 4.0], [None, 1.0, None, 3.0]))
     assert (series.x, series.y, series.low, series.high) == ([2, 4], [2.0, 4.0], [1.0, 3.0], None)
 

@@ -86,7 +86,7 @@ def test_sliding_windows_of_some_layers_are_refused_for_vllm_alone(inspect, mode
         inspect("rollout.engine=vllm")
 
 
-def test_vllm_needs_the_layers_it_fuses_ignored_together(inspect):
+def test_vllm_needs_the_layers_it_fuses_ignored_together_and_in_whole_blocks(inspect):
     half = "quant.ignore=[lm_head, model.layers.1.mlp.up_proj]"
     inspect(half)
     message = refused(inspect, half, "rollout.engine=vllm")
@@ -94,9 +94,6 @@ def test_vllm_needs_the_layers_it_fuses_ignored_together(inspect):
     assert "fuses model.layers.1.mlp.up_proj, which is ignored, with model.layers.1.mlp.gate_proj" in message
     inspect("rollout.engine=vllm", "quant.ignore=[lm_head, 're:.*layers.1.mlp.(gate|up)', 're:.*o_proj']")
     inspect("rollout.engine=vllm", half, "quant.scheme=bf16", "quant.group_size=")
-
-
-def test_vllm_needs_whole_blocks_of_rows_in_the_layers_it_fuses(inspect):
     scheme = ["quant.scheme=fp8_block", "quant.group_size="]
     inspect(*scheme)
     message = refused(inspect, *scheme, "rollout.engine=vllm")

@@ -31,7 +31,7 @@ def test_shipped_configs_fit_smollm2(name):
     assert check_inputs(load_config(path), str(path), []).architecture.parameters == 134_515_008
 
 
-def test_the_paper_s_configuration_counts_as_the_paper_does():
+def test_the_shipped_regimes_differ_in_one_line_and_the_paper_s_counts_are_the_paper_s():
     """QaRL, appendix C: 512 prompts per step in mini-batches of 64 prompts, 8 responses per prompt (verl's keys)."""
     config = load_config(CONFIGS / "paper" / "qarl.yaml")
     assert (config.train.prompts_per_step, config.rollout.n) == (512, 8)
@@ -44,16 +44,13 @@ def test_the_paper_s_configuration_counts_as_the_paper_does():
     assert (objective.seq_clip_ratio_high, objective.seq_clip_ratio_low) == (4e-4, 3e-4)
     assert (objective.neg_seq_clip_ratio_high, objective.neg_seq_clip_ratio_low) == (7e-4, 3e-4)
     assert objective.seq_tis_imp_ratio_cap == 2.0
-
-
-def test_the_four_regimes_differ_in_one_line():
     regimes = [path.read_text().splitlines()[1:] for path in sorted((CONFIGS / "regimes").glob("*.yaml"))]
     differing = [lines for lines in zip(*regimes, strict=True) if len(set(lines)) > 1]
     assert len(regimes) == 4 and len(differing) == 1 and len(set(differing[0])) == 4
     assert all(line.startswith("quant: ") for line in differing[0])
 
 
-def test_defaults_follow_from_other_keys_and_what_is_given_stands(load):
+def test_defaults_follow_from_other_keys_and_given_values_stand(load):
     assert load("train.run_dir=/tmp/there").run_dir == Path("/tmp/there")
     config = load("train.prompts_per_step=4", "rollout.n=3")
     assert (config.responses_per_step, config.minibatch_size) == (12, 12)
@@ -68,14 +65,11 @@ def test_defaults_follow_from_other_keys_and_what_is_given_stands(load):
     assert (optim.momentum, optim.adamw_lr) == (0.95, 2e-5)
     with pytest.raises(ValidationError, match="frozen"):
         config.train.steps = 7
+    assert {source: load(f"data.source={source}").data.kind for source in SOURCES} == SOURCES
 
 
 SOURCES = {"task:arithmetic": "task", "reasoning-gym:chain_sum": "reasoning_gym", "openai/gsm8k": "hub", "gsm8k": "hub"}
 SOURCES |= dict.fromkeys(["data/train.jsonl", "./data", "~/x", "/a", "a/b/c"], "local")
-
-
-def test_kind_of_source(load):
-    assert {source: load(f"data.source={source}").data.kind for source in SOURCES} == SOURCES
 
 
 def test_schema_describes_every_key_and_forbids_others():

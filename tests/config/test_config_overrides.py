@@ -12,13 +12,10 @@ from qarl.config.overrides import apply_overrides, override_keys
 from qarl.errors import UserError
 
 
-def test_a_value_is_read_as_yaml(load):
+def test_values_are_yaml_and_paths_reach_lists_mappings_and_null_sections(load):
     config = load("optim.lr=3e-5", "data.shuffle=false", "rollout.stop=[a, b]", "data.columns={prompt: question}")
     assert (config.optim.lr, config.data.shuffle, config.rollout.stop) == (3e-5, False, ["a", "b"])
     assert config.data.columns == {"prompt": "question"}
-
-
-def test_a_path_reaches_lists_free_mappings_and_null_sections_and_the_last_value_wins(load):
     assert load("reward.functions.0.weight=2").reward.functions[0].weight == 2.0
     config = load("data.task.size=10", "reward.functions.0.options.pattern=a=b")
     assert config.data.task == {"size": 10}

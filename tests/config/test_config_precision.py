@@ -8,12 +8,9 @@ from qarl.config.diagnostics import COSTLY, DiagnosticsConfig
 from qarl.errors import UserError
 
 
-def test_a_float16_learner_scales_its_loss_dynamically(load):
+def test_a_learner_of_another_dtype_scales_its_loss_or_is_refused_with_the_fix(load):
     config = load("quant.learner=full_precision", "model.learner_dtype=float16")
     assert config.loss_scale == 65536.0 and config.dynamic_loss_scale
-
-
-def test_an_aligned_learner_of_another_dtype_is_refused_with_the_way_out(load):
     with pytest.raises(UserError) as caught:
         load("model.learner_dtype=float32")
     (line,) = str(caught.value).splitlines()
@@ -54,13 +51,10 @@ def test_a_learner_in_plain_torch_has_no_fp8_backward_to_run_or_to_measure(load,
     load(*common)
 
 
-def test_a_learner_of_a_gpu_may_measure_an_fp8_backward_that_it_does_not_run(load):
-    assert load("diagnostics.backward_every=5").diagnostics.due(5) == {"backward"}
-
-
-def test_costly_diagnostics_are_off_and_due_at_every_nth_step_counted_from_1(load):
+def test_costly_diagnostics_are_off_by_default_and_run_at_every_nth_step(load):
     assert not any(load().diagnostics.due(step) for step in range(1, 30))
     section = DiagnosticsConfig(shadow_every=1, deployed_every=3, gradients_every=4)
     assert section.due(1) == {"shadow"} and section.due(3) == {"shadow", "deployed"}
     assert section.due(12) == {"shadow", "deployed", "gradients"}
     assert DiagnosticsConfig(**{f"{name}_every": 2 for name in COSTLY}).due(2) == set(COSTLY)
+    assert load("diagnostics.backward_every=5").diagnostics.due(5) == {"backward"}

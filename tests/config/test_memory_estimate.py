@@ -126,14 +126,11 @@ def test_kernels_keep_int4_weights_in_blocks_of_16_by_128_and_ignored_layers_unq
     assert ignored["unquantized parameters"] == sizes()["unquantized parameters"] + 2 * 2 * 3 * 128 * 64
 
 
-def test_a_kv_cache_holds_keys_and_values_of_every_layer_and_takes_half_in_fp8_if_kernels_read_it():
+def test_kv_caches_and_logits_of_decodes():
     fp8, plain = {"kv_cache_dtype": "fp8"}, {"kernels": "reference"}
     assert sizes()["KV cache"] == sizes(quant=fp8)["KV cache"] == 2 * (2 * 32) * 2 * (2 * 16) * 2
     assert sizes("cuda", quant=fp8)["KV cache"] == sizes("cuda")["KV cache"] / 2
     assert sizes("cuda", quant=fp8 | plain)["KV cache"] == sizes("cuda", quant=plain)["KV cache"]
-
-
-def test_decodes_hold_logits_on_a_gpu_and_ranked_ones_of_a_few_rows():
     many = {"max_response_length": 8, "max_num_seqs": 200}
     train = {"steps": 1, "micro_batch_tokens": 10, "logprob_chunk": 5, "prompts_per_step": 50}
     assert "logits of decodes" not in sizes()
@@ -220,23 +217,17 @@ def test_a_vllm_over_the_gpus_of_two_ranks_has_half_of_its_model_and_cache_on_ea
     assert held(tensor_parallel=2) == held() // 2
 
 
-def test_several_updates_per_step_hold_the_version_in_training_beside_the_samplers():
+def test_versions_in_training_and_next_versions_and_the_peak_over_phases():
     one, name, several = sizes("cuda"), "version in training, in addition to the sampler's", {"train": {"epochs": 2}}
     published = one["codes and scales"] + one["unquantized parameters"]
     assert sizes("cuda", **several)[name] == published + one["GEMM operands"]
     assert sizes("cuda", **several, quant={"learner": "fake_quant"})[name] == published
     assert name not in one
-
-
-def test_the_next_version_holds_its_largest_packed_linear_twice():
     quant = {"scheme": "bf16", "group_size": None}
     together = 2 * 2 * 128 * 64  # gate_up_proj of a layer, in bf16
     name = "next version, in addition to the current one"
     assert sizes("cuda", quant=quant)[name] == 2 * PARAMETERS + together
     assert sizes("cuda", quant=quant | {"kernels": "reference"})[name] == 2 * PARAMETERS
-
-
-def test_peak_takes_the_larger_of_update_and_publish():
     items = [memory.Item("a", 5, "always"), memory.Item("b", 3, "update"), memory.Item("c", 2, "publish")]
     assert memory.peak_bytes(items) == 8
 

@@ -72,7 +72,7 @@ def test_experts_are_cut_as_one_tensor(ranks):
     assert share.matrices == sum(size for name, size in zip(plan.shapes, held[0], strict=True) if name in inner)
 
 
-def test_rows_share_masters_gradients_and_state():
+def test_rows_share_masters_gradients_and_state_unless_offloaded():
     share = row_share(config(), TINY, 2).parameters
     found = sizes(2)
     assert found["master weights"] == found["gradients"] == 4 * share
@@ -82,6 +82,9 @@ def test_rows_share_masters_gradients_and_state():
     assert "gradients in transfer between ranks" not in sizes(1)
     for name in ("codes and scales", "next version, in addition to the current one"):
         assert found[name] == sizes(1)[name]
+    moments, everything = (sizes(2, optim={"offload": what}) for what in ("moments", "all"))
+    assert moments["master weights"] == 4 * row_share(config(), TINY, 2).parameters
+    assert "master weights" not in everything and everything["gradients"] == moments["gradients"]
 
 
 def test_messages_of_codes_are_counted_beside_the_next_version():
@@ -104,12 +107,6 @@ def test_messages_have_the_size_of_the_product_and_runs_of_experts_are_received_
     assert codes_in_flight(bf16, shapes, 2) == 3 * (1 + 2) * 2**27
     assert (memory_gathers.MESSAGE_BYTES, memory_gathers.IN_FLIGHT) == (gathers.MESSAGE_BYTES, gathers.IN_FLIGHT)
     assert (memory_gathers.RUN_BYTES, memory_gathers.FILLED) == (quantize.RUN_BYTES, packed.FILLED)
-
-
-def test_offloaded_rows():
-    moments, everything = (sizes(2, optim={"offload": what}) for what in ("moments", "all"))
-    assert moments["master weights"] == 4 * row_share(config(), TINY, 2).parameters
-    assert "master weights" not in everything and everything["gradients"] == moments["gradients"]
 
 
 @pytest.mark.parametrize(

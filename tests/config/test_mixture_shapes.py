@@ -173,16 +173,13 @@ def test_a_shared_expert_is_kept_and_recomputed_like_the_others(read):
     assert many - few == 100_000 * (2 * 2 * 2048 + 100 * 2 * 2)
 
 
-def test_a_backward_has_the_values_of_all_experts_at_once(read):
+def test_a_backward_has_the_values_of_all_experts_and_dense_layers_theirs(read):
     section = {"quant": {"scheme": "w4a16", "group_size": 128}, "train": {"recompute": "layer"}}
     part = "backward of a layer"
     few = fused(read(num_experts=16), **section).temporaries()[part]
     many = fused(read(), **section).temporaries()[part]
     logits = 100 * 4 * (128 - 16)
     assert many - few == pytest.approx(2 * 2 * (128 - 16) * 768 * 2048, abs=logits)
-
-
-def test_layers_with_an_mlp_keep_what_those_of_a_dense_model_do(read):
     mixed = read(mlp_only_layers=list(range(40)))
     plain = replace(mixed, mixture=None, num_layers=40)
     sparse = read(num_hidden_layers=8)

@@ -241,16 +241,13 @@ def test_a_case_is_the_same_whenever_it_is_built(kind: str, base: Any, tmp_path:
     assert len(different) > 8, "the cases of a series are all alike"
 
 
-def test_the_kinds_and_the_count_do_not_change_a_case() -> None:
+def test_cases_do_not_depend_on_kinds_and_count_and_reach_every_key_and_option() -> None:
     every = list(names("3", 400, KINDS))
     assert len(set(every)) == 400 and {name.rpartition("-")[0] for name in every} == set(KINDS)
     assert every[:50] == list(names("3", 50, KINDS))
     runs = [name for name in every if name.startswith("run-")]
     assert list(names("3", len(runs), ["run"])) == runs
     assert every != list(names("4", 400, KINDS))
-
-
-def test_every_key_of_the_schema_and_every_option_is_within_reach() -> None:
     keys = {".".join(map(str, path)) for path in schema_keys()}
     assert {"train.steps", "reward.functions.0.weight", "rollout.vllm.memory_frac"} <= keys
     assert {"correction.reject.0.upper", "evaluation.tasks.0.data.source"} <= keys
@@ -280,7 +277,7 @@ def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:
     assert contents(base) == before
 
 
-def test_arguments_are_such_as_a_shell_can_pass() -> None:
+def test_arguments_can_be_passed_by_a_shell_and_valid_configurations_keep_their_ranges() -> None:
     found: list[str] = []
     for number in range(300):
         with_draws("1", str(number), lambda draw: found.append(draw(texts | paths)))
@@ -288,9 +285,6 @@ def test_arguments_are_such_as_a_shell_can_pass() -> None:
         raw = os.fsencode(argument(text))
         assert b"\0" not in raw and len(raw) < 131_072
     assert argument("a\ud800b") == os.fsdecode(b"a\xed\xa0\x80b")
-
-
-def test_valid_configurations_keep_to_the_schemas_ranges() -> None:
     drawn: list[tuple[str, dict[str, Any]]] = []
     for number in range(200):
         with_draws("1", f"valid-{number}", lambda draw: drawn.append(valid_config(draw)))

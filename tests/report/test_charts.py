@@ -47,15 +47,12 @@ def test_a_chart_repeats_byte_for_byte_with_colours_as_variables_and_its_contain
     assert "<metadata" not in text and "<style" not in text
 
 
-def test_ids_and_the_references_to_them_carry_the_prefix():
+def test_ids_carry_the_prefix_and_hostile_names_are_text():
     text = svg(CHARTS[0], "c7-")
     ids = set(re.findall(r' id="([^"]*)"', text))
     references = set(re.findall(r'href="#([^"]*)"', text)) | set(re.findall(r"url\(#([^)]*)\)", text))
     assert references and all(name.startswith("c7-") for name in ids)
     assert references <= ids
-
-
-def test_hostile_names_are_text_in_the_drawing():
     chart = BarChart(HOSTILE, HOSTILE, [Bar(HOSTILE[:20], 1.0), Bar("$\\frac{", 2.0), Bar("_hidden", 3.0)])
     root = ET.fromstring(svg(chart))
     texts = {element.text for element in root.iter(f"{SVG}text")}
@@ -95,12 +92,9 @@ def test_a_flat_curve_and_a_single_point_are_drawn(value):
         assert "no data" not in svg(LineChart("t", "x", "y", [Series("a", range(count), [value] * count)]))
 
 
-def test_bars_of_0_start_at_the_left_edge():
+def test_axes_start_at_0_and_a_log_axis_notes_what_it_omits():
     drawn = svg(BarChart("t", "y", [Bar("a", 0.0), Bar("b", 0.0)]))
     assert ">1.0<" in drawn and "0.05<" not in drawn
-
-
-def test_a_log_axis_notes_what_it_omits():
     some = LineChart("t", "x", "y", [Series("a", [1, 2, 3], [0.0, 1.0, 10.0])], log_y=True)
     none = LineChart("t", "x", "y", [Series("a", [1, 2], [0.0, 0.0])], log_y=True)
     assert chart_note(some) == "1 value at 0 or below, which a log axis cannot show."

@@ -57,7 +57,7 @@ def lines(**changes) -> dict[str, LineChart]:
     return {block.title: block for block in record_blocks(diagnostics(1, **changes)) if isinstance(block, LineChart)}
 
 
-def test_ratios_are_split_into_inside_clipped_and_clipped_by_precision_alone():
+def test_points_are_classed_by_clipping_and_by_the_sign_of_the_advantage():
     ratio = scatters(diagnostics(1))["Ratio of the objective"]
     assert [(points.name, len(points.x)) for points in ratio.points] == [
         ("inside the band", 2),
@@ -65,9 +65,6 @@ def test_ratios_are_split_into_inside_clipped_and_clipped_by_precision_alone():
         ("clipped by precision alone", 1),
     ]
     assert ratio.band == (0.8, 1.2) and ratio.points[2].y == [pytest.approx(math.exp(0.3))]
-
-
-def test_points_are_classed_by_the_sign_of_the_advantage():
     scatter = record_blocks(diagnostics(1))[0]
     assert [(points.name, len(points.x)) for points in scatter.points] == [("A > 0", 1), ("A < 0", 2), ("A = 0", 1)]
     precision = scatters(diagnostics(1))["Policy change and precision gap per token"]
@@ -147,7 +144,7 @@ def test_what_is_measured_now_and_then_is_a_curve_without_gaps(tmp_path):
     assert (chart.series[0].x, chart.series[0].y) == ([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])
 
 
-def test_an_fp8_backwards_error_is_plotted_by_layer_and_the_worst_layer_named():
+def test_fp8_errors_and_routers_are_plotted_by_layer():
     def found(**changes) -> LineChart | None:
         return lines(**changes).get("Gradient of an FP8 backward, by layer")
 
@@ -158,9 +155,6 @@ def test_an_fp8_backwards_error_is_plotted_by_layer_and_the_worst_layer_named():
     chart = found(backward={"worst": names[0], "layers": {names[0]: [None, None]}})
     assert chart.series[0].y == [None] and chart.note == "Worst: model.layers.0.mlp.up_proj (not finite)."
     assert found(backward=None) is found() is None  # earlier records say nothing of it
-
-
-def test_routers_are_plotted_by_layer_and_against_the_sampler_where_it_was_asked():
     routing = {"load_max": [1.5, 2.0], "load_min": [0.5, 0.0], "entropy": [1.2, None]}
     charts = lines(routing=routing)
     loads = charts["Expert load, by layer"].series

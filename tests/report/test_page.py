@@ -68,14 +68,11 @@ def test_hostile_text_in_any_block_is_text(name):
     assert not re.search(r"[\x00-\x09\x0b-\x1f\u200b\u202a-\u202e\ud800-\udfff]", html)
 
 
-def test_the_policy_forbids_scripts_and_the_network():
+def test_the_policy_forbids_scripts_and_the_network_and_pages_repeat_with_unique_ids():
     html = render_page("t", "", [Section("s", [BLOCKS["line"]])])
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in html
     allowed = ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink")
     assert set(re.findall(r"https?://[^\"'<> ]*", html)) <= set(allowed)
-
-
-def test_a_page_repeats_byte_for_byte_with_unique_ids():
     html = render_page("t", "", [Section(f"s{i}", [BLOCKS["line"], BLOCKS["bar"]]) for i in range(2)])
     ids = re.findall(r' id="([^"]*)"', html)
     assert len(ids) == len(set(ids))
@@ -84,14 +81,11 @@ def test_a_page_repeats_byte_for_byte_with_unique_ids():
     assert render_page("t", "u", sections) == render_page("t", "u", sections)
 
 
-def test_a_completion_keeps_its_newlines_and_is_cut_with_a_note_if_very_long():
+def test_long_completions_are_cut_and_empty_charts_and_sections_noted_or_omitted():
     long = Completion("p", "x" * 10 * SHOWN_CHARACTERS, 1.0)
     html = render_page("t", "", [Section("s", [Completions([Completion("p", "\n\n a\r\nb\tc", None), long])])])
     assert "<pre>\n\n\n a\\r\nb   c</pre>" in html
     assert len(html) < 3 * SHOWN_CHARACTERS and f"{9 * SHOWN_CHARACTERS:,} more characters" in html
-
-
-def test_a_chart_without_data_is_a_note_and_an_empty_section_is_omitted():
     empty = Section("s", [LineChart("empty", "x", "y", [])])
     html = render_page("t", "", [empty, Section("nothing here", []), Section("intro alone", [], "some words")])
     assert "No data." in html and "<svg" not in html

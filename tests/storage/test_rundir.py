@@ -43,7 +43,11 @@ def snapshot(path: Path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
-def test_a_new_directory_holds_config_and_environment(make):
+def test_a_new_directory_holds_config_and_environment_or_is_removed_if_nothing_began(make, tmp_path):
+    with RunDirectory.open(make(), "auto") as run:
+        (run.path / "rewards.log").write_text("")
+        (run.path / "checkpoints").mkdir()
+    assert list(tmp_path.iterdir()) == []
     config = make(optim={"lr": 1e-6})
     with RunDirectory.open(config, "auto") as run:
         assert run.begin() == []
@@ -51,13 +55,6 @@ def test_a_new_directory_holds_config_and_environment(make):
         environment = json.loads((run.path / "environment.json").read_text())
         assert environment["packages"]["torch"] and environment["seed"] == 0 and environment["threads"] >= 1
     assert {p.name for p in run.path.iterdir()} == {".lock", "config.yaml", "environment.json"}
-
-
-def test_a_new_directory_in_which_nothing_began_is_removed_with_its_new_parents(make, tmp_path):
-    with RunDirectory.open(make(), "auto") as run:
-        (run.path / "rewards.log").write_text("")
-        (run.path / "checkpoints").mkdir()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_logs_of_a_refused_start_stay_of_every_rank(make):

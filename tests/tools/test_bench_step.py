@@ -83,7 +83,7 @@ def test_shapes_are_those_of_their_models_and_questions_repeat_with_the_seed():
     assert len(set(found)) == 200 and found == questions(200, 0) and found[:5] != questions(5, 1)
 
 
-def test_learner_and_peer_run_the_same_tokens_of_the_same_model():
+def test_learner_and_peer_run_the_same_tokens_with_the_same_log_probs():
     given = options("--length", "8", "48", scheme="bf16")
     ours = list(learner_records(given, tiny(), CPU))
     theirs = list(hf_records(given, tiny(), CPU))
@@ -94,9 +94,6 @@ def test_learner_and_peer_run_the_same_tokens_of_the_same_model():
         assert row["tflops"] * row["seconds"] == pytest.approx(other["tflops"] * other["seconds"])
         assert row["tokens_per_s"] == pytest.approx(48 / row["seconds"]) and row["peak_gib"] > 0
     assert ours[1]["tflops"] * ours[1]["seconds"] == pytest.approx(3 * ours[0]["tflops"] * ours[0]["seconds"])
-
-
-def test_learner_and_peer_give_the_same_log_probs():
     given = options(scheme="bf16")
     sequences = random_tokens(3, 17, 512, 0)
     policy = make_policy(given, tiny(), CPU, learner_config(given, tiny(), CPU, 16), 17)
@@ -125,7 +122,7 @@ def test_selected_log_probs_are_those_of_a_softmax():
     torch.testing.assert_close(selected_logprobs(logits, targets).double(), expected, rtol=0, atol=1e-5)
 
 
-def test_the_record_of_a_learner_on_a_gpu_has_the_estimated_memory():
+def test_the_record_of_a_learner_has_the_estimated_memory_and_overrides_reach_the_policy():
     architecture = tiny().architecture()
     config = learner_config(options("--recompute", "mlp", scheme="bf16"), tiny(), CPU, 16)
     masters, version = 4 * architecture.parameters / 2**30, 2 * architecture.parameters / 2**30
@@ -139,9 +136,6 @@ def test_the_record_of_a_learner_on_a_gpu_has_the_estimated_memory():
     assert estimated_gib(more, architecture, "forward_backward", 48, True) > step
     plain = config.model_copy(update={"quant": config.quant.model_copy(update={"kernels": "reference"})})
     assert estimated_gib(plain, architecture, "forward", 48, False) is None
-
-
-def test_overrides_reach_the_policy_and_recomputing_is_asked_of_it():
     given = options("--set", "quant.group_size=64", "train.logprob_chunk=64", "--recompute", "elementwise")
     config = learner_config(given, tiny(), CPU, 16)
     policy = make_policy(given, tiny(), CPU, config, 17)

@@ -9,7 +9,7 @@ import pytest
 from harness import count, out_file, positive
 
 
-def test_the_folder_of_a_result_is_made_before_anything_is_measured_or_refused(tmp_path: Path) -> None:
+def test_files_counts_and_positive_numbers_are_checked_at_once(tmp_path: Path) -> None:
     file = tmp_path / "new/deep/out.json"
     assert out_file(str(file)) == file and file.parent.is_dir() and not file.exists()
     (tmp_path / "file").touch()
@@ -17,9 +17,6 @@ def test_the_folder_of_a_result_is_made_before_anything_is_measured_or_refused(t
         out_file(str(tmp_path))
     with pytest.raises(ArgumentTypeError, match=r"File exists|Not a directory"):
         out_file(str(tmp_path / "file/out.json"))
-
-
-def test_counts_and_positive_numbers() -> None:
     wrong = {count: ["0", "-1", "1.5", "x", "", "nan"], positive: ["0", "-1", "nan", "inf", "x"]}
     for read, message in ((count, "must be an integer from 1"), (positive, "must be a number above 0")):
         for text in wrong[read]:

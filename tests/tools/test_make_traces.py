@@ -31,7 +31,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_all_files_have_their_rows_and_no_prompt_twice(made):
+def test_files_have_their_rows_no_prompt_twice_and_repeat_with_the_arguments(made, tmp_path):
     counts = {"sft": 60, "held_out": 5, "rl": 20, "test": 20, "ladder": 30}
     files = {name: rows(made / f"{name}.jsonl") for name in counts}
     assert {name: len(found) for name, found in files.items()} == counts
@@ -46,9 +46,6 @@ def test_all_files_have_their_rows_and_no_prompt_twice(made):
     assert min(lengths) >= 100 and max(lengths) <= 900
     summary = json.loads((made / "summary.json").read_text())
     assert sum(sum(found.values()) for found in summary["tokens_per_solution"].values()) == len(prompts)
-
-
-def test_the_same_arguments_give_the_same_files(made, tmp_path):
     traces.make(traces.parse(["--out", str(tmp_path), "--lengths", "100", "900", *COUNTS]), words)
     for path in made.glob("*.jsonl"):
         assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name

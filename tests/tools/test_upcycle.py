@@ -69,14 +69,13 @@ def test_transformers_reads_every_tensor_and_the_report_counts_them(child: Simpl
     assert f"{child.report['texts']['own']['perplexity_child']:.3f}" in upcycle.table(child.report)
 
 
-def test_one_seed_makes_the_same_bytes_and_another_does_not(child: SimpleNamespace, tmp_path: Path) -> None:
+def test_one_seed_repeats_byte_for_byte_and_without_noise_the_logits_are_the_parents(
+    child: SimpleNamespace, tmp_path: Path
+) -> None:
     for name, seed in (("again", 0), ("other", 1)):
         run(tmp_path / name, child.parent, "--noise", 1, "--seed", seed)
     files = [(out / "model.safetensors").read_bytes() for out in (child.out, tmp_path / "again", tmp_path / "other")]
     assert files[0] == files[1] != files[2]
-
-
-def test_without_noise_the_logits_are_the_parents(child: SimpleNamespace, tmp_path: Path) -> None:
     report = run(tmp_path / "same", child.parent, "--noise", 0)
     ids = torch.arange(100).view(2, 50)
     with torch.no_grad():
