@@ -104,7 +104,7 @@ def test_estimates_below_0_have_a_linear_axis_and_parts_of_the_reward_their_labe
         rows = [step(i, **{"mismatch/chi2_token": 0.1 * i - 0.25 * negative}) for i in (1, 2, 3)]
         assert charts(make_run(tmp_path / name, rows))["Chi-squared of the ratio"].log_y is not negative
     rows = [step(i, **{"reward/a/b_mean": 0.1 * i, "reward/exact_mean": 0.2}) for i in (1, 2)]
-    chart = charts(make_run(tmp_path / "a", rows))["Parts of the reward"]
+    chart = charts(make_run(tmp_path / "c", rows))["Parts of the reward"]
     assert [series.name for series in chart.series] == ["a/b", "exact"]
 
 

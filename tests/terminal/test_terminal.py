@@ -279,7 +279,9 @@ def test_yaml_of_any_text_is_inert_and_read_back_unchanged() -> None:
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "I/O"), ValueError("closed")])
 def test_output_to_a_closed_stream_raises_nothing(error: Exception) -> None:
-    outlet = Outlet(Mock(write=Mock(side_effect=error)))
+    stream = io.StringIO()
+    stream.write = Mock(side_effect=error)
+    outlet = Outlet(stream)
     for _ in range(3):
         print("still at work", file=InertStream(outlet), flush=True)
     assert outlet.failure is None
