@@ -1,7 +1,5 @@
 """Pages in a real Chromium: opening one, and what must hold of every page."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

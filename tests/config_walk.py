@@ -1,7 +1,5 @@
 """Every field below the configuration's models, with its type and bounds."""
 
-from __future__ import annotations
-
 import math
 import types
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What every folder of tests has: how threads wait, tiny models, whole runs, the real model, a browser."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

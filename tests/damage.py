@@ -1,7 +1,5 @@
 """Ways to damage a file that qarl reads, drawn from a seed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

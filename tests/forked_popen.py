@@ -1,7 +1,5 @@
 """A stand-in for `subprocess.Popen` of a Python program: a fork of the parent, with everything that it imported."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import math

@@ -3,8 +3,6 @@
 A server is a script that imports what its work needs and calls `serve`; a test holds a `ForkServer` of it.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """A GGUF file parsed once: the loaders of a model, of its configuration and of its tokenizer each parse it whole."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

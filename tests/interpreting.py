@@ -1,7 +1,5 @@
 """Triton's interpreter as tests have it: without work that it repeats, which is more than half of a test's time."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Plain-torch definitions of kernels that several test directories compare with, and no product code runs."""
 
-from __future__ import annotations
-
 import torch
 from qarl_kernels.draw import LARGEST, LEAST, SMALLEST, STEP
 from qarl_kernels.flash.pairs import paired

@@ -1,7 +1,5 @@
 """Sections of the configuration by their keys, as YAML gives them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import TypeAdapter

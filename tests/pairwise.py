@@ -1,7 +1,5 @@
 """A small set of cases in which every two values of two parameters meet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any

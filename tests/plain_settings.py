@@ -1,7 +1,5 @@
 """Settings of a run on generated arithmetic: valid on every machine, without a model to load."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

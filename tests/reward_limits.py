@@ -1,7 +1,5 @@
 """Time limits of rewards for the calls alone that are to run out of them, however busy the machine is."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

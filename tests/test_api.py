@@ -1,7 +1,5 @@
 """`qarl.train`, `export`, `evaluate`, `compare` and `generate` from Python, on a tiny model."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Means and deviations over magnitudes up to the largest float: never an exception, and the library's bits below."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

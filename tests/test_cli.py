@@ -1,7 +1,5 @@
 """The command line: exit codes, what is printed, and what is never imported."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Options of every command are validated like the configuration; each fault is one line with exit code 2."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Outputs of every command: what cannot be written is refused in one line before the work, not after it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

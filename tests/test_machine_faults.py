@@ -1,7 +1,5 @@
 """Failures of the machine are one line with exit code 2 and lose no finished step; defects have exit code 70."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

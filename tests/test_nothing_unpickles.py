@@ -1,7 +1,5 @@
 """No module of qarl unpickles arbitrary objects or accepts connections of other users."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The packages as an installer sees them."""
 
-from __future__ import annotations
-
 import pkgutil
 
 import qarl

@@ -1,7 +1,5 @@
 """Which signals stop a process safely, and which exceptions a signal raises."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

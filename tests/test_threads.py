@@ -1,7 +1,5 @@
 """How many of torch's CPU threads compute what."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Orders are {argv, cwd, before, program}: a `qarl` command line, or the arguments
 `before` is Python to run first. Samplers that `qarl` starts are forks too.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole tensors as the pieces that a single process saves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Made-up run records, for tests of comparisons that do not train."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

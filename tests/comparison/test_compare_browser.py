@@ -1,7 +1,5 @@
 """The pages of a comparison and of an offline comparison in a real Chromium."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

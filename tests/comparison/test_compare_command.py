@@ -1,7 +1,5 @@
 """Whole runs of `qarl compare`: members are trained once, may fail, and continue after an interruption."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

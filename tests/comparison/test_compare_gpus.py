@@ -1,7 +1,5 @@
 """Placement of a comparison's members on several GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Inputs that changed under the same configuration are noticed wherever numbers of runs are combined."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Numbers of a run, and of several seeds together."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `qarl compare` refuses before it reads a configuration."""
 
-from __future__ import annotations
-
 import pytest
 
 from qarl import cli

@@ -1,7 +1,5 @@
 """The table, comparison.json and the page of a comparison of made-up runs."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

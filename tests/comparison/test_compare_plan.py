@@ -1,7 +1,5 @@
 """The members of a comparison, refusals before anything starts, and reuse of finished runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The warning if the disk cannot hold the checkpoints of a comparison."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Study files: configurations of members, refusals, and columns of the table."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

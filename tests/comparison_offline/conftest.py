@@ -1,7 +1,5 @@
 """Small comparisons of tiny models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

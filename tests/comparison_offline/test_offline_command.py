@@ -1,7 +1,5 @@
 """`compare_offline`: its outputs, what it reuses, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Comparison of rounding to nearest, GPTQ and AWQ, and `qarl quantize --method`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers of an offline comparison against float64 transcriptions of their definitions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Comparison of trained policies with the schemes of their initial model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

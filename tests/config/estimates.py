@@ -1,7 +1,5 @@
 """A small model and a configuration of it, for tests of what memory is estimated."""
 
-from __future__ import annotations
-
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 

@@ -1,7 +1,5 @@
 """Memory of a micro-batch, against counts written out by hand and peaks measured on a GPU."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import estimates

@@ -1,7 +1,5 @@
 """Numbers have bounds, texts and lists a maximum length, and products of the largest values fit int64."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Checks of a configuration against files, the model's shape and the machine."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DeepSpeed's JSON, in the configuration or a file: keys that qarl decides or that have no effect are refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Hostile YAML is refused in one line with its place, within seconds; accepted YAML is read back unchanged."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

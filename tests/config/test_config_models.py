@@ -1,7 +1,5 @@
 """Defaults, resolved values, derived sizes, the schema, and the shipped files."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

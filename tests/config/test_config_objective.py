@@ -1,7 +1,5 @@
 """Defaults that depend on the objective, and the expansion of correction presets."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`key.path=value` on the command line."""
 
-from __future__ import annotations
-
 import os
 import random
 

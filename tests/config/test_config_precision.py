@@ -1,7 +1,5 @@
 """The learner's dtype, the masters' dtype, the loss scale and the diagnostics section."""
 
-from __future__ import annotations
-
 import pytest
 
 from qarl.config.diagnostics import COSTLY, DiagnosticsConfig

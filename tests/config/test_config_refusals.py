@@ -1,7 +1,5 @@
 """Each refusal is one line with the place, the key, the value and what is valid."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

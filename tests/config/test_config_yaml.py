@@ -1,7 +1,5 @@
 """Reading and writing YAML: numbers, duplicate keys, broken files, round trips."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """Truncated, changed and hostile GGUF headers: a ValueError in one line within a second, or the same header."""
 
-from __future__ import annotations
-
 import random
 import struct
 import time

@@ -1,7 +1,5 @@
 """Any text in place of a path, a source or a name is either used or refused in one line."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory estimates against counts written out by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory of one of several ranks, against counts written out by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Shapes of mixtures of experts from config.json, and memory of their runs, against counts written out by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

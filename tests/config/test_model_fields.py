@@ -1,7 +1,5 @@
 """Keys of config.json: each key that transformers or vLLM reads for a supported family is classified."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Sizes that are null: constants on a CPU; on a GPU they depend on its memory and the model."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """The pages of the documentation (Markdown at the top, in docs/ and in benchmarks/), and what is written in them."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """Every command that the documentation shows is one: `qarl` parses it, make has it, the script has its options."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

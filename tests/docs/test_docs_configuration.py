@@ -1,7 +1,5 @@
 """What the documentation says of the configuration is so."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

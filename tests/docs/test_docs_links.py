@@ -1,7 +1,5 @@
 """Every link of the documentation leads somewhere, and every file it names is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Numbers in README.md and benchmarks/*.md against the records in benchmarks/results."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

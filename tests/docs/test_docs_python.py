@@ -1,7 +1,5 @@
 """The Python that the documentation shows compiles, and what it calls of qarl is there and takes those arguments."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -3,8 +3,6 @@
 Other cases are a person's to draw (the tool's own seed is the date): a change must not fail by what the day draws.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`tools/fuzz.py` itself: planted faults are found and named, cases repeat, and the summary counts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Run directories made by hand, and text that tries to break out of a page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

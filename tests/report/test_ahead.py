@@ -1,7 +1,5 @@
 """Charts rendered in several processes have the same bytes as in one, also if processes fail."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Pages in a real Chromium: hostile text is inert, nothing is fetched, text is readable in light, dark and narrow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

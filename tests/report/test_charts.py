@@ -1,7 +1,5 @@
 """Charts: contents of the SVG and PNG, gaps, thinning and notes."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """Plots of a step's tokens on the page of a run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers formatted for people."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Pages as text: escaping and contents."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

@@ -1,7 +1,5 @@
 """The page of a run, for directories in every state."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 

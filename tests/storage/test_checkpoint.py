@@ -1,7 +1,5 @@
 """Checkpoints: round trip, atomicity under kill -9, full disks, damage, pruning."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

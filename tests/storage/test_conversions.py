@@ -1,7 +1,5 @@
 """Converted models in the cache: which entries are used, which are made again, and what happens if none can be kept."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

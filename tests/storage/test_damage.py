@@ -1,7 +1,5 @@
 """Every file of a run, damaged in every way: a reader returns a result or an error of one line, and never hangs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Files are written all or none, and the error of a failing disk names the file and the fix."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A run is resumed only if its metrics and checkpoints agree about its steps: generated cuts of either."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

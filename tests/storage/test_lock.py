@@ -1,7 +1,5 @@
 """Anything in place of a lock file is neither followed, changed nor waited for, and the error is one line."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """The run directory: when it is reused, refusals that write nothing, locking, atomic files."""
 
-from __future__ import annotations
-
 import errno
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Reading run directories in every state they are found in."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 from pathlib import Path

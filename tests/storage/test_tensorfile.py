@@ -1,7 +1,5 @@
 """Tensors on disk: bit-equal through `CheckpointStore`, and readable by the safetensors library."""
 
-from __future__ import annotations
-
 import torch
 from safetensors.torch import load_file
 from whole_pieces import whole_pieces

@@ -1,7 +1,5 @@
 """Texts from outside are printed inert in every way: names, values, completions, messages, errors."""
 
-from __future__ import annotations
-
 import ast
 import io
 import logging

@@ -1,7 +1,5 @@
 """Section `experts` of tools/bench_kernels.py without a GPU: qarl's side in the interpreter, and the summary."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernel_bench.experts import TOLERANCE, Experts, Sizes, make_routing, qarl, torch_grouped

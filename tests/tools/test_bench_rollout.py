@@ -1,7 +1,5 @@
 """`tools/bench_rollout.py` without its runs: cases, random policies, vLLM's configuration, and refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

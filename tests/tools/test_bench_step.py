@@ -1,7 +1,5 @@
 """`tools/bench_step.py` on a CPU: all parts except TRL's on a tiny model, the table, and failures."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

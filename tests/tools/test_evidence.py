@@ -1,7 +1,5 @@
 """`tools/evidence.py` on run directories with known numbers: records, missing runs, tables and the page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every command in `benchmarks/gpu_jobs.yaml` is one that its tool takes."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """Options shared by the benchmarks: unwritable files and invalid numbers are refused at once."""
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`tools/make_traces.py`: solutions that are right, of the wanted length, and files that share no prompt."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """benchmarks/mutants.yaml follows the code: every fault can be planted, and its tests exist."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -1,7 +1,5 @@
 """`tools/process_tree.py`: all that a process started is ended, and says where it stood."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

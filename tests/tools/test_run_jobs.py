@@ -1,7 +1,5 @@
 """`tools/run_jobs.py`: exclusive GPUs, time limits, logs, and no processes left when it is stopped."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

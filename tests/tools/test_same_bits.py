@@ -1,7 +1,5 @@
 """tools/same_bits.py without its runs: the cases are valid configurations, and every kind of difference is reported."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

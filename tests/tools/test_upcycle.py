@@ -1,7 +1,5 @@
 """`tools/upcycle.py` on a tiny parent: files, equality with the parent without noise, and training of routers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
