@@ -55,7 +55,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints and resuming.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation tasks and schedule.")
     diagnostics: DiagnosticsConfig = Field(
-        default_factory=DiagnosticsConfig, description="Costly measurements of precision and mismatch."
+        default_factory=DiagnosticsConfig,
+        description="Costly measurements of precision and mismatch. Intervals (`_every`) are training steps; 0: off.",
     )
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="Console output and metric recorders.")
 

@@ -42,7 +42,7 @@ class TokenClip(RatioObjective):
     )
     loss: Literal["clip", "detach", "detach_center", "no_clip"] = Field(
         "clip",
-        description="clip (default); detach: the clipped surrogate as a constant weight of the log-prob; "
+        description="clip: PPO's clipped surrogate; detach: that surrogate as a constant weight of the log-prob; "
         "detach_center: that minus its mean over the minibatch; no_clip: bounds of 10 on both sides.",
     )
 

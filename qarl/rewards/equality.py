@@ -42,7 +42,7 @@ _UNIT_AT_END = re.compile(
 def same(gold: str, answer: str, symbolic: Symbolic, depth: int = 0) -> bool:
     """Return whether two answers are equal.
 
-    Not symmetric in what may be omitted: see `numbers.equal` and docs/configuration.md.
+    Not symmetric in what may be omitted: see `numbers.equal` and docs/rewards.md.
 
     Args:
         gold: Ground truth.

@@ -92,7 +92,7 @@ def math(
 ) -> list[float]:
     r"""Score 1 if the response's final answer is mathematically equal to the ground truth, else 0.
 
-    docs/configuration.md defines the final answer and equality. Numbers, lists and units are compared here, other
+    docs/rewards.md defines the final answer and equality. Numbers, lists and units are compared here, other
     expressions by math-verify.
 
     Args:
