@@ -48,17 +48,24 @@ def collect() -> None:
 
 
 def without_code_links(page: Path, pages: set[Path]) -> str:
-    """The text of a page; links to files that are no pages of the site become code."""
+    """The text of a page; links to files that are no pages of the site become code, README.md is index.md."""
 
     def kept(match: re.Match[str]) -> str:
         target = match[2].partition("#")[0]
         local = target and not target.startswith("http")
-        return f"`{match[1].strip('`')}`" if local and (page.parent / target).resolve() not in pages else match[0]
+        if local and (page.parent / target).resolve() not in pages:
+            return f"`{match[1].strip('`')}`"
+        return match[0].replace("README.md", "index.md")
 
     return LINK.sub(kept, page.read_text())
 
 
+def build(config: Path) -> int:
+    """Build a site; returns the exit code. Not `--quiet`, with which `--strict` does not count warnings."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
+    return subprocess.run(command, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}).returncode
+
+
 if __name__ == "__main__":
     collect()
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml"]
-    sys.exit(subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}).returncode)
+    sys.exit(build(ROOT / "docs/mkdocs.yml"))
