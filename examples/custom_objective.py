@@ -14,7 +14,7 @@ Train with it, averaged over all tokens as in the paper:
     inputs.logps             log-probs of the T tokens, (T,) each: logp (with gradient), logp_old, logp_sampler, ...
     inputs.advantages        (R,) of the responses; inputs.token_advantages is (T,)
     inputs.segments          which token is of which of the R responses: sum, mean (T,) -> (R,), expand (R,) -> (T,)
-    Surrogate(value, stats)  value (T,): what a token is worth, to maximise; stats: metrics, by stat and ratio_stats
+    Surrogate(value, stats)  value (T,): what a token is worth, to maximize; stats: metrics, by stat and ratio_stats
 
 The correction multiplies the value, `objective.aggregation` adds it up, and `objective.kl_coef` and `entropy_coef` add
 their penalties, as for every objective.

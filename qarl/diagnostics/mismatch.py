@@ -33,7 +33,7 @@ def mismatch_metrics(logp_old: Tensor, logp_sampler: Tensor, segments: Segments)
                             sum |p_b - p_o| / 2 = E_b |1 - p_o / p_b| / 2, per token and per response, from the
                             sampled tokens
         mismatch/optimal_cap_token, mismatch/optimal_cap_seq  C* = sqrt(2 (1 + chi2)), from chi2_token and chi2_seq:
-                            the cap that minimises the mean squared error bound of a truncated weight
+                            the cap that minimizes the mean squared error bound of a truncated weight
         mismatch/ess        (sum r)^2 / sum r^2: effective number of tokens after weighting by r
         mismatch/ess_frac   ess over the number of tokens, in (0, 1]
         mismatch/rollout_probs_diff_mean, _max, _std      of |exp(o_t) - exp(b_t)|; names and definition as in verl

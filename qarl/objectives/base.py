@@ -128,7 +128,7 @@ class ObjectiveConfig(Section):
 
     @abstractmethod
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
-        """Compute the value of each token, to maximise, and statistics."""
+        """Compute the value of each token, to maximize, and statistics."""
 
     def bind(self) -> SurrogateFunction:
         """Return `surrogate` ready to call. Raises UserError if a user's file cannot be used."""

@@ -91,7 +91,7 @@ class SurrogateInputs:
 class Surrogate:
     """Result of an objective for one micro-batch."""
 
-    value: Tensor  # (T,) value of each token, to maximise (minus a loss), with gradient to the learner's log-probs
+    value: Tensor  # (T,) value of each token, to maximize (minus a loss), with gradient to the learner's log-probs
     stats: Stats = field(default_factory=dict)  # by metric name, made with `stat`
 
 

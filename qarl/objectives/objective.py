@@ -1,4 +1,4 @@
-"""The objective that training maximises: surrogate, correction, penalties and aggregation."""
+"""The objective that training maximizes: surrogate, correction, penalties and aggregation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build_objective(config: ObjectiveConfig, correction: CorrectionConfig) -> Ob
 
 @dataclass(frozen=True)
 class Objective:
-    """The function that training maximises."""
+    """The function that training maximizes."""
 
     config: ObjectiveConfig
     surrogate: SurrogateFunction  # value of each token of a micro-batch

@@ -95,7 +95,7 @@ class Totals(NamedTuple):
 
 
 def aggregate(value: Tensor, segments: Segments, mode: Aggregation, totals: Totals) -> Tensor:
-    """Reduce the token values (T,) of a micro-batch to its share of the minibatch's objective, a scalar to maximise.
+    """Reduce the token values (T,) of a micro-batch to its share of the minibatch's objective, a scalar to maximize.
 
     seq-mean-token-mean      mean over responses of the mean over tokens     (GRPO)
     token-mean               mean over all tokens of the minibatch           (DAPO)
@@ -106,7 +106,7 @@ def aggregate(value: Tensor, segments: Segments, mode: Aggregation, totals: Tota
     the shares of the micro-batches add up to the minibatch. Without tokens the result is 0, attached to the graph.
 
     Args:
-        value: (T,) values to maximise.
+        value: (T,) values to maximize.
         segments: The response of each token.
         mode: The aggregation.
         totals: Sizes of the whole minibatch.
