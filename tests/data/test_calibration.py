@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-from tiny_models import byte_tokenizer
 
 from qarl.config.quant import CalibrationConfig
 from qarl.data.calibration import calibration_sequences
@@ -14,11 +13,6 @@ from qarl.inputs.files import Unreadable
 from qarl.types import Prompt
 
 TEXT = "".join(chr(97 + i % 26) for i in range(1000))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_tokenizer()
 
 
 @pytest.fixture

@@ -40,9 +40,7 @@ def test_the_letter_is_that_of_the_right_option_in_any_order(options, seed, data
 def test_one_column_per_option_has_the_right_one_first_and_rows_are_shuffled_differently():
     rows = [{"right": "yes", "w1": "no", "w2": "maybe"}] * 30
     config = DataConfig(
-        source="rows.jsonl",
-        prompt_template="{choices}",
-        choices={"options": ["right", "w1", "w2"], "shuffle_seed": 3},
+        source="rows.jsonl", prompt_template="{choices}", choices={"options": ["right", "w1", "w2"], "shuffle_seed": 3}
     )
     found = letter_choices(rows, config)
     assert {row["answer"] for row in found} == {"A", "B", "C"} and found == letter_choices(rows, config)

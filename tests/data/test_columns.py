@@ -7,21 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
-from tiny_models import byte_tokenizer
-from transformers import AutoTokenizer
 
 from qarl.config.data import DataConfig
 from qarl.data import PromptStream, build_prompts
 from qarl.data.columns import NoField, field_of
 from qarl.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    byte_tokenizer().save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
 
 ROW = {
     "a": {"b": {"c": 1}, "b.c": 2, "d": [{"e": 3}, {"e": 4}], "null": None, "": 5},

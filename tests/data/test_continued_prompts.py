@@ -132,8 +132,7 @@ def adding() -> dict[str, tuple[PreTrainedTokenizerFast, list[int]]]:
     ends = [[], ["</s>"], ["<x>"], ["<x>", "</s>"], ["</s>", "</s>"]]
     found = {
         f"{' '.join(before)} A {' '.join(after)}": (processed(added(before, after)), [WORDS[name] for name in before])
-        for before in some
-        for after in ends
+        for before, after in [*zip(some, ends, strict=True), *zip(some, ends[::-1], strict=True)]
     }
     pieces = [processors.ByteLevel(), added(["<s>"], ["</s>"])]
     pair = (("</s>", 2), ("<s>", 1))

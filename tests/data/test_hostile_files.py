@@ -93,7 +93,7 @@ def test_mutated_files_are_rows_or_one_line(tmp_path, suffix):
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), good)
     rng, path, read = random.Random(suffix), tmp_path / f"a{suffix}", 0
-    for _ in range(250):
+    for _ in range(150):
         data = bytearray(good.read_bytes())
         for _ in range(rng.choice([1, 1, 1, 3, 10])):
             place = rng.randrange(len(data) or 1)
@@ -118,7 +118,7 @@ def test_mutated_files_are_rows_or_one_line(tmp_path, suffix):
             frames = Frames()
             frames.feed(frame(pack(row)))
             assert repr(unpack(frames.next())) == repr(row)
-    assert 0 < read < 250
+    assert 0 < read < 150
 
 
 ODD_COLUMNS = {
@@ -142,23 +142,21 @@ def test_parquet_columns_that_json_has_no_type_for_become_text(tmp_path, name):
     assert load_rows(DataConfig(source=str(path))) == [{"prompt": "p", "x": expected}]
 
 
-def test_parquet_maps_and_odd_times(tmp_path):
+def test_parquet_maps_are_pairs_and_odd_times_and_double_names_are_refused(tmp_path):
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"prompt": ["p"], "x": pyarrow.array([[("k", 1)]], pyarrow.map_("string", "int64"))})
     pyarrow.parquet.write_table(table, path)
     assert load_rows(DataConfig(source=str(path)))[0]["x"] == [("k", 1)]
-    far = pyarrow.array([2**62], pyarrow.timestamp("ms"))
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"], "x": far}), path)
-    with pytest.raises(UserError, match=r"a.parquet: not a readable Parquet file") as caught:
-        load_rows(DataConfig(source=str(path)))
-    assert one_line(caught.value)
-
-
-def test_parquet_with_a_name_twice_is_refused(tmp_path):
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array([1])] * 2, names=["x", "x"]), path)
-    with pytest.raises(UserError, match="a column name appears twice in x, x"):
-        load_rows(DataConfig(source=str(path)))
+    far = pyarrow.table({"prompt": ["p"], "x": pyarrow.array([2**62], pyarrow.timestamp("ms"))})
+    twice = pyarrow.Table.from_arrays([pyarrow.array([1])] * 2, names=["x", "x"])
+    for table, said in (
+        (far, "a.parquet: not a readable Parquet file"),
+        (twice, "a column name appears twice in x, x"),
+    ):
+        pyarrow.parquet.write_table(table, path)
+        with pytest.raises(UserError, match=said) as caught:
+            load_rows(DataConfig(source=str(path)))
+        assert one_line(caught.value)
 
 
 def test_plain_values_stay_and_others_are_refused():
@@ -202,10 +200,6 @@ def test_odd_options_of_the_task_are_one_line(options):
     with pytest.raises(UserError, match=r"data\.task\.") as caught:
         generate("task:arithmetic", options)
     assert "\n" not in str(caught.value)
-
-
-def test_the_first_rows_of_a_large_task_are_those_of_a_small_one():
-    assert generate("task:arithmetic", {"size": 1_000_000}, 3) == generate("task:arithmetic", {"size": 3})
 
 
 SOURCES = ["./\0", "./" + "x" * 300, "./" + "x/" * 3000, "~nosuchuser/a.jsonl", "/dev/null", "data.jsonl\0"]

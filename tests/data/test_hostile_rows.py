@@ -9,7 +9,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
-from tiny_models import CHAT_TEMPLATE
 
 from qarl.config.data import DataConfig
 from qarl.data import build_prompts
@@ -53,35 +52,40 @@ REFUSED_CONVERSATIONS = {
 }
 
 
+@pytest.fixture
+def build(tmp_path, tokenizer, monkeypatch):
+    """build(rows, chat template, context, **data keys) -> prompts of a file with these rows."""
+
+    def make(*rows: dict, template: str | None = None, context: int = 10**4, **keys: object):
+        path = tmp_path / "a.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        if template is not None:
+            monkeypatch.setattr(tokenizer, "chat_template", template)
+        return build_prompts(DataConfig(**{"source": str(path), **keys}), tokenizer, context, 1)[0]
+
+    return make
+
+
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_a_chat_row_is_rendered(tmp_path, tokenizer, name):
+def test_a_chat_row_is_rendered(build, name):
     prompt, text = CONVERSATIONS[name]
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": prompt}))
-    prompts, _ = build_prompts(DataConfig(source=str(path)), tokenizer, 10**4, 1)
-    assert prompts[0].text == text
+    assert build({"prompt": prompt})[0].text == text
 
 
 @pytest.mark.parametrize("name", REFUSED_CONVERSATIONS)
-def test_a_chat_row_is_refused_by_its_number(tmp_path, tokenizer, name):
+def test_a_chat_row_is_refused_by_its_number(build, name):
     prompt, said = REFUSED_CONVERSATIONS[name]
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps({"prompt": prompt}))
     with pytest.raises(UserError, match=said) as caught:
-        build_prompts(DataConfig(source=str(path)), tokenizer, 10**4, 1)
+        build({"prompt": "fine"}, {"prompt": prompt})
     assert one_line(caught.value) and "data: row 1: " in str(caught.value)
 
 
-def test_a_table_of_messages_has_every_key_in_every_message(tmp_path, tokenizer):
+def test_a_table_of_messages_has_every_key_in_every_message(tmp_path, build):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"id": 1}]}]
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": messages}]), path)
-    tokenizer.chat_template = "{% for m in messages %}{{ m | list | join(' ') }};{% endfor %}"
-    try:
-        prompts, _ = build_prompts(DataConfig(source=str(path)), tokenizer, 10**4, 1)
-    finally:
-        tokenizer.chat_template = CHAT_TEMPLATE
-    assert prompts[0].text == "role content;role content tool_calls;"  # a null is no key
+    keys = "{% for m in messages %}{{ m | list | join(' ') }};{% endfor %}"
+    assert build(template=keys, source=str(path))[0].text == "role content;role content tool_calls;"  # a null is no key
 
 
 TEMPLATES = {
@@ -100,15 +104,9 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_whatever_a_chat_template_does_is_one_line(tmp_path, tokenizer, name):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "p"}))
-    tokenizer.chat_template = TEMPLATES[name]
-    try:
-        with pytest.raises(UserError, match="data: row 0: ") as caught:
-            build_prompts(DataConfig(source=str(path)), tokenizer, 10**4, 1)
-    finally:
-        tokenizer.chat_template = CHAT_TEMPLATE
+def test_whatever_a_chat_template_does_is_one_line(build, name):
+    with pytest.raises(UserError, match="data: row 0: ") as caught:
+        build({"prompt": "p"}, template=TEMPLATES[name])
     assert one_line(caught.value)
 
 
@@ -120,17 +118,14 @@ SPECS = [
 
 
 @pytest.mark.parametrize("template", SPECS)
-def test_a_template_that_asks_for_width_or_more_than_columns_is_refused(template, tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "p", "n": 999999999}))
+def test_a_template_that_asks_for_width_or_more_than_columns_is_refused(template, build):
     with pytest.raises((ValidationError, UserError)):
-        build_prompts(DataConfig(source=str(path), prompt_template=template), tokenizer, 10**4, 1)
+        build({"prompt": "p", "n": 999999999}, prompt_template=template)
 
 
-def test_random_templates_fill_or_are_refused(tmp_path, tokenizer):
-    rng, path = random.Random(0), tmp_path / "a.jsonl"
+def test_random_templates_fill_or_are_refused(build):
+    rng = random.Random(0)
     row = {"prompt": "p" * 1000, "n": -3, "f": 0.1, "l": [1], "d": {"a": 1}, "z": None}
-    path.write_text(json.dumps(row))
     pieces = [
         *"{}nfldz:ds%,x\0 ",
         *["{{", "}}", "prompt", "!r", "!s", "!x", ">9", "999999999999", ".3", ".a", "[0]", "\ud800"],
@@ -139,10 +134,9 @@ def test_random_templates_fill_or_are_refused(tmp_path, tokenizer):
     filled = 0
     for _ in range(1000):
         template = "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 7)))
-        fields = {"prompt_template": template, "chat_template": False, "max_prompt_length": 10**4}
+        keys = {"prompt_template": template, "chat_template": False, "max_prompt_length": 10**4}
         try:
-            config = DataConfig(source=str(path), **fields)
-            prompts, _ = build_prompts(config, tokenizer, 10**7, 1)
+            prompts = build(row, context=10**7, **keys)
         except (ValidationError, UserError) as error:
             assert isinstance(error, ValidationError) or one_line(error), error
             continue
@@ -151,9 +145,6 @@ def test_random_templates_fill_or_are_refused(tmp_path, tokenizer):
     assert filled > 50
 
 
-def test_a_template_that_multiplies_a_long_prompt_is_refused(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "p" * 1_000_000}))
-    config = DataConfig(source=str(path), prompt_template="{prompt}" * 1000, chat_template=False)
+def test_a_template_that_multiplies_a_long_prompt_is_refused(build):
     with pytest.raises(UserError, match="row 0: the prompt would have more than 10,000,000 characters"):
-        build_prompts(config, tokenizer, 10**8, 1)
+        build({"prompt": "p" * 1_000_000}, context=10**8, prompt_template="{prompt}" * 1000, chat_template=False)

@@ -47,19 +47,28 @@ def words(n: int) -> str:
     return " ".join("w" for _ in range(n))
 
 
-def test_plain_prompt_gets_the_tokenizers_special_tokens(tokenizer, source):
-    prompts, _ = build(tokenizer, source=source({"prompt": "a b"}), chat_template=False)
-    assert (prompts[0].text, prompts[0].token_ids) == ("a b", [1, 0, 0])
+MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 
 
-def test_chat_prompt_has_only_the_templates_special_tokens(tokenizer, source):
-    prompts, _ = build(tokenizer, source=source({"prompt": "a b"}))
-    assert (prompts[0].text, prompts[0].token_ids) == ("<user> a b <assistant>", [0, 0, 0, 2])
-
-
-def test_system_prompt_goes_first(tokenizer, source):
-    prompts, _ = build(tokenizer, source=source({"prompt": "a"}), system_prompt="be good")
-    assert prompts[0].text == "<system> be good <user> a <assistant>"
+@pytest.mark.parametrize(
+    ("row", "fields", "text", "ids"),
+    [
+        ({"prompt": "a b"}, {"chat_template": False}, "a b", [1, 0, 0]),  # the tokenizer's special tokens
+        ({"prompt": "a b"}, {}, "<user> a b <assistant>", [0, 0, 0, 2]),  # those of the template alone
+        ({"prompt": "a"}, {"system_prompt": "be good"}, "<system> be good <user> a <assistant>", None),
+        ({"prompt": MESSAGES}, {}, "<system> s <user> u <assistant>", None),
+        (
+            {"question": "12 + 7", "level": 3},
+            {"columns": {"prompt": "question"}, "prompt_template": "{level} : {prompt} = {question} {{}}"},
+            "<user> 3 : 12 + 7 = 12 + 7 {} <assistant>",
+            None,
+        ),
+        ({"a": 1}, {"prompt_template": "{a} =", "chat_template": False}, "1 =", None),
+    ],
+)
+def test_a_row_becomes_the_text_and_tokens_of_its_prompt(tokenizer, source, row, fields, text, ids):
+    (prompt,), _ = build(tokenizer, source=source(row), **fields)
+    assert prompt.text == text and ids in (None, prompt.token_ids)
 
 
 def test_a_template_that_drops_the_system_prompt_is_refused(tokenizer, source, monkeypatch):
@@ -68,44 +77,17 @@ def test_a_template_that_drops_the_system_prompt_is_refused(tokenizer, source, m
         build(tokenizer, source=source({"prompt": "a"}), system_prompt="be good")
 
 
-def test_list_of_messages_is_taken_as_the_conversation(tokenizer, source):
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    prompts, _ = build(tokenizer, source=source({"prompt": messages}))
-    assert prompts[0].text == "<system> s <user> u <assistant>"
-
-
-def test_prompt_template_is_filled_with_source_and_mapped_columns(tokenizer, source):
-    prompts, _ = build(
-        tokenizer,
-        source=source({"question": "12 + 7", "level": 3}),
-        columns={"prompt": "question"},
-        prompt_template="{level} : {prompt} = {question} {{}}",
-        chat_template=False,
-    )
-    assert prompts[0].text == "3 : 12 + 7 = 12 + 7 {}"
-
-
-def test_prompt_template_can_stand_in_for_a_prompt_column(tokenizer, source):
-    prompts, _ = build(tokenizer, source=source({"a": 1}), prompt_template="{a} =", chat_template=False)
-    assert prompts[0].text == "1 ="
-
-
-def test_gsm8k_row_keeps_question_and_answer_for_the_rewards(tokenizer, source):
-    row = {"question": "How many clips?", "answer": "48+24 = <<48+24=72>>72\n#### 72"}
-    prompts, _ = build(tokenizer, source=source(row), columns={"prompt": "question"})
-    assert prompts[0].columns == row
-
-
-def test_mapping_can_rename_a_reward_column(tokenizer, source):
-    row = {"prompt": "p", "solution": "5", "answer": "old"}
-    prompts, _ = build(tokenizer, source=source(row), columns={"answer": "solution"})
-    assert prompts[0].columns == {"solution": "5", "answer": "5"}
-
-
-def test_columns_named_as_reward_arguments_are_left_out(tokenizer, source):
-    row = {"prompt": "p", "completions": "c", "prompts": "x", "answer": "1"}
-    prompts, _ = build(tokenizer, source=source(row))
-    assert prompts[0].columns == {"answer": "1"}
+@pytest.mark.parametrize(
+    ("row", "columns", "kept"),
+    [
+        ({"question": "How?", "answer": "#### 72"}, {"prompt": "question"}, {"question": "How?", "answer": "#### 72"}),
+        ({"prompt": "p", "solution": "5", "answer": "old"}, {"answer": "solution"}, {"solution": "5", "answer": "5"}),
+        ({"prompt": "p", "completions": "c", "prompts": "x", "answer": "1"}, {}, {"answer": "1"}),  # rewards' arguments
+    ],
+)
+def test_rewards_get_the_columns_under_their_mapped_names(tokenizer, source, row, columns, kept):
+    (prompt,), report = build(tokenizer, source=source(row), columns=columns)
+    assert prompt.columns == kept and report.summary().startswith("1 prompts of ")
 
 
 def test_length_filter_counts_each_reason(tokenizer, source):
@@ -135,11 +117,6 @@ def test_prompt_of_no_tokens_is_dropped_and_counted(source):
     rows = source({"prompt": ""}, {"prompt": "a"})
     prompts, report = build(bare, source=rows, chat_template=False)
     assert ([prompt.id for prompt in prompts], report.empty) == ([1], 1)
-
-
-def test_summary_without_drops_says_the_lengths(tokenizer, source):
-    _, report = build(tokenizer, source=source({"prompt": "a"}, {"prompt": "a b"}))
-    assert report.summary() == "2 prompts of 3 to 4 tokens"
 
 
 def fails(message: str):

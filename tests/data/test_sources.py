@@ -1,3 +1,5 @@
+"""Rows of files, directories and hub datasets."""
+
 from __future__ import annotations
 
 import json
@@ -21,28 +23,29 @@ def load(source: Path | str, **fields) -> list[dict]:
     return load_rows(DataConfig(source=str(source), **fields))
 
 
-def write_jsonl(path: Path, rows: list[dict]) -> Path:
+def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
 
 
-def test_json_list_keeps_nested_values_and_types(tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(ROWS), encoding="utf-8")
-    assert load(path) == ROWS
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_jsonl_keeps_types_and_skips_blank_lines(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    path.write_text(path.read_text(encoding="utf-8") + "\n  \n", encoding="utf-8")
-    assert load(path) == ROWS
+def test_rows_keep_nested_values_and_types(tmp_path):
+    lines = write_jsonl(tmp_path / "rows.jsonl", ROWS).read_text()
+    write(tmp_path / "rows.jsonl", f"{lines}\n  \n")  # blank lines are skipped
+    write(tmp_path / "rows.json", json.dumps(ROWS))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    for kind in ("json", "jsonl", "parquet"):
+        assert load(tmp_path / f"rows.{kind}") == ROWS
+        assert load(tmp_path / f"rows.{kind}", max_rows=1) == ROWS[:1]
 
 
-def test_parquet_keeps_nested_values_and_types(tmp_path):
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    assert load(path) == ROWS
+def test_a_key_missing_in_some_rows_is_none_there(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b", "answer": "1"}])
+    assert load(path) == [{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "1"}]
 
 
 def test_csv_types_a_column_only_if_nothing_of_its_text_is_lost(tmp_path):
@@ -54,43 +57,27 @@ def test_csv_types_a_column_only_if_nothing_of_its_text_is_lost(tmp_path):
     ]
 
 
-def test_a_key_missing_in_some_rows_is_none_there(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b", "answer": "1"}])
-    assert load(path) == [{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "1"}]
-
-
-def test_max_rows_takes_the_first_rows(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": str(i)} for i in range(5)])
-    assert [row["prompt"] for row in load(path, max_rows=2)] == ["0", "1"]
-
-
-def test_directory_split_is_chosen_by_file_name(tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "train"}])
-    write_jsonl(tmp_path / "test.jsonl", [{"prompt": "test"}])
-    assert load(tmp_path, split="test") == [{"prompt": "test"}]
-
-
-def test_directory_shards_are_read_in_order(tmp_path):
-    for shard in (1, 0):
-        write_jsonl(tmp_path / "data" / f"train-0000{shard}-of-00002.jsonl", [{"prompt": str(shard)}])
-    assert [row["prompt"] for row in load(tmp_path)] == ["0", "1"]
-
-
-def test_directory_files_without_a_split_word_are_train(tmp_path):
-    write_jsonl(tmp_path / "problems.jsonl", [{"prompt": "a"}])
-    assert load(tmp_path) == [{"prompt": "a"}]
-
-
-def test_directory_ignores_metadata_and_other_files(tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a"}])
-    (tmp_path / "dataset_info.json").write_text("{}")
-    (tmp_path / "README.md").write_text("x")
-    assert load(tmp_path) == [{"prompt": "a"}]
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
+@pytest.mark.parametrize(
+    ("files", "split", "found"),
+    [
+        (["train.jsonl", "test.jsonl"], "test", ["test.jsonl"]),
+        (["data/train-00001-of-2.jsonl", "data/train-00000-of-2.jsonl"], None, ["data/train-0000%d-of-2.jsonl"]),
+        (["problems.jsonl"], None, ["problems.jsonl"]),  # without a word for a split
+        (["train.jsonl", "dataset_info.json", "README.md"], None, ["train.jsonl"]),
+        (["train.jsonl", "test.jsonl"], "validation", r"no `validation` in .*; there are: test, train"),
+        (["train.jsonl", "train.csv"], None, r"is there as \.csv and \.jsonl"),
+    ],
+)
+def test_files_of_a_directory_are_those_of_the_split_in_order(tmp_path, files, split, found):
+    for file in files:
+        write_jsonl(tmp_path / file, [{"prompt": file}])
+    fields = {} if split is None else {"split": split}
+    if isinstance(found, str):
+        with pytest.raises(UserError, match=found):
+            load(tmp_path, **fields)
+    else:
+        found = [name % i for name in found for i in range(2)] if "%d" in found[0] else found
+        assert [row["prompt"] for row in load(tmp_path, **fields)] == found
 
 
 @pytest.mark.parametrize(
@@ -98,11 +85,7 @@ def write(path: Path, text: str) -> Path:
     [
         ("a.jsonl", '{"prompt": 1}\n{"prompt": }\n', r"a.jsonl line 2: not valid JSON \(column 12: "),
         ("a.jsonl", '{"prompt": 1}\n[1]\n', r"a.jsonl line 2: is a list, expected an object"),
-        (
-            "a.json",
-            '[\n{"prompt": 1},\n]',
-            r"a.json: not valid JSON \((line 2 column 14|line 3 column 1): ",
-        ),
+        ("a.json", '[\n{"prompt": 1},\n]', r"a.json: not valid JSON \((line 2 column 14|line 3 column 1): "),
         ("a.json", '{"prompt": 1}\n{"prompt": 2}\n', r"a.json: not valid JSON \(line 2 .*one object a line is .jsonl"),
         ("a.json", '{"prompt": 1}', r"a.json: holds an object, expected a list of objects"),
         ("a.json", '[{"prompt": 1}, 2]', r"a.json: element 1 is a number, expected an object"),
@@ -114,11 +97,12 @@ def write(path: Path, text: str) -> Path:
         ("a.jsonl", "", r"a.jsonl` \(split `train`\) has no rows"),
         ("a.json", "[]", r"has no rows"),
         ("a.csv", "prompt\n", r"has no rows"),
+        ("a.jsonl", "", r"data.split: a single file has only the split `train`, got `test`"),
     ],
 )
 def test_bad_file_is_one_line_with_its_place(tmp_path, name, text, message):
     with pytest.raises(UserError, match=message) as caught:
-        load(write(tmp_path / name, text))
+        load(write(tmp_path / name, text), **({"split": "test"} if "only the split" in message else {}))
     assert "\n" not in str(caught.value)
 
 
@@ -127,26 +111,6 @@ def test_missing_path_is_refused_without_asking_the_hub(source, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no file or directory"):
         load(source)
-
-
-def test_missing_split_of_a_directory_lists_the_splits(tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a"}])
-    write_jsonl(tmp_path / "test.jsonl", [{"prompt": "a"}])
-    with pytest.raises(UserError, match=r"no `validation` in .*; there are: test, train"):
-        load(tmp_path, split="validation")
-
-
-def test_split_in_two_formats_is_refused(tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a"}])
-    write(tmp_path / "train.csv", "prompt\na\n")
-    with pytest.raises(UserError, match=r"is there as \.csv and \.jsonl"):
-        load(tmp_path)
-
-
-def test_split_of_a_single_file_is_refused(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
-    with pytest.raises(UserError, match=r"data.split: a single file has only the split `train`, got `test`"):
-        load(path, split="test")
 
 
 def test_hub_dataset_is_asked_for_subset_split_and_first_rows(monkeypatch):

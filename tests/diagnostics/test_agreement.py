@@ -42,20 +42,19 @@ def test_what_agrees_is_not_spoken_of_and_the_first_difference_is_once(run):
     ]
 
 
-def test_the_check_that_is_told_is_of_the_runs_kv_cache(run):
-    quant = run.config.quant.model_copy(update={"kv_cache_dtype": "fp8"})
-    assert command(run.config.model_copy(update={"quant": quant})) == (
-        f"qarl verify-exact {run.config.model.path} --scheme w4a16 --group-size 32 --kv-cache-dtype fp8"
-    )
-
-
-def test_the_check_that_is_told_draws_from_what_the_run_draws_from(run):
-    rollout = run.config.rollout.model_copy(update={"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05})
-    assert command(run.config.model_copy(update={"rollout": rollout})).endswith(
-        "w4a16 --group-size 32 --temperature 0.7 --top-k 20 --top-p 0.9 --min-p 0.05"
-    )
-    pruned = run.config.objective.model_copy(update={"dvp_rho": 0.2})
-    assert command(run.config.model_copy(update={"objective": pruned})).endswith("--group-size 32 --min-p 0.2")
+def test_the_command_that_checks_it_has_the_runs_cache_and_sampling(run):
+    told = command(run.config)
+    for section, changes, options in (
+        ("quant", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        (
+            "rollout",
+            {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+            "--temperature 0.7 --top-k 20 --top-p 0.9 --min-p 0.05",
+        ),
+        ("objective", {"dvp_rho": 0.2}, "--min-p 0.2"),
+    ):
+        changed = getattr(run.config, section).model_copy(update=changes)
+        assert command(run.config.model_copy(update={section: changed})) == f"{told} {options}"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -86,12 +86,6 @@ def test_equal_log_probs_are_exactly_no_mismatch():
     assert all(math.copysign(1.0, value) == 1.0 for value in metrics.values())  # no -0.0 in the log
 
 
-def test_the_learner_being_surer_gives_a_perplexity_ratio_below_one_and_a_negative_k1():
-    metrics = mismatch_metrics(torch.tensor([-1.0]), torch.tensor([-2.0]), Segments.from_lengths([1]))
-    assert metrics["mismatch/ppl_ratio"] == pytest.approx(math.exp(-1.0))
-    assert metrics["mismatch/k1"] == -1.0
-
-
 @pytest.mark.parametrize(("old", "sampler", "sign"), [(-math.inf, -1.0, -1), (-1.0, -math.inf, 1)])
 def test_an_infinite_log_prob_enters_as_20_and_is_counted(old, sampler, sign):
     metrics = mismatch_metrics(
@@ -139,29 +133,6 @@ def test_quantiles_are_the_smallest_gap_that_enough_tokens_stay_within():
         assert metrics[f"mismatch/delta_abs_{name}"] == rank / 1024
 
 
-def test_one_outlier_costs_most_of_the_effective_sample_size():
-    metrics = mismatch_metrics(torch.tensor([0.0] * 99 + [5.0]), torch.zeros(100), Segments.from_lengths([100]))
-    heavy = math.exp(5.0)
-    assert metrics["mismatch/ess"] == pytest.approx((99 + heavy) ** 2 / (99 + heavy**2))
-    assert metrics["mismatch/ess_frac"] < 0.03
-
-
-def test_deciles_split_by_the_samplers_probability_and_keep_every_token():
-    generator = torch.Generator().manual_seed(5)
-    sampler = (torch.rand(500, generator=generator) ** 3).log()
-    old = sampler + 0.1 * torch.randn(500, generator=generator)
-    rows = probability_deciles(old, sampler)
-    assert sum(row["count"] for row in rows) == 500
-    for i, row in enumerate(rows):
-        chosen = [
-            abs(o - b)
-            for o, b in zip(old.double().tolist(), sampler.double().tolist(), strict=True)
-            if i / 10 <= math.exp(b) < (i + 1) / 10
-        ]
-        assert (row["low"], row["high"], row["count"]) == (i / 10, (i + 1) / 10, len(chosen))
-        assert row["delta_abs_mean"] == pytest.approx(statistics.fmean(chosen), rel=1e-12)
-
-
 def test_probabilities_of_0_and_1_are_in_the_outer_tenths_and_an_empty_one_has_no_mean():
     rows = probability_deciles(torch.tensor([-1.0, -0.5]), torch.tensor([-math.inf, 0.0]))
     assert [row["count"] for row in rows] == [1, *[0] * 8, 1]
@@ -169,10 +140,9 @@ def test_probabilities_of_0_and_1_are_in_the_outer_tenths_and_an_empty_one_has_n
     assert rows[5]["delta_abs_mean"] is None
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_total_variation_is_estimated_from_what_the_sampler_draws(seed):
+def test_total_variation_is_estimated_from_what_the_sampler_draws():
     """Against the distance itself, sum |b - o| / 2, of two distributions over 50 tokens."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     logits = torch.randn(50, generator=generator, dtype=torch.float64)
     sampler = logits.log_softmax(0)
     learner = (logits + 0.3 * torch.randn(50, generator=generator, dtype=torch.float64)).log_softmax(0)
@@ -184,9 +154,8 @@ def test_total_variation_is_estimated_from_what_the_sampler_draws(seed):
     assert metrics["mismatch/tv_seq"] == pytest.approx(metrics["mismatch/tv"], rel=1e-12)  # responses of one token
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_deciles_have_the_signed_bias_of_the_tokens_inside_both_distributions(seed):
-    generator = torch.Generator().manual_seed(seed)
+def test_deciles_split_by_the_samplers_probability_and_their_bias_is_of_tokens_inside_both_distributions():
+    generator = torch.Generator().manual_seed(5)
     sampler = torch.rand(200, generator=generator, dtype=torch.float64).log()
     old = sampler + 0.2 * torch.randn(200, generator=generator, dtype=torch.float64)
     old[torch.rand(200, generator=generator) < 0.1] = -math.inf
@@ -196,24 +165,10 @@ def test_deciles_have_the_signed_bias_of_the_tokens_inside_both_distributions(se
             (o, b) for o, b in zip(old.tolist(), sampler.tolist(), strict=True) if min(int(math.exp(b) * 10), 9) == i
         ]
         finite = [o - b for o, b in members if math.isfinite(o)]
-        assert row["count"] == len(members)
+        assert (row["low"], row["high"], row["count"]) == (i / 10, (i + 1) / 10, len(members))
+        gaps = [abs(o - b) if math.isfinite(o) else 20.0 for o, b in members]
+        assert row["delta_abs_mean"] == pytest.approx(statistics.fmean(gaps), rel=1e-12)
         assert row["delta_mean"] == (pytest.approx(statistics.fmean(finite), rel=1e-9) if finite else None)
-
-
-def test_what_a_noisy_sampler_draws_it_overrates_in_the_tail():
-    """DVP, proposition 4.3: logits with noise, tokens drawn from the noisy ones; the learner's log-probs are lower."""
-    generator = torch.Generator().manual_seed(0)
-    logits = 3.0 * torch.randn(20000, 50, generator=generator, dtype=torch.float64)
-    learner = logits.log_softmax(1)
-    sampler = (logits + 0.6 * torch.randn(20000, 50, generator=generator, dtype=torch.float64)).log_softmax(1)
-    drawn = torch.multinomial(sampler.exp(), 1, generator=generator)
-    metrics = mismatch_metrics(
-        learner.gather(1, drawn)[:, 0], sampler.gather(1, drawn)[:, 0], Segments.from_lengths([1] * 20000)
-    )
-    tokens = int((sampler.gather(1, drawn).exp() < 0.1).sum())
-    error = 0.6 / math.sqrt(tokens)  # of a mean of deltas that spread by about the noise
-    assert metrics["mismatch/tail_delta_mean"] < -5 * error
-    assert metrics["mismatch/tail_delta_mean"] < metrics["mismatch/head_delta_mean"]
 
 
 def test_gap_tables_are_means_over_positions_lengths_and_tail_probabilities():
@@ -238,8 +193,5 @@ def test_gap_tables_are_means_over_positions_lengths_and_tail_probabilities():
             assert row["count"] == len(inside) and row["delta_abs_mean"] == pytest.approx(sum(inside) / len(inside))
     assert [row["low"] for row in tables["positions"]] == [0.0, 1.0, 2.0, 4.0, 8.0]
     assert [row["low"] for row in tables["lengths"]] == [1.0, 2.0, 8.0]
-
-
-def test_gap_tables_of_no_tokens_are_empty():
     none = torch.zeros(0)
     assert gap_tables(none, none, Segments.from_lengths([0])) == {"positions": [], "lengths": [], "tail": []}

@@ -92,11 +92,10 @@ def normal_above(bound: float) -> float:
     return math.erfc(bound / math.sqrt(2)) / 2
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_study_s_distribution_of_beta_gives_the_study_s_count_and_half_of_it_loses_its_gradient(seed):
+def test_the_study_s_distribution_of_beta_gives_the_study_s_count_and_half_of_it_loses_its_gradient():
     """TRL study, section 10.3: beta ~ N(-0.01, 0.15), alpha = 0, epsilon 0.2: about 18 %, and 9 % without gradient."""
-    n = 400_000
-    generator = torch.Generator().manual_seed(seed)
+    n = 100_000
+    generator = torch.Generator().manual_seed(0)
     beta = -0.01 + 0.15 * torch.randn(n, generator=generator, dtype=torch.float64)
     sampler = torch.full((n,), -1.0, dtype=torch.float64)
     signs = torch.where(torch.rand(n // 4, generator=generator) < 0.5, 1.0, -1.0).double()
@@ -111,7 +110,7 @@ def test_the_study_s_distribution_of_beta_gives_the_study_s_count_and_half_of_it
     assert got["precision/clipped_frac"] == got["precision/clipped_lost_frac"] == 0.0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_every_count_is_that_of_a_loop_over_tokens(seed, level):
     draw = random.Random(f"{level}-{seed}")
@@ -161,24 +160,6 @@ def test_without_a_band_there_is_nothing_to_clip():
     metrics = precision_metrics(logp, shadow, sampler, logp - sampler, ADVANTAGES, Segments.from_lengths(LENGTHS), None)
     assert "precision/clipped_frac" not in metrics and "precision/phantom_frac" not in metrics
     assert metrics["precision/ratio_off_50_frac"] > 0.5
-
-
-def test_a_sequence_band_clips_whole_responses_by_their_mean():
-    segments = Segments.from_lengths([2, 2])
-    zero = torch.zeros(4)
-    logp = torch.tensor([0.5, -0.4, 0.5, 0.4])  # means 0.05 and 0.45
-    band = Band("sequence", high=math.exp(0.1), low=0.5)
-    metrics = precision_metrics(logp, zero, zero, logp, torch.tensor([1.0, 1.0]), segments, band)
-    assert metrics["precision/phantom_frac"] == 0.5
-
-
-def test_the_objectives_own_ratio_decides_what_is_clipped_not_alpha_plus_beta():
-    logp, shadow, sampler = torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0])
-    one = Segments.from_lengths([1])
-    for log_ratio, phantom in ((1.0, 1.0), (-1.0, 1.0), (0.0, 0.0)):
-        metrics = precision_metrics(logp, shadow, sampler, torch.tensor([log_ratio]), torch.ones(1), one, BAND)
-        assert metrics["precision/phantom_frac"] == phantom
-        assert metrics["precision/phantom_lost_frac"] == float(log_ratio > 0)  # a rewarded token is clipped above alone
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -237,13 +218,6 @@ def test_deployed_improvement_is_the_move_along_the_sign_of_the_advantage():
         },
         rel=1e-12,
     )
-
-
-def test_a_step_that_moves_every_token_the_right_way_has_efficiency_1():
-    segments = Segments.from_lengths([2, 1])
-    before, after = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-0.5, -1.0, -3.0])
-    assert deployed_metrics(before, after, torch.tensor([0.3, -2.0]), segments)["deployed/efficiency"] == 1.0
-    assert deployed_metrics(before, after, torch.tensor([-0.3, 2.0]), segments)["deployed/efficiency"] == -1.0
 
 
 def test_a_step_that_moves_nothing_has_no_efficiency():

@@ -11,7 +11,6 @@ import pytest
 from qarl.errors import UserError
 from qarl.evaluation.estimators import (
     Estimate,
-    mean_over_prompts,
     pass_at_k,
     task_avg,
     task_pass_at_k,
@@ -28,15 +27,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(samples):
             subsets = list(itertools.combinations(outcomes, k))
             exact = Fraction(sum(any(subset) for subset in subsets), len(subsets))
             assert pass_at_k(samples, correct, k) == pytest.approx(float(exact), abs=1e-15)
-
-
-def test_pass_at_k_is_unbiased():
-    """Its expectation under Binomial(n, p) is 1 - (1 - p)^k, in exact fractions up to one rounding a term."""
-    import math
-
-    p, n, k = Fraction(3, 10), 6, 4
-    expected = sum(math.comb(n, c) * p**c * (1 - p) ** (n - c) * Fraction(pass_at_k(n, c, k)) for c in range(n + 1))
-    assert float(expected) == pytest.approx(float(1 - (1 - p) ** k), abs=1e-14)
 
 
 def test_pass_at_k_of_many_samples_does_not_overflow():
@@ -132,9 +122,3 @@ def test_the_overall_mean_weighs_tasks_equally_and_adds_distances_in_squares():
     assert overall.mean == pytest.approx(0.7)
     assert overall.low == pytest.approx(0.7 - (0.3**2 + 0.4**2) ** 0.5 / 2)
     assert overall.high == pytest.approx(0.7 + (0.1**2 + 0.1**2) ** 0.5 / 2)
-
-
-def test_the_overall_mean_of_one_task_is_the_task():
-    estimate = mean_over_prompts([0.25, 0.5, 1.0], 4)
-    overall = unweighted_mean([estimate])
-    assert overall.as_dict() == pytest.approx(estimate.as_dict())

@@ -134,29 +134,20 @@ def _flip_weight(folder: Path) -> None:
     file.write_bytes(content)
 
 
-def _change_row(key: str):
-    def edit(folder: Path) -> None:
-        rows = [dict(row) for row in ROWS]
-        rows[0][key] += "9"
-        (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    return edit
+def _change_row(folder: Path) -> None:
+    rows = [ROWS[0] | {"answer": "9"}, *ROWS[1:]]
+    (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 EDITS = {
     "rms_norm_eps": (_edit_json("model/config.json", rms_norm_eps=1e-3), "model.config.json.rms_norm_eps is 1e-06"),
-    "rope": (
-        _edit_json("model/config.json", rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
-        "model.config.json.rope_parameters.rope_theta is 10000 there, 500 here",
-    ),
     "tokenizer": (_edit_json("model/tokenizer.json", normalizer={"type": "Lowercase"}), "model.tokenizer is"),
     "stop token": (
         _edit_json("model/generation_config.json", eos_token_id=[1, 70]),
         "stop_token_ids.1 is not set there, 70 here",
     ),
     "weights": (_flip_weight, "weights is"),
-    "question": (_change_row("question"), "tasks.gsm8k is"),
-    "answer": (_change_row("answer"), "tasks.gsm8k is"),
+    "answer": (_change_row, "tasks.gsm8k is"),
     "nothing": (lambda folder: os.utime(folder / "model/config.json", ns=(10**18, 10**18)), None),
 }
 
@@ -201,17 +192,6 @@ def test_a_checkpoint_gives_what_its_run_gives(commands, trained):
         assert done.code == 0, done.err
     a, b = ((commands.folder / name / "completions.jsonl").read_bytes() for name in "ab")
     assert a == b
-
-
-def test_a_run_without_a_checkpoint_is_refused(commands, trained):
-    shutil.copytree(trained, commands.folder / "run", ignore=shutil.ignore_patterns("checkpoints"))
-    assert "the run has no checkpoint yet" in commands.refused("run")
-
-
-def test_a_set_without_the_answer_column_is_refused(commands):
-    (commands.folder / "bad.jsonl").write_text('{"question": "1?", "solution": "1"}\n')
-    said = commands.refused(commands.model, "--data", "gsm8k=bad.jsonl")
-    assert "no column `answer`; it has: question, solution" in said
 
 
 def test_prompts_that_do_not_fit_the_context_are_refused(commands):

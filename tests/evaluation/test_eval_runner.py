@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +122,14 @@ def test_greedy_is_the_same_for_every_seed(bench):
     assert texts[0] == texts[1]
 
 
+@contextmanager
+def begun(folder: Path) -> Iterator[ResultsDirectory]:
+    """The directory of one evaluation, from where it stopped."""
+    with ResultsDirectory.open(folder / "r", IDENTITY) as directory:
+        directory.begin({"weights": "a"}, 2)
+        yield directory
+
+
 @pytest.mark.parametrize("stop_at", [1, 24])
 def test_an_interrupted_evaluation_continues_to_the_same_bytes(bench, whole, tmp_path, monkeypatch, stop_at):
     monkeypatch.setattr(runner, "BATCH_RESPONSES", 4)
@@ -131,11 +141,9 @@ def test_an_interrupted_evaluation_continues_to_the_same_bytes(bench, whole, tmp
         if calls == stop_at:
             raise KeyboardInterrupt(signal.SIGINT)
 
-    with ResultsDirectory.open(tmp_path / "r", IDENTITY) as directory, pytest.raises(KeyboardInterrupt):
-        directory.begin({"weights": "a"}, 2)
+    with begun(tmp_path) as directory, pytest.raises(KeyboardInterrupt):
         bench.run(directory, check=check)
-    with ResultsDirectory.open(tmp_path / "r", IDENTITY) as directory:
-        directory.begin({"weights": "a"}, 2)
+    with begun(tmp_path) as directory:
         before = len(directory.rows)
         assert before < 16 and (before > 0 or stop_at < 20)
         assert bench.run(directory) == whole[0]
@@ -146,14 +154,12 @@ def test_an_interrupted_evaluation_continues_to_the_same_bytes(bench, whole, tmp
 @pytest.mark.parametrize("cut", [2, 3000])
 def test_a_torn_end_is_drawn_again(bench, whole, tmp_path, cut):
     """A cut through the last line, or through several prompts."""
-    with ResultsDirectory.open(tmp_path / "r", IDENTITY) as directory:
-        directory.begin({"weights": "a"}, 2)
+    with begun(tmp_path) as directory:
         bench.run(directory)
         path = directory.completions
     complete = path.read_bytes()
     path.write_bytes(complete[:-cut])
-    with ResultsDirectory.open(tmp_path / "r", IDENTITY) as directory:
-        directory.begin({"weights": "a"}, 2)
+    with begun(tmp_path) as directory:
         assert len(directory.rows) % 2 == 0 and len(directory.rows) < 16
         assert bench.run(directory) == whole[0]
     assert path.read_bytes() == complete
@@ -168,8 +174,7 @@ def test_a_torn_end_is_drawn_again(bench, whole, tmp_path, cut):
     ],
 )
 def test_results_of_another_evaluation_are_refused_and_left_alone(tmp_path, identity, weights, said):
-    with ResultsDirectory.open(tmp_path / "r", IDENTITY) as directory:
-        directory.begin({"weights": "a"}, 2)
+    with begun(tmp_path) as directory:
         directory.append([{"task": "t", "prompt_id": 0, "sample": 0}, {"task": "t", "prompt_id": 0, "sample": 1}])
     before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()}
     with pytest.raises(UserError, match="holds the results of another evaluation") as caught:  # noqa: SIM117
@@ -179,23 +184,17 @@ def test_results_of_another_evaluation_are_refused_and_left_alone(tmp_path, iden
     assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()} == before
 
 
-def test_a_directory_of_something_else_is_refused(tmp_path):
+def test_a_directory_of_something_else_or_in_use_is_refused_and_a_refused_start_leaves_none(tmp_path):
+    with pytest.raises(UserError, match="no model"), ResultsDirectory.open(tmp_path / "eval" / "r", IDENTITY):
+        raise UserError("no model")
+    assert list(tmp_path.iterdir()) == []
+    with ResultsDirectory.open(tmp_path / "r", IDENTITY), pytest.raises(UserError, match="in use by another"):
+        ResultsDirectory.open(tmp_path / "r", IDENTITY)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"it holds 'notes\.txt' but no evaluation\.json"):
         ResultsDirectory.open(tmp_path, IDENTITY)
     with pytest.raises(UserError, match="not a directory"):
         ResultsDirectory.open(tmp_path / "notes.txt", IDENTITY)
-
-
-def test_a_directory_in_use_is_refused(tmp_path):
-    with ResultsDirectory.open(tmp_path / "r", IDENTITY), pytest.raises(UserError, match="in use by another"):
-        ResultsDirectory.open(tmp_path / "r", IDENTITY)
-
-
-def test_a_start_that_is_refused_leaves_no_directory(tmp_path):
-    with pytest.raises(UserError, match="no model"), ResultsDirectory.open(tmp_path / "eval" / "r", IDENTITY):
-        raise UserError("no model")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_trackers_get_the_finite_values_and_metrics_jsonl_none(tmp_path):

@@ -6,11 +6,12 @@ import base64
 import json
 import pickle
 import zlib
+from contextlib import ExitStack, closing
 
 import datasets
 import pytest
 
-from qarl.config import EvalTask
+from qarl.config import EvalTask, ModelConfig
 from qarl.config.evaluation_presets import PRESETS, unknown_preset
 from qarl.errors import UserError
 from qarl.evaluation.tasks import TaskRewards, load_tasks, require_room
@@ -73,8 +74,6 @@ def row(name: str) -> dict:
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model):
-    from qarl.config import ModelConfig
-
     return load_tokenizer(ModelConfig(path=str(tiny_model("llama"))))
 
 
@@ -105,14 +104,31 @@ def test_a_preset_asks_the_hub_for_its_subset_and_split(name, tokenizer, monkeyp
         assert f"{ASKED}\n\nA. " in text and f"\n{right}. 12\n" in f"\n{text}" and "'The answer is (X)'" in text
 
 
-def test_a_local_file_gives_the_same_task_as_the_hub(tokenizer, tmp_path, monkeypatch):
+@pytest.fixture
+def local(tmp_path):
+    """local(name, rows) -> the task of a preset over a file with these rows, by default one of its own."""
+
+    def make(name: str, *rows: dict, **keys) -> EvalTask:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in rows or [row(name)]))
+        return EvalTask(preset=name, path=str(path), **keys)
+
+    return make
+
+
+@pytest.fixture
+def rewards_of():
+    """rewards_of(tasks) -> their rewards, closed afterwards."""
+    with ExitStack() as stack:
+        yield lambda tasks: stack.enter_context(closing(TaskRewards(tasks, None, None)))
+
+
+def test_a_local_file_gives_the_same_task_as_the_hub(tokenizer, local, monkeypatch):
     for name in PRESETS:
         rows = datasets.Dataset.from_list([row(name)])
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, rows=rows, **__: rows)
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text(json.dumps(row(name)) + "\n")
-        hub, local = load_tasks([EvalTask(preset=name), EvalTask(preset=name, path=str(path))], tokenizer)
-        assert hub.fingerprint == local.fingerprint, name
+        hub, file = load_tasks([EvalTask(preset=name), local(name)], tokenizer)
+        assert hub.fingerprint == file.fingerprint, name
 
 
 def right_and_wrong(task) -> tuple[str, str]:
@@ -125,39 +141,24 @@ def right_and_wrong(task) -> tuple[str, str]:
     return f"The answer is ({right}).", f"The answer is ({'A' if right != 'A' else 'B'})."
 
 
-def test_every_preset_rewards_its_own_kind_of_answer(tokenizer, tmp_path):
-    tasks = []
-    for name in PRESETS:
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text(json.dumps(row(name)) + "\n")
-        tasks.append(EvalTask(preset=name, path=str(path)))
-    loaded = load_tasks(tasks, tokenizer)
-    rewards = TaskRewards(loaded, None, None)
-    try:
-        for task in loaded:
-            both = [response(text) for text in right_and_wrong(task)]
-            assert rewards.score(task, task.prompts, both).total == [1.0, 0.0], task.name
-    finally:
-        rewards.close()
+def test_every_preset_rewards_its_own_kind_of_answer(tokenizer, local, rewards_of):
+    loaded = load_tasks(list(map(local, PRESETS)), tokenizer)
+    rewards = rewards_of(loaded)
+    for task in loaded:
+        both = [response(text) for text in right_and_wrong(task)]
+        assert rewards.score(task, task.prompts, both).total == [1.0, 0.0], task.name
 
 
-def test_several_answers_are_compared_as_a_set(tokenizer, tmp_path):
-    path = tmp_path / "o.jsonl"
-    path.write_text(json.dumps({"question": "Roots?", "final_answer": ["$2$", "$-\\frac{1}{3}$"]}) + "\n")
-    loaded = load_tasks([EvalTask(preset="olympiadbench", path=str(path))], tokenizer)
-    rewards = TaskRewards(loaded, None, None)
-    try:
-        texts = ["\\boxed{-\\frac{1}{3}, 2}", "\\boxed{2}"]
-        assert rewards.score(loaded[0], loaded[0].prompts, [response(t) for t in texts]).total == [1.0, 0.0]
-    finally:
-        rewards.close()
+def test_several_answers_are_compared_as_a_set(tokenizer, local, rewards_of):
+    several = {"question": "Roots?", "final_answer": ["$2$", "$-\\frac{1}{3}$"]}
+    loaded = load_tasks([local("olympiadbench", several)], tokenizer)
+    both = [response(text) for text in ("\\boxed{-\\frac{1}{3}, 2}", "\\boxed{2}")]
+    assert rewards_of(loaded).score(loaded[0], loaded[0].prompts, both).total == [1.0, 0.0]
 
 
-def test_a_file_without_the_answer_column_is_refused_with_the_columns_it_has(tokenizer, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"question": "1?", "solution": "1"}\n')
+def test_a_file_without_the_answer_column_is_refused_with_the_columns_it_has(tokenizer, local):
     with pytest.raises(UserError, match=r"evaluation task gsm8k: .*no column `answer`; it has: question, solution$"):
-        load_tasks([EvalTask(preset="gsm8k", path=str(path))], tokenizer)
+        load_tasks([local("gsm8k", {"question": "1?", "solution": "1"})], tokenizer)
 
 
 def test_a_task_whose_reward_misses_its_column_is_refused_by_name(tokenizer):
@@ -185,10 +186,8 @@ def test_an_unknown_preset_names_the_nearest_or_all(name, said):
     assert unknown_preset(name) == said
 
 
-def test_long_prompts_of_a_preset_are_kept_and_refused_where_they_do_not_fit(tokenizer, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"question": q, "answer": "1"}) + "\n" for q in ("x" * 900, "y")))
-    tasks = load_tasks([EvalTask(preset="gsm8k", path=str(path))], tokenizer)
+def test_long_prompts_of_a_preset_are_kept_and_refused_where_they_do_not_fit(tokenizer, local):
+    tasks = load_tasks([local("gsm8k", *({"question": q, "answer": "1"} for q in ("x" * 900, "y")))], tokenizer)
     assert len(tasks[0].prompts) == 2
     longest = tasks[0].longest
     require_room(tasks, 10, longest + 10, "the context", "--length")
@@ -197,13 +196,9 @@ def test_long_prompts_of_a_preset_are_kept_and_refused_where_they_do_not_fit(tok
         require_room(tasks, 10, longest + 9, "the context", "--length")
 
 
-def test_a_preset_and_a_command_give_arguments_to_the_template(tiny_model, tmp_path):
-    from qarl.config import ModelConfig
-
-    tokenizer = load_tokenizer(ModelConfig(path=str(tiny_model("llama"))))
-    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
-    path = tmp_path / "gsm8k.jsonl"
-    path.write_text(json.dumps(row("gsm8k")) + "\n")
+def test_a_preset_and_a_command_give_arguments_to_the_template(tokenizer, local, monkeypatch):
+    template = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     off, on = {"enable_thinking": False}, {"enable_thinking": True}
     for own, given, ending in (
         ({}, {}, "boxed{}."),
@@ -212,7 +207,7 @@ def test_a_preset_and_a_command_give_arguments_to_the_template(tiny_model, tmp_p
         (off, {"chat_template": False}, "boxed{}."),
         ({}, {"chat_template_kwargs": off}, "<think></think>"),
     ):
-        task = EvalTask(preset="gsm8k", path=str(path), chat_template_kwargs=own)
+        task = local("gsm8k", chat_template_kwargs=own)
         assert load_tasks([task], tokenizer, prompting=given)[0].prompts[0].text.endswith(ending), (own, given)
     with pytest.raises(UserError, match=r"evaluation task gsm8k: data.chat_template_kwargs: needs data.chat_template"):
         load_tasks([task], tokenizer, prompting={"chat_template": False, "chat_template_kwargs": off})

@@ -1,4 +1,4 @@
-"""Weights, rules and veto as one weight a token, and their statistics."""
+"""Importance weights, rules and veto as one weight per token, and their statistics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from ragged import nothing_pruned
 
 from qarl.config import CorrectionConfig
-from qarl.objectives.common import TokenLogProbs, add_stats, finish_stats
-from qarl.objectives.correction import correct, mean_weight, optimal_cap
+from qarl.objectives.common import TokenLogProbs, finish_stats
+from qarl.objectives.correction import correct, importance_weights, mean_weight, optimal_cap
 from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.segments import Segments
 
@@ -20,14 +20,10 @@ NOW = [1.0, 1.0, 5.0, 1.0, 1.0]  # learner now over learner at the snapshot
 TOKEN_TIS = {"level": "token", "upper": 2.0}
 SEQ_TIS = {"level": "sequence", "upper": 2.0}
 VETO = 0.1
-# of geometric means sqrt(1.5), 1.2, -, sqrt(0.05)
-CORR = RejectRule(
-    estimator="ratio", aggregate="mean", lower=0.1, upper=1.21
-)  # geometric means sqrt(1.5), 1.2, -, sqrt(0.05)
-# drops the second response: 1.2 * 5
-ROLLOUT = RejectRule(
-    estimator="ratio", signal="rollout", aggregate="mean", upper=2.0
-)  # drops the second response: 1.2 * 5
+# Drops the first response. Geometric means: sqrt(1.5), 1.2, -, sqrt(0.05).
+CORR = RejectRule(estimator="ratio", aggregate="mean", lower=0.1, upper=1.21)
+# Drops the second response, whose mean is 1.2 * 5.
+ROLLOUT = RejectRule(estimator="ratio", signal="rollout", aggregate="mean", upper=2.0)
 
 
 def logps() -> TokenLogProbs:
@@ -103,38 +99,12 @@ def test_statistics_of_sequence_weights_are_per_response_that_is_not_empty():
     assert metrics["correction/raw_ratio_mean"] == pytest.approx(2.75 / 3)
 
 
-def test_the_mean_for_normalization_leaves_rules_and_veto_out():
-    correction = CorrectionConfig(**TOKEN_TIS, reject=[CORR, ROLLOUT], veto=VETO, normalize=True)
-    mean = mean_of(correction, logps())
-    assert mean == pytest.approx((2.0 + 0.5 + 1.2 + 1.0 + 0.05) / 5)
-    assert mean_of(CorrectionConfig(**SEQ_TIS), logps()) == pytest.approx(2.75 / 3)
-    weights, _ = corrected(CorrectionConfig(**TOKEN_TIS), logps(), mean=mean)
-    assert weights.mean().item() == pytest.approx(1.0)
-
-
 def test_the_mean_of_weights_that_are_all_zero_or_absent_divides_by_one():
     mask = CorrectionConfig(level="token", mode="mask", lower=1e3, upper=1e4)
     assert mean_of(mask, logps()) == 1.0
     nothing = TokenLogProbs(*[torch.zeros(0)] * 3)
     assert mean_of(CorrectionConfig(**TOKEN_TIS), nothing, Segments.from_lengths([0])) == 1.0
     assert mean_of(CorrectionConfig(), logps()) == 1.0
-
-
-def test_statistics_of_two_parts_add_up_to_the_whole():
-    correction = CorrectionConfig(**TOKEN_TIS, reject=[CORR, ROLLOUT], veto=VETO)
-    whole, x = finish_stats(corrected(correction, logps())[1]), logps()
-    parts = {}
-    for first, last, lengths in [(0, 2, [2]), (2, 5, [1, 0, 2])]:
-        cut = TokenLogProbs(x.logp[first:last], x.logp_old[first:last], x.logp_sampler[first:last])
-        parts = add_stats(parts, corrected(correction, cut, Segments.from_lengths(lengths))[1])
-    assert finish_stats(parts) == pytest.approx(whole, rel=1e-14)
-
-
-def test_no_gradient_reaches_the_log_probs():
-    x = logps()
-    x = TokenLogProbs(x.logp.requires_grad_(), x.logp_old.requires_grad_(), x.logp_sampler)
-    correction = CorrectionConfig(**TOKEN_TIS, reject=[ROLLOUT], veto=VETO)
-    assert not corrected(correction, x)[0].requires_grad
 
 
 def test_a_correction_without_parts_is_not_active():
@@ -168,3 +138,26 @@ def test_an_uncapped_weight_of_a_long_response_is_the_product_and_its_clamp_is_c
     assert weights[0].item() == pytest.approx(math.exp(10.0), rel=1e-9)  # no cap
     assert weights[-1].item() == pytest.approx(math.exp(20.0), rel=1e-9)  # of exp(40)
     assert finish_stats(stats)["correction/clamped_frac"] == 0.5
+
+
+def weights_and_clamped(config: CorrectionConfig, old: float, sampler: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Importance weights of one response of one token, and whether its exponent was clamped."""
+    old_, sampler_ = torch.tensor([[old], [sampler]], dtype=torch.float64)
+    one = Segments.from_lengths([1])
+    weights, _, clamped = importance_weights(config, TokenLogProbs(old_, old_, sampler_), one, nothing_pruned(one))
+    return weights, clamped
+
+
+def test_a_mask_keeps_a_ratio_on_its_bound_and_a_nan():
+    ratio = torch.tensor(2.0, dtype=torch.float64).log().exp().item()
+    for bounds in ({"lower": ratio, "upper": 3.0}, {"upper": ratio}):
+        config = CorrectionConfig(level="token", mode="mask", **bounds)
+        assert weights_and_clamped(config, math.log(2.0), 0.0)[0].tolist() == [ratio]
+        assert weights_and_clamped(config, math.nan, 0.0)[0].isnan().all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize(("old", "sampler"), [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf)])
+def test_infinite_log_probs_give_finite_weights_and_are_marked(level, old, sampler):
+    weights, clamped = weights_and_clamped(CorrectionConfig(level=level, upper=2.0), old, sampler)
+    assert weights.isfinite().all() and clamped.item() is (old != sampler)

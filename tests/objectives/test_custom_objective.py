@@ -196,21 +196,13 @@ UNUSABLE = {
     "no python": ("own.py:f", "def f(", "does not import: SyntaxError"),
     "no argument": ("own.py:f", "def f(): ...", r"cannot be called with inputs and objective\.kwargs: .*it takes \(\)"),
     "needs more": ("own.py:f", "def f(inputs, tau): ...", "missing a required argument: 'tau'"),
-    "a class that needs more": (
-        "own.py:f",
-        "class f:\n    def __init__(self, tau): ...",
-        "argument: 'tau'",
-    ),
+    "a class that needs more": ("own.py:f", "class f:\n    def __init__(self, tau): ...", "argument: 'tau'"),
     "a class that raises": (
         "own.py:f",
         "class f:\n    def __init__(self): 1 / 0",
         "cannot be instantiated: ZeroDivisionError",
     ),
-    "a class not to call": (
-        "own.py:f",
-        "class f: ...",
-        r"its instances cannot be called; it needs __call__",
-    ),
+    "a class not to call": ("own.py:f", "class f: ...", r"its instances cannot be called; it needs __call__"),
     "a module": ("no_such_module_of_ours:f", "", "does not import: ModuleNotFoundError"),
 }
 

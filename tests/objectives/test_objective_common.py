@@ -1,16 +1,20 @@
+"""Log ratios, statistics, and sums and means over responses."""
+
 import math
 
 import pytest
 import torch
 
 from qarl.objectives.common import add_stats, clamped_exp, finish_stats, log_ratio, score, stat, weight_stats
-from qarl.objectives.segments import Segments
+from qarl.objectives.segments import Segments, Totals, aggregate
 
 INF = math.inf
 
 
-def test_two_equal_infinities_have_log_ratio_zero():
+def test_equal_infinities_have_log_ratio_zero_and_opposite_ones_of_a_response_cancel():
     assert log_ratio(torch.tensor([-INF]), torch.tensor([-INF])).item() == 0.0
+    exponent = log_ratio(torch.tensor([-INF, -1.0]), torch.tensor([-1.0, -INF]))
+    assert clamped_exp(Segments.from_lengths([2]).mean(exponent))[0].item() == 1.0
 
 
 def test_an_infinite_log_ratio_is_finite_and_clamps_the_mean_of_its_response():
@@ -18,12 +22,6 @@ def test_an_infinite_log_ratio_is_finite_and_clamps_the_mean_of_its_response():
     ratio, clamped = clamped_exp(Segments.from_lengths([4096]).mean(log_ratio(logp, reference)))
     assert ratio.item() == pytest.approx(math.exp(-20), rel=1e-6)
     assert clamped.item()
-
-
-def test_opposite_infinities_in_one_response_cancel():
-    exponent = log_ratio(torch.tensor([-INF, -1.0]), torch.tensor([-1.0, -INF]))
-    ratio, _ = clamped_exp(Segments.from_lengths([2]).mean(exponent))
-    assert ratio.item() == 1.0
 
 
 @pytest.mark.parametrize(("exponent", "clamped"), [(20.0, False), (20.5, True), (-20.0, False), (-21.0, True)])
@@ -55,17 +53,10 @@ def test_the_score_is_zero_with_gradient_one_where_the_log_prob_is_finite():
     assert logp.grad.tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
-def test_stat_counts_only_what_is_under_the_mask_and_no_nan_outside():
-    assert stat(torch.tensor([1.0, float("nan"), 3.0]), torch.tensor([True, False, True])).tolist() == [4.0, 2.0]
-
-
-def test_adding_keeps_names_that_only_one_side_has():
-    total = add_stats({"a": stat(torch.tensor([1.0]))}, {"b": stat(torch.tensor([3.0, 5.0]))})
-    assert finish_stats(total) == {"a": 1.0, "b": 4.0}
-
-
-def test_nothing_counted_is_zero():
-    assert finish_stats({"a": stat(torch.zeros(0))}) == {"a": 0.0}
+def test_stats_are_means_over_the_mask_of_all_parts_added():
+    masked = stat(torch.tensor([1.0, math.nan, 3.0]), torch.tensor([True, False, True]))
+    total = add_stats({"a": masked}, {"b": stat(torch.tensor([3.0, 5.0])), "c": stat(torch.zeros(0))})
+    assert finish_stats(total) == {"a": 2.0, "b": 4.0, "c": 0.0}
 
 
 def test_ess_is_that_of_all_parts_together():
@@ -79,3 +70,54 @@ def test_ess_is_that_of_all_parts_together():
 @pytest.mark.parametrize(("weight", "ess"), [(1.5, 1.0), (0.0, 0.0)])
 def test_ess_of_equal_weights_is_one_and_of_zeros_is_zero(weight, ess):
     assert finish_stats(weight_stats(torch.full((7,), weight)))["correction/ess"] == ess
+
+
+# --- responses
+
+
+def test_sum_matches_a_float64_loop():
+    lengths = [5, 0, 1, 37, 64, 2]
+    x = torch.randn(sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = [float(sum(part.tolist())) for part in x.split(lengths)]
+    # float64 rounding of at most 64 additions of values of order 1
+    torch.testing.assert_close(
+        Segments.from_lengths(lengths).sum(x), torch.tensor(expected, dtype=torch.float64), atol=1e-13, rtol=0
+    )
+
+
+def test_sum_of_a_response_is_bit_equal_whatever_it_is_packed_with():
+    lengths = [33, 700, 1, 0, 129]
+    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(1))
+    together = Segments.from_lengths(lengths).sum(x)
+    alone = torch.cat([Segments.from_lengths([n]).sum(part) for n, part in zip(lengths, x.split(lengths), strict=True)])
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("seq-mean-token-mean", (2.0 + 0.0 + 5.0 - 8.0) / 4),
+        ("token-mean", 11.0 / 6),
+        ("seq-mean-token-sum", (4.0 + 0.0 + 15.0 - 8.0) / 4),
+        ("seq-mean-token-sum-norm", (4.0 + 0.0 + 15.0 - 8.0) / 4 / 16),
+    ],
+)
+def test_an_aggregation_matches_its_name(mode, expected):
+    value = torch.tensor([1.0, 3.0, 2.0, 4.0, 9.0, -8.0]).double()
+    got = aggregate(value, Segments.from_lengths([2, 0, 3, 1]), mode, Totals(4, 6, 16))
+    assert got.item() == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_responses_without_tokens_have_sum_and_mean_zero(lengths):
+    segments = Segments.from_lengths(lengths)
+    assert segments.sum(torch.zeros(0)).tolist() == segments.mean(torch.zeros(0)).tolist() == [0.0] * len(lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_sum_is_bit_equal_on_cpu_and_gpu():
+    lengths = [1000, 3, 0, 511]
+    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(2))
+    on_gpu = Segments.from_lengths(lengths, device="cuda").sum(x.cuda())
+    assert torch.equal(on_gpu.cpu(), Segments.from_lengths(lengths).sum(x))

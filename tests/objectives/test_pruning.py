@@ -49,14 +49,8 @@ def with_holes(seed: int):
     for i in holes:
         columns = draw.choice([("l",), ("o",), ("l", "o"), ("l", "o", "q"), ("l", "o", "ref"), ("q",), ("o", "b")])
         for name in columns:
-            x = {
-                "l": logp,
-                "o": batch.logp_old,
-                "q": batch.logp_shadow,
-                "ref": batch.logp_ref,
-                "b": batch.logp_sampler,
-            }[name]
-            x[i] = -math.inf
+            names = {"o": batch.logp_old, "q": batch.logp_shadow, "ref": batch.logp_ref, "b": batch.logp_sampler}
+            (names | {"l": logp})[name][i] = -math.inf
     batch.logp = logp.requires_grad_()
     return batch
 
@@ -81,7 +75,7 @@ def test_loss_and_gradient_are_those_of_the_formula_wherever_tokens_are_outside(
     options = objectives()[number]
     draw = random.Random(f"{number}-{level}")
     possible = CORRECTIONS + (POLICY_GRADIENT if options["name"] in ("reinforce", "rloo", "on_policy") else [])
-    corrections = [{}] if options["name"] in ("tbpo", "mis_gspo") else [{}, *draw.sample(possible, 3)]
+    corrections = [{}] if options["name"] in ("tbpo", "mis_gspo") else [{}, draw.choice(possible)]
     for correction in corrections:
         objective_cfg = objective_config(**options, dvp_outside=level)
         correction_cfg = correction_config(correction) if correction else NONE
@@ -146,24 +140,6 @@ def test_with_dvp_one_token_outside_drops_its_response_exactly_if_the_ratio_is_p
     if correction:
         assert metrics["correction/rejected_frac"] == pytest.approx(1 / 6 if level == "token" else 0.5)
         assert metrics["correction/weight_mean"] == pytest.approx(5 / 6 if level == "token" else 0.5)
-
-
-@pytest.mark.parametrize("name", ["tbpo", "gspo", "rloo", "grpo", "sapo", "on_policy"])
-def test_a_response_that_is_pruned_away_is_worth_exactly_nothing_and_stays_in_the_denominators(name):
-    objective = build_objective(objective_config(name=name, dvp_outside="response"), NONE)
-    batch = random_batch(LENGTHS, ADVANTAGES, 0.001)
-    whole = batch.logp.detach().clone()
-    alone = []
-    for hole in (False, True):
-        logp = whole.clone()
-        if hole:
-            logp[6] = -math.inf  # of the fourth response, tokens 5 to 13
-        batch.logp = logp.requires_grad_()
-        objective(batch.logps, batch.advantages, batch.segments, TOTALS)[0].backward()
-        alone.append(batch.logp.grad)
-    assert alone[0][5:14].any() and not alone[1][5:14].any()
-    for rest in (slice(0, 5), slice(14, None)):  # the others' gradients have not changed by a bit
-        assert torch.equal(alone[0][rest], alone[1][rest])
 
 
 def test_a_nan_in_a_pruned_response_reaches_the_gradient():

@@ -10,7 +10,6 @@ from qarl.objectives.objective import build_objective, kl_to_reference
 from qarl.objectives.segments import Segments, Totals
 
 FORMULAS = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
-SLOPES = {"k1": lambda x: x, "k2": lambda x: x, "k3": lambda x: math.exp(x) - 1}
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -24,17 +23,6 @@ def test_an_estimate_is_its_formula_of_the_log_ratio_clamped_to_20(estimator):
 def test_k3_of_a_tiny_float32_ratio_is_not_lost_to_cancellation():
     # exp(x) - 1 - x in float32 would be 0 or 1e-7; the series is x^2 / 2
     assert k_estimate(torch.tensor([1e-2]), "k3").item() == pytest.approx(5.0167e-5, rel=1e-4)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_kl_is_of_learner_to_reference_with_gradient_to_the_learner(estimator):
-    logp = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)
-    kl = kl_to_reference(logp, reference, estimator)
-    kl.sum().backward()
-    x = (reference - logp.detach()).tolist()
-    assert kl.tolist() == pytest.approx([FORMULAS[estimator](v) for v in x])
-    assert logp.grad.tolist() == pytest.approx([-SLOPES[estimator](v) for v in x])  # d/dl = -d/dx
 
 
 def kl_gradient(learner: torch.Tensor, reference: torch.Tensor, reverse: bool = False) -> torch.Tensor:
@@ -68,15 +56,10 @@ def test_the_expected_gradient_of_the_loss_is_that_of_a_kl(estimator, reverse, s
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize(("now", "reference"), [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf)])
-def test_a_cut_token_has_no_kl_and_no_gradient(estimator, now, reference):
-    logp = torch.tensor([now, -1.0], requires_grad=True)
-    kl = kl_to_reference(logp, torch.tensor([reference, -1.0]), estimator)
+def test_a_cut_token_has_no_kl_and_no_gradient_nor_has_one_beyond_the_clamp_of_k3(estimator, now, reference):
+    logp = torch.tensor([now, -30.0, -1.0], requires_grad=True)
+    kl = kl_to_reference(logp, torch.tensor([reference, -1.0, -30.0]), estimator)
     kl.sum().backward()
     assert kl[0].item() == 0.0
     assert logp.grad[0].item() == 0.0
-
-
-def test_a_token_beyond_the_clamp_has_no_gradient():
-    logp = torch.tensor([-30.0, -1.0], requires_grad=True)
-    kl_to_reference(logp, torch.tensor([-1.0, -30.0]), "k3").sum().backward()
-    assert logp.grad.tolist() == [0.0, 0.0]
+    assert estimator != "k3" or logp.grad.tolist() == [0.0] * 3

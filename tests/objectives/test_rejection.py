@@ -28,8 +28,8 @@ def kept(x: torch.Tensor, segments: Segments, rule: RejectRule) -> torch.Tensor:
     return kept_and_clamped(x, segments, rule)[0]
 
 
-def random_log_ratio(spread: float = 0.4, seed: int = 0) -> torch.Tensor:
-    return spread * torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def random_log_ratio(spread: float = 0.4) -> torch.Tensor:
+    return spread * torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def score(x: list[float], estimator: str, aggregate: str) -> float:
@@ -43,9 +43,8 @@ CHAINS = [(e, a) for e in ("k1", "k2", "k3", "ratio") for a in ("sum", "mean", "
 
 
 @pytest.mark.parametrize(("estimator", "aggregate"), CHAINS)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_response_stays_while_its_score_is_within_the_bounds(estimator, aggregate, seed):
-    x = random_log_ratio(seed=seed)
+def test_a_response_stays_while_its_score_is_within_the_bounds(estimator, aggregate):
+    x = random_log_ratio()
     scores = [score(part, estimator, aggregate) for part in (row.tolist() for row in x.split(LENGTHS)) if part]
     lower, upper = sorted(scores)[1] - 1e-9, sorted(scores)[-1] - 1e-9  # drops the least and the largest of four
     got = kept(x, SEGMENTS, rule(estimator, "corr", aggregate, lower, upper))
@@ -61,21 +60,6 @@ def test_ratio_max_demands_that_every_token_is_within_the_bounds():
     assert kept(x, SEGMENTS, bounds).tolist() == [True, False, True, False, True]
     one_sided = rule("ratio", "corr", "max", None, 1.5)
     assert kept(x, SEGMENTS, one_sided).tolist() == [True, True, True, False, True]
-
-
-def test_bounds_of_a_ratio_are_on_learner_over_sampler_and_need_not_be_reciprocal():
-    segments = Segments.from_lengths([1, 1])
-    x = torch.tensor([4.0, 0.25], dtype=torch.float64).log()
-    for aggregate in ("sum", "mean", "max"):
-        # 4 is inside [0.5, 5]; its inverse is not
-        assert kept(x, segments, rule("ratio", "corr", aggregate, 0.5, 5.0)).tolist() == [True, False]
-
-
-def test_k1_is_large_where_the_learner_finds_a_token_less_likely():
-    segments = Segments.from_lengths([1, 1])
-    x = torch.tensor([2.0, 0.5], dtype=torch.float64).log()
-    assert kept(x, segments, rule("k1", "corr", "sum", None, 1e-3)).tolist() == [True, False]
-    assert kept(x, segments, rule("k1", "corr", "sum", -1e-3, 1.0)).tolist() == [False, True]
 
 
 def test_a_score_on_its_bound_stays():
@@ -114,15 +98,9 @@ def test_the_veto_drops_a_response_with_one_token_below_the_floor():
     assert weights.tolist() == [0.0] * 3 + [1.0] * 6 + [0.0] * 2
 
 
-def test_a_rule_names_its_metric():
-    bounds = rule("k3", "rollout", "sum", None, 1e-3)
-    assert bounds.metric == "correction/reject_rollout_k3_sum_frac"
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "ratio"])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_rule_of_tokens_drops_each_token_by_itself(estimator, seed):
-    x = random_log_ratio(0.6, seed)
+def test_a_rule_of_tokens_drops_each_token_by_itself(estimator):
+    x = random_log_ratio(0.6)
     scores = [math.exp(v) if estimator == "ratio" else score([v], estimator, "sum") for v in x.tolist()]
     lower, upper = sorted(scores)[2] - 1e-9, sorted(scores)[-2] + 1e-9
     got = kept(x, SEGMENTS, rule(estimator, "corr", "token", lower, upper))

@@ -1,3 +1,5 @@
+"""The built-in rewards, called as functions."""
+
 from __future__ import annotations
 
 from decimal import Decimal
@@ -24,8 +26,7 @@ def test_config_knows_the_same_builtins():
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"),
-    [(GSM8K, "72"), ("#### 1\n#### 2 ", "2"), (" 72 ", "72"), (72, "72"), ("#### -1,000", "-1,000")],
+    ("answer", "text"), [(GSM8K, "72"), ("#### 1\n#### 2 ", "2"), (" 72 ", "72"), (72, "72"), ("#### -1,000", "-1,000")]
 )
 def test_final_answer(answer, text):
     assert final_answer(answer) == text
@@ -42,11 +43,7 @@ def test_math_refuses_an_unparsable_ground_truth():
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        ({}, [1.0, 1.0, 0.0, 0.0]),
-        ({"strip": False}, [1.0, 0.0, 0.0, 0.0]),
-        ({"casefold": True}, [1.0, 1.0, 1.0, 0.0]),
-    ],
+    [({}, [1.0, 1.0, 0.0, 0.0]), ({"strip": False}, [1.0, 0.0, 0.0, 0.0]), ({"casefold": True}, [1.0, 1.0, 1.0, 0.0])],
 )
 def test_exact(options, expected):
     assert score(exact, ["Yes", " Yes\n", "yes", "Yes."], "Yes", **options) == expected
@@ -56,22 +53,18 @@ def test_exact_compares_a_number_as_text():
     assert score(exact, ["19", "019"], 19) == [1.0, 0.0]
 
 
-def test_regex_without_group_scores_a_match():
-    assert score(regex, ["so 12", "none"], pattern=r"\d+") == [1.0, 0.0]
-
-
-def test_regex_group_is_compared_with_the_answer():
-    completions = ["19", " 19 and more", "-19", "the 19", "", "190"]
-    scores = score(regex, completions, "19", pattern=r"^\s*(-?\d+)", group=1)
-    assert scores == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_regex_named_group_is_compared_with_the_final_answer_of_gsm8k():
-    assert score(regex, ["#### 72", "#### 7"], GSM8K, pattern=r"#### (?P<n>\d+)", group="n") == [1.0, 0.0]
-
-
-def test_regex_group_that_took_no_part_scores_zero():
-    assert score(regex, ["b"], "a", pattern="(a)|b", group=1) == [0.0]
+@pytest.mark.parametrize(
+    ("completions", "answer", "options", "expected"),
+    [
+        (["so 12", "none"], None, {"pattern": r"\d+"}, [1.0, 0.0]),  # without a group: any match
+        (["19", " 19 and more"], "19", {"pattern": r"^\s*(-?\d+)", "group": 1}, [1.0, 1.0]),
+        (["-19", "the 19", "", "190"], "19", {"pattern": r"^\s*(-?\d+)", "group": 1}, [0.0] * 4),
+        (["#### 72", "#### 7"], GSM8K, {"pattern": r"#### (?P<n>\d+)", "group": "n"}, [1.0, 0.0]),
+        (["b"], "a", {"pattern": "(a)|b", "group": 1}, [0.0]),  # the group took no part
+    ],
+)
+def test_regex_compares_its_group_with_the_final_answer(completions, answer, options, expected):
+    assert score(regex, completions, answer, **options) == expected
 
 
 @pytest.mark.parametrize(
@@ -93,9 +86,6 @@ def test_length(options, expected):
     [
         ("<think>a\nb</think>\n<answer>4</answer>", 1.0),
         ("  <think></think><answer></answer>\n", 1.0),
-        ("<answer>4</answer>", 0.0),
-        ("so <think>a</think><answer>4</answer>", 0.0),
-        ("<think>a</think><answer>4</answer> done", 0.0),
         ("<think>a < b</think><answer><b>4</b></answer>", 1.0),
     ],
 )
@@ -108,22 +98,25 @@ def test_format_takes_a_pattern():
 
 
 @pytest.fixture(scope="module")
-def chain_sum() -> dict[str, list]:
+def reasoning_gym():
     pytest.importorskip("reasoning_gym")
+    from qarl.rewards.reasoning import reasoning_gym
+
+    return reasoning_gym
+
+
+@pytest.fixture(scope="module")
+def chain_sum(reasoning_gym) -> dict[str, list]:
     rows = generate("reasoning-gym:chain_sum", {"size": 3, "seed": 0})
     return {name: [row[name] for row in rows] for name in ("answer", "entry")}
 
 
-def test_reasoning_gym_scores_the_bare_answer(chain_sum):
-    from qarl.rewards.reasoning import reasoning_gym
-
+def test_reasoning_gym_scores_the_bare_answer(reasoning_gym, chain_sum):
     completions = [f" {chain_sum['answer'][0]}\n", "wrong", ""]
     assert reasoning_gym(completions, ["p"] * 3, **chain_sum) == [1.0, 0.0, 0.0]
 
 
-def test_reasoning_gym_pattern_takes_the_last_match(chain_sum):
-    from qarl.rewards.reasoning import reasoning_gym
-
+def test_reasoning_gym_pattern_takes_the_last_match(reasoning_gym, chain_sum):
     right = [f"<answer>no</answer>\n<answer>\n{answer}\n</answer>" for answer in chain_sum["answer"]]
     scores = reasoning_gym(
         [right[0], chain_sum["answer"][1], right[2]], ["p"] * 3, pattern="<answer>(.*?)</answer>", **chain_sum
@@ -131,11 +124,8 @@ def test_reasoning_gym_pattern_takes_the_last_match(chain_sum):
     assert scores == [1.0, 0.0, 1.0]
 
 
-def test_reasoning_gym_scores_with_the_options_of_the_task():
+def test_reasoning_gym_scores_with_the_options_of_the_task(reasoning_gym):
     # decimal_arithmetic forgives one unit in the last of its configured places, by default the sixth.
-    pytest.importorskip("reasoning_gym")
-    from qarl.rewards.reasoning import reasoning_gym
-
     def off_by_a_hundredth(**options: int) -> float:
         (row,) = generate("reasoning-gym:decimal_arithmetic", {"size": 1, "seed": 3, **options})
         return reasoning_gym([str(Decimal(row["answer"]) + Decimal("0.01"))], ["p"], entry=[row["entry"]])[0]
@@ -205,9 +195,7 @@ def test_a_regex_with_a_tag_in_it_reads_think_blocks_itself():
 
 
 @pytest.mark.parametrize(("completion", "prompt", "expected"), THINKING)
-def test_reasoning_gym_counts_what_follows_a_think_block(chain_sum, completion, prompt, expected):
-    from qarl.rewards.reasoning import reasoning_gym
-
+def test_reasoning_gym_counts_what_follows_a_think_block(reasoning_gym, chain_sum, completion, prompt, expected):
     right = chain_sum["answer"][0]
     said = completion.replace("yes", f"={right}=")
     entry, options = chain_sum["entry"][:1], {"pattern": "=(.*?)="}
@@ -216,10 +204,7 @@ def test_reasoning_gym_counts_what_follows_a_think_block(chain_sum, completion, 
 
 
 @pytest.mark.parametrize("entry", [None, "text", {}, {"metadata": None}, {"metadata": {}}, {"answer": "1"}, 3])
-def test_reasoning_gym_names_what_an_entry_lacks(entry):
-    pytest.importorskip("reasoning_gym")
-    from qarl.rewards.reasoning import reasoning_gym
-
+def test_reasoning_gym_names_what_an_entry_lacks(reasoning_gym, entry):
     with pytest.raises(UserError, match=r"column 'entry': a value has no `metadata.source_dataset`.*; use entries"):
         reasoning_gym(["1"], ["p"], entry=[entry])
 

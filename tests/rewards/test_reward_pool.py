@@ -1,3 +1,5 @@
+"""The pool: order and sums of scores, what a failure costs, and what is printed."""
+
 from __future__ import annotations
 
 import re
@@ -39,13 +41,11 @@ def test_workers_run_at_the_same_time(pool):
     assert len(set(score(pool("pids", workers=2), "1", "2").total)) == 2
 
 
-def test_empty_batch_has_no_scores(pool):
-    assert pool().score([], [], {}).total == []
-
-
-def test_lists_of_unequal_length_are_refused(pool):
+def test_lists_of_unequal_length_are_refused_and_empty_ones_have_no_scores(pool):
+    rewards = pool()
     with pytest.raises(ValueError, match="answer has 1 values for 2 completions"):
-        pool().score(["1", "2"], ["p", "p"], {"answer": ["a"]})
+        rewards.score(["1", "2"], ["p", "p"], {"answer": ["a"]})
+    assert rewards.score([], [], {}).total == []
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,13 @@ def test_lists_of_unequal_length_are_refused(pool):
         ("return [float('nan')] * len(c)", r"returned nan, expected a finite number"),
     ],
 )
-def test_only_the_guilty_completion_scores_zero(pool, order, message):
+def test_only_the_guilty_completion_scores_zero(pool, caplog, order, message):
     rewards = pool()
     result = score(rewards, "1", order, "3")
     assert result.total == [1.0, 0.0, 3.0]
     assert result.failed == {"orders": 1}
     assert len(result.messages) == 2  # the batch, then the completion
+    assert [record.levelname for record in caplog.records if record.name == "qarl.rewards"] == ["WARNING"] * 2
     assert re.search(message, result.messages[1])
     assert result.messages[1].startswith("reward `orders`: completion 1 scores 0: ")
     assert score(rewards, "7").total == [7.0]
@@ -87,17 +88,9 @@ def test_function_that_fails_only_on_batches_counts_no_failure(pool):
     assert "too many at once" in result.messages[0]
 
 
-def test_failures_are_logged(pool, caplog):
-    score(pool(), "1", "raise", "3")
-    assert [record.levelname for record in caplog.records if record.name == "qarl.rewards"] == ["WARNING"] * 2
-
-
-def test_failures_up_to_the_fraction_are_endured(pool):
-    assert score(pool(max_failed_frac=0.5), "raise", "1", "raise", "2").failed == {"orders": 2}
-
-
 def test_failures_past_the_fraction_stop_the_run(pool):
     rewards = pool(max_failed_frac=0.5)
+    assert score(rewards, "raise", "1", "raise", "2").failed == {"orders": 2}
     message = (
         r"reward `orders`: failed on 3 of 4 completions, more than reward.max_failed_frac 0.5; the last: SystemExit"
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
+from thread_ranks import as_threads
 
 from qarl.config.reward import RewardConfig
 from qarl.rewards import RewardPool
@@ -65,19 +65,7 @@ def test_metrics_leave_out_skipped_rows(picking):
     )
 
 
-class _TwoRanks:
-    """Ranks that have the same results."""
-
-    count = 2
-
-    def gather(self, value: dict) -> list[dict]:
-        return [json.loads(json.dumps(value))] * 2
-
-    def __getattr__(self, name: str):
-        raise AssertionError(name)
-
-
-def test_skipped_rows_of_all_ranks_are_counted(picking, monkeypatch):
-    monkeypatch.setattr("qarl.rewards.shared.together", lambda ranks, judge: judge())
-    result = gather_results(picking.score(["1 - -", "3 4 -"], ["p"] * 2, {}), _TwoRanks(), 0.5)
-    assert result.skipped == {"first": 0, "second": 2, "third": 4}
+def test_skipped_rows_of_all_ranks_are_counted(picking):
+    own = picking.score(["1 - -", "3 4 -"], ["p"] * 2, {})
+    for result in as_threads(2, lambda ranks: gather_results(own, ranks, 0.5)):
+        assert result.skipped == {"first": 0, "second": 2, "third": 4}

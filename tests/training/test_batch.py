@@ -12,6 +12,8 @@ from qarl.training.columns import Column
 from qarl.training.micro_batches import EVEN_LENGTH, assign
 from qarl.types import Prompt, Rollout
 
+GPU = torch.device("cuda")  # named, never asked
+
 
 def rollout(prompt: int, sample: int, tokens: int = 2) -> Rollout:
     return Rollout(prompt, sample, [7] * tokens, [-0.5] * tokens, "stop", 0, 0, "x")
@@ -80,19 +82,11 @@ def test_minibatches_are_shuffled_by_step_epoch_and_seed_and_by_nothing_else():
     assert len({str(orders(batch.minibatches(8, *key))) for key in keys}) == 4
 
 
-@pytest.mark.parametrize("max_tokens", [1, 25, 60, 10_000])
-def test_micro_batches_hold_every_response_once_within_the_budget(max_tokens):
-    for seed in range(20):
-        batch = ragged(seed)
-        indices = random.Random(seed).sample(range(20), 13)
-        parts = batch.part(indices).micro_batches(max_tokens)
-        assert sorted(i for part in parts for i in part.indices) == sorted(indices)
-        assert all(len(part) == 1 or part.forward_tokens <= max_tokens for part in parts)
-
-
-def test_micro_batches_fill_the_budget():
+def test_micro_batches_fill_the_budget_and_of_no_responses_there_are_none():
     whole = ragged(0).whole()
     assert len(whole.micro_batches(whole.forward_tokens)) == 1
+    empty = ragged(0)
+    assert empty.part([]).micro_batches(10) == empty.part([], GPU).micro_batches(10) == []
 
 
 def test_micro_batches_keep_groups_side_by_side():
@@ -150,8 +144,6 @@ def test_a_response_that_was_not_filled_in_is_not_read():
 
 # --- micro-batches of similar work, which a GPU gets
 
-GPU = torch.device("cuda")  # named, never asked
-
 
 def work(part: Part) -> float:
     """Of the part's forward: 1 a token, and attention over what stands before it."""
@@ -175,12 +167,14 @@ def long_batch(seed: int) -> Batch:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 25, 60, 10_000])
-def test_micro_batches_of_a_gpu_are_as_many_as_those_of_a_cpu_and_of_the_same_order(max_tokens):
+def test_micro_batches_hold_every_response_once_within_the_budget_and_a_gpu_has_as_many_in_the_same_order(max_tokens):
     for seed in range(20):
         batch = ragged(seed)
         indices = random.Random(seed).sample(range(20), 13)
         by_tokens, by_work = (batch.part(indices, device).micro_batches(max_tokens) for device in (CPU, GPU))
         assert len(by_work) == len(by_tokens)
+        assert sorted(i for part in by_tokens for i in part.indices) == sorted(indices)
+        assert all(len(part) == 1 or part.forward_tokens <= max_tokens for part in by_tokens)
         assert [i for part in by_work for i in part.indices] == [i for part in by_tokens for i in part.indices]
         assert all(len(part) == 1 or part.forward_tokens <= max_tokens for part in by_work)
 
@@ -202,11 +196,6 @@ def test_a_cut_does_not_run_a_long_prompt_twice_for_balance():
     batch = Batch(0, GPU, [[g] * 1000 for g in groups], [[1] * 200] * 12, groups, torch.zeros(12), sampled)
     for budget in (3400, 3600):
         assert orders(batch.whole().micro_batches(budget)) == [list(range(6)), list(range(6, 12))]
-
-
-def test_no_responses_are_no_micro_batches():
-    batch = ragged(0)
-    assert batch.part([]).micro_batches(10) == batch.part([], GPU).micro_batches(10) == []
 
 
 # --- several ranks
@@ -254,11 +243,8 @@ def test_micro_batches_of_ranks_are_within_the_budget_and_take_no_longer(device,
             shorter += longest(dealt) < longest(alone)
             assert budget < 10_000 or len(dealt) >= ranks
     assert ranks == 1 or shorter > 10
-
-
-def test_parts_of_more_ranks_than_responses_leave_the_others_idle():
-    part = ragged(0).part([3, 4])
-    assert rounds(part.micro_batches(10_000, 5), 5)[0].count(None) == 3
+    two = ragged(0).part([3, 4])
+    assert rounds(two.micro_batches(10_000, 5), 5)[0].count(None) == 3, "more ranks than responses"
     assert rounds(ragged(0).part([]).micro_batches(10_000, 5), 5) == []
 
 

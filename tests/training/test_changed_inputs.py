@@ -22,7 +22,7 @@ from qarl.training.run_identity import tensors_digest
 
 pytestmark = pytest.mark.slow
 
-JUDGE = "import helper\ndef judge(completions, prompts, **columns):\n    return [float(len(c)) for c in completions]\n"
+JUDGE = "def judge(completions, prompts, **columns):\n    return [float(len(c)) for c in completions]\n"
 
 
 class Place:
@@ -32,7 +32,6 @@ class Place:
         self.qarl, self.folder = qarl, folder
         shutil.copytree(model, folder / "model")
         (folder / "judge.py").write_text(JUDGE)
-        (folder / "helper.py").write_text("SCALE = 1.0\n")
         rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(8)]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = settings(
@@ -86,7 +85,6 @@ def other_config(**values: Any) -> Callable[[Path], None]:
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 CHANGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "reward file": ("reward", replace("judge.py", "float(len(c))", "float(-len(c))"), "the source of `judge`"),
-    "module of the reward": ("reward", replace("helper.py", "1.0", "2.0"), "the source of `judge`"),
     "answers": ("data", replace("rows.jsonl", '"answer": "6"', '"answer": "7"'), r"the columns beside the prompts"),
     "prompts": ("data", replace("rows.jsonl", "3 + 3", "3 + 4"), "the prompts"),
     "weights": ("model", other_weights, "model.path: its weights"),
@@ -95,11 +93,6 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "model",
         other_config(rope_parameters=ROPE),
         r"config\.json: rope_parameters\.rope_theta \(now 500000, was 10000\)",
-    ),
-    "head layout": (
-        "model",
-        other_config(num_attention_heads=8, num_key_value_heads=4, head_dim=8),
-        r"num_attention_heads \(now 8, was 4\)",
     ),
     "chat template": (
         "data, model",
@@ -157,16 +150,18 @@ OPENED: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_is_opened_only_with_the_model_that_it_had(trained, command, tmp_path, monkeypatch):
-    for number, (change, what) in enumerate(OPENED.values()):
+    """Two changes per command, so that each change meets three commands."""
+    first = list(COMMANDS).index(command)
+    for number in (first, first + 1):
+        change, what = list(OPENED.values())[number % 4]
         folder = tmp_path / str(number)
         shutil.copytree(trained.folder, folder, symlinks=True)
         monkeypatch.chdir(folder)
         change(folder)
         if "moved" in command:
             (folder / "model").rename(folder / "moved")
-        with pytest.raises(
-            UserError, match=rf"/checkpoints/000001: .*model\.path: .*{what}.* changed since"
-        ) as refused:
+        said = rf"/checkpoints/000001: .*model\.path: .*{what}.* changed since"
+        with pytest.raises(UserError, match=said) as refused:
             COMMANDS[command]()
         assert "\n" not in str(refused.value) and "--model" in str(refused.value)
     assert not list(tmp_path.glob("*/out")) + list(tmp_path.glob("*/run/eval/*/results.json"))

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_faults import recorded
 from tiny_runs import ONE_PICTURE, ROOT, Finished, Qarl, settings, write_config
-
-from qarl.config.objective import OBJECTIVES
 
 pytestmark = pytest.mark.slow
 
@@ -23,18 +22,15 @@ CUSTOM = {"name": "custom", "path": "own.py:cispo", "kwargs": {"clip_ratio_high"
 class Place:
     """A folder with a configuration and the example as own.py."""
 
-    def __init__(self, qarl: Qarl, model: Path, folder: Path, **sections: dict) -> None:
+    def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
         self.qarl, self.folder = qarl, folder
         shutil.copy(EXAMPLE, folder / "own.py")
-        sections = {"objective": CUSTOM, "train": {"steps": 2, "run_dir": "run"}, **sections}
-        data = settings(model, **sections, optim={"lr": 1e-2}, logging={"tensorboard": False})
-        write_config(folder / "c.yaml", {**data, "objective": sections["objective"], "checkpoint": {"every": 1}})
+        train = {"steps": 2, "run_dir": "run"}
+        data = settings(model, train=train, optim={"lr": 1e-2}, logging={"tensorboard": False}, checkpoint={"every": 1})
+        write_config(folder / "c.yaml", {**data, "objective": CUSTOM})
 
     def train(self, *overrides: str) -> Finished:
         return self.qarl.run("train", "c.yaml", *overrides, cwd=self.folder)
-
-    def metrics(self) -> list[dict[str, float]]:
-        return [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
     def edit(self, old: str, new: str) -> None:
         text = (self.folder / "own.py").read_text()
@@ -50,7 +46,7 @@ def place(qarl, tiny_model, tmp_path) -> Place:
 def test_the_example_trains_reports_and_is_diagnosed(place, qarl):
     done = place.train("train.steps=2", "diagnostics={shadow_every: 1, gradients_every: 2}")
     assert done.code == 0, done.err
-    metrics = place.metrics()
+    metrics = recorded(place.folder / "run")
     assert len(metrics) == 2 and all(math.isfinite(row["policy/loss"]) for row in metrics)
     # Two optimizer steps a training step: in the second the weights have moved, and some ratios are above 1.01.
     assert all(0 < row["objective/weight_mean"] < 1 + 1e-2 and row["policy/clip_frac"] > 0 for row in metrics)
@@ -82,13 +78,12 @@ def test_a_fault_in_a_step_is_one_line_and_what_is_finished_stays(place):
     place.edit(
         "    counted = ", "    CALLS.append(1)\n    if len(CALLS) > 2:\n        raise ValueError('odd')\n    counted = "
     )
-    place.edit(
-        "\n\n\ndef cispo", "\n\nCALLS = []\n\n\ndef cispo"
-    )  # called once an optimizer step, twice a training step
+    # Called once per optimizer step, twice per training step.
+    place.edit("\n\n\ndef cispo", "\n\nCALLS = []\n\n\ndef cispo")
     done = place.train()
     assert done.code == 2
     assert re.fullmatch(r"error: objective\.path: `own\.py:cispo`: raised ValueError: odd \(own\.py:\d+\)\n", done.err)
-    assert len(place.metrics()) == 1 and (place.folder / "run" / "checkpoints" / "000001").is_dir()
+    assert len(recorded(place.folder / "run")) == 1 and (place.folder / "run" / "checkpoints" / "000001").is_dir()
     place.edit("raise ValueError('odd')", "weight = weight * float('nan')")
     place.edit(
         "    value = weight", "    if len(CALLS) > 1:\n        weight = weight * float('nan')\n    value = weight"
@@ -109,20 +104,3 @@ def test_what_cannot_be_loaded_is_refused_before_the_model_is(place, qarl):
         done = place.train(override)
         assert done.code == 2 and done.err.count("\n") == 1 and says in done.err
         assert "model" not in done.out.splitlines()[-1] and not (place.folder / "run").exists()
-
-
-def test_a_run_whose_config_has_every_objectives_keys_at_null_goes_on(qarl, tiny_model, tmp_path):
-    """As config.yaml was written while all objectives had one section."""
-    place = Place(qarl, tiny_model("llama"), tmp_path, objective={"name": "tbpo", "seq_clip_ratio_high": 0.04})
-    assert place.train("train.steps=1").code == 0
-    file = tmp_path / "run" / "config.yaml"
-    stored = yaml.safe_load(file.read_text())
-    every = {key for objective in OBJECTIVES for key in objective.model_fields} - {"path", "kwargs"}
-    stored["objective"] = dict.fromkeys(sorted(every)) | stored["objective"]
-    assert stored["objective"]["clip_ratio_c"] is None and len(stored["objective"]) > 20
-    file.write_text(yaml.safe_dump(stored))
-    done = place.train("train.steps=2")
-    assert done.code == 0 and len(place.metrics()) == 2, done.err
-    assert "clip_ratio_c" not in yaml.safe_load(file.read_text())["objective"]
-    refused = place.train("train.steps=3", "objective.name=gspo", "objective.seq_clip_ratio_high=null")
-    assert refused.code == 2 and 'objective.name is "tbpo" there, "gspo" here' in refused.err

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 import forked_launch
 import pytest
 import torch
 from qarl_formats.registry import make_scheme
+from run_faults import recorded
 from safetensors.torch import load_file
 from tiny_runs import Finished, Qarl, settings, write_config
 
+from qarl.config import ModelConfig, load_config
+from qarl.errors import UserError
 from qarl.policy.load import load_model
 
 pytestmark = pytest.mark.slow
@@ -35,8 +38,8 @@ class Runs:
         return self.qarl.run("train", self.config, run, *overrides, cwd=self.folder, **named)
 
     def metrics(self, name: str) -> list[dict]:
-        rows = map(json.loads, (self.folder / name / "metrics.jsonl").read_text().splitlines())
-        return [{k: v for k, v in row.items() if k.startswith(("policy/", "mismatch/", "reward"))} for row in rows]
+        kept = ("policy/", "mismatch/", "reward")
+        return [{k: v for k, v in row.items() if k.startswith(kept)} for row in recorded(self.folder / name)]
 
     def masters(self, name: str, step: int) -> dict[str, torch.Tensor]:
         files = sorted((self.folder / name / "checkpoints" / f"{step:06}").glob("masters*.safetensors"))
@@ -67,18 +70,13 @@ def test_the_first_masters_are_those_of_the_method(runs, tiny_model):
     assert runs.train("nearest", "quant.init=rtn", *still).code == 0
     assert runs.train("gptq", *still).code == 0
     name = "model.layers.0.mlp.down_proj.weight"
-    original = dict(load_model_at(tiny_model("llama")).named_parameters())[name].detach()
+    model = load_model(ModelConfig(path=str(tiny_model("llama"))))
+    original = dict(model.named_parameters())[name].detach()
     nearest, ours = (runs.masters(run, 1)[name] for run in ("nearest", "gptq"))
     assert torch.allclose(nearest, original, atol=1e-9)
     scheme = make_scheme("w4a16", 32)
     codes, expected = (scheme.codes(scheme.quantize(one)[0], (64, 128)) for one in (ours, original))
     assert 0.02 < (codes != expected).float().mean() < 0.5
-
-
-def load_model_at(directory: Path):
-    from qarl.config import ModelConfig
-
-    return load_model(ModelConfig(path=str(directory)))
 
 
 def test_another_calibration_text_is_refused_when_a_run_resumes(runs):
@@ -100,25 +98,23 @@ def test_the_run_s_prompts_can_calibrate(runs):
         (["quant.scheme=w8a8", "quant.group_size=null", "quant.init=awq"], "is for w4a16, nvfp4a16, not w8a8; use rtn"),
         (["quant.scheme=bf16", "quant.group_size=null"], "not bf16; use rtn"),
         (["optim.master_dtype=bfloat16"], "masters rounded to optim.master_dtype bfloat16"),
-        (["quant.calibration.source=missing.txt"], "missing.txt: no such file"),
         (["quant.calibration.samples=0"], "quant.calibration.samples"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused_in_one_line(runs, overrides, message):
-    done = runs.train("run", *overrides)
-    assert done.code == 2 and message in done.err and len(done.err.strip().splitlines()) == 1
+def test_settings_that_cannot_be_calibrated_are_refused_in_one_line(runs, overrides, message):
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        load_config(runs.config, overrides)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"), [("missing.txt", "missing.txt: no such file"), ("blank.txt", "is empty; give a text")]
+)
+def test_a_text_that_cannot_calibrate_is_refused_in_one_line(runs, source, message):
+    (runs.folder / "blank.txt").write_text(" \n")
+    done = runs.train("run", f"quant.calibration.source={source}")
+    assert done.code == 2 and message in done.err and done.err.count("\n") == 1
     assert not (runs.folder / "run").exists()
-
-
-def test_an_empty_text_is_refused(runs):
-    runs.text.write_text(" \n")
-    done = runs.train("run")
-    assert done.code == 2 and "quant.calibration.source" in done.err and "is empty; give a text" in done.err
-
-
-def test_a_mixture_of_experts_is_refused(qarl, tiny_model, tmp_path):
-    done = Runs(qarl, tiny_model("qwen3_moe"), tmp_path).train("run")
-    assert done.code == 2 and "use rtn for a mixture of experts" in done.err
 
 
 def test_two_ranks_start_from_a_checkpoint_with_the_codes(runs, tiny_model):

@@ -86,37 +86,7 @@ def test_the_second_epoch_is_off_policy(llama):
     assert ratios[0] == 0.0 and ratios[1] > 0.0
 
 
-@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean"])
-def test_micro_batches_add_up_to_the_minibatch(llama, aggregation):
-    results = []
-    for tokens in (1, 40, 100_000):
-        run = parts(
-            llama,
-            model={"dtype": "float32"},
-            objective={"aggregation": aggregation},
-            optim={"lr": 1e-9},
-            train={"micro_batch_tokens": tokens},
-        )
-        results.append(gradients(run, live(run)))
-    whole, metrics = results[-1]
-    assert len(whole) == 2
-    for steps, other in results[:-1]:
-        for step, expected in zip(steps, whole, strict=True):
-            for name, gradient in expected.items():
-                # float32 sums in another order
-                error = (step[name] - gradient).norm() / gradient.norm()
-                assert error < 1e-4, (name, float(error))
-        del other["learner_tokens"]  # a prompt is run again in every micro-batch
-        assert other == pytest.approx({k: metrics[k] for k in other}, rel=1e-4, abs=1e-7)
-
-
-def test_learner_tokens_count_a_shared_prompt_once(llama):
-    run = parts(llama, train={"minibatch_size": 16})
-    batch = live(run)
-    assert run.learn(batch)["learner_tokens"] == 4 * 3 + sum(len(r) for r in batch.responses)
-
-
-def test_forwards_are_those_that_learn_reports(llama):
+def test_forwards_are_those_that_learn_reports_and_tokens_count_a_shared_prompt_once(llama):
     run = parts(llama, train={"minibatch_size": 4, "epochs": 2})
     run.policy.kept.add(run.policy.current)
     watch, done = Observer(), []
@@ -133,6 +103,10 @@ def test_forwards_are_those_that_learn_reports(llama):
     reported = run.learner.forwards(batch, 1)
     run.learn(batch, 1, watch)
     assert sum(done) == reported == 2 * 16 + 2 * 16
+
+    run = parts(llama, train={"minibatch_size": 16})
+    batch = live(run)
+    assert run.learn(batch)["learner_tokens"] == 4 * 3 + sum(len(r) for r in batch.responses)
 
 
 def half_idle(run: Parts) -> Batch:
@@ -230,21 +204,15 @@ def test_an_aligned_learner_has_no_mismatch_at_all(llama, scheme, group):
         assert token_metrics(batch)["mismatch/delta_abs_max"] == 0.0
 
 
-def test_quantized_rollout_training_has_the_mismatch_of_the_codes(llama):
-    run = parts(llama, quant={"learner": "full_precision"})
-    batch = live(run)
-    run.learn(batch)
-    assert 1e-2 < token_metrics(batch)["mismatch/delta_abs_max"] < 10.0
-
-
 def test_fake_quantization_is_closer_to_the_sampler_than_full_precision(llama):
-    gaps = {}
+    found = {}
     for learner in ("fake_quant", "full_precision"):
         run = parts(llama, quant={"learner": learner})
         batch = live(run)
         run.learn(batch)
-        gaps[learner] = token_metrics(batch)["mismatch/delta_abs_mean"]
-    assert gaps["fake_quant"] < 0.2 * gaps["full_precision"]
+        found[learner] = token_metrics(batch)
+    assert found["fake_quant"]["mismatch/delta_abs_mean"] < 0.2 * found["full_precision"]["mismatch/delta_abs_mean"]
+    assert 1e-2 < found["full_precision"]["mismatch/delta_abs_max"] < 10.0
 
 
 # Every objective, advantage, aggregation, optimizer and correction once, and not all their products.
@@ -285,10 +253,7 @@ def test_gradient_checkpointing_changes_no_bit(llama):
     assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
 
 
-@pytest.mark.parametrize(
-    "objective, scheme, group",
-    [("tbpo", "w4a16", 32), ("tbpo", "w8a8", None), ("grpo", "w4a16", 32), ("gspo", "w4a16", 32)],
-)
+@pytest.mark.parametrize("objective, scheme, group", [("tbpo", "w8a8", None), ("gspo", "w4a16", 32)])
 def test_reward_rises(llama, objective, scheme, group):
     run = parts(
         llama,

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pairwise import pairwise
 from safetensors.torch import load, save
+from test_optim_muon import DEVICE, OPTIONS, matrices, set_gradients
 from tiny_runs import live, parts
 from torch.nn import Parameter
 
@@ -18,25 +20,14 @@ from qarl.training.muon import BatchedMuon
 from qarl.training.offload_muon import OffloadedMuon, OffloadedRowMuon
 from qarl.training.optim import build_optimizer, round_masters
 
-SHAPES = [(16, 48), (48, 16), (16, 48), (32, 32), (16, 48), (48, 16), (1, 5), (5, 1)]
-OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU, whose state the host keeps")
 
 
-def matrices(seed: int, shapes: list[tuple[int, int]] = SHAPES) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in shapes]
-
-
-def set_gradients(members: list[Parameter], seed: int, skip: int | None = None) -> None:
-    for place, (parameter, gradient) in enumerate(zip(members, matrices(100 + seed), strict=True)):
-        parameter.grad = None if place == skip else 1e-3 * gradient.detach()
-
-
-@pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize("change", [{}, {"nesterov": False}, {"adjust_lr_fn": "original"}], ids=str)
+@pytest.mark.parametrize(
+    ("masters", "change", "rounded"),
+    pairwise([False, True], [{}, {"nesterov": False}, {"adjust_lr_fn": "original"}], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_masters_and_momenta_have_the_bits_of_those_on_the_device(masters, change, rounded) -> None:
     theirs, ours = matrices(0), matrices(0)
     round_masters([*theirs, *ours], rounded)

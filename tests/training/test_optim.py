@@ -1,3 +1,5 @@
+"""AdamW and Muon: their formulas, the state of a checkpoint, schedule and clipping."""
+
 import json
 import math
 
@@ -30,9 +32,9 @@ def parameters(seed: int = 0) -> dict[str, Parameter]:
 
 def set_gradients(named: dict[str, Parameter], seed: int, skip: str | None = None) -> None:
     generator = torch.Generator().manual_seed(100 + seed)
-    for name, parameter in named.items():
-        gradient = torch.randn(parameter.shape, generator=generator)
-        parameter.grad = None if name == skip else gradient
+    for name, shape in SHAPES.items():
+        gradient = torch.randn(shape, generator=generator)
+        named[name].grad = None if name == skip else gradient
 
 
 def trained(config: OptimConfig, steps: int, skip: str | None = None):
@@ -50,9 +52,9 @@ def clone(named: dict[str, Parameter]) -> dict[str, Parameter]:
 
 @BOTH
 @pytest.mark.parametrize("skip", [None, "model.layers.1.mlp.down_proj.weight"])
-def test_state_tensors_round_trip_gives_bit_equal_parameters_after_a_further_step(config, skip):
+def test_state_tensors_by_name_give_bit_equal_parameters_after_a_further_step(config, skip):
     named, optimizer = trained(config, 3, skip)
-    copy = clone(named)
+    copy = dict(reversed(clone(named).items()))
     restored = build_optimizer(copy.items(), config)
     tensors, meta = optimizer.state_tensors()
     restored.load_state_tensors(load(save(tensors)), json.loads(json.dumps(meta)))
@@ -77,63 +79,43 @@ def test_loaded_state_shares_no_memory_with_its_source(config):
 
 
 @BOTH
-def test_state_is_addressed_by_name_whatever_the_order_of_the_parameters(config):
-    named, optimizer = trained(config, 2)
-    copy = dict(reversed(clone(named).items()))
-    restored = build_optimizer(copy.items(), config)
-    restored.load_state_tensors(*optimizer.state_tensors())
-    for these, one in ((named, optimizer), (copy, restored)):
-        for name, parameter in these.items():
-            parameter.grad = torch.full_like(parameter, float(len(name)))
-        one.step()
-    assert all(torch.equal(named[name], copy[name]) for name in SHAPES)
-
-
-def test_state_before_the_first_step_is_empty_and_loads():
-    optimizer = build_optimizer(parameters().items(), MUON)
-    tensors, meta = optimizer.state_tensors()
+def test_state_has_names_of_parameters_and_is_empty_before_the_first_step(config):
+    tensors, meta = trained(config, 0)[1].state_tensors()
     assert tensors == {}
-    build_optimizer(parameters().items(), MUON).load_state_tensors(tensors, meta)
-
-
-def test_state_names_are_parameter_slash_key():
-    _, optimizer = trained(MUON, 1)
-    tensors, _ = optimizer.state_tensors()
-    assert "model.layers.0.mlp.up_proj.weight/momentum_buffer" in tensors
+    build_optimizer(parameters().items(), config).load_state_tensors(tensors, meta)
+    tensors, _ = trained(config, 1)[1].state_tensors()
     assert {name for name in tensors if name.startswith("model.norm")} == {
-        "model.norm.weight/exp_avg",
-        "model.norm.weight/exp_avg_sq",
-        "model.norm.weight/step",
+        f"model.norm.weight/{key}" for key in ("exp_avg", "exp_avg_sq", "step")
     }
+    blocks = {"model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"}
+    momenta = {name.split("/")[0] for name in tensors if name.endswith("/momentum_buffer")}
+    assert momenta == (blocks if config is MUON else set()), "Muon takes the matrices of the blocks only"
 
 
-def test_state_of_another_optimizer_is_refused():
-    _, optimizer = trained(MUON, 1)
-    with pytest.raises(ValueError, match=r"'muon' does not fit optim\.name 'adamw'"):
-        build_optimizer(parameters().items(), ADAMW).load_state_tensors(*optimizer.state_tensors())
+def without(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight/exp_avg"}
 
 
-def test_incomplete_state_is_refused_by_name():
-    _, optimizer = trained(ADAMW, 1)
-    tensors, meta = optimizer.state_tensors()
-    del tensors["lm_head.weight/exp_avg"]
-    with pytest.raises(ValueError, match=r"lm_head\.weight/exp_avg"):
-        build_optimizer(parameters().items(), ADAMW).load_state_tensors(tensors, meta)
-
-
-def test_state_of_another_shape_is_refused_by_name():
-    _, optimizer = trained(ADAMW, 1)
-    tensors, meta = optimizer.state_tensors()
-    tensors["lm_head.weight/exp_avg"] = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match=r"lm_head\.weight/exp_avg has shape \[3, 3\], not \[11, 6\]"):
-        build_optimizer(parameters().items(), ADAMW).load_state_tensors(tensors, meta)
-
-
-def test_state_of_an_unknown_parameter_is_refused_by_name():
-    _, optimizer = trained(ADAMW, 1)
-    fewer = {name: parameter for name, parameter in parameters().items() if name != "lm_head.weight"}
-    with pytest.raises(ValueError, match=r"lm_head\.weight/.* the model does not have"):
-        build_optimizer(fewer.items(), ADAMW).load_state_tensors(*optimizer.state_tensors())
+@pytest.mark.parametrize(
+    ("saved", "change", "left_out", "message"),
+    [
+        (MUON, dict, "", r"'muon' does not fit optim\.name 'adamw'"),
+        (ADAMW, without, "", r"lm_head\.weight/exp_avg"),
+        (
+            ADAMW,
+            lambda tensors: tensors | {"lm_head.weight/exp_avg": torch.zeros(3, 3)},
+            "",
+            r"lm_head\.weight/exp_avg has shape \[3, 3\], not \[11, 6\]",
+        ),
+        (ADAMW, dict, "lm_head.weight", r"lm_head\.weight/.* the model does not have"),
+    ],
+    ids=["another optimizer", "incomplete", "another shape", "an unknown parameter"],
+)
+def test_a_state_that_does_not_fit_is_refused_by_name(saved, change, left_out, message):
+    tensors, meta = trained(saved, 1)[1].state_tensors()
+    members = {name: parameter for name, parameter in parameters().items() if name != left_out}
+    with pytest.raises(ValueError, match=message):
+        build_optimizer(members.items(), ADAMW).load_state_tensors(change(tensors), meta)
 
 
 def test_adamw_decays_matrices_and_leaves_vectors():
@@ -164,15 +146,6 @@ def test_adamw_matches_its_formula_over_two_steps():
     assert w.tolist()[0] == pytest.approx(expected, rel=1e-12)
 
 
-def test_muon_takes_the_matrices_of_the_blocks_only():
-    _, optimizer = trained(MUON, 1)
-    tensors, _ = optimizer.state_tensors()
-    assert {name.split("/")[0] for name in tensors if name.endswith("/momentum_buffer")} == {
-        "model.layers.0.mlp.up_proj.weight",
-        "model.layers.1.mlp.down_proj.weight",
-    }
-
-
 def test_muon_updates_have_the_size_of_adamw_s_whatever_the_shape():
     # an orthogonal [N, K] matrix has rms 1 / sqrt(max(N, K)); match_rms_adamw scales it to 0.2. Newton-Schulz leaves
     # the singular values between about 0.7 and 1.2.
@@ -196,14 +169,18 @@ def test_adamw_lr_is_the_rate_of_muon_s_adamw_part():
 
 
 @BOTH
-def test_set_lr_scales_every_part(config):
+def test_set_lr_zero_grad_and_missing_gradients_concern_every_part(config):
     named = parameters()
     before = clone(named)
-    optimizer = build_optimizer(named.items(), config)
+    frozen = Parameter(torch.ones(2, 2), requires_grad=False)
+    optimizer = build_optimizer([("frozen", frozen), *named.items()], config)
+    optimizer.step()
     set_gradients(named, 0)
     optimizer.set_lr(0.0)
     optimizer.step()
-    assert all(torch.equal(named[name], before[name]) for name in SHAPES)
+    assert all(torch.equal(named[name], before[name]) for name in SHAPES) and frozen.equal(torch.ones(2, 2))
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in named.values())
 
 
 def test_set_lr_is_relative_to_the_configured_rate_each_time():
@@ -216,20 +193,6 @@ def test_set_lr_is_relative_to_the_configured_rate_each_time():
         set_gradients(these, 1)
         one.step()
     assert all(torch.equal(named[name], copy[name]) for name in SHAPES)
-
-
-def test_parameters_without_gradient_are_left_out():
-    frozen = Parameter(torch.ones(2, 2), requires_grad=False)
-    optimizer = build_optimizer([("frozen", frozen), *parameters().items()], ADAMW)
-    optimizer.step()
-    assert frozen.equal(torch.ones(2, 2))
-
-
-@BOTH
-def test_zero_grad_clears_every_part(config):
-    named, optimizer = trained(config, 1)
-    optimizer.zero_grad()
-    assert all(parameter.grad is None for parameter in named.values())
 
 
 @pytest.mark.parametrize(
@@ -247,10 +210,7 @@ def test_schedule(schedule, expected):
     minimum = 0.0 if schedule == "constant" else 0.2
     config = OptimConfig(schedule=schedule, warmup_steps=4, min_lr_ratio=minimum)
     assert [lr_at(step, 8, config) for step in range(8)] == pytest.approx(expected)
-
-
-def test_schedule_stays_at_its_minimum_beyond_the_end():
-    assert lr_at(99, 8, OptimConfig(schedule="cosine", min_lr_ratio=0.3)) == pytest.approx(0.3)
+    assert lr_at(99, 8, config) == pytest.approx(1.0 if schedule == "constant" else minimum)
 
 
 def clipped(parameters: list[Parameter], max_norm: float) -> float:
@@ -268,27 +228,19 @@ def gradients(*rows: list[float]) -> list[Parameter]:
     return out
 
 
-def test_clip_scales_the_joint_norm_to_the_maximum():
-    named = gradients([3.0, 0.0], [4.0])
-    assert clipped(named, 1.0) == 5.0
-    assert named[0].grad.tolist() == pytest.approx([0.6, 0.0])
-    assert named[1].grad.tolist() == pytest.approx([0.8])
-
-
-@pytest.mark.parametrize("max_norm", [0.0, 5.0, 9.0])
-def test_clip_leaves_gradients_within_the_maximum_or_with_clipping_off_untouched(max_norm):
-    named = gradients([3.0], [4.0])
-    assert clipped(named, max_norm) == 5.0
-    assert [parameter.grad.item() for parameter in named] == [3.0, 4.0]
+@pytest.mark.parametrize(
+    ("max_norm", "expected"),
+    [(1.0, [0.6, 0.0, 0.8]), (0.0, [3.0, 0.0, 4.0]), (5.0, [3.0, 0.0, 4.0]), (9.0, [3.0, 0.0, 4.0])],
+)
+def test_clip_scales_a_joint_norm_beyond_the_maximum_if_there_is_one(max_norm, expected):
+    members = [*gradients([3.0, 0.0], [4.0]), Parameter(torch.ones(2))]
+    assert clipped(members, max_norm) == 5.0
+    assert [value for p in members[:2] for value in p.grad.tolist()] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_the_norm_of_gradients_that_are_not_finite_is_not(bad):
     assert not math.isfinite(grad_norm(gradients([bad], [4.0])))
-
-
-def test_clip_ignores_parameters_without_gradient():
-    assert clipped([Parameter(torch.ones(2))], 1.0) == 0.0
 
 
 @pytest.mark.parametrize("shape", [(3,), (70, 33), (5000,), (0,)])

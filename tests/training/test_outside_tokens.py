@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from thread_ranks import as_threads
 from tiny_runs import parts
 
-from qarl.distributed.ranks import SingleProcess
 from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RESPONSES
 from qarl.rewards import RewardResult
 from qarl.training.alarms import Alarms
@@ -106,41 +106,23 @@ def test_with_replayed_sets_no_token_falls_out_when_the_learner_moves(llama, nam
     assert metrics["policy/kl_ref"] < 1.0 and metrics["policy/kl_ref_clamped_frac"] == 0.0
 
 
-class Two(SingleProcess):
-    """Two ranks, one after the other: the first `add_up` records what its rank gathers, the second one gets it."""
-
-    count = 2
-
-    def __init__(self) -> None:
-        self.recorded: list = []
-        self.recording = True
-
-    def gather(self, value):
-        if self.recording:
-            self.recorded.append(value)
-            return [value]
-        return [value, self.recorded.pop(0)]
-
-    gather_tensors = gather
-
-
 def test_the_share_of_a_minibatch_is_that_of_all_ranks():
     def pair(found: float, count: float) -> dict[str, torch.Tensor]:
         return dict.fromkeys(PER_MINIBATCH, torch.tensor([found, count], dtype=torch.float64))
 
-    totals, other = LearnerTotals(entropy_tokens=1), LearnerTotals()
-    for rank, shares in ((totals, [(1, 10), (9, 10)]), (other, [(3, 10), None])):  # the last: no response in it
-        for share in shares:
+    def work(ranks) -> LearnerTotals:
+        totals = LearnerTotals(entropy_tokens=1)
+        for share in ([(1, 10), (9, 10)], [(3, 10), None])[ranks.rank]:  # None: no response of the minibatch is here
             if share is not None:
-                rank.add_loss(torch.zeros(()), pair(*share))
-            rank.end_minibatch()
-    ranks = Two()
-    other.add_up(ranks)
-    ranks.recording = False
-    totals.add_up(ranks)
-    assert {totals.metrics(2)[f"{name}_max"] for name in PER_MINIBATCH} == {0.9}
-    totals.minibatch_stats[0] = pair(19, 20)
-    assert {totals.metrics(2)[f"{name}_max"] for name in PER_MINIBATCH} == {0.95}
+                totals.add_loss(torch.zeros(()), pair(*share))
+            totals.end_minibatch()
+        totals.add_up(ranks)
+        return totals
+
+    for totals in as_threads(2, work):
+        assert {totals.metrics(2)[f"{name}_max"] for name in PER_MINIBATCH} == {0.9}
+        totals.minibatch_stats[0] = pair(19, 20)
+        assert {totals.metrics(2)[f"{name}_max"] for name in PER_MINIBATCH} == {0.95}
 
 
 def test_the_bias_of_truncation_is_bounded_by_rewards_length_and_lost_mass():

@@ -101,18 +101,19 @@ def test_flops_count_what_a_forward_multiplies():
     apart = forward_flops(shape, [[1, 2, 3], [1, 2, 9]], [[4, 5], [6, 7, 8]])
     assert apart == expected + 2 * 1000 * 3 + 4 * 2 * 3 * 5 * 6
 
-
-def test_flops_count_no_key_that_a_window_hides():
-    shape = SimpleNamespace(
-        multiplied_parameters=1000, vocab_size=10, hidden_size=4, num_layers=3, num_heads=3, head_dim=5
-    )
-    asked = [[1, 2, 3]] * 2, [[4, 5], [6, 7, 8]]
+    asked, shape.num_layers = ([[1, 2, 3]] * 2, [[4, 5], [6, 7, 8]]), 3
     positions = (0, 1, 2, 3, 3, 4)  # of the queries: the prompt's, and two responses'
-    windows = (None, 1, 3)
+    windows = (None, 1, 3)  # a window hides keys
     pairs = sum(min(position + 1, window or 9) for position in positions for window in windows)
-    expected = 2 * 1000 * 6 + 2 * 10 * 4 * 5 + 4 * 3 * 5 * pairs
-    assert forward_flops(shape, *asked, windows) == expected
+    assert forward_flops(shape, *asked, windows) == 2 * 1000 * 6 + 2 * 10 * 4 * 5 + 4 * 3 * 5 * pairs
     assert forward_flops(shape, *asked, [9] * 3) == forward_flops(shape, *asked)
+
+
+def test_flops_are_of_the_shape_that_a_model_has(tiny_model):
+    shape = load_architecture(Config.model_validate(settings(tiny_model("llama"))).model)
+    assert shape is not None
+    matrices = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert forward_flops(shape, [[1]], [[2]]) == 2 * matrices + 2 * 259 * 64 + 4 * 2 * 4 * 16
 
 
 class Named(StepProfiler):
@@ -156,7 +157,7 @@ def test_an_optimizer_step_comes_behind_any_number_of_micro_batches(llama, token
     assert 0 < watch.flops["snapshot"] < watch.flops["forward"]  # one minibatch of two
 
 
-def test_a_minibatch_without_advantages_has_no_optimizer_step(llama):
+def test_optimizer_steps_are_those_of_minibatches_with_advantages_that_are_not_skipped(llama):
     run = parts(llama)
     batch = live(run)
     first = batch.minibatches(8, run.config.train.seed, 0, 0)[0]
@@ -164,17 +165,11 @@ def test_a_minibatch_without_advantages_has_no_optimizer_step(llama):
     watch = profiled(run, batch)
     assert watch.names == ["snapshot", "forward", "backward", "forward", "backward", "optimizer"]
     assert watch.updates == 1 and 0 < watch.flops["backward"] < 2 * watch.flops["forward"]
-
-
-def test_the_constants_of_a_minibatch_are_no_micro_batch(llama):
-    run = parts(llama, objective={"loss": "detach_center"})
+    run = parts(llama, objective={"loss": "detach_center"})  # a pass for the constants is no micro-batch
     assert profiled(run, live(run)).names == ["snapshot", *["forward", "backward", "optimizer"] * 2]
-
-
-def test_a_skipped_step_moves_no_bytes_of_the_optimizer(llama):
     run = parts(llama)
     run.learner.updates.norm = lambda: math.nan
-    assert profiled(run, live(run)).updates == 0
+    assert profiled(run, live(run)).updates == 0, "a skipped step moves no bytes of the optimizer"
 
 
 def test_all_rounds_of_dynamic_sampling_are_in_trace_and_page(tmp_path):
@@ -258,11 +253,3 @@ def test_a_profiled_run_has_the_same_bits_and_leaves_trace_and_page(qarl, tiny_m
     }
     parts_of_learner = [value for name, value in seconds.items() if name.startswith("- ")]
     assert sum(parts_of_learner) == pytest.approx(seconds["learner"], abs=0.004)  # rounded to milliseconds
-
-
-def test_the_flops_of_a_run_are_those_of_its_model(tiny_model):
-    config = Config.model_validate(settings(tiny_model("llama")))
-    shape = load_architecture(config.model)
-    assert shape is not None
-    matrices = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128)
-    assert forward_flops(shape, [[1]], [[2]]) == 2 * matrices + 2 * 259 * 64 + 4 * 2 * 4 * 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import forked_launch
 import pytest
 import torch
 from quantized_models import SAME, save_format
+from run_faults import recorded
 from safetensors.torch import load_file
 from test_resume import DIE_AFTER_STEP, assert_same_run
 from tiny_runs import Finished, settings, write_config
@@ -17,10 +17,7 @@ from tiny_runs import Finished, settings, write_config
 pytestmark = pytest.mark.slow
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
-CASES = {
-    "int4": ("llama", {}, "compressed-tensors w4a16"),
-    "fp8": ("qwen3", WIDE, "fine-grained fp8"),
-}
+CASES = {"int4": ("llama", {}, "compressed-tensors w4a16"), "fp8": ("qwen3", WIDE, "fine-grained fp8")}
 
 
 class Start:
@@ -54,15 +51,12 @@ def start(request, qarl, tiny_model, tmp_path_factory) -> Start:
     return Start(qarl, tiny_model(family, **sizes), tmp_path_factory.mktemp("start"), name)
 
 
-def test_sampler_and_learner_agree_in_every_step(start):
-    records = [json.loads(line) for line in (start.reference / "metrics.jsonl").read_text().splitlines()]
+def test_version_0_has_the_codes_and_sampler_and_learner_agree_in_every_step(start):
+    assert "version 0 has the codes and scales of the quantized checkpoint" in " ".join(start.done.out.split())
+    records = recorded(start.reference)
     assert len(records) == 4
     assert all(record["mismatch/delta_abs_max"] == 0.0 for record in records)
     assert any(record["quant/codes_changed_frac"] > 0 for record in records)
-
-
-def test_the_console_says_what_version_0_is(start):
-    assert "version 0 has the codes and scales of the quantized checkpoint" in " ".join(start.done.out.split())
 
 
 def test_codes_outlive_a_checkpoint_that_changes_nothing(start):

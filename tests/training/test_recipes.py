@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_faults import recorded
 
 import qarl
 from qarl.rewards.mathematics import math
@@ -16,10 +17,7 @@ FAMILIES = {"qwen2.5": "qwen2", "qwen3-8b": "qwen3", "qwen3-1.7b": "qwen3", "qwe
 # OpenR1-Math-46k as its page on the hub shows it; DAPO-Math-17k and the sanity test have the same of verl's columns.
 ROW = {
     "data_source": "openr1",
-    "prompt": [
-        {"role": "system", "content": "Think step by step."},
-        {"role": "user", "content": "What is 3 * 4?"},
-    ],
+    "prompt": [{"role": "system", "content": "Think step by step."}, {"role": "user", "content": "What is 3 * 4?"}],
     "ability": "math",
     "reward_model": {"ground_truth": "12", "style": "rule"},
     "extra_info": {"index": -1, "split": "default"},
@@ -62,7 +60,7 @@ def test_a_recipe_trains(recipe, tiny_model, tmp_path):
         "train.run_dir": str(tmp_path / "run"),
     }
     result = qarl.train(str(recipe), SMALL | own)
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = recorded(tmp_path / "run")
     assert result.exit_code == 0 and [m["step"] for m in metrics] == [1, 2]
     assert all(m["mismatch/delta_abs_max"] == 0.0 for m in metrics)
     columns = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["columns"]

@@ -30,17 +30,15 @@ def strict(line: str) -> dict:
     return json.loads(line, parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
 
 
-def test_each_step_is_one_line_on_disk_at_once(tmp_path):
+def test_each_step_is_one_line_on_disk_at_once_with_null_for_what_json_cannot_say(tmp_path):
     recorder = Recorder(tmp_path, settings())
     recorder.log(1, {"reward/mean": 0.1, "count": 3, "loss": torch.tensor(0.5)})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "reward/mean": 0.1, "count": 3, "loss": 0.5}\n'
-
-
-def test_values_that_json_cannot_say_become_null(tmp_path):
-    recorder = Recorder(tmp_path, settings())
-    recorder.log(1, {"a": float("nan"), "b": float("inf"), "c": -0.0})
+    line = '{"step": 1, "reward/mean": 0.1, "count": 3, "loss": 0.5}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == line
+    recorder.log(2, {"a": float("nan"), "b": float("inf"), "c": -0.0})
     recorder.rollouts(1, [{"reward": float("nan"), "logprobs": {"min": float("-inf")}, "completion": "\ud800"}])
-    assert strict((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": None, "b": None, "c": -0.0}
+    found = strict((tmp_path / "metrics.jsonl").read_text().removeprefix(line))
+    assert found == {"step": 2, "a": None, "b": None, "c": -0.0}
     assert strict((tmp_path / "rollouts" / "000001.jsonl").read_text()) == {
         "step": 1,
         "reward": None,
@@ -49,36 +47,15 @@ def test_values_that_json_cannot_say_become_null(tmp_path):
     }
 
 
-def test_truncate_forgets_later_steps_and_keeps_the_rest_byte_for_byte(tmp_path):
-    with Recorder(tmp_path, settings()) as recorder:
-        for step in (1, 2, 3):
-            recorder.log(step, {"x": step / 3})
-            recorder.rollouts(step, [{"completion": str(step)}])
-    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    with Recorder(tmp_path, settings()) as recorder:
-        assert recorder.truncate(2) == 1
-        recorder.log(3, {"x": 7})
-    assert (tmp_path / "metrics.jsonl").read_bytes() == lines[0] + lines[1] + b'{"step": 3, "x": 7}\n'
-    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["000001.jsonl", "000002.jsonl"]
-
-
-@pytest.mark.parametrize("torn", [b'{"step": 2, "x": 0.', b'{"step"', b"\x00\x00", b"2"])
-def test_a_torn_last_line_goes(tmp_path, torn):
+@pytest.mark.parametrize("torn", [b'\n{"step": 2, "x": 0.', b'\n{"step"', b"\n\x00\x00", b"\n2", b""])
+def test_a_torn_last_line_goes_and_one_that_lost_its_newline_stays(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "x": 1}\n' + torn)
+    path.write_bytes(b'{"step": 1, "x": 1}' + torn)
     assert read_metrics(path) == [{"step": 1, "x": 1}]
     with Recorder(tmp_path, settings()) as recorder:
         recorder.truncate(5)
         recorder.log(2, {"x": 2})
     assert path.read_bytes() == b'{"step": 1, "x": 1}\n{"step": 2, "x": 2}\n'
-
-
-def test_a_last_line_that_only_lost_its_newline_is_kept_apart_from_the_next(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "x": 1}')
-    with Recorder(tmp_path, settings()) as recorder:
-        recorder.truncate(1)
-        recorder.log(2, {"x": 2})
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_full_disk_is_a_user_error_and_takes_the_partial_line_back(tmp_path, monkeypatch):
@@ -146,21 +123,22 @@ def test_diagnostics_are_one_strict_json_object_a_step(tmp_path):
     assert strict(path.read_text()) == {"step": 12, "metrics": {"x": None}, "tokens": {"logp": [-0.5, None]}}
 
 
-def test_going_back_removes_later_tensors_and_diagnostics_and_nothing_else(tmp_path):
+def test_going_back_removes_later_steps_and_nothing_else(tmp_path):
     with Recorder(tmp_path, settings()) as recorder:
         for step in (1, 2, 3):
-            recorder.rollouts(step, [], TENSORS)
+            recorder.log(step, {"x": step / 3})
+            recorder.rollouts(step, [{"completion": str(step)}], TENSORS)
             recorder.diagnostics(step, {"step": step})
     for folder in ("rollouts", "diagnostics"):
         (tmp_path / folder / "000009.txt").write_text("mine")
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     with Recorder(tmp_path, settings()) as recorder:
-        recorder.truncate(2)
-    assert sorted(p.name for p in (tmp_path / "diagnostics").iterdir()) == ["000001.json", "000002.json", "000009.txt"]
-    assert sorted(p.name for p in (tmp_path / "rollouts").glob("*.safetensors")) == [
-        "000001.safetensors",
-        "000002.safetensors",
-    ]
-    assert (tmp_path / "rollouts" / "000009.txt").exists()
+        assert recorder.truncate(2) == 1
+        recorder.log(3, {"x": 7})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines[0] + lines[1] + b'{"step": 3, "x": 7}\n'
+    for folder, suffixes in (("diagnostics", ["json"]), ("rollouts", ["jsonl", "safetensors"])):
+        kept = [f"00000{step}.{suffix}" for step in (1, 2) for suffix in suffixes]
+        assert sorted(p.name for p in (tmp_path / folder).iterdir()) == [*kept, "000009.txt"]
 
 
 @pytest.mark.parametrize("samples, kept", [(2, 2), (0, 5), (9, 5)])

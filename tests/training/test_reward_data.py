@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from run_faults import recorded
 from tiny_runs import settings, write_config
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,7 @@ def config(folder, tiny_model, **sections):
 def test_a_dataset_of_nested_answers_is_trained_on(qarl, tiny_model, folder):
     done = qarl.run("train", config(folder, tiny_model), cwd=folder)
     assert done.code == 0, done.err
-    metrics = [json.loads(line) for line in (folder / "runs/r/metrics.jsonl").read_text().splitlines()]
+    metrics = recorded(folder / "runs/r")
     assert [m["reward/failed"] for m in metrics] == [0.0, 0.0]
     rows = [json.loads(line) for s in (1, 2) for line in (folder / f"runs/r/rollouts/00000{s}.jsonl").open()]
     assert {row["prompt_id"] for row in rows} == set(range(8))  # two steps of four: every row was dealt
@@ -56,27 +57,6 @@ def test_a_dataset_of_nested_answers_is_trained_on(qarl, tiny_model, folder):
         right = row["prompt_id"] % 2  # where the answer can be reached
         assert row["reward"] == right - row["tokens"] / 1000 - len(row["completion"]) / 1e6
     assert max(m["policy/grad_norm"] for m in metrics) > 0
-
-
-def test_length_in_tokens_is_the_length_of_the_response(qarl, tiny_model, folder):
-    functions = {"functions": [{"name": "length", "options": {"unit": "tokens"}}]}
-    done = qarl.run(
-        "train", config(folder, tiny_model, reward=functions, train={"steps": 1, "run_dir": "runs/r"}), cwd=folder
-    )
-    assert done.code == 0, done.err
-    metrics = json.loads((folder / "runs/r/metrics.jsonl").read_text())
-    assert metrics["reward/mean"] == -metrics["response/length_mean"]
-
-
-def test_a_row_without_the_nested_answer_is_refused_by_its_number(qarl, tiny_model, folder):
-    rows = json.loads(json.dumps(ROWS))
-    rows[5]["reward_model"] = {"style": "rule"}
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = qarl.run("train", config(folder, tiny_model), cwd=folder)
-    assert done.code == 2 and done.err == (
-        "error: data.columns.answer: row 5 of `rows.jsonl`: `reward_model` has no field `ground_truth`; it has: style\n"
-    )
-    assert not (folder / "runs").exists()
 
 
 def test_a_reward_file_that_dies_while_it_is_loaded_says_why_and_where(qarl, tiny_model, folder):

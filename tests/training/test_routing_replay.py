@@ -18,7 +18,7 @@ from qarl.errors import UserError
 from qarl.policy.attention import pack
 from qarl.policy.routes import RouterScores, Routes, numbers_of, recording, stored, unknown
 from qarl.rollout.shared import gather_rollouts
-from qarl.training.batch import Batch, build_batch
+from qarl.training.batch import build_batch
 from qarl.training.columns import Column, RoutingColumn
 from qarl.training.metrics import rollout_tensors
 from qarl.training.routing import RoutingTotals
@@ -338,21 +338,15 @@ def test_a_sampler_that_recorded_no_experts_is_refused() -> None:
         build_batch([prompt], [rollout(0, None)], [0.0], "reinforce", 0, replays=True)
 
 
-def saved(run, batch: Batch, directory: Path) -> Path:
-    batch.logp_old = batch.logp = batch.logp_sampler
-    (directory / "rollouts").mkdir(parents=True)
-    path = directory / "rollouts" / "000001.safetensors"
-    save_file(rollout_tensors(batch, [0.0] * len(batch)), path)
-    return path
-
-
 def test_a_saved_step_keeps_its_routing(mixtral, tmp_path: Path) -> None:
     run = parts(mixtral, model={"routing": "replay"}, train=SMALL)
     batch = live(run)
-    path = saved(run, batch, tmp_path)
+    batch.logp_old = batch.logp = batch.logp_sampler
+    tensors, path = rollout_tensors(batch, [0.0] * len(batch)), tmp_path / "rollouts" / "000001.safetensors"
+    path.parent.mkdir()
+    save_file(tensors, path)
     found = read_rollouts(tmp_path, 1)
     assert found.routing is not None and all(map(torch.equal, found.routing, batch.routing))
-    tensors = rollout_tensors(batch, [0.0] * len(batch))
     save_file(tensors | {"routing": tensors["routing"][1:].contiguous()}, path)
     with pytest.raises(UserError, match="routing is uint8"):
         read_rollouts(tmp_path, 1)
