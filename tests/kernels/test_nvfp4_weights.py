@@ -3,6 +3,7 @@
 import pytest
 import torch
 from exact import assert_same, poisoned_outputs
+from nvfp4_cases import ADVERSARIAL, normal
 from nvfp4_products import Nvfp4
 from qarl_formats import nvfp4 as formats
 from qarl_kernels import nvfp4
@@ -14,35 +15,10 @@ pytestmark = [NEEDS_TRITON, QUIET]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def _adversarial() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(12, 256, generator=generator)
-    ties = torch.randint(-24, 25, (9, 64), generator=generator) / 4
-    ties[:, ::16] = 6.0  # global scale and scales are 448: quotients are quarters, which hold every tie of e2m1
-    return {
-        "normal": normal,
-        "groups of every size": normal * torch.logspace(-9, 2, 16).repeat_interleave(16),
-        "scales around underflow": (normal * torch.logspace(-7.5, -4.5, 16).repeat_interleave(16)).index_fill(
-            1, torch.tensor([3]), 3.0
-        ),
-        "ties": ties,
-        "zero": torch.zeros(3, 32),
-        "negative zero": torch.full((3, 32), -0.0),
-        "tiny": normal * 1e-30,
-        "the global scale overflows": normal * 1e-37,
-        "smallest subnormals": torch.randint(-3, 4, (5, 48), generator=generator) * 2.0**-149,
-        "near the fp32 limit": normal.clamp(-3, 3) * 1e38,
-        "one group": normal[:1, :16].contiguous(),
-        "ragged": normal[:7, :208].contiguous(),
-    }
-
-
-ADVERSARIAL = _adversarial()
-
-
-@pytest.mark.parametrize("case", ADVERSARIAL)
+@pytest.mark.parametrize("case", [*ADVERSARIAL, "one group", "ragged"])
 def test_quantized_equals_the_reference(case, device):
-    weight = ADVERSARIAL[case]
+    parts = {"one group": normal(0)[:1, :16].contiguous(), "ragged": normal(0)[:7, :208].contiguous()}
+    weight = (ADVERSARIAL | parts)[case]
     divisor = formats.global_scale_of([formats.absmax_of(weight)])
     with poisoned_outputs():
         packed, scale, bad = quantize_nvfp4(weight.to(device), divisor.to(device))
@@ -53,24 +29,14 @@ def test_quantized_equals_the_reference(case, device):
 
 
 def test_quantized_under_a_given_global_scale_equals_the_reference(device):
-    """A smaller absmax's: scales are clamped to 448, codes to 6."""
-    weight, divisor = ADVERSARIAL["normal"], formats.global_scale_of([torch.tensor(0.3)])
-    packed, scale, _ = quantize_nvfp4(weight.to(device), divisor.to(device))
-    expected = formats.quantize_nvfp4(weight, divisor)
-    assert_same(packed, expected[0])
-    assert_same(scale, expected[1])
-
-
-def test_rows_may_be_apart(device):
-    storage = torch.full((7, 160), float("nan"))
-    storage[:, :96] = torch.randn(7, 96, generator=torch.Generator().manual_seed(3))
-    divisor = torch.tensor([1000.0])
-    with poisoned_outputs():
-        packed, scale, bad = quantize_nvfp4(storage.to(device)[:, :96], divisor.to(device))
-    expected = formats.quantize_nvfp4(storage[:, :96], divisor)
-    assert_same(packed, expected[0])
-    assert_same(scale, expected[1])
+    """A smaller absmax's: scales are clamped to 448, codes to 6. Rows with NaN between them."""
+    weight, divisor = torch.full((24, 300), torch.nan, device=device), formats.global_scale_of([torch.tensor(0.3)])
+    weight[:, :256] = normal(0)
+    packed, scale, bad = quantize_nvfp4(weight[:, :256], divisor.to(device))
+    expected = formats.quantize_nvfp4(normal(0), divisor)
     assert bad.item() == 0
+    assert_same(packed, expected[0])
+    assert_same(scale, expected[1])
 
 
 def test_values_that_are_not_finite_are_counted(device):

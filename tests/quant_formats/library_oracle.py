@@ -1,4 +1,4 @@
-"""What the compressed-tensors library itself stores for a master weight: the oracle of these tests."""
+"""Tensors that the compressed-tensors library stores for a master weight: the oracle of these tests."""
 
 import torch
 from compressed_tensors.compressors import BaseCompressor

@@ -1,4 +1,4 @@
-"""Whether tensors have the same bytes, one pair at once and many of them under one wait."""
+"""Comparison of tensors by bytes: one pair, and many pairs with a single synchronization."""
 
 import pytest
 import torch

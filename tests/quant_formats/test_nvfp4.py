@@ -6,11 +6,11 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import NVFP4A16
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from nvfp4_cases import ADVERSARIAL, normal
 from qarl_formats.nvfp4 import absmax_of, global_scale_of, pack_e2m1, quantize_nvfp4
 from qarl_kernels.nvfp4 import dequantized_nvfp4, e2m1_values, scaled_codes
 from torch import Tensor
 
-N, K = 24, 256
 LIBRARY = QuantizationScheme(targets=["Linear"], **NVFP4A16)
 COMPRESSOR = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
 
@@ -32,47 +32,6 @@ def our_tensors(weight: Tensor) -> dict[str, Tensor]:
     return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": divisor}
 
 
-def _normal(seed: int) -> Tensor:
-    return torch.randn(N, K, generator=torch.Generator().manual_seed(seed))
-
-
-def _adversarial() -> dict[str, Tensor]:
-    weights = {
-        "normal": _normal(0),
-        "small": _normal(1) * 0.02,
-        "zero": torch.zeros(N, K),
-        "negative zero": torch.full((N, K), -0.0),
-        "zero rows": _normal(2).index_fill(0, torch.tensor([0, 7]), 0.0),
-        "all negative": -_normal(4).abs() - 0.5,
-        "all positive": _normal(5).abs() + 0.5,
-        "constant rows": torch.linspace(-2, 2, N)[:, None].expand(N, K).contiguous(),
-        "tiny": _normal(6) * 1e-30,
-        "the global scale overflows": _normal(7) * 1e-37,
-        "subnormal": _normal(8) * 1e-40,
-        "smallest subnormals": torch.randint(-3, 4, (N, K)) * 2.0**-149,
-        "near the fp32 limit": _normal(10).clamp(-3, 3) * 1e38,
-        "absmax of both signs": _normal(12).sign() * 0.37,
-        "groups of every size": _normal(13) * torch.logspace(-9, 2, K // 16).repeat_interleave(16),
-        "scales around underflow": _normal(14) * torch.logspace(-7.5, -4.5, K // 16).repeat_interleave(16),
-    }
-    weights["scales around underflow"][0, 0] = 3.0  # scales are from 0 over e4m3's subnormals to its normals
-    weights["zero groups"] = _normal(15)
-    weights["zero groups"][:, 64:96] = 0.0
-    weights["zero groups"][3, 128:] = -0.0
-    weights["single outlier"] = _normal(16) * 1e-3
-    weights["single outlier"][:, 5] = 3e4
-    # global scale 2688 / 6 = 448 exactly, scale 448: quotients are quarters, which hold every tie of e2m1
-    ties = torch.randint(-24, 25, (N, K), generator=torch.Generator().manual_seed(17)) / 4
-    ties[:, ::16] = 6.0
-    weights["ties"] = ties
-    weights["ties of the scales"] = torch.randint(1, 15 * 16, (N, K)).float() / 32
-    weights["ties of the scales"][0, 0] = 6.0
-    return weights
-
-
-ADVERSARIAL = _adversarial()
-
-
 @pytest.mark.parametrize("case", ADVERSARIAL)
 def test_stored_and_dequantized_tensors_equal_the_library(case):
     expected, tensors = library_tensors(ADVERSARIAL[case]), our_tensors(ADVERSARIAL[case])
@@ -90,8 +49,8 @@ def test_stored_and_dequantized_tensors_equal_the_library(case):
 def test_stored_tensors_equal_the_library_under_a_given_global_scale(factor):
     """A larger absmax's, which a layer may share, or a smaller one's, whose scales are clamped to 448."""
     divisor = generate_gparam(torch.tensor(-factor), torch.tensor(0.0))
-    expected = library_tensors(_normal(3), divisor)
-    packed, scale = quantize_nvfp4(_normal(3), divisor)
+    expected = library_tensors(normal(3), divisor)
+    packed, scale = quantize_nvfp4(normal(3), divisor)
     assert torch.equal(packed, expected["weight_packed"])
     assert torch.equal(scale.view(torch.uint8), expected["weight_scale"].view(torch.uint8))
 
@@ -113,31 +72,6 @@ def test_every_code_and_every_tie_of_e2m1():
     assert nibbles[1] == [0 if point == 0 else code + 8 for point, code in zip(points, codes, strict=True)]
 
 
-def test_a_zero_group_and_one_that_underflows_keep_a_finite_scale_and_dequantize_to_zero():
-    weight = _normal(0)
-    largest = weight.abs().amax()
-    weight[0, :16] = 0.0
-    weight[1, :16] = largest * 2.0**-10 / 448 * torch.linspace(-1, 1, 16)
-    weight[2, :16] = largest * 2.0**-10 / 448 * 1.01  # the least scale that is kept, 2^-9
-    tensors = our_tensors(weight)
-    scale = tensors["weight_scale"].float()
-    assert scale[:3, 0].tolist() == [0.125, 0.125, 2.0**-9]
-    values = dequantized_nvfp4(*tensors.values(), torch.float32)
-    assert not values[:2, :16].any() and values[2, :16].all()
-    assert scale.min() > 0 and scale.max() == 448
-
-
-@pytest.mark.parametrize("case", ["normal", "small", "groups of every size", "ties"])
-def test_codes_are_the_nearest_under_the_stored_scale(case):
-    weight = ADVERSARIAL[case].double()
-    packed, scale, divisor = our_tensors(ADVERSARIAL[case]).values()
-    step = (scale.double() / divisor.double()).repeat_interleave(16, 1)[..., None]
-    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-    best = (weight.abs()[..., None] - step * grid).abs().amin(-1)
-    error = (scaled_codes(packed, scale).double() / divisor.double() - weight).abs()
-    assert (error <= best + 1e-6 * step[..., 0]).all()  # quotients are float32: ties may go either way
-
-
 def test_the_product_code_times_scale_is_exact_in_16_bits():
     scale = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
     packed = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8).expand(len(scale), 8)
@@ -147,7 +81,7 @@ def test_the_product_code_times_scale_is_exact_in_16_bits():
 
 
 def test_the_global_scale_of_fused_layers_is_that_of_the_largest_absmax():
-    weights = [_normal(seed) * size for seed, size in ((1, 0.1), (2, 2.0), (3, 0.7))]
+    weights = [normal(seed) * size for seed, size in ((1, 0.1), (2, 2.0), (3, 0.7))]
     assert torch.equal(global_scale_of(map(absmax_of, weights)), our_tensors(weights[1])["weight_global_scale"])
     largest = torch.cat(weights)
     assert torch.equal(global_scale_of(map(absmax_of, weights)), generate_gparam(largest.amin(), largest.amax()))
@@ -155,11 +89,11 @@ def test_the_global_scale_of_fused_layers_is_that_of_the_largest_absmax():
 
 def test_another_default_dtype_changes_nothing():
     """vLLM makes its layers under the model's."""
-    expected = our_tensors(_normal(3))
+    expected = our_tensors(normal(3))
     wide = dequantized_nvfp4(*expected.values(), torch.float32)
     try:
         torch.set_default_dtype(torch.bfloat16)
-        tensors = our_tensors(_normal(3).float())
+        tensors = our_tensors(normal(3).float())
         assert torch.equal(dequantized_nvfp4(*expected.values(), torch.float32), wide)
         assert scaled_codes(expected["weight_packed"], expected["weight_scale"]).dtype == torch.float32
     finally:
@@ -168,8 +102,8 @@ def test_another_default_dtype_changes_nothing():
 
 
 def test_master_is_left_as_it_was_and_may_be_strided():
-    weight = _normal(3)
+    weight = normal(3)
     expected = our_tensors(weight)
-    assert torch.equal(weight, _normal(3))
+    assert torch.equal(weight, normal(3))
     for suffix, tensor in our_tensors(weight.t().contiguous().t()).items():
         assert torch.equal(tensor.view(torch.uint8), expected[suffix].view(torch.uint8))

@@ -13,19 +13,15 @@ def _codes(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_words_are_the_librarys_and_come_back(shape):
+def test_words_of_codes_and_of_zero_points_are_the_librarys_and_come_back(shape):
     codes = _codes(shape)
     packed = pack_int4(codes)
     assert torch.equal(packed, pack_to_int32(_codes(shape), 4)) and torch.equal(codes, _codes(shape))
     assert torch.equal(unpack_int4(packed, shape[1]), codes)
     assert torch.equal(unpack_from_int32(packed, 4, torch.Size(shape)), codes), "unpacking left the words as they were"
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_zero_points_are_the_librarys_and_come_back(shape):
-    packed = pack_zero_points(_codes(shape))
-    assert torch.equal(packed, pack_to_int32(_codes(shape), 4, packed_dim=0)) and packed.is_contiguous()
-    assert torch.equal(unpack_zero_points(packed, shape[0]), _codes(shape))
+    zero_points = pack_zero_points(codes)
+    assert torch.equal(zero_points, pack_to_int32(codes, 4, packed_dim=0)) and zero_points.is_contiguous()
+    assert torch.equal(unpack_zero_points(zero_points, shape[0]), codes)
 
 
 def test_first_code_is_in_the_lowest_bits():

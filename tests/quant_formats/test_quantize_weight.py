@@ -76,9 +76,10 @@ MET = [(kind[(i + j) % len(kind)], case) for i, kind in enumerate(KINDS) for j, 
 
 @pytest.mark.parametrize(("scheme", "case"), MET, ids=lambda it: it if isinstance(it, str) else _scheme_id(it))
 def test_stored_and_dequantized_tensors_equal_the_library(scheme, case):
-    weight = ADVERSARIAL[case]
-    expected = library_tensors(weight, scheme)
+    weight = ADVERSARIAL[case].clone()
+    expected = library_tensors(ADVERSARIAL[case], scheme)
     quantized = quantize_weight(weight, scheme, "w")
+    assert torch.equal(weight, ADVERSARIAL[case]), "the master is left as it was"
     tensors = quantized.tensors
     assert tensors.keys() == expected.keys()
     for suffix, tensor in tensors.items():
@@ -124,41 +125,6 @@ def test_symmetric7_is_absmax_over_7_on_plus_minus_7(scheme_name, case):
 def test_symmetric7_never_stores_minus_8_when_the_scale_saturates():
     quantized = quantize_weight(torch.full((1, 32), -1e6), make_scheme("w4a16", 32, True, "symmetric7", "float16"), "w")
     assert quantized.codes().min() == -7
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
-def test_codes_are_computed_from_the_stored_scale(scheme):
-    weight = ADVERSARIAL["normal"].clone()
-    quantized = quantize_weight(weight, scheme, "w")
-    assert torch.equal(weight, ADVERSARIAL["normal"]), "the master is left as it was"
-    scale = quantized.tensors["weight_scale"].double()
-    error = (quantized.dequantize(torch.float32).double() - weight).unflatten(-1, (scale.shape[1], -1)).abs()
-    # Half a step for integers inside the grid; the clamped ends (7.5 -> 7, and a rounded zero point) add at most one.
-    # e4m3fn has 3 mantissa bits: half a step at the top binade, 256..448, is 16 scales.
-    bound = {"int": 1.01, "float": 16.01}[scheme.weight_type]
-    assert (error <= bound * scale.unsqueeze(-1)).all()
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
-def test_zero_weight_dequantizes_to_zero_with_a_finite_nonzero_scale(scheme):
-    quantized = quantize_weight(torch.zeros(N, K), scheme, "w")
-    assert quantized.tensors["weight_scale"].isfinite().all()
-    assert (quantized.tensors["weight_scale"] > 0).all()
-    assert not quantized.codes().float().any()
-    assert not quantized.dequantize(torch.float32).any()
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_dequantized_bf16_is_the_float64_product_rounded_once(symmetric):
-    scheme = make_scheme("w4a16", 32, symmetric)
-    quantized = quantize_weight(ADVERSARIAL["small"], scheme, "w")
-    step = quantized.tensors["weight_scale"].double().repeat_interleave(32, dim=1)
-    codes = quantized.codes().double()
-    if not scheme.symmetric:
-        words = quantized.tensors["weight_zero_point"].long()  # [N/8, groups], row r in bits 4 * (r % 8)
-        nibbles = torch.stack([(words >> (4 * i)) & 15 for i in range(8)], dim=1).flatten(0, 1)
-        codes -= (nibbles - 8).double().repeat_interleave(32, dim=1)
-    assert torch.equal(quantized.dequantize(torch.bfloat16), (codes * step).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -220,17 +186,3 @@ def test_codes_changed_refuses_another_scheme():
     quantized = quantize_weight(_normal(3), make_scheme("w4a16", 32), "w")
     with pytest.raises(ValueError, match="cannot be compared"):
         codes_changed(quantized, quantize_weight(_normal(3), make_scheme("w4a16", 64), "w"))
-
-
-@pytest.mark.parametrize(
-    ("scheme", "nbytes"),
-    [
-        (make_scheme("w4a16", 32), N * K // 2 + N * K // 32 * 2 + 16),
-        (make_scheme("w4a16", 32, symmetric=False), N * K // 2 + N * K // 32 * 2 + 16 + N * K // 32 // 2),
-        (make_scheme("w8a8"), N * K + 2 * N),
-    ],
-    ids=["w4a16", "w4a16-asymmetric", "w8a8"],
-)
-def test_nbytes_is_what_the_tensors_hold(scheme, nbytes):
-    tensors = quantize_weight(_normal(3), scheme, "w").tensors
-    assert sum(tensor.nbytes for tensor in tensors.values()) == nbytes

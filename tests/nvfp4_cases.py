@@ -1,0 +1,47 @@
+"""Master weights that are hard to quantize to NVFP4, for tests of the formats and of the kernels."""
+
+import torch
+from torch import Tensor
+
+N, K = 24, 256
+
+
+def normal(seed: int) -> Tensor:
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(seed))
+
+
+def _adversarial() -> dict[str, Tensor]:
+    weights = {
+        "normal": normal(0),
+        "small": normal(1) * 0.02,
+        "zero": torch.zeros(N, K),
+        "negative zero": torch.full((N, K), -0.0),
+        "zero rows": normal(2).index_fill(0, torch.tensor([0, 7]), 0.0),
+        "all negative": -normal(4).abs() - 0.5,
+        "all positive": normal(5).abs() + 0.5,
+        "constant rows": torch.linspace(-2, 2, N)[:, None].expand(N, K).contiguous(),
+        "tiny": normal(6) * 1e-30,
+        "the global scale overflows": normal(7) * 1e-37,
+        "subnormal": normal(8) * 1e-40,
+        "smallest subnormals": torch.randint(-3, 4, (N, K)) * 2.0**-149,
+        "near the fp32 limit": normal(10).clamp(-3, 3) * 1e38,
+        "absmax of both signs": normal(12).sign() * 0.37,
+        "groups of every size": normal(13) * torch.logspace(-9, 2, K // 16).repeat_interleave(16),
+        "scales around underflow": normal(14) * torch.logspace(-7.5, -4.5, K // 16).repeat_interleave(16),
+    }
+    weights["scales around underflow"][0, 0] = 3.0  # scales are from 0 over e4m3's subnormals to its normals
+    weights["zero groups"] = normal(15)
+    weights["zero groups"][:, 64:96] = 0.0
+    weights["zero groups"][3, 128:] = -0.0
+    weights["single outlier"] = normal(16) * 1e-3
+    weights["single outlier"][:, 5] = 3e4
+    # global scale 2688 / 6 = 448 exactly, scale 448: quotients are quarters, which hold every tie of e2m1
+    ties = torch.randint(-24, 25, (N, K), generator=torch.Generator().manual_seed(17)) / 4
+    ties[:, ::16] = 6.0
+    weights["ties"] = ties
+    weights["ties of the scales"] = torch.randint(1, 15 * 16, (N, K)).float() / 32
+    weights["ties of the scales"][0, 0] = 6.0
+    return weights
+
+
+ADVERSARIAL = _adversarial()
