@@ -1,4 +1,4 @@
-"""Random packed batches with shared prompts, and what attention over them means, in float64 and a dense mask."""
+"""Random packed batches with shared prompts, and their attention in float64 with a dense mask."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Groups = list[tuple[int, list[int]]]
 
 
 def sequences(groups: Groups) -> list[tuple[list[int], int]]:
-    """Per sequence its packed rows in order of position, and how many of them are a prompt's that stood before."""
+    """Per sequence: its packed rows in order of position, and how many of them belong to the shared prompt."""
     found, row = [], 0
     for prompt, continuations in groups:
         shared = list(range(row, row + prompt))

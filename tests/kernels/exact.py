@@ -1,4 +1,4 @@
-"""For tests that promise bits: outputs whose memory is filled with garbage, and equality that includes it."""
+"""For tests of bit-identical results: poisoned output memory, and equality of all bits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ _GUARD = 4096  # bytes on each side
 
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """Inside, `torch.empty` gives poisoned tensors between guards; at the end, no guard may have been written to.
+    """Make `torch.empty` return poisoned tensors between guards, and check at the end that no guard was written.
 
-    What a kernel leaves out shows as poison, what it writes beside its output as a broken guard.
+    An element that a kernel does not write stays poison; a write outside of its output breaks a guard.
     """
     buffers = []
 

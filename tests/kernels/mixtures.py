@@ -1,4 +1,4 @@
-"""Batches of a mixture of experts for tests: who goes where, and a grouped product in a few lines of float64."""
+"""Random routing of tokens to experts, and grouped products in float64."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def chosen(tokens: int, slots: int, count: int, seed: int = 0) -> Tensor:
-    """(tokens, slots) int32, distinct experts of each token, ascending; few of them popular, some without a token."""
+    """(tokens, slots) int32: distinct experts per token, ascending. Few experts are popular, some get no token."""
     weights = torch.rand(count, generator=torch.Generator().manual_seed(seed + 1)) ** 3 + 1e-3
     noise = torch.rand(tokens, count, generator=torch.Generator().manual_seed(seed))
     return (noise.log() / weights).topk(slots).indices.sort().values.int().contiguous()
@@ -25,7 +25,7 @@ def all_to(expert: int, tokens: int, count: int, device: torch.device) -> Groups
 
 
 def parts(groups: Groups) -> Iterator[tuple[int, slice, Tensor]]:
-    """(expert, its sorted rows, their tokens) of every expert, those without rows too."""
+    """(expert, its sorted rows, their tokens) of every expert, including those without rows."""
     starts = groups.starts.tolist()
     for expert in range(groups.experts):
         rows = slice(starts[expert], starts[expert + 1])
@@ -45,6 +45,6 @@ def weight_grad(groups: Groups, gathered: bool, dy: Tensor, x: Tensor) -> Tensor
 
 
 def by_expert(groups: Groups, gathered: bool, x: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """What `product(rows of x, expert)` makes of each expert's rows by themselves, in sorted order."""
+    """Apply `product(rows of x, expert)` to the rows of each expert alone. Returns the results in sorted order."""
     own = [(x[tokens] if gathered else x[rows], expert) for expert, rows, tokens in parts(groups)]
     return torch.cat([product(mine, expert) for mine, expert in own if len(mine)])

@@ -1,4 +1,4 @@
-"""Random operands of the product kernels and what the products mean, in float64 and a few lines."""
+"""Random operands of the product kernels, and their values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def integers(low: int, high: int, *shape: int, seed: int, device: torch.device) 
 
 
 def of_both_dtypes(shapes: list[tuple[int, int]]) -> list[tuple[int, int, torch.dtype]]:
-    """Shapes in bf16, and every other one in fp16 as well: kernels differ in the conversions alone."""
+    """All shapes in bf16, and every second one also in fp16: kernels differ in their conversions only."""
     return [(*shape, torch.bfloat16) for shape in shapes] + [(*shape, torch.float16) for shape in shapes[::2]]
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:
-    """Frobenius norm of the difference over that of the expected; NaN where the result has one."""
+    """Frobenius norm of the difference relative to that of `expected`; NaN if the result contains NaN."""
     return ((result.double() - expected.double()).norm() / expected.double().norm()).item()
 
 

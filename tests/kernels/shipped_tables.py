@@ -1,4 +1,4 @@
-"""What the tile tables of the package hold."""
+"""Entries of the tile tables in the package."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""A driver and compiled kernels that only record: launches as a GPU would have them, where there is none."""
+"""A driver and compiled kernels that only record launches, as on a GPU, for machines without one."""
 
 from __future__ import annotations
 

@@ -41,22 +41,24 @@ def _vllm_fp8(row: np.ndarray) -> tuple[torch.Tensor, np.float32]:
     return torch.from_numpy(code | (np.signbit(x).astype(np.uint8) << 7)), scale
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_equals_vllms_rule(dtype):
-    x = _rows(dtype)
-    codes, scale = quantize_activation_int8(x)
-    expected = [_vllm_int8(row) for row in x.float().numpy()]
-    assert torch.equal(codes, torch.from_numpy(np.stack([row for row, _ in expected])))
-    assert torch.equal(scale[:, 0], torch.tensor(np.array([value for _, value in expected])))
+QUANTIZERS = [quantize_activation_int8, quantize_activation_fp8]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fp8_equals_vllms_rule(dtype):
-    x = _rows(dtype)
-    codes, scale = quantize_activation_fp8(x)
-    expected = [_vllm_fp8(row) for row in x.float().numpy()]
-    assert torch.equal(codes.view(torch.uint8), torch.stack([row for row, _ in expected]))
+@pytest.mark.parametrize(("quantize", "rule"), [*zip(QUANTIZERS, [_vllm_int8, _vllm_fp8], strict=True)])
+def test_every_row_of_any_batch_is_quantized_by_vllms_rule(quantize, rule, dtype):
+    x, before = _rows(dtype), _rows(dtype)
+    codes, scale = quantize(x)
+    expected = [rule(row) for row in x.float().numpy()]
+    bytes_ = torch.stack([torch.as_tensor(row).view(torch.uint8) for row, _ in expected])
+    assert torch.equal(codes.view(torch.uint8), bytes_) and torch.equal(x, before)
     assert torch.equal(scale[:, 0], torch.tensor(np.array([value for _, value in expected])))
+    for rows in (slice(0, 1), slice(17, 50), slice(511, 512)):
+        part, part_scale = quantize(x[rows])
+        assert torch.equal(part.view(torch.uint8), bytes_[rows]) and torch.equal(part_scale, scale[rows])
+    folded, its_scale = quantize(x.view(2, -1, 96))
+    assert torch.equal(folded.view(torch.uint8), bytes_.view(2, 256, 96))
+    assert torch.equal(its_scale, scale.view(2, 256, 1))
 
 
 def test_int8_multiplier_stays_finite_below_the_range_of_its_reciprocal():
@@ -71,29 +73,10 @@ def test_int8_codes_reach_127_and_not_further(magnitude):
     assert (codes.int().abs().amax(-1) == 127).all()
 
 
-@pytest.mark.parametrize("quantize", [quantize_activation_int8, quantize_activation_fp8])
+@pytest.mark.parametrize("quantize", QUANTIZERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_nonfinite_row_shows_in_its_scale_and_in_no_other(quantize, value):
     x = torch.ones(3, 16)
     x[1, 5] = value
     _, scale = quantize(x)
     assert scale.isfinite().flatten().tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize("quantize", [quantize_activation_int8, quantize_activation_fp8])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_of_a_row_do_not_depend_on_the_batch(quantize, dtype):
-    x = _rows(dtype)
-    codes, scale = quantize(x)
-    for rows in (slice(0, 1), slice(17, 50), slice(511, 512)):
-        part, part_scale = quantize(x[rows])
-        assert torch.equal(part.view(torch.uint8), codes[rows].view(torch.uint8))
-        assert torch.equal(part_scale, scale[rows])
-
-
-@pytest.mark.parametrize("quantize", [quantize_activation_int8, quantize_activation_fp8])
-def test_leading_dimensions_are_kept_and_the_input_is_left_as_it_was(quantize):
-    x = _rows(torch.float32)
-    codes, scale = quantize(x.view(2, -1, 96))
-    assert (codes.shape, scale.shape, scale.dtype) == ((2, 256, 96), (2, 256, 1), torch.float32)
-    assert torch.equal(x, _rows(torch.float32))

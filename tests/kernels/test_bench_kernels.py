@@ -100,18 +100,12 @@ def test_only_our_own_failures_count() -> None:
     assert failures(rows) == rows[3:]
 
 
-def test_picked_rows_include_both_ends() -> None:
-    from kernel_bench.measure import CHECKED_ROWS, picked_rows
+def test_picked_rows_include_both_ends_and_a_check_finds_wrong_results() -> None:
+    from kernel_bench.measure import CHECKED_ROWS, Wrong, check, picked_rows
 
-    assert picked_rows(3, torch.device("cpu")).tolist() == [0, 1, 2]
-    assert picked_rows(1, torch.device("cpu")).tolist() == [0]
-    many = picked_rows(16_384, torch.device("cpu"))
-    assert len(set(many.tolist())) == CHECKED_ROWS and many[0] == 0 and many[-1] == 16_383
-
-
-def test_check_finds_wrong_results() -> None:
-    from kernel_bench.measure import Wrong, check
-
+    assert [picked_rows(m, torch.device("cpu")).tolist() for m in (1, 3)] == [[0], [0, 1, 2]]
+    many = picked_rows(16_384, torch.device("cpu")).tolist()
+    assert len(set(many)) == CHECKED_ROWS and many[0] == 0 and many[-1] == 16_383
     expected = torch.randn(4, 8)
     rows = torch.tensor([0, 3])
     good = expected.to(torch.bfloat16)
@@ -123,9 +117,11 @@ def test_check_finds_wrong_results() -> None:
             check(wrong, expected[rows], rows, (4, 8))
 
 
+@NEEDS_TRITON
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "dense"])
-def test_operands_stand_for_the_numbers_that_were_quantized(scheme: str) -> None:
-    from kernel_bench.problems import make_activations, make_weight
+def test_operands_stand_for_the_numbers_that_were_quantized_and_qarls_kernels_multiply_them(scheme: str) -> None:
+    from kernel_bench.measure import check
+    from kernel_bench.problems import make_activations, make_weight, qarl_maker
 
     cpu = torch.device("cpu")
     weight = make_weight(scheme, 192, 256, 64, cpu)
@@ -139,18 +135,8 @@ def test_operands_stand_for_the_numbers_that_were_quantized(scheme: str) -> None
     assert (values - x).norm() / x.norm() < 0.03
     expected = {"w4a16": 512, "dense": 512, "w8a8": 260, "w4a8": 260, "fp8": 260, "fp8_block": 264}
     assert activations.row_bytes() == expected[scheme]
-
-
-@NEEDS_TRITON
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "dense"])
-def test_qarls_kernels_multiply_the_operands(scheme: str) -> None:
-    from kernel_bench.measure import check
-    from kernel_bench.problems import make_activations, make_weight, qarl_maker
-
-    cpu, rows = torch.device("cpu"), torch.arange(3)
-    weight, activations = make_weight(scheme, 128, 128, 64, cpu), make_activations(scheme, 4, 128, cpu)
-    result = qarl_maker(weight, activations)(3)()
-    assert check(result, activations.values(rows) @ weight.values.t(), rows, (3, 128)) < 1e-2
+    rows, result = torch.arange(3), qarl_maker(weight, activations)(3)()
+    assert check(result, activations.values(rows) @ weight.values.t(), rows, (3, 192)) < 1e-2
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "dense"])

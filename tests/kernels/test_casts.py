@@ -1,4 +1,4 @@
-"""The way to e4m3 by fp16, which a GPU before Hopper goes in Triton 3.6; and pairs of e4m3."""
+"""Rounding to e4m3 through fp16, as Triton 3.6 does on GPUs before Hopper; and pairs of e4m3."""
 
 import pytest
 import torch

@@ -105,7 +105,7 @@ def test_tensors_that_do_not_fit_are_errors_that_name_them(device):
 
 
 def test_a_stack_of_experts_takes_no_more_programs_than_a_grid_has() -> None:
-    """65,535 along the second axis, where weights of 512 experts have as many tiles of 16 rows."""
+    """65,535 along the second axis, where weights of 512 experts have as many tiles of 16 rows. Nothing is read."""
     n, k = 512 * 2048, 4096
     packed, codes = torch.empty(n, k // 8, dtype=torch.int32, device="meta"), torch.empty(n, k, device="meta")
     scale = torch.empty(n, 32, device="meta")
@@ -117,4 +117,6 @@ def test_a_stack_of_experts_takes_no_more_programs_than_a_grid_has() -> None:
         meta_w4a8(scale, n, k, 128)
         for kind in ("int8", "fp8", "fp8_group"):
             activation_codes(codes, kind)  # as many sorted rows
-    assert len(launches) == 9 and all(max((*one.grid, 0)[1:]) < 65_536 for one in launches)
+        for name, group in (("w4a16", 128), ("w8a8", None), ("fp8", None), ("fp8_block", None)):
+            make_scheme(name, group).quantize(codes, kernels=True)
+    assert len(launches) == 13 and all(max((*one.grid, 0)[1:]) < 65_536 for one in launches)

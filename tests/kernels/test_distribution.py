@@ -1,4 +1,4 @@
-"""The distribution that a token is drawn from: its log-probs are the learner's, to the bit, with either of its ways."""
+"""The sampling distribution: its log-probs have the bits of the learner's, by kernels and in plain torch."""
 
 import math
 
@@ -103,7 +103,7 @@ def test_a_rows_bits_are_its_own(device, monkeypatch, truncation) -> None:
 
 @pytest.mark.parametrize("truncation", [*UNRANKED, *RANKED], ids=str)
 @pytest.mark.parametrize("kernels", [False, True])
-def test_whatever_serves_agrees_with_the_learners_function(device, kernels, truncation) -> None:
+def test_the_distribution_agrees_with_the_learners_log_probs(device, kernels, truncation) -> None:
     hidden, weight = _case(37, 301, 48, device)
     weight = weight.float() if device.type == "cpu" else weight
     logits = logits_of(hidden, weight, kernels)

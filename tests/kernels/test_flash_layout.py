@@ -11,19 +11,18 @@ CPU = torch.device("cpu")
 GROUPS = [(300, [1000, 0, 1]), (0, [5]), (1, []), (130, [4000, 4000]), (2, [128, 129])]
 
 
-def test_positions_continue_those_of_the_prompt() -> None:
+def test_positions_continue_those_of_the_prompt_and_tables_begin_where_kernels_are_compiled_for() -> None:
     layout = packed_layout(GROUPS, CPU)
     assert layout.tokens == sum(prompt + sum(own) for prompt, own in GROUPS)
     assert layout.positions.dtype == torch.int64
     for rows, before in sequences(GROUPS):
         assert layout.positions[rows[before:]].tolist() == list(range(before, len(rows)))
-
-
-def test_tables_begin_where_kernels_are_compiled_for() -> None:
-    for groups in (GROUPS, [(3, [2])], [(128, [1])]):
-        layout = packed_layout(groups, CPU)
-        for table in (layout.positions, layout.queries, layout.items, layout.cuts):
+    for one in (layout, packed_layout([(3, [2])], CPU), packed_layout([(128, [1])], CPU)):
+        for table in (one.positions, one.queries, one.items, one.cuts):
             assert table.data_ptr() % 16 == 0 or not table.numel()
+    assert packed_layout([], CPU).tokens == packed_layout([(0, [0])], CPU).tokens == 0
+    with pytest.raises(ValueError, match="negative length"):
+        packed_layout([(3, [-1])], CPU)
 
 
 def test_query_tiles_cover_every_row_once_and_find_its_keys() -> None:
@@ -70,9 +69,3 @@ def test_items_cover_every_pair_of_a_key_tile_and_a_query_once() -> None:
     assert layout.partials == sum(slots for _, slots in cuts.values()) > 0
     rows = sorted(row + i for row, count in {tuple(item[:2]) for item in layout.items.tolist()} for i in range(count))
     assert rows == list(range(layout.tokens))
-
-
-def test_no_groups_and_wrong_ones() -> None:
-    assert packed_layout([], CPU).tokens == packed_layout([(0, [0])], CPU).tokens == 0
-    with pytest.raises(ValueError, match="negative length"):
-        packed_layout([(3, [-1])], CPU)

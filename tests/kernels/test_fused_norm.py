@@ -11,12 +11,12 @@ from qarl_kernels.token_sums import column_sum
 from running import NEEDS_TRITON, QUIET
 from torch import Tensor
 
-pytestmark = [NEEDS_TRITON, QUIET]
+pytestmark = [NEEDS_TRITON, QUIET, pytest.mark.usefixtures("poisoned")]
 
 EPS = 1e-5
 DTYPES = [torch.bfloat16, torch.float16]
 ACTIVATIONS = ["int8", "fp8", "fp8_group"]
-SHAPES = [(5, 40), (1, 96), (19, 33), (7, 576), (3, 1536), (2, 2304)]
+SHAPES = [(5, 40), (1, 96), (19, 33), (7, 576), (3, 1536), (2, 2304), (0, 64), (300, 40)]
 
 
 def _norm64(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -39,7 +39,6 @@ def test_tiles_hold_the_row_in_vectors_of_whole_warps(columns: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes(SHAPES))
-@pytest.mark.usefixtures("poisoned")
 def test_norm_is_its_formula_and_its_twin(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     x, residual, weight = _inputs(rows, columns, dtype, device)
     for other in (residual, None):
@@ -57,39 +56,33 @@ def test_norm_is_its_formula_and_its_twin(rows: int, columns: int, dtype: torch.
         # The twin's sum has another order: a value next to a rounding boundary may fall on its other side.
         twin = pointwise.rms_norm(hidden, None, weight, EPS)
         torch.testing.assert_close(result.normed, twin, rtol=2 * eps, atol=1e-6)
-        assert (result.normed != twin).float().mean() < 0.01
+        assert (result.normed != twin).sum() <= 0.01 * twin.numel()
+        assert torch.equal(rms_norm_again(result.hidden, result.inverse, weight), result.normed)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "columns"), [(19, 33), (7, 576), (2, 2304)])
-@pytest.mark.usefixtures("poisoned")
 def test_codes_are_those_of_the_normed_row(rows: int, columns: int, activation: str, device: torch.device) -> None:
+    """Also of a row of zeros and of rows that are not finite."""
     x, residual, weight = _inputs(rows, columns, torch.bfloat16, device)
+    if rows > 4:
+        x[0], x[3], residual[[0, 3]] = 0.0, 1e-30, 0.0
+        x[1, 7], x[2, -1] = float("nan"), float("inf")
     plain = add_rms_norm(x, residual, weight, EPS)
+    assert rows <= 4 or (plain.normed[1].isnan().all() and not plain.normed[0].any())
     codes, scale = quantize.activation_codes(plain.normed, activation)
     for want_normed in (True, False):
         result = add_rms_norm(x, residual, weight, EPS, activation, want_normed)
         assert_same(result.codes, codes.cpu())
         assert_same(result.scale, scale.cpu())
-        assert torch.equal(result.inverse, plain.inverse) and torch.equal(result.hidden, plain.hidden)
-        assert torch.equal(result.normed, plain.normed) if want_normed else result.normed is None
+        assert_same(result.inverse, plain.inverse.cpu())
+        assert_same(result.hidden, plain.hidden.cpu())
+        assert (result.normed is not None) == want_normed
+        if want_normed:
+            assert_same(result.normed, plain.normed.cpu())
     again = add_rms_norm(plain.hidden, None, weight, EPS, activation)
-    assert torch.equal(again.normed, plain.normed)
+    assert_same(again.normed, plain.normed.cpu())
     assert_same(again.codes, codes.cpu())
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_rows_that_are_zero_or_not_finite_have_the_codes_of_the_quantization(
-    activation: str, device: torch.device
-) -> None:
-    x, _, weight = _inputs(6, 300, torch.bfloat16, device)
-    x[0] = 0.0
-    x[1, 7], x[2, 299], x[3] = float("nan"), float("inf"), 1e-30
-    result = add_rms_norm(x, None, weight, EPS, activation)
-    codes, scale = quantize.activation_codes(result.normed, activation)
-    assert_same(result.codes, codes.cpu())
-    assert_same(result.scale, scale.cpu())
-    assert torch.isnan(result.normed[1]).all() and not result.normed[0].any()
 
 
 def _alike(a: Normed, b: Normed, rows: Tensor | slice) -> bool:
@@ -128,15 +121,6 @@ def test_compiled_variants_give_the_same_bits(columns: int, device: torch.device
         assert_same(bare.scale, scale.cpu())
 
 
-@pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes([*SHAPES, (0, 64), (300, 40)]))
-@pytest.mark.usefixtures("poisoned")
-def test_norm_again_is_the_norm_bit_for_bit(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-    x, residual, weight = _inputs(rows, columns, dtype, device)
-    result = add_rms_norm(x, residual, weight, EPS)
-    assert torch.equal(rms_norm_again(result.hidden, result.inverse, weight), result.normed)
-
-
-@pytest.mark.usefixtures("poisoned")
 def test_rows_may_be_apart(device: torch.device) -> None:
     x, residual, weight = _inputs(9, 112, torch.bfloat16, device)
     x, residual, weight = x[:, :72], residual[:, 8:80], weight[:72]
@@ -151,8 +135,7 @@ def test_rows_may_be_apart(device: torch.device) -> None:
     assert torch.equal(*grads) and torch.equal(*sums)
 
 
-@pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes([*SHAPES, (45, 96)]))
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes([*SHAPES[:-1], (45, 96)]))
 def test_gradients_are_those_of_float64(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     x, residual, weight = _inputs(rows, columns, dtype, device)
     grad_normed = random(rows, columns, seed=3, device=device, dtype=dtype)
@@ -184,20 +167,14 @@ def test_gradients_are_the_same_in_every_run_and_with_few_programs(device: torch
     torch.testing.assert_close(sums[0], sums[2], rtol=1e-5, atol=1e-5)  # the order of 70 terms differs
 
 
-def test_no_rows(device: torch.device) -> None:
+def test_no_rows_have_no_codes(device: torch.device) -> None:
     x, residual, weight = _inputs(0, 96, torch.bfloat16, device)
     result = add_rms_norm(x, residual, weight, EPS, "int8")
     assert result.normed.shape == result.codes.shape == (0, 96) and result.scale.shape == (0, 1)
-    grad_weight = torch.ones(96, device=device)
-    grad = add_rms_norm_backward(x, residual, result.hidden, result.inverse, weight, grad_weight)
-    assert grad.shape == (0, 96) and torch.equal(grad_weight, torch.ones_like(grad_weight))
-    column_sum(x, grad_weight)
-    assert torch.equal(grad_weight, torch.ones_like(grad_weight))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (37, 100), (700, 40), (129, 257)])
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("rows", "columns"), [(0, 64), (1, 1), (37, 100), (700, 40), (129, 257)])
 def test_column_sum_adds_what_float64_adds(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     x = random(rows, columns + 3, seed=0, device=device, dtype=dtype)[:, :columns]
     before = random(columns, seed=1, device=device)

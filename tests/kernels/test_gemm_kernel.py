@@ -65,21 +65,6 @@ def test_fp8_is_the_float64_product_of_the_codes(device, m, n, k, tile) -> None:
     assert relative_error(_run(qx, codes, tile, torch.bfloat16, (scale_x, scale)), expected) < 5e-3
 
 
-def test_rows_of_x_may_be_strided_or_not_contiguous(device) -> None:
-    wide = random(9, 200, seed=1, device=device, dtype=torch.bfloat16)
-    w = random(40, 96, seed=2, device=device, dtype=torch.bfloat16)
-    whole = gemm.dense(wide[:, :96].contiguous(), w)
-    assert torch.equal(gemm.dense(wide[:, :96], w), whole)
-    assert torch.equal(gemm.dense(wide[:, :96].t().contiguous().t(), w), whole)
-
-
-def test_a_row_that_is_not_finite_spoils_only_itself(device) -> None:
-    x = random(5, 64, seed=1, device=device, dtype=torch.bfloat16)
-    x[2, 7] = torch.nan
-    y = gemm.dense(x, random(32, 64, seed=2, device=device, dtype=torch.bfloat16))
-    assert y[2].isnan().all() and y[[0, 1, 3, 4]].isfinite().all()
-
-
 def test_errors_name_what_is_wrong(device) -> None:
     x = torch.zeros(2, 64, device=device, dtype=torch.bfloat16)
     scale = torch.ones(2, 1, device=device)

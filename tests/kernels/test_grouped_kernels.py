@@ -205,14 +205,6 @@ def test_tiles_of_the_defaults_agree_with_the_dense_ones(device) -> None:
                 assert torch.equal(result[row], alone[0])
 
 
-@pytest.mark.parametrize("expert", [0, 4])
-def test_one_expert_may_have_every_row(device, expert: int) -> None:
-    groups, weight = mixtures.all_to(expert, 150, 5, device), random(5 * 40, 72, seed=2, device=device, dtype=BF16)
-    x = rows(groups, True, 72, BF16)
-    expected = x.double() @ weight.chunk(5)[expert].double().t()
-    assert relative_error(gemm.dense(x, weight, groups=groups, gathered=True), expected) < ONE_ROUNDING[BF16]
-
-
 @pytest.mark.parametrize("tile", [WGMMA[0], WGMMA[2]], ids=lambda tile: f"{tile.block_m}")
 def test_what_is_not_finite_stays_in_its_row_and_its_expert(device, tile) -> None:
     groups, weight = mixtures.grouped(30, 2, 5, device), random(5 * 40, 72, seed=2, device=device, dtype=BF16)
@@ -228,17 +220,11 @@ def test_what_is_not_finite_stays_in_its_row_and_its_expert(device, tile) -> Non
 
 
 @pytest.mark.parametrize("family", MAKE)
-def test_no_tokens(device, family: str) -> None:
-    groups = mixtures.grouped(0, 2, EXPERTS, device)
-    weights, x = MAKE[family](128, 128, BF16, device), torch.zeros(0, 128, device=device, dtype=BF16)
-    for gathered in (False, True):
-        assert weights.product(x, None, groups=groups, gathered=gathered).shape == (0, 128)
-
-
-@pytest.mark.parametrize("family", MAKE)
-def test_what_does_not_fit_is_refused(device, family: str) -> None:
+def test_no_tokens_give_no_rows_and_what_does_not_fit_is_refused(device, family: str) -> None:
     groups, weights = mixtures.grouped(4, 2, EXPERTS, device), MAKE[family](128, 256, BF16, device)
-    x = torch.ones(4, 256, device=device, dtype=BF16)
+    x, none = torch.ones(4, 256, device=device, dtype=BF16), mixtures.grouped(0, 2, EXPERTS, device)
+    for gathered in (False, True):
+        assert weights.product(x[:0], None, groups=none, gathered=gathered).shape == (0, 128)
     with pytest.raises(ValueError, match="x has 4 rows, but these groups need 8, one per sorted pair"):
         weights.product(x, None, groups=groups)
     with pytest.raises(ValueError, match=r"but a tiled weight|they must agree|do not fit each other|of 256 features"):

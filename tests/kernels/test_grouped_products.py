@@ -64,16 +64,10 @@ def test_activations_that_are_quantized_already_give_the_same_bits(device, name:
 
 
 @pytest.mark.parametrize("kernels", BY)
-def test_no_tokens_give_no_rows(device, kernels: bool) -> None:
-    weight = concatenate(_experts("w8a8", 24, 96, device)).prepare(torch.bfloat16, kernels)
-    x = torch.zeros(0, 96, dtype=torch.bfloat16, device=device)
-    assert weight.matmul(x, None, mixtures.grouped(0, 2, EXPERTS, device), True).shape == (0, 24)
-
-
-@pytest.mark.parametrize("kernels", BY)
-def test_what_does_not_fit_is_refused(device, kernels: bool) -> None:
+def test_no_tokens_give_no_rows_and_what_does_not_fit_is_refused(device, kernels: bool) -> None:
     groups, x = mixtures.grouped(3, 2, EXPERTS, device), torch.zeros(3, 96, dtype=torch.bfloat16, device=device)
     weight = concatenate(_experts("w8a8", 24, 96, device)).prepare(torch.bfloat16, kernels)
+    assert weight.matmul(x[:0], None, mixtures.grouped(0, 2, EXPERTS, device), True).shape == (0, 24)
     with pytest.raises(ValueError, match=r"x is \[6, 96\], but the experts take \(3, 96\)"):
         weight.matmul(torch.cat([x, x]), None, groups, True)
     with pytest.raises(ValueError, match="72 rows are not the weights of 7 experts"):

@@ -73,12 +73,9 @@ def _exact(
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), drawn, (before * kept).sum(-1)
 
 
-@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-@pytest.mark.parametrize(("rows", "vocabulary", "features"), SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_log_probs_entropies_and_masses_are_those_of_float64(
-    device, dtype, rows, vocabulary, features, truncation
-) -> None:
+@pytest.mark.parametrize(("shape", "truncation", "dtype"), pairwise(SHAPES, TRUNCATIONS, DTYPES), ids=str)
+def test_log_probs_entropies_and_masses_are_those_of_float64(device, dtype, shape, truncation) -> None:
+    rows, vocabulary, features = shape
     hidden, weight, targets = _case(rows, vocabulary, features, dtype, device)
     found, mass = head.statistics(hidden, weight, targets, Logits.of(truncation))
     logp, entropy, drawn, kept = _exact(hidden.double(), weight.double(), targets, truncation)
@@ -188,7 +185,7 @@ def test_the_weights_gradient_is_added_where_it_is_summed(device, taken: bool) -
         assert torch.equal(master.grad, alone.grad) and torch.equal(total, before)
 
 
-def test_a_master_without_gradient_costs_no_product(device, monkeypatch) -> None:
+def test_a_master_without_gradient_costs_no_product_and_no_rows_give_it_zeros(device, monkeypatch) -> None:
     products = []
     original = head.weight_grad
     monkeypatch.setattr(head, "weight_grad", lambda *a, **k: products.append(a[0].shape) or original(*a, **k))
@@ -198,16 +195,11 @@ def test_a_master_without_gradient_costs_no_product(device, monkeypatch) -> None
         ours = hidden.clone().requires_grad_()
         FusedTokenLogProbs.apply(ours, master, weight, targets, Truncation(), None, None)[0].sum().backward()
         assert len(products) == count
-
-
-def test_no_rows_give_no_log_probs_and_a_zero_gradient(device) -> None:
-    _, weight, _ = _case(37, 300, 48, torch.bfloat16, device)
+    none = hidden[:0].requires_grad_()
     master = weight.float().requires_grad_()
-    hidden = torch.zeros(0, 48, dtype=torch.bfloat16, device=device, requires_grad=True)
-    targets = torch.zeros(0, dtype=torch.long, device=device)
-    logp, entropy = FusedTokenLogProbs.apply(hidden, master, weight, targets, Truncation(), None, None)
+    logp, entropy = FusedTokenLogProbs.apply(none, master, weight, targets[:0], Truncation(), None, None)
     (logp.sum() + entropy.sum()).backward()
-    assert logp.shape == (0,) and hidden.grad.shape == (0, 48) and not master.grad.any()
+    assert logp.shape == (0,) and none.grad.shape == (0, 48) and not master.grad.any()
 
 
 @pytest.mark.parametrize("truncation", [*TRUNCATIONS, Truncation(top_k=5), Truncation(top_p=0.9)], ids=str)

@@ -1,4 +1,4 @@
-"""Kept sets: stored and read back, and log-probs that replay them, at the same logits and at moved ones."""
+"""Kept sets of top-k and top-p: storage, and log-probs that replay them at the same logits and at others."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Launches of compiled kernels: each runs the form that Triton's binder chooses, without asking it again.
+"""Launches of compiled kernels: each runs the specialization that Triton's binder chooses, without asking it again.
 
-Triton's own binder is asked, over a driver and a compiler that only record: no GPU is needed, and none is used.
+Triton's own binder runs over a driver and a compiler that only record, so no GPU is used.
 """
 
 import itertools

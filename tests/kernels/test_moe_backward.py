@@ -1,4 +1,4 @@
-"""The grouped products of a backward: kernels and plain torch against float64, and the same bits twice."""
+"""Grouped products of the backward: against float64, and with the same bits in every run."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 BF16 = torch.bfloat16
-SHAPES = [(40, 2, 3, 64, 64), (23, 3, 4, 72, 48), (9, 2, 4, 30, 100), (1, 4, 6, 40, 72)]  # T, k, E, N, K
+# (T, k, E, N, K)
+SHAPES = [(40, 2, 3, 64, 64), (23, 3, 4, 72, 48), (9, 2, 4, 30, 100), (1, 4, 6, 40, 72), (0, 2, 4, 40, 64)]
 SMALL = Tile("x_first", 16, 32, 16)
 
 
@@ -35,7 +36,8 @@ def test_the_inputs_gradient_is_dy_times_its_experts_weight(device, tokens, slot
     dy, _, weight = operands(groups, False, n, k, dtype)
     expected, one_rounding = input_grad(groups, dy, weight), 2**-8 if dtype == BF16 else 2**-11
     for tile in (None, SMALL) if n == 72 else (None,):
-        assert relative_error(backward.grouped_input_grad(dy, weight, groups, tile=tile), expected) < one_rounding
+        dx = backward.grouped_input_grad(dy, weight, groups, tile=tile)
+        assert dx.shape == (groups.rows, k) and (not tokens or relative_error(dx, expected) < one_rounding)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -78,15 +80,6 @@ def test_a_row_that_is_not_finite_spoils_only_its_own_expert(device, gathered) -
     backward.grouped_weight_grad(dy, x, groups, gathered, into, SMALL)
     spoiled = into.view(5, -1).isnan().any(1).tolist()
     assert spoiled == [expert == used[1] for expert in range(5)]
-
-
-def test_no_tokens(device) -> None:
-    groups = grouped(0, 2, 4, device)
-    dy, x, weight = operands(groups, True, 40, 64, BF16)
-    assert backward.grouped_input_grad(dy, weight, groups).shape == (0, 64)
-    into = torch.ones(4 * 40, 64, device=device)
-    backward.grouped_weight_grad(dy, x, groups, True, into)
-    assert torch.equal(into, torch.ones_like(into))
 
 
 def test_errors_name_what_is_wrong(device) -> None:

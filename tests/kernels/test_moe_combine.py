@@ -1,4 +1,4 @@
-"""From rows of slots to rows of tokens and back: bit for bit the plain-torch sums, and those against float64."""
+"""Weighted sums of experts' rows per token, and their gradients: bit for bit plain torch, and against float64."""
 
 import pytest
 import torch
@@ -31,14 +31,23 @@ def by_token(rows: Tensor, groups: Groups) -> Tensor:
     return result.view(-1, groups.slots, rows.shape[1])
 
 
+def shared_expert(tokens: int, columns: int, device: torch.device, dtype: torch.dtype = BF16) -> Shared:
+    output = random(tokens, columns + 8, seed=4, device=device, dtype=dtype)[:, :columns]
+    return Shared(output, torch.rand(tokens, generator=torch.Generator().manual_seed(5)).to(device))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize(("tokens", "slots", "experts", "columns"), SHAPES)
-def test_a_token_is_the_weighted_sum_of_its_rows(device, tokens, slots, experts, columns) -> None:
-    groups = grouped(tokens, slots, experts, device)
-    for dtype in (BF16, torch.float16):
-        _, d, weights = inputs(groups, columns, dtype)
-        result = combine.combine(d, weights, groups)
-        assert result.dtype == dtype and torch.equal(result, reference.combine(d, weights, groups))
-        expected = (by_token(d, groups) * weights.double()[:, :, None]).sum(1)
+def test_a_token_is_the_weighted_sum_of_its_rows_and_the_shared_expert(
+    device, tokens, slots, experts, columns, dtype
+) -> None:
+    groups, beside = grouped(tokens, slots, experts, device), shared_expert(tokens, columns, device, dtype)
+    _, d, weights = inputs(groups, columns, dtype)
+    of_slots = (by_token(d, groups) * weights.double()[:, :, None]).sum(1)
+    of_shared = beside.output.double() * beside.gate.double()[:, None]
+    for shared_, expected in ((None, of_slots), (beside, of_slots + of_shared)):
+        result = combine.combine(d, weights, groups, shared_)
+        assert result.dtype == dtype and torch.equal(result, reference.combine(d, weights, groups, shared_))
         torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-5)  # one rounding to bf16
 
 
@@ -70,24 +79,6 @@ def test_a_gathered_inputs_gradient_is_the_sum_of_its_rows(device, tokens, slots
         result = combine.sum_over_slots(grad, groups, other)
         assert torch.equal(result, reference.sum_over_slots(grad, groups, other))
         expected = by_token(grad, groups).sum(1) + (0 if other is None else other.double())
-        torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-5)
-
-
-def shared_expert(tokens: int, columns: int, device: torch.device, dtype: torch.dtype = BF16) -> Shared:
-    output = random(tokens, columns + 8, seed=4, device=device, dtype=dtype)[:, :columns]
-    return Shared(output, torch.rand(tokens, generator=torch.Generator().manual_seed(5)).to(device))
-
-
-@pytest.mark.parametrize(("tokens", "slots", "experts", "columns"), SHAPES)
-def test_what_the_shared_expert_gives_is_added_last(device, tokens, slots, experts, columns) -> None:
-    groups = grouped(tokens, slots, experts, device)
-    for dtype in (BF16, torch.float16):
-        _, d, weights = inputs(groups, columns, dtype)
-        beside = shared_expert(tokens, columns, device, dtype)
-        result = combine.combine(d, weights, groups, beside)
-        assert result.dtype == dtype and torch.equal(result, reference.combine(d, weights, groups, beside))
-        expected = (by_token(d, groups) * weights.double()[:, :, None]).sum(1)
-        expected += beside.output.double() * beside.gate.double()[:, None]
         torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Sorting pairs by expert: the kernel against plain torch, and both against a loop; which tile has which rows."""
+"""Sorting (token, expert) pairs by expert, by kernel and in plain torch, against a loop; the rows of each tile."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Exactness of the low-bit products' sums; `test_scheme_products` has their formulas in float64 and rows' bits."""
+"""Exact sums of the low-bit products. Their values and batch invariance: `test_scheme_products.py`."""
 
 import pytest
 import torch

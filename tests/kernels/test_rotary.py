@@ -14,11 +14,12 @@ from running import NEEDS_TRITON
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-pytestmark = NEEDS_TRITON
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 EPS = 1e-6
 DTYPES = [torch.bfloat16, torch.float16]
-SHAPES = [(5, 4, 2, 64), (9, 5, 1, 80), (3, 3, 3, 96), (17, 2, 1, 128), (2, 2, 1, 256), (7, 3, 1, 8)]
+SHAPES = [(5, 4, 2, 64), (9, 5, 1, 80), (3, 3, 3, 96), (17, 2, 1, 128), (2, 2, 1, 256), (7, 3, 1, 8), (0, 4, 2, 64)]
+CASES = [(shape, DTYPES[i % 2]) for i, shape in enumerate(SHAPES)]
 
 
 @dataclass
@@ -81,8 +82,7 @@ class Case:
         rotary_backward(dq, dk, self.qkv, self.rotation, into, *grads, **options)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, DTYPES * 3, strict=True)])
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_rotary_is_hugging_face_bit_for_bit(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     case = Case.random(*shape, device, False, dtype)
     expected = apply_rotary_pos_emb(
@@ -92,8 +92,7 @@ def test_rotary_is_hugging_face_bit_for_bit(shape: tuple[int, ...], dtype: torch
         assert ours.is_contiguous() and torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, DTYPES * 3, strict=True)])
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_norm_before_it_is_the_twin(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     case = Case.random(*shape, device, True, dtype)
     normed = [
@@ -105,7 +104,9 @@ def test_norm_before_it_is_the_twin(shape: tuple[int, ...], dtype: torch.dtype, 
     eps = torch.finfo(dtype).eps
     for ours, twin, expected in zip(case.forward(), twins, exact, strict=True):
         # The twin's sum of squares has another order: now and then a value falls on the other side of a boundary.
-        assert (ours != twin).float().mean() < 0.01
+        assert (ours != twin).sum() <= 0.01 * twin.numel()
+        if not ours.numel():
+            continue
         # Four roundings of numbers no larger than those of a head.
         torch.testing.assert_close(ours.double(), expected, rtol=2 * eps, atol=2 * eps * expected.abs().max().item())
 
@@ -122,8 +123,7 @@ def test_a_token_has_the_same_bits_in_every_batch(norms: bool, device: torch.dev
 
 
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, DTYPES * 3, strict=True)])
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_gradients_are_those_of_float64(
     shape: tuple[int, ...], dtype: torch.dtype, norms: bool, device: torch.device
 ) -> None:
@@ -148,7 +148,6 @@ def test_gradients_are_those_of_float64(
         torch.testing.assert_close(ours.double(), start + expected.grad, rtol=1e-5, atol=3e-5)
 
 
-@pytest.mark.usefixtures("poisoned")
 def test_gradients_are_the_same_in_every_run_and_with_few_programs(device: torch.device, monkeypatch) -> None:
     case = Case.random(70, 2, 1, 64, device, True)
     dq, dk = case.heads_of(random(70, 4 * 64, seed=5, device=device, dtype=torch.bfloat16))  # tokens are apart
@@ -177,16 +176,6 @@ def test_rows_may_be_apart_and_only_queries_have_a_norm(device: torch.device) ->
     for which, into, total in zip((case, apart), results, sums, strict=True):
         which.backward(dq, dk, into, [total, None])
     assert torch.equal(*results) and torch.equal(*sums) and sums[0].any()
-
-
-@pytest.mark.parametrize("norms", [False, True])
-def test_no_rows(norms: bool, device: torch.device) -> None:
-    case = Case.random(0, 4, 2, 64, device, norms)
-    q, k = case.forward()
-    assert q.shape == (0, 4, 64) and k.shape == (0, 2, 64)
-    sums = [torch.ones(64, device=device) for _ in range(2)]
-    case.backward(q, k, torch.empty_like(case.qkv), sums)
-    assert all(torch.equal(x, torch.ones_like(x)) for x in sums)
 
 
 def test_wrong_tensors_are_errors(device: torch.device) -> None:

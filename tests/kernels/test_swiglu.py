@@ -9,10 +9,10 @@ from qarl_kernels.swiglu import swiglu, swiglu_backward
 from running import NEEDS_TRITON, QUIET
 from torch import Tensor
 
-pytestmark = [NEEDS_TRITON, QUIET]
+pytestmark = [NEEDS_TRITON, QUIET, pytest.mark.usefixtures("poisoned")]
 
 ACTIVATIONS = ["int8", "fp8", "fp8_group"]
-SHAPES = [(5, 40), (1, 96), (19, 33), (3, 1536), (2, 2304)]
+SHAPES = [(5, 40), (1, 96), (19, 33), (3, 1536), (2, 2304), (0, 48)]
 
 
 def _gate_up(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -27,7 +27,6 @@ def _twin(gate_up: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes(SHAPES))
-@pytest.mark.usefixtures("poisoned")
 def test_product_is_its_formula_and_its_twin(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     gate_up = _gate_up(rows, columns, dtype, device)
     result = swiglu(gate_up)
@@ -41,12 +40,11 @@ def test_product_is_its_formula_and_its_twin(rows: int, columns: int, dtype: tor
     # exp and the division may differ in float32's last bits, and so on which side of a boundary a value falls.
     twin = _twin(gate_up)
     torch.testing.assert_close(result.product, twin, rtol=2 * eps, atol=1e-6)
-    assert (result.product != twin).float().mean() < 0.01
+    assert (result.product != twin).sum() <= 0.01 * twin.numel()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "columns"), [(5, 40), (19, 33), (2, 2304)])
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("rows", "columns"), [(5, 40), (19, 33), (2, 2304), (0, 48)])
 def test_codes_are_those_of_the_product(rows: int, columns: int, activation: str, device: torch.device) -> None:
     gate_up = _gate_up(rows, columns, torch.bfloat16, device)
     if rows > 4:
@@ -89,7 +87,6 @@ def test_a_row_has_the_same_bits_in_every_batch(activation: str | None, device: 
 
 
 @pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes([*SHAPES, (300, 40)]))
-@pytest.mark.usefixtures("poisoned")
 def test_gradients_are_those_of_float64(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     gate_up = _gate_up(rows, columns, dtype, device)
     grad = random(rows, columns, seed=1, device=device, dtype=dtype)
@@ -107,7 +104,6 @@ def test_gradients_are_those_of_float64(rows: int, columns: int, dtype: torch.dt
     assert returned is in_place and torch.equal(in_place, result) and torch.equal(product, swiglu(gate_up).product)
 
 
-@pytest.mark.usefixtures("poisoned")
 def test_rows_may_be_apart(device: torch.device) -> None:
     wide, grad = _gate_up(9, 64, torch.bfloat16, device), random(9, 60, seed=1, device=device, dtype=torch.bfloat16)
     gate_up, grad = wide[:, :96], grad[:, :48]
@@ -118,14 +114,6 @@ def test_rows_may_be_apart(device: torch.device) -> None:
     before = wide[:, 96:].clone()
     swiglu_backward(grad, gate_up, False, gate_up)
     assert torch.equal(wide[:, :96], expected_grad) and torch.equal(wide[:, 96:], before)
-
-
-def test_no_rows(device: torch.device) -> None:
-    gate_up = torch.empty(0, 96, dtype=torch.bfloat16, device=device)
-    result = swiglu(gate_up, "fp8_group")
-    assert result.product.shape == result.codes.shape == (0, 48) and result.scale.shape == (0, 1)
-    grad, product = swiglu_backward(result.product, gate_up, True)
-    assert grad.shape == (0, 96) and product.shape == (0, 48)
 
 
 def test_wrong_tensors_are_errors(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from exact import assert_same, poisoned_outputs
+from pairwise import pairwise
 from qarl_formats.packing import pack_int4, pack_zero_points
 from qarl_kernels.tile import meta_w4a8, meta_w4a16, tile_int4, untile_int4
 from running import NEEDS_TRITON
@@ -32,18 +33,12 @@ def _tiled(codes: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_tiles_are_as_defined(n, k, device):
+def test_tiles_are_as_defined_and_untile_is_the_inverse(n, k, device):
     codes = _codes(n, k)
     with poisoned_outputs():
         tiled = tile_int4(pack_int4(codes).to(device), k)
-    assert_same(tiled, _tiled(codes))
-
-
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_untile_is_the_inverse(n, k, device):
-    codes = _codes(n, k)
-    with poisoned_outputs():
         packed = untile_int4(_tiled(codes).to(device), n, k)
+    assert_same(tiled, _tiled(codes))
     assert_same(packed, pack_int4(codes))
 
 
@@ -63,10 +58,11 @@ def _group_of(entry: int, k: int, group: int | None) -> int | None:
 META_SHAPES = [(37, 96, 32), (5, 192, 64), (70, 1408, 128), (16, 1408, 32), (17, 100, None), (40, 300, None)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-@pytest.mark.parametrize(("n", "k", "group"), META_SHAPES)
-def test_meta_w4a16_is_as_defined(n, k, group, symmetric, dtype, device):
+@pytest.mark.parametrize(
+    ("shape", "symmetric", "dtype"), pairwise(META_SHAPES, [True, False], [torch.bfloat16, torch.float16])
+)
+def test_meta_w4a16_is_as_defined(shape, symmetric, dtype, device):
+    n, k, group = shape
     groups = 1 if group is None else k // group
     generator = torch.Generator().manual_seed(n)
     scale = torch.rand(n, groups, generator=generator).to(dtype)

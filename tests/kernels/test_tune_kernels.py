@@ -1,5 +1,6 @@
-"""`tools/tune_kernels.py` without a GPU: what it would try, which shapes it reads from a model, what it writes."""
+"""`tools/tune_kernels.py` without a GPU: candidates, shapes of a model, and the tables that it writes."""
 
+import itertools
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -26,16 +27,28 @@ CPU = torch.device("cpu")
 SIZES = Sizes(experts=3, per_token=2, hidden=128, inner=128)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("m", tune_kernels.ROWS)
-def test_candidates_keep_what_their_kernels_promise(family: str, m: int) -> None:
-    tiles = candidates(family, m)
+def check_candidates(tiles: list[Tile], family: str) -> None:
+    """What the kernels of a family promise needs of every tile."""
     assert len(tiles) >= 2 and len(set(tiles)) == len(tiles)
     for tile in tiles:
         if family == "fp8":  # wgmma alone: mma.sync sums FP8 otherwise
             assert tile.warps % 4 == 0 and (tile.block_m if tile.way == "x_first" else tile.block_n) >= 64
         if family == "fp8_block":
             assert 128 % tile.block_n == 0
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *BACKWARD])
+def test_candidates_keep_what_their_kernels_promise(family: str) -> None:
+    for m in tune_kernels.ROWS if family in FAMILIES else ():
+        check_candidates(candidates(family, m), family)
+    for (experts, slots), tokens, gathered in itertools.product([(128, 8), (8, 2)], TOKENS, (True, False)):
+        mean = tokens * slots / experts
+        tiles = candidates(family, -(-tokens * slots // experts), True, gathered)
+        check_candidates(tiles, family)
+        for tile in tiles:
+            assert tile.way != "wide" or family == "w4a8" or tile.block_n >= 64
+            if tile.way != "dequantized" and family not in BACKWARD:
+                assert tile.block_m <= max(256, 4 * mean) and (mean > 8 or tile.block_m <= 16), tile
 
 
 def test_every_candidate_is_recorded_for_compilation_before() -> None:
@@ -53,6 +66,11 @@ def test_every_candidate_is_recorded_for_compilation_before() -> None:
 
 
 def test_shapes_come_from_the_headers_of_a_model(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no safetensors files; give a Hugging Face model directory"):
+        tune_kernels.shapes_of_model(tmp_path)
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(SystemExit, match="give the shapes with --shapes NxK"):
+        tune_kernels.shapes_of_model(tmp_path)
     tensors = {
         "model.layers.0.mlp.down_proj.weight": torch.zeros(64, 128),
         "model.layers.1.mlp.down_proj.weight": torch.zeros(64, 128),
@@ -61,14 +79,6 @@ def test_shapes_come_from_the_headers_of_a_model(tmp_path: Path) -> None:
     }
     save_file(tensors, tmp_path / "model.safetensors")
     assert tune_kernels.shapes_of_model(tmp_path) == [(64, 128), (96, 64)]
-
-
-def test_directories_without_a_model_are_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no safetensors files; give a Hugging Face model directory"):
-        tune_kernels.shapes_of_model(tmp_path)
-    save_file({"lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(SystemExit, match="give the shapes with --shapes NxK"):
-        tune_kernels.shapes_of_model(tmp_path)
 
 
 def test_what_was_not_measured_stays_or_is_left_to_another_table() -> None:
@@ -117,25 +127,6 @@ def test_a_tile_that_could_not_be_timed_is_left_out(monkeypatch) -> None:
 
     done = tune_kernels.tune(problem(monkeypatch), [64], Slow({}))
     assert done.tiles == {64: known} and done.notes[0].endswith("Late")
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *BACKWARD])
-@pytest.mark.parametrize(("experts", "slots"), [(128, 8), (8, 2)])
-def test_candidates_of_grouped_products_keep_what_their_kernels_promise(family: str, experts: int, slots: int) -> None:
-    for tokens in TOKENS:
-        for gathered in (True, False):
-            tiles = candidates(family, -(-tokens * slots // experts), True, gathered)
-            assert len(tiles) >= 2 and len(set(tiles)) == len(tiles)
-            for tile in tiles:
-                if family == "fp8":
-                    assert tile.warps % 4 == 0 and (tile.block_m if tile.way == "x_first" else tile.block_n) >= 64
-                if family == "fp8_block":
-                    assert 128 % tile.block_n == 0
-                if tile.way == "wide" and family != "w4a8":
-                    assert tile.block_n >= 64
-                if tile.way != "dequantized" and family not in BACKWARD:
-                    mean = tokens * slots / experts
-                    assert tile.block_m <= max(256, 4 * mean) and (mean > 8 or tile.block_m <= 16), tile
 
 
 def test_every_grouped_candidate_is_recorded_for_compilation_before() -> None:

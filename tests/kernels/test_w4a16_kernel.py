@@ -65,15 +65,6 @@ def test_without_a_tiled_form_the_product_goes_over_the_dequantized_weight(devic
     assert relative_error(_fused(weight, x, tile, out=torch.bfloat16), y) < ONE_ROUNDING[torch.bfloat16]
 
 
-@pytest.mark.parametrize("m", [0, 9])
-def test_any_number_of_rows_and_any_row_stride(device, m) -> None:
-    weight = Int4.random(40, 128, 32, device=device)
-    wide = random(m, 200, seed=5, device=device, dtype=torch.bfloat16)
-    form = weight.packed(), weight.scale, None, weight.tiled(), weight.meta(torch.bfloat16)
-    y = w4a16.w4a16(wide[:, :128], *form)
-    assert y.shape == (m, 40) and torch.equal(y, w4a16.w4a16(wide[:, :128].t().contiguous().t(), *form))
-
-
 def test_a_weight_of_another_width_is_refused(device) -> None:
     weight = Int4.random(40, 128, 32, device=device)
     x = random(3, 64, seed=5, device=device, dtype=torch.bfloat16)
