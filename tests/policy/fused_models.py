@@ -1,4 +1,4 @@
-"""Policies of Triton kernels beside the same in plain torch: on a GPU if there is one, else in Triton's interpreter."""
+"""Policies on Triton kernels and the same in plain torch: on a GPU if there is one, else in Triton's interpreter."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,10 +7,13 @@ import pytest
 import torch
 from policy_models import make_policy, tokens
 from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
 from qarl.policy.attention import Caches
+from qarl.policy.decoder import Recompute
 from qarl.policy.policy import Policy
+from qarl.policy.routes import NO_ROUTES, Routes
 from qarl.weight_sync.quantize import quantize_parameters
 from qarl.weight_sync.snapshot import Snapshot
 
@@ -57,6 +60,27 @@ class Pairs:
 
 def _quantized_by_torch(masters, scheme_of, dtype, version, kernels, shared, stacks) -> Snapshot:
     return quantize_parameters(masters, scheme_of, dtype, version, False, shared)
+
+
+def logprobs(policy: Policy, prompts=PROMPTS, responses=RESPONSES, routes: Routes = NO_ROUTES) -> Tensor:
+    return policy.logprobs(prompts, responses, Truncation(), 128, routes=routes)[0]
+
+
+def backward(policy: Policy, recompute: Recompute = "elementwise", routes: Routes = NO_ROUTES) -> Tensor:
+    """Adds a loss's gradients to the masters'. Returns the log-probs."""
+    policy.set_recompute(recompute)
+    logp = logprobs(policy, routes=routes)
+    (logp * torch.linspace(-1, 1, len(logp), device=DEVICE)).sum().backward()
+    return logp.detach()
+
+
+def gradients(
+    policy: Policy, recompute: Recompute = "elementwise", routes: Routes = NO_ROUTES
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs, and the gradients of a loss of them by name; of a master that gets none zeros."""
+    policy.model.zero_grad()
+    logp, named = backward(policy, recompute, routes), policy.named_parameters()
+    return logp, {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}
 
 
 def caches_of(policy: Policy) -> Caches:

@@ -16,14 +16,16 @@ from fused_models import (
     TOLERANCE,
     Pairs,
     assert_near,
+    backward,
     caches_of,
+    gradients,
+    logprobs,
 )
 from policy_models import assert_gradients_close, operand_of, parts_of, tokens
 from qarl_formats.bits import same_bits
 from qarl_kernels.logprob import Truncation
 
 from qarl.policy.attention import Span
-from qarl.policy.decoder import Recompute
 from qarl.policy.fused_attention import DecodeAttention, PagedAttention
 from qarl.policy.policy import Policy
 from qarl.policy.starting_codes import hessian_of, starting_masters
@@ -53,25 +55,6 @@ GATE, UP = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"
 def make(tiny_model) -> Pairs:
     layers = 2 if ON_GPU else 1
     return Pairs(lambda family: tiny_model(family, num_hidden_layers=layers), "qwen3", lambda scheme: scheme != "w4a16")
-
-
-def logprobs(policy: Policy, prompts=PROMPTS, responses=RESPONSES) -> torch.Tensor:
-    return policy.logprobs(prompts, responses, PLAIN, 128)[0]
-
-
-def backward(policy: Policy, recompute: Recompute = "elementwise") -> torch.Tensor:
-    """Adds a loss's gradients to the masters'. Returns the log-probs."""
-    policy.set_recompute(recompute)
-    logp = logprobs(policy)
-    (logp * torch.linspace(-1, 1, len(logp), device=DEVICE)).sum().backward()
-    return logp.detach()
-
-
-def gradients(policy: Policy, recompute: Recompute = "elementwise") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs, and the gradients of a loss of them by name."""
-    policy.model.zero_grad()
-    logp = backward(policy, recompute)
-    return logp, {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -256,17 +239,7 @@ def test_a_code_that_the_product_reads_otherwise_is_found(make) -> None:
         tiled[0] ^= 1
 
 
-def test_rows_that_fill_a_batch_up_change_nothing(make, kept_gradients, monkeypatch) -> None:
-    policy = make(True)
-    logp, expected = kept_gradients(policy)
-    monkeypatch.setattr("qarl.policy.policy.FEW_ROWS", 0)
-    monkeypatch.setattr("qarl.policy.policy.ROWS", 32)
-    filled, found = gradients(policy)
-    assert torch.equal(filled, logp)
-    assert_gradients_close(found, expected, 1e-6)  # float32 sums over more rows, of zeros, in another order
-
-
-def test_rows_that_fill_a_batch_up_have_positions_that_there_are(make, kept_gradients, monkeypatch) -> None:
+def test_rows_that_fill_a_batch_up_change_nothing_and_stay_within_tables(make, kept_gradients, monkeypatch) -> None:
     policy = make(True)
     logp, expected = kept_gradients(policy)
     longest = max(len(prompt + response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True))
@@ -278,7 +251,7 @@ def test_rows_that_fill_a_batch_up_have_positions_that_there_are(make, kept_grad
     monkeypatch.setattr("qarl.policy.policy.ROWS", 48)
     filled, found = gradients(policy)
     assert torch.equal(filled, logp)
-    assert_gradients_close(found, expected, 1e-6)
+    assert_gradients_close(found, expected, 1e-6)  # float32 sums over more rows, of zeros, in another order
 
 
 @pytest.mark.parametrize(("scheme", "group", "method"), [("w4a16", 32, "awq"), ("w8a8", None, "gptq")])

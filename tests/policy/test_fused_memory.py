@@ -1,5 +1,7 @@
-"""What a pass over fused layers really holds, tensor by tensor, against `qarl.memory.activations`: on a GPU, or
-else in Triton's interpreter, where products, which take it long or would compute in float32, are stood in for."""
+"""Memory of a pass over fused layers, tensor by tensor, against `qarl.memory.activations`.
+
+On a GPU, or else in Triton's interpreter with stand-ins for the products, which are slow there or run in float32.
+"""
 
 from __future__ import annotations
 

@@ -19,23 +19,22 @@ from fused_models import (
     Pairs,
     assert_near,
     caches_of,
+    gradients,
+    logprobs,
 )
 from policy_models import make_policy
 from qarl_formats.bits import same_bits
 from qarl_formats.rows import adjacent
 from qarl_formats.weight import quantize_weight
-from qarl_kernels.logprob import Truncation
 
 from qarl.diagnostics.crossings import crossings
 from qarl.errors import UserError
 from qarl.policy.attention import Span
-from qarl.policy.decoder import Recompute
 from qarl.policy.policy import Policy
 from qarl.policy.routes import Balance, Routes
 from qarl.weight_sync.fingerprints import PublishError, verify_in_process
 
 pytestmark = NEEDS_TRITON
-PLAIN = Truncation()
 ROWS = 3 + 5 + 0 + 5 + 3
 FEW = [("bf16", None), ("w8a8", None), ("w4a16", 32)]
 ALL = [*FEW, ("fp8", None), ("fp8_block", None), ("w4a8", 32), ("nvfp4a16", None)]
@@ -56,33 +55,17 @@ def make(tiny_model) -> Pairs:
     return Pairs(directory, "mixtral", lambda scheme: True)
 
 
-def logprobs(policy: Policy, routes: Routes, prompts=PROMPTS, responses=RESPONSES) -> torch.Tensor:
-    return policy.logprobs(prompts, responses, PLAIN, 128, routes=routes)[0]
-
-
 def forward(policy: Policy, replay: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs, and the experts that the routers would choose: (T, L, k)."""
     routes = Routes(replay=replay, own={})
     with torch.no_grad():
-        return logprobs(policy, routes), routes.recorded()
-
-
-def gradients(
-    policy: Policy, routes: Routes, recompute: Recompute = "elementwise"
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs, and the gradients of a loss of them by name; of a master that gets none zeros."""
-    policy.model.zero_grad()
-    policy.set_recompute(recompute)
-    logp = logprobs(policy, routes)
-    (logp * torch.linspace(-1, 1, len(logp), device=DEVICE)).sum().backward()
-    named = policy.named_parameters()
-    return logp.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}
+        return logprobs(policy, routes=routes), routes.recorded()
 
 
 @pytest.fixture(scope="module")
 def own_gradients() -> Callable[[Policy], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """`gradients` of a policy that keeps all it can and chooses for itself, once for all tests."""
-    return functools.cache(lambda policy: gradients(policy, Routes()))
+    return functools.cache(gradients)
 
 
 EVERY = [
@@ -101,7 +84,7 @@ def test_log_probs_and_gradients_agree_with_plain_layers(make, scheme, group, fa
     fused, plain = (make(fused, scheme, group, family, **quant) for fused in BOTH)
     _, own = forward(plain)
     ours, theirs = (Routes(replay=own, own={}) for _ in BOTH)  # so that no near tie is decided otherwise
-    (logp, found), (reference, expected) = gradients(fused, ours), gradients(plain, theirs)
+    (logp, found), (reference, expected) = gradients(fused, routes=ours), gradients(plain, routes=theirs)
     torch.testing.assert_close(logp, reference, rtol=0, atol=TOLERANCE.get(scheme, 0.3))
     assert_near(found, expected, 0.99 if scheme in TOLERANCE else 0.95)
     differing = (ours.recorded() != theirs.recorded()).any(-1).float().mean()
@@ -111,7 +94,7 @@ def test_log_probs_and_gradients_agree_with_plain_layers(make, scheme, group, fa
 @pytest.mark.parametrize("recompute", ["mlp", "products", "layer"] if ON_GPU else ["mlp", "layer"])
 def test_what_is_computed_again_has_the_same_bits(make, own_gradients, recompute) -> None:
     policy = make(True, "w8a8", None, "qwen2_moe")  # which quantizes anew what it computes again
-    (logp, kept), (same, again) = own_gradients(policy), gradients(policy, Routes(), recompute)
+    (logp, kept), (same, again) = own_gradients(policy), gradients(policy, recompute)
     assert torch.equal(same, logp) and all(torch.equal(again[name], kept[name]) for name in kept)
 
 
@@ -119,7 +102,7 @@ def test_the_shared_expert_alone_has_an_fp8_backward(make, own_gradients, monkey
     policy = make(True, "w8a8", None, "qwen2_moe")
     logp, exact = own_gradients(policy)
     monkeypatch.setattr(policy.decoder, "backward", "fp8")
-    same, found = gradients(policy, Routes())
+    same, found = gradients(policy)
     assert torch.equal(same, logp)
     assert_near(found, exact, 0.98)  # e4m3 errs by 2.6 % of each value
     last = f"model.layers.{len(policy.decoder.layers) - 1}.mlp"
@@ -133,13 +116,13 @@ def test_one_expert_may_have_every_token_and_routers_have_losses_of_their_own(ma
     name, layers = "model.layers.0.block_sparse_moe", len(fused.decoder.layers)
     replay = torch.tensor([3, 1], device=DEVICE).expand(ROWS, layers, 2)
     (logp, found), (reference, expected) = (
-        gradients(policy, Routes(replay=replay, balance=Balance(3.0, 0.5, slice(ROWS - 4), layers)))
+        gradients(policy, routes=Routes(replay=replay, balance=Balance(3.0, 0.5, slice(ROWS - 4), layers)))
         for policy in (fused, plain)
     )
     torch.testing.assert_close(logp, reference, rtol=0, atol=TOLERANCE["bf16"])
     assert_near(found, expected, 0.99)
     assert not found[f"{name}.experts.0.w1.weight"].any() and found[f"{name}.experts.3.w2.weight"].any()
-    _, without = gradients(plain, Routes(replay=replay))
+    _, without = gradients(plain, routes=Routes(replay=replay))
     gate = f"{name}.gate.weight"
     assert (without[gate] - expected[gate]).norm() > 0.3 * expected[gate].norm(), "the losses are a large part of it"
 
@@ -165,7 +148,7 @@ def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group) -> None:
     policy = make(True, scheme, group, "qwen2_moe")
     policy.sampler.install(policy.current)
     with torch.no_grad():
-        whole, alone = logprobs(policy, Routes()), logprobs(policy, Routes(), PROMPTS[2:], RESPONSES[2:])
+        whole, alone = logprobs(policy), logprobs(policy, PROMPTS[2:], RESPONSES[2:])
     assert torch.equal(alone, whole[-len(alone) :])
     ids = PROMPTS[2] + RESPONSES[2][:1]
     states = policy.sampler.states([ids])

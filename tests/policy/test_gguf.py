@@ -1,4 +1,4 @@
-"""A GGUF file read from what it was converted to is the GGUF file: the same configuration, tokens and bits."""
+"""A GGUF file and its kept conversion give the same configuration, tokens and weights."""
 
 import copy
 from pathlib import Path

@@ -8,6 +8,7 @@ from policy_models import OneLinear
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from qarl.policy.gradients import GradientAccumulator
 
@@ -36,39 +37,31 @@ def _alone(linear: OneLinear, seed: int) -> tuple[Tensor, Tensor]:
     return torch.autograd.grad(_loss(linear, seed), [linear.weight, linear.bias])
 
 
-def test_micro_batches_have_the_bits_of_a_sum_in_their_order(linear, sums) -> None:
+def test_sums_have_the_bits_of_additions_in_their_order_and_accumulators_do_not_mix(linear, sums) -> None:
     parts = [_alone(linear, seed) for seed in (1, 2, 3)]
-    for seed in (1, 2, 3):
-        sums.backward(_loss(linear, seed))
-    for found, (a, b, c) in zip(sums.take(), zip(*parts, strict=True), strict=True):
-        assert torch.equal(found, a + b + c)
-
-
-def test_the_sum_stays_the_tensor_it_was_and_is_what_is_delivered(linear, sums) -> None:
-    sums.backward(_loss(linear, 1))
-    first = sums.peek()
-    kept = [total.clone() for total in first]
-    sums.backward(_loss(linear, 1))
-    assert all(a is b for a, b in zip(sums.peek(), first, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
-    sums.deliver()
-    assert linear.weight.grad is first[0] and linear.bias.grad is first[1]
-
-
-def test_a_backward_leaves_the_masters_own_gradients_alone(linear, sums) -> None:
     theirs = linear.weight.grad = torch.ones(N, K)
-    sums.backward(_loss(linear, 1))
-    assert linear.weight.grad is theirs and bool((theirs == 1).all()) and linear.bias.grad is None
-    assert torch.equal(sums.peek()[0], _alone(linear, 1)[0])
-
-
-def test_two_accumulators_of_one_policy_do_not_mix(linear, sums) -> None:
     other = GradientAccumulator([linear.weight, linear.bias])
     sums.backward(_loss(linear, 1))
+    held = sums.peek()
     other.backward(_loss(linear, 2))
+    sums.backward(_loss(linear, 2))
     sums.backward(_loss(linear, 3))
-    (first, _), (second, _), (third, _) = (_alone(linear, seed) for seed in (1, 2, 3))
-    assert torch.equal(sums.take()[0], first + third) and torch.equal(other.take()[0], second)
+    assert linear.weight.grad is theirs and bool((theirs == 1).all()) and linear.bias.grad is None
+    assert all(a is b for a, b in zip(sums.peek(), held, strict=True)), "the sum stays the tensor it was"
+    for found, (a, b, c) in zip(held, zip(*parts, strict=True), strict=True):
+        assert torch.equal(found, a + b + c)
+    sums.deliver()
+    assert linear.weight.grad is held[0] and linear.bias.grad is held[1]
+    assert all(torch.equal(found, part) for found, part in zip(other.take(), parts[1], strict=True))
+
+
+def test_the_loss_scale_is_divided_out_and_cleared_sums_are_forgotten(linear, sums) -> None:
+    expected = _alone(linear, 1)
+    sums.backward(_loss(linear, 2))
+    sums.clear()
+    sums.backward(_loss(linear, 1) * 64.0)
+    sums.deliver(64.0)
+    assert torch.equal(linear.weight.grad, expected[0]) and torch.equal(linear.bias.grad, expected[1])
 
 
 def test_delivered_gradients_replace_older_ones_and_leave_nothing_behind(linear, sums) -> None:
@@ -78,23 +71,6 @@ def test_delivered_gradients_replace_older_ones_and_leave_nothing_behind(linear,
     assert torch.equal(linear.weight.grad, torch.full((N, K), 2.0)) and linear.bias.grad is None
     sums.deliver()
     assert linear.weight.grad is None
-
-
-def test_the_loss_scale_is_divided_out_where_gradients_are_delivered(linear) -> None:
-    expected = _alone(linear, 1)
-    scaled = GradientAccumulator(
-        [linear.weight, linear.bias],
-    )
-    scaled.backward(_loss(linear, 1) * 64.0)
-    scaled.deliver(64.0)
-    assert torch.equal(linear.weight.grad, expected[0]) and torch.equal(linear.bias.grad, expected[1])
-
-
-def test_cleared_sums_are_forgotten(linear, sums) -> None:
-    sums.backward(_loss(linear, 1))
-    sums.clear()
-    sums.backward(_loss(linear, 2))
-    assert torch.equal(sums.take()[0], _alone(linear, 2)[0])
 
 
 def test_a_backward_that_breaks_off_puts_everything_back(linear, sums) -> None:
@@ -133,8 +109,6 @@ def test_a_weight_that_is_computed_passes_its_gradient_on(linear) -> None:
 
 
 def test_checkpointed_layers_add_once(linear, sums) -> None:
-    from torch.utils.checkpoint import checkpoint
-
     x = torch.randn(9, K, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     for _ in range(2):
         sums.backward(checkpoint(linear, x, use_reentrant=False).float().square().sum())

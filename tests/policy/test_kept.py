@@ -5,15 +5,21 @@ import weakref
 
 import pytest
 import torch
-from policy_models import logprobs, make_policy, parts_of
+from policy_models import make_policy, parts_of
+from qarl_kernels.logprob import Truncation
 
 from qarl.policy.kept import KeptVersions
 from qarl.policy.policy import Policy
+from qarl.policy.weights import WeightSet
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SCHEMES = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("nvfp4a16", None)]
 CASES = [(*scheme, "aligned") for scheme in SCHEMES] + [(*scheme, "fake_quant") for scheme in SCHEMES[1:3]]
+
+
+def logprobs(policy: Policy, weights: WeightSet | None = None) -> torch.Tensor:
+    return policy.logprobs([[5, 6, 7]], [[9, 10, 11, 12]], Truncation(), 8, weights=weights)[0].detach()
 
 
 def updated(policy: Policy) -> None:
@@ -36,27 +42,25 @@ def two_versions(policy: Policy, on_host: bool) -> KeptVersions:
 
 @pytest.mark.parametrize(("scheme", "group", "learner"), CASES)
 def test_host_memory_gives_the_bits_of_the_device(tiny_model, scheme, group, learner):
-    found = []
+    policy = make_policy(tiny_model("qwen3"), scheme, torch.bfloat16, group, DEVICE, learner=learner)
+    first = logprobs(policy)
+    updated(policy)
+    second = logprobs(policy)
+    assert not torch.equal(first, second)
     for on_host in (False, True):
         policy = make_policy(tiny_model("qwen3"), scheme, torch.bfloat16, group, DEVICE, learner=learner)
-        before = [logprobs(policy).detach()]
-        updated(policy)
-        before.append(logprobs(policy).detach())
-        policy = make_policy(tiny_model("qwen3"), scheme, torch.bfloat16, group, DEVICE, learner=learner)
         kept = two_versions(policy, on_host)
-        found += [logprobs(policy, weights=kept.weights(version)).detach() for version in (0, 1, 0)]
-        assert torch.equal(found[-3], before[0]) and torch.equal(found[-2], before[1])
-        assert not torch.equal(before[0], before[1])
+        for version, expected in ((0, first), (1, second), (0, first)):
+            assert torch.equal(logprobs(policy, kept.weights(version)), expected)
         digests = [kept.on_device(version).manifest().digest() for version in (0, 1)]
         assert digests == [kept.snapshot(version).manifest().digest() for version in (0, 1)]
-    assert all(torch.equal(a, b) for a, b in zip(found[:3], found[3:], strict=True))
 
 
 def test_host_memory_gives_the_bits_of_the_device_for_a_mixture(tiny_model):
     policy = make_policy(tiny_model("qwen3_moe"), "w4a16", torch.bfloat16, 32, DEVICE)
-    expected = logprobs(policy).detach()
+    expected = logprobs(policy)
     kept = two_versions(policy, on_host=True)
-    assert torch.equal(logprobs(policy, weights=kept.weights(0)).detach(), expected)
+    assert torch.equal(logprobs(policy, kept.weights(0)), expected)
 
 
 def test_only_the_newest_version_and_one_copy_are_on_the_device(tiny_model):

@@ -1,4 +1,4 @@
-"""Which products run where. Without a GPU: the choice, and the chosen kernels in Triton's interpreter."""
+"""The choice between kernels and plain torch, and the chosen kernels in Triton's interpreter."""
 
 import pytest
 import torch
@@ -58,32 +58,29 @@ def test_reference_float32_and_the_cpu_run_plain_torch(capability, scheme: str, 
     assert not use_kernels(_quant(scheme, kernels=kernels), _scheme(scheme), dtype, device)
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "fp8_block"])
-def test_fp8_on_an_older_gpu_is_refused_with_the_way_out(capability, scheme: str) -> None:
-    capability(8, 6)
-    message = rf"^quant.scheme: {scheme} .* 8\.9 .* has 8\.6; .*quant\.kernels: reference"
-    with pytest.raises(UserError, match=message) as caught:
-        use_kernels(_quant(scheme), _scheme(scheme), torch.bfloat16, GPU)
-    assert "\n" not in str(caught.value)
+SCHEME = r"^quant.scheme: fp8(_block)? .* 8\.9 .* has 8\.6; .*quant\.kernels: reference"
 
 
-def test_an_fp8_kv_cache_on_an_older_gpu_is_refused_and_plain_torch_has_it(capability) -> None:
-    capability(8, 6)
-    arguments = _scheme("bf16"), torch.bfloat16, GPU
-    with pytest.raises(UserError, match=r"^quant\.kv_cache_dtype: fp8 .* 8\.9 .* has 8\.6; use auto$"):
-        use_kernels(_quant("bf16", kv_cache_dtype="fp8"), *arguments)
-    assert not use_kernels(_quant("bf16", kv_cache_dtype="fp8", kernels="reference"), *arguments)
-    capability(8, 9)
-    assert use_kernels(_quant("bf16", kv_cache_dtype="fp8"), *arguments)
-
-
-@pytest.mark.parametrize(("device", "of", "needs"), [(CPU, (9, 0), "plain torch"), (GPU, (8, 6), r"8\.9 .* 8\.6")])
-def test_an_fp8_backward_is_refused_where_it_cannot_run(capability, device, of, needs) -> None:
+@pytest.mark.parametrize(
+    ("quant", "device", "of", "message"),
+    [
+        (_quant("fp8"), GPU, (8, 6), SCHEME),
+        (_quant("fp8_block"), GPU, (8, 6), SCHEME),
+        (_quant("bf16", kv_cache_dtype="fp8"), GPU, (8, 6), r"^quant\.kv_cache_dtype: fp8 .* 8\.9 .* 8\.6; use auto$"),
+        (_quant("bf16", backward="fp8"), GPU, (8, 6), r"^quant.backward: fp8 .*8\.9 .* 8\.6.*; use bf16$"),
+        (_quant("bf16", backward="fp8"), CPU, (9, 0), r"^quant.backward: fp8 .*plain torch.*; use bf16$"),
+    ],
+)
+def test_fp8_is_refused_where_it_cannot_run_with_the_way_out(capability, quant, device, of, message) -> None:
     capability(*of)
-    with pytest.raises(UserError, match=rf"^quant.backward: fp8 .*{needs}.*; use bf16$"):
-        use_kernels(_quant("bf16", backward="fp8"), _scheme("bf16"), torch.bfloat16, device)
+    arguments = _scheme(quant.scheme), torch.bfloat16
+    with pytest.raises(UserError, match=message) as caught:
+        use_kernels(quant, *arguments, device)
+    assert "\n" not in str(caught.value)
+    if quant.backward != "fp8":
+        assert not use_kernels(quant.model_copy(update={"kernels": "reference"}), *arguments, device)
     capability(8, 9)
-    assert use_kernels(_quant("bf16", backward="fp8"), _scheme("bf16"), torch.bfloat16, GPU)
+    assert use_kernels(quant, *arguments, GPU)
 
 
 # --- operands
@@ -115,23 +112,14 @@ def test_scales_of_another_dtype_leave_w4a16_untiled(scheme: str, tiled: bool) -
 
 @interpreted
 @pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES[1:])
-def test_verification_reads_back_what_the_product_reads(scheme: str, kernels: bool) -> None:
-    weight = _published(scheme)
-    held = weight.prepare(torch.bfloat16, kernels).stored()
-    assert list(held) == list(weight.tensors)
-    assert all(same_bits(held[name], tensor) for name, tensor in weight.tensors.items())
-
-
-@interpreted
-@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_change_of_any_operand_shows_in_what_is_held(scheme: str, kernels: bool) -> None:
+def test_what_is_held_is_what_was_published_and_shows_a_change_of_any_operand(scheme: str, kernels: bool) -> None:
     names = _published(scheme).prepare(torch.bfloat16, kernels).operands
     for name in names:
         weight = _published(scheme)
         operand = weight.prepare(torch.bfloat16, kernels)
-        before = {suffix: tensor.clone() for suffix, tensor in weight.tensors.items()}
+        before, held = {suffix: tensor.clone() for suffix, tensor in weight.tensors.items()}, operand.stored()
+        assert list(held) == list(before) and all(same_bits(held[suffix], before[suffix]) for suffix in before)
         operand.operands[name].view(torch.uint8).view(-1)[-1] ^= 1 << 5  # the last byte: of a float its exponent
         try:
             held = operand.stored()
@@ -139,11 +127,6 @@ def test_a_change_of_any_operand_shows_in_what_is_held(scheme: str, kernels: boo
             assert "is not what its codes and scales make" in str(error)
         else:
             assert any(not same_bits(held[suffix], tensor) for suffix, tensor in before.items()), name
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_without_kernels_the_operand_is_plain_torch(scheme: str) -> None:
-    assert not _published(scheme).prepare(torch.bfloat16).kernels
 
 
 @interpreted
@@ -185,7 +168,9 @@ def _linear(scheme: str, kernels: bool, dequantize_input: bool = False, **change
 @interpreted
 @pytest.mark.parametrize(
     ("scheme", "changes"),
-    [(scheme, {}) for scheme in SCHEMES] + [("w4a16", {"symmetric": False}), ("w4a16", {"scale_dtype": "float32"})],
+    [(scheme, {}) for scheme in SCHEMES]
+    + [("w4a16", {"symmetric": False}), ("w4a16", {"scale_dtype": "float32"})]
+    + [(scheme, {"dequantize_input": True}) for scheme in ("w8a8", "fp8", "w4a8", "fp8_block")],
 )
 def test_kernels_and_reference_agree_in_forward_and_backward(scheme: str, changes) -> None:
     results = []
@@ -201,49 +186,7 @@ def test_kernels_and_reference_agree_in_forward_and_backward(scheme: str, change
         assert torch.equal(kernel_grad, grad)  # the same tensors, dequantized to the same bits
 
 
-@interpreted
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8", "fp8_block"])
-def test_ste_input_dequantized_is_the_same_with_kernels(scheme: str) -> None:
-    grads = []
-    for kernels in (False, True):
-        linear = _linear(scheme, kernels, dequantize_input=True)
-        linear(torch.randn(9, K, generator=torch.Generator().manual_seed(1)).bfloat16()).sum().backward()
-        grads.append(linear.weight.grad)
-    assert torch.equal(*grads)
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_dequantized_is_what_the_codes_stand_for(scheme: str, dtype: torch.dtype) -> None:
-    weight = _published(scheme, dtype)
-    assert torch.equal(weight.prepare(dtype, kernels=True).values(dtype), weight.dequantize(dtype))
-
-
 # --- publishing
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # 0 / 0 of a group without range, in the interpreter
-@interpreted
-@pytest.mark.parametrize(
-    ("scheme", "changes"),
-    [(scheme, {}) for scheme in SCHEMES]
-    + [("w4a16", {"symmetric": False}), ("w4a8", {"grid": "symmetric7"}), ("fp8", {"scale_dtype": "float32"})]
-    + [("w4a16", {"group_size": -1})],
-)
-def test_kernels_publish_the_same_tensors(scheme: str, changes) -> None:
-    master = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
-    made = _scheme(scheme, **changes)
-    made = made if made.quantized else None
-    plain, kernel = (
-        quantize_parameter("w.weight", master, made, torch.bfloat16, 3, kernels) for kernels in (False, True)
-    )
-    if made is None:
-        assert torch.equal(kernel, plain)
-        return
-    assert kernel.scheme == plain.scheme and kernel.shape == plain.shape
-    assert list(kernel.tensors) == list(plain.tensors)
-    assert all(same_bits(kernel.tensors[name], tensor) for name, tensor in plain.tensors.items())
 
 
 @interpreted

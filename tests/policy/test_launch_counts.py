@@ -1,4 +1,4 @@
-"""What a decoder layer launches: of a small batch the host's time is little else, and one kernel more is seen here."""
+"""Kernels that a decoder layer launches. Small batches are bound by launches, so one kernel more must show here."""
 
 from collections import Counter
 from collections.abc import Callable

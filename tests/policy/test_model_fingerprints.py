@@ -1,4 +1,4 @@
-"""Every edit of a model's small files that changes what the model does changes its recorded values; others do not.
+"""Edits of a model's small files change its recorded values exactly if they change what the model computes.
 
 transformers decides what an edit changes: the logits of a model with the edited configuration and the same weights.
 """

@@ -11,31 +11,28 @@ from policy_models import (
     load,
     logprobs,
     make_policy,
-    operand_of,
     put_dequantized,
-    sampled,
     tokens,
 )
 from qarl_kernels.logprob import Truncation
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
+FEW = {"prompts": [tokens(5, 1), tokens(70, 2)], "responses": [tokens(9, 4), tokens(3, 5)]}  # one over a page boundary
 # float32 through two layers: a few hundred roundings of 6e-8
 FP32_GRADIENT = 1e-5
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_unquantized_float32_policy_is_the_hugging_face_model(tiny_model, family: str, tied: bool) -> None:
-    directory = tiny_model(family, tie_word_embeddings=tied)
-    policy, model = make_policy(directory), load(directory)
-    torch.testing.assert_close(logprobs(policy), hf_logprobs(model), rtol=0, atol=1e-4)
-    assert_gradients_close(gradients(policy), hf_gradients(model), FP32_GRADIENT)
+WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}  # in the second layer alone
 
 
-def test_sliding_window_is_that_of_the_hugging_face_model(tiny_model) -> None:
-    directory = tiny_model("qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, {"tie_word_embeddings": tied}) for family in FAMILIES for tied in (True, False)), ("qwen2", WINDOW)],
+)
+def test_unquantized_float32_policy_is_the_hugging_face_model(tiny_model, family: str, changes: dict) -> None:
+    directory = tiny_model(family, **changes)
     policy, model = make_policy(directory), load(directory)
-    assert policy.config.layer_types == ["full_attention", "sliding_attention"]
+    assert changes != WINDOW or policy.config.layer_types == ["full_attention", "sliding_attention"]
     torch.testing.assert_close(logprobs(policy), hf_logprobs(model), rtol=0, atol=1e-4)
     assert_gradients_close(gradients(policy), hf_gradients(model), FP32_GRADIENT)
 
@@ -53,9 +50,9 @@ def test_w4a16_policy_is_the_hugging_face_model_with_dequantized_weights(tiny_mo
     directory = tiny_model(family)
     policy = make_policy(directory, "w4a16", group_size=32, symmetric=symmetric)
     model = put_dequantized(load(directory), policy)
-    torch.testing.assert_close(logprobs(policy), hf_logprobs(model), rtol=0, atol=1e-4)
+    torch.testing.assert_close(logprobs(policy, **FEW), hf_logprobs(model, **FEW), rtol=0, atol=1e-4)
     # the straight-through gradient of the master is the dequantized weight's own
-    assert_gradients_close(gradients(policy), hf_gradients(model), FP32_GRADIENT)
+    assert_gradients_close(gradients(policy, **FEW), hf_gradients(model, **FEW), FP32_GRADIENT)
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8"])
@@ -67,22 +64,15 @@ def test_quantized_activations_stay_near_the_model_with_dequantized_weights(tiny
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_policy_is_near_the_float32_one(tiny_model, dtype: torch.dtype) -> None:
-    policy = make_policy(tiny_model("qwen2"), dtype=dtype)
-    assert policy.current.tensors["model.norm.weight"].dtype == dtype
-    difference = logprobs(policy) - logprobs(make_policy(tiny_model("qwen2")))
-    assert difference.abs().max() < (0.3 if dtype == torch.bfloat16 else 0.05)
-
-
-def test_half_precision_gradients_are_near_those_of_float32(tiny_model) -> None:
-    found = gradients(make_policy(tiny_model("qwen3"), dtype=torch.bfloat16))
+def test_half_precision_is_near_float32_in_log_probs_and_gradients(tiny_model, dtype: torch.dtype) -> None:
+    half, single = (make_policy(tiny_model("qwen3"), dtype=one) for one in (dtype, torch.float32))
+    assert half.current.tensors["model.norm.weight"].dtype == dtype
+    assert (logprobs(half, **FEW) - logprobs(single, **FEW)).abs().max() < (0.3 if dtype == torch.bfloat16 else 0.05)
+    found = gradients(half, **FEW)
+    assert_gradients_close(found, gradients(single, **FEW), 0.05)
     assert all(gradient.dtype == torch.float32 for gradient in found.values())
-    assert_gradients_close(found, gradients(make_policy(tiny_model("qwen3"))), 0.05)
-
-
-def test_norm_weight_gradient_is_not_rounded_to_the_compute_dtype(tiny_model) -> None:
-    gradient = gradients(make_policy(tiny_model("llama"), dtype=torch.bfloat16))["model.norm.weight"]
-    assert not torch.equal(gradient, gradient.bfloat16().float())
+    norm = found["model.norm.weight"]
+    assert not torch.equal(norm, norm.to(dtype).float()), "the gradient is not rounded to the compute dtype"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,17 +125,3 @@ def test_temperature_divides_the_logits(tiny_model) -> None:
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
     found = logprobs(policy, [prompt], [response], Truncation(temperature=0.5))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
-def test_the_samplers_forward_has_the_learners_bits(tiny_model) -> None:
-    policy = make_policy(tiny_model("qwen3"), "w8a8", torch.bfloat16)
-    with torch.no_grad():
-        learner = logprobs(policy)
-    assert torch.equal(sampled(policy), learner)
-
-
-def test_dequantized_weights_are_what_the_dense_product_reads(tiny_model) -> None:
-    policy = make_policy(tiny_model("llama"), "w4a16", torch.bfloat16, 32)
-    name = "model.layers.1.mlp.up_proj"
-    expected = policy.current.weights[name].dequantize(torch.bfloat16).float()
-    assert torch.equal(operand_of(policy.weights, name).operands["weight_values"], expected)

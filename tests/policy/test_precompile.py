@@ -1,4 +1,4 @@
-"""What is compiled before vLLM starts is what its forwards launch later."""
+"""Kernels compiled before vLLM starts are the ones that its forwards launch later."""
 
 import json
 import os

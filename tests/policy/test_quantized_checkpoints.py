@@ -1,6 +1,7 @@
 """Quantized checkpoints as the start of a policy: their values, their codes in version 0, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,13 +64,20 @@ def test_masters_are_the_dequantized_values(saved, name):
 
 @pytest.mark.parametrize("name", SAME)
 def test_version_0_has_the_codes_and_scales_of_the_file(saved, name):
-    directory, _ = saved(name)
+    directory, values = saved(name)
     quant = QuantConfig(**SAME[name])
     snapshot, weights = policy_of(directory, quant).current, model_weights(ModelConfig(path=str(directory)))
+    held = load_file(directory / "model.safetensors")
     changed = groups = 0
     for module in weights.quantized:
         stored = weights.stored(f"{module}.weight")
         assert isinstance(stored, LowBitWeight)
+        if name.startswith("compressed"):  # what the reader made scheme tensors of is what the file holds
+            own = {suffix: held[f"{module}.{suffix}"] for suffix in stored.tensors}
+            assert all(torch.equal(own[suffix].float(), tensor.float()) for suffix, tensor in stored.tensors.items())
+        if name != "fine-grained fp8":
+            dequantized = stored.dequantize(torch.float32)
+            torch.testing.assert_close(dequantized, values[f"{module}.weight"], rtol=2.0**-8, atol=0)
         differ, count = groups_changed(stored, snapshot.weight(module))
         changed, groups = changed + differ, groups + count
         if not differ:
@@ -82,23 +90,6 @@ def test_version_0_has_the_codes_and_scales_of_the_file(saved, name):
         assert 0 < changed < 0.3 * groups
     else:
         assert changed == 0
-
-
-@pytest.mark.parametrize("name", [name for name in SAME if "fine-grained" not in name])
-def test_the_files_own_tensors_under_their_own_names(saved, name):
-    """What the reader turned into scheme tensors is, for compressed-tensors, what the file holds."""
-    directory, values = saved(name)
-    weights = model_weights(ModelConfig(path=str(directory)), QuantConfig(**SAME[name]))
-    for module in weights.quantized:
-        weight = weights.stored(f"{module}.weight")
-        torch.testing.assert_close(weight.dequantize(torch.float32), values[f"{module}.weight"], rtol=2.0**-8, atol=0)
-        if name.startswith("compressed"):
-            held = load_file(directory / "model.safetensors")
-            assert all(
-                torch.equal(tensor, held[f"{module}.{suffix}"])
-                for suffix, tensor in weight.tensors.items()
-                if tensor.dtype != torch.float8_e4m3fn
-            )
 
 
 @pytest.mark.parametrize(
@@ -251,8 +242,6 @@ def test_settings_that_cannot_be_read_are_refused(config, message):
 
 
 def _changed(saved_model: Path, tmp_path: Path, change) -> ModelConfig:
-    import shutil
-
     directory = shutil.copytree(saved_model, tmp_path / "changed")
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
@@ -310,8 +299,6 @@ def test_a_group_size_that_does_not_divide_is_refused(tiny_model, tmp_path):
 
 
 def test_a_plain_model_that_says_it_is_quantized_is_refused(tiny_model, tmp_path):
-    import shutil
-
     directory = shutil.copytree(tiny_model("llama"), tmp_path / "plain")
     description = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(description | {"quantization_config": awq()[1]}))
@@ -355,8 +342,6 @@ def test_a_model_with_experts_reads_each_of_them(tiny_model, tmp_path):
 
 
 def test_own_code_and_codes_are_refused(saved, tmp_path):
-    import shutil
-
     directory = shutil.copytree(saved("gptq")[0], tmp_path / "own")
     description = json.loads((directory / "config.json").read_text())
     description["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}

@@ -1,4 +1,4 @@
-"""Digests of operations: whose rows they are, what they tell apart, and that both kinds of layers give them."""
+"""Digests of a forward's operations, by sequence and position, and the first difference of two forwards."""
 
 import pytest
 import torch
