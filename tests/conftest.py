@@ -90,6 +90,20 @@ def qarl(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     server.close()
 
 
+@pytest.fixture
+def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """run_command("generate", model, ...) -> exit code, stdout and stderr of that command of qarl, in this process."""
+    from qarl import cli
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()  # what making a model printed
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(argument) for argument in arguments])
+        return end.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def vllm_server() -> Iterator:
     """Programs in forks of a process that has vLLM imported: a `forks.ForkServer` of `vllm_server.py`."""

@@ -1,4 +1,4 @@
-"""`qarl verify-exact`: what agrees is said to, and a fault put into one of the forwards is found where it was put."""
+"""`qarl verify-exact`: equal forwards are exact, and a fault in one forward is found at its layer and operation."""
 
 import json
 import tempfile
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import qarl
-from qarl import cli
 from qarl.cli.verify_exact import lines
 from qarl.errors import UserError
 from qarl.exactness import check as command
@@ -288,39 +287,30 @@ def test_values_that_mean_nothing_are_refused(values, place):
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-def run_qarl(capsys, *arguments) -> tuple[int, str, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    shown = capsys.readouterr()
-    return end.value.code, shown.out, shown.err
-
-
-def test_the_command_says_that_it_is_exact_and_writes_what_it_found(tiny_model, tmp_path, capsys):
+def test_the_command_says_that_it_is_exact_and_writes_what_it_found(tiny_model, tmp_path, run_command):
     prompts, out = tmp_path / "prompts.txt", tmp_path / "found.json"
     prompts.write_text("2 + 2 =\n\na longer prompt\n")
     size = ("--tokens", 12, "--longest", 24)
-    code, shown, told = run_qarl(
-        capsys, "verify-exact", tiny_model(), "--scheme", "w8a8", *size, "--prompts", prompts, "--json", out
-    )
+    options = ("--scheme", "w8a8", *size, "--prompts", prompts, "--json", out)
+    code, shown, told = run_command("verify-exact", tiny_model(), *options)
     assert code == 0 and shown.splitlines()[-1] == "exact: sampler and learner agree bit for bit"
     assert "w8a8, engine native, CPU (torch " in shown and "opening" in told
     found = json.loads(out.read_text())
     assert found["exact"] is True and found["tokens"] >= 12 and found["differing"] == 0 and found["first"] is None
 
 
-def test_the_command_names_the_place_with_exit_code_1(tiny_model, tmp_path, capsys, monkeypatch):
+def test_the_command_names_the_place_with_exit_code_1(tiny_model, tmp_path, run_command, monkeypatch):
     real = Sampler.logits
     monkeypatch.setattr(Sampler, "logits", lambda self, hidden: real(self, hidden) * 1.01)
     out = tmp_path / "found.json"
     size = ("--tokens", 4, "--longest", 8)
-    code, shown, _ = run_qarl(capsys, "verify-exact", tiny_model(), *size, "--json", out)
+    code, shown, _ = run_command("verify-exact", tiny_model(), *size, "--json", out)
     assert code == 1 and "not exact: " in shown
     assert "the forwards diverge at head (the output layer and the log-prob), at position" in shown
     assert json.loads(out.read_text())["first"]["operation"] == "head"
 
 
-def test_a_fault_of_the_user_is_a_line_with_exit_code_2(tiny_model, tmp_path, capsys):
+def test_a_fault_of_the_user_is_a_line_with_exit_code_2(tiny_model, tmp_path, run_command):
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     for arguments, says in [
@@ -330,16 +320,16 @@ def test_a_fault_of_the_user_is_a_line_with_exit_code_2(tiny_model, tmp_path, ca
         (["--temperature", 0], "error: --temperature: "),
         (["--scheme", "w3a3"], "error: "),
     ]:
-        code, _, told = run_qarl(capsys, "verify-exact", tiny_model(), *arguments)
+        code, _, told = run_command("verify-exact", tiny_model(), *arguments)
         assert code == 2 and told.startswith(says) and told.count("\n") <= 2, told
 
 
-def test_too_many_sequences_for_the_machine_are_a_line_with_what_to_lower(tiny_model, capsys, monkeypatch):
+def test_too_many_sequences_for_the_machine_are_a_line_with_what_to_lower(tiny_model, run_command, monkeypatch):
     def fail(self: Native, one: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 43.40 GiB.\nmore")
 
     monkeypatch.setattr(Native, "sample", fail)
-    code, _, told = run_qarl(capsys, "verify-exact", tiny_model(), "--tokens", 4, "--longest", 8)
+    code, _, told = run_command("verify-exact", tiny_model(), "--tokens", 4, "--longest", 8)
     assert code == 2 and told.splitlines()[-1] == (
         "error: out of memory (CUDA out of memory. Tried to allocate 43.40 GiB.); "
         "lower --sequences or --longest, or take a larger machine"

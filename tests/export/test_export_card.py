@@ -28,33 +28,30 @@ def run(tiny_model, tmp_path) -> TinyRun:
     return save_run(tmp_path / "my_run", tiny_model())
 
 
-def test_front_matter_of_a_hub_model_names_its_base(run):
+def test_front_matter_names_a_base_of_the_hub_and_a_local_one_without_its_place(run):
     target = resolve_target(str(run.path))
+    text = card(target)
+    assert "base_model" not in yaml.safe_load(text.split("---\n")[1])
+    assert str(run.path.parent) not in text and target.model.path not in text
     target = dataclasses.replace(target, model=ModelConfig(path="HuggingFaceTB/SmolLM2-135M-Instruct"))
     front = yaml.safe_load(card(target).split("---\n")[1])
     assert (front["base_model"], front["base_model_relation"]) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "finetune")
     assert front["library_name"] == "transformers" and {"w4a16", "compressed-tensors", "tbpo"} <= set(front["tags"])
 
 
-def test_a_local_base_is_named_without_its_place(run):
-    target = resolve_target(str(run.path))
-    text = card(target)
-    assert "base_model" not in yaml.safe_load(text.split("---\n")[1])
-    assert str(run.path.parent) not in text and target.model.path not in text
-
-
 def test_a_runs_card_says_how_it_was_trained(run):
+    """At its last step, at an earlier one, and of bf16 masters, which are not the low-bit policy."""
     text = card(resolve_target(str(run.path)))
     assert "# my_run-w4a16" in text and "bit for bit" in text
     assert "| Steps | 4 of 6 |" in text and "| Objective | tbpo, advantage grpo" in text and "learner aligned" in text
     assert "0.100 in the first quarter, 0.400 in the last; 0.400 in step 4" in text
     assert "differ by 0 in the mean" in text and "temperature 1" in text
     assert "| Size | 2.5 MB, 0.250 of that in bfloat16 |" in text
-
-
-def test_an_earlier_step_has_that_steps_numbers(run):
     text = card(resolve_target(str(run.path), step=2))
     assert "| Steps | 2 of 6 |" in text and "0.200 in step 2" in text and "0.400" not in text
+    text = card(resolve_target(str(run.path), quant={"scheme": "bf16"}))
+    assert "master weights, unquantized: not the policy that generated in training" in text
+    assert "compressed-tensors" not in yaml.safe_load(text.split("---\n")[1])["tags"]
 
 
 def test_evaluations_of_this_step_and_the_last_one_in_training_are_shown(run):
@@ -98,12 +95,6 @@ def test_text_of_others_stays_in_its_cell(run):
     )
     text = card(resolve_target(str(run.path)))
     assert "| x \\| y \\<b\\> # z | 4 |" in text
-
-
-def test_bf16_masters_of_a_low_bit_run_are_not_called_its_policy(run):
-    text = card(resolve_target(str(run.path), quant={"scheme": "bf16"}))
-    assert "master weights, unquantized: not the policy that generated in training" in text
-    assert "compressed-tensors" not in yaml.safe_load(text.split("---\n")[1])["tags"]
 
 
 def test_a_quantized_model_is_called_a_baseline(tiny_model):

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from tiny_exports import SCHEMES, TinyRun, entries, same_bytes, save_run, stored_tensors
 
-from qarl import cli
 from qarl.config.quant import scheme_of
 from qarl.inference.masters import open_masters
 from qarl.inference.opening import snapshot_of
@@ -24,24 +23,11 @@ def run(tiny_model, tmp_path) -> TinyRun:
 
 
 @pytest.fixture
-def ended(capsys):
-    """ended(*argv) -> the exit code, and what was printed on stdout and stderr."""
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        capsys.readouterr()  # what making the model printed
-        with pytest.raises(SystemExit) as caught:
-            cli.main([str(arg) for arg in argv])
-        return caught.value.code or 0, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
-def qarl(ended):
+def qarl(run_command):
     """qarl(*argv) -> what was printed; fails unless it exits with 0."""
 
     def call(*argv: object) -> str:
-        code, out, err = ended(*argv)
+        code, out, err = run_command(*argv)
         assert code == 0, err
         return out
 
@@ -49,11 +35,11 @@ def qarl(ended):
 
 
 @pytest.fixture
-def refusal(ended):
+def refusal(run_command):
     """refusal(*argv) -> the one line on stderr; fails unless the exit code is 2 and stdout is empty."""
 
     def call(*argv: object) -> str:
-        code, out, err = ended(*argv)
+        code, out, err = run_command(*argv)
         assert (code, out) == (2, "")
         assert err.startswith("error: ") and err.count("\n") == 1, err
         return err
@@ -77,15 +63,15 @@ def test_export_writes_the_newest_checkpoint_below_the_run(run, qarl):
     assert out.count("\n") == 3
 
 
-def test_export_of_a_step_writes_that_checkpoint(run, qarl, tmp_path):
-    qarl("export", run.path, tmp_path / "out", "--step", 2)
+def test_export_of_a_step_in_shards_or_of_its_directory_writes_that_checkpoint(run, qarl, refusal, tmp_path):
+    qarl("export", run.path, tmp_path / "out", "--step", 2, "--max-shard-size", "40KB")
     stored, published = stored_tensors(tmp_path / "out"), run.snapshots[2].tensors
     assert all(same_bytes(stored[name], published[name]) for name in published)
-
-
-def test_export_of_a_checkpoint_directory_goes_below_its_run(run, qarl):
+    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
+    assert len(sizes) > 1 and max(sizes) < 45_000
     qarl("export", run.path / "checkpoints" / "000002")
     assert json.loads((run.path / "export" / "qarl_export.json").read_text())["step"] == 2
+    assert "is exported already" in refusal("export", run.path / "export", tmp_path / "again")
 
 
 def test_export_dtype_bf16_writes_no_quantization(run, qarl, tmp_path):
@@ -93,12 +79,6 @@ def test_export_dtype_bf16_writes_no_quantization(run, qarl, tmp_path):
     assert "1.000 of the" in out and "read back from the files" in out
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert {tensor.dtype for tensor in stored_tensors(tmp_path / "out").values()} == {torch.bfloat16}
-
-
-def test_export_shards_by_the_size_asked_for(run, qarl, tmp_path):
-    qarl("export", run.path, tmp_path / "out", "--max-shard-size", "40KB")
-    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
-    assert len(sizes) > 1 and max(sizes) < 45_000
 
 
 def test_export_finds_a_base_model_that_moved_with_the_option(tiny_model, tmp_path, qarl, refusal):
@@ -112,7 +92,7 @@ def test_export_finds_a_base_model_that_moved_with_the_option(tiny_model, tmp_pa
 
 
 @pytest.mark.parametrize("ok, code", [(True, 0), (False, 1)])
-def test_export_verify_ends_as_the_verification_does(ok, code, run, tmp_path, monkeypatch, ended):
+def test_export_verify_ends_as_the_verification_does(ok, code, run, tmp_path, monkeypatch, run_command):
     seen = []
 
     def verify(target, out, **options):
@@ -120,7 +100,7 @@ def test_export_verify_ends_as_the_verification_does(ok, code, run, tmp_path, mo
         return {"ok": ok}
 
     monkeypatch.setattr("qarl.exporting.verify.verify_export", verify)
-    assert ended("export", run.path, tmp_path / "out", "--verify")[0] == code
+    assert run_command("export", run.path, tmp_path / "out", "--verify")[0] == code
     assert seen == [(4, tmp_path / "out", True)]
 
 
@@ -145,11 +125,11 @@ class FakeHub:
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_an_export_is_pushed_with_its_card_unless_it_failed_its_verification(ok, run, tmp_path, monkeypatch, ended):
+def test_an_export_is_pushed_with_its_card_unless_its_verification_failed(ok, run, tmp_path, monkeypatch, run_command):
     hub = FakeHub()
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
     monkeypatch.setattr("qarl.exporting.verify.verify_export", lambda *given, **options: {"ok": ok})
-    _, out, _ = ended("export", run.path, tmp_path / "out", "--verify", "--push-to-hub", "mine", "--private")
+    _, out, _ = run_command("export", run.path, tmp_path / "out", "--verify", "--push-to-hub", "mine", "--private")
     assert hub.calls[0] == ("create_repo", "mine", True, True)
     assert [call[:2] for call in hub.calls[1:]] == ([("upload_folder", "me/mine")] if ok else [])
     if ok:
@@ -188,20 +168,12 @@ def test_export_points_to_quantize_and_quantize_to_export(tiny_model, run, refus
     assert "use qarl export" in refusal("quantize", run.path, tmp_path / "out", "--scheme", "fp8")
 
 
-def test_export_of_an_export_is_refused(run, qarl, refusal, tmp_path):
-    qarl("export", run.path)
-    assert "is exported already" in refusal("export", run.path / "export", tmp_path / "out")
-
-
-def test_export_into_an_output_that_exists_is_refused_before_reading(run, refusal, tmp_path, monkeypatch):
+def test_export_into_a_place_taken_or_not_writable_is_refused_before_reading(run, refusal, tmp_path, monkeypatch):
     monkeypatch.setattr("qarl.exporting.job.open_masters", lambda target: pytest.fail("read"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     assert "exists and is not empty; remove it, or choose another OUT" in refusal("export", run.path, tmp_path / "out")
     assert entries(tmp_path / "out") == ["mine"]
-
-
-def test_export_into_a_place_that_cannot_be_written_is_refused(run, refusal, tmp_path):
     (tmp_path / "file").touch()
     assert "file/out: cannot be written" in refusal("export", run.path, tmp_path / "file" / "out")
 

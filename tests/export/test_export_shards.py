@@ -1,4 +1,4 @@
-"""Which tensor goes where, and sizes on the command line."""
+"""Distribution of tensors to files, and sizes on the command line."""
 
 import pytest
 from qarl_formats.scheme import TensorSpec

@@ -1,4 +1,4 @@
-"""Whole or not at all: full disks, signals, leftovers of the killed, two at once."""
+"""Atomic exports: full disks, signals, leftovers of killed exports, two exports at once."""
 
 import os
 import resource

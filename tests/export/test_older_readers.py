@@ -1,4 +1,4 @@
-"""Exports in the hands of transformers 4: the fields it reads, and the real library in a separate environment."""
+"""Exports read by transformers 4: its configuration fields, and the library itself in a separate environment."""
 
 import json
 import os

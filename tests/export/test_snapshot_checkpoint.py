@@ -1,4 +1,4 @@
-"""A snapshot on disk: its very tensors, beside the documents that an export of the same policy has."""
+"""A snapshot on disk: its tensors bit for bit, and the same documents as an export of the policy."""
 
 import json
 import os
@@ -95,28 +95,22 @@ def test_shards_are_bounded_and_keep_a_weight_together(tiny_model, tmp_path, mon
     assert stored.keys() == policy.current.tensors.keys()
 
 
-def test_no_space_is_refused_with_both_numbers_and_the_place(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_checkpoint, "free_bytes", lambda path: 1000)
-    model = tiny_model()
-    with pytest.raises(UserError, match=r"no space .*bytes needed, 1,000 free.*another train\.run_dir") as caught:
-        write(make_policy(model, scheme="bf16"), model, tmp_path / "out")
-    assert len(str(caught.value).splitlines()) == 1 and entries(tmp_path) == []
-
-
-def test_a_disk_that_refuses_leaves_nothing(tiny_model, tmp_path, monkeypatch):
+def test_a_directory_that_exists_and_a_disk_that_is_full_are_refused_and_nothing_is_left(
+    tiny_model, tmp_path, monkeypatch
+):
     def full(self, name, tensor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshot_checkpoint.TensorFile, "write", full)
     model = tiny_model()
-    with pytest.raises(UserError, match=r"No space left on device .*choose another train\.run_dir"):
-        write(make_policy(model, scheme="bf16"), model, tmp_path / "deep" / "out")
-    assert entries(tmp_path / "deep") == []
-
-
-def test_a_directory_that_exists_is_refused_and_kept(tiny_model, tmp_path):
-    (tmp_path / "mine").write_text("x")
-    model = tiny_model()
+    policy, mine = make_policy(model, scheme="bf16"), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "x").touch()
     with pytest.raises(UserError, match="cannot be written: File exists"):
-        write(make_policy(model, scheme="bf16"), model, tmp_path)
-    assert (tmp_path / "mine").read_text() == "x"
+        write(policy, model, mine)
+    monkeypatch.setattr(snapshot_checkpoint.TensorFile, "write", full)
+    with pytest.raises(UserError, match=r"No space left on device .*choose another train\.run_dir"):
+        write(policy, model, mine / "out")
+    monkeypatch.setattr(snapshot_checkpoint, "free_bytes", lambda path: 1000)
+    with pytest.raises(UserError, match=r"no space .*bytes needed, 1,000 free.*another train\.run_dir") as caught:
+        write(policy, model, mine / "out")
+    assert len(str(caught.value).splitlines()) == 1 and entries(mine) == ["x"]

@@ -1,4 +1,4 @@
-"""`--verify`: agreement where there is some, and a refusal to agree where a scale, a code or a number is wrong."""
+"""`--verify`: a good export agrees, and one with a wrong scale, code or value does not."""
 
 import json
 from pathlib import Path
@@ -110,21 +110,15 @@ def test_an_unreadable_export_is_a_reader_that_failed(tiny_model, tmp_path):
 REFERENCE = Reading([[1, 2, 3], [4, 5]], [[-1.0, -2.0, -3.0], [-1.0, -2.0]])
 
 
-def test_agreement_counts_the_mean_over_all_tokens():
+def test_agreement_counts_the_mean_over_all_tokens_and_neither_nan_nor_another_text_agrees():
     near = Reading([[1, 2], [4, 6]], [[-1.1, -2.0, -3.0], [-1.0, -2.4]])
     found = verify.compare("x", REFERENCE, near, bound=0.1)
     assert (found.status, found.same_text, found.tokens) == ("agrees", 1, 5)  # [1, 2] lacks the last token only
     assert found.delta_abs_mean == pytest.approx(0.1) and found.delta_abs_max == pytest.approx(0.4)
     assert verify.compare("x", REFERENCE, near, bound=0.09).status == "differs"
-
-
-def test_nan_never_agrees():
     broken = Reading(REFERENCE.token_ids, [[float("nan"), -2.0, -3.0], [-1.0, -2.0]])
     assert verify.compare("x", REFERENCE, broken, bound=10.0).status == "differs"
-
-
-def test_where_bits_are_promised_another_text_differs_even_with_equal_logprobs():
-    other = Reading([[1, 2, 3], [4, 6]], REFERENCE.logprobs)
+    other = Reading([[1, 2, 3], [4, 6]], REFERENCE.logprobs)  # bound 0: bits are promised
     assert verify.compare("qarl", REFERENCE, other, bound=0.0).status == "differs"
 
 

@@ -1,8 +1,8 @@
 """Exports: SmolLM2's in transformers, and tiny ones in real vLLM, with the native engine's greedy log-probs.
 
-vLLM has a process of its own for w4a16, as users have it: there nothing has loaded the kernels before it is asked for
-them. For the others it is a fork of one that has it imported.
-fp8 is stored as w8a8 is, a scale a row; that vLLM multiplies it, whole runs show (rollout_vllm/test_vllm_runs.py).
+vLLM runs in its own process for w4a16, as for users, so that nothing has loaded the kernels before. For the other
+schemes it runs in a fork of a process that has it imported. fp8 is stored like w8a8, with one scale per row; whole runs
+show that vLLM multiplies it (rollout_vllm/test_vllm_runs.py).
 """
 
 import importlib.util

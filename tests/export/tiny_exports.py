@@ -1,4 +1,4 @@
-"""Runs as training leaves them, without training: a tiny model, masters moved a little at each checkpoint."""
+"""Run directories as training leaves them, without training: the masters of a tiny model, moved at each checkpoint."""
 
 import json
 from dataclasses import dataclass

@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from qarl import cli
 from qarl.config import ModelConfig
 from qarl.errors import UserError
 from qarl.exporting.job import export_target
@@ -291,14 +290,7 @@ def test_training_from_an_export_checks_it_first(qarl, copied, tmp_path):
         assert qarl.run("train", config, "model.verify_digests=false").code == 0
 
 
-def run_command(capsys, *arguments: object) -> tuple[int, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    return int(end.value.code or 0), capsys.readouterr().err
-
-
-def test_every_command_checks_and_can_be_told_not_to(copied, tmp_path, capsys):
+def test_every_command_checks_and_can_be_told_not_to(copied, tmp_path, run_command):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"question": "2 + 2", "answer": "#### 4"}) + "\n")
     evaluation = ["--data", f"gsm8k={rows}", "--max-response-length", 4, "--samples", 1, "--out", tmp_path / "eval"]
@@ -311,7 +303,7 @@ def test_every_command_checks_and_can_be_told_not_to(copied, tmp_path, capsys):
     ):
         found = stored_tensors(directory)["model.norm.weight"].file
         with changed(found, flipped(found, "model.norm.weight", 0)):
-            code, err = run_command(capsys, *command)
+            code, _, err = run_command(*command)
             (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
             assert code == 2 and "model.norm.weight is not the tensor" in line, command
-            assert run_command(capsys, *command, "--no-verify-digests")[0] == 0, command
+            assert run_command(*command, "--no-verify-digests")[0] == 0, command

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from qarl import cli
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.inference.generate import Completed, Look, complete, gather_texts, render
@@ -20,14 +19,6 @@ def completions(path, texts, scheme="w4a16", **look) -> list[Completed]:
     quant = {"scheme": scheme} | ({"group_size": 32} if scheme == "w4a16" else {})
     target = resolve_target(str(path), quant=quant)
     return complete(target, texts, Look(**{"max_new_tokens": 6, **look}), "cpu", lambda line: None)
-
-
-def run_qarl(capsys, *arguments) -> tuple[int, str, str]:
-    capsys.readouterr()  # what making a model printed
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    shown = capsys.readouterr()
-    return end.value.code, shown.out, shown.err
 
 
 def trained(model: str, **data) -> Config:
@@ -186,9 +177,9 @@ def test_a_file_is_one_more_prompt(tmp_path):
     assert gather_texts(["first"], tmp_path / "prompt.txt") == ["first", "line one\nline two\n"]
 
 
-def test_json_lines_hold_ids_and_log_probs(tiny_model, capsys):
+def test_json_lines_hold_ids_and_log_probs(tiny_model, run_command):
     options = "--prompt a --prompt b --n 2 --temperature 1 --max-new-tokens 4 --scheme fp8 --json"
-    code, out, _ = run_qarl(capsys, "generate", tiny_model(), *options.split())
+    code, out, _ = run_command("generate", tiny_model(), *options.split())
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert [(row["prompt"], row["sample"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -200,11 +191,11 @@ def test_json_lines_hold_ids_and_log_probs(tiny_model, capsys):
     assert rows[0]["completion"] == tokenizer.decode(rows[0]["token_ids"], skip_special_tokens=True)
 
 
-def test_a_completion_cannot_drive_the_terminal(tiny_model, capsys, monkeypatch):
+def test_a_completion_cannot_drive_the_terminal(tiny_model, run_command, monkeypatch):
     hostile = Rollout(0, 0, [5, 6], [-0.5, -1.5], "length", 0, 0, "red \x1b[31m\r\nsecond line\u202e")
     made = Completed("hi", Prompt(0, [4], "hi"), hostile)
     monkeypatch.setattr("qarl.inference.generate.complete", lambda *_: [made])
-    code, out, _ = run_qarl(capsys, "generate", tiny_model(), "--prompt", "hi")
+    code, out, _ = run_command("generate", tiny_model(), "--prompt", "hi")
     assert code == 0
     assert out.splitlines() == [
         "prompt 1, sample 1: 2 tokens, cut at --max-new-tokens, mean log-prob -1.000",
@@ -224,8 +215,8 @@ def test_a_completion_cannot_drive_the_terminal(tiny_model, capsys, monkeypatch)
         (["--prompt", "hi", "--scheme", "w9"], "error: --scheme"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(tiny_model, capsys, arguments, message):
-    code, out, err = run_qarl(capsys, "generate", tiny_model(), *arguments)
+def test_bad_input_is_one_line_and_exit_code_2(tiny_model, run_command, arguments, message):
+    code, out, err = run_command("generate", tiny_model(), *arguments)
     assert (code, out) == (2, "")
     assert err.startswith(message)
     assert err.count("\n") == 1

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import settings
 from whole_pieces import whole_pieces
 
-from qarl import cli
 from qarl.errors import UserError
 from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy
@@ -22,14 +21,6 @@ from qarl.storage.checkpoint import CheckpointStore
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
-def run(capsys, *arguments) -> tuple[int, str, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    shown = capsys.readouterr()
-    return end.value.code or 0, shown.out, shown.err
-
-
 def without(model: Path, directory: Path, name: str = NAME) -> Path:
     shutil.copytree(model, directory)
     tensors = load_file(directory / "model.safetensors")
@@ -38,7 +29,7 @@ def without(model: Path, directory: Path, name: str = NAME) -> Path:
     return directory
 
 
-def test_every_command_refuses_weights_that_are_missing(tiny_model, tmp_path, capsys):
+def test_every_command_refuses_weights_that_are_missing(tiny_model, tmp_path, run_command):
     model, out = without(tiny_model(), tmp_path / "model"), tmp_path / "out"
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(settings(model, train={"run_dir": str(tmp_path / "run")})))
@@ -52,22 +43,13 @@ def test_every_command_refuses_weights_that_are_missing(tiny_model, tmp_path, ca
         ["eval", model, "--data", f"gsm8k={rows}", "--max-response-length", 8, "--out", out],
         ["compare", "--offline", model, "--schemes", "w8a8", "--max-tokens", 256, "--out", out],
     ):
-        code, _, err = run(capsys, *command)
+        code, _, err = run_command(*command)
         assert code == 2, (command, err)
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
         assert "1 missing" in line and NAME in line, (command, line)
         assert "Traceback" not in err
     assert not out.exists() or not list(out.rglob("*.safetensors"))
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_quantize_twice_gives_one_digest(tiny_model, tmp_path, capsys):
-    digests = set()
-    for number in range(2):
-        code, _, err = run(capsys, "quantize", tiny_model(), tmp_path / str(number), "--scheme", "w8a8")
-        assert code == 0, err
-        digests.add(json.loads((tmp_path / str(number) / "qarl_export.json").read_text())["snapshot_sha256"])
-    assert len(digests) == 1
 
 
 @pytest.fixture

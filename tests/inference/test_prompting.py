@@ -10,7 +10,6 @@ import torch
 import yaml
 from whole_pieces import whole_pieces
 
-from qarl import cli
 from qarl.config import EvaluationConfig
 from qarl.errors import UserError
 from qarl.evaluation.evaluate import _loaded as loaded
@@ -124,26 +123,23 @@ def test_completions_end_as_the_runs_responses_did(placed, place):
     assert completed({"stop": ["never"]}, stop=(letter,)) == whole[: number + 1]
 
 
-def test_the_commands_on_an_export(placed, tmp_path, capsys):
+def test_the_commands_on_an_export(placed, tmp_path, run_command):
     """Trained on plain text with a model that has a chat template: `generate` and `eval` give it plain text."""
     out = placed({"chat_template": False}, scheme="fp8")["export"]
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"question": "2 + 2", "answer": "#### 4"}) + "\n")
-    command = ["eval", out, "--data", f"gsm8k={rows}", "--max-response-length", 2, "--samples", 1]
+    evaluate = ["eval", out, "--data", f"gsm8k={rows}", "--max-response-length", 2, "--samples", 1]
     shown = {}
     for option in ((), ("--chat",)):
         folder = tmp_path / "-".join(("eval", *option))
         for arguments in (
             ["generate", out, "--prompt", "hi", "--max-new-tokens", 2, "--json", "--stop", "", *option],
-            [*command, "--out", folder, *option],
+            [*evaluate, "--out", folder, *option],
         ):
-            capsys.readouterr()
-            with pytest.raises(SystemExit) as end:
-                cli.main([str(argument) for argument in arguments])
-            printed = capsys.readouterr()
-            assert not end.value.code, printed.err
+            code, printed, told = run_command(*arguments)
+            assert code == 0, told
             if arguments[0] == "generate":
-                shown[option] = [json.loads(printed.out)["prompt_token_ids"]]
+                shown[option] = [json.loads(printed)["prompt_token_ids"]]
         shown[option].append(json.loads((folder / "completions.jsonl").read_text())["prompt"])
     tokenizer = load_tokenizer(resolve_target(str(out)).model)
     assert shown[()][0] == tokenizer("hi")["input_ids"]
