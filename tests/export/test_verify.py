@@ -118,6 +118,8 @@ def test_agreement_counts_the_mean_over_all_tokens_and_neither_nan_nor_another_t
     assert verify.compare("x", REFERENCE, near, bound=0.09).status == "differs"
     broken = Reading(REFERENCE.token_ids, [[float("nan"), -2.0, -3.0], [-1.0, -2.0]])
     assert verify.compare("x", REFERENCE, broken, bound=10.0).status == "differs"
+    shorter = verify.compare("x", REFERENCE, Reading([[1, 2, 3], [4]], [[-1.0, -2.0, -3.0], [-1.0]]), bound=10.0)
+    assert (shorter.status, shorter.reason) == ("differs", "responses of other lengths")
     other = Reading([[1, 2, 3], [4, 6]], REFERENCE.logprobs)  # bound 0: bits are promised
     assert verify.compare("qarl", REFERENCE, other, bound=0.0).status == "differs"
 

@@ -45,6 +45,8 @@ def test_impossible_scheme_is_refused_in_one_line(arguments, message):
 def test_a_shape_that_does_not_fit_names_the_layer_and_the_group_sizes_that_divide():
     with pytest.raises(ValueError, match=r"^model\.q_proj: group_size 128 does not divide its 576 .* 32 or 64 or -1"):
         check_shape(make_scheme("w4a16", 128), "model.q_proj", 576, 576)
+    with pytest.raises(ValueError, match=r"^q_proj: weight \[0, 576\] is empty; add the layer to the ignore list"):
+        check_shape(make_scheme("w8a8"), "q_proj", 0, 576)
     for fitting in (make_scheme("w4a16", 64), make_scheme("w4a16", -1), make_scheme("w8a8")):
         check_shape(fitting, "q_proj", 576, 576)
 
