@@ -128,8 +128,8 @@ def test_the_samplers_log_probs_have_the_learners_bits(vocabulary: int) -> None:
 def test_edges_of_truncation(probabilities: list[float], truncation: Truncation, cut: list[bool]) -> None:
     logits = torch.tensor([probabilities]).log()
     logp = log_probs_of(logits.clone(), truncation)
-    assert truncate_(logits, truncation).tolist() == [cut] and logp.isfinite().all()
-    assert (logp[torch.tensor([cut])] < -0.9 * CUT_LOGIT_GAP).all()
+    assert truncate_(logits, truncation).tolist() == [cut]
+    assert ((logp[torch.tensor([cut])] + CUT_LOGIT_GAP).abs() < 1).all(), "a cut token keeps a finite log-prob"
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
