@@ -35,7 +35,7 @@ real, rounds = VLLM.sample, []
 def draw(self, one):
     rounds.append(one)
     if len(rounds) == 2:
-        weights = self._engine._sampler._host.numerics.forward._read
+        weights = self._engine._sampler._host.numerics.forward._weight_set
         with torch.inference_mode():
             weights.values["model.layers.1.post_attention_layernorm.weight"].mul_(1.5)
     return real(self, one)

@@ -218,4 +218,4 @@ def test_a_reload_makes_the_orders_once(monkeypatch) -> None:
         worker, SimpleNamespace(plain=frozenset(), units={}), {}, Path("no checkpoint"), staging=False, shard=Shard()
     )
     assert not made  # a start may have nothing that is repacked
-    assert loader._orders is loader._orders and len(made) == 1
+    assert loader._permutations is loader._permutations and len(made) == 1
