@@ -101,7 +101,13 @@ def _inspect(model: ModelConfig) -> Inspection:
         if what != "file":
             if model.gguf_file is not None:
                 raise UnusableModel("gguf_file", model.gguf_file, f"no such file in {path}")
-            raise UnusableModel("path", model.path, "holds no config.json; give a model directory, or model.gguf_file")
+            adapter = (path / "adapter_config.json").is_file()
+            fix = (
+                "is a LoRA adapter; merge it into its base model (merge_and_unload of peft), and give the merged model"
+                if adapter
+                else "holds no config.json; give a model directory, or model.gguf_file"
+            )
+            raise UnusableModel("path", model.path, fix)
         return _read(model, file)
     if found != "missing":
         raise UnusableModel("path", model.path, "is a file; give its directory (and model.gguf_file for a GGUF)")

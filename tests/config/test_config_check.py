@@ -126,6 +126,8 @@ def test_files_of_another_type_are_refused(inspect, model, tmp_path):
     (model / "config.json").rename(model / "config.txt")
     assert "holds none of .json, .jsonl" in refused(inspect, f"data.source={model}", "model.path=an/absent-model")
     assert "holds no config.json" in refused(inspect)
+    (model / "adapter_config.json").write_text("{}")
+    assert "is a LoRA adapter; merge it" in refused(inspect)
 
 
 @pytest.mark.parametrize(
