@@ -190,7 +190,7 @@ def gates() -> Iterator[str]:
     yield "embedding"
 
 
-def fused_quantization(activations: tuple[rows.Activation, ...]) -> Iterator[str]:
+def fused_quantization(*activations: rows.Activation) -> Iterator[str]:
     """Quantization inside the norm and the gate."""
     for activation in activations:
         h = 16_384
@@ -199,14 +199,6 @@ def fused_quantization(activations: tuple[rows.Activation, ...]) -> Iterator[str
         i = 32_768
         swiglu.swiglu(empty(4096, 2 * i), activation)
         yield f"gate {activation} {i}"
-
-
-def fused_int8() -> Iterator[str]:
-    yield from fused_quantization(("int8",))
-
-
-def fused_fp8() -> Iterator[str]:
-    yield from fused_quantization(("fp8", "fp8_group"))
 
 
 def most_demanding(tiles: Iterable[tuning.Tile]) -> list[tuning.Tile]:
@@ -225,7 +217,12 @@ def most_demanding(tiles: Iterable[tuning.Tile]) -> list[tuning.Tile]:
     return list(found)
 
 
-def products(family: str) -> Iterator[str]:
+def products(*families: str) -> Iterator[str]:
+    for family in families:
+        yield from products_of(family)
+
+
+def products_of(family: str) -> Iterator[str]:
     """The default tiles, and on Hopper the most demanding ones of the shipped tables and two on a ragged shape."""
     hopper = on_hopper()
     devices = sorted(path.stem for path in tuning.TABLES.glob("*.json")) * hopper
@@ -297,27 +294,6 @@ def groups_and_dtypes() -> Iterator[str]:
         yield f"w4a8 group {group}"
 
 
-def dense() -> Iterator[str]:
-    yield from products("dense")
-
-
-def int4() -> Iterator[str]:
-    yield from products("w4a16")
-
-
-def int4_int8() -> Iterator[str]:
-    yield from products("w4a8")
-
-
-def int8() -> Iterator[str]:
-    yield from products("w8a8")
-
-
-def fp8() -> Iterator[str]:
-    yield from products("fp8")
-    yield from products("fp8_block")
-
-
 def fp4_weights() -> Iterator[str]:
     """Quantize and dequantize NVFP4, with and without the global scale."""
     divisor = empty(1, dtype=FP32)
@@ -330,7 +306,7 @@ def fp4_weights() -> Iterator[str]:
 
 
 def fp4() -> Iterator[str]:
-    yield from products("nvfp4a16")
+    yield from products_of("nvfp4a16")
     for tile_ in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
         x, bias = empty(4096, 4096, dtype=torch.float16), empty(4096, dtype=torch.float16)
         nvfp4a16.nvfp4a16(x, None, *scales_fp4(4096, 4096), *tiled_fp4(4096, 4096), bias, tile=tile_)

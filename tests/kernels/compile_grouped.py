@@ -1,4 +1,4 @@
-"""What `test_compile_only.py` compiles of the grouped products, as `compile_cases` has it of the others."""
+"""Grouped products for `test_compile_only.py`; `compile_cases` has the other kernels."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -101,7 +101,7 @@ class _Tiles:
                 yield from self.product(family, shape, 4096, tile_)
 
 
-def _all_tiles(*families: str) -> Iterator[str]:
+def all_tiles(*families: str) -> Iterator[str]:
     tiles = _Tiles()
     for family in families:
         yield from tiles.tabled(family)  # before the defaults: it has the most stages
@@ -110,7 +110,7 @@ def _all_tiles(*families: str) -> Iterator[str]:
 
 def dense() -> Iterator[str]:
     """16-bit products of few rows per expert and of many, and their backward; widths that no vector divides."""
-    yield from _all_tiles("dense", "input_grad", "weight_grad")
+    yield from all_tiles("dense", "input_grad", "weight_grad")
     if on_hopper():
         experts, slots, hidden, width = MIXTURES[1]
         for gathered, n, k in ((True, 2 * width, hidden), (False, hidden, width)):
@@ -121,16 +121,8 @@ def dense() -> Iterator[str]:
                 yield _label(family, experts, n, k, tile_)
 
 
-def int8() -> Iterator[str]:
-    yield from _all_tiles("w8a8")
-
-
-def fp8() -> Iterator[str]:
-    yield from _all_tiles("fp8", "fp8_block")
-
-
 def int4() -> Iterator[str]:
-    yield from _all_tiles("w4a16", "nvfp4a16")
+    yield from all_tiles("w4a16", "nvfp4a16")
     experts, slots, n, k, _ = EXPERTS[0]
     given = groups_of(experts, slots, 65_536)
     tile_ = default_tile("dense", given.rows, not on_hopper(), experts=experts)
@@ -138,7 +130,3 @@ def int4() -> Iterator[str]:
     scales = empty(len(x), 1, dtype=FP32), empty(len(weight), dtype=FP32)
     gemm.run(x, weight, *scales, None, empty(given.rows, n), tile_, given, True)
     yield f"experts nvfp4a16 dequantized {tile_}" + " wgmma" * on_hopper()
-
-
-def int4_int8() -> Iterator[str]:
-    yield from _all_tiles("w4a8")

@@ -1,6 +1,7 @@
 """Compile recorded kernel launches for GPUs that are not here, and read what the compiler made of them.
 
-A test has a `Compiler`, which starts this file and gives it cases, "module:function". The function is a generator: it
+A test has a `Compiler`, which starts this file and gives it cases, "module:function" with ":" and more strings as the
+function's arguments. The function is a generator: it
 calls the kernels' Python wrappers on CPU (or meta) tensors and yields a label after each call. It runs once per
 capability inside `qarl_kernels.launch.recording`, so nothing executes; every launch since the last yield belongs to
 that label. Triton's own binder specialises the arguments, so that what is compiled is what a GPU would run.
@@ -176,13 +177,13 @@ class _Job:
 
 def _jobs(case: str, capabilities: Iterable[tuple[int, int]]) -> Iterator[_Job]:
     """Record the generator's launches for every capability; launches that compile to the same kernel are one job."""
-    module, function = case.split(":")
+    module, function, *arguments = case.split(":")
     generator = getattr(importlib.import_module(module), function)
     for capability in capabilities:
         target = _target(capability)
         seen: set[tuple[str, str]] = set()
         with recording(capability) as launches:
-            for label in generator():
+            for label in generator(*arguments):
                 for launch in launches:
                     source, options = specialise(launch, target)
                     key = source.hash(), options.hash()
@@ -268,7 +269,7 @@ class Compiler:
         processes: int = 2,
         most: int | None = None,
     ) -> list[Compiled]:
-        """Compile what the generator `case` ("module:function") launches, once.
+        """Compile what the generator of `case` launches, once.
 
         cache: directory for Triton's files. most: see `spread`.
         """

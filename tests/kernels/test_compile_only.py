@@ -29,14 +29,14 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
     ("compile_cases:norms", {(8, 0): None}),
     ("compile_cases:rotaries", {(8, 0): None}),
     ("compile_cases:gates", {(8, 0): None}),
-    ("compile_cases:fused_int8", {(8, 0): None}),
-    ("compile_cases:fused_fp8", {(8, 9): None}),
-    ("compile_cases:dense", {(8, 0): "HMMA", (9, 0): None, (12, 0): "HMMA"}),
-    ("compile_cases:int4", {(8, 0): "HMMA", (9, 0): None}),
-    ("compile_cases:int4_int8", {(8, 0): "IMMA", (9, 0): None}),
-    ("compile_cases:int8", {(8, 0): "IMMA", (9, 0): None, (12, 0): "IMMA"}),
-    ("compile_cases:fp8", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
-    ("compile_cases:groups_and_dtypes", {(8, 0): None}),  # on Hopper int4 and int4_int8 have the same kernels
+    ("compile_cases:fused_quantization:int8", {(8, 0): None}),
+    ("compile_cases:fused_quantization:fp8:fp8_group", {(8, 9): None}),
+    ("compile_cases:products:dense", {(8, 0): "HMMA", (9, 0): None, (12, 0): "HMMA"}),
+    ("compile_cases:products:w4a16", {(8, 0): "HMMA", (9, 0): None}),
+    ("compile_cases:products:w4a8", {(8, 0): "IMMA", (9, 0): None}),
+    ("compile_cases:products:w8a8", {(8, 0): "IMMA", (9, 0): None, (12, 0): "IMMA"}),
+    ("compile_cases:products:fp8:fp8_block", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
+    ("compile_cases:groups_and_dtypes", {(8, 0): None}),  # on Hopper w4a16 and w4a8 have the same kernels
     ("compile_cases:fp4_weights", {(8, 0): None}),
     ("compile_cases:head_statistics", {(8, 0): None, (9, 0): None}),
     ("compile_cases:head_gradients", {(8, 0): "HMMA", (9, 0): "HGMMA"}),
@@ -51,10 +51,10 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
     ("compile_cases:moe_routing_and_order", {(8, 0): None}),
     ("compile_cases:moe_combinations", {(8, 0): None}),
     ("compile_grouped:dense", {(8, 0): "HMMA", (9, 0): None}),
-    ("compile_grouped:int8", {(8, 0): "IMMA", (9, 0): None}),
-    ("compile_grouped:fp8", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
+    ("compile_grouped:all_tiles:w8a8", {(8, 0): "IMMA", (9, 0): None}),
+    ("compile_grouped:all_tiles:fp8:fp8_block", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
     ("compile_grouped:int4", {(8, 0): "HMMA", (9, 0): None}),
-    ("compile_grouped:int4_int8", {(8, 0): "IMMA", (9, 0): None}),
+    ("compile_grouped:all_tiles:w4a8", {(8, 0): "IMMA", (9, 0): None}),
 ]
 
 
@@ -175,30 +175,20 @@ def test_products_run_on_tensor_cores(products) -> None:
         assert not kernel.error and 0 < kernel.registers <= 255
         assert kernel.products == {"HGMMA" if capability == (9, 0) else "HMMA"}, kernel.name
     tma = "cp.async.bulk.tensor"
-    assert products["3 stages", (9, 0)].count(tma) and not products["3 stages", (9, 0)].serialized
-
-
-def test_too_much_shared_memory_is_a_problem(products) -> None:
-    assert not products["3 stages", (9, 0)].problems()
-    (problem,) = products["9 stages", (9, 0)].problems()
-    assert "shared memory, a block has 232448" in problem and "_product sm_90" in problem
-
-
-def test_arguments_are_specialised_as_by_the_jit(products) -> None:
+    assert products["3 stages", (9, 0)].count(tma) and not products["3 stages", (9, 0)].problems()
     constants = products["odd", (9, 0)].constants
-    assert constants == {"stride": "1", "BM": "128", "BN": "128", "BK": "64"}
+    assert constants == {"stride": "1", "BM": "128", "BN": "128", "BK": "64"}, "as the JIT specialises"
     assert "stride" not in products["3 stages", (9, 0)].constants
 
 
-def test_spills_and_errors_are_problems(compiler: Compiler, tmp_path: Path) -> None:
+def test_too_much_shared_memory_spills_and_errors_are_problems(products, compiler: Compiler, tmp_path: Path) -> None:
+    (problem,) = products["9 stages", (9, 0)].problems()
+    assert "shared memory, a block has 232448" in problem and "_product sm_90" in problem
+    (problem,) = Compiled("a", "k", (9, 0), {}, {}, serialized=True).problems()
+    assert problem == "a: k sm_90 {} {}: wgmma instructions are serialised"
     kernels = compiler.compile("test_compile_only:hungry_launches", tmp_path, [(9, 0)])
     wide, narrow, wrong = kernels
     assert wide.problems() == [] and wide.count("ld.global.v4") > 0 and wide.stack == 0
     assert narrow.spill_stores > 0 and narrow.spill_loads > 0 and narrow.stack > 0
     assert "spills" in narrow.problems()[0] and narrow.error == ""
     assert "_wrong sm_90" in wrong.problems()[0] and wrong.error.startswith("CompilationError")
-
-
-def test_serialised_wgmma_is_a_problem() -> None:
-    (problem,) = Compiled("a", "k", (9, 0), {}, {}, serialized=True).problems()
-    assert problem == "a: k sm_90 {} {}: wgmma instructions are serialised"
