@@ -23,7 +23,7 @@ def some_tensors(seed: int) -> dict[str, dict[str, Tensor]]:
 
 
 def cut_rows(tensors: dict[str, dict[str, Tensor]], rank: int, count: int) -> list[Piece]:
-    """Whole rows of each tensor, numbers on the first rank."""
+    """Whole rows of each tensor; scalars are on the first rank."""
     pieces = []
     for group, members in tensors.items():
         for name, tensor in members.items():
@@ -35,7 +35,7 @@ def cut_rows(tensors: dict[str, dict[str, Tensor]], rank: int, count: int) -> li
 
 
 def cut_anywhere(tensors: dict[str, dict[str, Tensor]], rank: int, count: int, seed: int) -> list[Piece]:
-    """Stretches of flattened tensors, dealt to ranks in any order; a rank may get none or several of a tensor."""
+    """Ranges of flattened tensors, assigned to random ranks; a rank may get none or several of a tensor."""
     rng, pieces = random.Random(seed), []
     for group, members in tensors.items():
         for name, tensor in members.items():

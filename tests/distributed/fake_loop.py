@@ -1,9 +1,9 @@
-"""The command line with a loop that trains nothing: ranks that say something to each other until one of them fails.
+"""The command line with a loop that trains nothing: ranks exchange signals until one of them fails.
 
     python fake_loop.py train --nproc 3 CONFIG        as qarl
     python -m torch.distributed.run ... fake_loop.py train CONFIG
 
-In the environment: FAULT, such as `kill 1`, what which rank does in the third round; FORKED, that ranks are forks.
+Environment: FAULT, such as `kill 1`, is what a rank does in the third round; with FORKED, ranks are forks.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def _errors() -> dict:
 
 
 def _die_unseen() -> None:
-    """The launcher does not look for a while."""
+    """Die while the launcher is stopped."""
     os.kill(os.getppid(), signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _deaf(heard: Path) -> None:
-    """Go on whatever signal comes. heard: is there from now on, and has something in it once one came."""
+    """Ignore signals. heard: An empty file from now on, which is written when a signal comes."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda *_: heard.write_text("one came"))
     heard.touch()

@@ -46,11 +46,10 @@ def run_ranks(
     timeout_s: float = 30,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call `function(group, **arguments)` in `count` processes; returns what each returned, in the order of ranks.
+    """Call `function(group, **arguments)` in `count` processes; returns the results in rank order.
 
-    function: "path of a file:name". arguments, results: what JSON can say. limit_s: after so long all are killed.
-    timeout_s: of the group's collectives. environment: further variables. Fails with what the ranks printed where one
-    ends with another exit code than 0.
+    function: "path of a file:name". arguments, results: JSON values. limit_s: All are killed afterwards. timeout_s: Of
+    the group's collectives. environment: Further variables. If an exit code is not 0, fails with the ranks' output.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
@@ -62,7 +61,7 @@ def run_ranks(
 
 
 class Rank:
-    """A process that `start_ranks` started; `returncode` is negative where a signal ended it."""
+    """A process that `start_ranks` started; `returncode` is negative if a signal ended it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._code, self.returncode = folder / f"code-{rank}", None
@@ -133,7 +132,7 @@ def _send(order: Mapping[str, Any]) -> None:
 
 
 def wait_ranks(ranks: list[Rank], limit_s: float = 60) -> list[int | None]:
-    """The exit codes; None for one that had to be killed, which has printed its stacks."""
+    """The exit codes; None for a rank that had to be killed, which then prints its stacks."""
     end = time.monotonic() + limit_s
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
         time.sleep(TICK_S)
@@ -148,8 +147,8 @@ def output(folder: Path, rank: int) -> str:
 
 
 def _await(path: Path) -> str:
-    """What is written there soon, by a server that may have to import all first."""
-    end = time.monotonic() + 120
+    """The contents of a file that the server is about to write; it may have to import everything first."""
+    end = time.monotonic() + 400
     while not path.exists():
         assert _server().poll() is None and time.monotonic() < end, "the ranks' server has failed"
         time.sleep(TICK_S)

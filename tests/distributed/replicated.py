@@ -1,4 +1,4 @@
-"""Steps on ranks that are threads, each of which holds all masters."""
+"""Steps on ranks that are threads and hold all masters each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from qarl.training.updates import LocalUpdates
 
 
 class ReplicatedUpdates(LocalUpdates):
-    """Adds up the gradients of all ranks in their order.
+    """Sums the gradients of all ranks in rank order.
 
-    parts: how many losses came of this rank. rounds: how many came of any.
+    parts: Losses of this rank. rounds: Rounds in which any rank had a loss.
     """
 
     def __init__(self, policy: Any, config: Any, ranks: Ranks) -> None:
@@ -38,7 +38,7 @@ class ReplicatedUpdates(LocalUpdates):
 
 
 def run_threads(count: int, work: Callable[[Ranks], Any], faults: bool = False) -> list[Any]:
-    """What `work(ranks)` returns on each rank, or raises: raised here too, or with `faults` in its place."""
+    """The results of `work(ranks)` per rank. Raises its errors; faults: returns them instead."""
 
     def learning(ranks: Ranks) -> Any:
         torch.set_num_threads(1)  # said for each thread

@@ -1,4 +1,4 @@
-"""Optimizer steps of a tiny policy whose masters lie in rows on several ranks, and the same in one process."""
+"""Optimizer steps of a tiny policy whose master weights are sharded over ranks, and the same in one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PARTS = [[0], [1, 2], [3], [4], [5, 6]]  # of `batch`; on two and on three ranks
 
 @dataclass(frozen=True)
 class Case:
-    """sections: of the configuration. broken: (step, rank) whose gradient is not finite."""
+    """sections: Of the configuration. broken: (step, rank) whose gradient is not finite."""
 
     model: str
     sections: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def exchange_of(ranks: Ranks) -> SingleProcessExchange | GroupExchange:
 
 
 def rounds(count: int) -> list[list[list[int] | None]]:
-    """The parts of each round, a rank's each; None: it has none left."""
+    """The part of each rank in each round; None if it has none left."""
     dealt = [PARTS[rank::count] for rank in range(count)]
     return [[own[r] if r < len(own) else None for own in dealt] for r in range(max(map(len, dealt)))]
 
@@ -73,7 +73,7 @@ def loss_of(policy: Policy, part: list[int], factor: float = 1.0) -> Tensor:
 
 @contextmanager
 def offloading() -> Iterator[None]:
-    """`optim.offload` works on a CPU too, where nothing is gained by it."""
+    """Accept `optim.offload` on a CPU."""
     with mock.patch("qarl.training.optim._require_device"):
         yield
 
@@ -103,18 +103,31 @@ def trained(
 def held(updates: RowUpdates) -> dict[str, Any]:
     pieces, meta = updates.pieces()
     return {
-        "pieces": {
-            f"{piece.group}/{piece.name}": [
-                piece.start,
-                piece.start + len(piece.values),
-                piece.shape,
-                sha(piece.values),
-            ]
-            for piece in pieces
-        },
+        "pieces": {f"{p.group}/{p.name}": [p.start, p.start + len(p.values), p.shape, sha(p.values)] for p in pieces},
         "state": meta["tensors"],
         "begun": updates.begun,
     }
+
+
+def assert_held(ranks: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
+    """The pieces that ranks hold (`held`) have the bits of the tensors, and contain each of their values once."""
+    spans: dict[str, list[tuple[int, int]]] = {what: [] for what in tensors}
+    for rank in ranks:
+        for what, (start, stop, shape, digest) in rank["pieces"].items():
+            assert tuple(shape) == tensors[what].shape, what
+            assert digest == sha(tensors[what].reshape(-1)[start:stop]), what
+            spans[what].append((start, stop))
+    for what, parts in spans.items():
+        ends = [0, *(stop for _, stop in sorted(parts))]
+        assert [start for start, _ in sorted(parts)] == ends[:-1] and ends[-1] == tensors[what].numel(), what
+
+
+def assert_twins(ranks: list[dict[str, Any]], one: tuple[dict[str, Any], dict[str, Tensor]]) -> None:
+    """Ranks (`trained`) have the norms, codes and optimizer state of one process (`twin`), to the bit."""
+    for rank in ranks:
+        for what in ("norms", "digests", "state", "begun"):
+            assert rank[what] == one[0][what], what
+    assert_held(ranks, one[1])
 
 
 def sha(values: Tensor) -> str:
@@ -124,9 +137,9 @@ def sha(values: Tensor) -> str:
 def twin(
     case: Case, count: int, device: torch.device = CPU, by_rank: bool = False
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """One process that adds up the same parts in the same order: what `trained` says, and all tensors by group/name.
+    """One process that sums the same parts in the same order: the result of `trained`, and all tensors by group/name.
 
-    by_rank: each rank's parts first, and then the ranks, instead of the ranks of each round.
+    by_rank: Sum each rank's parts first and then the ranks, instead of the ranks of each round.
     """
     config = case.config
     policy = build_policy(config, load_model(config.model), device)

@@ -1,59 +1,201 @@
-"""Sums in the order of ranks, rows of all ranks, maxima: on real processes that talk through gloo, and alone."""
+"""Sums in rank order, rows of all ranks, maxima and moves: on real processes that talk through gloo, and on one alone.
 
-from functools import cache
+Every rank makes the tensors of all ranks, and so knows what it must receive.
+"""
+
+from functools import cache, reduce
+from itertools import pairwise
 from typing import Any
 
-import exchange_cases
 import pytest
+import torch
 from ranks import run_ranks
+from torch import Tensor
+
+from qarl.distributed.exchange import Exchange, GroupExchange, SingleProcessExchange
+from qarl.distributed.group import Group
+from qarl.distributed.rows import cut
+
+SHAPES = [(16, 24), (7, 5), (1, 3), (13,), (3, 4, 5), (0, 4), (130, 2)]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64)
+DTYPES = [*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]
+CUTS = ("rows", "blocks", "whole", "odd")
+
+
+def exchange_of(group: Group | None) -> Exchange:
+    if group is None:
+        return SingleProcessExchange()
+    return GroupExchange(group.tensors, group.rank, group.count, group.device)
+
+
+def values_of(shape: tuple[int, ...], seed: int, rank: int) -> Tensor:
+    """Numbers of many magnitudes, so that sums in another order have other bits."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator))
+
+
+def typed_values(shape: tuple[int, ...], seed: int, rank: int, dtype: torch.dtype) -> Tensor:
+    return (values_of(shape, seed, rank) * 7).clamp(-100, 100).to(dtype)
+
+
+def cuts_of(rows: int, count: int) -> list[list[range]]:
+    """Even and uneven cuts, in the order of CUTS; some leave ranks without rows."""
+    bounds = [min(rows, 2 * rank * rank) for rank in range(count)] + [rows]  # the first rank has none
+    odd = [range(a, b) for a, b in pairwise(bounds)]
+    return [cut(rows, 1, count), cut(rows, 8, count), cut(rows, 128, count), odd]
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found, expected)]
+    return found.shape == expected.shape and torch.equal(*flat)
+
+
+def everything(group: Group | None) -> dict[str, Any]:
+    """Run all checks in processes that start once. group: None for a single process."""
+    exchange = exchange_of(group)
+    found = {
+        "differing": sums(exchange),
+        "maxima": maxima(exchange),
+        "gathered": gathers(exchange),
+        "together": together(exchange),
+    }
+    moves(exchange)
+    return {**found, "sent": dict(exchange.sent), "received": dict(exchange.received)}
+
+
+def sums(exchange: Exchange) -> int:
+    """Sum many tensors in one message, several messages in flight; returns how many values depend on the order."""
+    count, rank, differing, messages = exchange.count, exchange.rank, 0, []
+    for number, kind in enumerate(CUTS):
+        cuts = [cuts_of(shape[0], count)[number] for shape in SHAPES]
+        given = [values_of(shape, 10 * number + case, rank) for case, shape in enumerate(SHAPES)]
+        messages.append((number, cuts, given, exchange.begin_sums(given, cuts, f"sums of {kind}")))
+    for number, cuts, given, pending in reversed(messages):
+        found = [one.rows() for one in reversed(pending)][::-1]
+        for case, shape in enumerate(SHAPES):
+            parts = [values_of(shape, 10 * number + case, other) for other in range(count)]
+            assert torch.equal(given[case], parts[rank]), "the tensor given was changed"
+            given[case].fill_(torch.nan)  # may be reused
+            own = slice(cuts[case][rank].start, cuts[case][rank].stop)
+            assert found[case].dtype == torch.float32 and found[case].is_contiguous()
+            assert torch.equal(found[case], reduce(torch.add, parts)[own]), (shape, cuts[case])
+            differing += int((found[case] != reduce(torch.add, parts[::-1])[own]).sum())
+    assert exchange.begin_sums([], []) == []
+    return differing
+
+
+def gathers(exchange: Exchange) -> int:
+    """Gather one tensor at a time; returns the bytes of all tensors."""
+    count, rank, size = exchange.count, exchange.rank, 0
+    for case, shape in enumerate(SHAPES):
+        for dtype in DTYPES:
+            whole = typed_values(shape, case, 0, dtype)
+            for some in cuts_of(shape[0], count):
+                own = whole[some[rank].start : some[rank].stop].clone()
+                found = exchange.gather_rows(own, some)
+                assert found.dtype == dtype and found.is_contiguous() and same(found, whole), (shape, dtype, some)
+                assert not own.numel() or found.data_ptr() != own.data_ptr()
+                memory = torch.full((2, *shape), -1.0).to(dtype)
+                found = exchange.begin_gather(own, some, memory[1]).rows()
+                assert found.data_ptr() == memory[1].data_ptr() and same(memory[1], whole), (shape, dtype, some)
+                assert same(memory[0], torch.full(shape, -1.0).to(dtype))
+                size += 2 * whole.nbytes
+    return size
+
+
+def together(exchange: Exchange) -> dict[str, list[int]]:
+    """Gather many tensors in one message: [bytes received, bytes of all, buffers sent] by kind of cut."""
+    count, rank = exchange.count, exchange.rank
+    found, pending = {}, []
+    for number, kind in enumerate((*CUTS, "inner")):
+        own, cuts, outs, expected = [], [], [], []
+        for case, shape in enumerate(SHAPES):
+            some = cuts_of(shape[0], count)[number % 4]
+            if kind == "inner":  # the first of each rank's rows only
+                some = [range(rows.start, min(rows.start + 1, rows.stop)) for rows in some]
+            whole = typed_values(shape, case, number, DTYPES[(case + number) % len(DTYPES)])
+            own.append(whole[some[rank].start : some[rank].stop].clone())
+            cuts.append(some)
+            outs.append(torch.zeros_like(whole))
+            expected.append(torch.zeros_like(whole))
+            for rows in some:
+                expected[-1][rows.start : rows.stop] = whole[rows.start : rows.stop]
+        pending.append((kind, outs, expected, exchange.begin_gathers(own, cuts, outs, kind)))
+        size = sum(len(rows) * out[:1].nbytes for some, out in zip(cuts, outs, strict=True) for rows in some)
+        found[kind] = [exchange.received[kind], size, exchange.parts[kind]]
+    for kind, outs, expected, arriving in reversed(pending):
+        for out, right, some in list(zip(outs, expected, arriving, strict=True))[::-1]:
+            assert some.rows() is out and same(out, right), kind
+    assert exchange.begin_gathers([], [], []) == []
+    return found
+
+
+def maxima(exchange: Exchange) -> list[float]:
+    given = torch.tensor([1.0, -2.0, 0.5]) * (1 - exchange.rank)
+    given = torch.cat([given, torch.tensor([torch.inf if exchange.rank == 0 else 0.0])])
+    kept = given.clone()
+    found = exchange.largest(given)
+    assert torch.equal(given, kept) and found.data_ptr() != given.data_ptr()
+    assert exchange.largest(torch.zeros(0)).shape == (0,)
+    strided = torch.full((2, 3), float(exchange.rank)).t()
+    assert torch.equal(exchange.largest(strided), torch.full((3, 2), exchange.count - 1.0))
+    return found.tolist()
+
+
+def moves(exchange: Exchange) -> None:
+    """Each rank sends every rank, itself among them, two tensors of sizes and dtypes of their own."""
+    rank, count = exchange.rank, exchange.count
+
+    def sent_by(source: int, other: int, which: int) -> Tensor:
+        dtype = (torch.bfloat16, torch.float8_e4m3fn)[which]
+        return typed_values((source + 1, other + 2), 50 + which, source, dtype)
+
+    places = [(other, which) for other in range(count) for which in (0, 1)]
+    received = [torch.full_like(sent_by(other, rank, which), 7) for other, which in places]
+    sends = [(other, sent_by(rank, other, which)) for other, which in places]
+    exchange.move(sends, [(other, tensor) for (other, _), tensor in zip(places, received, strict=True)], "moves")
+    for (other, which), tensor in zip(places, received, strict=True):
+        expected = sent_by(other, rank, which)
+        assert same(tensor, torch.full_like(expected, 7) if other == rank else expected)
+    exchange.move([(other, torch.zeros(0, 4)) for other in range(count)], [], "nothing")
+    assert exchange.sent.get("nothing", 0) == 0
 
 
 @cache
 def found_on(count: int) -> list[dict[str, Any]]:
-    """What each of so many ranks found; 0: without a group."""
-    return run_ranks(count, f"{exchange_cases.__file__}:everything") if count else [exchange_cases.everything(None)]
+    """The results of each rank. count: 0 for a single process without a group."""
+    return run_ranks(count, f"{__file__}:everything") if count else [everything(None)]
+
+
+def bytes_on(count: int, kind: str) -> tuple[int, int]:
+    sent, received = (sum(one[way].get(kind, 0) for one in found_on(count)) for way in ("sent", "received"))
+    return sent, received
 
 
 @pytest.mark.parametrize("count", [0, 2, 3])
-def test_sums_are_those_in_the_order_of_ranks(count: int) -> None:
+def test_sums_are_in_rank_order_and_send_each_row_once(count: int) -> None:
     differing = sum(one["differing"] for one in found_on(count))
     assert differing > 100 if count == 3 else differing == 0  # two numbers have one sum
+    whole = sum(4 * values_of(shape, 0, 0).numel() for shape in SHAPES) * max(count - 1, 0)
+    assert all(bytes_on(count, f"sums of {kind}") == (whole, whole) for kind in CUTS)
 
 
 @pytest.mark.parametrize("count", [0, 2, 3])
-def test_bytes_of_several_messages_under_way(count: int) -> None:
-    whole = sum(4 * exchange_cases.values_of(shape, 0, 0).numel() for shape in exchange_cases.SHAPES)
-    for kind in ("seed 7", "seed 8", "seed 9"):
-        for way in ("sent", "received"):
-            total = sum(one["several"][way].get(kind, 0) for one in found_on(count))
-            assert total == whole * max(count - 1, 0), (kind, way)
-
-
-@pytest.mark.parametrize("count", [0, 2, 3])
-def test_bytes_of_rows_of_all_ranks(count: int) -> None:
-    each = sum(
-        2 * 4 * dtype.itemsize * exchange_cases.values_of(shape, 0, 0).numel()
-        for shape in exchange_cases.SHAPES
-        for dtype in exchange_cases.DTYPES
-    )
-    for way in ("sent", "received"):
-        assert sum(one["gathers"][way].get("codes", 0) for one in found_on(count)) == each * max(count - 1, 0), way
-
-
-@pytest.mark.parametrize("count", [0, 2, 3])
-def test_tensors_that_are_gathered_together_are_one_message(count: int) -> None:
+def test_rows_are_gathered_from_all_ranks_and_of_many_tensors_in_one_message(count: int) -> None:
+    whole = found_on(count)[0]["gathered"] * max(count - 1, 0)
+    assert bytes_on(count, "codes") == (whole, whole)
     for kind, first in found_on(count)[0]["together"].items():
         of_ranks = [one["together"][kind] for one in found_on(count)]
         assert sum(received for received, _, _ in of_ranks) == first[1] * max(count - 1, 0), kind
         assert all(parts in ((1, count - 1, 0) if count else (0,)) for _, _, parts in of_ranks), kind
 
 
-def test_maxima() -> None:
+def test_maxima_are_of_all_ranks() -> None:
     assert [one["maxima"] for one in found_on(3)] == [[1.0, 2.0, 0.5, float("inf")]] * 3
 
 
 @pytest.mark.parametrize("count", [0, 2, 3])
-def test_moves_from_any_rank_to_any(count: int) -> None:
-    sent, received = (sum(one["moves"][way] for one in found_on(count)) for way in ("sent", "received"))
+def test_tensors_move_from_any_rank_to_any(count: int) -> None:
     pairs = [(source, other) for source in range(count) for other in range(count) if source != other]
-    assert sent == received == sum(3 * (source + 1) * (other + 2) for source, other in pairs)
+    size = sum(3 * (source + 1) * (other + 2) for source, other in pairs)
+    assert bytes_on(count, "moves") == (size, size)

@@ -1,16 +1,19 @@
-"""What messages of codes are estimated to take, against what a rank holds while it gathers: real code, no network."""
+"""The estimated memory of messages of codes, against what a rank holds while it gathers them, without a network."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from pairwise import pairwise
 from qarl_formats.scheme import Scheme, is_ignored
+from tiny_runs import settings
 from torch import Tensor
 
 from qarl.config import Config
@@ -33,7 +36,7 @@ MESSAGE, RUN = 200_000, 400_000  # bytes: several messages of a small model, and
 
 
 class FirstRank(GroupExchange):
-    """The first of `count` ranks, to whom nobody sends. most: the most bytes that its messages held at once."""
+    """The first of `count` ranks, which receives nothing. most: Peak bytes held by its messages."""
 
     def __init__(self, count: int) -> None:
         super().__init__(None, 0, count, torch.device("cpu"))  # type: ignore[arg-type]
@@ -67,23 +70,13 @@ class FirstRank(GroupExchange):
 
 
 def config(learner: str, quant: Mapping[str, Any]) -> Config:
-    return Config.model_validate(
-        {
-            "model": {
-                "path": "x",
-                "dtype": "bfloat16",
-                "learner_dtype": None if learner == "aligned" else "float32",
-            },
-            "quant": {"learner": learner, "ignore": ["lm_head", r"re:.*\.mlp\.gate$"], **quant},
-            "data": {"source": "task:arithmetic"},
-            "reward": {"functions": [{"name": "exact"}]},
-            "train": {"steps": 1},
-        }
-    )
+    model = {"dtype": "bfloat16", "learner_dtype": None if learner == "aligned" else "float32"}
+    own = {"learner": learner, "ignore": ["lm_head", r"re:.*\.mlp\.gate$"], "group_size": None, **quant}
+    return Config.model_validate(settings(Path("x"), model=model, quant=own))
 
 
 def held(own: Config, architecture: Architecture, count: int) -> int:
-    """What the first rank's messages hold while a version is gathered, and the values of a learner of its own."""
+    """Peak bytes of the first rank's messages while a version is gathered, and the values that a learner needs."""
     scheme, inner = scheme_of(own.quant), {f"{name}.weight" for name, _, _ in architecture.linears()}
 
     def of(name: str) -> Scheme | None:
@@ -123,10 +116,8 @@ QUANT: Sequence[Mapping[str, Any]] = (
 )
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
-@pytest.mark.parametrize("architecture", [DENSE, MIXTURE], ids=["dense", "mixture"])
-@pytest.mark.parametrize("quant", QUANT, ids=lambda quant: f"{quant['scheme']} {quant['group_size']}")
-def test_messages_hold_what_is_estimated(quant, architecture, count) -> None:
+@pytest.mark.parametrize(("quant", "architecture", "count"), pairwise(QUANT, [DENSE, MIXTURE], [2, 3, 8]))
+def test_messages_hold_the_estimated_bytes(quant, architecture, count) -> None:
     own = config("aligned", quant)
     assert held(own, architecture, count) == pytest.approx(codes_in_flight(own, architecture, count), rel=1e-3)
 

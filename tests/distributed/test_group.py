@@ -1,4 +1,4 @@
-"""Real ranks: what they gather, agree on, and how one's end is the others'."""
+"""Real ranks: what they gather and agree on, and how the end of one ends the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ HERE = __file__
 VALUES = [None, [1, "ä\ud800"], {"a": [0.1 + 0.2, math.inf, 1e-310, "x" * 5000]}]
 
 
-def says(group, values):
+def collectives(group, values, work_s):
+    """What three ranks gather and agree on, in one start."""
     gathered = group.gather(values[group.rank])
     ragged = group.gather_tensors(torch.arange(group.rank * 3, dtype=torch.int64).view(group.rank, 3))
     eight = group.gather_tensors(torch.full((2,), group.rank, dtype=torch.bfloat16))
@@ -39,11 +40,34 @@ def says(group, values):
         "total": total(group, [0.1 * (group.rank + 1), 1e16 if group.rank == 0 else 1.0]),
         "first": group.first,
         "share": list(group.share(7)),
+        "agreed": [
+            error_of(group, group.all_agree, fault) for fault in (None, ValueError("x") if group.rank == 1 else None)
+        ],
+        "polled": [error_of(group, together, group, partial(poll_or_fail, group, turn, work_s)) for turn in range(2)],
     }
 
 
-def test_every_rank_has_what_all_say() -> None:
-    found = run_ranks(3, f"{HERE}:says", {"values": VALUES})
+def error_of(group, work, *arguments):
+    try:
+        work(*arguments)
+    except Exception as error:
+        assert group.agreed is error
+        return f"{type(error).__name__}: {error}"
+
+
+def poll_or_fail(group, turn, work_s):
+    if group.rank == 1:
+        raise ValueError(f"in turn {turn}")
+    end = time.monotonic() + work_s
+    while time.monotonic() < end:
+        group.poll()
+        time.sleep(0.01)
+
+
+def test_every_rank_gathers_the_values_and_faults_of_all() -> None:
+    began = time.monotonic()
+    found = run_ranks(3, f"{HERE}:collectives", {"values": VALUES, "work_s": 200})
+    assert time.monotonic() - began < 200  # of two times 200: work that fails on one rank ends on ranks that poll
     for rank, of in enumerate(found):
         assert of["gathered"] == VALUES
         assert of["ragged"] == [[], [[0, 1, 2]], [[0, 1, 2], [3, 4, 5]]]
@@ -52,26 +76,13 @@ def test_every_rank_has_what_all_say() -> None:
         assert of["signals"] == [None, 15, 10]
         assert of["total"] == [0.1 + 0.2 + 0.30000000000000004, 1e16 + 1.0 + 1.0]
         assert of["first"] == (rank == 0)
+        prefix = "" if rank == 1 else f"OtherRankFailed: rank 1 on {socket.gethostname()}: "
+        assert of["agreed"] == [None, f"{prefix}ValueError: x"]
+        assert of["polled"] == [f"{prefix}ValueError: in turn {turn}" for turn in range(2)]
     assert [of["share"] for of in found] == [[0, 1, 2], [3, 4], [5, 6]]
 
 
-def agrees(group):
-    told = []
-    for fault in (None, ValueError("of rank 1") if group.rank == 1 else None):
-        try:
-            group.all_agree(fault)
-            told.append("goes on")
-        except Exception as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
-
-
-def test_ranks_go_on_together_or_not_at_all() -> None:
-    other = ["goes on", f"OtherRankFailed: rank 1 on {socket.gethostname()}: ValueError: of rank 1"]
-    assert run_ranks(3, f"{HERE}:agrees") == [other, ["goes on", "ValueError: of rank 1"], other]
-
-
-def test_alone_every_collective_is_over_at_once() -> None:
+def test_collectives_of_a_single_process_return_at_once() -> None:
     with SingleProcess() as ranks:
         assert ranks.gather({"a": 1}) == [{"a": 1}] and ranks.signal(2) == 2 and ranks.first
         ranks.all_agree()
@@ -88,40 +99,13 @@ def meets(group, sleeps_s, longer_s):
     return time.monotonic() - started
 
 
-def test_ranks_wait_longer_where_one_may_need_more_time() -> None:
+def test_ranks_wait_longer_for_work_that_may_take_longer() -> None:
     assert min(run_ranks(2, f"{HERE}:meets", {"sleeps_s": 5, "longer_s": 60}, timeout_s=4)) >= 5
 
 
-def test_ranks_do_not_wait_for_ever() -> None:
+def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
     with pytest.raises(AssertionError, match=r"others waited 3 s \(distributed.timeout_s\) and 1 more"):
         run_ranks(2, f"{HERE}:meets", {"sleeps_s": 1000, "longer_s": 1}, timeout_s=3)
-
-
-def looks(group, work_s):
-    def work(turn):
-        if group.rank == 1:
-            raise ValueError(f"in turn {turn}")
-        end = time.monotonic() + work_s
-        while time.monotonic() < end:
-            group.poll()
-            time.sleep(0.01)
-
-    told = []
-    for turn in range(2):
-        try:
-            together(group, partial(work, turn))
-        except Exception as error:
-            assert group.agreed is error
-            told.append(f"{type(error).__name__}: {error}")
-    return told
-
-
-def test_work_that_failed_on_one_rank_ends_where_others_look() -> None:
-    began = time.monotonic()
-    own = [f"ValueError: in turn {turn}" for turn in range(2)]
-    other = [f"OtherRankFailed: rank 1 on {socket.gethostname()}: {line}" for line in own]
-    assert run_ranks(3, f"{HERE}:looks", {"work_s": 200}) == [other, own, other]
-    assert time.monotonic() - began < 200  # of two times 200
 
 
 def is_left(group, run_dir):
@@ -131,7 +115,7 @@ def is_left(group, run_dir):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_goes_before_all_have_left_is_in_the_run_directory(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_all_have_left_is_recorded_in_the_run_directory(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
     (folder := tmp_path / "ranks").mkdir()

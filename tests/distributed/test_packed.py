@@ -1,4 +1,4 @@
-"""Rows of several tensors in one message of each rank: they come out where they belong, and nothing else changes."""
+"""Rows of several tensors in one message per rank: unpacking restores each row and changes nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_cut(dice: random.Random, count: int) -> list[range]:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("how", ["even", "rows", "units", "part", "gaps"])
-def test_rows_come_into_their_places(count: int, how: str) -> None:
+def test_unpacking_restores_every_row(count: int, how: str) -> None:
     dice, generator = random.Random(count), torch.Generator().manual_seed(count)
     for turn in range(20):
         cuts: list[list[range]] = []
@@ -59,7 +59,7 @@ def test_rows_come_into_their_places(count: int, how: str) -> None:
             assert bits(out) == bits(right), (how, turn)
 
 
-def test_a_message_is_not_filled_up_with_more_than_a_little() -> None:
+def test_messages_are_padded_only_if_little_is_wasted() -> None:
     few = Layout([cut(64, 64, 8)], [512])  # all of it is the first rank's
     assert not few.even and few.sizes == [64 * 512, *[0] * 7]
     beside = Layout([cut(64, 64, 8), cut(4096, 1, 8)], [512, 512])

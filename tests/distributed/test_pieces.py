@@ -1,4 +1,4 @@
-"""Checkpoints in pieces: whatever the cut and the number of ranks, the same tensors; damage and full disks."""
+"""Checkpoints in pieces: the same tensors for every cut and number of ranks; damage and full disks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def listing(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("seed", [None, *range(3)])
-def test_any_cut_comes_back_whole_and_in_ranges(tmp_path, count, seed):
+def test_any_cut_is_read_back_whole_and_in_ranges(tmp_path, count, seed):
     paths = save(tmp_path, count, 3, seed=seed)
     assert paths == [tmp_path / "000003"] * count and os.readlink(tmp_path / "latest") == "000003"
     rng = random.Random(seed)
@@ -108,7 +108,7 @@ def test_two_formats_live_beside_each_other_and_are_pruned(tmp_path):
     assert CheckpointStore.load(tmp_path / "latest").ranks == 2
 
 
-def test_tensors_that_ranks_do_not_cover_once_are_never_published(tmp_path):
+def test_tensors_that_ranks_do_not_cover_once_are_not_saved(tmp_path):
     def work(ranks: Ranks) -> Path:
         values = torch.arange(6.0)
         start = 2 if ranks.rank else 0
@@ -120,7 +120,7 @@ def test_tensors_that_ranks_do_not_cover_once_are_never_published(tmp_path):
     assert isinstance(second, OtherRankFailed) and listing(tmp_path) == []
 
 
-def test_files_that_the_first_rank_does_not_see_are_never_published(tmp_path, monkeypatch):
+def test_files_that_the_first_rank_does_not_see_are_not_saved(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     real = module.write_files
 
@@ -192,7 +192,7 @@ def flip(path: Path) -> None:
 
 
 def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """A manifest that is another, with a digest that fits."""
+    """Change the manifest, and make its digest fit."""
 
     def damage(folder: Path) -> None:
         path = folder / "manifest.json"
@@ -302,7 +302,7 @@ def test_a_piece_of_another_type_is_damage(tmp_path):
         CheckpointStore.load(tmp_path / "000001")
 
 
-def test_all_damaged_is_every_ranks_fault(two, tmp_path):
+def test_every_rank_raises_if_all_checkpoints_are_damaged(two, tmp_path):
     directory = tmp_path / "checkpoints"
     shutil.copytree(two, directory, symlinks=True)
     for step in (1, 2):
@@ -315,7 +315,7 @@ def test_all_damaged_is_every_ranks_fault(two, tmp_path):
 
 
 def redigest(folder: Path) -> None:
-    """Make the digests fit what is there, as far as there is a manifest to put them into."""
+    """Make the digests of a readable manifest fit the files."""
     path = folder / "manifest.json"
     try:
         manifest = json.loads(read_bytes(path))
@@ -329,7 +329,7 @@ def redigest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", ONE, TWO.replace("masters", "optimizer")])
-def test_any_damage_is_a_result_or_one_line(two, tmp_path, file):
+def test_any_damage_gives_a_checkpoint_or_one_line(two, tmp_path, file):
     refused = 0
     for number, (rng, spoil) in enumerate(damages(3, 30, file.endswith(".json"))):
         folder = tmp_path / str(number) / "000002"

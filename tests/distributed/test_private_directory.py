@@ -1,4 +1,4 @@
-"""The directory that ranks meet in: whose is removed, and when."""
+"""The rendezvous directory of ranks: when it is removed, and by whom."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_is_there_for_its_time_and_another_launcher_leaves_it_alone(temporary: Path) -> None:
+def test_a_directory_lasts_as_long_as_its_launcher(temporary: Path) -> None:
     with rendezvous_directory() as (folder, _), rendezvous_directory() as (other, _):
         assert folder.stat().st_mode & 0o777 == 0o700
         assert sorted(temporary.iterdir()) == sorted([folder, other])
     assert list(temporary.iterdir()) == []
 
 
-def test_it_stays_while_a_rank_of_a_killed_launcher_lives(temporary: Path) -> None:
+def test_a_directory_stays_while_a_rank_of_a_killed_launcher_lives(temporary: Path) -> None:
     script = (
         "import os, subprocess, sys, tempfile; from qarl.distributed.private_directory import rendezvous_directory;"
         f"tempfile.tempdir = {str(temporary)!r}; held = rendezvous_directory(); folder, inherited = held.__enter__();"
@@ -46,7 +46,7 @@ def test_it_stays_while_a_rank_of_a_killed_launcher_lives(temporary: Path) -> No
     assert not Path(folder).exists()
 
 
-def test_what_has_no_lock_of_a_launchers_stays(temporary: Path) -> None:
+def test_directories_without_a_launchers_lock_stay(temporary: Path) -> None:
     made = [temporary / f"qarl-ranks-{name}" for name in ("begins", "file", "link", "linked")]
     made[0].mkdir()
     made[1].touch()

@@ -1,4 +1,4 @@
-"""Which rank a process is, as its launcher says, and configurations that several ranks cannot run."""
+"""The rank of a process, from its launcher, and configurations that several ranks cannot run."""
 
 from __future__ import annotations
 
@@ -16,59 +16,13 @@ from qarl.config.distributed import several_ranks_faults
 from qarl.distributed.fault import Fault, OtherRankFailed, fault_of, forget_fault, write_fault
 from qarl.distributed.key_value_store import DirectoryStore
 from qarl.distributed.launch import Launched
-from qarl.distributed.rank_info import RankInfo, child_environment, own_arguments, rank_info
+from qarl.distributed.rank_info import own_arguments
 from qarl.errors import UserError
 from qarl.storage.config_difference import config_difference
 from qarl.utils.signals import Interrupted
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "ROLE_NAME": "default",
-    "MASTER_ADDR": "h",
-    "MASTER_PORT": "1",
-    "TORCHELASTIC_RUN_ID": "x",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
-}
 
-
-def test_a_launcher_says_the_place() -> None:
-    assert rank_info(TORCHRUN) == RankInfo(3, 4, 1, None, ("h", 1))
-    assert rank_info({**TORCHRUN, "QARL_RANKS": "/"}) == RankInfo(3, 4, 1, Path("/"))
-
-
-@pytest.mark.parametrize(
-    "environment", [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}, {"RANK": "5"}, {"MASTER_PORT": "junk"}]
-)
-def test_one_process_has_none(environment: dict[str, str]) -> None:
-    assert rank_info(environment) is None
-
-
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE: is 4, and RANK is not set"),
-        ({"WORLD_SIZE": "4", "RANK": "4"}, "RANK: 4 is not below WORLD_SIZE = 4"),
-        ({"WORLD_SIZE": "4", "RANK": "one"}, "RANK: 'one' in the environment is not a number"),
-        ({"WORLD_SIZE": "-2", "RANK": "0"}, "WORLD_SIZE: '-2' in the environment is not a number"),
-    ],
-)
-def test_a_place_that_cannot_be_is_refused(environment: dict[str, str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        rank_info(environment)
-
-
-def test_what_a_rank_starts_is_no_rank() -> None:
-    assert child_environment({**TORCHRUN, "QARL_RANKS": "/d", "PATH": "p", "LOCAL_MODELS": "m"}) == {
-        "PATH": "p",
-        "LOCAL_MODELS": "m",
-    }
-
-
-def test_the_argument_that_deepspeed_puts_in_front_is_dropped_for_a_rank(monkeypatch) -> None:
+def test_the_argument_that_the_deepspeed_launcher_prepends_is_dropped_for_a_rank(monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert own_arguments(["--local_rank=0", "train", "x"]) == ["--local_rank=0", "train", "x"]
     monkeypatch.setenv("RANK", "0")
@@ -78,7 +32,7 @@ def test_the_argument_that_deepspeed_puts_in_front_is_dropped_for_a_rank(monkeyp
     assert own_arguments([]) == []
 
 
-def test_a_store_is_claimed_once(tmp_path: Path) -> None:
+def test_a_key_of_a_store_is_claimed_once(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     assert store.read("a") is None
     assert store.claim("a", "first") == "first" and store.claim("a", "second") == "first"
@@ -87,7 +41,7 @@ def test_a_store_is_claimed_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_the_first_fault_stands_in_a_run_that_has_begun(tmp_path: Path) -> None:
+def test_a_run_that_has_begun_records_its_first_fault(tmp_path: Path) -> None:
     fault = Fault(1, "h", 137, "was ended by SIGKILL")
     write_fault(tmp_path, fault)
     assert list(tmp_path.iterdir()) == []
@@ -115,46 +69,58 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-VLLM = ["rollout.engine=vllm"]
+VLLM = "rollout.engine=vllm"
+# Ranks, GPUs of this machine (None: unknown), overrides -> the key that is refused, and words of the error.
+REFUSED = [
+    (3, 2, [], "model.device", "start at most one rank per GPU"),
+    (2, 4, ["diagnostics.gradients_every=1"], "diagnostics.gradients_every", "with 2 ranks; must be 0"),
+    (2, 4, [VLLM, "rollout.vllm={process: inline}"], "rollout.vllm.process", "use separate"),
+    (2, 4, [VLLM, "rollout.vllm={device: 1}"], "rollout.vllm.device", "must be 2 or more, or null"),
+    (2, 4, [VLLM, "rollout.vllm={device: 3}"], "rollout.vllm.device", "GPUs 3 to 4, but this machine shows 4"),
+    (2, 4, [VLLM, "rollout.vllm={device: 2, tensor_parallel: 2}"], "rollout.vllm.device", "on GPUs 2 to 5"),
+    (1, None, [VLLM, "rollout.vllm={data_parallel: 2}"], "rollout.vllm.data_parallel", "there are only 1"),
+    (2, 2, [VLLM, "rollout.vllm={data_parallel: 3}"], "rollout.vllm.data_parallel", "there are only 2"),
+    (
+        4,
+        4,
+        [VLLM, "rollout.vllm={tensor_parallel: 2, data_parallel: 3}"],
+        "rollout.vllm.data_parallel",
+        "needs 2 ranks",
+    ),
+    (
+        3,
+        3,
+        [VLLM, "rollout.vllm={tensor_parallel: 2}"],
+        "rollout.vllm.tensor_parallel",
+        "rank 2's vLLM would be on GPUs",
+    ),
+    (2, 3, ["rollout.async={}"], "rollout.async", "each rank has a sampler, on GPUs 2 to 3, but this machine shows 3"),
+    (2, 4, ["rollout.async={device: 3}"], "rollout.async", "on GPUs 3 to 4, but this machine shows 4, from 0"),
+    (2, 4, ["rollout.async={device: 1}"], "rollout.async.device", "is a learner's GPU with 2 ranks"),
+]
+ACCEPTED = [
+    (2, 2, []),
+    (2, 4, ["quant.learner=full_precision"]),
+    (2, 4, ["rollout.async={}"]),
+    (2, 4, ["rollout.async={device: 2}"]),
+    (2, None, ["rollout.async={}"]),
+    (2, 4, [VLLM]),
+    (1, 1, [VLLM, "rollout.vllm={data_parallel: 1}"]),
+    (1, 2, [VLLM, "rollout.vllm={device: 1}"]),
+    (2, 4, [VLLM, "rollout.vllm={device: 2}"]),
+    (6, 8, [VLLM, "rollout.vllm={device: 6, data_parallel: 2}"]),
+    (2, 2, [VLLM, "rollout.vllm={tensor_parallel: 2}"]),
+    (3, 4, [VLLM, "rollout.vllm={tensor_parallel: 2}"]),
+    (4, 4, [VLLM, "rollout.vllm={tensor_parallel: 2, data_parallel: 1}"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "keys"),
-    [
-        ([], []),
-        (VLLM, []),
-        (["quant.learner=full_precision"], []),
-        (["diagnostics.gradients_every=1"], [("diagnostics", "gradients_every")]),
-        ([*VLLM, "rollout.vllm.process=inline"], [("rollout", "vllm", "process")]),
-        ([*VLLM, "model.device=auto", "rollout.vllm.device=1"], [("rollout", "vllm", "device")]),
-    ],
-)
-def test_what_several_ranks_cannot_run_is_refused_by_name(config: Path, overrides: list[str], keys: list) -> None:
-    loaded = load_config(config, overrides)
-    assert [fault.key for fault in several_ranks_faults(loaded, 2, gpus=4)] == keys
-
-
-def test_there_is_a_gpu_for_each_rank(config: Path) -> None:
-    loaded = load_config(config)
-    assert [fault.key for fault in several_ranks_faults(loaded, 3, gpus=2)] == [("model", "device")]
-    assert list(several_ranks_faults(loaded, 2, gpus=2)) == []
-
-
-@pytest.mark.parametrize(
-    ("ahead", "gpus", "text"),
-    [
-        ("{}", 3, "each rank has a sampler, on GPUs 2 to 3, but this machine shows 3, from 0"),
-        ("{device: 3}", 4, "each rank has a sampler, on GPUs 3 to 4, but this machine shows 4, from 0"),
-        ("{device: 1}", 4, "is a learner's GPU with 2 ranks"),
-        ("{}", 4, None),
-        ("{device: 2}", 4, None),
-        ("{}", None, None),
-    ],
-)
-def test_there_is_a_gpu_for_the_sampler_of_each_rank(config: Path, ahead: str, gpus: int, text: str | None) -> None:
-    loaded = load_config(config, [f"rollout.async={ahead}", "model.device=auto"])
-    found = [fault.text for fault in several_ranks_faults(loaded, 2, gpus=gpus)]
-    assert len(found) == (text is not None) and all(text in one for one in found)
+def test_settings_that_several_ranks_cannot_run_are_refused_by_name(config: Path) -> None:
+    for count, gpus, overrides, *wanted in [*REFUSED, *((*one, None, "") for one in ACCEPTED)]:
+        found = list(several_ranks_faults(load_config(config, ["model.device=auto", *overrides]), count, gpus))
+        key, text = wanted
+        assert [".".join(fault.key) for fault in found] == ([] if key is None else [key]), (count, gpus, overrides)
+        assert all(text in fault.text for fault in found), (text, found)
 
 
 def test_check_and_train_refuse_before_anything_starts(config: Path, capsys) -> None:
@@ -204,18 +170,18 @@ def test_ranks_that_a_launcher_started_are_not_started_again(config: Path, monke
         (["distributed.timeout_s=0"], "distributed.timeout_s = 0"),
     ],
 )
-def test_a_section_that_makes_no_sense_is_refused(config: Path, overrides: list[str], said: str) -> None:
+def test_a_section_that_contradicts_itself_is_refused(config: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said.replace("{", r"\{").replace("}", r"\}")):
         load_config(config, overrides)
 
 
-def test_the_stage_of_deepspeed_is_three_unless_another_is_given(config: Path) -> None:
+def test_the_default_stage_of_deepspeed_is_three(config: Path) -> None:
     assert load_config(config).distributed.zero_stage is None
     assert load_config(config, ["distributed.engine=deepspeed"]).distributed.zero_stage == 3
     assert load_config(config, ["distributed={engine: deepspeed, zero_stage: 0}"]).distributed.zero_stage == 0
 
 
-def test_a_run_goes_on_with_another_engine() -> None:
+def test_a_run_resumes_with_another_engine() -> None:
     theirs = {"distributed": {"engine": "rows", "timeout_s": 600.0}, "train": {"seed": 0}}
     ours = {"distributed": {"engine": "deepspeed", "timeout_s": 60.0}, "train": {"seed": 0}}
     assert config_difference(theirs, ours) == []

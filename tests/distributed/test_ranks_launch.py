@@ -44,10 +44,13 @@ HANGS = ("stop", "late", "hang")
 class Run:
     """A start of fake_loop.py in a directory of its own.
 
-    command: What starts, as `Popen` takes it; none: `qarl train --nproc` in a fork, whose ranks are forks of it.
+    command: What starts, as `Popen` takes it. Default: `qarl train --nproc` in a fork, whose ranks are forks of it, or
+    with `alone` `qarl train`.
     """
 
-    def __init__(self, folder: Path, fault: str, *command: str, device: str = "cpu", count: int = 3) -> None:
+    def __init__(
+        self, folder: Path, fault: str, *command: str, device: str = "cpu", count: int = 3, alone: bool = False
+    ) -> None:
         self.folder, self.out, self._pids = folder, folder / "run", []
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(MODEL))
@@ -62,7 +65,7 @@ class Run:
         arguments = ["tiny.yaml", "train.run_dir=run"]
         if not command:
             (printed := folder / "printed").mkdir()
-            argv = [QARL[1], "train", "--nproc", str(count), *arguments]
+            argv = [QARL[1], "train", *([] if alone else ["--nproc", str(count)]), *arguments]
             self.process = start_program(argv, printed, folder, {**environment, "FORKED": "1"})
             return
         self.process = subprocess.Popen(
@@ -141,7 +144,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_rank_ends_all_of_them_and_is_named(tmp_path: Path, hanging: dict[str, Run], fault: str) -> None:
+def test_a_fault_of_one_rank_ends_all_and_names_it(tmp_path: Path, hanging: dict[str, Run], fault: str) -> None:
     run = hanging.get(fault) or nproc(tmp_path, fault, 3 if fault.endswith("2") else 2)
     run.begun()
     began = time.monotonic()
@@ -159,7 +162,7 @@ def test_one_rank_ends_all_of_them_and_is_named(tmp_path: Path, hanging: dict[st
     assert took < 90
 
 
-def test_how_a_rank_ended_is_told_though_the_others_missed_it_first(tmp_path: Path) -> None:
+def test_the_exit_of_a_rank_replaces_its_missed_heartbeat_as_the_cause(tmp_path: Path) -> None:
     run = nproc(tmp_path, "unseen 1")
     run.begun()
     end = time.monotonic() + LIMIT_S
@@ -173,7 +176,7 @@ def test_how_a_rank_ended_is_told_though_the_others_missed_it_first(tmp_path: Pa
     assert "was ended by SIGKILL" in run.fault["line"] and "was ended by SIGKILL" in errors(said)[0]
 
 
-def test_ctrl_c_is_a_safe_stop_of_all_ranks(tmp_path: Path) -> None:
+def test_ctrl_c_stops_all_ranks_at_a_safe_point(tmp_path: Path) -> None:
     """The processes start as a user's do."""
     run = Run(tmp_path, "", *QARL, "train", "--nproc", "2", count=2)
     run.begun()
@@ -182,7 +185,7 @@ def test_ctrl_c_is_a_safe_stop_of_all_ranks(tmp_path: Path) -> None:
     assert (code, errors(said), run.fault) == (130, [], None)
 
 
-def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_ranks_that_ignore_signals(tmp_path: Path) -> None:
     run = nproc(tmp_path, "deaf 1")
     run.begun()
     heard = tmp_path / "heard-1"

@@ -1,4 +1,4 @@
-"""A rank's rows of the model's files, of a checkpoint, and of what a learner reads that is not aligned."""
+"""A rank's rows of the model's files, and the values that a learner without quantized arithmetic reads."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from damaged_models import Weights, gguf_of
 from policy_models import load
 from ranks import run_ranks
-from row_runs import CPU, Case, exchange_of, held, loss_of, offloading, reader, sha, twin
-from safetensors.torch import load_file, save_file
+from row_runs import CPU, Case, exchange_of, loss_of, sha
+from thread_ranks import as_threads
 
 from qarl.config import ModelConfig
-from qarl.distributed.ranks import SingleProcess
+from qarl.distributed.ranks import OtherRankFailed, Ranks, SingleProcess
 from qarl.distributed.rows import RowPlan
 from qarl.policy.load import load_model
-from qarl.policy.load_rows import load_rows
-from qarl.policy.policy import Policy
+from qarl.policy.load_rows import in_turn, load_rows
 from qarl.training.row_setup import build_rows
 from qarl.training.setup import build_policy
+from qarl.training.updates import LocalUpdates
 
 
 def plan_over(model: torch.nn.Module, count: int, unit: int) -> RowPlan:
@@ -48,7 +48,7 @@ def models(tiny_model, tmp_path_factory) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("model", ["shards in bfloat16", "code of its own", "gguf"])
-def test_ranks_read_the_rows_that_the_whole_model_has(models, model) -> None:
+def test_ranks_read_their_rows_of_the_whole_model(models, model) -> None:
     whole = load_model(ModelConfig(**models[model]))
     for count, unit in ((1, 1), (3, 64)):  # of 64 rows in blocks of 64 two ranks have none
         arguments = {"model": models[model], "unit": unit}
@@ -64,62 +64,16 @@ def test_ranks_read_the_rows_that_the_whole_model_has(models, model) -> None:
                 assert rows[name] == [list(own.shape), sha(own)], name
 
 
-def test_a_fault_of_one_rank_in_its_turn_is_not_waited_for(models) -> None:
-    found = run_ranks(2, f"{__file__}:fails", {})
-    assert found == ["ValueError: mine", "OtherRankFailed: rank 0: ValueError: mine"] or (
-        found[0] == "ValueError: mine" and found[1].startswith("OtherRankFailed: rank 0")
-    )
+def test_a_fault_of_one_rank_in_its_turn_ends_the_others() -> None:
+    def fail_on_the_first(ranks: Ranks) -> None:
+        def work() -> None:
+            if ranks.first:
+                raise ValueError("mine")
 
+        in_turn(ranks, work)
 
-def fails(group) -> str:
-    from qarl.policy.load_rows import in_turn
-
-    def work() -> None:
-        if group.rank == 0:
-            raise ValueError("mine")
-
-    try:
-        in_turn(group, work)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-MUON = {"optim": {"name": "muon", "lr": 1e-2, "adamw_lr": 1e-3}}
-OFFLOADED = {"optim": {"offload": "all"}}
-
-
-def goes_on(group, case: dict[str, Any], saved: str, meta: dict[str, Any]) -> dict[str, Any]:
-    tensors, case = load_file(saved), Case(**case)
-    with offloading():
-        policy, updates = build_rows(case.config, CPU, None, exchange_of(group), group)
-    refusals = []
-    for wrong in ({**meta, "optimizer": "sgd"}, {**meta, "tensors": [*meta["tensors"], "x/exp_avg"]}):
-        with pytest.raises(ValueError, match="optimizer state"):
-            updates.load(reader(tensors), wrong, 2)
-        refusals.append(policy.version)
-    updates.load(reader(tensors), meta, 2)
-    return {"versions": refusals, "digest": policy.current.manifest().digest(), **held(updates)}
-
-
-@pytest.mark.parametrize("sections", [{}, MUON, OFFLOADED], ids=["adamw", "muon", "adamw on the host"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_state_is_put_back_at_any_number_of_ranks(tiny_model, tmp_path, count, sections) -> None:
-    case = {"model": str(tiny_model("qwen3")), "sections": sections}
-    told, tensors = twin(Case(case["model"], MUON if sections is MUON else {}), 2)
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "saved.safetensors")
-    meta = {"optimizer": "muon" if sections is MUON else "adamw", "tensors": told["state"]}
-    arguments = {"case": case, "saved": str(tmp_path / "saved.safetensors"), "meta": meta}
-    found = (
-        [goes_on(SingleProcess(), **arguments)] if count == 1 else run_ranks(count, f"{__file__}:goes_on", arguments)
-    )
-    covered = dict.fromkeys(tensors, 0)
-    for rank in found:
-        assert rank["versions"] == [0, 0] and rank["digest"] == told["digests"][-1] and rank["state"] == told["state"]
-        for what, (start, stop, _, digest) in rank["pieces"].items():
-            assert digest == sha(tensors[what].reshape(-1)[start:stop]), what
-            covered[what] += stop - start
-    assert covered == {what: tensor.numel() for what, tensor in tensors.items()}
+    first, second = as_threads(2, fail_on_the_first)
+    assert isinstance(first, ValueError) and isinstance(second, OtherRankFailed) and "ValueError: mine" in str(second)
 
 
 LEARNERS = {
@@ -130,7 +84,7 @@ LEARNERS = {
 
 
 def losses(group, model: str) -> list[list[float]]:
-    """The loss at first, and after a step."""
+    """The loss before and after a step."""
     found = []
     for sections in LEARNERS.values():
         policy, updates = build_rows(Case(model, sections).config, CPU, None, exchange_of(group), group)
@@ -141,14 +95,12 @@ def losses(group, model: str) -> list[list[float]]:
     return found
 
 
-def test_learners_that_are_not_aligned_read_the_values_of_all_rows(tiny_model) -> None:
-    from qarl.training.updates import LocalUpdates
-
+def test_learners_that_are_not_aligned_read_the_values_of_all_ranks(tiny_model) -> None:
     model = str(tiny_model("qwen2"))
     expected = []
     for sections in LEARNERS.values():
         config = Case(model, sections).config
-        policy: Policy = build_policy(config, load_model(config.model), CPU)
+        policy = build_policy(config, load_model(config.model), CPU)
         updates = LocalUpdates(policy, config)
         expected.append([loss_of(policy, [0, 3]).item()])
         updates.backward(loss_of(policy, [0, 3]))

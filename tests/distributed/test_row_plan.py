@@ -58,7 +58,7 @@ def test_a_stack_is_cut_as_one_tensor(count: int) -> None:
             assert [row for some in plan.cut(name) for row in some] == list(range(shapes[name][0]))
 
 
-def test_experts_that_have_no_whole_units_or_are_not_alike_are_alone() -> None:
+def test_experts_without_whole_units_or_with_other_schemes_are_cut_alone() -> None:
     symmetric, asymmetric = make_scheme("w4a16", 32), make_scheme("w4a16", 32, symmetric=False)
     assert len(list(stacked_experts(expert_shapes(2, 8), lambda name: symmetric))) == 2
     assert list(stacked_experts(expert_shapes(2, 12), lambda name: asymmetric)) == []  # rows of 12 and of 4
@@ -69,7 +69,7 @@ def test_experts_that_have_no_whole_units_or_are_not_alike_are_alone() -> None:
 
 
 @pytest.mark.parametrize("scheme", [*scheme_names(lambda kind: kind.weight_bits is not None), "w4a16 asymmetric"])
-def test_units_are_what_may_be_put_under_one_another(scheme: str) -> None:
+def test_units_are_the_rows_that_can_be_concatenated(scheme: str) -> None:
     made = make_scheme(scheme.split()[0], symmetric="asymmetric" not in scheme)
     unit = row_unit(made)
     assert made.can_concatenate([unit, 5]) and made.can_concatenate([3 * unit, unit])

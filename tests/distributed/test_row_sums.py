@@ -1,4 +1,4 @@
-"""Gradients leave a backward layer by layer, with the bits that they have otherwise; on Triton layers too."""
+"""Gradients are summed over ranks layer by layer during the backward, with unchanged bits; on Triton layers too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_kernels = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a 
 
 
 class Watched(SingleProcessExchange):
-    """Notes what is summed, and how much of the backward had still to come then."""
+    """Records what is summed, and whether the backward was still running."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def loss_of(policy: Policy) -> Tensor:
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_kernels)])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mixtral"])
 @pytest.mark.parametrize("recompute", ["elementwise", "layer"])
-def test_rounds_have_the_bits_of_backwards_added_up(tiny_model, monkeypatch, family, fused, recompute) -> None:
+def test_rounds_have_the_bits_of_summed_backwards(tiny_model, monkeypatch, family, fused, recompute) -> None:
     slow = fused and not ON_GPU  # the interpreter takes seconds for each forward
     if slow and (family != "qwen3" or recompute == "layer"):
         pytest.skip("one in the interpreter is enough")
@@ -96,7 +96,7 @@ def test_rounds_have_the_bits_of_backwards_added_up(tiny_model, monkeypatch, fam
 
 
 class Accumulated:
-    """A loss whose backward makes gradients where layers of Triton kernels do, and tells of each layer."""
+    """A loss whose backward makes gradients in the places where layers of Triton kernels do."""
 
     def __init__(self, policy: Policy) -> None:
         self.decoder, self.made = policy.decoder, []
@@ -110,7 +110,7 @@ class Accumulated:
             self.decoder.on_gradients(layer.parameters())
 
 
-def test_what_experts_add_their_gradients_to_is_sent_as_it_is(tiny_model) -> None:
+def test_the_gradients_of_stacked_experts_are_sent_without_a_copy(tiny_model) -> None:
     policy = make_policy(tiny_model("mixtral"), "w4a16", torch.bfloat16, 32, DEVICE, kernels="reference")
     drop_values(dict(policy.named_parameters()).values(), DEVICE)
     plan = plan_of({name: master.shape for name, master in policy.named_parameters()}, policy.scheme_of, 1)

@@ -1,7 +1,8 @@
-"""Ranks that find other files at the same paths are told so before their first step: which input, and which ranks."""
+"""Ranks with other files at the same paths fail before their first step; the error names the input and the ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -94,25 +95,28 @@ KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def inputs_of(place: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a rank knows of its files before it reads the weights, by name."""
-    patch.chdir(place)
-    config = load_config("c.yaml", [])
-    tokenizer = load_tokenizer(config.model)
-    prompts, _ = build_prompts(config.data, tokenizer, 512, config.rollout.max_response_length)
-    tasks = load_training_tasks(config, tokenizer, 512)
-    return named_inputs(config, input_digests(config, tokenizer), PromptStream(prompts, 0, True), tasks)
+def inputs_of(place: Path) -> dict[str, Any]:
+    """The digests of a rank's inputs before it reads the weights, by name."""
+    with contextlib.chdir(place):
+        config = load_config("c.yaml", [])
+        tokenizer = load_tokenizer(config.model)
+        prompts, _ = build_prompts(config.data, tokenizer, 512, config.rollout.max_response_length)
+        tasks = load_training_tasks(config, tokenizer, 512)
+        return named_inputs(config, input_digests(config, tokenizer), PromptStream(prompts, 0, True), tasks)
+
+
+@pytest.fixture(scope="module")
+def here(folder: Path) -> dict[str, Any]:
+    return inputs_of(folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_input_that_differs_on_one_rank_is_named_on_all(
-    folder: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_that_differs_on_one_rank_is_named_on_all(folder: Path, here, kind: str, tmp_path: Path) -> None:
     change, named = KINDS[kind]
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     change(other)
-    here, there = inputs_of(folder, monkeypatch), inputs_of(other, monkeypatch)
+    there = inputs_of(other)
     odd = random.Random(kind).randrange(3)
     said = as_threads(3, lambda ranks: require_same(ranks, there if ranks.rank == odd else here, SAME_FILES))
     assert all(isinstance(error, UserError) for error in said) and len({str(error) for error in said}) == 1, said
@@ -122,7 +126,7 @@ def test_an_input_that_differs_on_one_rank_is_named_on_all(
     assert as_threads(3, lambda ranks: require_same(ranks, here, SAME_FILES)) == [None] * 3
 
 
-def test_ranks_of_other_configurations_are_refused_when_they_meet(
+def test_ranks_with_other_configurations_are_refused_at_the_rendezvous(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -152,7 +156,7 @@ def as_ranks(places: list[Path], shapes: dict[str, tuple[int, ...]], own_code: b
     return as_threads(len(places), digest)
 
 
-def test_one_value_of_the_weights_that_differs_on_any_rank_is_found(folder: Path, tmp_path: Path) -> None:
+def test_one_differing_weight_on_any_rank_is_found(folder: Path, tmp_path: Path) -> None:
     """Ranks in any grouping: on one machine with the same files, or each with a copy of its own."""
     tensors = load_file(folder / "model" / "model.safetensors")
     model = load_model(ModelConfig(path=str(folder / "model")))

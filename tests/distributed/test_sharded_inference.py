@@ -1,4 +1,4 @@
-"""Whatever opens a run opens one of several ranks: the same files and bits, and never all masters in one memory."""
+"""Export, generate and diagnose open runs of several ranks: the same bits, without all masters in memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def as_of_ranks(run: Path, copy: Path, count: int, seed: int | None = None) -> P
 
 
 class Joined:
-    """Tensors that are joined of pieces, as they come and go. most: held at once."""
+    """Counts the tensors that are joined from pieces. most: Alive at once."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.alive: list[weakref.ref] = []
@@ -66,7 +66,7 @@ class Joined:
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "asymmetric", "fp8_block", "nvfp4a16"])
-def test_an_export_has_the_same_bytes_one_master_in_memory(tiny_model, tmp_path, monkeypatch, scheme):
+def test_an_export_has_the_same_bytes_with_one_master_in_memory(tiny_model, tmp_path, monkeypatch, scheme):
     run = save_run(tmp_path / "one" / "run", tiny_model("qwen3"), **SCHEMES[scheme])
     whole = run.export(tmp_path / "whole")
     for number, seed in enumerate((None, 5)):
@@ -87,7 +87,7 @@ def test_an_export_has_the_same_bytes_one_master_in_memory(tiny_model, tmp_path,
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no mapped file's."""
+    """Anonymous memory of this process."""
     return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
@@ -107,7 +107,7 @@ def test_an_export_takes_far_less_memory_than_the_masters(tiny_model, tmp_path):
     assert max(peaks) - before < size / 3, f"{max(peaks) - before:,} bytes for {size:,} of masters"
 
 
-def test_generate_and_diagnose_open_it(tiny_model, tmp_path):
+def test_generate_and_diagnose_open_a_run_of_several_ranks(tiny_model, tmp_path):
     run = save_run(tmp_path / "one" / "run", tiny_model("llama"))
     path = as_of_ranks(run.path, tmp_path / "run", 2)
     targets = [resolve_target(str(place)) for place in (run.path, path, path / "checkpoints" / "latest")]

@@ -1,4 +1,4 @@
-"""Real ranks write a checkpoint, and another number of them goes on from it with the same bits; some die on the way."""
+"""Checkpoints of several ranks: another number of ranks resumes with the same bits; ranks die or fail while saving."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from cut_tensors import cut_rows, some_tensors
 from ranks import run_ranks
-from row_runs import CPU, Case, exchange_of, loss_of
+from row_runs import CPU, Case, exchange_of, loss_of, offloading
 from thread_ranks import ThreadRanks, as_threads
 from torch import Tensor
 from whole_pieces import whole_pieces
@@ -33,12 +33,13 @@ HERE = __file__
 W4A16 = {"scheme": "w4a16", "group_size": 32}
 CASES = {
     "adamw": {},
+    "adamw on the host": {"optim": {"offload": "all"}},
     "muon, asymmetric": {"optim": {"name": "muon", "lr": 1e-3}, "quant": {**W4A16, "symmetric": False}},
 }
 
 
 class ThreadExchange(SingleProcessExchange):
-    """What putting a checkpoint back needs."""
+    """The collectives that loading a checkpoint needs."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class ThreadExchange(SingleProcessExchange):
 
 
 def held_by(ranks: Ranks, config: Config) -> tuple[Policy, Updates]:
-    """A policy and what updates it, as a run has them."""
+    """A policy and its optimizer engine, as in a run."""
     if ranks.count == 1:
         policy = build_policy(config, load_model(config.model), CPU)
         return policy, LocalUpdates(policy, config)
@@ -74,11 +75,16 @@ def save(ranks: Ranks, policy: Policy, updates: Updates, folder: Path) -> dict[s
     return state
 
 
-def goes_on(ranks: Ranks, model: str, sections: dict[str, Any], source: str, folder: str) -> dict[str, Any]:
-    """Puts a checkpoint into the masters of these ranks, and saves what they hold then; takes no step."""
+def resume(ranks: Ranks, model: str, sections: dict[str, Any], source: str, folder: str) -> dict[str, Any]:
+    """Load a checkpoint into the masters of these ranks, after two that do not fit, and save it without a step."""
     policy, updates = held_by(ranks, Case(model, sections).config)
     found = CheckpointStore.load(Path(source) / "latest", ranks=ranks)
-    updates.load(found.read, found.state["optimizer"], found.state["version"])
+    meta = found.state["optimizer"]
+    for wrong in ({"optimizer": "sgd"}, {"tensors": [*meta["tensors"], "x/exp_avg"]}):
+        with pytest.raises(ValueError, match="optimizer state"):
+            updates.load(found.read, meta | wrong, 2)
+        assert policy.version == 0
+    updates.load(found.read, meta, found.state["version"])
     return save(ranks, policy, updates, Path(folder))
 
 
@@ -102,14 +108,20 @@ def train(model: str, sections: dict[str, Any], folder: Path) -> dict[str, Any]:
     return save(SingleProcess(), policy, updates, folder)
 
 
+@pytest.fixture(autouse=True)
+def _offloading():
+    with offloading():
+        yield
+
+
 @pytest.mark.parametrize("sections", CASES.values(), ids=CASES.keys())
-def test_any_number_of_ranks_goes_on_with_the_same_bits(tiny_model, tmp_path, sections):
+def test_any_number_of_ranks_resumes_with_the_same_bits(tiny_model, tmp_path, sections):
     common = {"model": str(tiny_model("llama")), "sections": sections}
     state = train(**common, folder=tmp_path / "0")
     assert {name.rpartition("/")[2] for name in state["optimizer"]["tensors"]} >= {"step", "exp_avg"}
     for number, count in enumerate((2, 3, 2, 1), start=1):
         places = {"source": str(tmp_path / str(number - 1)), "folder": str(tmp_path / str(number))}
-        assert as_threads(count, lambda ranks: goes_on(ranks, **common, **places)) == [state] * count  # noqa: B023
+        assert as_threads(count, lambda ranks: resume(ranks, **common, **places)) == [state] * count  # noqa: B023
         assert CheckpointStore.load(tmp_path / str(number) / "latest").ranks == count
         assert_same(tmp_path / "0", tmp_path / str(number))
     for again, before in ((3, 1), (4, 0)):  # the same number of ranks writes the same bytes
@@ -117,14 +129,14 @@ def test_any_number_of_ranks_goes_on_with_the_same_bits(tiny_model, tmp_path, se
             assert path.read_bytes() == (tmp_path / str(again) / "000002" / path.name).read_bytes(), path.name
 
 
-def test_real_ranks_go_on_from_one_process_and_back(tiny_model, tmp_path):
+def test_real_ranks_resume_from_one_process_and_back(tiny_model, tmp_path):
     common = {"model": str(tiny_model("llama")), "sections": {}}
     state = train(**common, folder=tmp_path / "0")
     places = {"source": str(tmp_path / "0"), "folder": str(tmp_path / "1")}
-    assert run_ranks(2, f"{HERE}:goes_on", {**common, **places}) == [state] * 2
+    assert run_ranks(2, f"{HERE}:resume", {**common, **places}) == [state] * 2
     assert CheckpointStore.load(tmp_path / "1" / "latest").ranks == 2
     assert_same(tmp_path / "0", tmp_path / "1")
-    assert goes_on(SingleProcess(), **common, source=str(tmp_path / "1"), folder=str(tmp_path / "2")) == state
+    assert resume(SingleProcess(), **common, source=str(tmp_path / "1"), folder=str(tmp_path / "2")) == state
     assert_same(tmp_path / "0", tmp_path / "2")
 
 
@@ -132,7 +144,7 @@ def test_real_ranks_go_on_from_one_process_and_back(tiny_model, tmp_path):
 
 
 def saves(ranks: Ranks, folder: str, victim: int, at: int) -> None:
-    """Saves step 2; one rank kills itself in the middle of its at-th fsync."""
+    """Save step 2; rank `victim` kills itself in its fsync number `at`."""
     if ranks.rank == victim:
         real, count = os.fsync, 0
 
@@ -148,8 +160,7 @@ def saves(ranks: Ranks, folder: str, victim: int, at: int) -> None:
     CheckpointStore(Path(folder), 1, ranks).save(2, pieces, {"step": 2})
 
 
-# Of the first rank: two files, their directory, state.json, manifest.json, the directory again; then the rename is made
-# durable.
+# The first rank syncs two files, their directory, state.json, manifest.json, the directory again; then the rename.
 @pytest.mark.parametrize("victim, at, stands", [(1, 1, 1), (0, 5, 1), (0, 7, 2)])
 def test_a_rank_killed_in_a_save_leaves_a_whole_checkpoint(tmp_path, victim, at, stands):
     folder = tmp_path / "checkpoints"
@@ -172,7 +183,7 @@ def test_a_rank_killed_in_a_save_leaves_a_whole_checkpoint(tmp_path, victim, at,
 
 
 def is_refused(ranks: Ranks, folder: str) -> list[str]:
-    """What a save ends with, and after it one that nothing hinders."""
+    """A save that fails on rank 1, then one that succeeds: the error, and the directory in between."""
     pieces = cut_rows({"masters": {"w": torch.ones(100, 100)}, "optimizer": {}}, ranks.rank, ranks.count)
     store = CheckpointStore(Path(folder), 1, ranks)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -190,7 +201,7 @@ def is_refused(ranks: Ranks, folder: str) -> list[str]:
     return told
 
 
-def test_a_write_that_fails_on_one_rank_is_everybodys_and_the_next_one_succeeds(tmp_path):
+def test_a_write_that_fails_on_one_rank_fails_on_all_and_the_next_one_succeeds(tmp_path):
     folder = tmp_path / "checkpoints"
     CheckpointStore(folder, 1).save(1, whole_pieces(some_tensors(1)), {"step": 1})
     first, second, third = run_ranks(3, f"{HERE}:is_refused", {"folder": str(folder)})

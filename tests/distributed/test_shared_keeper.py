@@ -1,4 +1,4 @@
-"""Keeping the steps of several ranks: saved together or not at all, and rescued only where all of them are there."""
+"""Checkpoints of several ranks: saved by all or not at all, and after a fault only if all ranks take part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEWEST = "; the same command resumes from step 1"
 
 
 class Place:
-    """A keeper of a run without a model: step n has the tensors of `some_tensors(n)`."""
+    """A checkpoint manager of a run without a model: step n has the tensors of `some_tensors(n)`."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self.ranks, self.said, self.step, self.digest, self.logged = ranks, [], 0, "ab" * 32, []
@@ -57,7 +57,7 @@ class Place:
         self.logged.append(step)
 
     def learn(self) -> None:
-        """A step, up to its metrics."""
+        """Take a step, without its metrics."""
         self.step += 1
         self.run.updates.begun += 1
         self.keeper.learned(self.step, {})
@@ -67,7 +67,7 @@ class Place:
         self.keeper.finish(self.step)
 
     def rescue(self, fault: BaseException | None, together: bool = True) -> None:
-        """What a run's loop does with a fault that ranks agree on, or that one has alone."""
+        """Handle a fault as a run's loop does. together: All ranks learn of it."""
         try:
             if together:
                 self.ranks.all_agree(fault)
@@ -101,28 +101,48 @@ def test_a_step_is_saved_by_all_and_recorded_by_the_first(tmp_path):
     assert read_history(tmp_path).checkpoint == 1
 
 
-@pytest.mark.parametrize("fault", [ValueError("odd"), SystemExit(0)])
-def test_a_fault_that_all_agree_on_saves_the_finished_step(tmp_path, fault):
+def half_way(place: Place) -> None:
+    """The next step has changed the weights of one rank."""
+    place.take()
+    place.run.updates.begun += place.ranks.rank == 1
+
+
+def unwritable(place: Place) -> None:
+    """The metrics of the step cannot be written."""
+
+    def refuse(step: int, metrics: dict[str, float]) -> None:
+        raise UserError("metrics.jsonl: input/output error")
+
+    place.learn()
+    place.recorder.log = refuse
+
+
+CHANGED = f"step 2 is not saved (the interrupted step had already changed the weights){NEWEST}"
+SAVED = "step {} is saved; the same command resumes from there"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "fault", "steps", "line"),
+    [
+        (Place.take, ValueError("odd"), [1, 2], SAVED.format(2)),
+        (Place.take, SystemExit(0), [1, 2], SAVED.format(2)),
+        (Place.learn, ValueError("odd"), [1, 2], SAVED.format(2)),  # its metrics are written first
+        (half_way, ValueError("odd"), [1], CHANGED),
+        (unwritable, ValueError("odd"), [1], SAVED.format(1)),
+    ],
+)
+def test_a_fault_that_all_ranks_raise_saves_the_last_finished_step(tmp_path, prepare, fault, steps, line):
     def work(place: Place) -> None:
-        place.take()
+        prepare(place)
         place.rescue(fault if place.ranks.rank == 1 else None)
 
     places = of_ranks(tmp_path, work)
-    assert saved(tmp_path) == [1, 2]
-    assert all(place.said == ["step 2 is saved; the same command resumes from there"] for place in places)
-
-
-def test_a_step_that_lacks_its_metrics_is_finished_first(tmp_path):
-    def work(place: Place) -> None:
-        place.learn()
-        place.rescue(ValueError("odd") if place.ranks.first else None)
-
-    places = of_ranks(tmp_path, work)
-    assert saved(tmp_path) == [1, 2] and [place.logged for place in places] == [[2], [], []]
+    assert saved(tmp_path) == steps and all(place.said == [line] for place in places)
+    assert [place.logged for place in places] == [[2] if prepare is Place.learn else [], [], []]
 
 
 @pytest.mark.parametrize("fault", [ValueError("odd"), SystemExit(0), KeyboardInterrupt()])
-def test_what_one_rank_raises_alone_leaves_the_newest_checkpoint(tmp_path, fault):
+def test_a_fault_of_one_rank_alone_leaves_the_newest_checkpoint(tmp_path, fault):
     def work(place: Place) -> None:
         place.take()
         if place.ranks.rank == 1:  # the others are in a collective that never ends
@@ -134,33 +154,7 @@ def test_what_one_rank_raises_alone_leaves_the_newest_checkpoint(tmp_path, fault
     assert alone.said == [f"step 2 is not saved ({why}){NEWEST}"]
 
 
-def test_weights_that_are_half_way_on_one_rank_are_not_saved(tmp_path):
-    def work(place: Place) -> None:
-        place.take()
-        place.run.updates.begun += place.ranks.rank == 2
-        place.rescue(ValueError("odd") if place.ranks.rank == 2 else None)
-
-    places = of_ranks(tmp_path, work)
-    assert saved(tmp_path) == [1]
-    why = "the interrupted step had already changed the weights"
-    assert all(place.said == [f"step 2 is not saved ({why}){NEWEST}"] for place in places)
-
-
-def test_metrics_that_cannot_be_written_leave_no_checkpoint(tmp_path):
-    def work(place: Place) -> None:
-        def refuse(step: int, metrics: dict[str, float]) -> None:
-            raise UserError("metrics.jsonl: input/output error")
-
-        place.learn()
-        place.recorder.log = refuse
-        place.rescue(ValueError("odd") if place.ranks.rank == 1 else None)
-
-    places = of_ranks(tmp_path, work)
-    assert saved(tmp_path) == [1]  # and step 2 never was finished
-    assert all(place.said == ["step 1 is saved; the same command resumes from there"] for place in places)
-
-
-def test_a_save_that_one_disk_refuses_is_everybodys_and_not_tried_again(tmp_path, monkeypatch):
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_is_not_retried(tmp_path, monkeypatch):
     real = os.fsync
 
     def fsync(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""The run directory of several ranks: one holds it, all must see it, and it says how many they were."""
+"""The run directory of several ranks: one locks it, all must see it, and its history has their number."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from thread_ranks import as_threads
+from tiny_runs import settings
 
 from qarl.config import Config
 from qarl.distributed.ranks import OtherRankFailed, Ranks, SingleProcess
@@ -19,17 +20,10 @@ from qarl.storage.rundir import RunDirectory
 
 
 def config(path: Path) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "some/model"},
-            "data": {"source": "task:arithmetic"},
-            "reward": {"functions": [{"name": "exact"}]},
-            "train": {"steps": 4, "run_dir": str(path)},
-        }
-    )
+    return Config.model_validate(settings(Path("some/model"), train={"steps": 4, "run_dir": str(path)}))
 
 
-def test_the_first_rank_holds_the_directory_and_all_have_its_history(tmp_path):
+def test_the_first_rank_locks_the_directory_and_all_read_its_history(tmp_path):
     path = tmp_path / "runs" / "name"
 
     def work(ranks: Ranks) -> tuple[Any, ...]:
@@ -49,13 +43,13 @@ def test_the_first_rank_holds_the_directory_and_all_have_its_history(tmp_path):
     RunDirectory.open(config(path), "auto").close()  # the lock is free again
 
 
-def test_one_rank_opens_it_as_one_process_does(tmp_path):
+def test_a_single_rank_writes_no_history(tmp_path):
     with RunDirectory.open(config(tmp_path / "a"), "auto", SingleProcess()) as directory:
         directory.begin({}, directory.history_at(0, own=False))
     assert not (tmp_path / "a" / "history.json").exists()
 
 
-def test_a_rank_that_does_not_see_it_refuses_in_one_line(tmp_path, monkeypatch):
+def test_a_rank_that_does_not_see_the_directory_fails_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.2)
 
     def work(ranks: Ranks) -> RunDirectory:
@@ -70,14 +64,14 @@ def test_a_rank_that_does_not_see_it_refuses_in_one_line(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_the_first_rank_is_refused_is_refused_to_all(tmp_path):
+def test_a_directory_that_the_first_rank_cannot_use_fails_on_all(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     first, second = as_threads(2, lambda ranks: RunDirectory.open(config(tmp_path), "auto", ranks))
     assert type(first) is UserError and "not a run directory" in str(first)
     assert isinstance(second, OtherRankFailed) and "not a run directory" in str(second)
 
 
-def test_what_ranks_left_that_were_killed_at_their_start_is_no_foreign_directory(tmp_path):
+def test_leftovers_of_ranks_killed_at_their_start_are_accepted(tmp_path):
     (tmp_path / "rank-001").mkdir()
     (tmp_path / "rank-002.log").write_text("")
     RunDirectory.open(config(tmp_path), "auto").close()

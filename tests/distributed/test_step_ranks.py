@@ -1,4 +1,4 @@
-"""A step on several ranks: the same rollouts, rewards, batch and totals as on one, whoever does what."""
+"""A step on several ranks: the same rollouts, rewards, batch and totals as on one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LOADING = threading.Lock()  # transformers' is of one thread at a time
 
 
 class Rewards:
-    """A reward that its prompt and its tokens decide. total: of all ranks' completions, as the pool is told."""
+    """A reward computed from prompt and tokens."""
 
     def score(
         self, texts: list[str], asked: list[str], columns: dict, ids: list[list[int]], share: Share | None = None
@@ -58,7 +58,7 @@ class Rewards:
 
 
 class Watching(Observer):
-    """What observers are told; a phase's responses are those it reported."""
+    """Keeps what observers are told; `progressed`: responses of the current phase."""
 
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []
@@ -83,7 +83,7 @@ class Watching(Observer):
 
 
 def make(path, ranks: Ranks, prompts: list[Prompt] = PROMPTS, **sections: dict[str, Any]) -> SimpleNamespace:
-    """The parts of a run on `ranks` that hold all masters each."""
+    """The parts of a run on `ranks`, each of which holds all masters."""
     sections.setdefault("train", {})
     sections["train"] = {"prompts_per_step": len(prompts), "minibatch_size": 10, **sections["train"]}
     config = decide_sizes(Config.model_validate(settings(path, **sections)), "cpu")
@@ -122,59 +122,71 @@ def take(path, ranks: Ranks, prompts: list[Prompt] = PROMPTS, steps: int = 1, **
 
 
 def assert_same_batch(one: Batch, other: Batch) -> None:
-    assert (one.version, one.prompts, one.responses, one.groups) == (
-        other.version,
-        other.prompts,
-        other.responses,
-        other.groups,
-    )
+    assert all(getattr(one, name) == getattr(other, name) for name in ("version", "prompts", "responses", "groups"))
     assert torch.equal(one.advantages, other.advantages)
     for name in ("logp_sampler", "logp_old"):
         assert torch.equal(getattr(one.whole(), name), getattr(other.whole(), name)), name
 
 
 EXACT = ("policy/entropy_tokens", "policy/zero_advantage_frac", "policy/version", "policy/skipped_steps", "optim/lr")
+SHADOWED = {"quant": {"learner": "full_precision"}}
+TWICE = {"train": {"epochs": 2}}
+# Ranks, tokens per micro-batch, further sections.
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "large micro-batches": (2, 4096, TWICE),
+    "small micro-batches": (3, 24, TWICE),
+    "replayed sets": (3, 24, TWICE | {"rollout": {"top_p": 0.8}, "objective": {"truncation_set": "replay"}}),
+    "constants": (2, 24, SHADOWED | {"objective": {"name": "dapo", "loss": "detach_center", "ratio": "shadow"}}),
+    "reference": (2, 24, {"objective": {"kl_coef": 0.5}}),
+    "shadow": (2, 24, SHADOWED | {"objective": {"ratio": "shadow"}}),
+    "retained": (2, 24, {"objective": {"dvp_rho": 0.3}}),
+    "entropy": (2, 24, {"objective": {"entropy_coef": 0.1}}),
+    "ranks without prompts and micro-batches": (3, 4096, {"rollout": {"n": 2}, "train": {"minibatch_size": 2}}),
+}
 
 
-REPLAY = {"rollout": {"top_p": 0.8}, "objective": {"name": "grpo", "truncation_set": "replay"}}
-
-
-@pytest.mark.parametrize(("count", "tokens", "more"), [(2, 4096, {}), (3, 24, {}), (3, 24, REPLAY)])
-def test_a_step_is_the_same_on_any_number_of_ranks(llama, count, tokens, more):
-    # In 16 bits the backward rounds what responses share of a prompt, which depends on how they are cut.
-    sections = {"train": {"micro_batch_tokens": tokens, "epochs": 2}, "model": {"dtype": "float32"}, **more}
-    _, alone = take(llama, SingleProcess(), **sections)
-    found = run_threads(count, lambda ranks: take(llama, ranks, **sections))
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_same_on_any_number_of_ranks(llama, case):
+    count, tokens, more = CASES[case]
+    few = "without prompts" in case
+    # In 16 bits the backward rounds what responses share of a prompt, which depends on the micro-batches.
+    sections = {"model": {"dtype": "float32"}, **more, "train": {"micro_batch_tokens": tokens, **more.get("train", {})}}
+    if "objective" in more:
+        sections["objective"] = {"name": "grpo", **more["objective"]}
+    prompts = PROMPTS[:2] if few else PROMPTS
+    _, alone = take(llama, SingleProcess(), prompts, **sections)
+    found = run_threads(count, lambda ranks: take(llama, ranks, prompts, **sections))
     for run, watching in found:
         assert watching.rollouts == alone.rollouts and watching.scores == alone.scores
         assert_same_batch(watching.batch, alone.batch)
         assert watching.norms == found[0][1].norms and len(watching.norms) == len(alone.norms)
         assert watching.norms[0] == pytest.approx(alone.norms[0], rel=1e-6)
         assert watching.metrics == found[0][1].metrics and watching.metrics.keys() == alone.metrics.keys()
-        assert {k: watching.metrics[k] for k in EXACT if k in alone.metrics} == {
-            k: alone.metrics[k] for k in EXACT if k in alone.metrics
-        }
+        assert all(watching.metrics[k] == alone.metrics[k] for k in EXACT if k in alone.metrics)
         assert watching.metrics["policy/entropy"] == pytest.approx(alone.metrics["policy/entropy"], rel=1e-12)
         assert watching.metrics == pytest.approx(alone.metrics, rel=2e-2, abs=1e-3)
-        if more:
+        if case == "replayed sets":
             sets = (x.batch.kept.read(x.batch.whole()) for x in (watching, alone))
             assert all(torch.equal(one, other) for one, other in zip(*sets, strict=True))
             assert watching.metrics["policy/outside_frac"] == 0.0
+        if case == "reference":
+            references = (x.batch.logp_ref.read(x.batch.whole()) for x in (watching, alone))
+            assert torch.equal(*references)
         for (name, master), (_, other) in zip(
             run.policy.named_parameters(), found[0][0].policy.named_parameters(), strict=True
         ):
             assert torch.equal(master, other), name
-        assert torch.equal(
-            watching.batch.logp.read(watching.batch.whole()), found[0][1].batch.logp.read(watching.batch.whole())
-        )
+        logps = (x.batch.logp.read(x.batch.whole()) for x in (watching, found[0][1]))
+        assert torch.equal(*logps)
+    assert len({run.updates.rounds for run, _ in found}) == 1
+    if few:
+        assert any(run.updates.parts < run.updates.rounds for run, _ in found)
     if tokens == 24:
         assert all(run.updates.parts > 0 for run, _ in found)
-    rounds = {run.updates.rounds for run, _ in found}
-    assert len(rounds) == 1
 
 
 class Rare(Rewards):
-    """1 for a few responses, so that the rewards of most groups are equal."""
+    """Reward 1 for few responses, so that most groups have equal rewards."""
 
     def score(self, *arguments: Any, **options: Any) -> RewardResult:
         found = super().score(*arguments, **options)
@@ -182,7 +194,7 @@ class Rare(Rewards):
         return RewardResult(total, {"own": total}, {"own": 0}, [])
 
 
-def test_dynamic_sampling_draws_the_same_rounds_on_any_number_of_ranks(llama, monkeypatch):
+def test_dynamic_sampling_runs_the_same_rounds_on_any_number_of_ranks(llama, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "Rewards", Rare)
     sampling = {"rollout": {"dynamic_sampling": {"max_rounds": 3, "oversample": 1.5}}}
     sections = {"model": {"dtype": "float32"}, "objective": {"name": "grpo", "mask_truncated": True}, **sampling}
@@ -195,7 +207,7 @@ def test_dynamic_sampling_draws_the_same_rounds_on_any_number_of_ranks(llama, mo
 
 
 @pytest.mark.parametrize("routing", ["own", "replay", "replay_learner"])
-def test_the_load_balancing_loss_is_that_of_the_minibatch_on_any_number_of_ranks(tiny_model, routing) -> None:
+def test_the_load_balancing_loss_covers_the_minibatch_of_all_ranks(tiny_model, routing) -> None:
     sections = {
         "model": {"dtype": "float32", "routing": routing},
         "quant": {"scheme": "bf16", "group_size": None},
@@ -213,7 +225,7 @@ def test_the_load_balancing_loss_is_that_of_the_minibatch_on_any_number_of_ranks
             assert watching.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-6), name
 
 
-def test_a_later_epochs_forward_is_kept_whichever_rank_had_the_response_before(llama):
+def test_the_last_epochs_log_probs_are_kept_even_if_another_rank_had_the_response_before(llama):
     sections = {
         "train": {"micro_batch_tokens": 24, "epochs": 3},
         "model": {"dtype": "float32"},
@@ -253,19 +265,6 @@ def test_a_later_epochs_forward_is_kept_whichever_rank_had_the_response_before(l
     run_threads(2, last)
 
 
-def test_a_rank_without_prompts_and_without_parts_goes_along(llama):
-    prompts = PROMPTS[:2]
-    sections = {"rollout": {"n": 2}, "train": {"minibatch_size": 2, "epochs": 1}}
-    _, alone = take(llama, SingleProcess(), prompts, **sections)
-
-    found = run_threads(3, lambda ranks: take(llama, ranks, prompts, **sections))
-    assert all(watching.rollouts == alone.rollouts for _, watching in found)
-    assert any(run.updates.parts < run.updates.rounds for run, _ in found)
-    for _, watching in found:
-        assert_same_batch(watching.batch, alone.batch)
-        assert watching.metrics == pytest.approx(alone.metrics, rel=2e-2, abs=1e-3)
-
-
 def test_a_profile_counts_the_work_of_its_own_rank(llama):
     class Counting(StepProfiler):
         """Traces nothing."""
@@ -292,33 +291,6 @@ def test_a_profile_counts_the_work_of_its_own_rank(llama):
         assert all(0 < rank._flops[name] < alone._flops[name] for rank in ranks), name
     for watch in (alone, *ranks):
         assert watch.names.count("optimizer") == 2 and watch.names[-1] == "optimizer"
-
-
-NEEDS = {
-    "constants": {
-        "objective": {"name": "dapo", "loss": "detach_center", "ratio": "shadow"},
-        "quant": {"learner": "full_precision"},
-    },
-    "reference": {"objective": {"name": "grpo", "kl_coef": 0.5}},
-    "shadow": {"objective": {"name": "grpo", "ratio": "shadow"}, "quant": {"learner": "full_precision"}},
-    "retained": {"objective": {"name": "grpo", "dvp_rho": 0.3}},
-    "entropy": {"objective": {"name": "grpo", "entropy_coef": 0.1}},
-}
-
-
-@pytest.mark.parametrize("need", NEEDS)
-def test_what_an_objective_needs_is_of_all_ranks(llama, need):
-    sections = {"train": {"micro_batch_tokens": 24}, "model": {"dtype": "float32"}, **NEEDS[need]}
-    _, alone = take(llama, SingleProcess(), **sections)
-    for _, watching in run_threads(2, lambda ranks: take(llama, ranks, **sections)):
-        assert watching.rollouts == alone.rollouts
-        assert_same_batch(watching.batch, alone.batch)
-        assert watching.norms[0] == pytest.approx(alone.norms[0], rel=1e-6)
-        assert watching.metrics == pytest.approx(alone.metrics, rel=2e-2, abs=1e-3)
-        if need == "reference":
-            assert torch.equal(
-                watching.batch.logp_ref.read(watching.batch.whole()), alone.batch.logp_ref.read(alone.batch.whole())
-            )
 
 
 # --- faults

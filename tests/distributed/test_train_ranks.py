@@ -1,4 +1,4 @@
-"""Whole runs on two ranks: real processes, masters in rows, and the same run in one process beside them."""
+"""Whole runs on two ranks with sharded masters, beside the same run in one process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import yaml
 from ranks import run_ranks
+from run_faults import recorded, repeatable
 from safetensors.torch import load_file, save_file
 from tiny_runs import settings, write_config
 
 pytestmark = pytest.mark.slow
 
-UNREPEATABLE = ("time/", "throughput/", "memory/")
 TASK = {
     "name": "short",
     "data": {"source": "task:arithmetic", "task": {"size": 3, "seed": 7}, "max_prompt_length": 64},
@@ -97,7 +97,7 @@ def on_two(
     before: str = "",
     timeout_s: float = 30,
 ) -> tuple[list[Any], list[str]]:
-    """(what `train` gave on each of two ranks, what each printed). timeout_s: how long they wait for each other."""
+    """(the result of `train` on each of two ranks, what each printed). timeout_s: of their collectives."""
     printed = run.with_name(f"{run.name}.printed")
     arguments = {
         "config": str(config),
@@ -113,10 +113,6 @@ def on_two(
 
 def jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def repeatable(path: Path) -> list[dict]:
-    return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in jsonl(path)]
 
 
 class Runs:
@@ -150,7 +146,7 @@ def runs(qarl, tiny_model, tmp_path_factory) -> Runs:
 
 
 def test_the_first_step_is_that_of_one_rank(runs):
-    one, two = repeatable(runs.one / "metrics.jsonl"), repeatable(runs.two / "metrics.jsonl")
+    one, two = repeatable(runs.one), repeatable(runs.two)
     assert [r.keys() for r in one] == [r.keys() for r in two]
     first, same = one[0], two[0]
     for name in first:
@@ -163,7 +159,7 @@ def test_the_first_step_is_that_of_one_rank(runs):
     assert (runs.two / name).read_bytes() == (runs.one / name).read_bytes()
 
 
-def test_evaluations_are_drawn_by_all_ranks_and_are_those_of_one(runs):
+def test_evaluations_are_shared_by_all_ranks_and_equal_those_of_one(runs):
     (before, after), (other, _) = (
         [{k: v for k, v in r.items() if k != "time/eval_s"} for r in jsonl(run / "evaluations.jsonl")]
         for run in (runs.one, runs.two)
@@ -173,18 +169,18 @@ def test_evaluations_are_drawn_by_all_ranks_and_are_those_of_one(runs):
     assert (runs.two / name).read_bytes() == (runs.one / name).read_bytes()
 
 
-def test_one_rank_tells_and_writes_and_times_are_of_all(runs):
+def test_the_first_rank_prints_and_writes_with_times_of_all(runs):
     assert "step 2/2" in runs.printed[0] and runs.printed[1] == "" == (runs.two / "rank-001.log").read_text()
     kept = {"rank-001"} | {p.name for p in runs.one.iterdir()}
     assert {p.name for p in runs.two.iterdir()} - {"rank-001.log"} == kept
-    for record in jsonl(runs.two / "metrics.jsonl"):
+    for record in recorded(runs.two):
         for name in ("time/learner_s", "time/rollout_s", "memory/peak_gib", "time/gather_s"):
             assert 0 <= record[f"{name}_min"] <= record[f"{name}_mean"] <= record[f"{name}_max"]
             assert record[f"{name}_min"] <= record[name] <= record[f"{name}_max"]
-    assert not any(name.endswith("_s_min") for record in jsonl(runs.one / "metrics.jsonl") for name in record)
+    assert not any(name.endswith("_s_min") for record in recorded(runs.one) for name in record)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(runs, tmp_path):
+def test_a_run_resumes_with_another_number_of_ranks(runs, tmp_path):
     to_one, to_two = tmp_path / "to_one", tmp_path / "to_two"
     shutil.copytree(runs.two, to_one, symlinks=True)
     shutil.copytree(runs.one, to_two, symlinks=True)
@@ -193,9 +189,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(runs, tmp_path):
     codes, (printed, _) = on_two(runs.config, to_two, "train.steps=3")
     assert codes == [0, 0] and "resumed from" in printed
     for run, before in ((to_one, runs.two), (to_two, runs.one)):
-        records = repeatable(run / "metrics.jsonl")
-        assert [r["step"] for r in records] == [1, 2, 3] and records[:2] == repeatable(before / "metrics.jsonl")
-    one, two = (repeatable(run / "metrics.jsonl")[2] for run in (to_one, to_two))
+        records = repeatable(run)
+        assert [r["step"] for r in records] == [1, 2, 3] and records[:2] == repeatable(before)
+    one, two = (repeatable(run)[2] for run in (to_one, to_two))
     assert one == pytest.approx(two, rel=0.05, abs=1e-2)
 
 
@@ -229,7 +225,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(runs, tmp_path):
     run = tmp_path / "run"
     codes, (printed, _) = on_two(runs.plain, run, "train.steps=500", interrupt=1)
     assert codes == [143, 143]
-    last = len(jsonl(run / "metrics.jsonl"))
+    last = len(recorded(run))
     assert f"stopped after step {last}, saved" in printed
     assert (run / "checkpoints" / "latest").resolve().name == f"{last:06d}"
 
@@ -239,7 +235,7 @@ def test_a_reward_that_fails_on_one_rank_ends_all_and_no_step_is_lost(runs, tmp_
     (first, second), (printed, _) = on_two(runs.judged, run, "train.steps=5")
     assert first.startswith("OtherRankFailed: rank 1") and "reward `judge`: failed on" in first
     assert second.startswith("UserError: reward `judge`: failed on 1 of 20 completions")
-    last = len(jsonl(run / "metrics.jsonl"))
+    last = len(recorded(run))
     assert last and (run / "checkpoints" / "latest").resolve().name == f"{last:06d}"
     assert f"step {last} is saved" in printed
 
@@ -251,6 +247,6 @@ def test_a_fault_of_one_rank_among_gradients_ends_all_and_the_checkpoint_stands(
     assert time.monotonic() - started < 180  # without waiting for each other
     assert first.startswith("OtherRankFailed: rank 1") and "a bug" in first
     assert second == "ValueError: a bug"
-    last = len(jsonl(run / "metrics.jsonl"))
+    last = len(recorded(run))
     assert (run / "checkpoints" / "latest").resolve().name == f"{last:06d}"
     assert f"step {last} is saved" in printed

@@ -1,4 +1,4 @@
-"""A rank's watching thread, by itself."""
+"""The watch thread of a rank, without the rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qarl.distributed.watch import Watch
 
 
 class Disk(DirectoryStore):
-    """full: how many more posts it refuses."""
+    """full: Number of further posts to refuse."""
 
     full = 0
 

@@ -30,7 +30,7 @@ def steps(group: Any, changes: list[dict[str, int]]) -> list[dict[str, Any]]:
 
 
 def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
-    """A micro-batch and an update of the engine and of a plain model with its weights, one beside the other."""
+    """A micro-batch and an update of the engine, beside a plain model with the same weights."""
     from deepspeed.utils import safe_get_full_fp32_param
     from step_bench import sharded_part, zero3_part
     from step_bench.hf_part import token_logprobs
@@ -86,7 +86,7 @@ def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
         }
 
 
-def test_the_engine_is_one_processes_model_and_adamw() -> None:
+def test_the_engine_has_the_log_probs_gradients_and_adamw_of_one_process() -> None:
     sizes = [parameter.numel() for parameter in skeleton(SHAPE.config()).parameters()]
     products = sum(size for size in sizes if size > SHAPE.hidden)  # matrices are cut, norms are not
     for kept, released in run_ranks(2, f"{__file__}:steps", {"changes": [{}, RELEASED]}):

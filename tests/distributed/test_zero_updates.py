@@ -1,15 +1,20 @@
-"""DeepSpeed's ZeRO, driven by hand on two ranks: the bits of one process that adds up in the same order."""
+"""DeepSpeed's ZeRO, driven by hand on two ranks: the bits of one process that sums in the same order."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import logging
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from row_runs import CPU, Case, exchange_of, held, loss_of, reader, rounds, sha, twin
+from row_runs import CPU, Case, assert_twins, exchange_of, held, loss_of, reader, rounds, twin
 
 from qarl.policy.policy import Policy
 from qarl.training.row_setup import build_rows
@@ -27,6 +32,8 @@ def case(model: str, stage: int, sections: dict[str, Any] | None = None, **optio
     return Case(model, {**(sections or {}), "distributed": distributed}, **options)
 
 
+TOLD = {"comms_logger": {"enabled": True, "verbose": True}, "dump_state": True}
+QUIET = {"comms_logger": {"enabled": False, "verbose": False}, "dump_state": False}
 SKIPPED = {"steps": 3, "broken": (1, 0)}
 LOSS_SCALE = {"quant": {"scheme": "fp8"}, "optim": {"loss_scale": 64.0, "max_grad_norm": 0.0}}
 ROUNDED = {"quant": {"scheme": "nvfp4a16"}, "optim": {"master_dtype": "bfloat16"}}
@@ -38,6 +45,7 @@ CASES = {
     "stage 2, one that is not finite, loss scale, nothing clipped": ("llama", 2, {**SKIPPED, "sections": LOSS_SCALE}),
     "stage 3, a gradient that is not finite": ("qwen3", 3, SKIPPED),
     "stage 3, masters in bfloat16": ("qwen2", 3, {"sections": ROUNDED}),
+    "stage 3, a mixture of experts": ("mixtral", 3, {}),
 }
 
 
@@ -85,7 +93,7 @@ def whole(group: Any, updates: Updates) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def moved(group: Any, rows: dict[str, Any], stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """A step in rows, its state put into each stage and out again, a step of the last one, and one in rows."""
+    """A step of sharded masters, its state loaded into each stage and read back, a step of the last, a sharded one."""
     own = Case(**rows)
     config = own.config
 
@@ -116,7 +124,7 @@ def moved(group: Any, rows: dict[str, Any], stages: list[dict[str, Any]]) -> dic
 
 
 def refused(group: Any, some: dict[str, Any]) -> list[str]:
-    """What a stage says of states that it cannot take, and whether it is as it was."""
+    """The errors of a stage for states that do not fit; they leave it unchanged."""
     policy, updates = build_zero(Case(**some).config, CPU, None, group)
     updates.set_lr(1.0)
     steps(group, policy, updates, Case(**some), 1)
@@ -138,12 +146,37 @@ def refused(group: Any, some: dict[str, Any]) -> list[str]:
     return said
 
 
-def everything(group: Any, cases: list[Any], rows: dict[str, Any], stages: list[Any]) -> dict[str, Any]:
-    """In one start, of which importing the package is the most."""
+def logged(group: Any, cases: list[dict[str, Any]]) -> list[str]:
+    """What each case prints in one optimizer step and at the end. A file of keys is gone once it has started."""
+    import deepspeed.utils  # noqa: F401 - its logger has a handler from here on
+
+    texts = []
+    for case in cases:
+        printed = io.StringIO()
+        for handler in logging.getLogger("DeepSpeed").handlers:
+            handler.setStream(printed)
+        with contextlib.redirect_stdout(printed):
+            policy, updates = build_zero(Case(**case).config, CPU, None, group)
+            updates.set_lr(1.0)
+            updates.clear()
+            updates.backward(loss_of(policy, [group.rank]))
+            updates.step(updates.norm())
+            if isinstance(keys := updates.config.distributed.config, str):
+                Path(keys).unlink(missing_ok=True)
+            updates.finish()
+        texts.append(printed.getvalue())
+    return texts
+
+
+def everything(
+    group: Any, cases: list[Any], rows: dict[str, Any], stages: list[Any], logs: list[Any]
+) -> dict[str, Any]:
+    """Run everything in one start, because importing DeepSpeed takes longest."""
     return {
         "cases": zero(group, cases),
         "moved": moved(group, rows, stages),
         "refused": refused(group, stages[1]),
+        "logged": logged(group, logs),  # the last: DeepSpeed goes on logging
     }
 
 
@@ -153,16 +186,20 @@ def cases(tiny_model) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def arguments(cases, tiny_model) -> dict[str, Any]:
+def arguments(cases, tiny_model, tmp_path_factory) -> dict[str, Any]:
     path = str(tiny_model("qwen3"))
+    (keys := tmp_path_factory.mktemp("keys") / "deepspeed.json").write_text(json.dumps(TOLD))
+    section = {"engine": "deepspeed", "zero_stage": 2}
+    logs = [asdict(Case(path, {"distributed": {**section, "config": c}}, 1)) for c in (QUIET, TOLD, str(keys))]
     stages = [asdict(case(path, stage)) for stage in (0, 1, 3, 2)]
-    return {"cases": [asdict(some) for some in cases], "rows": asdict(Case(path, steps=3)), "stages": stages}
+    told = [asdict(some) for some in cases]
+    return {"cases": told, "rows": asdict(Case(path, steps=3)), "stages": stages, "logs": logs}
 
 
 @pytest.fixture(scope="module")
 def found(arguments) -> list[dict[str, Any]]:
-    """Of each rank, what it found."""
-    return run_ranks(COUNT, f"{__file__}:everything", arguments, limit_s=240)
+    """The results of each rank."""
+    return run_ranks(COUNT, f"{__file__}:everything", arguments, limit_s=400)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -171,24 +208,12 @@ def test_steps_have_the_bits_of_one_process(found, cases, name) -> None:
     stage = CASES[name][1]
     # Two ranks' sum is the same in either order, and in stages 2 and 3 one of each round.
     expected, tensors = twin(cases[number], COUNT, by_rank=stage < 2)
-    ranks = [of["cases"][number] for of in found]
-    for rank in ranks:
-        assert rank["norms"] == expected["norms"] and rank["digests"] == expected["digests"]
-        assert rank["begun"] == expected["begun"] and rank["state"] == expected["state"]
-    covered: dict[str, list[tuple[int, int]]] = {what: [] for what in tensors}
-    for rank in ranks:
-        for what, (start, stop, shape, digest) in rank["pieces"].items():
-            assert tuple(shape) == tensors[what].shape, what
-            assert digest == sha(tensors[what].reshape(-1)[start:stop]), what
-            covered[what].append((start, stop))
-    for what, parts in covered.items():
-        ends = [0, *(stop for _, stop in sorted(parts))]
-        assert [start for start, _ in sorted(parts)] == ends[:-1] and ends[-1] == tensors[what].numel(), what
+    assert_twins([of["cases"][number] for of in found], (expected, tensors))
     if cases[number].broken is not None:
         assert None in expected["norms"] and expected["begun"] == 2
 
 
-def test_state_moves_between_rows_and_stages(found, arguments) -> None:
+def test_state_moves_between_sharded_masters_and_stages(found, arguments) -> None:
     rows = Case(**arguments["rows"])
     expected, _ = twin(rows, COUNT)
     for rank in found:
@@ -196,14 +221,22 @@ def test_state_moves_between_rows_and_stages(found, arguments) -> None:
         assert rank["moved"]["norms"] == expected["norms"] and rank["moved"]["digests"] == expected["digests"][1:]
 
 
-def test_states_that_do_not_fit(found) -> None:
+def test_states_that_do_not_fit_are_refused(found) -> None:
     for rank in found:
         for part, line in zip(("'muon'", "odd.weight", "is missing", "step counts"), rank["refused"], strict=True):
             assert part in line
 
 
+def test_the_first_rank_prints_the_logs_that_the_user_requests(found, arguments) -> None:
+    (quiet, told, of_file), others = (rank["logged"] for rank in found)
+    for text in ("Comm. Op", "comm op: all_reduce", "DeepSpeedEngine"):
+        assert text in told and text not in quiet, text
+        assert not any(text in other for other in others)
+    assert "Comm. Op" in of_file and not Path(arguments["logs"][-1]["sections"]["distributed"]["config"]).exists()
+
+
 def test_state_moves_between_three_ranks(tiny_model) -> None:
-    """Masters are cut within rows there, and the parts filled up."""
+    """DeepSpeed cuts masters within rows then, and pads the parts."""
     path = str(tiny_model("qwen3"))
     rows, stages = Case(path, steps=3), [asdict(case(path, stage)) for stage in (1, 3)]
     expected, _ = twin(rows, 3)

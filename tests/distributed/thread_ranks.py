@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, for what needs many small groups and no real ones."""
+"""Ranks that are threads of this process, for tests that need many small groups but no processes."""
 
 from __future__ import annotations
 

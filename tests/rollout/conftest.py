@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import policy_models
 import pytest
 import torch
-from qarl_formats.registry import make_scheme
+from qarl_kernels.launch import INTERPRETED
 
-from qarl.config import ModelConfig, QuantConfig, RolloutConfig
-from qarl.policy.load import load_model, load_tokenizer
+from qarl.config import ModelConfig, RolloutConfig
+from qarl.policy.load import load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.native.engine import NativeEngine
 from qarl.types import Prompt
@@ -23,14 +24,25 @@ def make_policy(tiny_model) -> Callable[..., Policy]:
     def make(family: str = "llama", scheme: str = "w4a16", dtype: torch.dtype = torch.bfloat16, **quant) -> Policy:
         key = (family, scheme, dtype, *sorted(quant.items()))
         if key not in made:
-            if scheme.startswith("w4"):
-                quant.setdefault("group_size", 32)
-            config = QuantConfig(scheme=scheme, **quant)
-            model = load_model(ModelConfig(path=str(tiny_model(family))))
-            made[key] = Policy(
-                model, make_scheme(scheme, config.group_size, config.symmetric), config, dtype, torch.device("cpu")
-            )
+            quant.setdefault("group_size", 32 if scheme.startswith("w4") else None)
+            made[key] = policy_models.make_policy(tiny_model(family), scheme, dtype, **quant)
         return made[key]
+
+    return make
+
+
+@pytest.fixture
+def make_fused(tiny_model, monkeypatch) -> Callable[..., Policy]:
+    """make_fused(family, **sizes) -> a bf16 policy of one layer of Triton kernels: on a GPU, or in the interpreter."""
+    if not (INTERPRETED or torch.cuda.is_available()):
+        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def make(family: str, **sizes: int) -> Policy:
+        with monkeypatch.context() as patch:
+            patch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
+            model = tiny_model(family, num_hidden_layers=1, **sizes)
+            return policy_models.make_policy(model, "bf16", torch.bfloat16, device=device)
 
     return make
 

@@ -98,13 +98,13 @@ def test_recomputed_keys_and_values_make_every_token_exact_at_its_version(tiny_m
         assert [version for version, _ in groupby(response.versions)] == sorted(set(response.versions))
 
 
-def test_kept_keys_and_values_do_not(tiny_model):
+def test_kept_keys_and_values_do_not_stay_exact(tiny_model):
     flight = Flight(tiny_model("llama"))
     flight.run(recompute=False)
     assert flight.differing() > 0
 
 
-def test_a_response_goes_on_from_its_tokens(tiny_model):
+def test_a_response_resumes_from_its_tokens(tiny_model):
     """As after a restart from a checkpoint: with the same weights it ends as if nothing had happened."""
     whole, half, rest = (Flight(tiny_model("llama")) for _ in range(3))
     whole.responses = whole.generation.add(PROMPTS[0], range(2), SAMPLING.seed)
@@ -158,7 +158,7 @@ def group(number: int, finished: int, partial: bool = False) -> PendingGroup:
     return found
 
 
-def test_groups_are_read_back_as_they_were_saved():
+def test_saved_groups_are_read_back():
     groups = [group(0, 2), group(1, 1, partial=True), group(2, 0)]
     tensors, rows = save_groups(groups)
     found = load_groups(tensors, rows, {p.id: p for p in PROMPTS}.__getitem__, n=2)

@@ -36,37 +36,20 @@ def test_rollouts_come_by_prompt_and_sample(make_engine, prompts):
     assert [(r.prompt_id, r.sample) for r in rollouts] == [(p.id, i) for p in prompts for i in range(3)]
 
 
-def test_samples_of_a_prompt_differ(make_engine):
-    rollouts = make_engine().generate([PROMPT], SamplingParams(8, 0, 10), 0)
-    assert len({tuple(r.token_ids) for r in rollouts}) == 8
-
-
-def test_another_seed_gives_other_responses(make_engine):
+def test_samples_of_a_prompt_and_other_seeds_give_other_responses(make_engine):
     engine = make_engine()
-    first, second = (engine.generate([PROMPT], SamplingParams(1, seed, 20), 0)[0] for seed in (0, 1))
-    assert first.token_ids != second.token_ids and (first.seed, second.seed) == (0, 1)
+    first, second = (engine.generate([PROMPT], SamplingParams(8, seed, 10), 0) for seed in (0, 1))
+    assert len({tuple(r.token_ids) for r in first + second}) == 16
+    assert (first[0].seed, second[0].seed) == (0, 1)
 
 
-def test_a_repeated_prompt_continues_its_sample_numbers(make_engine, prompts):
-    rollouts = make_engine().generate([PROMPT, prompts[0], PROMPT], SamplingParams(2, 0, 10), 0)
+def test_a_repeated_prompt_gets_the_responses_of_a_larger_group_and_is_two_groups_of_the_batch(make_engine, prompts):
+    engine, dealt = make_engine(), [PROMPT, prompts[0], PROMPT]
+    rollouts = engine.generate(dealt, SamplingParams(2, 0, 10), 0)
     assert [(r.prompt_id, r.sample) for r in rollouts] == [(4, 0), (4, 1), (10, 0), (10, 1), (4, 2), (4, 3)]
-
-
-def test_a_repeated_prompt_gets_the_responses_of_a_larger_group(make_engine):
-    engine = make_engine()
-    twice = engine.generate([PROMPT, PROMPT], SamplingParams(2, 0, 10), 0)
-    assert twice == engine.generate([PROMPT], SamplingParams(4, 0, 10), 0)
-
-
-def test_a_repeated_prompt_is_two_groups_of_the_batch(make_engine, prompts):
-    dealt = [PROMPT, prompts[0], PROMPT]
-    rollouts = make_engine().generate(dealt, SamplingParams(2, 0, 10), 0)
+    assert rollouts[:2] + rollouts[4:] == engine.generate([PROMPT], SamplingParams(4, 0, 10), 0)
     batch = build_batch(dealt, rollouts, [1.0, 0.0, 0.5, 0.5, 0.0, 0.0], "grpo_no_std", 0)
     assert batch.groups == [0, 0, 1, 1, 2, 2] and batch.advantages.tolist() == [0.5, -0.5, 0, 0, 0, 0]
-
-
-def test_no_prompts_give_no_rollouts(make_engine):
-    assert make_engine().generate([], SamplingParams(1, 0, 5), 0) == []
 
 
 def test_progress_ends_with_all_responses_and_tokens(make_engine, prompts):
@@ -79,15 +62,11 @@ def test_progress_ends_with_all_responses_and_tokens(make_engine, prompts):
 
 
 def test_a_stop_token_ends_the_response_and_stays_out_of_its_text(script, tokenizer):
-    tokens = [*tokenizer.encode("ab", add_special_tokens=False), 1, 50]
-    rollout = script(tokens, stop_token_ids=frozenset({1}))
-    assert (rollout.token_ids, rollout.finish_reason, rollout.text) == (tokens[:3], "stop", "ab")
-
-
-def test_a_stop_token_of_ordinary_text_stays_out_of_the_text_too(script, tokenizer):
-    tokens = tokenizer.encode("ab.cd", add_special_tokens=False)
-    rollout = script(tokens, stop_token_ids=frozenset({tokens[2]}))
-    assert (rollout.token_ids, rollout.text) == (tokens[:3], "ab")
+    special, ordinary = ([*tokenizer.encode(text, add_special_tokens=False), 50] for text in ("ab", "ab.cd"))
+    special.insert(2, 1)
+    for tokens in (special, ordinary):
+        rollout = script(tokens, stop_token_ids=frozenset({tokens[2]}))
+        assert (rollout.token_ids, rollout.finish_reason, rollout.text) == (tokens[:3], "stop", "ab")
 
 
 def test_without_stop_token_ids_the_end_of_sequence_does_not_end_it(script):
@@ -95,24 +74,20 @@ def test_without_stop_token_ids_the_end_of_sequence_does_not_end_it(script):
     assert (len(rollout.token_ids), rollout.finish_reason) == (5, "length")
 
 
-def test_a_stop_string_ends_the_response_and_is_cut_from_its_text(script):
-    rollout = script("answer 4\n\nQ: more", stop=("\n\nQ:",))
-    assert (rollout.text, rollout.finish_reason) == ("answer 4", "stop")
-    assert len(rollout.token_ids) == len(rollout.logprobs) == len("answer 4\n\nQ:")
-
-
-def test_the_first_of_several_stop_strings_cuts(script):
-    rollout = script("one two three", stop=("three", "wo t", "two"))
-    assert rollout.text == "one " and len(rollout.token_ids) == len("one two")
-
-
-def test_overlapping_stop_strings_cut_at_the_earlier_start(script):
-    assert script("xabcy", stop=("c", "abc")).text == "x"
-
-
-def test_a_stop_string_of_bytes_that_make_one_character_is_found(script):
-    rollout = script("two ≈ € more", stop=("€",))
-    assert rollout.text == "two ≈ " and len(rollout.token_ids) == len("two ≈ €".encode())
+@pytest.mark.parametrize(
+    ("sampled", "stop", "text", "upto"),
+    [
+        ("answer 4\n\nQ: more", ["\n\nQ:"], "answer 4", "answer 4\n\nQ:"),
+        ("one two three", ["three", "wo t", "two"], "one ", "one two"),  # the first of several
+        ("xabcy", ["c", "abc"], "x", "xabc"),  # overlapping ones cut at the earlier start
+        ("two ≈ € more", ["€"], "two ≈ ", "two ≈ €"),  # of bytes that make one character
+        ("abc.", ["."], "abc", "abc."),  # at the length limit
+    ],
+)
+def test_a_stop_string_ends_the_response_and_is_cut_from_its_text(script, sampled, stop, text, upto):
+    rollout = script(sampled, stop=tuple(stop))
+    assert (rollout.text, rollout.finish_reason) == (text, "stop")
+    assert len(rollout.token_ids) == len(rollout.logprobs) == len(upto.encode())
 
 
 def test_a_stop_string_after_cut_characters_is_found(script, tokenizer):
@@ -126,21 +101,15 @@ def test_special_tokens_within_a_stop_string_do_not_hide_it(script, tokenizer):
     assert rollout.finish_reason == "stop" and len(rollout.token_ids) == 23
 
 
-def test_a_stop_string_at_the_length_limit_counts_as_stop(script):
-    assert script("abc.", stop=(".",)).finish_reason == "stop"
-
-
 def test_a_prompt_does_not_take_part_in_a_stop_string(script, tokenizer):
     assert PROMPT.token_ids and script("b rest", stop=(tokenizer.decode([30]) + "b",)).finish_reason == "length"
 
 
-def test_a_response_at_the_length_limit_keeps_its_whole_text(script):
+def test_a_response_at_the_length_limit_keeps_its_whole_text(script, tokenizer):
     rollout = script("cut off he", max_response_length=10)
     assert (rollout.text, rollout.finish_reason, len(rollout.token_ids)) == ("cut off he", "length", 10)
-
-
-def test_a_character_cut_by_the_length_limit_is_a_replacement_character(script, tokenizer):
-    assert script(tokenizer.encode("a€", add_special_tokens=False)[:-1]).text == "a\N{REPLACEMENT CHARACTER}"
+    cut_character = tokenizer.encode("a€", add_special_tokens=False)[:-1]
+    assert script(cut_character).text == "a\N{REPLACEMENT CHARACTER}"
 
 
 # --- limits ------------------------------------------------------------------------------------------------------
@@ -149,11 +118,8 @@ def test_a_character_cut_by_the_length_limit_is_a_replacement_character(script, 
 def test_a_response_past_the_context_is_refused_with_the_keys_to_lower(make_engine, prompts):
     with pytest.raises(UserError, match=r"rollout.max_response_length: .*630 tokens.*512.*data.max_prompt_length"):
         make_engine().generate(prompts, SamplingParams(1, 0, 500), 0)
-
-
-def test_a_response_that_fills_the_context_is_generated(make_engine):
-    prompt = Prompt(0, [5] * 507, "", {})
-    assert len(make_engine().generate([prompt], SamplingParams(1, 0, 5), 0)[0].token_ids) == 5
+    (filled,) = make_engine().generate([Prompt(0, [5] * 507, "", {})], SamplingParams(1, 0, 5), 0)
+    assert len(filled.token_ids) == 5
 
 
 def test_a_kv_cache_below_one_sequence_is_refused_with_the_least_that_works(make_engine, prompts):
@@ -163,9 +129,10 @@ def test_a_kv_cache_below_one_sequence_is_refused_with_the_least_that_works(make
     assert len(make_engine(kv_cache_tokens=192).generate(prompts, sampling, 0)) == 6
 
 
-def test_an_empty_prompt_is_refused_by_its_id(make_engine):
+def test_an_empty_prompt_is_refused_by_its_id_and_no_prompts_give_no_rollouts(make_engine):
     with pytest.raises(UserError, match="prompt 9 has no tokens"):
         make_engine().generate([Prompt(9, [], "", {})], SamplingParams(1, 0, 5), 0)
+    assert make_engine().generate([], SamplingParams(1, 0, 5), 0) == []
 
 
 # --- versions and faults -----------------------------------------------------------------------------------------

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from qarl_formats.registry import make_scheme
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 
-from qarl.config import ModelConfig, QuantConfig, RolloutConfig
-from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
 from qarl.policy.routes import recording
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.types import Prompt, Rollout
 
-ON_GPU = torch.cuda.is_available()
+SAMPLING = SamplingParams(3, 3, 9, record_routing=True)
 
 
-def tokens(count: int, seed: int) -> list[int]:
-    return [3 + (31 * seed + 7 * i) % 256 for i in range(count)]
+def prompts_of(*lengths: int) -> list[Prompt]:
+    return [Prompt(i, [3 + (31 * i + 7 * j) % 256 for j in range(n)], "", {}) for i, n in enumerate(lengths)]
 
 
-PROMPTS = [Prompt(i, tokens(length, i), "", {}) for i, length in enumerate([63, 5])]
-
-
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
-
-
-def make(tiny_model, family: str, scheme: str, fused: bool, **sizes: int) -> Policy:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qarl.policy.policy.use_kernels", lambda *_: fused)
-        model = load_model(ModelConfig(path=str(tiny_model(family, **sizes))))
-        quant = QuantConfig(scheme=scheme, group_size=32 if scheme == "w4a16" else None)
-        made = make_scheme(scheme, quant.group_size)
-        return Policy(model, made, quant, torch.bfloat16, torch.device("cuda" if ON_GPU else "cpu"))
+PROMPTS = prompts_of(63, 5)
 
 
 def learned(policy: Policy, prompts: list[Prompt], rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,12 +32,11 @@ def learned(policy: Policy, prompts: list[Prompt], rollouts: list[Rollout]) -> t
         with torch.no_grad():
             prompt, response = prompts[rollout.prompt_id].token_ids, rollout.token_ids
             logps.append(policy.logprobs([prompt], [response], Truncation(), 128, routes=routes)[0])
-        experts.append(routes.recorded())
+            experts.append(routes.recorded())
     return torch.cat(logps).cpu(), torch.cat(experts).cpu()
 
 
 def check(policy: Policy, engine: NativeEngine, prompts: list[Prompt], sampling: SamplingParams) -> None:
-    engine.publish(policy.current)
     rollouts = engine.generate(prompts, sampling, 0)
     logp, experts = learned(policy, prompts, rollouts)
     assert torch.equal(logp, torch.tensor([value for r in rollouts for value in r.logprobs]))
@@ -60,31 +45,46 @@ def check(policy: Policy, engine: NativeEngine, prompts: list[Prompt], sampling:
     assert torch.equal(torch.cat(found).int(), experts)
 
 
-LAYOUTS = [{"max_batched_tokens": 7, "max_num_seqs": 3}, {"kv_cache_tokens": 192, "max_batched_tokens": 64}]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["chunks", "few pages"])
 @pytest.mark.parametrize(
     ("family", "scheme"), [("mixtral", "w8a8"), ("qwen2_moe", "w8a8"), ("qwen3_moe", "w4a16"), ("olmoe", "bf16")]
 )
-def test_plain_layers(tiny_model, tokenizer, family, scheme, layout) -> None:
-    policy = make(tiny_model, family, scheme, False)
-    engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(**layout))
-    check(policy, engine, PROMPTS, SamplingParams(3, 3, 9, record_routing=True))
-    assert ("kv_cache_tokens" in layout) == (engine.preemptions > 0)
+def test_plain_layers(make_policy, make_engine, family, scheme) -> None:
+    policy = make_policy(family, scheme)
+    check(policy, make_engine(policy, max_batched_tokens=7, max_num_seqs=3), PROMPTS, SAMPLING)
+    few_pages = make_engine(policy, kv_cache_tokens=192, max_batched_tokens=64)
+    check(policy, few_pages, PROMPTS, SAMPLING)
+    assert few_pages.preemptions > 0
 
 
-@pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a CUDA device, or TRITON_INTERPRET=1")
-def test_layers_of_triton_kernels(tiny_model, tokenizer) -> None:
-    """Decodes beside a prefill, and a step of one size done again: on a GPU a graph."""
-    policy = make(tiny_model, "qwen2_moe", "bf16", True, **SMALL)
-    engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(max_batched_tokens=9))
-    prompts = [Prompt(i, tokens(length, i), "", {}) for i, length in enumerate([9, 2])]
-    check(policy, engine, prompts, SamplingParams(1, 3, 4, record_routing=True))
+def test_layers_of_triton_kernels(make_fused, make_engine) -> None:
+    """Decodes beside a prefill, and a second step of the same size: on a GPU a graph."""
+    policy = make_fused("qwen2_moe", num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
+    check(
+        policy,
+        make_engine(policy, max_batched_tokens=9),
+        prompts_of(9, 2),
+        replace(SAMPLING, n=1, max_response_length=4),
+    )
 
 
-def test_routing_is_recorded_where_it_is_asked_for_alone(tiny_model, tokenizer) -> None:
-    policy = make(tiny_model, "mixtral", "bf16", False)
-    engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig())
-    engine.publish(policy.current)
-    assert all(r.routing is None for r in engine.generate(PROMPTS, SamplingParams(1, 3, 2), 0))
+def test_routing_is_recorded_only_if_requested_and_changes_no_response(make_policy, make_engine) -> None:
+    engine = make_engine(make_policy("qwen3_moe"))
+    recorded = engine.generate(PROMPTS, SAMPLING, 0)
+    assert all(r.routing is not None for r in recorded)
+    again = engine.generate(PROMPTS, replace(SAMPLING, record_routing=False), 0)
+    assert again == recorded and all(r.routing is None for r in again)
+    assert all(r.routing is None for r in make_engine(make_policy()).generate(PROMPTS, SAMPLING, 0))  # a dense model
+
+
+def test_new_weights_free_the_recorded_experts(make_policy, make_engine) -> None:
+    engine = make_engine(make_policy("qwen3_moe"))
+    expected = engine.generate(PROMPTS, SAMPLING, 0)
+    generation = engine.begin(SAMPLING, 0, 72, 6)
+    for version in range(3):
+        generation.use_version(version)
+        assert not generation._record._prompts and not generation._record._responses
+        responses = [r for prompt in PROMPTS for r in generation.add(prompt, range(3), 3)]
+        while generation.busy:
+            generation.step()
+        found = [generation.rollout(response, 3) for response in responses]
+        assert all(torch.equal(a.routing, b.routing) for a, b in zip(found, expected, strict=True))

@@ -1,7 +1,6 @@
-"""Steps that run ahead of the host: what the device is given, late reading, and graphs, on a model that is a hash.
+"""Steps that run ahead of the host: the inputs of the device, late reading, and graphs, on a model that is a hash.
 
-Where there is no GPU a graph is the work of the first step of its size, done again: what it does not read from the
-buffers it would miss.
+Without a GPU a graph repeats the work of the first step of its size. It misses what it does not read from the buffers.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def check(engine: NativeEngine, prompts: list[Prompt], sampling: SamplingParams)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_batches_draw_what_each_response_draws_alone(make, seed: int) -> None:
+def test_random_batches_sample_what_each_response_samples_alone(make, seed: int) -> None:
     rng = random.Random(seed)
     prompts = random_prompts(rng, rng.randint(1, 6), 150)
     length, n = rng.choice([1, 2, 20, 90]), rng.randint(1, 4)
@@ -136,7 +135,7 @@ def test_a_response_that_stops_costs_one_token_more_and_none_at_the_limit(make) 
         assert len(engine.sampler.steps) == forwards
 
 
-def test_graphs_go_with_a_publish_with_sleep_and_with_another_way_to_draw(make) -> None:
+def test_graphs_are_dropped_by_a_publish_sleep_and_another_truncation(make) -> None:
     engine, prompts = make(), random_prompts(random.Random(2), 3, 60)
     check(engine, prompts, SamplingParams(2, 0, 6))
     first = engine._runner

@@ -18,7 +18,7 @@ def counts_of(log_probs: torch.Tensor, draws: int, seed: int = 0) -> np.ndarray:
     ).numpy()
 
 
-def test_draws_follow_the_distribution():
+def test_samples_follow_the_distribution():
     draws = 20_000
     log_probs = torch.log_softmax(torch.randn(1, 12, generator=torch.Generator().manual_seed(0)), -1)
     expected = log_probs[0].double().exp().numpy() * draws
@@ -26,7 +26,7 @@ def test_draws_follow_the_distribution():
     assert chi_square < 31.3  # 0.1 % quantile at 11 degrees of freedom
 
 
-def test_one_number_a_response_follows_the_distribution():
+def test_one_number_per_response_follows_the_distribution():
     log_probs = torch.log(torch.tensor([0.2, 0.5, 0.3])).expand(3000, -1)
     points = [float(uniforms(3, prompt, sample, 1)[0]) for prompt in range(1000) for sample in range(3)]
     counts = torch.bincount(sample_tokens(log_probs, points), minlength=3)
@@ -43,22 +43,16 @@ def test_truncated_tokens_are_never_drawn(truncation: Truncation):
     assert 0 < cut.sum() < 40 and counts_of(log_probs, 5000)[cut].sum() == 0
 
 
-EDGES = [0.0, 5e-324, 2.0**-53, 1 - 2.0**-53, 1.0]
-
-
-@pytest.mark.parametrize("point", EDGES)
+@pytest.mark.parametrize("point", [0.0, 5e-324, 2.0**-53, 1 - 2.0**-53, 1.0])
 @pytest.mark.parametrize("size", [8, 49_152, 400_000])
-def test_the_ends_of_the_unit_interval_draw_kept_tokens(point: float, size: int):
+def test_the_ends_of_the_unit_interval_sample_kept_tokens(point: float, size: int):
     logits = torch.full((1, size), -50.0)
     logits[0, size // 2 - 1 : size // 2 + 2] = torch.tensor([0.0, -0.1, -0.2])
     token = int(sample_tokens(torch.log_softmax(logits, -1), [point]))
     assert token == (size // 2 - 1 if point < 0.5 else size // 2 + 1)
-
-
-@pytest.mark.parametrize("point", EDGES)
-def test_tokens_of_probability_zero_are_not_drawn_at_the_ends(point: float):
-    log_probs = torch.tensor([[-math.inf, -math.inf, 0.0, -math.inf, -math.inf]])
-    assert int(sample_tokens(log_probs, [point])) == 2
+    impossible = torch.full((1, 5), -math.inf)
+    impossible[0, 2] = 0.0
+    assert int(sample_tokens(impossible, [point])) == 2
 
 
 def test_a_row_draws_the_same_in_any_batch():
@@ -66,10 +60,6 @@ def test_a_row_draws_the_same_in_any_batch():
     points = uniforms(0, 0, 0, 9).tolist()
     together = sample_tokens(log_probs, points)
     assert together.tolist() == [int(sample_tokens(log_probs[i : i + 1], points[i : i + 1])) for i in range(9)]
-
-
-def test_the_stream_is_a_function_of_its_key():
-    assert np.array_equal(uniforms(5, 6, 7, 8), uniforms(5, 6, 7, 8))
 
 
 def test_a_longer_stream_begins_with_the_shorter_one():

@@ -1,4 +1,4 @@
-"""The sockets of a process that others could connect or send to."""
+"""The sockets of a process that accept connections or datagrams."""
 
 from __future__ import annotations
 

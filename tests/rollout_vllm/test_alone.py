@@ -1,4 +1,4 @@
-"""A vLLM of one process: torch's groups of one work without a socket that listens, and code stays the user's own."""
+"""A vLLM of one process: torch's groups work without listening sockets, and compiled code stays private."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_groups_of_one_work_and_nothing_listens() -> None:
         dist.barrier()
 
 
-def test_gloo_listens_where_nothing_is_done_about_it() -> None:
+def test_gloo_listens_by_default() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert any(name.startswith("tcp") for name in listening(os.getpid()))
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_only_what_was_opened_meanwhile_and_listens_is_closed(family: int) -> None:
+def test_only_new_listening_sockets_are_closed(family: int) -> None:
     loopback = "127.0.0.1" if family == socket.AF_INET else "::1"
     try:
         users = socket.create_server((loopback, 0), family=family)
@@ -92,9 +92,10 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("umask", [0o077, 0o022, 0o002, 0o000])
-@pytest.mark.parametrize("torchs", [False, True])
-def test_code_is_kept_where_no_other_user_can_write(places: Path, monkeypatch, umask: int, torchs: bool) -> None:
+@pytest.mark.parametrize(("umask", "torchs"), [(0o077, False), (0o022, True), (0o002, False), (0o000, True)])
+def test_compiled_code_is_in_a_directory_that_no_other_user_can_write(
+    places: Path, monkeypatch, umask: int, torchs: bool
+) -> None:
     if torchs:  # what torch set itself
         monkeypatch.setenv(INDUCTOR, str(places / "shared" / "torchinductor_somebody"))
     before = os.umask(umask)
@@ -131,7 +132,7 @@ def _of_another(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_link, _file, _of_another])
-def test_what_is_not_the_users_own_is_not_used(places: Path, make) -> None:
+def test_a_cache_that_is_not_the_users_own_directory_is_not_used(places: Path, make) -> None:
     if make is _of_another and os.geteuid() != 0:
         pytest.skip("only root makes directories of other users")
     make(places / "cache")

@@ -1,4 +1,4 @@
-"""vLLM's sleep beside other processes: the measure of the whole GPU fails nothing, and what is counted is one's own."""
+"""vLLM's sleep beside other processes, whose memory must neither fail it nor be counted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from needs_vllm import needs_vllm
 
 from qarl.rollout.shared import has_headroom
 from qarl.rollout.vllm.engine import PROFILING_ERROR
@@ -16,7 +17,7 @@ from qarl.rollout.vllm.host import GREW, Host, tolerate_memory_growth
 
 
 class Worker:
-    """Sleeps, and says then what it is told to."""
+    """Sleeps, and raises the given errors, in order."""
 
     def __init__(self, *ends: Exception | None) -> None:
         self.ends, self.levels = list(ends), []
@@ -28,7 +29,7 @@ class Worker:
             raise end
 
 
-def test_a_sleep_that_sees_what_others_took_is_one() -> None:
+def test_memory_that_other_processes_took_fails_no_sleep() -> None:
     worker = Worker(AssertionError(f"{GREW}."), None)
     with tolerate_memory_growth(worker):
         worker.sleep(level=1)
@@ -37,7 +38,7 @@ def test_a_sleep_that_sees_what_others_took_is_one() -> None:
 
 
 @pytest.mark.parametrize("error", [AssertionError("the allocator is not there"), RuntimeError(GREW)])
-def test_a_sleep_that_fails_fails(error: Exception) -> None:
+def test_other_errors_of_a_sleep_are_raised(error: Exception) -> None:
     worker = Worker(error, AssertionError(GREW))
     with pytest.raises(type(error)), tolerate_memory_growth(worker):
         worker.sleep(level=1)
@@ -45,8 +46,8 @@ def test_a_sleep_that_fails_fails(error: Exception) -> None:
         worker.sleep(level=1)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_vllm_says_what_is_looked_for() -> None:
+@needs_vllm
+def test_vllm_still_has_the_messages_that_qarl_looks_for() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     worker = (Path(spec.origin).parent / "v1/worker/gpu_worker.py").read_text()
@@ -54,8 +55,8 @@ def test_vllm_says_what_is_looked_for() -> None:
 
 
 @pytest.mark.parametrize(("needed", "room", "emptied"), [(1300, True, 1), (1301, False, 1), (1401, False, 0)], ids=str)
-def test_the_cache_is_given_back_for_room_where_it_may_be_enough(monkeypatch, needed, room, emptied) -> None:
-    """Of 500 cached bytes 100 stay, in blocks of which a part is in use."""
+def test_torchs_cache_is_emptied_only_if_that_may_give_enough_headroom(monkeypatch, needed, room, emptied) -> None:
+    """100 of 500 cached bytes stay, in blocks that are partly in use."""
     free, times = {"bytes": 900}, []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2000)
@@ -64,7 +65,7 @@ def test_the_cache_is_given_back_for_room_where_it_may_be_enough(monkeypatch, ne
     assert has_headroom(torch.device("cuda"), needed) == room and len(times) == emptied
 
 
-def test_what_a_sleep_freed_is_this_processs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleep_counts_only_memory_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("cumem")
     module.__dict__["CuMemAllocator"] = SimpleNamespace(
         get_instance=lambda: SimpleNamespace(get_current_usage=lambda: 700)

@@ -14,16 +14,15 @@ import torch
 from tiny_runs import settings
 
 from qarl.config import Config
-from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.engine import MARGIN, VLLMEngine
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import prelaunch_sampler
 from qarl.rollout.vllm.process import SamplerError, SamplerProcess
+from qarl.training.setup import build_policy
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.sender import WeightSender
@@ -49,9 +48,7 @@ class Case:
         self.troubles.write_text("\n".join(troubles))
         section = {"engine": "vllm", "vllm": {"args": {"troubles": str(self.troubles)}, **vllm}}
         config = decide_sizes(Config.model_validate(settings(self.model, rollout=section)), "cpu")
-        self.policy = Policy(
-            load_model(config.model), scheme_of(config.quant), config.quant, torch.bfloat16, torch.device("cpu")
-        )
+        self.policy = build_policy(config, load_model(config.model), torch.device("cpu"))
         sampler, tokenizer, say = self.policy.sampler, load_tokenizer(config.model), self.said.append
         weights = WeightSender(sampler.layout, tokenizer, sampler, list(self.canary), say, exact)
         begun = prelaunch_sampler(config, sampler.layout.device, self.folder) if early else None
@@ -108,7 +105,7 @@ def test_responses_come_in_order_with_their_texts(undisturbed, case) -> None:
 
 
 @pytest.mark.parametrize("fault", [UserError("no space"), KeyboardInterrupt()])
-def test_a_process_that_has_begun_ends_when_the_policy_cannot_be_written(case, monkeypatch, fault) -> None:
+def test_a_started_process_ends_if_the_checkpoint_cannot_be_written(case, monkeypatch, fault) -> None:
     engine, begun = case.make(), []
 
     def prepare(folder: Path, snapshot: Snapshot) -> None:
@@ -121,7 +118,7 @@ def test_a_process_that_has_begun_ends_when_the_policy_cannot_be_written(case, m
     assert len(begun) == 1 and not fake_sampler.alive(begun[0])
 
 
-def test_a_process_that_began_early_is_taken_over_and_the_next_start_begins_its_own(case, monkeypatch) -> None:
+def test_a_prelaunched_process_is_used_once_and_a_restart_launches_its_own(case, monkeypatch) -> None:
     started, real = [], SamplerProcess.__init__
 
     def counted(sampler: SamplerProcess, *given: Any) -> None:
@@ -136,13 +133,13 @@ def test_a_process_that_began_early_is_taken_over_and_the_next_start_begins_its_
     assert len(case.draw()) == 12 and case.pids == started and len(started) == 2
 
 
-def test_one_that_nothing_was_published_to_ends_with_the_engine(case) -> None:
+def test_an_unused_prelaunched_process_ends_with_the_engine(case) -> None:
     early = case.make(early=True)._prelaunched
     case.engine.close()
     assert not fake_sampler.alive(early.pid)
 
 
-def test_the_canary_is_scored_once_for_a_start(case, monkeypatch) -> None:
+def test_the_canary_is_scored_once_per_start(case, monkeypatch) -> None:
     engine, scored = case.make(), []
     score = case.policy.sampler.score
     monkeypatch.setattr(
@@ -155,7 +152,7 @@ def test_the_canary_is_scored_once_for_a_start(case, monkeypatch) -> None:
     assert 0 < engine.metrics["time/sampler_prepare_s"] < engine.metrics["time/sampler_start_s"]
 
 
-def test_without_a_token_to_score_publishes_rest_on_their_fingerprints(case) -> None:
+def test_without_a_canary_publishes_are_verified_by_fingerprints_alone(case) -> None:
     case.canary = ()
     case.make()
     case.publish()
@@ -164,7 +161,7 @@ def test_without_a_token_to_score_publishes_rest_on_their_fingerprints(case) -> 
     assert case.draw() and case.engine.metrics["publish/canary_abs_mean"] == 0.0
 
 
-def test_a_sampler_that_promises_the_policys_bits_and_has_others_is_told_of_once(case) -> None:
+def test_an_exact_sampler_with_other_bits_is_reported_once(case) -> None:
     case.make(exact=True)
     case.publish()
     case.learn(1)
@@ -184,7 +181,7 @@ def test_a_sampler_that_promises_the_policys_bits_and_has_others_is_told_of_once
         ("rubbish pickle", "it sent an invalid answer: bytes that are not a message"),
     ],
 )
-def test_a_sampler_that_fails_while_it_draws_is_replaced_and_draws_the_same(
+def test_a_sampler_that_fails_while_it_generates_is_replaced_and_generates_the_same(
     undisturbed, case, monkeypatch, trouble, said
 ) -> None:
     fake_sampler.limit_only_hangs(case.folder, monkeypatch.setattr)
@@ -196,17 +193,19 @@ def test_a_sampler_that_fails_while_it_draws_is_replaced_and_draws_the_same(
     assert case.engine.restarts == 1 and len(case.pids) == 3
 
 
-@pytest.mark.parametrize("trouble", ["publish kill", "sleep kill"])
-def test_a_sampler_that_fails_in_or_before_a_publish_is_replaced_at_the_new_version(case, trouble) -> None:
+@pytest.mark.parametrize("trouble", ["publish kill", "sleep kill", "sleep frees 1000\nwake kill"])
+def test_a_sampler_that_fails_in_or_before_a_publish_is_replaced_at_the_new_version(case, monkeypatch, trouble) -> None:
+    monkeypatch.setattr("qarl.rollout.shared.has_headroom", lambda device, needed: True)
+    case.update_bytes = 500
     case.make(trouble)
     case.publish()
-    if trouble == "sleep kill":
+    if trouble.startswith("sleep"):
         case.engine.sleep()
         case.engine.wake()
     case.learn(1)
     case.publish()
     assert case.engine.version == 1 and case.engine.restarts == 1 and len(case.pids) == 2
-    assert len(case.draw()) == 12  # from version 1, which the new sampler proved at its start
+    assert len(case.draw()) == 12  # from version 1, which the new sampler verified at its start
 
 
 @pytest.fixture
@@ -231,7 +230,7 @@ def asleep(case, monkeypatch) -> Callable[..., VLLMEngine]:
     [({}, 2), ({"publish": "full"}, 2), ({"publish": "delta"}, 1), ({"publish": "delta", "sleep_level": 0}, 0)],
     ids=str,
 )
-def test_weights_go_to_sleep_with_the_rest_unless_patches_need_them(case, asleep, vllm, level) -> None:
+def test_sleep_frees_the_weights_unless_deltas_need_them(case, asleep, vllm, level) -> None:
     engine = asleep(free=0, **vllm)
     assert case.troubles.with_suffix(".sleeps").read_text() == f"{level}\n"
     assert engine.weights.holds == (level < 2)
@@ -247,7 +246,7 @@ def wakes(case: Case) -> int:
     return len(noted.read_text().splitlines()) if noted.exists() else 0
 
 
-def test_a_sampler_wakes_beside_the_learners_update_and_the_publish_finds_it_awake(case, asleep) -> None:
+def test_a_sampler_wakes_during_the_learners_update_before_the_publish(case, asleep) -> None:
     engine = asleep(free=1500 + MARGIN)
     engine.wake()
     engine.wake()  # once more, after the update
@@ -264,7 +263,7 @@ def test_a_sampler_wakes_beside_the_learners_update_and_the_publish_finds_it_awa
 @pytest.mark.parametrize(
     ("free", "update_bytes"), [(1499 + MARGIN, 500), (2 * MARGIN, None)], ids=["no room", "nothing known"]
 )
-def test_where_it_cannot_wake_beside_the_learner_it_wakes_for_the_publish(case, asleep, free, update_bytes) -> None:
+def test_without_headroom_a_sampler_wakes_for_the_publish(case, asleep, free, update_bytes) -> None:
     engine = asleep(free=free, update_bytes=update_bytes)
     engine.wake()
     case.learn(1)
@@ -274,7 +273,7 @@ def test_where_it_cannot_wake_beside_the_learner_it_wakes_for_the_publish(case, 
     assert wakes(case) == 1 and len(case.draw()) == 12
 
 
-def test_one_in_this_process_does_nothing_beside_the_learner(case, monkeypatch) -> None:
+def test_an_inline_sampler_does_not_wake_during_the_update(case, monkeypatch) -> None:
     case.update_bytes = 0
     engine, told = case.make(process="inline"), []
     monkeypatch.setattr("qarl.rollout.shared.has_headroom", lambda device, needed: True)
@@ -290,15 +289,7 @@ def test_one_in_this_process_does_nothing_beside_the_learner(case, monkeypatch) 
     assert not engine._asleep and told == [("sleep", 2), ("wake", None)]
 
 
-def test_a_sampler_that_fails_as_it_wakes_is_replaced_by_the_publish(case, asleep) -> None:
-    engine = asleep("wake kill", free=2 * MARGIN)
-    engine.wake()
-    case.learn(1)
-    case.publish()
-    assert engine.restarts == 1 and engine.version == 1 and len(case.pids) == 2 and len(case.draw()) == 12
-
-
-def test_a_sampler_that_was_to_wake_sleeps_again(case, asleep) -> None:
+def test_a_sampler_that_is_waking_can_sleep_again(case, asleep) -> None:
     engine = asleep("sleep frees 2000", free=2 * MARGIN)
     engine.wake()
     engine.sleep()
@@ -316,20 +307,27 @@ def test_failures_beyond_the_limit_end_the_run_in_one_line(case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"),
+    ("troubles", "starts", "said"),
     [
-        ("start fail", r"vLLM did not start: RuntimeError: out of blocks; see .*sampler\.log$"),
-        ("start kill", r"SIGKILL, perhaps for lack of memory \([^)]* determine its memory\)$"),  # it printed nothing
+        (["start fail"], 1, r"vLLM did not start: RuntimeError: out of blocks; see .*sampler\.log$"),
+        (
+            ["start kill"],
+            1,
+            r"SIGKILL, perhaps for lack of memory \([^)]* determine its memory\)$",
+        ),  # it printed nothing
+        (["start measure"] * 2, 2, r"vLLM did not start: AssertionError: Error in memory profiling"),
     ],
 )
-def test_a_first_start_that_fails_is_not_tried_again(case, trouble, said) -> None:
-    case.make(trouble)
+def test_a_first_start_that_fails_is_retried_only_if_it_measured_the_memory_of_others(
+    case, troubles, starts, said
+) -> None:
+    case.make(*troubles, max_restarts=1)
     with pytest.raises(SamplerError, match=said):
         case.publish()
-    assert len(case.pids) == 1
+    assert len(case.pids) == starts
 
 
-def test_a_first_start_that_measured_what_others_gave_back_is_tried_again(case) -> None:
+def test_a_first_start_that_measured_the_memory_of_others_may_succeed_later(case) -> None:
     case.make("start measure", "start measure")
     case.publish()
     see = f"; see {case.folder / 'sampler.log'}"
@@ -338,14 +336,7 @@ def test_a_first_start_that_measured_what_others_gave_back_is_tried_again(case) 
     assert len(case.draw()) == 12 and len(case.pids) == 3
 
 
-def test_starts_that_measure_what_others_give_back_end_at_the_limit(case) -> None:
-    case.make("start measure", "start measure", max_restarts=1)
-    with pytest.raises(SamplerError, match=r"vLLM did not start: AssertionError: Error in memory profiling"):
-        case.publish()
-    assert len(case.pids) == 2
-
-
-def test_a_log_that_cannot_be_written_is_the_users_to_mend(case) -> None:
+def test_a_log_that_cannot_be_written_is_an_error_of_one_line(case) -> None:
     case.make()
     case.engine.log.mkdir()
     with pytest.raises(UserError, match=r"sampler\.log: cannot be written: Is a directory; check the path"):
@@ -367,7 +358,7 @@ def test_a_restarted_sampler_that_computes_something_else_ends_the_run(case) -> 
         case.draw()
 
 
-def test_a_delta_that_the_canary_refuses_is_sent_again_whole_and_patches_go_on(case) -> None:
+def test_a_delta_that_the_canary_rejects_is_sent_again_in_full_and_later_deltas_work(case) -> None:
     case.make("publish lie", publish="delta")
     case.publish()
     case.learn(1)
@@ -382,7 +373,7 @@ def test_a_delta_that_the_canary_refuses_is_sent_again_whole_and_patches_go_on(c
     assert case.engine.version == 2 and case.engine.metrics["publish/sent_frac"] < 0.2
 
 
-def test_a_whole_publish_that_the_canary_refuses_ends_the_run(case) -> None:
+def test_a_full_publish_that_the_canary_rejects_ends_the_run(case) -> None:
     case.make("publish lie", publish="full")
     case.publish()
     case.learn(1)

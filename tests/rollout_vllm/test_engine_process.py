@@ -68,19 +68,10 @@ def answer(start) -> list[Response]:
     return start().call("generate", ORDER, ignore)
 
 
-@pytest.mark.parametrize(
-    ("trouble", "message"),
-    [
-        ("kill", "its process was ended by SIGKILL, perhaps for lack of memory"),
-        ("crash", "its process was ended by SIGSEGV"),
-        ("exit", "its process ended with exit code 3"),
-    ],
-)
-def test_a_death_in_the_middle_of_an_operation_says_what_ended_it(start, trouble, message) -> None:
-    sampler = start(f"generate {trouble}")
+def test_a_crash_in_the_middle_of_an_operation_names_the_signal(start) -> None:
     with pytest.raises(SamplerFault) as fault:
-        sampler.call("generate", ORDER, ignore)
-    assert str(fault.value) == message
+        start("generate crash").call("generate", ORDER, ignore)
+    assert str(fault.value) == "its process was ended by SIGSEGV"
 
 
 def test_a_death_between_two_operations_is_found_at_the_next(start) -> None:
@@ -89,14 +80,6 @@ def test_a_death_between_two_operations_is_found_at_the_next(start) -> None:
     assert fake_sampler.gone(sampler.pid)
     with pytest.raises(SamplerFault, match="SIGKILL"):
         sampler.call("generate", ORDER, ignore)
-
-
-def test_a_hang_is_ended_after_the_configured_time(start) -> None:
-    sampler = start("generate hang", timeout_s=0.5)
-    with pytest.raises(SamplerFault) as fault:
-        sampler.call("generate", ORDER, ignore)
-    assert str(fault.value) == "it gave no sign of life for 0.5 s (rollout.vllm.timeout_s)"
-    assert not fake_sampler.alive(sampler.pid)
 
 
 def test_a_hang_of_an_asynchronous_sampler_names_its_own_key(tmp_path: Path, monkeypatch) -> None:
@@ -112,7 +95,7 @@ def test_a_hang_of_an_asynchronous_sampler_names_its_own_key(tmp_path: Path, mon
         sampler.close()
 
 
-def test_slow_but_alive_is_no_hang(start, monkeypatch) -> None:
+def test_a_slow_sampler_is_not_taken_for_hung(start, monkeypatch) -> None:
     sampler, clock, seen = start("generate slow", timeout_s=1.5), [0.0], []
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
@@ -122,10 +105,10 @@ def test_slow_but_alive_is_no_hang(start, monkeypatch) -> None:
             seen.append(responses)
 
     assert len(sampler.call("generate", ORDER, most_of_its_time_goes_by)) == 8
-    assert clock[0] > 1.0
+    assert clock[0] > 1.0 and seen == sorted(seen) and 0 < seen[-1] <= 8
 
 
-def test_a_long_answer_that_still_arrives_is_no_hang(start, monkeypatch) -> None:
+def test_a_long_answer_that_still_arrives_is_not_taken_for_a_hang(start, monkeypatch) -> None:
     sampler, clock, seen = start("generate trickle", timeout_s=1.5), [0.0], []
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
@@ -138,14 +121,18 @@ def test_a_long_answer_that_still_arrives_is_no_hang(start, monkeypatch) -> None
     assert clock[0] > 1.5
 
 
-def test_a_failure_is_one_line_and_the_sampler_goes_on(start, answer, tmp_path) -> None:
+@pytest.mark.parametrize("full", [False, True], ids=["log", "log on a full disk"])
+def test_a_failure_is_one_line_and_the_sampler_goes_on(start, answer, tmp_path, full: bool) -> None:
+    log = tmp_path / "sampler.log"
+    if full:
+        log.unlink()
+        log.symlink_to("/dev/full")
     sampler = start("generate fail")
     with pytest.raises(SamplerFault) as fault:
         sampler.call("generate", ORDER, ignore)
     assert str(fault.value) == "RuntimeError: out of blocks"
     assert sampler.call("generate", ORDER, ignore) == answer
-    log = (tmp_path / "sampler.log").read_text()
-    assert "Traceback" in log and "and a second line" in log
+    assert full or all(words in log.read_text() for words in ("Traceback", "and a second line"))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +145,7 @@ def test_a_failure_is_one_line_and_the_sampler_goes_on(start, answer, tmp_path) 
         (RuntimeError(), None, None, "RuntimeError"),
     ],
 )
-def test_of_a_chain_of_errors_the_line_meant_for_the_user_is_told_else_the_first_cause(
+def test_of_a_chain_of_errors_the_line_for_the_user_is_reported_else_the_first_cause(
     error, cause, context, says
 ) -> None:
     error.__context__ = context
@@ -167,33 +154,18 @@ def test_of_a_chain_of_errors_the_line_meant_for_the_user_is_told_else_the_first
     assert root_cause(error) == says
 
 
-def test_what_an_error_replaced_is_not_its_cause() -> None:
+def test_an_error_that_another_replaced_is_not_its_cause() -> None:
     error = ValueError("no such dtype")
     error.__context__, error.__suppress_context__ = KeyError("float7"), True  # from None
     assert root_cause(error) == "ValueError: no such dtype"
 
 
-def test_a_log_on_a_full_disk_hides_no_failure(start, answer, tmp_path) -> None:
-    log = tmp_path / "sampler.log"
-    log.unlink()
-    log.symlink_to("/dev/full")
-    sampler = start("generate fail")
-    with pytest.raises(SamplerFault, match="RuntimeError: out of blocks"):
-        sampler.call("generate", ORDER, ignore)
-    assert sampler.call("generate", ORDER, ignore) == answer
-
-
-def test_a_refused_publish_is_told_from_a_fault(start) -> None:
+def test_a_rejected_publish_is_distinguished_from_a_fault(start) -> None:
     with pytest.raises(PublishError, match="other bytes arrived"):
         start("generate refuse").call("generate", ORDER, ignore)
 
 
-def test_a_sampler_that_does_not_start_says_why(start) -> None:
-    with pytest.raises(SamplerFault, match="RuntimeError: out of blocks"):
-        start("start fail")
-
-
-def test_a_reason_sent_right_after_a_look_by_a_process_that_ends_is_heard(start, tmp_path, monkeypatch) -> None:
+def test_the_last_message_of_a_process_that_ends_is_read(start, tmp_path, monkeypatch) -> None:
     listen, here, looked = Channel.poll, os.getpid(), []
 
     def look(channel: Channel, limit_s: float | None):
@@ -211,20 +183,7 @@ def test_a_reason_sent_right_after_a_look_by_a_process_that_ends_is_heard(start,
     assert len(looked) == 1
 
 
-def test_progress_is_reported_in_order(start) -> None:
-    seen: list[int] = []
-    start("generate slow").call("generate", ORDER, lambda responses, tokens: seen.append(responses))
-    assert seen == sorted(seen) and 0 < seen[-1] <= 8
-
-
-def test_an_interrupt_ends_the_operation_and_leaves_the_sampler_usable(start, answer) -> None:
-    sampler = start("generate slow")
-    with pytest.raises(Stop):
-        sampler.call("generate", ORDER, stop)
-    assert sampler.call("generate", ORDER, ignore) == answer
-
-
-def test_an_interrupt_that_the_sampler_does_not_heed_ends_it(start, monkeypatch, tmp_path) -> None:
+def test_a_sampler_that_ignores_an_interrupt_is_ended(start, monkeypatch, tmp_path) -> None:
     def stop_in_trouble(responses: int, tokens: int) -> None:
         if not (tmp_path / "troubles").read_text():
             raise Stop

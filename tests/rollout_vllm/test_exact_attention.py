@@ -1,4 +1,4 @@
-"""What the policy's attention is told of vLLM's batches and KV cache, without a vLLM that runs."""
+"""The policy's attention over vLLM's batches and KV cache, without a running vLLM."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_keys_and_values_are_views_of_vllms_memory() -> None:
     assert PolicyAttention.get_kv_cache_shape(9, PAGE, HEADS, DIM) == tuple(layer.kv_cache.shape)
 
 
-def test_a_layer_asks_for_a_whole_cache_in_pages() -> None:
+def test_a_layer_requests_a_full_attention_cache_in_pages() -> None:
     _, (layer, _) = builder(fused=True)
     spec = layer.get_kv_cache_spec(SimpleNamespace(cache_config=SimpleNamespace(block_size=PAGE)))
     assert (spec.block_size, spec.page_size_bytes) == (PAGE, 2 * PAGE * HEADS * DIM * 2)
 
 
 @pytest.mark.parametrize(("graphs", "longest"), [(True, CONTEXT), (False, 130)])
-def test_one_token_a_sequence_runs_from_the_tensors_that_vllm_keeps(graphs: bool, longest: int) -> None:
+def test_decodes_read_the_tensors_that_vllm_keeps(graphs: bool, longest: int) -> None:
     made, layers = builder(fused=True, graphs=graphs)
     asked = batch([1, 1, 1], [130, 64, 1])
     found = made.build(0, asked)

@@ -5,14 +5,14 @@ vLLM takes ten seconds to import, so only the process that runs a test of this f
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from loaders import EXPERTS, loader_of, model_of
+from needs_vllm import needs_vllm
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 from torch import Tensor, nn
@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from qarl.rollout.vllm.own_kernels import loading
 from qarl.rollout.vllm.own_kernels.graph_tensors import scale_permutations, use_scale_permutations
 from qarl.rollout.vllm.own_kernels.loaded_model import UNSENT, LoadedModel
-from qarl.rollout.vllm.own_kernels.loading import Loader
-from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard
 from qarl.utils.expert_names import expert_stacks
 from qarl.weight_sync.expert_tensors import join_experts, part_experts
 from qarl.weight_sync.fingerprints import PublishError, fingerprints
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = needs_vllm
 # Twice INNER is HIDDEN, so that gate and up together are square.
-EXPERTS, COUNT, HIDDEN, INNER = "layers.0.mlp.experts", 3, 128, 64
+COUNT, HIDDEN, INNER = 3, 128, 64
 LEAVES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 CASES = [
     ("w4a16", 32, "group", True),  # as vLLM 0.24 has packed int4
@@ -134,7 +132,7 @@ def reload_by_stacks(layer: Any, tensors: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("name", "group", "strategy", "transposed"), CASES)
-def test_a_layer_is_given_what_vllms_loaders_would_load(name, group, strategy, transposed) -> None:
+def test_stacks_load_the_same_tensors_as_vllms_loaders(name, group, strategy, transposed) -> None:
     first = published(name, group, 0)
     layer, other = (started(first, strategy, transposed) for _ in range(2))
     addresses = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
@@ -171,22 +169,13 @@ def test_a_publish_gives_stacks_to_layers_and_calls_no_loader_of_experts(monkeyp
     versions = [published("w4a16", 32, seed) for seed in range(2)]
     layer, other = (started(versions[0], "group", True) for _ in range(2))
     reload_by_loaders(layer, versions[0])
-    model = nn.Module()
-    model.layers = nn.ModuleList([nn.Module()])
-    model.layers[0].mlp = nn.Module()
-    model.layers[0].mlp.experts = nn.Module()
-    model.layers[0].mlp.experts.routed_experts = layer
+    model = model_of(layer)
     model.load_weights = lambda tensors: pytest.fail("vLLM's loaders are called")
-    worker = SimpleNamespace(
-        device=torch.device("cpu"),
-        model_runner=SimpleNamespace(get_model=lambda: model),
-        vllm_config=None,
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
-    )
     expected = [fingerprints(version.items()) for version in versions]
     held = LoadedModel(model, expected[0])
     assert held.opaque == (f"{EXPERTS}.routed_experts",)
-    loader = Loader(worker, held, expected[0], Path("no checkpoint"), staging=False, shard=Shard())
+    config = {"vllm_config": None, "model_config": SimpleNamespace(dtype=torch.bfloat16)}
+    loader = loader_of(model, held, expected[0], **config)
     loader.load(versions[1])
     held.check(1, expected[1])
     reload_by_loaders(other, versions[1])
@@ -213,9 +202,6 @@ def test_marlin_orders_scales_by_tensors_that_were_there_before(group) -> None:
 def test_a_reload_makes_the_orders_once(monkeypatch) -> None:
     made = []
     monkeypatch.setattr(loading, "scale_permutations", lambda device: made.append(device) or ())
-    worker = SimpleNamespace(device=torch.device("cpu"), model_runner=SimpleNamespace(get_model=nn.Module))
-    loader = Loader(
-        worker, SimpleNamespace(plain=frozenset(), units={}), {}, Path("no checkpoint"), staging=False, shard=Shard()
-    )
+    loader = loader_of(nn.Module(), SimpleNamespace(plain=frozenset(), units={}), {})
     assert not made  # a start may have nothing that is repacked
     assert loader._permutations is loader._permutations and len(made) == 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
+from needs_vllm import needs_vllm
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = needs_vllm
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def layer() -> SimpleNamespace:
     return SimpleNamespace(weight=torch.nn.Parameter(torch.randn(320, 8).bfloat16()), org_vocab_size=300)
 
 
-def test_a_head_is_fresh_after_a_refresh_and_not_before(layer) -> None:
+def test_a_head_is_fresh_after_a_refresh_and_not_with_another_or_a_corrupted_weight(layer) -> None:
     from qarl.rollout.vllm.own_kernels.head import Float32Head
 
     head = Float32Head(layer)
@@ -26,11 +26,5 @@ def test_a_head_is_fresh_after_a_refresh_and_not_before(layer) -> None:
     assert not head.is_current()
     head.refresh()
     assert head.is_current()
-
-
-def test_one_corrupted_value_is_not_fresh(layer) -> None:
-    from qarl.rollout.vllm.own_kernels.head import Float32Head
-
-    head = Float32Head(layer)
     head.weight_float32.view(torch.int32)[17, 3] ^= 1
     assert not head.is_current()

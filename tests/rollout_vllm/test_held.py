@@ -1,4 +1,4 @@
-"""What a model holds of a snapshot, and the faults of a load that it shows; on modules laid out as vLLM's are."""
+"""The tensors of a snapshot that a model holds, and faults of a load; on modules with vLLM's layouts."""
 
 from __future__ import annotations
 
@@ -86,41 +86,27 @@ def held(model: Model) -> LoadedModel:
     return LoadedModel(model, prints(snapshot()))
 
 
-def test_tensors_are_found_in_whatever_layout_shows_them(held) -> None:
-    assert held.direct.keys() == DIRECT
-
-
-def test_layers_that_hide_their_weights_are_opaque_and_those_that_lack_them_blind(held) -> None:
-    assert held.opaque == ("layers.0.hidden",)
-    assert held.blind == ("layers.0.library",)
-
-
-def test_proved_share_counts_the_bytes_of_direct_tensors(held) -> None:
+def test_tensors_are_found_and_read_in_whatever_layout_shows_them(held) -> None:
     tensors = snapshot()
+    assert held.direct.keys() == DIRECT
+    for name, tensor in held.read(sorted(DIRECT), prints(tensors)):
+        assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name]), name
     total = sum(t.nbytes for t in tensors.values())
     assert held.proved_frac == sum(tensors[name].nbytes for name in DIRECT) / total
 
 
-def test_direct_tensors_are_read_as_they_were_published(held) -> None:
-    tensors = snapshot()
-    for name, tensor in held.read(sorted(DIRECT), prints(tensors)):
-        assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name]), name
+def test_layers_are_plain_opaque_or_blind(held) -> None:
+    """Plain ones hold what was published and nothing else; opaque ones hide their weights; blind ones lack them."""
+    assert held.plain == {"embed", "norm"}  # qkv_proj has bias rows that nothing was published for
+    assert (held.opaque, held.blind) == (("layers.0.hidden",), ("layers.0.library",))
 
 
-def test_plain_layers_are_those_that_hold_what_was_published_and_nothing_else(held) -> None:
-    # qkv_proj has bias rows that nothing was published for
-    assert held.plain == {"embed", "norm"}
-
-
-def test_a_plain_layer_is_written_in_place(model, held) -> None:
-    address, new = model.norm.weight.data_ptr(), snapshot(1)["norm.weight"]
-    held.write({"norm.weight": new})
-    assert torch.equal(model.norm.weight, new) and model.norm.weight.data_ptr() == address
-
-
-def test_only_plain_layers_can_be_written(held) -> None:
-    with pytest.raises(AssertionError, match=r"q_proj\.bias has no place of its own"):
-        held.write({"layers.0.q_proj.bias": snapshot(1)["layers.0.q_proj.bias"]})
+def test_only_plain_layers_are_written_and_in_place(model, held) -> None:
+    address, new = model.norm.weight.data_ptr(), snapshot(1)
+    held.write({"norm.weight": new["norm.weight"]})
+    assert torch.equal(model.norm.weight, new["norm.weight"]) and model.norm.weight.data_ptr() == address
+    with pytest.raises(AssertionError, match=r"q_proj\.bias has no location of its own"):
+        held.write({"layers.0.q_proj.bias": new["layers.0.q_proj.bias"]})
 
 
 def test_a_published_layer_that_the_model_lacks_is_named(model) -> None:
@@ -174,15 +160,7 @@ def round_a_scale(model: Model) -> None:
         (last_bit_of_a_scale, "'layers.0.k_proj.weight_scale' differs in vLLM"),
         (flip_a_bit, "'embed.weight' differs in vLLM"),
     ],
-    ids=[
-        "dropped norm",
-        "stale scales",
-        "stale bias",
-        "swapped rows",
-        "a scale",
-        "a scale's bit",
-        "a bit",
-    ],
+    ids=["dropped norm", "stale scales", "stale bias", "swapped rows", "a scale", "a scale's bit", "a bit"],
 )
 def test_a_wrong_load_is_refused_with_the_tensors_name(model, held, change, what) -> None:
     model.load(snapshot(1))
@@ -212,6 +190,6 @@ def test_an_opaque_layer_is_compared_with_the_last_version_and_not_with_the_firs
         held.check(2, prints(snapshot(1) | {"layers.0.hidden.weight": snapshot()["layers.0.hidden.weight"]}))
 
 
-def test_of_a_blind_layer_only_the_canary_can_tell(model, held) -> None:
+def test_a_fault_of_a_blind_layer_is_left_to_the_canary(model, held) -> None:
     changed = snapshot() | {"layers.0.library.weight": snapshot(1)["layers.0.library.weight"]}
     held.check(1, prints(changed))

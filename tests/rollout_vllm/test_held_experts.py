@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from loaders import EXPERTS, loader_of, model_of
 from torch import Tensor, nn
 
 from qarl.rollout.vllm.own_kernels.loaded_model import LoadedModel
 from qarl.rollout.vllm.own_kernels.loading import Loader
-from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard
 from qarl.weight_sync.expert_tensors import join_experts
 from qarl.weight_sync.fingerprints import PublishError, fingerprints
 
-EXPERTS, COUNT, INNER, HIDDEN = "layers.0.mlp.experts", 5, 4, 6
+COUNT, INNER, HIDDEN = 5, 4, 6
 LAYER = f"{EXPERTS}.routed_experts"
 
 
@@ -41,23 +40,17 @@ def as_vllm(tensors: dict[str, Tensor]) -> nn.Module:
         held = tensor.float() if suffix == "weight_scale" else tensor.clone()  # vLLM widens scales
         parameter = nn.Parameter(held.view(COUNT, -1, held.shape[1]), requires_grad=False)
         layer.register_parameter(f"{stem}_{suffix}", parameter)
-    model = nn.Module()
-    model.layers = nn.ModuleList([nn.Module()])
-    model.layers[0].mlp = nn.Module()
-    model.layers[0].mlp.experts = nn.Module()
-    model.layers[0].mlp.experts.routed_experts = layer
-    return model
+    return model_of(layer)
 
 
 def loaded(model: nn.Module, version: dict[str, Tensor]) -> tuple[LoadedModel, Loader]:
     """What loads into it, as on a GPU. The model has no loaders of its own."""
     expected = fingerprints(version.items())
     held = LoadedModel(model, expected)
-    worker = SimpleNamespace(device=torch.device("cuda"), model_runner=SimpleNamespace(get_model=lambda: model))
-    return held, Loader(worker, held, expected, Path("no checkpoint"), staging=False, shard=Shard())
+    return held, loader_of(model, held, expected, "cuda")
 
 
-def test_stacks_are_written_whole_where_vllm_holds_them_and_proved() -> None:
+def test_stacks_are_written_in_place_and_verified() -> None:
     first, second = snapshot(0), snapshot(1)
     assert len(first) == 4  # codes and scales of two stacks, however many experts
     model = as_vllm(first)
@@ -73,7 +66,7 @@ def test_stacks_are_written_whole_where_vllm_holds_them_and_proved() -> None:
     assert addresses == {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
 
 
-def test_one_value_of_one_expert_that_is_not_what_was_sent_is_refused() -> None:
+def test_one_wrong_value_of_one_expert_is_refused() -> None:
     first, second = snapshot(0), snapshot(1)
     model = as_vllm(first)
     held, loader = loaded(model, first)

@@ -1,4 +1,4 @@
-"""The sampler in the learner's process: what it changes of that process is put back."""
+"""The sampler in the learner's process, which restores everything that it changes."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ def test_a_log_on_a_full_disk_hides_no_fault(monkeypatch: pytest.MonkeyPatch) ->
         sampler.call("sleep", 2, lambda responses, tokens: None)
 
 
-def test_a_log_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_an_inline_log_that_cannot_be_written_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written: Is a directory"):
         InlineSampler(tmp_path).start(None, {}, lambda responses, tokens: None)

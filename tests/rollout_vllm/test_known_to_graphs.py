@@ -1,25 +1,23 @@
-"""What CUDA graphs know by address outlives a reload: lock words, and what hangs on layers as plain attributes."""
+"""Tensors that CUDA graphs read by address survive a reload: lock words, and plain attributes of layers."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from loaders import loader_of
 from torch import nn
 
 from qarl.rollout.vllm.own_kernels.graph_tensors import SMALL, KernelTensors
 from qarl.rollout.vllm.own_kernels.loaded_model import Unit
-from qarl.rollout.vllm.own_kernels.loading import Loader
-from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard
 
 
 class Held:
-    """An object of a class of vLLM's, as far as its module's name says."""
+    """An object whose class appears to be vLLM's, by the name of its module."""
 
     def __init__(self, **attributes: object) -> None:
         vars(self).update(attributes)
@@ -37,7 +35,7 @@ def words(value: int = 0) -> torch.Tensor:
 
 
 def restored(modules: list[nn.Module], tensor: torch.Tensor) -> bool:
-    """Whether a tensor has what it had, where its memory was lost between."""
+    """Whether a tensor is restored after its memory was lost."""
     kernels, before = KernelTensors(modules), tensor.clone()
     kernels.save()
     tensor.fill_(77)
@@ -54,7 +52,7 @@ def restored(modules: list[nn.Module], tensor: torch.Tensor) -> bool:
     ],
     ids=["layer", "scheme", "experts"],
 )
-def test_what_a_kernel_has_beside_weights_outlives_a_sleep(hung):
+def test_small_tensors_of_kernels_survive_a_sleep(hung):
     module, tensor = nn.Linear(2, 2), words(5)
     for name, value in hung(tensor).items():
         setattr(module, name, value)
@@ -62,13 +60,13 @@ def test_what_a_kernel_has_beside_weights_outlives_a_sleep(hung):
     assert restored([module], words(3).expand(2, 4)) is False  # of no module
 
 
-def test_views_are_restored_with_all_that_they_are_views_of():
+def test_views_are_restored_with_their_whole_storage():
     module, whole = nn.Linear(2, 2), torch.arange(6)
     module.scheme = Held(column=whole.view(2, 3)[:, :1], one=whole[5:].expand(4))
     assert restored([module], whole)
 
 
-def test_weights_and_what_is_no_kernels_are_left_alone():
+def test_weights_large_tensors_and_other_objects_are_not_restored():
     module, large = nn.Linear(2, 2), torch.zeros(SMALL + 1, dtype=torch.uint8)
     other = words()
     module.scheme = Held(scale=module.weight.data[0], large=large, below=Other(words=other), model=nn.Linear(2, 2))
@@ -81,7 +79,7 @@ def test_weights_and_what_is_no_kernels_are_left_alone():
     assert all(bool((t == 9).all()) for t in (module.weight, large, other, module.scheme.model.weight))
 
 
-def test_one_that_layers_share_and_one_that_is_not_there_yet():
+def test_shared_and_missing_tensors_are_handled():
     shared, modules = words(5), [nn.Linear(2, 2) for _ in range(3)]
     for module, workspace in zip(modules, (shared, shared, None), strict=True):
         module.scheme = Held(kernel=Held(workspace=workspace))
@@ -89,7 +87,7 @@ def test_one_that_layers_share_and_one_that_is_not_there_yet():
     assert [tensor.data_ptr() for tensor in KernelTensors(modules)._held] == [shared.data_ptr()]
 
 
-def test_they_outlive_the_reload_that_replaces_them_as_graphs_go_on_with_them():
+def test_replaced_tensors_stay_alive_because_graphs_read_them():
     module, memory = nn.Linear(2, 2), np.zeros(4, dtype=np.int32)
     module.scheme = Held(kernel=Held(workspace=torch.from_numpy(memory)))
     old = weakref.ref(memory)
@@ -103,13 +101,12 @@ def test_they_outlive_the_reload_that_replaces_them_as_graphs_go_on_with_them():
     assert old() is None
 
 
-def test_a_loader_restores_what_its_layers_had_first():
+def test_a_loader_restores_the_first_tensors_of_its_layers():
     old = words(4)
     model = nn.ModuleDict({"layer": nn.Linear(2, 2)})
     model["layer"].scheme = Held(kernel=Held(workspace=old))
-    worker = SimpleNamespace(device=torch.device("cpu"), model_runner=SimpleNamespace(get_model=lambda: model))
     held = SimpleNamespace(plain=frozenset(), units={}, unit_of=lambda name: Unit("layer", ("layer",)))
-    loader = Loader(worker, held, {"layer.weight": None}, Path("no checkpoint"), staging=False, shard=Shard())
+    loader = loader_of(model, held, {"layer.weight": None})
     model["layer"].scheme.kernel.workspace = words(1)  # graphs go on with the old one
     loader.kernel_tensors.save()
     old.fill_(7)
@@ -120,7 +117,7 @@ def test_a_loader_restores_what_its_layers_had_first():
     assert torch.equal(old, words(8))
 
 
-def test_what_replaces_a_plain_attribute_goes_into_the_first_one():
+def test_a_replaced_plain_attribute_is_copied_into_the_first_one():
     module, scales = nn.Linear(2, 2), torch.ones(3)
     module.scales, module.count = scales, 3
     attributes = KernelTensors([module, nn.Linear(2, 2)])

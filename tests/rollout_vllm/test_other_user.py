@@ -1,4 +1,4 @@
-"""Another user of the machine gets at neither learner nor sampler. As root: a fork becomes that user, and tries."""
+"""Another user of the machine has no access to learner and sampler. Needs root: a fork becomes that user."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import pytest
 import torch
 from listening import listening
 from test_engine_process import ORDER, ignore
+from tiny_runs import settings
 
 from qarl.config import Config
 from qarl.rollout.vllm.process import SamplerProcess
@@ -59,17 +60,10 @@ def scene() -> Iterator[Scene]:
     place.chmod(0o755)
     before = os.umask(0o022)
     folder = place / "run"
-    config = Config.model_validate(
-        {
-            "model": {"path": "models/tiny"},
-            "data": {"source": "task:arithmetic"},
-            "reward": {"functions": [{"name": "exact"}]},
-            "train": {"steps": 10, "run_dir": str(folder)},
-        }
-    )
+    data = settings(Path("models/tiny"), train={"steps": 10, "run_dir": str(folder)})
     counters = torch.zeros(3, dtype=torch.int64)
     _, name, _ = counters.untyped_storage()._share_filename_cpu_()
-    with RunDirectory.open(config, "auto") as run:
+    with RunDirectory.open(Config.model_validate(data), "auto") as run:
         run.begin()
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         (folder / "troubles").write_text("")
@@ -186,7 +180,7 @@ def tried_as(user: int, scene: Scene, tries: Callable[[Scene], dict[str, Callabl
     return found
 
 
-def test_another_user_gets_at_nothing(scene: Scene) -> None:
+def test_another_user_has_no_access(scene: Scene) -> None:
     found = tried_as(NOBODY, scene, attempts)
     assert {name: outcome for name, outcome in found.items() if outcome not in ("EACCES", "EPERM")} == {}
     assert len(found) >= 24
@@ -194,7 +188,7 @@ def test_another_user_gets_at_nothing(scene: Scene) -> None:
     assert {"environment.json", "metrics.jsonl", ".lock"} <= left and not {"planted", "gone", "config.yaml.tmp"} & left
 
 
-def test_the_attempts_are_ones_that_get_in_where_they_may(scene: Scene) -> None:
+def test_the_attempts_succeed_for_the_runs_own_user(scene: Scene) -> None:
     """As the run's own user; and the other user can see the directory, so that it is not merely out of reach."""
     harmful = ("replace", "add", "change", "remove", "trace")
     found = tried_as(

@@ -1,9 +1,8 @@
-"""vLLM beside several ranks: a sampler of each, with its troubles. A fake one in vLLM's place, then vLLM itself."""
+"""vLLM with several ranks: samplers per rank and their faults. With a fake sampler, then with vLLM."""
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import os
 import re
@@ -21,12 +20,13 @@ import fake_sampler
 import forked_launch
 import pytest
 import torch
+from needs_vllm import needs_cpu_build
 from policy_models import make_policy
+from run_faults import recorded
 from test_train_ranks import on_two
 from tiny_runs import Qarl, settings, write_config
 
 from qarl.config import Config
-from qarl.config.distributed import several_ranks_faults
 from qarl.distributed.ranks import SingleProcess
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.shared import NoSampler
@@ -75,7 +75,7 @@ class Done:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        return recorded(self.run)
 
     @property
     def rollouts(self) -> list[list[tuple[int, int, str]]]:
@@ -134,7 +134,7 @@ def pids(done: Done, rank: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_sampler_of_each_rank_draws_what_one_draws_and_is_started_again(fake, one) -> None:
+def test_one_sampler_per_rank_generates_the_same_as_one_for_all_and_is_restarted(fake, one) -> None:
     done = fake(["generate none", "generate kill"], ["generate hang"], timeout_s=6, vllm={"timeout_s": 7})
     assert done.code == 0, done.err
     assert len(pids(done, 0)) == len(pids(done, 1)) == 2  # each was started twice
@@ -146,10 +146,9 @@ def test_a_sampler_of_each_rank_draws_what_one_draws_and_is_started_again(fake, 
     assert one.code == 0, one.out
     assert len(pids(one, 0)) == 1 and not (one.run / "rank-001" / "sampler.log").exists()
     assert one.rollouts == done.rollouts and len(done.rollouts) == 2
-    assert [set(step) ^ set(other) for step, other in zip(done.metrics, one.metrics, strict=True)]
 
 
-# What touches GPUs that the first rank's vLLM is on, with how long it takes there.
+# Records when work on the GPUs of the first rank's vLLM begins and ends.
 ORDER = """
 import time
 import torch
@@ -170,31 +169,7 @@ step.learn, torch.cuda.empty_cache = noted("learn", step.learn), noted("give bac
 """
 
 
-@pytest.mark.slow
-def test_a_vllm_over_two_ranks_is_asleep_while_either_learns(fake, one, tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(globals(), "FAKE", FAKE + ORDER)
-    done = fake([], forked=True, vllm={"tensor_parallel": 2})
-    assert done.code == 0, done.out
-    assert len(pids(done, 0)) == 2 and not (done.run / "rank-001" / "sampler.log").exists()
-    found: dict[str, list[tuple[float, float]]] = {}
-    for rank in (0, 1):
-        for line in (tmp_path / f"order-{rank}").read_text().splitlines():
-            name, *times = line.rsplit(maxsplit=2)
-            found.setdefault(f"{name} {rank}", []).append((float(times[0]), float(times[1])))
-    assert len(found["sleep 0"]) == len(found["learn 0"]) == len(found["learn 1"]) == 2
-    assert len(found["publish 0"]) == 3 and "publish 1" not in found
-    for asleep, *learns, given, publish in zip(
-        *(found[name] for name in ("sleep 0", "learn 0", "learn 1")),
-        found["give back 1"][1:],
-        found["publish 0"][1:],
-        strict=True,
-    ):
-        assert asleep[1] < min(begin for begin, _ in learns)
-        assert learns[1][1] < given[1] < publish[0]
-    assert one.rollouts == done.rollouts and len(done.rollouts) == 2
-
-
-# A vLLM over both ranks that sleeps, and what each of them then says of the room on its GPU.
+# A vLLM over both ranks that sleeps, and whether each rank then has room on its GPU.
 ROOMS = """
 from qarl.rollout import shared
 from qarl.rollout.vllm.engine import MARGIN, VLLMEngine
@@ -219,20 +194,34 @@ VLLMEngine.wake = told
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("without", ["", "1"])
-def test_a_vllm_over_two_ranks_wakes_beside_their_updates_where_both_have_room(
-    fake, tmp_path, monkeypatch, without
+@pytest.mark.parametrize("without", ["", "1"], ids=["room on both", "no room on rank 1"])
+def test_a_vllm_over_two_ranks_sleeps_while_either_learns_and_wakes_beside_their_updates_if_both_have_room(
+    fake, one, tmp_path, monkeypatch, without
 ) -> None:
-    monkeypatch.setitem(globals(), "FAKE", FAKE + ROOMS.replace("NONE", repr(without)))
+    monkeypatch.setitem(globals(), "FAKE", FAKE + ORDER + ROOMS.replace("NONE", repr(without)))
     done = fake([], forked=True, vllm={"tensor_parallel": 2})
     assert done.code == 0, done.out
+    assert len(pids(done, 0)) == 2 and not (done.run / "rank-001" / "sampler.log").exists()
+    found: dict[str, list[tuple[float, float]]] = {}
+    for rank in (0, 1):
+        for line in (tmp_path / f"order-{rank}").read_text().splitlines():
+            name, *times = line.rsplit(maxsplit=2)
+            found.setdefault(f"{name} {rank}", []).append((float(times[0]), float(times[1])))
+    assert len(found["sleep 0"]) == len(found["learn 0"]) == len(found["learn 1"]) == 2
+    assert len(found["publish 0"]) == 3 and "publish 1" not in found
+    learns = zip(found["learn 0"], found["learn 1"], strict=True)
+    after = zip(found["give back 1"][1:], found["publish 0"][1:], strict=True)
+    for asleep, (first, second), (given, publish) in zip(found["sleep 0"], learns, after, strict=True):
+        assert asleep[1] < min(first[0], second[0])
+        assert second[1] < given[1] < publish[0]
     asked = [[int(line) for line in (tmp_path / f"asked-{rank}").read_text().split()] for rank in (0, 1)]
-    # In the first step after its update alone, for which more may be made than for later ones; in the second before it.
+    # In the first step only after its update, which may allocate more than later ones; in the second before it.
     woken = ["False"] * 3 if without else ["True"] * 3
     assert (tmp_path / "waking").read_text().split() == woken
     assert asked[0] == asked[1] and len(asked[0]) == (3 if without else 2)  # again after the update, if it did not fit
     assert all(2 * 10**12 < each < 3 * 10**12 for each in asked[0])  # the most that a part gave back, and an update
     assert (tmp_path / "troubles-0.wakes").read_text().split() == ["woken"] * 4  # two parts, two steps
+    assert one.rollouts == done.rollouts and len(done.rollouts) == 2
 
 
 @pytest.mark.slow
@@ -247,7 +236,7 @@ def test_a_sampler_that_stays_dead_ends_the_run_on_all_ranks_with_a_checkpoint(f
 
 
 @pytest.mark.slow
-def test_a_sampler_that_does_not_start_is_told_before_those_of_other_ranks_have(fake) -> None:
+def test_a_failed_start_is_reported_while_samplers_of_other_ranks_still_start(fake) -> None:
     began = time.monotonic()
     done = fake(["start hang"], ["start fail"], vllm={"timeout_s": 400})
     assert done.code == 2, done.err
@@ -259,9 +248,7 @@ def test_a_sampler_that_does_not_start_is_told_before_those_of_other_ranks_have(
 
 
 @pytest.mark.slow
-def test_a_sampler_that_ends_while_rows_are_loaded_is_told_before_anything_is_made_of_them(
-    qarl, even_model, tmp_path
-) -> None:
+def test_a_sampler_that_ends_while_rows_are_loaded_is_reported_before_they_are_used(qarl, even_model, tmp_path) -> None:
     gone = """
         if rank == "1":
             from qarl.rollout.vllm.process import SamplerProcess
@@ -284,12 +271,12 @@ def test_a_sampler_that_ends_while_rows_are_loaded_is_told_before_anything_is_ma
     assert done.errors == [said], done.err
 
 
-def test_a_samplers_environment_has_nothing_of_ranks() -> None:
-    kept = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "XDG_CACHE_HOME": "/root/.cache"}
+def test_a_samplers_environment_has_no_variables_of_ranks() -> None:
+    kept = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "LOCAL_MODELS": "m", "XDG_CACHE_HOME": "/root/.cache"}
     launcher = {
         **{name: "1" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")},
         **{name: "1" for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_BLOCKING_WAIT")},
-        **{"QARL_RANKS": "/tmp/x", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"},
+        **{"QARL_RANKS": "/tmp/x", "ROLE_NAME": "default", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"},
     }
     own = sampler_environment(kept | launcher, ReceiverPlan(fds=(3,)))
     assert own.pop("PYTHONPATH") == os.pathsep.join(p for p in sys.path if p)
@@ -303,55 +290,9 @@ def test_a_samplers_environment_has_nothing_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(("visible", "gpus", "found"), [(None, (1,), "1"), ("4,5,6", (2, 1), "6,5")])
-def test_a_sampler_sees_its_gpus_alone(visible, gpus, found) -> None:
+def test_a_sampler_sees_only_its_gpus(visible, gpus, found) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert sampler_environment(environment, ReceiverPlan(gpus=gpus))["CUDA_VISIBLE_DEVICES"] == found
-
-
-REFUSALS = [
-    (1, None, {"data_parallel": 2}, "data_parallel", "there are only 1"),
-    (2, 2, {"data_parallel": 3}, "data_parallel", "there are only 2"),
-    (
-        4,
-        4,
-        {"tensor_parallel": 2, "data_parallel": 3},
-        "data_parallel",
-        "each replica needs 2 ranks, but there are only",
-    ),
-    (
-        3,
-        3,
-        {"tensor_parallel": 2},
-        "tensor_parallel",
-        "rank 2's vLLM would be on GPUs 2 to 3, but this machine shows",
-    ),
-    (2, 4, {"process": "inline"}, "process", "use separate"),
-    (2, 4, {"device": 1}, "device", "must be 2 or more, or null"),
-    (2, 4, {"device": 3}, "device", "vLLMs would be on GPUs 3 to 4, but this machine shows 4"),
-    (2, 4, {"device": 2, "tensor_parallel": 2}, "device", "vLLMs would be on GPUs 2 to 5, but this machine shows 4"),
-]
-
-
-@pytest.mark.parametrize(("count", "gpus", "vllm", "key", "text"), REFUSALS)
-def test_what_several_samplers_cannot_have_is_refused(count, gpus, vllm, key, text) -> None:
-    faults = list(several_ranks_faults(configuration(vllm), count, gpus))
-    assert [fault.key for fault in faults] == [("rollout", "vllm", key)] and text in faults[0].text
-
-
-@pytest.mark.parametrize(
-    ("count", "gpus", "vllm"),
-    [
-        (1, 1, {"data_parallel": 1}),
-        (1, 2, {"device": 1}),
-        (2, 4, {"device": 2}),
-        (6, 8, {"device": 6, "data_parallel": 2}),
-        (2, 2, {"tensor_parallel": 2}),
-        (3, 4, {"tensor_parallel": 2}),
-        (4, 4, {"tensor_parallel": 2, "data_parallel": 1}),
-    ],
-)
-def test_what_several_samplers_can_have(count, gpus, vllm) -> None:
-    assert list(several_ranks_faults(configuration(vllm), count, gpus)) == []
 
 
 def configuration(vllm: dict[str, Any]) -> Config:
@@ -376,7 +317,7 @@ def test_a_rank_without_a_sampler_has_no_prompts_and_keeps_no_older_version(tiny
     assert engine.generate([], sampling, 1) == []
 
 
-def test_things_are_dealt_to_the_ranks_that_get_any() -> None:
+def test_items_are_shared_among_the_chosen_ranks() -> None:
     ranks = SingleProcess()
     ranks.count = 4
     dealt = []
@@ -414,8 +355,7 @@ os.environ["VLLM_CACHE_ROOT"] = {cache!r}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this is of vLLM's CPU build")
+@needs_cpu_build
 def test_two_ranks_with_a_vllm_each_train(qarl_with_vllm, tiny_model, tmp_path) -> None:
     vllm = {"engine": "vllm", "vllm": {"publish": "delta"}}
     data = settings(tiny_model(head_dim=32), rollout=vllm, train={"steps": 2}, checkpoint={"every": 100})

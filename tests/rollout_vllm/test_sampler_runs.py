@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -15,12 +14,12 @@ from typing import Any
 
 import fake_sampler
 import pytest
+from run_faults import repeatable
 from tiny_runs import Qarl, settings, write_config
 
 pytestmark = pytest.mark.slow
 
 INSTALL = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import fake_sampler; fake_sampler.install()"
-UNREPEATABLE = ("time/", "throughput/", "memory/")
 
 
 @dataclass
@@ -66,15 +65,14 @@ class Course:
             os.kill(started.pid, signum)
         done = started.wait()
         sampler = fake_sampler.pids(self.troubles)[-1]
-        latest, metrics = self.run / "checkpoints" / "latest", self.run / "metrics.jsonl"
-        records = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else [])
+        latest = self.run / "checkpoints" / "latest"
         return Stage(
             done.code,
             done.out,
             done.err,
             {path.name for path in self.run.iterdir()},
             latest.resolve().name if latest.exists() else "",
-            [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records],
+            repeatable(self.run),
             sampler,
             not fake_sampler.gone(sampler),
         )
@@ -130,7 +128,7 @@ def test_an_interrupt_while_the_sampler_draws_stops_the_run_and_the_sampler(cour
     assert not stage.outlived
 
 
-def test_what_is_left_after_all_that_is_what_an_undisturbed_run_leaves(course, undisturbed) -> None:
+def test_the_finished_run_equals_an_undisturbed_one(course, undisturbed) -> None:
     stage = course["finished"]
     assert (stage.code, stage.err) == (0, "") == (undisturbed.code, undisturbed.err)
     assert "(step 1)" in stage.out  # resumed from there
@@ -155,7 +153,7 @@ SamplerProcess.__init__, setup.load_model, setup.tensors_digest = note, wait, No
 """
 
 
-def test_a_sampler_that_ends_while_the_model_is_loaded_is_told_before_anything_is_made_of_it(
+def test_a_sampler_that_ends_while_the_model_is_loaded_is_reported_before_it_is_used(
     qarl, even_model, tmp_path
 ) -> None:
     config = write_config(tmp_path / "c.yaml", settings(even_model, rollout={"engine": "vllm"}))

@@ -1,4 +1,4 @@
-"""A model's published tensors cut over several GPUs: each part stands for its part of the weight."""
+"""A model's published tensors split over several GPUs: each part decodes to its part of the weight."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import pairwise
 from qarl_formats.weight import LowBitWeight, quantize_weight
 
 from qarl.errors import UserError
@@ -14,17 +15,16 @@ from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, shard_fingerpri
 from qarl.weight_sync.fingerprints import fingerprints
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-from codes_cases import SCHEMES
+from test_codes import SCHEMES
 
 N, K = 256, 512
+MODULES = ["self_attn.k_proj", "mlp.gate_proj", "self_attn.o_proj", "mlp.down_proj"]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("module", ["self_attn.k_proj", "mlp.gate_proj", "self_attn.o_proj", "mlp.down_proj"])
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bf16"])
-def test_a_part_of_what_is_stored_is_what_the_part_of_the_weight_stores(scheme, module, count) -> None:
-    if scheme == "fp8_block" and count == 4 and module in ("self_attn.k_proj", "mlp.gate_proj"):
-        pytest.skip("64 rows are no whole block")
+@pytest.mark.parametrize(
+    ("scheme", "module", "count"), pairwise([name for name in SCHEMES if name != "bf16"], MODULES, [2, 4])
+)
+def test_a_part_of_the_stored_tensors_is_what_that_part_of_the_weight_stores(scheme, module, count) -> None:
     n = 1024 if scheme == "fp8_block" else N
     whole = quantize_weight(torch.randn(n, K, generator=torch.Generator().manual_seed(0)), SCHEMES[scheme], "w")
     wanted = whole.dequantize(torch.float64)
@@ -40,7 +40,7 @@ def test_a_part_of_what_is_stored_is_what_the_part_of_the_weight_stores(scheme, 
     assert torch.equal(torch.cat(parts, 1 if module.endswith(("o_proj", "down_proj")) else 0), wanted)
 
 
-def test_what_is_not_quantized() -> None:
+def test_tensors_that_are_not_quantized_are_cut_by_name() -> None:
     tensor = torch.arange(24.0).view(6, 4)
     last = Shard(1, 2)
     assert torch.equal(shard_of("model.layers.0.self_attn.q_proj.bias", tensor[:, 0], last), tensor[3:, 0])
@@ -51,18 +51,18 @@ def test_what_is_not_quantized() -> None:
 
 
 @pytest.mark.parametrize(("words", "count", "rows"), [(259, 2, [160, 99]), (128, 2, [64, 64]), (70, 4, [32, 32, 6, 0])])
-def test_words_are_cut_as_vllm_pads_them(words, count, rows) -> None:
+def test_vocabularies_are_cut_as_vllm_pads_them(words, count, rows) -> None:
     tensor = torch.randn(words, 2)
     parts = [shard_of("model.embed_tokens.weight", tensor, Shard(i, count)) for i in range(count)]
     assert [len(part) for part in parts] == rows and torch.equal(torch.cat(parts), tensor)
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_a_tensor_that_cannot_be_split_evenly_is_refused() -> None:
     with pytest.raises(UserError, match=r"'a.down_proj.weight' of shape .4, 6. cannot be split evenly into 4 parts"):
         shard_of("a.down_proj.weight", torch.empty(4, 6), Shard(0, 4))
 
 
-def test_prints_are_of_the_parts() -> None:
+def test_fingerprints_are_of_the_parts() -> None:
     tensors = {"model.layers.0.mlp.down_proj.weight": torch.randn(4, 6), "model.norm.weight": torch.randn(4)}
     shape = {"model.layers.0.mlp.up_proj.weight_shape": torch.tensor([4, 6])}  # the same in every part and version
     found = shard_fingerprints((tensors | shape).items(), Shard(1, 3))

@@ -1,4 +1,4 @@
-"""What a start of vLLM says of its parts, and the process that begins before them. Without vLLM."""
+"""The phases of a start of vLLM, and the process that is launched before. Without vLLM."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 import fake_sampler
 import pytest
 import torch
+from tiny_runs import settings
 
 from qarl.config import Config
 from qarl.rollout.vllm.launch import prelaunch_sampler
@@ -136,39 +137,8 @@ def test_a_step_that_fails_leaves_nothing_behind(wrapper: type, clock: Clock) ->
 
 
 def config(troubles: Path, **vllm) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "models/tiny"},
-            "data": {"source": "task:arithmetic"},
-            "reward": {"functions": [{"name": "exact"}]},
-            "rollout": {"engine": "vllm", "vllm": {"args": {"troubles": str(troubles)}, **vllm}},
-            "train": {"steps": 1},
-        }
-    )
-
-
-def test_a_process_that_begins_early_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_sampler.install(monkeypatch.setattr)
-    files = fake_sampler.memory_files()
-    (tmp_path / "troubles").write_text("")
-    early = prelaunch_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
-    assert early is not None and fake_sampler.alive(early.pid)
-    early.raise_if_ended()
-    try:
-        early.start(fake_sampler.settings(tmp_path), {}, lambda responses, tokens: None)
-        assert early.call("score", [[1, 2, 3]], lambda *_: None) == [[fake_sampler.EVEN] * 2]
-    finally:
-        early.close()
-    assert not fake_sampler.alive(early.pid) and fake_sampler.memory_files() == files
-
-
-def test_one_that_nobody_takes_over_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_sampler.install(monkeypatch.setattr)
-    files = fake_sampler.memory_files()
-    early = prelaunch_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
-    assert early is not None
-    early.close()
-    assert not fake_sampler.alive(early.pid) and fake_sampler.memory_files() == files
+    rollout = {"engine": "vllm", "vllm": {"args": {"troubles": str(troubles)}, **vllm}}
+    return Config.model_validate(settings(Path("models/tiny"), rollout=rollout))
 
 
 LEARNER = """
@@ -180,7 +150,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_one_whose_learner_is_killed_at_once_ends_though_its_connection_stays(tmp_path: Path) -> None:
+def test_a_sampler_whose_learner_is_killed_at_once_ends_though_its_connection_stays(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         command = [sys.executable, "-c", LEARNER, str(theirs.fileno())]
@@ -189,7 +159,7 @@ def test_one_whose_learner_is_killed_at_once_ends_though_its_connection_stays(tm
             assert fake_sampler.gone(int(learner.stdout.readline()))
 
 
-def test_one_that_finds_no_learner_ends_before_it_imports_anything() -> None:
+def test_a_sampler_without_a_learner_ends_before_it_imports_anything() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     command = [sys.executable, "-m", "qarl.rollout.child", "99", "fast", "0", str(gone.pid)]
@@ -197,7 +167,7 @@ def test_one_that_finds_no_learner_ends_before_it_imports_anything() -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_one_that_died_meanwhile_is_a_fault_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prelaunched_process_that_died_fails_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_sampler.install(monkeypatch.setattr)
     early = prelaunch_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
     assert early is not None
@@ -213,7 +183,7 @@ def test_one_that_died_meanwhile_is_a_fault_of_the_start(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("vllm", [{"process": "inline"}, {"tensor_parallel": 2, "device": 0}])
-def test_what_is_not_one_process_does_not_begin_early(vllm: dict, tmp_path: Path) -> None:
+def test_inline_and_spanning_samplers_are_not_prelaunched(vllm: dict, tmp_path: Path) -> None:
     assert prelaunch_sampler(config(tmp_path / "troubles", **vllm), CPU, tmp_path) is None
     assert not list(tmp_path.iterdir())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +11,8 @@ from unittest.mock import ANY
 import fake_sampler
 import pytest
 import torch
+from needs_vllm import needs_cpu_build
+from run_faults import recorded
 from test_engine_process import ORDER, Stop, ignore, stop
 from tiny_runs import Qarl, settings, write_config
 
@@ -47,6 +48,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         teams[-1].start(fake_sampler.settings(tmp_path), {}, ignore)
         return teams[-1]
 
+    make.teams = teams
     yield make
     for team in teams:
         team.close()
@@ -66,7 +68,7 @@ def test_a_team_answers_as_one_process_does(start, tmp_path) -> None:
     assert {path.name for path in tmp_path.glob("*.log")} == {"sampler.log", "sampler.1.log"}
 
 
-def test_each_gets_its_own_payload(start) -> None:
+def test_each_process_gets_its_own_payload(start) -> None:
     from qarl.weight_sync.fingerprints import fingerprints
 
     team, tensors = start(), {"a": torch.randn(5), "b": torch.randn(3, 2)}
@@ -86,19 +88,14 @@ def test_each_gets_its_own_payload(start) -> None:
         (("generate exit", "generate hang"), "its process ended with exit code 3"),
         (("generate hang", "generate fail"), "RuntimeError: out of blocks"),
         (("generate hang", ""), "no sign of life for 1 s"),
+        (("", "start fail"), "out of blocks"),
     ],
 )
-def test_what_ends_one_ends_all(start, tmp_path, monkeypatch, troubles, message) -> None:
+def test_the_end_of_one_process_ends_all(start, tmp_path, monkeypatch, troubles, message) -> None:
     fake_sampler.limit_only_hangs(tmp_path, monkeypatch.setattr)
-    team = start(*troubles, timeout_s=1 if "1 s" in message else 30)
     with pytest.raises(SamplerFault, match=message):
-        team.call("generate", ORDER, ignore)
-    assert gone(team)
-
-
-def test_one_that_does_not_start(start) -> None:
-    with pytest.raises(SamplerFault, match="out of blocks"):
-        start("", "start fail")
+        start(*troubles, timeout_s=1 if "1 s" in message else 30).call("generate", ORDER, ignore)
+    assert gone(start.teams[-1])
 
 
 def test_an_interrupt_ends_all(start) -> None:
@@ -146,8 +143,7 @@ TensorParallelSampler.begin = begin
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this is of vLLM's CPU build")
+@needs_cpu_build
 def test_a_model_in_two_parts_is_published_proved_and_trains(qarl_with_vllm: Qarl, tiny_model, tmp_path) -> None:
     vllm, shared = {"tensor_parallel": 2}, {path.name for path in Path("/dev/shm").iterdir()}
     data = settings(tiny_model(head_dim=32), rollout={"engine": "vllm", "vllm": vllm}, train={"steps": 2})
@@ -156,8 +152,7 @@ def test_a_model_in_two_parts_is_published_proved_and_trains(qarl_with_vllm: Qar
     done = qarl_with_vllm.run("train", config, f"train.run_dir={run}", before=KILL)
     assert done.code == 0, done.err
     assert {path.name for path in Path("/dev/shm").iterdir()} <= shared
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for record in records:
+    for record in recorded(run):
         assert record["publish/proved_frac"] == 1.0
         assert 0 < record["publish/canary_abs_max"] < 1 and 0 < record["mismatch/delta_abs_max"] < 1
     warnings = [line for line in done.out.splitlines() if line.startswith("warning: vLLM failed")]

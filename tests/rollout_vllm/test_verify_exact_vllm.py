@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
-import torch
+from needs_vllm import needs_cpu_build
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="these are of vLLM's CPU build"),
-]
+pytestmark = [pytest.mark.slow, needs_cpu_build]
 
 # From the second round on, vLLM's decoder has another epsilon in one norm; rounds are as small as they can be.
 FAULT = """
@@ -30,7 +25,7 @@ VLLM.sample = draw
 """
 
 
-def test_what_agrees_is_exact_and_a_fault_is_found_in_its_layer_and_operation(qarl_with_vllm, tiny_model, tmp_path):
+def test_a_fault_is_found_in_its_round_layer_and_operation(qarl_with_vllm, tiny_model, tmp_path):
     out = tmp_path / "found.json"
     size = ("--tokens", 200, "--longest", 50, "--engine", "vllm", "--top-k", 50)
     done = qarl_with_vllm.run("verify-exact", tiny_model(head_dim=32), *size, "--json", out, before=FAULT)

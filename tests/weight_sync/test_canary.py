@@ -9,6 +9,8 @@ import pytest
 from qarl.weight_sync.canary import BROKEN, FACTOR, FLOOR, TOKENS, Bound, Difference, canary_of, difference
 from qarl.weight_sync.fingerprints import PublishError
 
+LONG = list(range(3, 203))
+
 
 def test_difference_is_the_mean_and_the_largest_gap() -> None:
     found = difference([-1.0, -2.0, -3.5], [-1.0, -2.25, -3.0])
@@ -32,24 +34,21 @@ def test_sequences_of_different_lengths_are_a_fault_of_qarl() -> None:
         difference([-1.0], [-1.0, -2.0])
 
 
-def test_bound_is_a_multiple_of_the_first_loads_difference() -> None:
-    assert Bound.of(Difference(0.1, 0.5)) == Bound(FACTOR * 0.1)
+@pytest.mark.parametrize(
+    ("first", "bound"),
+    [(0.1, FACTOR * 0.1), (0.0, FLOOR), (0.9 * BROKEN, BROKEN)],
+    ids=["multiple", "floor", "no more than a first load may differ by"],
+)
+def test_the_bound_follows_from_the_first_loads_difference(first, bound) -> None:
+    assert Bound.of(Difference(first, 3.0)) == Bound(bound)
 
 
-def test_bound_has_a_floor_where_the_first_load_agrees_well() -> None:
-    assert Bound.of(Difference(0.0, 0.0)) == Bound(FLOOR)
-
-
-def test_an_exact_sampler_that_agreed_to_the_bit_must_go_on_to():
+def test_an_exact_sampler_that_agreed_to_the_bit_must_continue_to():
     bound = Bound.of(Difference(0.0, 0.0), exact=True)
     bound.check(1, Difference(0.0, 0.0))
     with pytest.raises(PublishError, match=r"version 2.*mean 0\.0000, max 0\.0001"):
         bound.check(2, Difference(1e-6, 1e-4))
     assert Bound.of(Difference(1e-6, 1e-4), exact=True) == Bound(FLOOR)
-
-
-def test_bound_never_allows_what_a_first_load_may_not() -> None:
-    assert Bound.of(Difference(0.9 * BROKEN, 3.0)) == Bound(BROKEN)
 
 
 @pytest.mark.parametrize("first", [Difference(2.1, 3.0), Difference(math.inf, math.inf)])
@@ -58,34 +57,30 @@ def test_a_first_load_that_computes_something_else_is_refused(first) -> None:
         Bound.of(first)
 
 
-def test_a_publish_beyond_the_bound_is_refused_in_one_line() -> None:
+def test_a_publish_beyond_the_bound_of_the_mean_is_refused_in_one_line() -> None:
     found = Difference(0.26, 0.3)
     with pytest.raises(PublishError) as refused:
         Bound(FLOOR).check(7, found)
     text = str(refused.value)
     assert text.startswith(f"publish of version 7: vLLM's log-probs on the canary are off by {found}")
     assert "first load allows a mean of 0.2500" in text and "\n" not in text
-
-
-def test_a_publish_within_the_bound_passes_however_far_one_token_is_off() -> None:
     Bound(FLOOR).check(7, Difference(FLOOR, 5.0))
 
 
-def test_canary_is_the_first_two_distinct_prompts_of_two_tokens_or_more() -> None:
-    assert canary_of([[1], [2, 3], [2, 3], [4, 5, 6], [7, 8]], 512) == [[2, 3], [4, 5, 6]]
+@pytest.mark.parametrize(
+    ("prompts", "context", "canary"),
+    [
+        ([[1], [2, 3], [2, 3], [4, 5, 6], [7, 8]], 512, [[2, 3], [4, 5, 6]]),  # the first two distinct, of two tokens
+        ([LONG], 512, [LONG[:TOKENS]]),
+        ([LONG], 16, [LONG[:15]]),  # one token is generated
+        ([[5], [], [6]], 8, [[5, 6, 5, 6, 5, 6, 5]]),  # prompts of one token, concatenated
+        ([[5]], 512, [[5] * TOKENS]),
+        ([[5, 6, 7]], 2, []),  # nothing to score
+    ],
+)
+def test_the_canary_is_chosen_from_the_prompts_and_fits_the_context(prompts, context, canary) -> None:
+    assert canary_of(prompts, context) == canary
 
 
-def test_canary_is_cut_to_what_is_scored_and_to_the_context() -> None:
-    prompt = list(range(3, 203))
-    assert canary_of([prompt], 512) == [prompt[:TOKENS]]
-    assert canary_of([prompt], 16) == [prompt[:15]]  # one token is generated
-
-
-def test_where_all_prompts_have_one_token_the_canary_is_these_behind_one_another() -> None:
-    assert canary_of([[5], [], [6]], 8) == [[5, 6, 5, 6, 5, 6, 5]]
-    assert canary_of([[5]], 512) == [[5] * TOKENS]
-
-
-def test_a_context_of_two_tokens_leaves_nothing_to_score_and_nothing_differs() -> None:
-    assert canary_of([[5, 6, 7]], 2) == []
+def test_without_a_canary_nothing_differs() -> None:
     assert difference([], []) == Difference(0.0, 0.0)

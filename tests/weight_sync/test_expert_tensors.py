@@ -1,4 +1,4 @@
-"""Tensors of experts as few large ones, and each by itself again."""
+"""Tensors of experts, joined to two stacks and separated again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def published(scheme: str, group: int | None, count: int = 3, apart: bool = Fals
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("scheme", "group"), [("w4a16", 32), ("w8a8", None), ("nvfp4a16", None)])
-def test_experts_travel_as_two_stacks_and_are_each_by_itself_again(scheme, group, apart) -> None:
+def test_experts_are_sent_as_two_stacks_and_separated_again(scheme, group, apart) -> None:
     tensors = published(scheme, group, apart=apart)
     joined = join_experts(tensors)
     suffixes = [name.removeprefix(f"{EXPERTS}.0.gate_proj.") for name in tensors if ".0.gate_proj." in name]
@@ -65,7 +65,7 @@ def test_the_order_of_rows_is_gate_and_up_of_each_expert() -> None:
     assert joined[f"{EXPERTS}.w2.weight"][::2, 0].tolist() == [10 * i + 2 for i in range(11)]
 
 
-def test_what_lies_under_one_another_is_not_copied() -> None:
+def test_adjacent_tensors_are_not_copied() -> None:
     tensors = published("w8a8", None)
     joined = join_experts(tensors)
     assert joined[f"{EXPERTS}.w13.weight"].data_ptr() == tensors[f"{EXPERTS}.0.gate_proj.weight"].data_ptr()
@@ -85,7 +85,7 @@ def test_experts_that_are_not_all_alike_stay_as_they_are(other) -> None:
     assert f"{EXPERTS}.w13.weight" not in joined and f"{EXPERTS}.w2.weight" in joined
 
 
-def test_a_model_without_experts_is_what_it_was() -> None:
+def test_a_model_without_experts_is_unchanged() -> None:
     tensors = {"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 2), "lm_head.weight": torch.zeros(2, 2)}
     assert join_experts(tensors) == tensors
     assert dict(part_experts(tensors.items(), {})) == tensors

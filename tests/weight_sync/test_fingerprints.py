@@ -11,34 +11,30 @@ from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
 from qarl.weight_sync import fingerprints as module
-from qarl.weight_sync.fingerprints import PublishError, fingerprints, verify
+from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify
+from qarl.weight_sync.snapshot import describe
 
 
-def fingerprint(tensor: Tensor):
+def fingerprint(tensor: Tensor) -> Fingerprint:
     return fingerprints([("t", tensor)])["t"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int64])
-def test_a_fingerprint_sees_one_bit(dtype: torch.dtype):
-    tensor = torch.zeros(3, 5).to(dtype)
-    other = tensor.clone()
-    other.view(torch.uint8)[-1, -1] ^= 1
-    assert fingerprint(tensor) != fingerprint(other)
-
-
-def test_a_fingerprint_is_of_the_values_in_order_not_of_the_strides():
-    tensor = torch.arange(6).view(2, 3)
-    assert fingerprint(tensor.t()) == fingerprint(tensor.t().contiguous())
-
-
-def test_fingerprints_tell_tensors_of_the_same_bytes_apart_by_shape_and_dtype():
-    found = {fingerprint(t) for t in (torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32))}
-    assert len(found) == 3 and len({f.digest for f in found}) == 1
+@pytest.mark.parametrize("of", [fingerprint, describe])
+def test_fingerprints_and_records_of_files_see_one_bit_the_shape_and_the_dtype_but_no_strides(of):
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int64):
+        tensor = torch.zeros(3, 5).to(dtype)
+        other = tensor.clone()
+        other.view(torch.uint8)[-1, -1] ^= 1
+        assert of(tensor) != of(other)
+    transposed = torch.arange(6).view(2, 3).t()
+    assert of(transposed) == of(transposed.contiguous())
+    found = {of(t) for t in (torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32))}
+    assert len(found) == 3 and len({getattr(f, "digest", None) or f.sha256 for f in found}) == 1
 
 
 def test_on_the_cpu_the_digest_is_sha256():
-    tensor = torch.arange(5, dtype=torch.int8)
-    assert fingerprint(tensor).digest == "sha256:" + hashlib.sha256(bytes(range(5))).hexdigest()
+    tensor, sha256 = torch.arange(5, dtype=torch.int8), hashlib.sha256(bytes(range(5))).hexdigest()
+    assert (fingerprint(tensor).digest, describe(tensor).sha256) == (f"sha256:{sha256}", sha256)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs a kernel on CPU tensors: needs TRITON_INTERPRET=1")

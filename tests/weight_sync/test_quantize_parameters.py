@@ -1,4 +1,4 @@
-"""All masters at once: the snapshot of one after the other, and the same errors, with one look at the device."""
+"""All masters at once: the snapshot and the errors of single masters, with one synchronization."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def one_by_one(values: dict[str, Tensor], of, kernels: bool):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("scheme", scheme_names())
-def test_the_snapshot_is_that_of_one_after_the_other(scheme: str, kernels: bool) -> None:
+def test_the_snapshot_equals_that_of_single_masters(scheme: str, kernels: bool) -> None:
     values, of = masters(), scheme_of(scheme)
     found, expected = quantize_parameters(values, of, torch.bfloat16, 3, kernels), one_by_one(values, of, kernels)
     assert found.version == 3 and list(found.tensors) == list(expected.tensors)
@@ -65,7 +65,7 @@ def test_the_snapshot_is_that_of_one_after_the_other(scheme: str, kernels: bool)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 3.4e38])
 @pytest.mark.parametrize("first", list(SHAPES)[:-1])
-def test_the_first_that_is_not_finite_is_named_as_ever(first: str, value: float, kernels: bool) -> None:
+def test_the_first_master_that_is_not_finite_is_named(first: str, value: float, kernels: bool) -> None:
     values, of = masters(), scheme_of("w4a16")
     for name in list(SHAPES)[list(SHAPES).index(first) : -1]:
         values[name].view(-1)[1] = value
@@ -150,7 +150,7 @@ def experts(inner: int = 16, count: int = 4) -> tuple[dict[str, Tensor], list[li
     ("scheme", "kernels"),
     [(name, False) for name in scheme_names() if name != "bf16"] + [pytest.param("w4a16", True, marks=runs_kernels)],
 )
-def test_masters_under_one_another_are_quantized_at_once_to_the_same_bits(scheme: str, kernels: bool) -> None:
+def test_adjacent_masters_are_quantized_at_once_to_the_same_bits(scheme: str, kernels: bool) -> None:
     (values, stacks), of = experts(128 if scheme == "fp8_block" else 16), scheme_of(scheme)
     modules = [name.removesuffix(".weight") for name in values]
     made = of(next(iter(values)))
@@ -165,7 +165,7 @@ def test_masters_under_one_another_are_quantized_at_once_to_the_same_bits(scheme
                 assert adjacent([found.weights[name.removesuffix(".weight")].tensors[suffix] for name in stack])
 
 
-def test_masters_under_one_another_that_are_not_quantized_are_rounded_at_once() -> None:
+def test_adjacent_masters_that_are_not_quantized_are_rounded_at_once() -> None:
     (values, stacks), how = experts(), (lambda name: None, torch.bfloat16, 3)
     found = quantize_parameters(values, *how, groups=stacks)
     assert found.manifest() == quantize_parameters(values, *how).manifest()

@@ -52,17 +52,9 @@ def test_every_dtype_and_size_arrives_in_another_process_in_order(sampler, trans
     tensors = ragged()
     found = sampler.sent(transport, tensors)
     assert found == fingerprints(tensors.items()) and list(found) == list(tensors)
-
-
-@pytest.mark.slow
-def test_the_file_serves_smaller_and_larger_payloads_after_one_another(sampler, transport) -> None:
-    for count in (10, 1, 1 << 20, 3):
+    for count in (10, 1, 1 << 20, 3):  # smaller and larger ones in the same file
         tensors = {"a": random_bytes((count,), torch.int32, seed=count), "b": torch.ones(2)}
         assert sampler.sent(transport, tensors) == fingerprints(tensors.items())
-
-
-@pytest.mark.slow
-def test_an_empty_payload_arrives(sampler, transport) -> None:
     assert sampler.sent(transport, {}) == {}
 
 
@@ -83,17 +75,11 @@ def receiver(transport: MemoryFileTransport) -> MemoryFileReceiver:
     return MemoryFileReceiver(transport.fd)
 
 
-def test_tensors_that_are_not_contiguous_arrive(transport, receiver) -> None:
+def test_tensors_arrive_contiguous_aligned_and_outlive_the_iterator(transport, receiver) -> None:
     matrix = torch.arange(12).view(3, 4).t()
     ((_, arrived),) = receiver.take(transport.pack({"m": matrix}))
     assert torch.equal(arrived, matrix)
-
-
-def test_tensors_start_at_aligned_addresses(transport, receiver) -> None:
     assert all(tensor.data_ptr() % ALIGNED == 0 for _, tensor in receiver.take(transport.pack(ragged())))
-
-
-def test_a_tensor_outlives_the_iterator_it_came_from(transport, receiver) -> None:
     taken = receiver.take(transport.pack(ragged()))
     _, first = next(taken)
     del taken
@@ -101,7 +87,7 @@ def test_a_tensor_outlives_the_iterator_it_came_from(transport, receiver) -> Non
     assert torch.equal(first, ragged()["packed"])
 
 
-def test_what_the_receiver_writes_reaches_nobody_else(transport, receiver) -> None:
+def test_writes_of_the_receiver_reach_nobody_else(transport, receiver) -> None:
     payload = transport.pack(ragged())
     for _, tensor in receiver.take(payload):
         tensor.zero_()
@@ -136,25 +122,10 @@ def test_cpu_tensors_beside_those_of_a_gpu_travel_inside_the_payload_by_ipc() ->
 
 
 @pytest.mark.parametrize("source", [0, 1])
-def test_torch_gets_back_what_it_gave_out_to_share_a_tensor(source: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_gets_back_the_fields_of_a_shared_tensor(source: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of the fields, where no GPU is needed to see it."""
-    given = (
-        Tensor,
-        torch.Size((3, 4)),
-        (4, 1),
-        5,
-        torch.TypedStorage,
-        torch.bfloat16,
-        7,
-        b"h\0\xff",
-        96,
-        1 << 33,
-        False,
-        b"/torch_1_2_3",
-        11,
-        b"event\0",
-        True,
-    )
+    shape = Tensor, torch.Size((3, 4)), (4, 1), 5, torch.TypedStorage, torch.bfloat16
+    given = (*shape, 7, b"h\0\xff", 96, 1 << 33, False, b"/torch_1_2_3", 11, b"event\0", True)
     assert len(given) == len(inspect.signature(rebuild_cuda_tensor).parameters)
     taken: list[tuple] = []
 
