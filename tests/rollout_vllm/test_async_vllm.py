@@ -5,7 +5,6 @@ The sampler is `fake_sampler` unless a test says otherwise.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 import fake_sampler
 import pytest
-import torch
 from fake_sampler import EVEN, FakeHost
+from needs_vllm import needs_cpu_build
 from run_faults import BY_ENGINE, kill_run, kill_sampler, recorded, repeatable
 from tiny_models import tiny_settings
 from tiny_runs import Qarl, settings, write_config
@@ -26,9 +25,6 @@ from qarl.rollout.engine import SamplingParams, request_seed
 from qarl.rollout.vllm.settings import AsyncSettings, Group, Request, Response
 from qarl.weight_sync.update import WeightUpdate
 
-real_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None or torch.cuda.is_available(), reason="needs vLLM's CPU build"
-)
 SAMPLING = SamplingParams(n=2, seed=7, max_response_length=30, stop_token_ids=frozenset({2}))
 PROMPT = [5, 70, 90]
 
@@ -118,7 +114,7 @@ def test_unfinished_responses_continue_in_another_process_from_their_tokens(made
     assert first[2] == [10, 11, 50, 51, 52] and first[6] == [1, 2, 3, 3, 3] and len(first[3]) == 5
 
 
-def test_cancelled_groups_end_and_the_others_go_on(made):
+def test_cancelled_groups_end_and_the_others_continue(made):
     host, served = made()
     host.answers = {(*PROMPT,): list(range(10, 20)), (6,): [30, 31, 32]}
     publish(served, 1)
@@ -130,7 +126,7 @@ def test_cancelled_groups_end_and_the_others_go_on(made):
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 5])
-def test_a_stop_string_may_begin_before_the_tokens_that_are_continued(made, tiny_model, cut):
+def test_a_stop_string_may_begin_in_the_tokens_that_another_process_sampled(made, tiny_model, cut):
     """vLLM sees only what it samples itself, so it goes on past a stop string that another process began."""
     stops = replace(SAMPLING, stop=("stop",))
     encode = load_tokenizer(Config.model_validate(tiny_settings(tiny_model("llama"))).model).encode
@@ -235,15 +231,16 @@ def real(qarl_with_vllm, tiny_model, tmp_path_factory) -> Runs:
     return Runs(qarl_with_vllm, tmp_path_factory.mktemp("real"), data)
 
 
-@real_vllm
+@needs_cpu_build
 @pytest.mark.slow
-def test_staleness_0_gives_the_numbers_of_the_synchronous_run_on_real_vllm(real):
-    real.train("zero", max_staleness=0)
-    real.train("sync")
+def test_runs_on_real_vllm_have_no_mismatch_and_staleness_0_gives_the_numbers_of_the_synchronous_one(real):
+    zero, sync = real.train("zero", max_staleness=0), real.train("sync", "rollout.vllm.publish=delta")
+    assert all(row["mismatch/delta_abs_max"] == row["publish/canary_abs_max"] == 0.0 for row in zero + sync)
+    assert 0 < sync[1]["publish/sent_frac"] < 0.9
     assert real.repeatable("zero") == real.repeatable("sync")
 
 
-@real_vllm
+@needs_cpu_build
 @pytest.mark.slow
 def test_weights_that_change_in_flight_stay_exact_in_real_vllm(real):
     """A token with a wrong version, or keys of earlier weights, would show as a mismatch."""
