@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Callable, Sequence
 from decimal import Decimal, DecimalException
 from functools import lru_cache, partial, wraps
@@ -39,7 +40,7 @@ _EXTRACTION = [
     ),
     math_verify.ExprExtractionConfig(),
 ]
-_REPEAT_S = 0.5  # seconds between exceptions of a time limit
+_REPEAT_S = 0.5  # seconds between checks of an expired time limit
 _PRECISION = 50  # digits of constants such as sqrt(2)
 _LENGTH = 2_000  # longest expression passed to math-verify
 _HUGE = re.compile(r"\^\s*\{?\s*[-+]?\s*\d{7,}|\d[eE][-+]?\d{5,}|\d{4,}!|!!")
@@ -49,18 +50,22 @@ _LAST_LINE = re.compile(r"####[ \t]*([^\n]*?)\s*$")
 
 
 def _timeout(timeout_seconds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that limits the time of a function, in place of `math_verify.utils.timeout`.
+    """Return a decorator that limits the CPU time of a function, in place of `math_verify.utils.timeout`.
 
-    Python ignores an exception that is raised in a weakref callback or a finalizer, so it is raised again until the
-    function ends. math-verify's own decorator raises it once.
+    math-verify's own decorator limits the wall time, so that scores would depend on the load of the machine. It also
+    raises once, but Python ignores an exception in a weakref callback or a finalizer. This one raises repeatedly until
+    the function ends.
     """
-
-    def expired(*_: object) -> None:
-        raise TimeoutException("Operation timed out!")
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def limited(*args: Any, **options: Any) -> Any:
+            begin = time.thread_time()
+
+            def expired(*_: object) -> None:
+                if time.thread_time() - begin >= timeout_seconds:
+                    raise TimeoutException("Operation timed out!")
+
             previous = signal.signal(signal.SIGALRM, expired)
             signal.setitimer(signal.ITIMER_REAL, timeout_seconds, _REPEAT_S)
             try:
@@ -99,7 +104,7 @@ def math(
         completions: Responses.
         prompts: Their prompts.
         column: Data column of the ground truths: numbers, LaTeX, or texts with `\boxed{}`, `$...$` or `####`.
-        timeout_s: Time limit per call of math-verify in whole seconds; on timeout the answer is wrong. math-verify uses
+        timeout_s: Limit of CPU time per call of math-verify in whole seconds; on timeout the answer is wrong. Uses
             SIGALRM, so this must run in the main thread.
         think_tags: Score only the text after a think block with these tags, see `after_thinking`; None: the whole
             response.

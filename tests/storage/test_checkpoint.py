@@ -187,16 +187,16 @@ def leftover(tmp_path: Path, pid: int, host: str | None) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("pid", "host", "age_s", "stays"),
+    ("process", "host", "age_s", "stays"),
     [
-        (None, None, 0, False),  # of a dead process
-        (os.getppid(), None, 0, True),
-        (os.getpid(), "elsewhere", 0, True),
-        (1, "elsewhere", 3700, False),  # other hosts cannot be asked: their leftovers are removed after an hour
+        ("dead", None, 0, False),
+        ("alive", None, 0, True),
+        ("dead", "elsewhere", 0, True),
+        ("alive", "elsewhere", 3700, False),  # other hosts cannot be asked: their leftovers are removed after an hour
     ],
 )
-def test_leftovers_are_removed_unless_their_process_may_live(tmp_path, pid, host, age_s, stays):
-    path = leftover(tmp_path, pid or dead_pid(), host)
+def test_leftovers_are_removed_unless_their_process_may_live(tmp_path, process, host, age_s, stays):
+    path = leftover(tmp_path, os.getppid() if process == "alive" else dead_pid(), host)
     for entry in (path / "state.json", path):
         os.utime(entry, (time.time() - age_s,) * 2)
     store(tmp_path)
