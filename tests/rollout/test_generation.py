@@ -21,6 +21,7 @@ from qarl.rollout.asynchronous.groups import (
     Published,
     Wave,
     load_groups,
+    prompt_digest,
     save_groups,
 )
 from qarl.rollout.engine import SamplingParams
@@ -158,10 +159,15 @@ def group(number: int, finished: int, partial: bool = False) -> PendingGroup:
     return found
 
 
+def prompt_of(number: int, digest: str | None) -> Prompt:
+    assert digest == prompt_digest(PROMPTS[number])
+    return PROMPTS[number]
+
+
 def test_saved_groups_are_read_back():
     groups = [group(0, 2), group(1, 1, partial=True), group(2, 0)]
     tensors, rows = save_groups(groups)
-    found = load_groups(tensors, rows, {p.id: p for p in PROMPTS}.__getitem__, n=2)
+    found = load_groups(tensors, rows, prompt_of, n=2)
     assert found == groups
     assert [one.complete for one in found] == [True, False, False]
     assert found[1].request().samples == [3] and found[1].request().partial == {3: ([1, 2], [-0.5, -0.25], [0, 1])}
@@ -172,7 +178,7 @@ def test_saved_groups_of_a_wave_share_it_again():
     wave = Wave(4, 2)
     groups = [replace(group(number, finished=0), wave=wave if number < 6 else None) for number in (4, 5, 6)]
     tensors, rows = save_groups(groups)
-    found = load_groups(tensors, json.loads(json.dumps(rows)), PROMPTS.__getitem__, n=2)
+    found = load_groups(tensors, json.loads(json.dumps(rows)), prompt_of, n=2)
     assert found[0].wave is found[1].wave and (found[0].wave.number, found[0].wave.needed) == (4, 2)
     assert found[2].wave is None
 
