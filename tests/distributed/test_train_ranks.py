@@ -56,7 +56,8 @@ def train(
     import torch
 
     from qarl.config import load_config
-    from qarl.training import learner, loop
+    from qarl.training import loop
+    from qarl.training.row_updates import RowUpdates
 
     torch.set_num_threads(1)
     os.environ["QARL_TEST_RANK"] = str(group.rank)  # for JUDGE: reward workers do not inherit RANK
@@ -66,7 +67,7 @@ def train(
     if group.rank == interrupt:
         threading.Thread(target=end_after_a_step, args=(loaded.run_dir / "metrics.jsonl",), daemon=True).start()
     if group.rank == broken:
-        backward, calls = learner.Learner.backward, []
+        backward, calls = RowUpdates.backward, []
 
         def breaks(self: Any, loss: Any) -> None:
             calls.append(1)
@@ -74,7 +75,7 @@ def train(
                 raise ValueError("a bug")
             backward(self, loss)
 
-        learner.Learner.backward = breaks
+        RowUpdates.backward = breaks
     with Path(f"{printed}-{group.rank}").open("w") as out, contextlib.redirect_stdout(out):
         try:
             return loop.train(loaded)
