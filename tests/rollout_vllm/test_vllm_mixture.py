@@ -52,7 +52,11 @@ def test_a_run_replays_what_vllm_chose_and_every_publish_of_experts_is_proved(
             "cuda",
             "rollout.numerics: vLLM does not support experts",
         ),
-        ({"rollout": {"engine": "vllm", "vllm": {"tensor_parallel": 2, "device": 0}}}, "cuda", "experts are not cut"),
+        (
+            {"rollout": {"engine": "vllm", "vllm": {"tensor_parallel": 2, "device": 0}}},
+            "cuda",
+            "not supported for a mixture of experts",
+        ),
     ],
 )
 def test_what_vllm_cannot_do_with_experts_is_refused(tiny_model, sections, device, says) -> None:
