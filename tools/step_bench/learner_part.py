@@ -150,7 +150,7 @@ def optimizer_records(options: argparse.Namespace, shape: Shape, device: torch.d
 
     def backward() -> None:
         logp, _ = policy.logprobs([ids[:1]], [ids[1:]], Truncation(), config.train.logprob_chunk)
-        learner.backward(logp.mean())
+        learner.updates.backward(logp.mean())
 
     def gradients() -> None:
         updates.clear()  # or those of the call before would be held beside the new ones
