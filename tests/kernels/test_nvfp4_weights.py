@@ -3,7 +3,7 @@
 import pytest
 import torch
 from exact import assert_same, poisoned_outputs
-from nvfp4_cases import ADVERSARIAL, normal
+from hard_weights import NVFP4, normal
 from nvfp4_products import Nvfp4
 from qarl_formats import nvfp4 as formats
 from qarl_kernels import nvfp4
@@ -15,10 +15,10 @@ pytestmark = [NEEDS_TRITON, QUIET]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.mark.parametrize("case", [*ADVERSARIAL, "one group", "ragged"])
+@pytest.mark.parametrize("case", [*NVFP4, "one group", "ragged"])
 def test_quantized_equals_the_reference(case, device):
     parts = {"one group": normal(0)[:1, :16].contiguous(), "ragged": normal(0)[:7, :208].contiguous()}
-    weight = (ADVERSARIAL | parts)[case]
+    weight = (NVFP4 | parts)[case]
     divisor = formats.global_scale_of([formats.absmax_of(weight)])
     with poisoned_outputs():
         packed, scale, bad = quantize_nvfp4(weight.to(device), divisor.to(device))

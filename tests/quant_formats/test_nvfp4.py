@@ -6,7 +6,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import NVFP4A16
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from nvfp4_cases import ADVERSARIAL, normal
+from hard_weights import NVFP4, normal
 from qarl_formats.nvfp4 import absmax_of, global_scale_of, pack_e2m1, quantize_nvfp4
 from qarl_kernels.nvfp4 import dequantized_nvfp4, e2m1_values, scaled_codes
 from torch import Tensor
@@ -32,9 +32,9 @@ def our_tensors(weight: Tensor) -> dict[str, Tensor]:
     return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": divisor}
 
 
-@pytest.mark.parametrize("case", ADVERSARIAL)
+@pytest.mark.parametrize("case", NVFP4)
 def test_stored_and_dequantized_tensors_equal_the_library(case):
-    expected, tensors = library_tensors(ADVERSARIAL[case]), our_tensors(ADVERSARIAL[case])
+    expected, tensors = library_tensors(NVFP4[case]), our_tensors(NVFP4[case])
     assert tensors.keys() == expected.keys()
     for suffix, tensor in tensors.items():
         want = expected[suffix]

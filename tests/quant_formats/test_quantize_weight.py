@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 from compressed_tensors.quantization.lifecycle.forward import quantize
+from hard_weights import K, N, common, normal
 from library_oracle import library_dequantized, library_scheme, library_tensors
 from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import SCALE_DTYPES
 from qarl_formats.weight import codes_changed, quantize_weight
-
-N, K = 24, 256
 
 
 def _scheme_id(scheme):
@@ -28,33 +27,17 @@ KINDS = [  # each with every dtype of scales
 SCHEMES = [kind[i % len(kind)] for i, kind in enumerate(KINDS)]
 
 
-def _normal(seed: int) -> torch.Tensor:
-    return torch.randn(N, K, generator=torch.Generator().manual_seed(seed))
-
-
 def _adversarial() -> dict[str, torch.Tensor]:
-    weights = {
-        "normal": _normal(0),
-        "small": _normal(1) * 0.02,
-        "zero": torch.zeros(N, K),
-        "negative zero": torch.full((N, K), -0.0),
-        "zero rows": _normal(2).index_fill(0, torch.tensor([0, 7]), 0.0),
-        "all negative": -_normal(4).abs() - 0.5,
-        "all positive": _normal(5).abs() + 0.5,
-        "constant rows": torch.linspace(-2, 2, N)[:, None].expand(N, K).contiguous(),
-        "tiny": _normal(6) * 1e-30,
-        "scale underflow": _normal(7) * 1e-40,
-        "smallest denormals": torch.randint(-3, 4, (N, K)) * 2.0**-149,
-        "fp16 scale underflow": _normal(8) * 1e-7,
-        "fp16 scale overflow": _normal(9) * 1e6,
-        "near the fp32 limit": _normal(10).clamp(-3, 3) * 1e38,
-        "one sign near the fp32 limit": _normal(11).abs().clamp(max=3) * 1e38,
-        "absmax of both signs": _normal(12).sign() * 0.37,
+    weights = common() | {
+        "scale underflow": normal(7) * 1e-40,
+        "fp16 scale underflow": normal(8) * 1e-7,
+        "fp16 scale overflow": normal(9) * 1e6,
+        "one sign near the fp32 limit": normal(11).abs().clamp(max=3) * 1e38,
     }
-    weights["zero groups"] = _normal(13)
+    weights["zero groups"] = normal(13)
     weights["zero groups"][:, 64:96] = 0.0
     weights["zero groups"][3, 128:] = 0.0
-    weights["single outlier"] = _normal(14) * 1e-3
+    weights["single outlier"] = normal(14) * 1e-3
     weights["single outlier"][:, 5] = 3e4
     # Quotients exactly halfway: the group's absmax makes the scale a power of two, all else is (j + 1/2) * scale.
     for name, absmax in (("int4 ties", 7.5), ("int8 ties", 127.5), ("asymmetric ties", 7.0)):
@@ -131,7 +114,7 @@ def test_symmetric7_never_stores_minus_8_when_the_scale_saturates():
     ("value", "symmetric"), [(float("nan"), True), (float("nan"), False), (float("inf"), True), (float("-inf"), False)]
 )
 def test_nonfinite_master_is_an_error_that_names_the_tensor(value, symmetric):
-    weight = _normal(0)
+    weight = normal(0)
     weight[3, 17] = value
     with pytest.raises(ValueError, match=r"^layers\.0\.q_proj: 1 of 6144 values are NaN or infinite"):
         quantize_weight(weight, make_scheme("w4a16", 32, symmetric), "layers.0.q_proj")
@@ -143,7 +126,7 @@ def test_group_size_that_does_not_divide_is_an_error_that_names_the_tensor():
 
 
 def test_noncontiguous_master_gives_the_same_tensors():
-    weight, scheme = _normal(3), make_scheme("w4a16", 32)
+    weight, scheme = normal(3), make_scheme("w4a16", 32)
     expected = quantize_weight(weight, scheme, "w").tensors
     tensors = quantize_weight(weight.t().contiguous().t(), scheme, "w").tensors
     assert all(torch.equal(tensors[suffix], expected[suffix]) for suffix in expected)
@@ -151,21 +134,21 @@ def test_noncontiguous_master_gives_the_same_tensors():
 
 def test_quantizing_a_dequantized_symmetric7_weight_keeps_its_codes():
     scheme = make_scheme("w4a16", 32, grid="symmetric7")
-    first = quantize_weight(_normal(3), scheme, "w")
+    first = quantize_weight(normal(3), scheme, "w")
     again = quantize_weight(first.dequantize(torch.float32), scheme, "w")
     assert codes_changed(first, again).tolist() == [0]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
 def test_codes_changed_counts_single_codes(scheme):
-    before = quantize_weight(_normal(3), scheme, "w")
-    after = quantize_weight(_normal(3) + 0.2 * _normal(4), scheme, "w")
+    before = quantize_weight(normal(3), scheme, "w")
+    after = quantize_weight(normal(3) + 0.2 * normal(4), scheme, "w")
     same = before.codes().view(torch.uint8) == after.codes().view(torch.uint8)
     assert codes_changed(before, after).tolist() == [N * K - int(same.sum())]
 
 
 def test_codes_changed_does_not_count_the_padding_of_a_row():
-    weight = _normal(3)[:, :13].contiguous()
+    weight = normal(3)[:, :13].contiguous()
     quantized = quantize_weight(weight, make_scheme("w4a16", -1), "w")
     other = quantize_weight(-weight.flip(0), make_scheme("w4a16", -1), "w")
     differ = int((quantized.codes() != other.codes()).sum())
@@ -176,13 +159,13 @@ def test_codes_changed_does_not_count_the_padding_of_a_row():
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
 def test_codes_changed_are_counted_for_each_weight_of_a_stack(scheme, widths):
     made = make_scheme(scheme, 32 if scheme == "w4a16" else None)
-    before, after = (quantize_weight(_normal(seed)[:24].contiguous(), made, "w") for seed in (3, 4))
+    before, after = (quantize_weight(normal(seed)[:24].contiguous(), made, "w") for seed in (3, 4))
     pairs = zip(before.split(widths), after.split(widths), strict=True)
     expected = [int(codes_changed(one, other)) for one, other in pairs]
     assert codes_changed(before, after, widths).tolist() == expected and min(expected) > 0
 
 
 def test_codes_changed_refuses_another_scheme():
-    quantized = quantize_weight(_normal(3), make_scheme("w4a16", 32), "w")
+    quantized = quantize_weight(normal(3), make_scheme("w4a16", 32), "w")
     with pytest.raises(ValueError, match="cannot be compared"):
-        codes_changed(quantized, quantize_weight(_normal(3), make_scheme("w4a16", 64), "w"))
+        codes_changed(quantized, quantize_weight(normal(3), make_scheme("w4a16", 64), "w"))

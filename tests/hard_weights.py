@@ -1,4 +1,4 @@
-"""Master weights that are hard to quantize to NVFP4, for tests of the formats and of the kernels."""
+"""Master weights that are hard to quantize, for tests of the formats and of the kernels."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ def normal(seed: int) -> Tensor:
     return torch.randn(N, K, generator=torch.Generator().manual_seed(seed))
 
 
-def _adversarial() -> dict[str, Tensor]:
-    weights = {
+def common() -> dict[str, Tensor]:
+    """Return the weights that are hard for every scheme, by name."""
+    return {
         "normal": normal(0),
         "small": normal(1) * 0.02,
         "zero": torch.zeros(N, K),
@@ -21,11 +22,16 @@ def _adversarial() -> dict[str, Tensor]:
         "all positive": normal(5).abs() + 0.5,
         "constant rows": torch.linspace(-2, 2, N)[:, None].expand(N, K).contiguous(),
         "tiny": normal(6) * 1e-30,
-        "the global scale overflows": normal(7) * 1e-37,
-        "subnormal": normal(8) * 1e-40,
         "smallest subnormals": torch.randint(-3, 4, (N, K)) * 2.0**-149,
         "near the fp32 limit": normal(10).clamp(-3, 3) * 1e38,
         "absmax of both signs": normal(12).sign() * 0.37,
+    }
+
+
+def _nvfp4() -> dict[str, Tensor]:
+    weights = common() | {
+        "the global scale overflows": normal(7) * 1e-37,
+        "subnormal": normal(8) * 1e-40,
         "groups of every size": normal(13) * torch.logspace(-9, 2, K // 16).repeat_interleave(16),
         "scales around underflow": normal(14) * torch.logspace(-7.5, -4.5, K // 16).repeat_interleave(16),
     }
@@ -44,4 +50,4 @@ def _adversarial() -> dict[str, Tensor]:
     return weights
 
 
-ADVERSARIAL = _adversarial()
+NVFP4 = _nvfp4()
