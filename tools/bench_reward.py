@@ -4,7 +4,7 @@
     qarl train my.yaml train.run_dir=runs/alone          # one run at a time, because times are compared
     python tools/bench_reward.py runs/alone --out out.json
 
-TRL (written against 1.16) takes policy, prompts, reward functions, batch, learning rate and numbers of steps from the
+TRL (written against 1.16) takes policy, prompts, reward, batch, learning rate and number of steps from the
 first run. Both sides' seconds begin with the first training step: starting the engines, compiling kernels before it
 and evaluations do not count. TRL's own defaults stay: loss, clip and its correction of vLLM's log-probs.
 """
@@ -12,7 +12,6 @@ and evaluations do not count. TRL's own defaults stay: loss, clip and its correc
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from harness import Record, command_line, count, environment, positive
+from harness import Record, Report, command_line, count, environment, positive
 
 from qarl.config import Config
 from qarl.rewards.builtin import regex
@@ -93,24 +92,17 @@ def main() -> int:
     options = parse()
     runs = {path.name: read_run(path) for path in options.runs}
     config = next(iter(runs.values())).config
-    curves = {}
+    report = Report(options.out, environment(), config=config.model_dump(mode="json"))
     for name, run in runs.items():
         seconds = accumulate(row["time/step_s"] for row in run.metrics)
-        curves[f"qarl, {name}"] = [
-            {"reward": row["reward/mean"], "seconds": s} for row, s in zip(run.metrics, seconds, strict=True)
-        ]
-
-    def write() -> None:
-        found = {"environment": environment(), "config": config.model_dump(mode="json"), "curves": curves}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-
-    write()  # the runs are kept if TRL fails
-    curves["TRL"] = trl_curve(config, options, options.out.parent / "trl_run")
-    write()
-    for name, curve in curves.items():
-        half = curve[len(curve) // 2 :]
-        print(f"{name}: {len(curve)} steps in {curve[-1]['seconds']:.1f} s, reward of the second half", end=" ")
-        print(f"{statistics.fmean(step['reward'] for step in half):.3f}")
+        curve = [{"reward": row["reward/mean"], "seconds": s} for row, s in zip(run.metrics, seconds, strict=True)]
+        report.add([{"trainer": "qarl", "run": name, "steps": curve}], name)
+    report.add([{"trainer": "TRL", "steps": trl_curve(config, options, options.out.parent / "trl_run")}], "TRL")
+    for record in report.content["records"]:
+        steps = record["steps"]
+        last = statistics.fmean(step["reward"] for step in steps[len(steps) // 2 :])
+        name = " ".join(filter(None, (record["trainer"], record.get("run"))))
+        print(f"{name}: {len(steps)} steps in {steps[-1]['seconds']:.1f} s, reward of the second half {last:.3f}")
     return 0
 
 
