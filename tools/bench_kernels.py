@@ -13,8 +13,6 @@ states and their routing to the weighted sum, in all schemes.
 Peers that are not installed are reported and left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys

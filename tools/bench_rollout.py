@@ -12,8 +12,6 @@ token, the output layer for each sampled one, attention. qarl's rows also return
 have random weights, made on the device. What a publish and a sleep of vLLM cost: `tools/bench_step.py --part step`.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -18,8 +18,6 @@ log beside the result. Parts:
 Times are medians after a warm-up, on several ranks of the slowest one. The result is written after every case.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -9,8 +9,6 @@ bf16 products and AdamW; a teacher has the same shape in bf16, and the divergenc
 over the steps after the second, of all tokens of the rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

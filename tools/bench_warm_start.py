@@ -12,8 +12,6 @@ authors. Arms:
 A run's evaluation before its first step is that of rounding to nearest.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

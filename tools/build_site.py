@@ -5,8 +5,6 @@
 Warnings, such as a link that leads nowhere, fail the build. Modules are parsed, not imported.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

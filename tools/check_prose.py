@@ -5,8 +5,6 @@
 Exits with 1 and one line per place if there are any. A pattern belongs here when the tree has no more of it.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

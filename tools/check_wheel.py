@@ -5,8 +5,6 @@ editable install of it. Exits with 0 if the wheel holds every package with its d
 `check`, `train` on a tiny model and `report` do what they should.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

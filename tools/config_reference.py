@@ -3,8 +3,6 @@
 python tools/config_reference.py
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

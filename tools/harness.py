@@ -1,7 +1,5 @@
 """What all benchmarks share: types of options, cases in processes of their own, records, and the time of a call."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -165,7 +163,7 @@ def run_cases(
     measure: Callable[[argparse.Namespace, Record, Path], Iterable[Record]],
     show: Callable[[Record], None] = lambda record: None,
     ranks: Callable[[Record], int] = lambda case: 1,
-) -> Report:
+) -> "Report":
     """The main part of a benchmark whose cases run in processes of their own; the case's process ends in here.
 
     Args:
@@ -287,7 +285,7 @@ def records_of_steps(steps: Sequence[Record], times: Sequence[dict[str, float]],
 
 def timed(
     call: Callable[[], object],
-    device: torch.device,
+    device: "torch.device",
     warmup: int,
     iterations: int,
     prepare: Callable[[], object] | None = None,
@@ -319,7 +317,7 @@ def timed(
     }
 
 
-def _once(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+def _once(call: Callable[[], object], device: "torch.device") -> tuple[float, float]:
     if device.type != "cuda":
         begin = time.perf_counter()
         call()

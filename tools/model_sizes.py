@@ -1,7 +1,5 @@
 """Models of known shapes with random weights, their directories, and the prompts of a training step."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import tempfile

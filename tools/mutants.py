@@ -7,8 +7,6 @@ pytest).
 Run it in a clean checkout: the file is rewritten in place and restored afterwards. Exits with 1 if a mutant survives.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

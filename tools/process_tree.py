@@ -5,8 +5,6 @@ session that leads. Before a hung process is killed it prints the stacks of its 
 NCCL collective that never returns.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import resource

@@ -9,8 +9,6 @@ the last checkpoint and of the export. The exit code is 1 if anything differs or
 CPU are needed on both sides.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import gc

@@ -1,7 +1,5 @@
 """The cases of tools/same_bits.py: overrides of a tiny configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

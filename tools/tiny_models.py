@@ -1,7 +1,5 @@
 """Tiny models with random weights and a byte-level tokenizer, made on the spot, and a configuration for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer(chat_template: bool = True) -> PreTrainedTokenizerFast:
+def byte_tokenizer(chat_template: bool = True) -> "PreTrainedTokenizerFast":
     """A tokenizer of 256 bytes and three special tokens, with ids 0 to 258."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

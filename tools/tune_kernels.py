@@ -11,8 +11,6 @@ what was measured is written: other shapes and other numbers of rows in the tabl
 another GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import itertools

@@ -11,8 +11,6 @@ DIR appears once it is complete; DIR/upcycling.json has perplexities of parent a
 the parent wrote afterwards and on the text that comes with qarl.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

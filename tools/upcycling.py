@@ -7,8 +7,6 @@ there is something to gain by routing, and to lose. No feature is split off into
 that sum to one give the parent's own function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,7 +41,7 @@ class Mlp:
         """(tokens, hidden)."""
         return self.features(x) @ self.down.T
 
-    def at(self, features: Tensor) -> Mlp:
+    def at(self, features: Tensor) -> "Mlp":
         """The MLP of these intermediate features alone. features: int64 (count)."""
         return Mlp(self.gate[features], self.up[features], self.down[:, features])
 

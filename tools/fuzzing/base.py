@@ -4,8 +4,6 @@
 `objective.py` and `tiny.yaml`, whose run goes to `runs/new`. Cases get copies.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -22,7 +20,7 @@ ROWS = [
     for a in range(1, 5)
     for b in range(1, 5)
 ]
-RUN, NEW_RUN = Path("runs/tiny"), Path("runs/new")
+RUN = Path("runs/tiny")
 GENERATE = "generate {} --prompt '2 + 2 =' --max-new-tokens 4"
 QUANTIZE = "quantize model out --scheme w4a16 --group-size 32"
 COMPARE = "compare --offline model --schemes bf16,w4a16 --group-size 32 --max-tokens 64 --out out"
@@ -50,7 +48,7 @@ def config(**sections: dict[str, Any]) -> dict[str, Any]:
     own = {
         "rollout": {"n": 2, "max_response_length": 6},
         "data": {"task": {"size": 16}},
-        "train": {"steps": 1, "prompts_per_step": 2, "minibatch_size": 2, "run_dir": str(NEW_RUN)},
+        "train": {"steps": 1, "prompts_per_step": 2, "minibatch_size": 2, "run_dir": "runs/new"},
         "logging": {"tensorboard": False},
     }
     data = tiny_settings(Path("model"), **own)

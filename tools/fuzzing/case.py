@@ -4,15 +4,12 @@ This process has everything imported and never runs a command itself, so a case 
 of threads: a process with one cannot be forked.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import resource
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -44,8 +41,6 @@ class Case:
         mutation: The mutation, in one line.
         argv: Arguments of `qarl`.
         must_refuse: The mutation must be refused: exit code 0 is wrong.
-        examine: Returns what is wrong with the directory afterwards, in a few words, or None.
-        second_rank: Working directory of a second rank that runs the same command; None for one process.
     """
 
     name: str
@@ -53,8 +48,6 @@ class Case:
     mutation: str = ""
     argv: list[str] = field(default_factory=list)
     must_refuse: bool = False
-    examine: Callable[[Path], str | None] | None = None
-    second_rank: Path | None = None
 
     @property
     def kind(self) -> str:
@@ -158,8 +151,6 @@ def _child(case: Case, command: Command) -> Never:
     os.environ |= {"HOME": home, "HF_HOME": home, "XDG_CACHE_HOME": home, "TMPDIR": tmp, "HF_HUB_OFFLINE": "1"}
     tempfile.tempdir = None  # which was looked up in the environment before
     os.chdir(case.cwd)
-    if case.second_rank is not None:
-        _join_second_rank(case.second_rank)
     resource.setrlimit(resource.RLIMIT_AS, (_pages(0) + ADDRESS_SPACE,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -181,21 +172,6 @@ def _child(case: Case, command: Command) -> Never:
         code = 120
     sys.stderr.flush()
     os._exit(int(code) & 0xFF)
-
-
-def _join_second_rank(directory: Path) -> None:
-    """Fork a second rank, which goes on in `directory` with its output discarded; both get a launcher's environment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    rank = 0 if os.fork() else 1
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if rank:
-        os.chdir(directory)
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, 1)
-        os.dup2(nothing, 2)
 
 
 def _redirect(directory: Path) -> None:

@@ -1,7 +1,5 @@
 """Configurations: damaged YAML, hostile values at the keys of the schema, and values that the schema allows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import cache

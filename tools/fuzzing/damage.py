@@ -3,8 +3,6 @@
 Functions take Hypothesis' `draw` and return what they did, in a few words; those of contents return the new bytes too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Rows with hostile cells, in files of every format that data may have, damaged or not."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options and arguments of every command, walked from the command line's own definition."""
 
-from __future__ import annotations
-
 import inspect
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The series of cases of a seed: case `run-7` of a seed is the same whatever the count and the kinds."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -11,8 +9,7 @@ from fuzzing.case import Case, Command, execute
 from fuzzing.configs import mutate_config, mutate_nothing, mutate_override
 from fuzzing.datasets import mutate_dataset
 from fuzzing.options import mutate_options
-from fuzzing.rewards import mutate_reward
-from fuzzing.stored import mutate_model, mutate_ranks, mutate_run
+from fuzzing.stored import mutate_model, mutate_run
 from fuzzing.verdict import Result, Verdict, judge
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,8 +23,6 @@ MUTATORS: dict[str, tuple[int, Callable[[DrawFn, Path, Case], None]]] = {
     "data": (9, mutate_dataset),
     "run": (12, mutate_run),
     "model": (9, mutate_model),
-    "reward": (3, mutate_reward),
-    "ranks": (2, mutate_ranks),
     "valid": (0, mutate_nothing),
 }
 KINDS = tuple(kind for kind, (weight, _) in MUTATORS.items() if weight)

@@ -1,6 +1,4 @@
-"""Runs, models and exports that are damaged, forged or incomplete; other inputs for a resumed run or a second rank."""
-
-from __future__ import annotations
+"""Runs, models and exports that are damaged, forged or incomplete."""
 
 import hashlib
 import json
@@ -15,9 +13,7 @@ from fuzzing.base import (
     COMPARE,
     EVALUATE,
     EVALUATE_GREEDILY,
-    FILE_DATA,
     GENERATE,
-    NEW_RUN,
     QUANTIZE,
     RUN,
     config,
@@ -37,7 +33,6 @@ from fuzzing.damage import (
     write_tensors,
 )
 from fuzzing.values import chance, file_names, json_values, listed, make_traps, pick, position, shown, texts, weighted
-from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, sampled_from
 
 Refusing = tuple[str, ...]  # commands that must refuse a run
@@ -52,7 +47,7 @@ MODEL_LINES = {
     "check": "check c.yaml",
     "train": "train c.yaml",
 }
-MODEL_DAMAGE = {"tensors": 11, "tree": 30, "sharded": 8, "contradiction": 3, "export": 7}
+MODEL_DAMAGE = {"tensors": 11, "tree": 30, "sharded": 8, "export": 7}
 WEIGHTS = "model.safetensors"
 # Keys of config.json and generation_config.json that a library acts on, and JSON that means something to one of them.
 KEYS = listed("""
@@ -75,7 +70,6 @@ CHAT_TEMPLATES = listed(r"""
     {{ ''.format.__globals__ }}  {{ '\ud800' }}  {% include 'x' %}  {% macro m() %}{{ m() }}{% endmacro %}{{ m() }}
     {{ messages[0]['content'] + 5 }}  {{ strftime_now(5) }}
 """)
-CONTRADICTIONS = {"num_hidden_layers": 3, "intermediate_size": 64, "vocab_size": 200, "num_key_value_heads": 4}
 
 
 # --- models and exports
@@ -86,15 +80,10 @@ def mutate_model(draw: DrawFn, base: Path, case: Case) -> None:
     make_traps(case.cwd)
     lay_out(base, case, "model", "rows.jsonl", "export")
     model, variant = case.cwd / "model", weighted(draw, MODEL_DAMAGE)
-    command, refuse = pick(draw, list(MODEL_LINES)), variant == "contradiction"
+    command, refuse = pick(draw, list(MODEL_LINES)), False
     if variant == "tensors":
         what, kind = damage_tensors(draw, model / WEIGHTS, (*LOST, *LOST, *BAD, *ODD))
         refuse = kind not in ODD
-    elif variant == "contradiction":
-        key = pick(draw, list(CONTRADICTIONS))
-        settings = json.loads((model / "config.json").read_text()) | {key: CONTRADICTIONS[key]}
-        (model / "config.json").write_text(json.dumps(settings))
-        what = f"{key} = {CONTRADICTIONS[key]}, which the tensors contradict"
     elif variant == "export":
         what, refuse = _damaged_export(draw, model)
         command = pick(draw, ("generate", "eval"))
@@ -165,7 +154,7 @@ def mutate_run(draw: DrawFn, base: Path, case: Case) -> None:
     lay_out(base, case)
     run, kind = case.cwd / RUN, pick(draw, list(RUN_DAMAGE))
     what, refusing = RUN_DAMAGE[kind](draw, run)
-    command, target = "train" if kind == "inputs" else weighted(draw, READERS), str(RUN)
+    command, target = weighted(draw, READERS), str(RUN)
     if command in (*OPENERS, "diagnose") and chance(draw, 15):
         target = f"{RUN}/checkpoints/{pick(draw, ('latest', '000003', '000001'))}"
     if command == "compare":
@@ -255,104 +244,9 @@ def _entry(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
     return f"{path.relative_to(run)} renamed {shown(target.name)}", ()
 
 
-def _history(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Remove parts of the run's past."""
-    metrics = run / "metrics.jsonl"
-    first, second, third = metrics.read_text().splitlines(keepends=True)
-    kept = {
-        "cut in the middle": (first + third, ("train",)),
-        "end early": (first, ("train",)),
-        "repeated": (first + second + second + third, ()),
-        "shuffled": (third + first + second, ()),
-        "cut in the last line": ((first + second + third)[: -1 - position(draw, 100)], ()),
-    }
-    kind = pick(draw, (*kept, "checkpoints"))
-    if kind == "checkpoints":
-        shutil.rmtree(run / "checkpoints")
-        return "no checkpoints", ("train", *OPENERS)
-    metrics.write_text(kept[kind][0])
-    return f"metrics {kind}", kept[kind][1]
-
-
-def _inputs(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Change what the run was started with: resuming would continue neither of two runs."""
-    kind = pick(draw, ("reward", "row", "order", "rows", "weight", "tokenizer", "nothing"))
-    return _change_input(draw, run.parent.parent, kind), ("train",) if kind != "nothing" else ()
-
-
 RUN_DAMAGE: dict[str, Callable[[DrawFn, Path], tuple[str, Refusing]]] = {
     "file": _file,
     "tensors": _tensors,
     "entry": _entry,
-    "history": _history,
-    "inputs": _inputs,
     "results": _results,
 }
-
-
-# --- two ranks
-
-
-def mutate_ranks(draw: DrawFn, base: Path, case: Case) -> None:
-    """Two ranks of a training run. The second finds another file at the same path, as on a second machine.
-
-    A tenth of the cases change nothing, and must train.
-    """
-    lay_out(base, case, "model", "rows.jsonl", "reward.py", "objective.py")
-    settings = config(
-        data=FILE_DATA,
-        reward={"functions": [{"name": "reward.py:f"}]},
-        objective={"name": "custom", "path": "objective.py:f"},
-        train={"run_dir": str(case.cwd / NEW_RUN)},
-        distributed={"timeout_s": 30},
-    )
-    (case.cwd / "c.yaml").write_text(yaml.safe_dump(settings))
-    case.second_rank = case.directory / "second"
-    shutil.copytree(case.cwd, case.second_rank)
-    case.argv = ["train", "c.yaml"]
-    if chance(draw, 10):
-        case.mutation, case.examine = "ranks: nothing differs", _trained
-        return
-    kind = pick(draw, ("reward", "objective", "row", "weight", "template", "generation", "config"))
-    case.mutation = f"ranks {kind}: {_change_input(draw, case.second_rank, kind)}"
-    case.must_refuse = True
-
-
-def _trained(cwd: Path) -> str | None:
-    return None if (cwd / NEW_RUN / "metrics.jsonl").is_file() else "ranks with the same inputs did not train"
-
-
-# By input of a run: a file, a text in it, and what it becomes.
-EDITS = {
-    "reward": [("reward.py", "% 3", "% {}")],
-    "objective": [("objective.py", "inputs.token_advantages *", "{} * inputs.token_advantages *")],
-    "template": [("model/chat_template.jinja", "{% endif %}", "{{% endif %}}word{}")],
-    "tokenizer": [("model/tokenizer.json", '"a": ', '"a{}": ')],
-    "generation": [("model/generation_config.json", '"eos_token_id": 1', '"eos_token_id": 7')],
-    "config": [
-        ("model/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": {}e-9'),
-        ("model/config.json", '"num_attention_heads": 4', '"num_attention_heads": 8'),
-        ("model/config.json", '"tie_word_embeddings": true', '"tie_word_embeddings": false'),
-    ],
-}
-
-
-def _change_input(draw: DrawFn, cwd: Path, kind: str) -> str:
-    """Change one input of a run so that it would train something else."""
-    number = draw(st.integers(4, 10**6))
-    what, rows = f"{kind} {number}", (cwd / "rows.jsonl").read_text().splitlines()
-    if kind == "weight":
-        tensors = read_tensors(cwd / "model/model.safetensors")
-        what = flip_bit(draw, tensors)
-        write_tensors(cwd / "model/model.safetensors", tensors)
-    elif kind in ("row", "order", "rows"):
-        place = pick(draw, range(len(rows)))
-        changed = json.dumps({**json.loads(rows[place]), pick(draw, ("question", "answer")): str(100 + number)})
-        others = {"row": [*rows[:place], changed, *rows[place + 1 :]], "order": rows[::-1], "rows": rows[:-1]}
-        (cwd / "rows.jsonl").write_text("".join(f"{row}\n" for row in others[kind]))
-    elif kind != "nothing":
-        name, old, new = pick(draw, EDITS[kind])
-        text = (cwd / name).read_text()
-        assert old in text, f"{name} has no {old}"
-        (cwd / name).write_text(text.replace(old, new.format(number), 1))
-    return what

@@ -1,7 +1,5 @@
 """Strategies for hostile values: texts, paths, numbers, YAML and JSON; and short forms of draws."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 None of them changes a bit: K is one chain of products in order, whatever the tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from qarl_kernels.integers import next_power_of_2

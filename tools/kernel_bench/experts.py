@@ -4,8 +4,6 @@ Everything between a token's routing and its output is timed, on both sides: sor
 quantization where the scheme has one, and the sum. Repacking of weights is not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

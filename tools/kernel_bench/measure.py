@@ -1,7 +1,5 @@
 """Time on the device, and whether a result is right."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

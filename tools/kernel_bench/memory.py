@@ -3,8 +3,6 @@
 That they give the bits of plain torch is tested in tests/kernels and tests/quant_formats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Every maker returns a call or raises; what is raised becomes the reason in the r
 outside the timed call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

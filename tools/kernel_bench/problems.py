@@ -1,7 +1,5 @@
 """One weight in one scheme with activations for it, and everything that multiplies the two."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Sections of matrix products: qarl's kernels beside the peers, each checked before it is timed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

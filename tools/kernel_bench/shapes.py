@@ -1,7 +1,5 @@
 """What is measured: linear layers of known models, numbers of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A short table from the rows of a run."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """What `tools/tune_kernels.py` times, on random operands, and the table that it writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The peer of the learner: the same shape as a Hugging Face model, autocast to bf16, with the logits of the batch."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """qarl's learner alone: forward, forward and backward, and the optimizer step."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A learner whose masters are sharded over ranks, on random weights and tokens."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

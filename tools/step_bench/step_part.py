@@ -1,7 +1,5 @@
 """A whole RL step of qarl, as `qarl train` runs it: sampling, one optimizer step, publishing."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Tables from the records of one run of tools/bench_step.py or several: rates, and their ratios to the peer's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

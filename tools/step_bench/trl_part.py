@@ -3,8 +3,6 @@
 Written against TRL 1.16. Its optimizer step accumulates over all responses of a training step, as qarl's does.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

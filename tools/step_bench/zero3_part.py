@@ -1,7 +1,5 @@
 """The peer of the sharded learner: a Hugging Face model under DeepSpeed's own ZeRO-3 engine."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections import Counter
