@@ -95,7 +95,7 @@ def require_kinds(folder: Path, files: Collection[str], folders: Collection[str]
         place: The option or key with which the user can choose another directory.
 
     Raises:
-        UserError: A directory is in the place of a file or the other way round, or a link is dangling.
+        UserError: A directory is in the place of a file or the other way round, or a link leads nowhere.
     """
     for names, is_kind, what in ((files, stat.S_ISREG, "file"), (folders, stat.S_ISDIR, "directory")):
         for name in names:
@@ -108,6 +108,10 @@ def require_kinds(folder: Path, files: Collection[str], folders: Collection[str]
                         f"{entry}: is a link to a {what} that is not there; remove it, or choose another {place}"
                     ) from None
                 continue
+            except OSError as error:
+                raise UserError(
+                    f"{entry}: cannot be read: {error.strerror}; remove it, or choose another {place}"
+                ) from None
             if not is_kind(mode):
                 raise UserError(f"{entry}: not a {what}; remove it, or choose another {place}")
 

@@ -9,7 +9,7 @@ import pytest
 from full_disk import fill_disk
 
 from qarl.errors import UserError
-from qarl.storage.disk import require_output, write_together
+from qarl.storage.disk import require_kinds, require_output, write_together
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -81,3 +81,13 @@ def test_an_output_in_a_directory_without_write_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="permission denied in"):
         require_output(tmp_path / "new/out", "--json")
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("nowhere", "is a link to a file that is not there"), ("a", "cannot be read: Too many levels of symbolic links")],
+)
+def test_a_link_that_leads_to_no_file_is_one_line_before_the_work(tmp_path, target, said):
+    (tmp_path / "a").symlink_to(target)
+    with pytest.raises(UserError, match=rf"/a: {said}; remove it, or choose another --out$"):
+        require_kinds(tmp_path, ["a"], [], "--out")
