@@ -29,12 +29,12 @@ from harness import MODELS, Record, command_line, count, positive, read_reports,
 
 PARTS = {
     "learner": "learner_part",
-    "hf": "hf_part",
+    "hf": "learner_part",
     "optimizer": "learner_part",
     "step": "step_part",
     "trl": "trl_part",
     "sharded": "sharded_part",
-    "zero3": "zero3_part",
+    "zero3": "sharded_part",
 }
 SCHEMED = ("learner", "optimizer", "step", "sharded")  # parts that run once per scheme
 RANKED = ("sharded", "zero3")  # parts whose every rank is a process of the benchmark

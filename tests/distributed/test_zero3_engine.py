@@ -32,8 +32,8 @@ def steps(group: Any, changes: list[dict[str, int]]) -> list[dict[str, Any]]:
 def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
     """A micro-batch and an update of the engine, beside a plain model with the same weights."""
     from deepspeed.utils import safe_get_full_fp32_param
-    from step_bench import sharded_part, zero3_part
-    from step_bench.hf_part import token_logprobs
+    from step_bench import sharded_part
+    from step_bench.learner_part import token_logprobs
     from torch.func import functional_call
     from transformers import AutoModelForCausalLM
 
@@ -42,9 +42,9 @@ def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
     twin = AutoModelForCausalLM.from_config(SHAPE.config(), dtype=torch.bfloat16)
     deepspeed = start_deepspeed(CPU, 30)
     ids = sharded_part.random_tokens(SHAPE, TOKENS, group.rank)
-    settings = zero3_part.zero3_settings(SHAPE, len(ids), group.count)
+    settings = sharded_part.zero3_settings(SHAPE, len(ids), group.count)
     settings["zero_optimization"] |= changes
-    with zero3_part.zero3_engine(deepspeed, SHAPE, settings, "logits") as engine:
+    with sharded_part.zero3_engine(deepspeed, SHAPE, settings, "logits") as engine:
         named = dict(engine.module.named_parameters())
         masters = {
             name: safe_get_full_fp32_param(parameter).clone().requires_grad_() for name, parameter in named.items()
@@ -54,7 +54,7 @@ def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
         expected = token_logprobs(lambda **given: functional_call(twin, rounded, (), given), ids, False)
         expected.mean().backward()
         optimizer = torch.optim.AdamW(
-            list(masters.values()), zero3_part.OPTIM.lr, weight_decay=zero3_part.OPTIM.weight_decay
+            list(masters.values()), sharded_part.OPTIM.lr, weight_decay=sharded_part.OPTIM.weight_decay
         )
         for name, master in masters.items():
             gradient = rounded[name].grad
@@ -76,7 +76,7 @@ def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
             engine.backward(token_logprobs(engine, ids, False).mean())
 
         micro()  # which notes the order of modules
-        received = zero3_part.received_bytes(deepspeed, micro, group.count)
+        received = sharded_part.received_bytes(deepspeed, micro, group.count)
         return {
             "logp": (logp - expected).abs().max().item(),
             "norm": [float(engine.get_global_grad_norm()), norm],

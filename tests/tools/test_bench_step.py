@@ -15,14 +15,15 @@ from harness import timed
 from model_sizes import SHAPES, questions, random_model, shape_of
 from qarl_kernels.logprob import Truncation
 from step_bench import step_part, trl_part
-from step_bench.hf_part import hf_records, selected_logprobs
 from step_bench.learner_part import (
     estimated_gib,
+    hf_records,
     learner_config,
     learner_records,
     make_policy,
     optimizer_records,
     random_tokens,
+    selected_logprobs,
 )
 from step_bench.summary import table
 from tiny_runs import Finished

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import same_bits
 import yaml
-from same_bits_cases import CASES, Case
+from same_bits import CASES, Case
 from tiny_models import tiny_settings
 
 from qarl.config import load_config
