@@ -60,7 +60,7 @@ def schema_fault(error: ValidationError) -> str:
     """Return one line: the first invalid key, its value, what is valid, and the number of further errors."""
     faults = error.errors(include_url=False)
     first = faults[0]
-    key = ".".join(map(str, first["loc"])) or "the value"
+    key = json.dumps(".".join(map(str, first["loc"])), ensure_ascii=False)[1:-1] or "the value"  # a key may be any text
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     if first["type"] == "missing":
         return f"{key} is missing{more}"

@@ -41,6 +41,11 @@ def test_later_keys_are_ignored_and_mutations_refused_in_one_line():
             assert str(error).startswith("m.json: ") and "\n" not in str(error)
 
 
+def test_a_key_with_a_line_break_is_named_in_one_line():
+    with pytest.raises(Unreadable, match=r"^m.json: files.a\\nb.bytes is missing .and 1 more.$"):
+        checked(Manifest, GOOD | {"files": {"a\nb": {}}}, "m.json")
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "/etc/passwd", "a\0", "x" * 300])
 def test_names_stay_in_their_directory(name):
     with pytest.raises(Unreadable, match="name of a file in the same directory"):
