@@ -1,6 +1,5 @@
 """Every file of a run, damaged in every way: a reader returns a result or an error of one line, and never hangs."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -10,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from damage import damages, spoil_entry
+from fuzzing.damage import damage_entry, damage_file
+from fuzzing.series import with_draws
+from fuzzing.stored import seal
+from fuzzing.values import chance, pick
+from hypothesis.strategies import DrawFn
 from plain_settings import plain_settings
 from whole_pieces import whole_pieces
 
@@ -20,7 +23,6 @@ from qarl.config import Config
 from qarl.diagnostics.diagnose.saved import pick_step, read_rollouts
 from qarl.errors import UserError
 from qarl.evaluation.records import keep_rows
-from qarl.inputs.files import read_bytes
 from qarl.report.run_report import report_sections
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.environment import environment_changes
@@ -102,26 +104,6 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def redigest(run: Path) -> None:
-    """Update the digests in the newest checkpoint's manifest, if it is a readable manifest."""
-    folder = run / "checkpoints" / "000004"
-    try:
-        manifest = json.loads(read_bytes(folder / "manifest.json"))
-        for name, entry in manifest["files"].items():
-            data = read_bytes(folder / name)
-            entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    except (UserError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
-    else:
-        sign(folder / "manifest.json", manifest)
-
-
-def sign(path: Path, manifest: dict[str, Any]) -> None:
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(body))
-
-
 def begin(run: Path) -> None:
     values = read_run_config(run).model_dump()
     values["train"]["run_dir"] = str(run)
@@ -180,36 +162,39 @@ def test_the_whole_run_is_read_by_every_reader(whole):
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_file_is_omitted_or_refused_in_one_line(whole, file, tmp_path):
+    run = tmp_path / "run"
     is_folder = (whole / file).is_dir()
-    for number, (rng, spoil) in enumerate(damages(1, 8 if is_folder else 30, file.endswith((".json", ".jsonl")))):
-        run = tmp_path / str(number)
+
+    def check(draw: DrawFn) -> None:
+        shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(whole, run, symlinks=True)
-        if is_folder:
-            spoil = spoil_entry
-        what = spoil(run / file, rng)
+        what = (damage_entry if is_folder or chance(draw, 20) else damage_file)(draw, run / file)
         if file.startswith("checkpoints/000004/"):
-            redigest(run)
-            manifest = run / "checkpoints" / "000004" / "manifest.json"
-            if file.endswith("manifest.json") and spoil.__name__ == "spoil_json":
-                value = json.loads(read_bytes(manifest))
-                if isinstance(value, dict):
-                    sign(manifest, value)
+            seal(run / "checkpoints/000004", files=not file.endswith("manifest.json") or chance(draw, 50))
         for name in FILES[file].split():
             try:
                 READERS[name](run)
             except UserError as error:
-                assert "\n" not in str(error) or file == "config.yaml", (number, what, name)  # there a line a key
+                assert "\n" not in str(error) or file == "config.yaml", (what, name)  # there a line a key
             except Exception as error:
-                raise AssertionError(f"{number}: {spoil.__name__}: {what}: {name}") from error
-        shutil.rmtree(run)
+                raise AssertionError(f"{what}: {name}") from error
+
+    for number in range(8 if is_folder else 30):
+        with_draws("1", f"{file}-{number}", check)
 
 
 def test_one_damaged_run_is_one_line_beside_the_others(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "good", symlinks=True)
-    for number, (rng, spoil) in enumerate(damages(2, 30, False)):
+    for number in range(30):
         bad = tmp_path / f"bad-{number}"
-        shutil.copytree(whole, bad, symlinks=True)
-        spoil(bad / rng.choice(["config.yaml", "metrics.jsonl", "environment.json"]), rng)
+
+        def spoil(draw: DrawFn, bad: Path = bad) -> None:
+            shutil.rmtree(bad, ignore_errors=True)
+            shutil.copytree(whole, bad, symlinks=True)
+            file = bad / pick(draw, ["config.yaml", "metrics.jsonl", "environment.json"])
+            (damage_entry if chance(draw, 50) else damage_file)(draw, file)
+
+        with_draws("2", str(number), spoil)
     records, problems = find_runs(tmp_path)
     assert "good" in {record.path.name for record in records} and len(problems) > 5
     assert all("bad-" in line and "\n" not in line for line in problems)

@@ -5,8 +5,8 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import yaml
 from fuzzing.base import (
@@ -189,10 +189,7 @@ def _file(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
     before = path.read_bytes()
     what = f"{path.relative_to(run)} {damage_file(draw, path)}"
     if path.name in ("state.json", "manifest.json") and chance(draw, 80):
-        if path.name == "state.json":
-            _seal_files(path.parent)
-        else:
-            _seal(path, parsed(path.read_text(errors="replace")))
+        seal(path.parent, files=path.name == "state.json")
         return f"{what}, digests fit", ()
     changed = before != path.read_bytes()
     if path.name == "manifest.json":  # in whose JSON a space between values means nothing
@@ -208,28 +205,31 @@ def _tensors(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
     masters = path.stem == "masters"
     what, kind = damage_tensors(draw, path, (*LOST, *LOST, *BAD, *ODD) if masters else (*BAD, *ODD))
     if sealed and path.parent == run / LAST:
-        _seal_files(path.parent)
+        seal(path.parent)
         what = f"{what}, digests fit"
     if not masters or (sealed and kind == "zeros"):  # they may have been zeros; if not, the run recorded other codes
         return f"{path.name} {what}", ()
     return f"{path.name} {what}", (*OPENERS, "train") if sealed and kind in LOST else OPENERS
 
 
-def _seal(path: Path, manifest: Any) -> None:
-    """Write a manifest with the digest of itself. What is no JSON object stays as it is."""
-    if isinstance(manifest, dict):
-        manifest.pop("sha256", None)
-        manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-        path.write_text(json.dumps(manifest, indent=1))
+def seal(checkpoint: Path, files: bool = True) -> None:
+    """Make the digests in a checkpoint's manifest fit its files and itself. What is no manifest stays as it is.
 
-
-def _seal_files(directory: Path) -> None:
-    """Make the manifest's digests fit the files."""
-    manifest = json.loads((directory / "manifest.json").read_text())
-    for name in manifest["files"]:
-        raw = (directory / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    _seal(directory / "manifest.json", manifest)
+    files: Also the digests of the files; otherwise only the manifest's own.
+    """
+    path = checkpoint / "manifest.json"
+    manifest = parsed(path.read_text(errors="replace")) if path.is_file() else None
+    if not isinstance(manifest, dict):
+        return
+    entries = manifest.get("files") if files else None
+    for name, entry in entries.items() if isinstance(entries, dict) else ():
+        with suppress(OSError):  # a name that no file can have
+            if isinstance(entry, dict) and (checkpoint / name).is_file():
+                raw = (checkpoint / name).read_bytes()
+                entry |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    manifest.pop("sha256", None)
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(manifest, indent=1))
 
 
 def _entry(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
