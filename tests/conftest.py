@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forks
 import pytest
 
 from qarl.utils.threads import wait_politely
@@ -43,9 +44,14 @@ FIRST = [  # the longest files: one that compiles in two processes, and for the 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """xdist would run files with few tests last, whatever they take: keep the order of the collection."""
+    """Start the server of forks.
+
+    xdist would run files with few tests last, whatever they take: keep the order of the collection.
+    """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    if not hasattr(config, "workerinput"):  # xdist's workers share it
+        config.add_cleanup(forks.start_server())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -80,14 +86,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def qarl(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+def qarl(tmp_path_factory: pytest.TempPathFactory):
     """Whole runs, in forks of one server: a `tiny_runs.Qarl`."""
-    from forks import ForkServer
     from tiny_runs import Qarl
 
-    server = ForkServer(Path(__file__).parent / "training" / "fork_server.py")
-    yield Qarl(tmp_path_factory.mktemp("qarl"), server)
-    server.close()
+    return Qarl(tmp_path_factory.mktemp("qarl"))
 
 
 @pytest.fixture
@@ -105,21 +108,11 @@ def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, 
 
 
 @pytest.fixture(scope="session")
-def vllm_server() -> Iterator:
-    """Programs in forks of a process that has vLLM imported: a `forks.ForkServer` of `vllm_server.py`."""
-    from forks import ForkServer
-
-    server = ForkServer(Path(__file__).with_name("vllm_server.py"))
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="session")
-def qarl_with_vllm(vllm_server, tmp_path_factory: pytest.TempPathFactory):
+def qarl_with_vllm(tmp_path_factory: pytest.TempPathFactory):
     """As `qarl`, for runs whose sampler is vLLM: each has it imported, and so has a sampler that it starts."""
     from tiny_runs import Qarl
 
-    return Qarl(tmp_path_factory.mktemp("qarl"), vllm_server)
+    return Qarl(tmp_path_factory.mktemp("qarl"), "vllm_server")
 
 
 @pytest.fixture(scope="session")

@@ -1,22 +1,17 @@
 """A stand-in for `subprocess.Popen` of a Python program: a fork of the parent, with everything that it imported."""
 
-import faulthandler
-import gc
 import math
 import os
-import resource
-import runpy
 import signal
 import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import IO, Any, Never
+from typing import IO, Any
 
 import torch
+from forks import become, leave, run_program
 
 
 class ForkedPopen:
@@ -52,8 +47,8 @@ class ForkedPopen:
                 _become({1: stdout, 2: errors}, pass_fds, env, start_new_session)
                 (body or _run)(args)
             except BaseException as end:
-                _leave(end)
-            _leave(SystemExit(0))
+                leave(end)
+            leave()
         while start_new_session and os.getsid(self.pid) != self.pid:  # as Popen, which returns when the command runs
             time.sleep(0.001)
 
@@ -90,10 +85,6 @@ def install(
 def _become(
     outputs: Mapping[int, IO[bytes] | None], pass_fds: tuple[int, ...], env: Mapping[str, str], new_session: bool
 ) -> None:
-    """What an exec of the command would leave of this process."""
-    gc.freeze()  # or a file of the parent's closes a descriptor of the child's
-    faulthandler.disable()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if new_session:
         os.setsid()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -102,37 +93,11 @@ def _become(
     for fd, output in outputs.items():
         if output is not None:
             os.dup2(output.fileno(), fd)
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
-    at = 3
-    for fd in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
-        os.closerange(at, fd)
-        at = fd + 1
-    os.environ.clear()
-    os.environ.update(env)
+    become(env, pass_fds)
     torch.set_num_threads(1)  # a fork has none of the threads that the parent's pool counts on
 
 
 def _run(command: list[str]) -> None:
     """What `python -c CODE`, `python -m MODULE` or `python SCRIPT` runs."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    program, *rest = [part for part in command[1:] if part != "-u"]
-    if program == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        exec(rest[0], {"__name__": "__main__"})
-    elif program == "-m":
-        sys.argv = rest
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = [program, *rest]
-        runpy.run_path(program, run_name="__main__")
-
-
-def _leave(end: BaseException) -> Never:
-    """End as an interpreter does, without taking down what was imported."""
-    code: Any = 0 if not isinstance(end, SystemExit) else end.code
-    if not isinstance(end, SystemExit):
-        traceback.print_exception(end)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    run_program([part for part in command[1:] if part != "-u"])

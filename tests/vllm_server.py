@@ -1,42 +1,24 @@
-"""Programs in forks of a process that has vLLM imported, which takes longer than most of them.
-
-Orders are {argv, cwd, before, program}: a `qarl` command line, or the arguments of a program, a path or a module.
-`before` is Python to run first. Samplers that `qarl` starts are forks too.
-"""
+"""As `fork_server`, with vLLM imported, which takes longer than most of its runs. Samplers of `qarl` have it too."""
 
 import os
-import sys
-from pathlib import Path
 
-from forks import run_program, serve
+import fork_server
 
-from qarl import cli
 from qarl.rollout.vllm.settings import ENVIRONMENT
 
 os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-sys.path.extend(str(Path(__file__).parent / folder) for folder in ("training", "rollout_vllm", "../tools"))
 
-import forked_worker
 import tiny_runs  # noqa: F401 - imported for the forks, as are the next
-import torch.utils.tensorboard  # noqa: F401
 import vllm
 import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker
 
-import qarl.training.loop  # noqa: F401
+vllm.LLM  # noqa: B018 - imported when it is asked for
 
 
 def run(argv: list[str], cwd: str = ".", before: str = "", program: str = "qarl") -> None:
-    os.chdir(cwd)
-    sys.argv = [program, *argv]
-    exec(before, {})
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if program == "qarl":
-        forked_worker.install()
-        cli.main(argv)
-    else:
-        run_program(program, argv)
-
-
-if __name__ == "__main__":
-    vllm.LLM  # noqa: B018 - imported when it is asked for
-    serve(run)
+        before += "\nimport forked_worker; forked_worker.install()"
+    fork_server.run(argv, cwd, before, program)

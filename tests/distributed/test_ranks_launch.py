@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forks import PATHS, Fork
 from process_tree import runs
-from ranks import PATHS, ROOT, Program, start_program
 
 CONFIG = """\
 model: {path: MODEL, device: cpu}
@@ -59,25 +59,25 @@ class Run:
             config = config.replace("timeout_s: 60", "timeout_s: 4")
         (folder / "tiny.yaml").write_text(config)
         self._count = count
-        paths = [*(str(ROOT / part) for part in PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "FAULT": fault}
-        self.process: subprocess.Popen[str] | Program
-        arguments = ["tiny.yaml", "train.run_dir=run"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault}
+        self.process: subprocess.Popen[bytes] | Fork
+        arguments, out, self._err = ["tiny.yaml", "train.run_dir=run"], folder / "stdout", folder / "stderr"
         if not command:
-            (printed := folder / "printed").mkdir()
-            argv = [QARL[1], "train", *([] if alone else ["--nproc", str(count)]), *arguments]
-            self.process = start_program(argv, printed, folder, {**environment, "FORKED": "1"})
+            argv = ["train", *([] if alone else ["--nproc", str(count)]), *arguments]
+            order = {"program": QARL[1], "argv": argv, "cwd": str(folder)}
+            self.process = Fork("fork_server", out, self._err, {**environment, "FORKED": "1"}, **order)
             return
-        self.process = subprocess.Popen(
-            [*command, *arguments],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        paths = [*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]
+        with out.open("wb") as stdout, self._err.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [*command, *arguments],
+                cwd=folder,
+                env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
 
     def begun(self) -> list[int]:
         """The ranks' pids, once all are there."""
@@ -91,15 +91,16 @@ class Run:
                 self._pids = pids
                 return pids
             time.sleep(0.02)
-        raise AssertionError(f"did not begin: {self.process.communicate(timeout=5)}")
+        raise AssertionError(f"did not begin: {self._err.read_text()}")
 
     def end(self) -> tuple[int, str]:
         """(exit code, stderr). Afterwards no rank is left."""
         pids = self.begun()
         try:
-            _, said = self.process.communicate(timeout=LIMIT_S)
+            self.process.wait(LIMIT_S)
         finally:
             self.process.kill()
+            said = self._err.read_text(errors="replace")
             left = [pid for pid in pids if runs(pid)]
             for pid in left:
                 os.kill(pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ from typing import IO
 
 import pytest
 import torch
-from forks import ForkServer
+from forks import Fork
 from gguf_once import parsed_once
 from tiny_exports import save_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,12 +39,12 @@ TOKENS = 8
 
 
 @pytest.fixture
-def forked(vllm_server: ForkServer) -> Callable[..., subprocess.CompletedProcess]:
+def forked() -> Callable[..., subprocess.CompletedProcess]:
     """`subprocess.run` of a probe as `read_vllm` calls it, which runs in a fork of the server."""
 
     def run(command: list[str], *, stdout: IO[str], check: bool, **rest) -> subprocess.CompletedProcess:
         assert command[:3] == [sys.executable, "-m", "qarl.exporting.vllm_probe"] and check
-        if code := vllm_server.run(stdout.name, stdout.name, program=command[2], argv=command[3:]):
+        if code := Fork("vllm_server", stdout.name, stdout.name, program="-m", argv=command[2:]).wait():
             raise subprocess.CalledProcessError(code, command)
         return subprocess.CompletedProcess(command, code)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from forks import PATHS
 from process_tree import run_traced, tails
-from ranks import PATHS, ROOT
 from tiny_runs import settings, write_config
 
 GPUS = torch.cuda.device_count()
@@ -27,7 +27,7 @@ def run(config: Path, folder: Path, *overrides: str) -> tuple[list[str], list[fl
     """(codes of each checkpoint, norms of each step's gradients) of a run on two ranks."""
     out = folder / "run"
     command = [sys.executable, "-m", "qarl.cli", "train", str(config), "--nproc", "2", f"train.run_dir={out}"]
-    path = os.pathsep.join([str(ROOT / part) for part in PATHS] + sys.path)
+    path = os.pathsep.join(PATHS + sys.path)
     folder.mkdir()  # also for what ranks print before there is a run
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     try:

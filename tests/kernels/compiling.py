@@ -1,12 +1,11 @@
 """Compile recorded kernel launches for GPUs that are not here, and read what the compiler made of them.
 
-A test has a `Compiler`, which starts this file and gives it cases, "module:function" with ":" and more strings as the
-function's arguments. The function is a generator: it
-calls the kernels' Python wrappers on CPU (or meta) tensors and yields a label after each call. It runs once per
-capability inside `qarl_kernels.launch.recording`, so nothing executes; every launch since the last yield belongs to
-that label. Triton's own binder specialises the arguments, so that what is compiled is what a GPU would run.
-This needs a process of its own: with TRITON_INTERPRET=1, which the test suite sets, `@triton.jit` makes functions that
-cannot be compiled.
+A test gives a `Compiler` cases, "module:function" with ":" and more strings as the function's arguments. The function
+is a generator: it calls the kernels' Python wrappers on CPU (or meta) tensors and yields a label after each call. It
+runs once per capability inside `qarl_kernels.launch.recording`, so nothing executes; every launch since the last yield
+belongs to that label. Triton's own binder specialises the arguments, so that what is compiled is what a GPU would run.
+This needs a process of its own, `compile_server`: with TRITON_INTERPRET=1, which the test suite sets, `@triton.jit`
+makes functions that cannot be compiled.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import importlib
 import io
 import json
 import multiprocessing
-import os
 import re
 import sys
 from collections import Counter
@@ -22,10 +20,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import triton
-from qarl_kernels.launch import INTERPRETED, Launch, recording
+from forks import Fork
+from qarl_kernels.launch import Launch, recording
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.errors import TritonError
@@ -219,14 +218,6 @@ def _run(index: int) -> Compiled:
     return _pending[index].run()
 
 
-def main() -> None:
-    assert not INTERPRETED, "unset TRITON_INTERPRET: interpreted kernels cannot be compiled"
-    triton.knobs.nvidia.dump_ptxas_log = True
-    triton.knobs.compilation.always_compile = True  # a cached kernel has no log
-    triton.knobs.compilation.disable_line_info = True  # the same code, sooner
-    serve_cases()
-
-
 def compile_case(case: str, capabilities: Sequence[Sequence[int]], processes: int, most: int | None = None) -> None:
     """Print a JSON line per kernel. most: see `spread`; None: all."""
     jobs = list(_jobs(case, [(major, minor) for major, minor in capabilities]))
@@ -237,28 +228,10 @@ def compile_case(case: str, capabilities: Sequence[Sequence[int]], processes: in
             print(json.dumps(asdict(compiled)), flush=True)
 
 
-def serve_cases() -> Never:
-    """For `Compiler`: orders are what `compile_case` takes, and `cache`, a directory for Triton's files."""
-    import compile_cases  # noqa: F401 - imported for the forks, with torch and every kernel
-    from forks import serve
-
-    triton.runtime.cache.triton_key()  # a digest of the compiler, which a fork has then
-
-    def work(cache: str, **order: Any) -> None:
-        os.environ["TRITON_CACHE_DIR"] = cache
-        compile_case(**order)
-
-    serve(work)
-
-
 class Compiler:
-    """Compiles in forks of one subprocess, which has no interpreter and imports torch and the kernels once."""
+    """Compiles each case once, in a fork of `compile_server`."""
 
     def __init__(self) -> None:
-        from forks import ForkServer
-
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        self._server = ForkServer(Path(__file__), environment=environment)
         self._made: dict[tuple[str, tuple[tuple[int, int], ...]], list[Compiled]] = {}
 
     def compile(
@@ -276,20 +249,10 @@ class Compiler:
         if (known := self._made.get((case, tuple(capabilities)))) is not None:
             return known
         out, err = cache / "output.out", cache / "output.err"
-        code = self._server.run(
-            out, err, case=case, capabilities=list(capabilities), processes=processes, most=most, cache=str(cache)
-        )
+        order = {"case": case, "capabilities": list(capabilities), "processes": processes, "most": most}
+        code = Fork("compile_server", out, err, cache=str(cache), **order).wait()
         assert code == 0, f"{case}: exit code {code}: {err.read_text(errors='replace')[-4000:]}"
         lines = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
         made = [Compiled(**line | {"capability": tuple(line["capability"])}) for line in lines]
         self._made[case, tuple(capabilities)] = made
         return made
-
-    def close(self) -> None:
-        self._server.close()
-
-
-if __name__ == "__main__":
-    # The generator's module may import this one by name: keep one copy, or its jobs would not be the ones pending here.
-    sys.modules.setdefault("compiling", sys.modules["__main__"])
-    main()

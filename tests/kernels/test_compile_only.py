@@ -65,10 +65,8 @@ COPIES = {"_copy_kernel"}  # puts rows in order before a product
 
 
 @pytest.fixture(scope="module")
-def compiler() -> Iterator[Compiler]:
-    made = Compiler()
-    yield made
-    made.close()
+def compiler() -> Compiler:
+    return Compiler()
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import ForkServer
+from forks import Fork
 from needs_vllm import needs_cpu_build
 
 pytestmark = [pytest.mark.slow, needs_cpu_build]
@@ -34,9 +34,7 @@ SHAPED = ["none", "min_p", "top_p", "greedy", "hot", "cold", "all"]
 
 
 @pytest.fixture(scope="module")
-def found(
-    tiny_model: Callable[..., Path], vllm_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def found(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `exact_in_vllm.py` saw, by case."""
     directory = tmp_path_factory.mktemp("exact")
     orders = {
@@ -52,8 +50,8 @@ def found(
     cases, answer = directory / "cases.json", directory / "answer.json"
     cases.write_text(json.dumps(orders))
     program, out, err = Path(__file__).with_name("exact_in_vllm.py"), directory / "out", directory / "err"
-    code = vllm_server.run(out, err, program=str(program), argv=[str(cases), str(answer)])
-    assert code == 0, out.read_text()[-2000:] + err.read_text()[-4000:]
+    runs = Fork("vllm_server", out, err, program=str(program), argv=[str(cases), str(answer)])
+    assert runs.wait() == 0, out.read_text()[-2000:] + err.read_text()[-4000:]
     return json.loads(answer.read_text())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import fake_sampler
 import pytest
-from forks import ForkServer
+from forks import Fork
 from needs_vllm import needs_cpu_build
 from run_faults import repeatable
 from tiny_runs import Finished, Qarl, settings, write_config
@@ -102,7 +102,7 @@ def config(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def inline(config: Path, vllm_server: ForkServer) -> dict[str, Done]:
+def inline(config: Path) -> dict[str, Done]:
     """The runs of `INLINE`, by name."""
     folder = config.parent
     orders = [
@@ -115,7 +115,8 @@ def inline(config: Path, vllm_server: ForkServer) -> dict[str, Done]:
     ]
     (folder / "orders.json").write_text(json.dumps(orders))
     program, out, err = Path(__file__).with_name("inline_runs.py"), folder / "inline.out", folder / "inline.err"
-    assert vllm_server.run(out, err, program=str(program), argv=[str(folder / "orders.json")]) == 0, err.read_text()
+    runs = Fork("vllm_server", out, err, program=str(program), argv=[str(folder / "orders.json")])
+    assert runs.wait() == 0, err.read_text()
     done = {}
     for name in INLINE:
         code, out, err = ((folder / f"{name}.{kind}").read_text() for kind in ("code", "out", "err"))

@@ -1,16 +1,11 @@
-"""Runs `qarl` command lines, or other programs: orders are {argv, cwd, before, program}.
-
-`before` is Python to run first. Members of a comparison and a sampler of its own process are forks too.
-"""
-
-from __future__ import annotations
+"""Runs `qarl` command lines, or other programs. Members of a comparison and samplers with a process are forks too."""
 
 import os
 import sys
 
 import forked_popen
 import torch.utils.tensorboard  # noqa: F401 - imported for the forks
-from forks import run_program, serve
+from forks import run_program
 
 import qarl.exporting.verify
 import qarl.report.run_report
@@ -20,7 +15,8 @@ from qarl.comparison import start_members
 from qarl.rollout.vllm import process
 
 
-def run(argv: list[str], cwd: str, before: str, program: str = "qarl") -> None:
+def run(argv: list[str], cwd: str = ".", before: str = "", program: str = "qarl") -> None:
+    """before: Python to run first. program: `qarl`, or a Python file, or `-m`."""
     os.chdir(cwd)
     sys.argv = [program, *argv]
     for module in (start_members, process):
@@ -29,8 +25,4 @@ def run(argv: list[str], cwd: str, before: str, program: str = "qarl") -> None:
     if program == "qarl":
         cli.main(argv)
     else:
-        run_program(program, argv)
-
-
-if __name__ == "__main__":
-    serve(run)
+        run_program([program, *argv])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from forks import ForkServer
+from forks import Fork
 from tiny_models import tiny_settings
 
 from qarl.config import Config
@@ -138,13 +138,13 @@ def llama(tiny_model) -> Path:
 
 
 class Started:
-    """A run under way in a fork of the server."""
+    """A run under way."""
 
-    def __init__(self, server: ForkServer, pid: int, out: Path, err: Path) -> None:
-        self._server, self.pid, self._out, self._err = server, pid, out, err
+    def __init__(self, fork: Fork, out: Path, err: Path) -> None:
+        self._fork, self.pid, self._out, self._err = fork, fork.pid, out, err
 
     def wait(self) -> Finished:
-        code = self._server.wait()
+        code = self._fork.wait()
         return Finished(code, self._out.read_text(errors="replace"), self._err.read_text(errors="replace"))
 
 
@@ -156,16 +156,21 @@ class Finished:
 
 
 class Qarl:
-    """`qarl` command lines, one at a time, in `cwd`. server: of `fork_server.py`, or one that takes its orders."""
+    """`qarl` command lines, one at a time, in `cwd`. tier: of `forks.TIERS`."""
 
-    def __init__(self, cwd: Path, server: ForkServer) -> None:
-        self.cwd, self._server = cwd, server
+    def __init__(self, cwd: Path, tier: str = "fork_server") -> None:
+        self.cwd, self._tier = cwd, tier
+        self._last: Fork | None = None
 
     def start(self, *argv: object, before: str = "", cwd: Path | None = None, program: Path | str = "qarl") -> Started:
         """before: Python to run first. program: a Python file that runs in `qarl`'s place."""
+        if self._last is not None:  # a test that failed did not wait for it
+            self._last.kill()
+            self._last.wait()
         out, err = self.cwd / "output.out", self.cwd / "output.err"
         order = {"argv": [str(a) for a in argv], "cwd": str(cwd or self.cwd), "before": before, "program": str(program)}
-        return Started(self._server, self._server.start(out, err, **order), out, err)
+        self._last = Fork(self._tier, out, err, **order)
+        return Started(self._last, out, err)
 
     def run(self, *argv: object, **order: Any) -> Finished:
         """As `start`, to the end."""
