@@ -7,11 +7,12 @@
     python tools/evidence.py figures                                # docs/results.md and docs/images/evidence_*.png
 
 A record is known by arm, learning rate, size (steps x responses) and seed. `record --tag` keeps runs from another
-policy apart: all other commands read only the records with the tag that they get. `figures` averages over seeds. It
-draws each arm at the learning rate with the highest training reward over the last quarter of the steps, so that the
-test set chooses nothing; the tables have all learning rates. Intervals are 95 %. That of an accuracy is Wilson's over
-prompts (qarl.evaluation.estimators), or Student's t over three or more seeds if that is wider. Arms are compared with
-a paired bootstrap over prompts, because all of them answer the same ones.
+policy apart: all other commands read only the records with the tag that they get. `record --steps N` takes the first N
+steps of each run, also of runs that were stopped later. `figures` averages over seeds. It draws up to CURVES_AT_MOST
+arms and learning rates; if there are more, each arm at the learning rate with the highest training reward over the
+last quarter of the steps, so that the test set chooses nothing. The tables have all learning rates. Intervals are
+95 %. That of an accuracy is Wilson's over prompts (qarl.evaluation.estimators), or Student's t over three or more seeds
+if that is wider. Arms are compared with a paired bootstrap over prompts, because all of them answer the same ones.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import json
 import re
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from harness import count
 
 from qarl.comparison.intervals import mean_interval
 from qarl.comparison.study import load_study
@@ -64,6 +67,7 @@ SECTIONS = (
 )  # of the configuration in a record
 RESAMPLES = 10_000
 TRAILING = 5  # steps per point of the training reward
+CURVES_AT_MOST = 6  # in a picture
 BEGIN, END = "<!-- made by tools/evidence.py figures -->", "<!-- end -->"
 
 
@@ -122,11 +126,11 @@ def show_ladder(options: argparse.Namespace) -> None:
             print(f"{path.relative_to(options.run)}, task {name}\n\n{ladder_table(rows)}\n")
 
 
-def identity(record: RunRecord, tag: str = "") -> Row:
-    """What a record is known by. The arm is the name of the run's directory without its seed."""
+def identity(record: RunRecord, tag: str = "", steps: int | None = None) -> Row:
+    """What a record is known by. The arm is the name of the run's directory without its seed. steps: default all."""
     config = record.config
     arm = re.sub(r"-seed\d+$", "", record.path.name) + (f"+{tag}" if tag else "")
-    size = {"steps": config.train.steps, "responses": config.responses_per_step}
+    size = {"steps": steps or config.train.steps, "responses": config.responses_per_step}
     return {"arm": arm, "lr": config.optim.lr, **size, "seed": config.train.seed}
 
 
@@ -146,13 +150,30 @@ def show_missing(options: argparse.Namespace) -> None:
     print(f"{len([key for key in wanted if key not in recorded])} of {len(wanted)} have no record")
 
 
-def make_record(record: RunRecord, tag: str = "") -> Row:
-    """One run as figures need it. `correct`: right samples per test prompt, in order."""
+def make_record(record: RunRecord, tag: str = "", steps: int | None = None) -> Row:
+    """Return one run as figures need it. `correct`: right samples per test prompt, in order.
+
+    Args:
+        record: The run.
+        tag: Added to the arm's name.
+        steps: Number of steps to use; None: all.
+
+    Raises:
+        UserError: The steps depend on `train.steps`, or there is no evaluation after the last one.
+    """
+    known = identity(record, tag, steps)
+    if steps and record.config.optim.schedule != "constant":
+        raise UserError(f"{record.path}: --steps: optim.schedule depends on train.steps; use runs with a constant rate")
+    found = [evaluation for evaluation in record.evaluations if evaluation["step"] <= known["steps"]]
+    if steps and not (found and found[-1]["step"] == steps):
+        after = ", ".join(str(evaluation["step"]) for evaluation in record.evaluations)
+        raise UserError(f"{record.path}: --steps: no evaluation after step {steps}; choose one of {after or 'none'}")
     environment = {k: v for k, v in record.environment.items() if k not in ("command", "host", "seed", "inputs")}
     config = record.config.model_dump(mode="json", exclude_none=True)
-    curves = {name: [_short(row.get(name)) for row in record.metrics] for name in CURVES}
+    metrics = [row for row in record.metrics if row["step"] <= known["steps"]]
+    curves = {name: [_short(row.get(name)) for row in metrics] for name in CURVES}
     evaluations = []
-    for evaluation in record.evaluations:
+    for evaluation in found:
         rows = sized_rows(record, record.path / "evaluations" / f"{evaluation['step']:06d}.jsonl")["test"]
         right: dict[int, int] = defaultdict(int)
         for row in rows:
@@ -162,11 +183,11 @@ def make_record(record: RunRecord, tag: str = "") -> Row:
         cut = statistics.fmean(row["finish_reason"] == "length" for row in rows)
         evaluations.append({"step": evaluation["step"], "correct": counts, "truncated_frac": _short(cut)})
     return {
-        **identity(record, tag),
+        **known,
         "samples": record.config.evaluation.samples,
         "environment": environment,
         "config": {name: config.get(name) for name in SECTIONS},
-        "families": [families[prompt] for prompt in sorted(families)] if record.evaluations else [],
+        "families": [families[prompt] for prompt in sorted(families)] if found else [],
         "evaluations": evaluations,
         "curves": {name: values for name, values in curves.items() if any(v is not None for v in values)},
     }
@@ -179,10 +200,10 @@ def _short(value: float | None) -> float | None:
 def write_records(options: argparse.Namespace) -> None:
     options.records.mkdir(parents=True, exist_ok=True)
     for run in (run for root in options.roots for run in find_runs(root)[0]):
-        if run.state != "finished":
+        if run.step < options.steps if options.steps else run.state != "finished":
             print(f"{run.path}: {run.state} at step {run.step} of {run.config.train.steps}; no record")
             continue
-        made = make_record(run, options.tag)
+        made = make_record(run, options.tag, options.steps)
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in made.items())
         path = options.records / "{arm}-{steps}x{responses}-lr{lr:g}-seed{seed}.json".format(**made)
         path.write_text("{\n" + lines + "\n}\n")
@@ -256,9 +277,15 @@ def percent(found: tuple[float, float, float], sign: str = "") -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def tables(groups: dict[Key, list[Row]], reference: str) -> list[str]:
-    """Markdown: accuracy and differences, accuracy by family, measurements of the steps."""
-    other = next((records for (arm, _), records in groups.items() if arm.partition("+")[0] == reference), None)
+def tables(groups: dict[Key, list[Row]], best: dict[str, list[Row]], reference: str) -> list[str]:
+    """Markdown: accuracy and differences, accuracy by family, measurements of the steps.
+
+    Args:
+        groups: Records by arm and learning rate.
+        best: Those of each arm's best learning rate.
+        reference: Arm whose best records the differences are taken from.
+    """
+    other = next((records for arm, records in best.items() if arm.partition("+")[0] == reference), None)
     results, families, measured = [], [], []
     for (arm, lr), records in groups.items():
         gap = percent(difference(records, other), "+") if other not in (None, records) else ""
@@ -277,23 +304,30 @@ def tables(groups: dict[Key, list[Row]], reference: str) -> list[str]:
     return [markdown(head, results), markdown(by_family, families), third]
 
 
-def charts(best: dict[str, list[Row]]) -> dict[str, Any]:
-    """Name of a picture -> chart, with one curve per arm."""
+def drawn(groups: dict[Key, list[Row]], best: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """Return the records of each curve by its label: all groups if they fit into a picture, else the best ones."""
+    if len(groups) > CURVES_AT_MOST:
+        return best
+    rates = Counter(arm for arm, _ in groups)
+    return {arm if rates[arm] == 1 else f"{arm}, lr {lr:g}": records for (arm, lr), records in groups.items()}
+
+
+def charts(shown: dict[str, list[Row]]) -> dict[str, Any]:
+    """Name of a picture -> chart, with one curve per entry of `shown` (label -> records)."""
     from qarl.report.blocks import Bar, BarChart, LineChart, Series
 
     def trailing(values: Sequence[float | None]) -> list[float | None]:
         parts = [[v for v in values[max(0, i - TRAILING + 1) : i + 1] if v is not None] for i in range(len(values))]
         return [statistics.fmean(part) if part else None for part in parts]
 
-    served, reward, minutes, mismatch, bars = [], [], [], [], []
-    for arm, records in best.items():
+    served, reward, mismatch, errors, bars = [], [], [], [], []
+    for arm, records in shown.items():
         steps = list(range(1, records[0]["steps"] + 1))
         found = [accuracy(records, i) for i in range(len(records[0]["evaluations"]))]
         at = [evaluation["step"] for evaluation in records[0]["evaluations"]]
         served.append(Series(arm, at, *([100 * f[i] for f in found] for i in range(3))))
-        smooth, seconds = trailing(steps_mean(records, "reward/mean")), steps_mean(records, "time/step_s")
-        reward.append(Series(arm, steps, smooth))
-        minutes.append(Series(arm, [sum(s or 0 for s in seconds[:i]) / 60 for i in steps], smooth))
+        reward.append(Series(arm, steps, trailing(steps_mean(records, "reward/mean"))))
+        errors.append(Series(arm, steps, trailing(steps_mean(records, "error_tokens/frac"))))
         mismatch.append(Series(arm, steps, steps_mean(records, "mismatch/delta_abs_mean")))
         bars.append(Bar(arm, *(100 * value for value in found[-1])))
     kept = f"Mean of {TRAILING} steps"
@@ -301,8 +335,8 @@ def charts(best: dict[str, list[Row]]) -> dict[str, Any]:
         "accuracy": LineChart("Test tasks answered", "step", "%, 95 % intervals", served),
         "final": BarChart("After the last step", "test tasks answered, %, 95 % intervals", bars),
         "reward": LineChart("Training reward", "step", kept.lower(), reward),
-        "minutes": LineChart("Training reward against time", "minutes of training steps", kept.lower(), minutes),
         "mismatch": LineChart("Mismatch of sampler and learner", "step", "mean |delta|, nats", mismatch, log_y=True),
+        "errors": LineChart("Error tokens", "step", f"fraction, {kept.lower()}", errors),
     }
 
 
@@ -335,11 +369,11 @@ def write_figures(options: argparse.Namespace) -> None:
     pictures = options.docs / "images"
     pictures.mkdir(parents=True, exist_ok=True)
     lines = [BEGIN, "", setting(records), ""]
-    for name, chart in charts(best).items():
+    for name, chart in charts(drawn(groups, best)).items():
         if has_data(chart):
             (pictures / f"evidence_{name}.png").write_bytes(png(chart))
             lines += [f"![{chart.title}](images/evidence_{name}.png)", ""]
-    for table in tables(groups, options.reference):
+    for table in tables(groups, best, options.reference):
         lines += [table, ""]
     page = options.docs / "results.md"
     text = page.read_text() if page.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
@@ -383,6 +417,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     missing.add_argument("--lr", type=float, nargs="+", help="default: those of the runs and records")
     record = command("record", write_records, "write the records of finished runs")
     record.add_argument("--tag", default="", help="added to the arms' names, for runs from another policy")
+    record.add_argument("--steps", type=count, help="use only these first steps; default: all, of finished runs")
     record.add_argument("roots", type=Path, nargs="+", help="folders of runs")
     figures = command("figures", write_figures, "write docs/results.md and its pictures")
     figures.add_argument("--docs", type=Path, default=ROOT / "docs")
