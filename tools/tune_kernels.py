@@ -24,13 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 import triton
 from kernel_bench.experts import MODELS as MIXTURES
 from kernel_bench.measure import Late, Stopwatch
 from kernel_bench.shapes import MODELS, TUNED, layers
-from kernel_bench.summary import geometric_mean
 from kernel_bench.tuned import (
     BACKWARD_TOKENS,
     PRODUCTS,

@@ -14,6 +14,7 @@ from qarl.config import load_config
 from qarl.config.yaml_io import dump_yaml, parse_yaml
 from qarl.config.yaml_nodes import DEPTH, NODES, YAML_BYTES
 from qarl.errors import UserError
+from qarl.utils.text import visible
 
 PLACE = re.compile(r"^t: (line \d+, column \d+: |has [\d,]+ characters|\S+: line \d+: )")
 SOON_S = 3.0  # takes 1 s on an idle machine
@@ -156,8 +157,10 @@ VALUES = st.deferred(lambda: SCALARS | st.lists(VALUES, max_size=3) | st.diction
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(TEXTS, VALUES, max_size=3))
 def test_what_is_written_is_read_back_as_it_was(data):
-    again = parse_yaml(dump_yaml(data), "t")
+    text = dump_yaml(data)
+    again = parse_yaml(text, "t")
     assert again == data and repr(again) == repr(data)
+    assert visible(text, keep_newlines=True) == text  # nothing in it drives a terminal
 
 
 SECTIONS = st.fixed_dictionaries(

@@ -34,13 +34,6 @@ def test_strings_that_look_like_something_else_are_quoted_for_both_yaml_versions
     assert yaml.safe_load(text) == {"key": value}
 
 
-def test_terminal_control_characters_are_written_as_escapes():
-    data = {"key": "a\u202eb é"}
-    text = dump_yaml(data)
-    assert text.isascii() and parse_yaml(text, "t") == data
-    assert "é" in dump_yaml({"key": "é"})
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

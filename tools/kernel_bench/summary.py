@@ -1,21 +1,14 @@
 """A short table from the rows of a run."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from statistics import geometric_mean
 from typing import Any
 
 from harness import aligned, heads
 from kernel_bench.shapes import FEW_ROWS, SCHEMES
 
 Row = dict[str, Any]
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Raises ValueError for no values, or one that is not positive."""
-    if not values or min(values) <= 0:
-        raise ValueError(f"a geometric mean needs positive values, not {list(values)[:5]}")
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def ratios(rows: Iterable[Row], *keys: str) -> list[Row]:
