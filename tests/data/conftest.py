@@ -1,7 +1,5 @@
 """The tokenizer of tiny models, without a model; a file whose tests need another one has its own."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """The calibration text: windows, prompts, seeds and what is refused."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

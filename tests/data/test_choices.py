@@ -1,7 +1,5 @@
 """Multiple-choice rows: letters in an order of the seed, the right one kept track of, and clear refusals."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Columns inside columns, by paths; and the fingerprint of what the rewards are given."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A prompt whose messages end with an assistant message is continued, and no prompt ends with a token of its end."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Files and sources that nobody would write on purpose: each is read, or is one line that names its place."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json

@@ -1,7 +1,5 @@
 """Chat rows and templates that nobody would write on purpose: each is a prompt, or one line that names the row."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """A chat template that does not end, or takes all memory, is one line; and the time that templates see is fixed."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Rows of files, directories and hub datasets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`build_examples`: which tokens of a row are prompt, response and trained on."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

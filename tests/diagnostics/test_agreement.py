@@ -1,7 +1,5 @@
 """An exact run says once where sampler and learner differ; other runs promise nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_runs import parts

@@ -1,7 +1,5 @@
 """What an FP8 backward does to a gradient: its numbers, and where it is refused."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

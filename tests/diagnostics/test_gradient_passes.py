@@ -1,7 +1,5 @@
 """The gradients of the precision split against independent losses, and that making them leaves no trace."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The probe: its numbers against independent ones, and that it leaves no trace in the run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

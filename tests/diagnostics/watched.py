@@ -1,7 +1,5 @@
 """What the tests of the probe and of its gradients share."""
 
-from __future__ import annotations
-
 import torch
 from tiny_runs import Parts, live
 

@@ -1,7 +1,5 @@
 """avg@k and pass@k against enumeration in exact fractions; intervals against published numbers and by simulation."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 

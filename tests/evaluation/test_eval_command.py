@@ -1,7 +1,5 @@
 """`qarl eval` as a user runs it: on a model, on a run, again, and with what cannot be."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """From the command line and the run's own section to what is evaluated."""
 
-from __future__ import annotations
-
 import pytest
 
 from qarl.config import Config, EvaluationConfig, ModelConfig, QuantConfig

@@ -1,7 +1,5 @@
 """Evaluating in process: batches and interruptions change nothing, and what is kept is whole."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Evaluations during training: what they leave, and that training does not notice them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The papers' sets: by hub name with a patched loader, and by local file with the same columns and template."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Random ragged log-probs, for the tests of the objectives."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -35,7 +33,7 @@ class Batch:
         columns = [x.detach().double().split(lengths) for x in (self.logp, self.logp_old, self.logp_sampler)]
         return [(*(column[i].tolist() for column in columns), float(self.advantages[i])) for i in range(len(lengths))]
 
-    def part(self, first: int, last: int) -> Batch:
+    def part(self, first: int, last: int) -> "Batch":
         """The responses from `first` up to `last`, which share storage (and gradient) with this batch."""
         lengths = self.segments.lengths.tolist()
         start, stop = sum(lengths[:first]), sum(lengths[:last])
@@ -49,7 +47,7 @@ class Batch:
 
 def random_batch(
     lengths: list[int], advantages: list[float], spread: float, seed: int = 0, dtype: torch.dtype = torch.float64
-) -> Batch:
+) -> "Batch":
     """Log-probs in which l - o, o - b, q - l and ref - l are normal with standard deviation `spread`."""
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)

@@ -1,7 +1,5 @@
 """The built objective: independent of the cut into micro-batches, finite at every edge, clear about what it needs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

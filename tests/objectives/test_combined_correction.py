@@ -1,7 +1,5 @@
 """Importance weights, rules and veto as one weight per token, and their statistics."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

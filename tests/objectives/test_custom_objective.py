@@ -1,7 +1,5 @@
 """A user's own objective: its interface is that of the built-in ones, and each of its faults is one line."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every objective with every option, against a plain-Python transcription of its formula: value and gradient."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tokens outside the learner's truncated distribution: every objective and correction against the transcription."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -3,8 +3,6 @@
 The file names their functions and commits. Both divide by counts plus 1e-8 in places, which is the tolerance.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

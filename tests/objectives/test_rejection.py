@@ -1,7 +1,5 @@
 """Rules and veto: which responses stay."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ What the program treats as a constant in the backward (weights, stop-gradients) 
 at the point of differentiation; `l` alone is moved by finite differences.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Pools of the functions of `ordered`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ An answer without a box stands for the box's content as well: `test_math_cases` 
 
 # ruff: noqa: RUF001 (characters that look like ASCII are meant)
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 Row: TypeAlias = tuple[Any, ...]  # a ground truth, the right score, and answers that have it

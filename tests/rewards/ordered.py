@@ -1,7 +1,5 @@
 """Reward functions that do what the completions order, and what tests of their pool ask."""
 
-from __future__ import annotations
-
 import time
 
 from qarl.rewards import RewardPool

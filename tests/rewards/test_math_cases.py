@@ -5,8 +5,6 @@ Right answers must score 1 in every notation, and wrong ones 0.
 
 # ruff: noqa: RUF001 (characters that look like ASCII are meant)
 
-from __future__ import annotations
-
 import random
 import time
 import weakref

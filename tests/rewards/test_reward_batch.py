@@ -1,7 +1,5 @@
 """What a batch asks, in which order and for how long, with a clock of its own and no process."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

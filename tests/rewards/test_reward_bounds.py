@@ -1,7 +1,5 @@
 """Modules that do not load, and the bounds of memory and output."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The built-in rewards, called as functions."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 
 import pytest

@@ -1,7 +1,5 @@
 """The reward `code`: tests of both kinds, forms of published data sets, and a sandbox that holds."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

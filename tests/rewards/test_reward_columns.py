@@ -1,7 +1,5 @@
 """What functions are given beside the completions: token ids, and rows whose answer is not there."""
 
-from __future__ import annotations
-
 import pytest
 
 from qarl.config.reward import RewardConfig

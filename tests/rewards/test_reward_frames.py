@@ -1,7 +1,5 @@
 """What crosses between the pool and its workers, mutated and cut."""
 
-from __future__ import annotations
-
 import json
 import random
 import struct

@@ -1,7 +1,5 @@
 """Reward functions that do to their worker what they can: scored 0 and counted, and the others' scores are right."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pool: order and sums of scores, what a failure costs, and what is printed."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Reward functions that return None for rows, which skips those rows."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Reward workers that hang, die, are interrupted or lose their parent."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """Python for `tiny_runs.Qarl.run(before=...)` that kills a run or its sampler, and the metrics that repeat."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run warns of: shares that stay above a half, once each, and exponents that were clamped."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

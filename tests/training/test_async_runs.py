@@ -1,7 +1,5 @@
 """Whole runs with asynchronous rollouts, whose sampler has its own process: equality, kills, restarts, replay."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a user can get wrong: `qarl train` says it in one line, exits 2, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The estimated times of sampling and learning, against formulas written out by hand and a measured run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

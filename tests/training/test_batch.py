@@ -1,7 +1,5 @@
 """From rollouts to minibatches and micro-batches."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

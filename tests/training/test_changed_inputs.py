@@ -1,7 +1,5 @@
 """A run goes on from a checkpoint only with the inputs it had, and says which of them changed, unless it may have."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

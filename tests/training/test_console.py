@@ -1,7 +1,5 @@
 """What the console prints, and never lets through."""
 
-from __future__ import annotations
-
 import io
 import os
 import threading

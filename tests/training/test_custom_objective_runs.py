@@ -1,7 +1,5 @@
 """Runs with an objective of the user's own: the example trains, resumes with its source, and a fault is one line."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

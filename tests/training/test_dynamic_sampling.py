@@ -1,7 +1,5 @@
 """Dynamic sampling: groups whose rewards are equal are replaced, within a bound, and the step keeps its size."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given, settings

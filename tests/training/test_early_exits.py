@@ -1,7 +1,5 @@
 """Code that a run calls ends the process early: the exit code says so, and no finished step is lost."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

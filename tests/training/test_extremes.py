@@ -1,7 +1,5 @@
 """What the configuration accepts trains: two steps with every number at its top, and at its bottom."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs that start from the codes of GPTQ or AWQ."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The learner: whose log-probs, which gradient, when a step is taken, and that it learns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

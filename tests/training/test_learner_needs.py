@@ -1,7 +1,5 @@
 """What objectives ask of the learner (shadow, reference, entropy, constants), and numerics that the sections choose."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

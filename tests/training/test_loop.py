@@ -1,7 +1,5 @@
 """Whole runs: what they print and leave, stopping, going back, going on, and disks that refuse."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The dynamic loss scale follows torch's GradScaler, survives a checkpoint, and is named when a run gives up."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ The device here is torch's `meta`: its tensors have no values, so that whatever 
 `tests/gpu/test_gpu_no_sync.py` has whole micro-batches on a GPU.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterator

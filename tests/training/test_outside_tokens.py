@@ -1,7 +1,5 @@
 """Tokens that fall out of the learner's truncated set after an update: what they drop in a minibatch, and warnings."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

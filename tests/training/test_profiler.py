@@ -1,7 +1,5 @@
 """A profiled step: its trace, its page, that it changes no bit, and what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Whole runs from quantized checkpoints: version 0, exactness, interruption, and two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each recipe, shrunk to a tiny model of its family, runs two steps on a file of its data set's published schema."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """metrics.jsonl, rollouts and trackers."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

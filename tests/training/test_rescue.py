@@ -1,7 +1,5 @@
 """An exception anywhere in the loop loses no finished step: one fault at every place of it, and then the run again."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

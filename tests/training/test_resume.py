@@ -1,7 +1,5 @@
 """A run that was stopped anywhere, and resumed with the same command, leaves what an undisturbed one leaves."""
 
-from __future__ import annotations
-
 import random
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs whose rewards read nested answers and token counts, and whose reward file cannot be loaded."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

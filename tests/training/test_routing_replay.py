@@ -1,7 +1,5 @@
 """Routing replay and the losses of routers, on a tiny mixture: what is replayed where, and what gradients follow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

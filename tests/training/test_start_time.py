@@ -1,7 +1,5 @@
 """The time that chat templates see is that of a run's first start: on all ranks, and in every later start."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from datetime import datetime

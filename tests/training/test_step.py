@@ -1,7 +1,5 @@
 """The RL step on its own: its order, what it tells observers, and the decisions it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

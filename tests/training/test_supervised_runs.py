@@ -1,7 +1,5 @@
 """`qarl sft` and `qarl distill`: loss and gradient beside transformers, whole runs, kills, ranks, held-out loss."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run directory, or a part of it, that disappears or turns into something else under a run: one line, no hang."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

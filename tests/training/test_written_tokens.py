@@ -1,7 +1,5 @@
 """Tokens that the policy did not write (tool outputs): in the forward, and in no loss, ratio, statistic or sum."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain, compress
 

@@ -1,7 +1,5 @@
 """Tiny configurations, the parts of a run without its reward workers, and whole runs in processes of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,7 +141,7 @@ class Started:
     def __init__(self, fork: Fork, out: Path, err: Path) -> None:
         self._fork, self.pid, self._out, self._err = fork, fork.pid, out, err
 
-    def wait(self) -> Finished:
+    def wait(self) -> "Finished":
         code = self._fork.wait()
         return Finished(code, self._out.read_text(errors="replace"), self._err.read_text(errors="replace"))
 

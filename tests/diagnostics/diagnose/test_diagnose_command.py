@@ -1,7 +1,5 @@
 """`qarl diagnose` on real runs of a tiny model."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """The reading: healthy numbers say so, each failure mode is named, and nothing is judged that was not measured."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Rollouts as tensors: what is read, and what a user is told where something is missing or damaged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
