@@ -1,7 +1,6 @@
 """Columns inside columns, by paths; and the fingerprint of what the rewards are given."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -51,34 +50,6 @@ def test_a_path_leads_to_a_field_and_a_name_with_dots_comes_first(path):
 def test_a_path_that_leads_nowhere_says_what_is_there(path):
     with pytest.raises(NoField, match=NO_FIELDS[path]):
         field_of(ROW, path)
-
-
-def test_every_path_of_a_random_tree_leads_to_its_value():
-    rng = random.Random(0)
-
-    def tree(depth: int):
-        match rng.randrange(4 if depth < 5 else 1):
-            case 0:
-                return rng.random()
-            case 1:
-                return [tree(depth + 1) for _ in range(rng.randrange(3))]
-            case _:
-                return {f"k{i}": tree(depth + 1) for i in range(rng.randrange(4))}
-
-    def paths(value, path: tuple[str, ...]):
-        yield path, value
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        for key, item in items:
-            yield from paths(item, (*path, str(key)))
-
-    count = 0
-    for _ in range(200):
-        row = {f"c{i}": tree(0) for i in range(3)}
-        for path, value in paths(row, ()):
-            if path:
-                count += 1
-                assert field_of(row, ".".join(path)) is value
-    assert count > 1000
 
 
 def test_a_row_without_the_field_is_named(tmp_path, tokenizer):

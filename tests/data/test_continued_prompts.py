@@ -79,27 +79,6 @@ def test_a_final_message_of_another_kind_or_without_text_begins_a_turn(name):
         assert rendered(template, [*messages, {"role": "assistant", "content": blank}]) == expected
 
 
-def test_a_dropped_thought_is_refused_even_if_an_earlier_message_has_its_text():
-    thought = "12 </think> 13"
-    messages = [{"role": "user", "content": thought}, {"role": "assistant", "content": thought}]
-    assert rendered(ChatTemplate(tokenizer_with(HEADERS["answers"][0])), messages) is None
-
-
-def test_rows_are_continued_or_not_each_by_its_own(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        '{"prompt": "a"}\n'
-        '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Let me think. <think>"}]}\n'
-        '{"prompt": [{"role": "system", "content": "a"}]}\n'
-    )
-    prompts, _ = build_prompts(DataConfig(source=str(path)), tokenizer_with(HEADERS["plain"][0]), 1000, 1)
-    assert [prompt.text for prompt in prompts] == [
-        "<|user|>a\n<|assistant|>",
-        "<|user|>a\n<|assistant|>Let me think. <think>",
-        "<|system|>a\n<|assistant|>",
-    ]
-
-
 # --- special tokens
 
 WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<x>": 3, "a": 4, "b": 5}
@@ -126,25 +105,20 @@ def added(before: list[str], after: list[str]) -> processors.PostProcessor:
 @pytest.fixture(scope="module")
 def adding() -> dict[str, tuple[PreTrainedTokenizerFast, list[int]]]:
     """Tokenizers, and what each adds in front."""
-    some = [[], ["<s>"], ["<x>"], ["<s>", "<x>"], ["<s>", "<s>"]]
-    ends = [[], ["</s>"], ["<x>"], ["<x>", "</s>"], ["</s>", "</s>"]]
     found = {
         f"{' '.join(before)} A {' '.join(after)}": (processed(added(before, after)), [WORDS[name] for name in before])
-        for before, after in [*zip(some, ends, strict=True), *zip(some, ends[::-1], strict=True)]
+        for before, after in (([], []), (["<s>"], ["</s>"]), (["<s>", "<x>"], ["<x>", "</s>"]))
     }
     pieces = [processors.ByteLevel(), added(["<s>"], ["</s>"])]
-    pair = (("</s>", 2), ("<s>", 1))
     found |= {
         "none": (processed(None), []),
-        "roberta": (processed(processors.RobertaProcessing(*pair)), [1]),
-        "bert": (processed(processors.BertProcessing(*pair)), [1]),
+        "bert": (processed(processors.BertProcessing(("</s>", 2), ("<s>", 1))), [1]),
         "sequence": (processed(processors.Sequence(pieces)), [1]),
     }
-    for bos in (False, True):
-        for eos in (False, True):
-            llama = LlamaTokenizer(vocab={**WORDS, "▁": 6}, merges=[], add_bos_token=bos, add_eos_token=eos)
-            llama.chat_template = found["none"][0].chat_template
-            found[f"llama {bos} {eos}"] = (llama, [1] if bos else [])
+    for bos, eos in ((True, True), (False, True)):
+        llama = LlamaTokenizer(vocab={**WORDS, "▁": 6}, merges=[], add_bos_token=bos, add_eos_token=eos)
+        llama.chat_template = found["none"][0].chat_template
+        found[f"llama {bos} {eos}"] = (llama, [1] if bos else [])
     return found
 
 

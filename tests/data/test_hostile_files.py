@@ -2,9 +2,7 @@
 
 import datetime
 import decimal
-import json
 import os
-import random
 import uuid
 
 import numpy
@@ -18,7 +16,6 @@ from qarl.data.sources import load_rows
 from qarl.data.tasks import generate
 from qarl.data.values import NotPlain, plain
 from qarl.errors import UserError
-from qarl.rewards.frames import Frames, frame, pack, unpack
 
 
 def one_line(error: BaseException) -> bool:
@@ -32,30 +29,21 @@ def nested(levels: int) -> str:
 # file name -> content, and what the line says; None: it is read
 FILES: dict[str, tuple[str, bytes, str | None]] = {
     "a lone surrogate": ("a.jsonl", b'{"prompt": "ok"}\n{"prompt": "\\ud800"}', "line 2: .*lone surrogate"),
-    "a surrogate in a name": ("a.json", rb'[{"\udfff": 1}]', "lone surrogate"),
     "a pair of surrogates": ("a.jsonl", rb'{"prompt": "\ud83d\ude00"}', None),
     "an integer of 5,000 digits": ("a.jsonl", b'{"prompt": "p", "answer": %s}' % (b"7" * 5000), "line 1: the integer"),
-    "text of 5,000 digits": ("a.jsonl", b'{"prompt": "p", "answer": "%s"}' % (b"7" * 5000), None),
-    "an integer of 40 digits": ("a.jsonl", b'{"prompt": "p", "answer": %s}' % (b"7" * 40), None),
     "a float beyond floats": ("a.jsonl", b'{"prompt": "p", "answer": 1e999}', "line 1: the number 1e999"),
-    "1,000 levels": ("a.jsonl", b'\n{"prompt": %s}' % nested(1000).encode(), "line 2: nested deeper than 64"),
     "100,000 levels": ("a.json", b'[{"prompt": %s}]' % nested(100_000).encode(), "nested deeper than 64"),
     "60 levels": ("a.jsonl", b'{"prompt": "p", "x": %s}' % nested(60).encode(), None),
-    "NUL in a csv": ("a.csv", b"prompt,answer\na\0b,1\n", None),
-    "a csv cell of a million characters": ("a.csv", b"prompt\n" + b"x" * 10**6 + b"\n", None),
-    "a csv answer of 5,000 digits": ("a.csv", b"prompt,answer\na," + b"7" * 5000 + b"\n", None),
     "a csv of NUL bytes": ("a.csv", bytes(5000), "no rows"),
     "a csv in UTF-16": ("a.csv", "prompt\nhallo\n".encode("utf-16"), "not UTF-8 text .line 1, byte 0xff at 0"),
+    "an integer of 40 digits": ("a.jsonl", b'{"prompt": "p", "answer": %s}' % (b"7" * 40), None),
     "a csv of 2,000 columns": ("a.csv", b",".join(b"c%d" % i for i in range(2000)), "more than 1,000 columns"),
     "a json of other objects each": (
         "a.jsonl",
         b"\n".join(b'{"k%d": 1}' % i for i in range(3000)),
         "more than 1,000 columns",
     ),
-    "latin-1": ("a.jsonl", b'{"prompt": "ok"}\n{"prompt": "\xe4"}', "line 2: not UTF-8 text .byte 0xe4"),
-    "a truncated line": ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "', "line 2: not valid JSON .column 12"),
     "a byte order mark": ("a.jsonl", b'\xef\xbb\xbf{"prompt": "a"}', None),
-    "duplicate keys": ("a.jsonl", b'{"prompt": "a", "prompt": "b"}', None),
     "NaN": ("a.jsonl", b'{"prompt": "a", "score": NaN}', None),
 }
 
@@ -74,61 +62,12 @@ def test_a_file_is_read_or_refused_in_one_line(tmp_path, tokenizer, name):
     assert one_line(caught.value) and str(tmp_path / file) in str(caught.value)
 
 
-PUT_IN = [b"[" * 300, b"{", b'"', b"9" * 5000, b"\0", b"\xff", rb"\ud800", b"\r", b"NaN", b"1e999", b","]
-
-
-@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv", ".parquet"])
-def test_mutated_files_are_rows_or_one_line(tmp_path, suffix):
-    """Bits flipped, bytes cut out and put in, ends cut off, of each format: rows that can be handed on, or one line."""
-    rows = [{"prompt": f"what is {i}?", "answer": str(i), "info": {"a": [i, None, 0.5]}} for i in range(20)]
-    good = tmp_path / f"good{suffix}"
-    if suffix == ".json":
-        good.write_text(json.dumps(rows, indent=1))
-    elif suffix == ".jsonl":
-        good.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif suffix == ".csv":
-        good.write_text("prompt,answer\n" + "".join(f'"{row["prompt"]}",{row["answer"]}\n' for row in rows))
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), good)
-    rng, path, read = random.Random(suffix), tmp_path / f"a{suffix}", 0
-    for _ in range(150):
-        data = bytearray(good.read_bytes())
-        for _ in range(rng.choice([1, 1, 1, 3, 10])):
-            place = rng.randrange(len(data) or 1)
-            data = data or bytearray(b" ")
-            match rng.randrange(4):
-                case 0:
-                    data[place] ^= 1 << rng.randrange(8)
-                case 1:
-                    del data[place : place + rng.randrange(1, 9)]
-                case 2:
-                    data[place:place] = rng.choice(PUT_IN)
-                case _:
-                    del data[place + 1 :]
-        path.write_bytes(data)
-        try:
-            found = load_rows(DataConfig(source=str(path)))
-        except UserError as error:
-            assert one_line(error) and str(path) in str(error), error
-            continue
-        read += 1
-        for row in found:
-            frames = Frames()
-            frames.feed(frame(pack(row)))
-            assert repr(unpack(frames.next())) == repr(row)
-    assert 0 < read < 150
-
-
 ODD_COLUMNS = {
     "date": (datetime.date(2026, 2, 3), "2026-02-03"),
-    "time": (datetime.datetime(2026, 2, 3, 4, 5, 6, 7), "2026-02-03T04:05:06.000007"),
-    "zone": (datetime.datetime(2026, 2, 3, tzinfo=datetime.UTC), "2026-02-03T00:00:00+00:00"),
-    "clock": (datetime.time(1, 2), "01:02:00"),
     "span": (datetime.timedelta(days=1, seconds=5), "1 day, 0:00:05"),
     "decimal": (decimal.Decimal("3.10"), "3.10"),
     "bytes": (b"\0\xff", "AP8="),
     "nested bytes": ({"image": {"bytes": b"\xff", "path": None}}, {"image": {"bytes": "/w==", "path": None}}),
-    "struct": ({"ground_truth": "5"}, {"ground_truth": "5"}),
 }
 
 
@@ -173,21 +112,10 @@ def test_plain_values_stay_and_others_are_refused():
 
 
 ODD_OPTIONS = [
-    {"size": 10**9},
     {"size": 10**5000},
-    {"size": True},
-    {"terms": 10**9},
-    {"digits": 10**9},
     {"min": 10**200},
     {"digits": 100, "terms": 50},
-    {"max": 10**5000},
-    {"max": 3.5},
-    {"seed": 10**5000},
-    {"seed": None},
-    {"size": "\ud800"},
     {"operations": {"+": 1}},
-    {"operations": [None]},
-    {"operations": "\x1b"},
     {"\ud800": 1},
     {"operations": [[]]},
 ]

@@ -1,7 +1,6 @@
 """Chat rows and templates that nobody would write on purpose: each is a prompt, or one line that names the row."""
 
 import json
-import random
 
 import pyarrow
 import pyarrow.parquet
@@ -23,8 +22,6 @@ CONVERSATIONS = {
         [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
         "<|user|>a\nb\n<|assistant|>",
     ),
-    "parts without a type": ([{"role": "user", "content": [{"text": "a"}]}], "<|user|>a\n<|assistant|>"),
-    "parts that are text": ([{"role": "user", "content": ["a", "b"]}], "<|user|>a\nb\n<|assistant|>"),
     "no parts": ([{"role": "user", "content": []}], "<|user|>\n<|assistant|>"),
     "extra keys": ([{"role": "user", "content": "a", "name": "Bo", "id": 7, "x": None}], "<|user|>a\n<|assistant|>"),
     "null content of a tool call": (
@@ -36,14 +33,10 @@ REFUSED_CONVERSATIONS = {
     "null content": ([{"role": "user", "content": None}], r"message 0 of `prompt` \(user\) has no content \(null\)"),
     "no content": ([{"role": "user", "content": "a"}, {"role": "user"}], r"message 1 of .* \(user\) has no content"),
     "no role": ([{"content": "a"}], "expected text or a list of {role, content} messages"),
-    "a null role": ([{"role": None, "content": "a"}], "message 0 of `prompt`: its role is null"),
     "a role that is a list": ([{"role": ["user"], "content": "a"}], "its role is list"),
     "an image": ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "a part that is str 'image'; only"),
-    "a null part": ([{"role": "user", "content": [None]}], "a part that is null"),
     "a part with null text": ([{"role": "user", "content": [{"type": "text", "text": None}]}], "only text parts"),
     "a number": ([{"role": "user", "content": 5}], "its content is int 5"),
-    "an object": ([{"role": "user", "content": {"a": 1}}], "its content is dict"),
-    "a list of lists": ([[1], [2]], "`prompt` is list"),
     "an empty list": ([], "`prompt` is list"),
     "null": (None, "`prompt` is null, expected text or a list of messages; drop the row"),
     "an object alone": ({"role": "user", "content": "a"}, "`prompt` is dict"),
@@ -88,15 +81,10 @@ def test_a_table_of_messages_has_every_key_in_every_message(tmp_path, build):
 
 TEMPLATES = {
     "TypeError": "{{ messages[0]['content'] + 1 }}",
-    "ZeroDivisionError": "{{ 1 / 0 }}",
     "undefined": "{{ nothing.here }}",
     "raised": "{{ raise_exception('a\n\x1b[31mb') }}",
     "syntax": "{% for %}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "too much": "{{ 'x' * 20000000 }}",
-    "overflow": "{{ 'x' * 10 ** 30 }}",
-    "key": "{{ {}['a']['b'] }}",
-    "not a text": "{{ messages[0]['content'].nope() }}",
     "surrogate": "{{ '\\ud800' }}",
 }
 
@@ -119,28 +107,6 @@ SPECS = [
 def test_a_template_that_asks_for_width_or_more_than_columns_is_refused(template, build):
     with pytest.raises((ValidationError, UserError)):
         build({"prompt": "p", "n": 999999999}, prompt_template=template)
-
-
-def test_random_templates_fill_or_are_refused(build):
-    rng = random.Random(0)
-    row = {"prompt": "p" * 1000, "n": -3, "f": 0.1, "l": [1], "d": {"a": 1}, "z": None}
-    pieces = [
-        *"{}nfldz:ds%,x\0 ",
-        *["{{", "}}", "prompt", "!r", "!s", "!x", ">9", "999999999999", ".3", ".a", "[0]", "\ud800"],
-    ]
-    pieces += ["{prompt}", "{n}", "{f:.2f}", "{z!r:>4}"]
-    filled = 0
-    for _ in range(1000):
-        template = "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 7)))
-        keys = {"prompt_template": template, "chat_template": False, "max_prompt_length": 10**4}
-        try:
-            prompts = build(row, context=10**7, **keys)
-        except (ValidationError, UserError) as error:
-            assert isinstance(error, ValidationError) or one_line(error), error
-            continue
-        filled += 1
-        assert prompts[0].text == template.format(**row)
-    assert filled > 50
 
 
 def test_a_template_that_multiplies_a_long_prompt_is_refused(build):

@@ -108,15 +108,6 @@ def test_length_filter_counts_each_reason(tokenizer, source):
     )
 
 
-def test_prompt_of_no_tokens_is_dropped_and_counted(source):
-    tokens = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    bare = PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="<unk>")
-    rows = source({"prompt": ""}, {"prompt": "a"})
-    prompts, report = build(bare, source=rows, chat_template=False)
-    assert ([prompt.id for prompt in prompts], report.empty) == ([1], 1)
-
-
 def fails(message: str):
     return pytest.raises(UserError, match=message)
 

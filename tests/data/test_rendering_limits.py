@@ -19,19 +19,14 @@ from qarl.errors import UserError
 LOOP = "{% for i in range(100000) %}"
 ENDLESS = {
     "loops": LOOP * 3 + "{% endfor %}" * 3,
-    "a filtered loop": LOOP + "{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
-    "loops over messages": "{% for a in messages[0].content %}" * 6 + "x" + "{% endfor %}" * 6,
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "a power": "{{ (messages[0].content | length) ** (10 ** 9) }}",
-    "a folded power": "{{ 10 ** (10 ** 10) }}",
     "a recursive loop": "{% for m in [1, 1] recursive %}{{ loop([m, m]) if loop.depth < 60 }}{% endfor %}",
 }
 LARGE = {
     "doubled text": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "doubled blocks": "{% macro f(n) %}{% if n %}{% set x %}{{ f(n - 1) }}{% endset %}{{ x }}{{ x }}"
     "{% else %}{{ 'x' * 1000 }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "a long list": "{{ (range(100000) | list) * (messages | length * 100000) }}",
-    "padding": "{{ messages[0].content.ljust(10 ** 10) }}",
     "replacement": "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
 }
 

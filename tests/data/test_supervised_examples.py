@@ -76,12 +76,6 @@ def test_prompts_are_those_of_sampling(build, section, tokenizer):
     assert [parts(tokenizer, p)[1] for p in prompts] == ["4\n", "6\n"]
 
 
-def test_a_completion_of_messages_is_trained_on_and_its_prompt_is_not(build, tokenizer):
-    prompts, _ = build([{"prompt": TURNS[:3], "completion": TURNS[3:]}], PLAIN)
-    before, after, trained = parts(tokenizer, prompts[0])
-    assert "<|assistant|>4" in before and trained == after == "6\n"
-
-
 def test_without_a_chat_template_the_completion_follows_the_prompt_and_ends(build, tokenizer):
     row = {"prompt": "2+2=", "answer": "4"}
     prompts, _ = build([row], chat_template=False, response="answer")
@@ -127,12 +121,6 @@ def test_responses_that_do_not_end_are_reported(build, tokenizer):
     assert "1 do not end with an end-of-sequence token" in build(rows, CHATML, longest=20)[1].summary()
     assert build(rows, CHATML, stops=[tokenizer.convert_tokens_to_ids(">")])[1].endless == 0
     assert build(rows, chat_template=False)[1].endless == 0
-
-
-def test_cutting_can_leave_nothing_to_learn(build):
-    """Context after the first turn is not a reason to keep a row; a row always begins with a trained token."""
-    prompts, _ = build([{"messages": TURNS}], PLAIN, longest=1)
-    assert prompts[0].response.token_ids and prompts[0].response.written is None
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,8 @@ def test_arithmetic_digits_bound_the_operands(digits, low, high):
     ("options", "message"),
     [
         ({"size": 0}, r"data.task.size: must be an integer of at least 1, got 0"),
-        ({"size": "many"}, r"data.task.size.*'many'"),
-        ({"seed": 1.5}, r"data.task.seed"),
         ({"terms": 1}, r"data.task.terms: must be an integer of at least 2"),
         ({"operations": ["/"]}, r"data.task.operations.*\['/'\]"),
-        ({"operations": []}, r"data.task.operations"),
         ({"operations": "+"}, r"data.task.operations"),
         ({"min": -1}, r"data.task.min"),
         ({"min": 5, "max": 4}, r"data.task.max: must be an integer of at least min = 5, got 4"),
