@@ -1,7 +1,6 @@
 """Hostile YAML is refused in one line with its place, within seconds; accepted YAML is read back unchanged."""
 
 import math
-import random
 import re
 import time
 
@@ -116,31 +115,6 @@ def test_uses_of_an_alias_are_copies_and_the_first_of_several_merges_wins():
     assert data["c"] == data["d"] == {"b": [1]}
     text = "a: &a {k: 1, l: 1}\nb: &b {k: 2, m: 2}\nc: {m: 3, <<: [*a, *b]}"
     assert parse_yaml(text, "t")["c"] == {"k": 1, "l": 1, "m": 3} == yaml.safe_load(text)["c"]
-
-
-def test_mutated_texts_are_read_or_refused_on_one_line():
-    """Random edits of a configuration that uses every feature of YAML."""
-    rng = random.Random(14)
-    seed = (
-        "%YAML 1.1\n---\na: &x {b: [1, 2.5e-3, ~], \"c\\u00e9\": 'd'}\ne: *x\nf:\n  - |\n   g\n  - >-\n   h i\n"
-        '? j\n: !!str 1\nk: {<<: *x, l: "\\x41"}  # m\n'
-    )
-    pieces = [*"[]{}\n\t\"'|>%#,\\\0\x85\u2028\ufeff\udcff", "&x ", "*x ", "*y ", "!!int ", "!!binary ", "<<: ", "? "]
-    pieces += [": ", "- ", "---\n", "...", r"\ud800", r"\U0011FFFF", "1e999", ".inf", "!<", "!e!", "9" * 30]
-    accepted = 0
-    for _ in range(1500):
-        text = seed
-        for _ in range(rng.randint(1, 6)):
-            at = rng.randrange(len(text) + 1)
-            cut = rng.choice([0, 0, 1, 5])
-            text = text[:at] + rng.choice(pieces) * rng.choice([1, 1, 1, 40]) + text[at + cut :]
-        try:
-            parse_yaml(text, "t")
-            accepted += 1
-        except UserError as error:
-            lines = str(error).splitlines()
-            assert all(line.startswith("t: ") for line in lines) and len(lines) <= 21, text
-    assert 50 < accepted < 1450
 
 
 CHARACTERS = "a \n\r\t\\\"':#-{}[&*!|>%@`,?~=<0.e_é"

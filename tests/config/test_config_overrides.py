@@ -1,7 +1,6 @@
 """`key.path=value` on the command line."""
 
 import os
-import random
 
 import pytest
 
@@ -61,24 +60,6 @@ def test_an_override_that_cannot_be_applied_is_refused_on_one_line(load, overrid
     line = str(caught.value)
     assert line.startswith("command line: ") and message in line, line
     assert "\n" not in line and len(line) < 500
-
-
-def test_random_overrides_are_applied_or_one_line_each(load):
-    rng = random.Random(9)
-    keys = ["train", "steps", "reward", "functions", "weight", "data", "task", "options", "logging", "wandb", "project"]
-    keys += ["a", "", " ", "0", "00", "-1", "²", "k" * 300, "\u202e", "\0"]
-    values = ["1", "[", "{}", "null", "[1]", "{a: 1}", "x", "", "=", "&a [*a]", "1e999", "9" * 30, "- 1", "!!int x"]
-    for _ in range(700):
-        overrides = [
-            ".".join(rng.choices(keys, k=rng.randint(1, 5))) + rng.choice(["=", "=", "=", ""]) + rng.choice(values)
-            for _ in range(rng.randint(1, 3))
-        ]
-        try:
-            load(*overrides)
-        except UserError as error:
-            lines = str(error).splitlines()
-            assert 1 <= len(lines) <= 21 and all(len(line) < 700 for line in lines), overrides
-            assert all(": " in line for line in lines), overrides
 
 
 def test_an_override_of_one_use_of_an_alias_leaves_the_others(minimal):

@@ -3,10 +3,9 @@
 import pytest
 import yaml
 
-from qarl.config import load_config
+from qarl.config import Config, load_config
 from qarl.config.yaml_io import dump_yaml, parse_yaml
 from qarl.errors import UserError
-from qarl.memory.sizes import decide_sizes
 
 SCALARS = {
     **{"1e-6": 1e-6, "1E6": 1e6, "-2.5e+3": -2500.0, ".5": 0.5, "1.": 1.0, "1.0e-06": 1e-6, ".inf": float("inf")},
@@ -58,37 +57,5 @@ def test_a_path_must_be_a_file_and_an_empty_section_means_its_defaults(minimal):
     assert load_config(minimal).quant.scheme == "w4a16"
 
 
-OWN_TASK = "{name: own, data: {source: 'task:arithmetic'}, reward: [{name: exact}]}"
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        ["optim={name: muon, lr: 3e-7}", "objective.name=gspo", "quant.scheme=w8a8"],
-        ["quant.ignore=[lm_head, 're:.*o_proj']", "logging.wandb={project: 'no'}", "rollout.stop=['1e-6', \"\\n\"]"],
-        ["reward.functions=[{name: math, options: {a: [1, {b: null}]}}, {name: 'x.py:f', weight: 0}]"],
-        ["rollout.engine=vllm", "rollout.vllm={device: 1, publish: delta, args: {a: [null, {y: 1.5}]}}"],
-        ["objective={name: dapo, loss: no_clip, kl_coef: 0.1}", "correction={preset: geo_rs_token_tis, veto: 1e-4}"],
-        ["objective={name: gspo, dvp_rho: 2.26e-6}", "correction.preset=bypass_k3_rs"],
-        ["quant.learner=full_precision", "model.learner_dtype=float16", "optim.master_dtype=bfloat16"],
-        ["diagnostics.crossings_every=5", "logging.rollout_tensors=false"],
-        ["evaluation={every: 2, tasks: [{preset: gsm8k, path: /a/b.jsonl}, " + OWN_TASK + "]}"],
-    ],
-    ids=str,
-)
-def test_to_yaml_loads_back_to_an_equal_config_from_any_file_name(load, reloaded, overrides):
-    config = load(*overrides)
-    assert reloaded(config) == config
-
-
-def test_to_yaml_shows_every_section_and_default(load):
-    text = yaml.safe_load(load().to_yaml())
-    assert " ".join(text) == (
-        "model quant rollout data reward objective correction optim train distributed checkpoint evaluation "
-        "diagnostics logging"
-    )
-    assert text["quant"]["group_size"] == 128
-    assert text["rollout"]["max_batched_tokens"] is None  # until the device is known
-    decided = yaml.safe_load(decide_sizes(load(), "cpu").to_yaml())
-    assert decided["rollout"]["max_batched_tokens"] == 512
+def test_to_yaml_shows_every_section(load):
+    assert list(yaml.safe_load(load().to_yaml())) == list(Config.model_fields)

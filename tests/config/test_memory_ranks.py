@@ -14,7 +14,7 @@ from qarl.distributed.rows import RowPlan, most_rows, row_unit
 from qarl.memory import estimate as memory
 from qarl.memory import gathers as memory_gathers
 from qarl.memory.gathers import codes_in_flight
-from qarl.memory.ranks import VECTOR, row_share, rows_in_flight, zero_elements
+from qarl.memory.ranks import VECTOR, row_share, zero_elements
 from qarl.memory.sizes import decide_sizes
 from qarl.training.row_setup import plan_of
 from qarl.utils.expert_names import EXPERT_NAMES
@@ -29,15 +29,6 @@ QWEN3_8B = Architecture("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, tie
 def sizes(ranks, device="cuda", **sections) -> dict[str, int]:
     items = memory.estimate(config(**sections), TINY, device, ranks=ranks)
     return {item.name.split(" (")[0]: item.bytes for item in items}
-
-
-def test_one_rank_holds_what_one_process_does():
-    for sections in ({}, {"optim": {"name": "muon"}}, {"distributed": {"engine": "deepspeed"}}):
-        own = config(**sections)
-        assert memory.estimate(own, TINY, "cuda", ranks=1) == memory.estimate(own, TINY, "cuda")
-    share = row_share(config(), TINY, 1)
-    assert (share.matrices, share.others) == (2 * LAYER, OTHERS)
-    assert rows_in_flight(TINY, 1) == (6400 + 2 * LAYER) * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])

@@ -1,7 +1,5 @@
 """Sizes that are null: constants on a CPU; on a GPU they depend on its memory and the model."""
 
-from itertools import pairwise
-
 import pytest
 from plain_settings import plain_config
 
@@ -65,14 +63,6 @@ def test_what_is_given_stands(device):
     assert decide_sizes(given, device, LARGE, 80 * GIB) == given
 
 
-def test_nothing_but_the_sizes_changes():
-    left, found = config(), decide_sizes(config(), "cuda", SMALL, 80 * GIB)
-    assert found != left
-    train = {"micro_batch_tokens", "logprob_chunk", "recompute"}
-    update = {"rollout": {"max_num_seqs", "max_batched_tokens"}, "train": train}
-    assert found.model_dump(exclude=update) == left.model_dump(exclude=update)
-
-
 @pytest.mark.parametrize(("kernels", "most"), [("auto", 128), ("reference", 64)])
 def test_an_fp8_kv_cache_holds_more_sequences_if_kernels_read_it(kernels, most):
     auto, fp8 = (config(quant={"kv_cache_dtype": cache, "kernels": kernels}) for cache in ("auto", "fp8"))
@@ -108,15 +98,6 @@ def test_no_faster_choice_fits(architecture, gib):
     assert all(held(found, architecture, *one) > room for one in better)
 
 
-def test_ways_to_save_memory_are_chosen_in_order():
-    rollout = {"max_num_seqs": 64}
-    found = [decided_for(gib, LARGE, optim={"offload": True}, rollout=rollout) for gib in range(90, 180, 4)]
-    modes = [recompute for _, recompute in found]
-    assert sorted(modes, key=RECOMPUTE.index, reverse=True) == modes and set(modes) == set(RECOMPUTE)
-    assert all(tokens in (16384, 8192) or recompute == "layer" for tokens, recompute in found)
-    assert any(tokens < ENOUGH_TOKENS for tokens, _ in found)
-
-
 def test_what_is_given_decides_the_other():
     least, most = RECOMPUTE[0], RECOMPUTE[-1]
     for gib in (12, 16, 24, 48):
@@ -128,24 +109,6 @@ def test_what_is_given_decides_the_other():
     assert decided_for(80, train={"micro_batch_tokens": 100}) == (100, least)
     assert decided_for(10, train={"micro_batch_tokens": 65536}) == (65536, most)
     assert decided_for(6, train={"recompute": least})[0] < ENOUGH_TOKENS
-
-
-def test_long_responses_are_micro_batches_by_themselves():
-    long = {"rollout": {"max_response_length": 31_000, "kv_cache_tokens": 100_000}}
-    found = decide_sizes(config(**long), "cuda", MIDDLE, 36 * GIB)
-    tokens, recompute = micro_batch(found)
-    assert tokens == 16384 and recompute == "mlp"
-    assert held(found, MIDDLE, tokens, recompute) == held(found, MIDDLE, found.max_sequence_length, recompute)
-
-
-def test_more_memory_never_gives_less():
-    for architecture in (SMALL, LARGE):
-        found = [decide_sizes(config(), "cuda", architecture, gib * GIB) for gib in (8, 16, 24, 40, 80, 140)]
-        for smaller, larger in pairwise(found):
-            before, after = numbers(smaller), numbers(larger)
-            assert all(a <= b for a, b in zip(before[:2] + before[3:], after[:2] + after[3:], strict=True))
-            (less, again), (more, other) = micro_batch(smaller), micro_batch(larger)
-            assert (-RECOMPUTE.index(again), less) <= (-RECOMPUTE.index(other), more)
 
 
 def test_a_micro_batch_is_no_larger_than_a_step_and_chunks_of_logits_depend_on_the_vocabulary():
@@ -280,11 +243,3 @@ def test_earlier_versions_go_to_host_memory_if_they_do_not_fit(monkeypatch, gib,
     assert f"rollout.async.kept_versions: auto -> {place} (cuda)" in list(decided(given, found, "cuda"))
     fixed = config(rollout={**section, "async": {**section["async"], "kept_versions": "device"}})
     assert decide_sizes(fixed, "cuda", LARGE, gib * GIB).rollout.asynchronous.kept_versions == "device"
-
-
-def test_earlier_versions_stay_on_the_device_if_neither_memory_holds_them(monkeypatch):
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 40 * GIB)
-    given = config(rollout={"max_response_length": 1024, "async": {"max_staleness": 16}})
-    assert decide_sizes(given, "cuda", LARGE, 140 * GIB).rollout.asynchronous.kept_versions == "device"
-    for device, architecture in (("cpu", LARGE), ("cuda", None)):
-        assert decide_sizes(given, device, architecture).rollout.asynchronous.kept_versions == "device"
