@@ -9,8 +9,7 @@ from pairwise import pairwise
 from ragged import Batch, random_batch
 
 from qarl.config import CorrectionConfig
-from qarl.objectives.base import Band
-from qarl.objectives.common import Constants, Needs, TokenLogProbs, add_stats, finish_stats
+from qarl.objectives.common import Needs, TokenLogProbs, add_stats, finish_stats
 from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.objective import build_objective
 from qarl.objectives.segments import Segments, Totals
@@ -193,19 +192,6 @@ def test_tokens_outside_the_distribution_are_no_clamped_ones_of_the_kl():
     assert finish_stats(stats)["policy/kl_clamped_frac"] == 0.25
 
 
-def test_rejected_responses_keep_their_place_in_the_denominators():
-    rule = CorrectionConfig(reject=[RejectRule(estimator="ratio", aggregate="mean", upper=1.5)])
-    logp = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    sampler = torch.tensor([-1.0, -1.0, -2.0], dtype=torch.float64)  # the second response has ratio e
-    logps = TokenLogProbs(logp, logp.detach(), sampler)
-    advantages, segments = torch.ones(2, dtype=torch.float64), Segments.from_lengths([2, 1])
-    for aggregation, expected in [("token-mean", 1 / 3), ("seq-mean-token-mean", 1 / 4)]:
-        logp.grad = None
-        objective = build_objective(objective_config(name="grpo", aggregation=aggregation), rule)
-        objective(logps, advantages, segments, Totals(2, 3, 2))[0].backward()
-        assert (-logp.grad).tolist() == pytest.approx([expected, expected, 0.0])
-
-
 @pytest.mark.parametrize(
     ("options", "correction", "needs"),
     [
@@ -220,34 +206,6 @@ def test_rejected_responses_keep_their_place_in_the_denominators():
 )
 def test_needs_are_what_the_options_ask_for_and_no_more(options, correction, needs):
     assert build_objective(objective_config(**options), correction).needs == needs
-
-
-INFINITE = math.inf
-
-
-@pytest.mark.parametrize(
-    ("options", "band"),
-    [
-        ({"name": "tbpo"}, Band("sequence", 1 + 4e-4, 1 - 3e-4, 1 + 7e-4)),
-        ({"name": "gspo"}, Band("sequence", 1 + 4e-4, 1 - 3e-4)),
-        ({"name": "mis_gspo", "clip_ratio_high": 0.1}, Band("sequence", 1.1, 1 - 3e-4)),
-        ({"name": "grpo"}, Band("token", 1.2, 0.8, INFINITE)),
-        ({"name": "dapo"}, Band("token", 1.28, 0.8)),
-        ({"name": "dual_clip_grpo"}, Band("token", 1.2, 0.8, 3.0)),
-        ({"name": "positive_only"}, Band("token", 1.2, 0.0)),
-        ({"name": "grpo", "loss": "no_clip"}, Band("token", 11.0, 0.0)),
-        ({"name": "grpo", "loss": "detach"}, None),
-        ({"name": "grpo", "loss": "detach_center"}, None),
-        ({"name": "sapo"}, None),
-        ({"name": "on_policy"}, None),
-        ({"name": "reinforce"}, None),
-        ({"name": "rloo"}, None),
-    ],
-    ids=lambda x: "-".join(x.values()) if isinstance(x, dict) and all(isinstance(v, str) for v in x.values()) else "",
-)
-def test_the_band_is_that_of_the_options(options, band):
-    assert build_objective(objective_config(**options), NONE).band == band
-    assert objective_config(**options).band == band
 
 
 BOUNDS = {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03}
@@ -265,6 +223,10 @@ BOUNDS = {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03}
         ({"name": "dual_clip_grpo", **BOUNDS, "clip_ratio_c": 1.05}, 0.1),
         ({"name": "positive_only", **BOUNDS}, 0.05),
         ({"name": "grpo", "loss": "no_clip"}, 3.0),
+        ({"name": "grpo", **BOUNDS, "loss": "detach"}, 0.05),
+        ({"name": "sapo"}, 0.05),
+        ({"name": "on_policy"}, 0.05),
+        ({"name": "rloo"}, 0.05),
     ],
     ids=lambda x: x["name"] if isinstance(x, dict) else "",
 )
@@ -274,25 +236,12 @@ def test_a_token_is_outside_the_band_exactly_if_it_has_no_gradient(options, spre
     _, gradient, _ = evaluate(objective, batch)
     advantage = batch.segments.expand(batch.advantages)
     worth = advantage > 0 if options["name"] == "positive_only" else advantage != 0
+    if objective.band is None:
+        assert gradient[worth].all()
+        return
     outside = objective.band.outside(objective.log_ratio(batch.logps, batch.segments), batch.advantages, batch.segments)
     assert torch.equal(gradient == 0, outside | ~worth)
     assert 0 < int(outside.sum()) < int(worth.sum())
-
-
-@pytest.mark.parametrize(("name", "kind"), [("grpo", "l - o"), ("on_policy", "0"), ("rloo", "0"), ("tbpo", "l - o")])
-def test_the_log_ratio_is_the_one_the_surrogate_works_with(name, kind):
-    batch = random_batch(LENGTHS, ADVANTAGES, 0.05)
-    got = build_objective(objective_config(name=name), NONE).log_ratio(batch.logps, batch.segments)
-    expected = batch.logp.detach() - batch.logp_old if kind == "l - o" else torch.zeros(54, dtype=torch.float64)
-    assert not got.requires_grad
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
-def test_without_correction_there_are_no_weights_and_constants_are_neutral():
-    batch = random_batch(LENGTHS, ADVANTAGES, 0.05)
-    objective = build_objective(objective_config(name="grpo"), NONE)
-    assert objective.weights(batch.logps, batch.segments) is None
-    assert objective.constants(batch.logps, batch.advantages, batch.segments) == Constants()
 
 
 def test_contributions_are_means_by_the_sign_of_the_advantage():
@@ -334,43 +283,3 @@ def test_the_balance_of_w_is_that_of_the_clipped_surrogate():
     assert metrics["policy/mu_w"] == pytest.approx(sum(weights) / len(weights), rel=1e-11)
     assert metrics["policy/w_negative_frac"] == pytest.approx(sum(w < 0 for w in weights) / len(weights))
     assert metrics["policy/w_imbalance"] == pytest.approx(positive / negative, rel=1e-11)
-
-
-# --- bands
-
-BAND = Band("token", high=1.25, low=0.75, neg_high=2.0)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "left"),
-    [
-        (1.25, 1.0, False),
-        (1.26, 1.0, True),
-        (0.1, 1.0, False),
-        (0.75, -1.0, False),
-        (0.74, -1.0, True),
-        (1.26, -1.0, False),
-        (2.0, -1.0, False),
-        (2.1, -1.0, True),
-        (9.0, 0.0, False),
-        (0.1, 0.0, False),
-    ],
-)
-def test_bounds_are_inside_and_bind_on_the_side_of_the_advantage(ratio, advantage, left):
-    log_ratio = torch.tensor([ratio]).log()
-    if ratio in (BAND.high, BAND.low, BAND.neg_high):  # exp(log) may round off the edge
-        edge = log_ratio.exp().item()
-        band = Band("token", **{name: edge for name in ("high", "low", "neg_high")})
-    else:
-        band = BAND
-    outside = band.outside(log_ratio, torch.tensor([advantage]), Segments.from_lengths([1]))
-    assert outside.item() is left
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_an_infinite_log_ratio_is_outside_where_a_bound_is_finite(level):
-    band = Band(level, high=1.25, low=0.75)
-    segments = Segments.from_lengths([1, 1, 1, 1])
-    outside = band.outside(torch.tensor([1e12, -1e12, 1e12, -1e12]), torch.tensor([1.0, 1.0, -1.0, -1.0]), segments)
-    assert outside.tolist() == [True, False, False, True]
-    assert Band(level, math.inf, 0.0).outside(torch.zeros(0), torch.zeros(1), Segments.from_lengths([0])).shape == (0,)

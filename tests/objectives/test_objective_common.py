@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qarl.objectives.common import add_stats, clamped_exp, finish_stats, log_ratio, score, stat, weight_stats
+from qarl.objectives.common import add_stats, clamped_exp, finish_stats, log_ratio, stat
 from qarl.objectives.segments import Segments, Totals, aggregate
 
 INF = math.inf
@@ -45,44 +45,13 @@ def test_nan_runs_through_to_value_and_gradient():
     assert logp.grad.isnan().tolist() == [True, False]
 
 
-def test_the_score_is_zero_with_gradient_one_where_the_log_prob_is_finite():
-    logp = torch.tensor([-1.0, -INF, INF, -0.25], requires_grad=True)
-    value = score(logp)
-    value.sum().backward()
-    assert value.tolist() == [0.0] * 4
-    assert logp.grad.tolist() == [1.0, 0.0, 0.0, 1.0]
-
-
 def test_stats_are_means_over_the_mask_of_all_parts_added():
     masked = stat(torch.tensor([1.0, math.nan, 3.0]), torch.tensor([True, False, True]))
     total = add_stats({"a": masked}, {"b": stat(torch.tensor([3.0, 5.0])), "c": stat(torch.zeros(0))})
     assert finish_stats(total) == {"a": 2.0, "b": 4.0, "c": 0.0}
 
 
-def test_ess_is_that_of_all_parts_together():
-    parts = [torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0, 4.0])]
-    metrics = finish_stats(add_stats(weight_stats(parts[0]), weight_stats(parts[1])))
-    weights = torch.cat(parts).tolist()
-    assert metrics["correction/ess"] == pytest.approx(sum(weights) ** 2 / (5 * sum(w * w for w in weights)))
-    assert set(metrics) == {"correction/weight_mean", "correction/ess"}
-
-
-@pytest.mark.parametrize(("weight", "ess"), [(1.5, 1.0), (0.0, 0.0)])
-def test_ess_of_equal_weights_is_one_and_of_zeros_is_zero(weight, ess):
-    assert finish_stats(weight_stats(torch.full((7,), weight)))["correction/ess"] == ess
-
-
 # --- responses
-
-
-def test_sum_matches_a_float64_loop():
-    lengths = [5, 0, 1, 37, 64, 2]
-    x = torch.randn(sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = [float(sum(part.tolist())) for part in x.split(lengths)]
-    # float64 rounding of at most 64 additions of values of order 1
-    torch.testing.assert_close(
-        Segments.from_lengths(lengths).sum(x), torch.tensor(expected, dtype=torch.float64), atol=1e-13, rtol=0
-    )
 
 
 def test_sum_of_a_response_is_bit_equal_whatever_it_is_packed_with():

@@ -47,6 +47,8 @@ def objectives() -> list[dict]:
             {"name": "gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.05, "ratio": ratio},
             {"name": "sapo", "sapo_tau_pos": 0.7, "sapo_tau_neg": 1.9, "ratio": ratio},
             {"name": "gmpo", "clip_ratio_low": 0.2, "clip_ratio_high": 0.15, "ratio": ratio},
+            {"name": "m2po", "m2_threshold": 0.04, "ratio": ratio},
+            *([{"name": "rspo", "ratio": ratio}] if ratio != "one" else []),
         ]
         for name in ["grpo", "dapo", "dual_clip_grpo", "positive_only"]:
             c = {"clip_ratio_c": 1.2} if name == "dual_clip_grpo" else {}
