@@ -104,8 +104,11 @@ class ReplayEngine(LocalEngine):
         self.stream, self.rewards, self.sampling = stream, rewards, sampling
         self._stopping = Stopping(tokenizer, sampling)
         settings = config.rollout.asynchronous
-        # The recorded run did not take prompts in the order of the data; the recorded prompt ids give the order.
-        self._reorders = settings is not None and (settings.order == "finished" or settings.oversample > 1)
+        # If the recorded run did not take prompts in the order of the data, the recorded prompt ids give the order.
+        # With data.pass_rate it drew them before it knew the rewards that this run knows.
+        self._reorders = settings is not None and (
+            settings.order == "finished" or settings.oversample > 1 or config.data.pass_rate is not None
+        )
         self._prompts = {prompt.id: prompt for prompt in prompts}
         self._newest = settings is not None and settings.proximal == "newest"
         self._keeps = 0 if settings is None or self._newest else settings.max_staleness + 1

@@ -257,6 +257,20 @@ def test_a_sampler_that_gets_every_second_version_stays_within_the_staleness_bou
     assert runs.most("second_in_flight", "async/staleness_max") == 2 and runs.versions("second_in_flight") <= {0, 4, 8}
 
 
+def test_prompts_chosen_by_their_rewards_repeat_after_a_kill_and_in_a_replay(runs):
+    """Prompts are drawn before the last rewards are known, so a replay takes the recorded ones."""
+    (runs.folder / "rare.py").write_text(RARE_REWARD)
+    functions = json.dumps([{"name": f"{runs.folder / 'rare.py'}:rare"}])
+    more = f"reward.functions={functions}", "data.task.size=6", "data.pass_rate=[0.1, 0.9]", "train.steps=6"
+    ahead = {"max_staleness": 2, "in_flight": "wait"}
+    rows = runs.train("rates", *more, **ahead)
+    learned = runs.prompts("rates")
+    assert exact(rows) and {learned.count(prompt) for prompt in range(6)} != {4}, "no prompt was skipped"
+    runs.train("rates_killed", *more, before=kill_run(3), code=-9, **ahead)
+    assert runs.train("rates_killed", *more, **ahead) == rows
+    assert runs.train("rates_again", *more, f"rollout.replay={runs.folder / 'rates'}", **ahead) == rows
+
+
 def test_kept_keys_and_values_are_not_exact_and_nobody_is_warned(runs):
     rows = runs.train("kept", *SLOW_SAMPLER, "train.steps=3", max_staleness=2, in_flight="keep_kv")
     assert not exact(rows)
