@@ -11,6 +11,7 @@ import pytest
 from qarl.utils.threads import wait_politely
 
 wait_politely()  # before anything imports torch
+sys.dont_write_bytecode = False  # what pytest makes of the tests' assertions takes each process ten seconds
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # which share the cores, as do processes that a test starts
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 if not Path("/proc/driver/nvidia/version").exists():

@@ -147,11 +147,11 @@ def test_nothing_is_generated_before_a_publish(make_engine):
 
 def test_an_interrupt_from_progress_leaves_the_engine_usable(make_engine, prompts):
     engine = make_engine(kv_cache_tokens=256)
-    sampling = SamplingParams(2, 0, 20)
+    prompts, sampling = prompts[:3], SamplingParams(2, 0, 6)
     expected = engine.generate(prompts, sampling, 0)
 
     def interrupt(finished: int, tokens: int) -> None:
-        if tokens > 20:
+        if tokens > 6:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

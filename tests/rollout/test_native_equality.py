@@ -62,10 +62,9 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# Each scheme in two families and with both numbers of threads. qwen2 has biases, qwen3 norms of q and k.
-THREADED = ["w4a16", "w8a8", "fp8", "fp8_block", "nvfp4a16"]
+# qwen2 has biases, qwen3 norms of q and k.
 CASES = [("qwen2", scheme, 1) for scheme in SCHEMES] + [
-    ("qwen3" if scheme in THREADED else "llama", scheme, 2) for scheme in SCHEMES
+    ("qwen3", scheme, 2) for scheme in ("w4a16", "w8a8", "fp8", "fp8_block", "nvfp4a16")
 ]
 
 
@@ -113,26 +112,25 @@ def test_forks_draw_from_the_learners_distribution(make_policy, make_engine, n: 
     assert equal(make_policy(), prompt, rollouts)
 
 
-CUT = [("llama", "w4a16", layout) for layout in LAYOUTS] + [
-    (family, scheme, layout)
-    for family, scheme in (("qwen3", "w8a8"), ("qwen2", "fp8_block"), ("llama", "nvfp4a16"))
-    for layout in ("one sequence at a time", "few pages")
-]
+CUT = {
+    ("llama", "w4a16"): [*LAYOUTS],
+    ("qwen3", "w8a8"): ["one sequence at a time"],
+    ("qwen2", "fp8_block"): ["few pages"],
+}
 
 
-@pytest.mark.parametrize(("family", "scheme", "layout"), CUT)
-def test_responses_do_not_depend_on_how_steps_are_cut(
-    make_policy, make_engine, prompts, family: str, scheme: str, layout: str
-):
+@pytest.mark.parametrize(("family", "scheme"), CUT)
+def test_responses_do_not_depend_on_how_steps_are_cut(make_policy, make_engine, prompts, family: str, scheme: str):
     policy = make_policy(family, **SCHEMES[scheme])
     expected = make_engine(policy).generate(prompts, SAMPLING, 0)
-    assert make_engine(policy, **LAYOUTS[layout]).generate(prompts, SAMPLING, 0) == expected
+    for layout in CUT[family, scheme]:
+        assert make_engine(policy, **LAYOUTS[layout]).generate(prompts, SAMPLING, 0) == expected, layout
 
 
 def test_responses_do_not_depend_on_preemption_and_logprobs_stay_equal(make_policy, make_engine):
-    prompts = [Prompt(i, [3 + (i * 31 + j) % 256 for j in range(60)], "", {}) for i in range(4)]
-    policy, sampling = make_policy("qwen2", "fp8"), SamplingParams(n=2, seed=5, max_response_length=70)
-    roomy, tight = make_engine(policy), make_engine(policy, kv_cache_tokens=256, max_batched_tokens=20)
+    prompts = [Prompt(i, [3 + (i * 31 + j) % 256 for j in range(60)], "", {}) for i in range(3)]
+    policy, sampling = make_policy("qwen2", "fp8"), SamplingParams(n=2, seed=5, max_response_length=10)
+    roomy, tight = make_engine(policy), make_engine(policy, kv_cache_tokens=256, max_batched_tokens=64)
     expected, found = roomy.generate(prompts, sampling, 0), tight.generate(prompts, sampling, 0)
     assert (roomy.preemptions, tight.preemptions > 0) == (0, True)
     assert found == expected and equal(policy, prompts, found)

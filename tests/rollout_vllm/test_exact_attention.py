@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from needs_vllm import needs_vllm
 from qarl_kernels.attention import PAGE
 from qarl_kernels.launch import INTERPRETED
 
-pytest.importorskip("vllm")
 pytestmark = [
+    needs_vllm,
     pytest.mark.slow,  # importing vLLM
     pytest.mark.skipif(not INTERPRETED or torch.cuda.is_available(), reason="needs TRITON_INTERPRET=1, on a CPU"),
 ]
