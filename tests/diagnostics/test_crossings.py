@@ -46,20 +46,6 @@ def test_codes_that_differ_are_counted_by_module(name):
     assert crossing_metrics(found) == {"quant/codes_changed_frac": 3 / 512, "quant/codes_changed_count": 3.0}
 
 
-def test_unquantized_the_published_values_of_the_layers_are_counted():
-    before = masters()
-    after = {n: v.clone() for n, v in before.items()}
-    weight = after["model.layers.0.mlp.up_proj.weight"]
-    weight[0, :2] *= 2.0
-    weight[1, 0] *= 1.0 + 2.0**-12  # stays on its side of the boundary, or next to it
-    after["lm_head.weight"] += 1.0
-    after["model.layers.0.input_layernorm.weight"] += 1.0
-    changed = int((weight.bfloat16() != before["model.layers.0.mlp.up_proj.weight"].bfloat16()).sum())
-    found = crossings(snapshot(before, None), snapshot(after, None))
-    assert found == {"model.layers.0.mlp.up_proj": (changed, 256), "model.layers.1.mlp.up_proj": (0, 256)}
-    assert changed in (2, 3)
-
-
 def test_experts_of_a_layer_are_one_line_of_each_projection():
     crossed = {"model.layers.1.self_attn.o_proj": (1, 10)}
     for expert in range(3):

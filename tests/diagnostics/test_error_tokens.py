@@ -69,21 +69,6 @@ def test_finds_what_the_definition_finds(seed):
     )
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        [7] * 23,  # the zeros of 10^22 + 1
-        [5, 7] * 11,  # a vector of eleven zeros
-        list(range(10)) * 3,  # a row of digits, three times
-        [1, 2, 3, 4] * 5 + [1, 2, 3],  # a short table
-        text(400),
-    ],
-    ids=["zeros", "vector", "digits", "table", "text"],
-)
-def test_ordinary_text_is_not_flagged(ids):
-    assert stretches(ids, [-1.5] * len(ids)) == []
-
-
 @pytest.mark.parametrize(("unit", "times"), [([7], 24), ([5, 7], 12), ([1, 2, 3, 4], 6), (list(range(32)), 4)])
 def test_a_loop_is_one_stretch_with_its_first_period(unit, times):
     before = [100 + i for i in range(5)]

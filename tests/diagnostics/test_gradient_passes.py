@@ -55,8 +55,6 @@ def test_the_four_gradients_are_those_of_four_losses(llama):
 
 BANDS = {
     "clips some": (Band("token", 1.1, 0.9), True),
-    "clips all that moved": (Band("token", 1.0, 1.0), True),
-    "clips nothing": (Band("token", 1e9, 0.0), True),
     "clips responses": (Band("sequence", 1.01, 0.99, 1.05), True),
     "at the snapshot": (Band("token", 1.1, 0.9), False),
 }
@@ -108,34 +106,6 @@ def test_what_nothing_clips_is_not_run_again(llama):
         backwards.clear()
         gram_of(run, batch, band=band)
         assert len(backwards) == passes  # of one micro batch; at the snapshot the shadow's own ratio clips nothing
-
-
-def test_the_four_passes_leave_gradients_and_shadow_as_they_were(llama):
-    run = parts(llama, **QUANTIZED_ROLLOUT)
-    batch = mostly_live(run)
-    kept = [torch.ones_like(p) for _, p in run.policy.named_parameters()]
-    for (_, parameter), gradient in zip(run.policy.named_parameters(), kept, strict=True):
-        parameter.grad = gradient
-    gram_of(run, batch)
-    assert all(
-        p.grad is g and bool((g == 1).all()) for (_, p), g in zip(run.policy.named_parameters(), kept, strict=True)
-    )
-
-
-def test_the_four_passes_go_through_gradient_checkpointing(llama):
-    grams = []
-    for checkpointing in (False, True):
-        run = parts(llama, **QUANTIZED_ROLLOUT)
-        batch = mostly_live(run)
-        run.policy.set_recompute("layer" if checkpointing else "elementwise")
-        grams.append(gram_of(run, batch))
-    assert torch.equal(*grams)
-
-
-def test_an_aligned_learner_has_one_gradient(llama):
-    run = parts(llama)
-    gram = gram_of(run, mostly_live(run))
-    assert float(gram[0, 0]) > 0.0 and torch.equal(gram, gram[0, 0].expand(4, 4))
 
 
 @pytest.mark.parametrize(

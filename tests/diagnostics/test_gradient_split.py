@@ -73,11 +73,12 @@ def test_a_gap_of_the_ratio_alone_leaves_no_score_error_and_no_interaction():
     assert metrics["gradients/cos_ratio_clean"] == pytest.approx(1.0) and "gradients/cos_ratio_score" not in metrics
 
 
-def test_small_errors_are_seen_down_to_a_millionth():
-    a, noise = vectors()[:2]
-    b = a + 1e-6 * noise
-    metrics = gradient_metrics(gram([a, b, a, b]))
-    assert metrics["gradients/score_rel"] == pytest.approx(1e-6 * float(noise.norm() / a.norm()), rel=1e-3)
+@pytest.mark.parametrize("seed", range(5))
+def test_small_errors_are_seen_down_to_a_millionth_and_rounding_errors_count_as_zero(seed):
+    a, noise = vectors(seed)[:2]
+    small, smaller = (gradient_metrics(gram([a, b, a, b])) for b in (a + 1e-6 * noise, a + 1e-9 * noise))
+    assert small["gradients/score_rel"] == pytest.approx(1e-6 * float(noise.norm() / a.norm()), rel=1e-3)
+    assert smaller["gradients/score_rel"] == 0.0 and "gradients/cos_score_clean" not in smaller
 
 
 def test_a_zero_gradient_has_no_relative_errors_and_nan_stays_nan():

@@ -88,29 +88,7 @@ def test_matches_the_formulas():
     assert 0 < got["precision/clipped_lost_frac"] < got["precision/clipped_frac"]
 
 
-def normal_above(bound: float) -> float:
-    return math.erfc(bound / math.sqrt(2)) / 2
-
-
-def test_the_study_s_distribution_of_beta_gives_the_study_s_count_and_half_of_it_loses_its_gradient():
-    """TRL study, section 10.3: beta ~ N(-0.01, 0.15), alpha = 0, epsilon 0.2: about 18 %, and 9 % without gradient."""
-    n = 100_000
-    generator = torch.Generator().manual_seed(0)
-    beta = -0.01 + 0.15 * torch.randn(n, generator=generator, dtype=torch.float64)
-    sampler = torch.full((n,), -1.0, dtype=torch.float64)
-    signs = torch.where(torch.rand(n // 4, generator=generator) < 0.5, 1.0, -1.0).double()
-    segments = Segments.from_lengths([4] * (n // 4))
-    got = precision_metrics(sampler + beta, sampler, sampler, beta, signs, segments, BAND)
-    above = normal_above((math.log(1.2) + 0.01) / 0.15)
-    below = normal_above((-0.01 - math.log(0.8)) / 0.15)
-    assert above + below == pytest.approx(0.1776, abs=5e-5)
-    error = 4 * math.sqrt(0.18 / n)  # of a share of 18 % in n draws
-    assert got["precision/phantom_frac"] == pytest.approx(above + below, abs=error)
-    assert got["precision/phantom_lost_frac"] == pytest.approx((above + below) / 2, abs=error)
-    assert got["precision/clipped_frac"] == got["precision/clipped_lost_frac"] == 0.0
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_every_count_is_that_of_a_loop_over_tokens(seed, level):
     draw = random.Random(f"{level}-{seed}")

@@ -137,11 +137,6 @@ def test_a_small_skew_or_a_growth_from_nothing_to_nothing_is_not_reported():
     assert "grew" not in said("watch", history__k3_first=1e-9, history__k3_last=1e-5)
 
 
-def test_a_policy_that_has_not_moved_has_no_skew():
-    still = {"policy__contribution_train_pos": 0.0, "policy__contribution_train_neg": 0.0}
-    assert "unevenly" not in said("watch", **still, policy__contribution_rollout_pos=0.3)
-
-
 def test_where_the_correction_drops_every_token_a_larger_rate_is_no_advice():
     still = {"deployed__delta_abs_mean": 0.0, "deployed__efficiency": None}
     assert "raise optim.lr" in said("watch", **still)
