@@ -32,7 +32,7 @@ if not Path("/proc/driver/nvidia/version").exists():
 from fuzzing.base import make_base
 from fuzzing.series import KINDS, names, run_case
 from fuzzing.verdict import Result, Tally, describe
-from harness import count, out_file
+from harness import command_line, count, out_file
 
 # Modules that commands import when they need them: here once, not in every case.
 WARM = """
@@ -45,7 +45,7 @@ transformers.models.llama.modeling_llama
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     add, today = parser.add_argument, datetime.date.today().isoformat()
     kinds = f"what is mutated, of {', '.join(KINDS)}; default all"
     train = "first train N configurations that `qarl check` accepts, two steps each"

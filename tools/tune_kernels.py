@@ -28,6 +28,7 @@ from statistics import geometric_mean
 
 import torch
 import triton
+from harness import command_line
 from kernel_bench.experts import MODELS as MIXTURES
 from kernel_bench.measure import Late, Stopwatch
 from kernel_bench.shapes import MODELS, TUNED, layers
@@ -180,7 +181,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shapes", type=parse_shape, nargs="+", metavar="NxK", help="weights of N outputs, K inputs")
     what.add_argument("--model", type=Path, help="a Hugging Face model directory")

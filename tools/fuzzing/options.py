@@ -2,16 +2,17 @@
 
 import inspect
 import shlex
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
+import typer
 import yaml
 from fuzzing.base import COMPARE, EVALUATE, GENERATE, QUANTIZE, RUN, config, lay_out
 from fuzzing.case import Case
 from fuzzing.values import argument, chance, floats, integers, listed, make_traps, paths, pick, shown, texts, weighted
 from hypothesis.strategies import DrawFn, SearchStrategy, sampled_from
+from typer.core import TyperOption as Option
 
 # Command lines that work, in a directory with all parts of the base; that of `compare` without a model trains nothing.
 WORKING: dict[str, tuple[str, ...]] = {
@@ -45,47 +46,31 @@ checkpoints = [f"{RUN}{part}" for part in ("", "/checkpoints", "/checkpoints/000
 targets = sampled_from([*checkpoints, "model", "export", "rows.jsonl", "tiny.yaml"])
 
 
-@dataclass(frozen=True)
-class Option:
-    """One option of a command. kind: the names of its Python types, such as `list[pathlib.Path] | None`."""
-
-    name: str
-    spellings: tuple[str, ...]
-    flag: bool
-    kind: str
-
-    def values(self) -> SearchStrategy[str]:
-        """Hostile values for it."""
-        if "int" in self.kind:
-            return integers
-        if "float" in self.kind:
-            return floats | sampled_from(("1_0", "0x10"))
-        if "Path" in self.kind or self.name in ("model", "offline"):
-            return paths | targets | sampled_from((f"{RUN}/config.yaml",))
-        if self.name == "data":
-            task = sampled_from(("gsm8k", "nosuch", "", "=")) | texts
-            return task.flatmap(lambda name: (paths | targets).map(lambda source: f"{name}={source}")) | task
-        special = {"max_shard_size": sizes | integers} | dict.fromkeys(
-            ("schemes", "learners", "seeds", "only", "k"), lists
-        )
-        return special.get(self.name, anything)
+def values(option: Option, kind: str) -> SearchStrategy[str]:
+    """Hostile values for an option. kind: the names of its Python types, such as `list[pathlib.Path] | None`."""
+    if "int" in kind:
+        return integers
+    if "float" in kind:
+        return floats | sampled_from(("1_0", "0x10"))
+    if "Path" in kind or option.name in ("model", "offline"):
+        return paths | targets | sampled_from((f"{RUN}/config.yaml",))
+    if option.name == "data":
+        task = sampled_from(("gsm8k", "nosuch", "", "=")) | texts
+        return task.flatmap(lambda name: (paths | targets).map(lambda source: f"{name}={source}")) | task
+    special = {"max_shard_size": sizes | integers} | dict.fromkeys(("schemes", "learners", "seeds", "only", "k"), lists)
+    return special.get(str(option.name), anything)
 
 
 @cache
-def options() -> dict[str, tuple[Option, ...]]:
-    """Those of each command, as the command line defines them."""
-    import typer
-
+def options() -> dict[str, list[tuple[Option, str]]]:
+    """Those of each command, as the command line defines them, each with its kind."""
     from qarl.cli import app
 
     found = {}
     for name, command in typer.main.get_command(app).commands.items():
         hints = get_type_hints(inspect.unwrap(command.callback))
-        found[name] = tuple(
-            Option(p.name, (*p.opts, *p.secondary_opts), p.is_flag, str(hints.get(p.name)))
-            for p in command.params
-            if p.param_type_name == "option" and p.name in hints and (name, p.name) not in SLOW
-        )
+        own = [p for p in command.params if p.param_type_name == "option" and p.name in hints]
+        found[name] = [(p, str(hints[p.name])) for p in own if (name, p.name) not in SLOW]
     return found
 
 
@@ -104,12 +89,12 @@ def mutate_options(draw: DrawFn, base: Path, case: Case) -> None:
     case.argv = [argument(text) for text in argv]
 
 
-def _mutated(draw: DrawFn, choices: tuple[Option, ...], argv: list[str]) -> tuple[str, list[str]]:
+def _mutated(draw: DrawFn, choices: list[tuple[Option, str]], argv: list[str]) -> tuple[str, list[str]]:
     kind = weighted(draw, KINDS)
     if kind == "option" and choices:
-        return _with_option(draw, pick(draw, choices), argv)
+        return _with_option(draw, *pick(draw, choices), argv)
     if kind == "bare" and choices:
-        name = pick(draw, choices).spellings[0]
+        name = pick(draw, choices)[0].opts[0]
         return f"{name} without a value", [*argv, name]
     if kind == "missing" and len(argv) > 1:
         place = pick(draw, range(1, len(argv)))
@@ -121,9 +106,9 @@ def _mutated(draw: DrawFn, choices: tuple[Option, ...], argv: list[str]) -> tupl
     return f"{shown(value)} added", [*argv, value]
 
 
-def _with_option(draw: DrawFn, option: Option, argv: list[str]) -> tuple[str, list[str]]:
-    name = pick(draw, option.spellings)
-    if option.flag:
+def _with_option(draw: DrawFn, option: Option, kind: str, argv: list[str]) -> tuple[str, list[str]]:
+    name = pick(draw, (*option.opts, *option.secondary_opts))
+    if option.is_flag:
         return f"{name} given", [*argv, name]
-    value = draw(anything if chance(draw, 15) else option.values())
+    value = draw(anything if chance(draw, 15) else values(option, kind))
     return f"{name} = {shown(value)}", [*argv, *([f"{name}={value}"] if chance(draw, 70) else [name, value])]
