@@ -4,8 +4,6 @@ import errno
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -243,29 +241,6 @@ def test_a_full_disk_leaves_no_new_directory(make, monkeypatch):
     with refused, RunDirectory.open(config, "auto") as run:
         run.begin()
     assert not config.run_dir.exists()
-
-
-def test_the_lock_of_a_killed_process_is_free(make):
-    config = make()
-    run_once(config)
-    code = (
-        "import sys; from pathlib import Path; from qarl.storage.lock import take_lock;"
-        "lock = take_lock(Path(sys.argv[1]), ''); "
-        "print('locked', flush=True); sys.stdin.read()"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(config.run_dir)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    with child:
-        assert child.stdout.readline() == b"locked\n"
-        with pytest.raises(UserError, match=f"in use by process {child.pid}"):
-            RunDirectory.open(config, "auto")
-        child.kill()
-        child.wait()
-    RunDirectory.open(config, "auto").close()
 
 
 def test_a_directory_in_use_is_refused_naming_the_process_and_a_forked_worker_does_not_keep_the_lock(make):
