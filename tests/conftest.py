@@ -66,6 +66,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries take it for a leak
+
+
 @pytest.fixture(scope="session", autouse=True)
 def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the suite's converted models are, and never the user's own; processes that tests start have it too."""

@@ -1,7 +1,5 @@
 """Tensors cut into pieces, in rows or anywhere, as ranks hold them."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

@@ -6,8 +6,6 @@
 Environment: FAULT, such as `kill 1`, is what a rank does in the third round; with FORKED, ranks are forks.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

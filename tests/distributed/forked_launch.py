@@ -1,7 +1,5 @@
 """`qarl train --nproc` in a process that starts its ranks as forks of itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import forked_popen

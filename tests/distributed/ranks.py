@@ -8,8 +8,6 @@
 They are `forks.Fork`s, which run this file.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

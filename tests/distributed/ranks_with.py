@@ -1,7 +1,5 @@
 """The `qarl` command line on ranks that run some Python first:  python ranks_with.py FILE train --nproc 2 CONFIG"""
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Steps on ranks that are threads and hold all masters each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizer steps of a tiny policy whose master weights are sharded over ranks, and the same in one process."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The estimated memory of messages of codes, against what a rank holds while it gathers them, without a network."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

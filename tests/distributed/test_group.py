@@ -1,7 +1,5 @@
 """Real ranks: what they gather and agree on, and how the end of one ends the others."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """A mixture of experts on three ranks, whose cuts go through experts: the bits of one process, in few messages."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from typing import Any

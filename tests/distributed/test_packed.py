@@ -1,7 +1,5 @@
 """Rows of several tensors in one message per rank: unpacking restores each row and changes nothing else."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints in pieces: the same tensors for every cut and number of ranks; damage and full disks."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

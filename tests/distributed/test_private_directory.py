@@ -1,7 +1,5 @@
 """The rendezvous directory of ranks: when it is removed, and by whom."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The rank of a process, from its launcher, and configurations that several ranks cannot run."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

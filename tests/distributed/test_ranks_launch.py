@@ -1,7 +1,5 @@
 """`qarl train` on real ranks: how they end when one of them fails, hangs, is killed, or the user stops them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Launches without `--nproc` that cannot work: one line that names what is wrong, within the timeout."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """A rank's rows of the model's files, and the values that a learner without quantized arithmetic reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

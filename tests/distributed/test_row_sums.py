@@ -1,7 +1,5 @@
 """Gradients are summed over ranks layer by layer during the backward, with unchanged bits; on Triton layers too."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Masters sharded over several ranks: the bits of one process that sums the same parts in the same order."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks with other files at the same paths fail before their first step; the error names the input and the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

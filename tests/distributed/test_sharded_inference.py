@@ -1,7 +1,5 @@
 """Export, generate and diagnose open runs of several ranks: the same bits, without all masters in memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import re

@@ -1,7 +1,5 @@
 """Checkpoints of several ranks: another number of ranks resumes with the same bits; ranks die or fail while saving."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Checkpoints of several ranks: saved by all or not at all, and after a fault only if all ranks take part."""
 
-from __future__ import annotations
-
 import errno
 import os
 from contextlib import nullcontext

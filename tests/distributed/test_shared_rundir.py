@@ -1,7 +1,5 @@
 """The run directory of several ranks: one locks it, all must see it, and its history has their number."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step on several ranks: the same rollouts, rewards, batch and totals as on one."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path

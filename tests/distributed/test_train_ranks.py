@@ -1,7 +1,5 @@
 """Whole runs on two ranks with sharded masters, beside the same run in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The watch thread of a rank, without the rank."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import time

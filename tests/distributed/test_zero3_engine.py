@@ -1,7 +1,5 @@
 """The peer of tools/bench_step.py on two ranks: the log-probs, gradients and AdamW of one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO, driven by hand on two ranks: the bits of one process that sums in the same order."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Ranks that are threads of this process, for tests that need many small groups but no processes."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Policies and engines on the tiny models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import policy_models

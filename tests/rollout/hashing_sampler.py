@@ -3,8 +3,6 @@
 It stands in for the layers of Triton kernels, so that what the engine gives them can be tested by the thousand steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A native generation that takes responses and new weights while it runs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The engine's contract: order, streams, stopping, text, limits, faults."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

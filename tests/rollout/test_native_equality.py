@@ -1,7 +1,5 @@
 """The sampler's log-probs are the learner's, bit for bit, and a response does not depend on its batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

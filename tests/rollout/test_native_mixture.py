@@ -1,7 +1,5 @@
 """Mixtures of experts in the native engine: the learner's log-probs to the bit, and the experts of every token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

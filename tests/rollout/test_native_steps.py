@@ -3,8 +3,6 @@
 Without a GPU a graph repeats the work of the first step of its size. It misses what it does not read from the buffers.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The scheduler against a model of the KV cache: every step's chunks must stand on the right keys and values."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

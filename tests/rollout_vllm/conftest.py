@@ -1,7 +1,5 @@
 """A model that draws tokens evenly."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 CASES (JSON): name -> arguments of `checked`. ANSWER (JSON): name -> what it found. On a GPU if there is one.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -5,8 +5,6 @@ engine argument `troubles` names a file of lines `OPERATION TROUBLE`; the first 
 its operation is carried out the next time. Every process writes its pid beside it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

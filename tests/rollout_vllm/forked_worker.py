@@ -1,7 +1,5 @@
 """A sampler's process that is a fork of the learner's: it starts with everything imported that the learner has."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Any

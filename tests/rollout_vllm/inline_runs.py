@@ -4,8 +4,6 @@ ORDERS: a JSON list of {argv, output, before}; what a run prints goes to `output
 `before`: Python to run first.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

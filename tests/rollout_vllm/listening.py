@@ -1,7 +1,5 @@
 """The sockets of a process that accept connections or datagrams."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models with experts as vLLM's, and the loader of published tensors into a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Marks of tests that need vLLM."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

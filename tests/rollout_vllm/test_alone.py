@@ -1,7 +1,5 @@
 """A vLLM of one process: torch's groups work without listening sockets, and compiled code stays private."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """vLLM's sleep beside other processes, whose memory must neither fail it nor be counted."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

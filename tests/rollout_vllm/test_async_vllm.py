@@ -3,8 +3,6 @@
 The sampler is `fake_sampler` unless a test says otherwise.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

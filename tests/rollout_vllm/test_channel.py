@@ -1,7 +1,5 @@
 """Messages between learner and sampler: they arrive as sent, and invalid bytes are a one-line fault, never a hang."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

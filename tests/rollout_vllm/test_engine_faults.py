@@ -1,7 +1,5 @@
 """The vLLM engine over samplers that fail: restarts, their limit, and what a publish sends. Without vLLM."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The sampler's process and the learner's handle of it: answers, faults, interrupts, the end. Without vLLM."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The policy's attention over vLLM's batches and KV cache, without a running vLLM."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

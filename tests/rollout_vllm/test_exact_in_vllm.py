@@ -1,7 +1,5 @@
 """`rollout.numerics: exact` in real vLLM: every log-prob is the learner's, whatever the scheduler does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

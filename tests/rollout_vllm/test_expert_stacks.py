@@ -3,8 +3,6 @@
 vLLM takes ten seconds to import, so only the process that runs a test of this file does it.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The float32 output layer inside vLLM shows whether it multiplies with the weight that vLLM holds."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The tensors of a snapshot that a model holds, and faults of a load; on modules with vLLM's layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

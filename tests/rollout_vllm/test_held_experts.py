@@ -1,7 +1,5 @@
 """Experts that vLLM's own kernels hold as they are published: found, written as two stacks, and proved."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The sampler in the learner's process, which restores everything that it changes."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors that CUDA graphs read by address survive a reload: lock words, and plain attributes of layers."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Another user of the machine has no access to learner and sampler. Needs root: a fork becomes that user."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """The weights of the exact model in vLLM: loaded from a checkpoint, filled by publishes, read back and verified."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM with several ranks: samplers per rank and their faults. With a fake sampler, then with vLLM."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

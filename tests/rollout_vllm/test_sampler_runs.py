@@ -3,8 +3,6 @@
 `fake_sampler` is in place of vLLM.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A model's published tensors split over several GPUs: each part decodes to its part of the weight."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several processes that are one vLLM: they do the same and end together. Without vLLM, then with it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`qarl verify-exact --engine vllm` on vLLM's CPU build: what agrees, then a fault, which the trace finds."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

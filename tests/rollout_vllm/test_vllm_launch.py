@@ -1,7 +1,5 @@
 """From a configuration to vLLM's settings, memory, seeds and sampling parameters, and back to a text."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from dataclasses import replace

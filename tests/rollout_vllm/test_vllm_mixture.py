@@ -1,7 +1,5 @@
 """A mixture of experts trained with vLLM as the sampler, in a process of its own, with the experts that it chose."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The experts of each token of a request, assembled from the rows of vLLM's batches."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ Most runs share one process, with `rollout.vllm.process: inline`, since vLLM tak
 other has samplers that are forks; they start as users' do in test_rank_samplers.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

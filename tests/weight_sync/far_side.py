@@ -1,7 +1,5 @@
 """The far side of a transport: a process of its own that answers what it took, and tensors to send there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The canary's difference, the bound that the first load sets, and the choice of its sequences."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors of experts, joined to two stacks and separated again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from qarl_formats.registry import make_scheme

@@ -1,7 +1,5 @@
 """Fingerprints see every bit, dtype and shape, and a comparison names what is wrong and who holds it."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

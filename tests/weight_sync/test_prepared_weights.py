@@ -1,7 +1,5 @@
 """A publish verifies the operands of the products: a fault in a prepared weight alone is refused by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A publish verifies that the sampler holds every tensor of the version; otherwise it generates nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

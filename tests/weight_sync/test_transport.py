@@ -1,7 +1,5 @@
 """Transports: tensors arrive in another process bit for bit, in order, publish after publish."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """Deltas: patches rebuild tensors bit for bit, and everything that changed is sent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from far_side import random_bytes
