@@ -193,39 +193,6 @@ def test_a_package_with_several_gguf_files_needs_a_name_and_is_not_imported(insp
     assert "not in" in refused(inspect, "model.path=package:qarl_test_weights", "model.gguf_file=c.gguf")
 
 
-WRONG_PLACES = [
-    *["~nosuchuser/x.jsonl", "{here}/loop.jsonl", "{here}/dangling.jsonl", "{here}/file.jsonl/x.jsonl"],
-    *["{here}/pipe.jsonl", "/dev/null", "{here}/" + "a/" * 1500 + "../" * 500 + "x.jsonl"],  # long when joined
-]
-PATH_KEYS = {  # key -> override; {0}: the path, {1}: without its suffix
-    "data.source": "data.source={0}",
-    "model.path": "model.path={0}",
-    "checkpoint.resume": "checkpoint.resume={0}",
-    "reward.functions.0.name": "reward.functions.0.name={1}.py:f",
-    "evaluation.tasks.0.path": "evaluation.tasks=[{{preset: gsm8k, path: '{0}'}}]",
-    "train.run_dir": "train.run_dir={1}",
-}
-
-
-@pytest.fixture
-def places(tmp_path: Path) -> Path:
-    for suffix in (".jsonl", ".py", ""):
-        (tmp_path / f"loop{suffix}").symlink_to(f"loop{suffix}")
-        (tmp_path / f"dangling{suffix}").symlink_to("nowhere")
-        (tmp_path / f"file{suffix}").write_text("{}\n")
-        os.mkfifo(tmp_path / f"pipe{suffix}")
-    return tmp_path
-
-
-@pytest.mark.parametrize("key", PATH_KEYS)
-def test_an_unusable_path_is_one_line_at_its_key(inspect, places, key):
-    more = ["~nosuchuser/x", "/dev/null/x"] if key == "train.run_dir" else []
-    for place in [*WRONG_PLACES, *more]:
-        path = place.format(here=places)
-        override = PATH_KEYS[key].format(path, path.removesuffix(".jsonl"))
-        assert refused(inspect, override).startswith(f"command line: {key} = "), override
-
-
 EVALUATION = "evaluation.tasks=[{name: e, reward: [{name: exact}], "
 OF_MIXTURES = {"model.routing": "replay", "objective.router_aux_coef": 0.1, "objective.router_z_coef": 0.1}
 OF_MIXTURES["diagnostics.routing_every"] = 1

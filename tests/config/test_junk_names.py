@@ -1,7 +1,9 @@
 """Any text in place of a path, a source or a name is either used or refused in one line."""
 
+import os
 import unicodedata
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,10 @@ JUNK = [
     *["package:", "package:x", "package:/", "task:", "task:x", "task:arithmetic", "reasoning-gym:", "reasoning-gym:/"],
     *["/dev/null", "/dev/zero", "/proc/self/mem", "/etc/passwd", "/none/x", "x.py:", "x.py:f", "a.jsonl/", "/.json"],
 ]
+UNUSABLE = [  # as a path of any kind
+    *["~nosuchuser/x.jsonl", "./loop.jsonl", "./dangling.jsonl", "./file.jsonl/x.jsonl", "./pipe.jsonl", "/dev/null"],
+    "./" + "a/" * 1500 + "../" * 500 + "x.jsonl",  # long when joined
+]
 TEXT = st.text(st.sampled_from("/.~-:@ \0\n\\ab1*%"), max_size=12)
 
 
@@ -45,14 +51,16 @@ KEYS: dict[str, Callable[[str], dict[str, Any]]] = {
     "data.source": lambda v: {"data": {"source": v}},
     "data.subset": lambda v: {"data": {"source": "org/name", "subset": v}},
     "data.split": lambda v: {"data": {"source": "org/name", "split": v}},
-    "reward": lambda v: {"reward": {"functions": [{"name": v}]}},
-    "objective": lambda v: {"objective": {"name": "custom", "path": v}},
-    "resume": lambda v: {"checkpoint": {"resume": v}},
-    "run_dir": lambda v: {"train": {"steps": 1, "run_dir": v}},
-    "deepspeed": lambda v: {"distributed": {"engine": "deepspeed", "config": v}},
-    "preset's path": lambda v: task(preset="gsm8k", path=v),
-    "task's source": lambda v: task(name="t", data={"source": v}, reward=EXACT),
-    "task's reward": lambda v: task(name="t", data={"source": "task:arithmetic"}, reward=[{"name": v}]),
+    "reward.functions.0.name": lambda v: {"reward": {"functions": [{"name": v}]}},
+    "objective.path": lambda v: {"objective": {"name": "custom", "path": v}},
+    "checkpoint.resume": lambda v: {"checkpoint": {"resume": v}},
+    "train.run_dir": lambda v: {"train": {"steps": 1, "run_dir": v}},
+    "distributed.config": lambda v: {"distributed": {"engine": "deepspeed", "config": v}},
+    "evaluation.tasks.0.path": lambda v: task(preset="gsm8k", path=v),
+    "evaluation.tasks.0.data.source": lambda v: task(name="t", data={"source": v}, reward=EXACT),
+    "evaluation.tasks.0.reward.0.name": lambda v: task(
+        name="t", data={"source": "task:arithmetic"}, reward=[{"name": v}]
+    ),
 }
 
 
@@ -80,24 +88,40 @@ JOBS: dict[str, Callable[[str], object]] = {
 }
 
 
-def used_or_refused(job: str, value: str) -> None:
+PATHS = ["data.source", "model.path", "checkpoint.resume", "reward.functions.0.name", "evaluation.tasks.0.path"]
+PATHS += ["train.run_dir"]
+
+
+def refused_if_wrong(job: str, value: str) -> bool:
+    """Do the job; return whether it was refused, in a line that names the key."""
     try:
         JOBS[job](value)
     except UserError as error:
         for line in str(error).split("\n"):  # one for each fault
             assert line and not any(unicodedata.category(character) == "Cc" for character in line), (job, value, line)
+            keys = (f"configuration: {job.partition(' ')[0]} = ", "configuration: model.path = ")
+            assert job not in KEYS or line.startswith(keys), line
+        return True
+    return False
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_junk_is_used_or_refused_in_one_line(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for suffix in (".jsonl", ".py"):
+        Path(f"loop{suffix}").symlink_to(f"loop{suffix}")
+        Path(f"dangling{suffix}").symlink_to("nowhere")
+        os.mkfifo(f"pipe{suffix}")
+    Path("file.jsonl").write_text("{}\n")
     for value in JUNK:
-        used_or_refused(job, value)
+        refused_if_wrong(job, value)
+    for path in UNUSABLE if job in PATHS else ():
+        assert refused_if_wrong(job, path.replace(".jsonl", ".py:f") if "reward" in job else path), path
 
     @settings(max_examples=10, deadline=None, derandomize=True)
     @given(TEXT)
     def any_text(value: str) -> None:
-        used_or_refused(job, value)
+        refused_if_wrong(job, value)
 
     any_text()
 
