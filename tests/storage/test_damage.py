@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from fuzzing.damage import damage_entry, damage_file
 from fuzzing.series import with_draws
 from fuzzing.stored import seal
 from fuzzing.values import chance, pick
+from hand_made_runs import add_diagnostics, diagnostics, make_run, step
 from hypothesis.strategies import DrawFn
-from plain_settings import plain_settings
 from whole_pieces import whole_pieces
 
 from qarl.comparison.members import numbers_of
@@ -50,58 +49,24 @@ def state(step: int) -> dict[str, Any]:
 
 def make(path: Path) -> Path:
     """Write a finished run with every kind of file that some command reads."""
-    for folder in ("rollouts", "diagnostics", "checkpoints", "evaluations"):
-        (path / folder).mkdir(parents=True)
-    settings = plain_settings(train={"steps": STEPS, "run_dir": str(path)})
-    (path / "config.yaml").write_text(yaml.safe_dump(settings))
-    environment = {
-        "packages": {"torch": "2.13"},
-        "cpu": "a CPU",
-        "gpus": [],
-        "threads": 1,
-        "command": ["qarl", "train"],
-    }
-    (path / "environment.json").write_text(json.dumps(environment))
-    metrics = {"reward/std": 0.1, "mismatch/delta_abs_max": 0.1, "time/step_s": 1.5, "reward/failed": 0.0}
-    metrics["memory/peak_gib"] = 0.5
-    rows = [{"step": i, "reward/mean": i / 4, **metrics} for i in range(1, STEPS + 1)]
-    write_lines(path / "metrics.jsonl", rows)
+    make_run(path, [step(i) for i in range(1, STEPS + 1)], STEPS)
+    add_diagnostics(path, diagnostics(1))
     interval = {"mean": 0.5, "low": 0.25, "high": 0.75}
     scores = {"avg": interval, "pass": {"1": interval, "4": interval}}
-    write_lines(
-        path / "evaluations.jsonl", [{"step": i, "tasks": [{"name": "t", **scores}], "overall": scores} for i in (2, 4)]
-    )
-    row = {"step": 2, "prompt": "1 + 1", "completion": "2", "tokens": 3}
-    write_lines(path / "rollouts" / "000002.jsonl", [{**row, "reward": reward} for reward in (0.0, 0.5, 1.0)])
+    evaluations = [{"step": i, "tasks": [{"name": "t", **scores}], "overall": scores} for i in (2, 4)]
+    (path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluations))
     integers = {"prompt_lengths": [2, 2], "response_lengths": [1, 2], "groups": [0, 0]}
     integers |= {"prompt_tokens": [1] * 4, "response_tokens": [2] * 3}
     tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in integers.items()}
     tensors |= {name: torch.zeros(3) for name in ("logp_sampler", "logp_old", "logp")}
     tensors |= {name: torch.zeros(2) for name in ("advantages", "rewards")} | {"version": torch.tensor([1])}
-    write_file(path / "rollouts" / "000002.safetensors", safetensors_chunks(tensors))
-    names = ("logp_sampler", "logp_old", "logp", "logp_shadow", "log_ratio", "weight", "advantage")
-    tokens = {name: [-0.5, None, -0.1] for name in names}
-    record = {
-        "format_version": 1,
-        "step": 2,
-        "metrics": {},
-        "token_count": 3,
-        "tokens": tokens,
-        "band": {"level": "token", "high": 1.2, "low": 0.8, "neg_high": None},
-        "deciles": [{"low": i / 10, "high": (i + 1) / 10, "count": 1, "delta_abs_mean": 0.1} for i in range(10)],
-        "layers": {"model.layers.0.mlp.up_proj": [1, 10]},
-        "error_examples": [{"text": "so so", "before": "a", "after": "b", "kind": "repetitive", "start": 1, "stop": 3}],
-    }
-    (path / "diagnostics" / "000002.json").write_text(json.dumps(record))
+    write_file(path / "rollouts" / "000001.safetensors", safetensors_chunks(tensors))
+    (path / "checkpoints").mkdir()
     store = CheckpointStore(path / "checkpoints", 0)
-    for step in (2, 4):
-        store.save(step, whole_pieces({"masters": {"w": torch.ones(4, 4)}, "optimizer": {}}), state(step))
+    for number in (1, 4):
+        store.save(number, whole_pieces({"masters": {"w": torch.ones(4, 4)}, "optimizer": {}}), state(number))
     write_history(path, History(checkpoint=STEPS))
     return path
-
-
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def begin(run: Path) -> None:
@@ -138,9 +103,9 @@ FILES = {
     "evaluations.jsonl": "report compare evaluate",
     "history.json": "resume",
     "rollouts": "report diagnose resume",
-    "rollouts/000002.jsonl": "report",
-    "rollouts/000002.safetensors": "diagnose",
-    "diagnostics/000002.json": "report",
+    "rollouts/000001.jsonl": "report",
+    "rollouts/000001.safetensors": "diagnose",
+    "diagnostics/000001.json": "report",
     "checkpoints": "resume diagnose start",
     "checkpoints/latest": "resume",
     "checkpoints/000004": "resume diagnose",
@@ -222,7 +187,7 @@ def test_a_name_that_only_resembles_a_step_is_ignored(whole, name, tmp_path):
     shutil.copytree(run / "checkpoints" / "000004", run / "checkpoints" / name)
     for folder, suffix in (("rollouts", ".jsonl"), ("rollouts", ".safetensors"), ("diagnostics", ".json")):
         (run / folder / f"{name}{suffix}").write_text("{}")
-    assert CheckpointStore(run / "checkpoints", 0).steps() == [2, 4] and pick_step(run, None) == 2
+    assert CheckpointStore(run / "checkpoints", 0).steps() == [1, 4] and pick_step(run, None) == 1
     for reader in READERS.values():
         reader(run)
 
@@ -232,5 +197,5 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(whole, tmp_p
     shutil.copytree(whole, run, symlinks=True)
     (run / "checkpoints" / "000004").rename(run / "checkpoints" / "000007")
     skipped: list[str] = []
-    assert CheckpointStore(run / "checkpoints", 0).latest_valid(skipped.append).step == 2
+    assert CheckpointStore(run / "checkpoints", 0).latest_valid(skipped.append).step == 1
     assert "is of step 4, not of the one that its directory is named by" in skipped[0]
