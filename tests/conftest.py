@@ -12,7 +12,7 @@ import pytest
 from qarl.utils.threads import wait_politely
 
 wait_politely()  # before anything imports torch
-sys.dont_write_bytecode = False  # what pytest makes of the tests' assertions takes each process ten seconds
+writes_no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, False  # of tests, which takes ten seconds
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # which share the cores, as do processes that a test starts
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 if not Path("/proc/driver/nvidia/version").exists():
@@ -64,6 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what is imported: its runs took 6 % of the tests' time, and now half of that."""
     gc.freeze()
+    sys.dont_write_bytecode = writes_no_bytecode  # of what tests write and import
 
 
 def pytest_unconfigure() -> None:

@@ -45,7 +45,8 @@ def start_server() -> Callable[[], None]:
     folder = tempfile.TemporaryDirectory(prefix="forks-")
     os.environ[ADDRESS] = folder.name
     environment = {**os.environ, "PYTHONPATH": _paths(), "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, env=environment)
+    command = [sys.executable, __file__]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
     while not Path(folder.name, "ready").exists() and server.poll() is None:
         time.sleep(0.005)
 
