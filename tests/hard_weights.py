@@ -28,6 +28,29 @@ def common() -> dict[str, Tensor]:
     }
 
 
+def _adversarial() -> dict[str, Tensor]:
+    weights = common() | {
+        "scale underflow": normal(7) * 1e-40,
+        "fp16 scale underflow": normal(8) * 1e-7,
+        "fp16 scale overflow": normal(9) * 1e6,
+        "one sign near the fp32 limit": normal(11).abs().clamp(max=3) * 1e38,
+    }
+    weights["zero groups"] = normal(13)
+    weights["zero groups"][:, 64:96] = 0.0
+    weights["zero groups"][3, 128:] = 0.0
+    weights["single outlier"] = normal(14) * 1e-3
+    weights["single outlier"][:, 5] = 3e4
+    # Quotients exactly halfway: the group's absmax makes the scale a power of two, all else is (j + 1/2) * scale.
+    for name, absmax in (("int4 ties", 7.5), ("int8 ties", 127.5), ("asymmetric ties", 7.0)):
+        halves = torch.randint(-14, 14, (N, K), generator=torch.Generator().manual_seed(18)).float() / 2
+        halves[:, ::32] = absmax
+        halves[:, 1::32] = -8.0 if name == "asymmetric ties" else -absmax
+        weights[name] = halves * 2.0**-6
+    weights["fp8 ties"] = torch.randint(-36, 37, (N, K), generator=torch.Generator().manual_seed(19)).float() / 2
+    weights["fp8 ties"][:, 0] = 448.0
+    return weights
+
+
 def _nvfp4() -> dict[str, Tensor]:
     weights = common() | {
         "the global scale overflows": normal(7) * 1e-37,
@@ -50,4 +73,5 @@ def _nvfp4() -> dict[str, Tensor]:
     return weights
 
 
+ADVERSARIAL = _adversarial()
 NVFP4 = _nvfp4()

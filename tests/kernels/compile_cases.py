@@ -4,12 +4,14 @@ Tensors live on the meta device: they have types, shapes and strides, and addres
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 from unittest.mock import patch
 
 import torch
+from qarl_formats.registry import make_scheme
+from qarl_formats.weight import LowBitWeight
 from qarl_kernels import (
-    dequantize,
     digest,
     draw,
     fp8_backward,
@@ -17,7 +19,6 @@ from qarl_kernels import (
     fused_norm,
     gemm,
     head,
-    nvfp4_weights,
     nvfp4a16,
     quantize,
     rotary,
@@ -36,6 +37,7 @@ from qarl_kernels.flash import layout as flash_layout
 from qarl_kernels.flash import paged as flash_paged
 from qarl_kernels.launch import capability_of
 from qarl_kernels.logprob import Truncation
+from qarl_kernels.moe import backward as moe_backward
 from qarl_kernels.moe import combine as moe_combine
 from qarl_kernels.moe import dispatch as moe_dispatch
 from qarl_kernels.moe import routing as moe_routing
@@ -45,7 +47,6 @@ from shipped_tables import entries
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
-INT4 = {"divisor": 7.5, "lowest": -8, "highest": 7, "scale_dtype": BF16}
 MATRIX = (4096, 12_288)
 
 
@@ -65,69 +66,33 @@ def on_hopper() -> bool:
     return capability_of(empty(1)) >= (9, 0)
 
 
-def integer_weights() -> Iterator[str]:
-    """Quantize, dequantize and tile: int4 and int8."""
-    (n, k), group = MATRIX, 32
-    for symmetric in (True, False):
-        packed, scale, zero_point, _ = quantize.quantize_int4(
-            empty(n, k, dtype=FP32), group, symmetric=symmetric, **INT4
-        )
-        dequantize.dequantize_int4(packed, scale, zero_point, k, BF16)
-        tile.meta_w4a16(scale, zero_point, n, k, group, BF16)
-        yield f"int4 {n}x{k} group {group} {'symmetric' if symmetric else 'asymmetric'}"
-    tile.meta_w4a8(scale, n, k, group)
-    tile.untile_int4(tile.tile_int4(packed, k), n, k)
-    codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.int8)
-    dequantize.dequantize_bytes(codes, scale, BF16)
-    yield f"tile, int8 {n}x{k}"
+def weights(name: str) -> Iterator[str]:
+    """Quantize a weight in a scheme, rearrange it for its product, dequantize it."""
+    plain, _, kind = name.partition(" ")
+    scheme = make_scheme(plain, 32 if make_scheme(plain).group_sizes else None, symmetric=not kind)
+    stored, _ = scheme.quantize(empty(*MATRIX, dtype=FP32), kernels=True, shared=empty(1, dtype=FP32))
+    made = LowBitWeight(scheme, stored, MATRIX)
+    for dtype in (torch.float16, BF16) if plain == "nvfp4a16" else (BF16,):
+        made.prepare(dtype, True).values(dtype)
+        scheme.dequantize(stored, MATRIX, dtype, True)
+    yield f"{plain} {MATRIX} {kind}"
 
 
-def fp8_weights() -> Iterator[str]:
-    """Quantize and dequantize: e4m3, a scale per row and per block."""
-    n, k = MATRIX
-    codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.float8_e4m3fn)
-    dequantize.dequantize_bytes(codes, scale, BF16)
-    codes, scale, _ = quantize.quantize_bytes(empty(n, k, dtype=FP32), BF16, torch.float8_e4m3fn, True)
-    dequantize.dequantize_bytes(codes, scale, BF16, True)
-    yield f"fp8 {n}x{k}"
-
-
-def digests() -> Iterator[str]:
-    """Sums over the bytes of tensors; one kernel whatever the dtypes."""
+def elementwise() -> Iterator[str]:
+    """Kernels without products, which have no branch for Hopper, of their largest shapes. No FP8."""
+    for name in ("w4a16", "w4a16 asymmetric", "w4a8", "w8a8", "nvfp4a16"):
+        yield from weights(name)
+    tile.untile_int4(tile.tile_int4(empty(4096, 512, dtype=torch.int32), 4096), 4096, 4096)
+    quantize.activation_codes(empty(7, 28_672), "int8")
+    yield "int8 activations, untiling"
     digest.digest_sums([empty(4096, 4096), empty(7, dtype=torch.int8)])
-    yield "digests"
-
-
-def exponentials() -> Iterator[str]:
-    """Noise for drawing tokens."""
     state = empty(256, dtype=torch.int64)
     draw.exponential_(empty(256, 151_936, dtype=FP32), state, state)
-    yield "exponentials"
-
-
-def draws() -> Iterator[str]:
-    """Drawing tokens from logits, of a small and a large vocabulary."""
+    yield "digests, exponential noise"
     for vocabulary in (1000, 151_936):
         logits, row = empty(256, vocabulary, dtype=FP32), empty(256, dtype=FP32)
         draw.draw(logits, row, empty(256, dtype=torch.float64))
         yield f"draw of {vocabulary}"
-
-
-def int8_activations() -> Iterator[str]:
-    k = 28_672
-    quantize.activation_codes(empty(7, k), "int8")
-    yield f"int8 of {k}"
-
-
-def fp8_activations() -> Iterator[str]:
-    k = 28_672
-    quantize.activation_codes(empty(7, k), "fp8")
-    quantize.activation_codes(empty(7, k), "fp8_group")
-    yield f"fp8 of {k}"
-
-
-def norms() -> Iterator[str]:
-    """Norm, its backward, column sums; no quantization."""
     h = 8192
     x, weight, inverse = empty(4096, h), empty(h), empty(4096, dtype=FP32)
     fused_norm.add_rms_norm(x, x, weight, 1e-6)
@@ -136,6 +101,31 @@ def norms() -> Iterator[str]:
     fused_norm.add_rms_norm_backward(x, x, x, inverse, weight, empty(h, dtype=FP32))
     token_sums.column_sum(x, empty(h, dtype=FP32))
     yield f"norm {h}"
+    gate_up = empty(4096, 2 * 12_288)
+    product = swiglu.swiglu(gate_up).product
+    swiglu.swiglu_backward(product, gate_up, True, gate_up)
+    token_sums.embedding_grad(empty(4096, 4096), empty(4096, dtype=torch.int64), empty(50_000, 4096, dtype=FP32), -1)
+    yield "gate, embedding"
+    yield from fused_quantization("int8")
+    yield from rotaries()
+    yield from moe_routing_and_order()
+    yield from moe_combinations()
+
+
+def elementwise_fp8() -> Iterator[str]:
+    """Quantizing and dequantizing e4m3, a scale per row and per block; codes of a backward."""
+    for name in ("fp8", "fp8_block"):
+        yield from weights(name)
+    for kind in ("fp8", "fp8_group"):
+        quantize.activation_codes(empty(7, 28_672), kind)
+    yield "fp8 activations"
+    yield from fused_quantization("fp8", "fp8_group")
+    n, k = 12_288, 2048
+    for of_rows, of_columns in ((True, True), (True, False), (False, True)):
+        fp8_backward.quantize(empty(4000, n), None, rows=of_rows, columns=of_columns)
+    fp8_backward.quantize(empty(4000, n), empty(n, dtype=FP32))
+    fp8_backward.transpose(empty(n, k, dtype=torch.float8_e4m3fn), empty(n, 1))
+    yield f"backward codes {n}x{k}"
 
 
 def rotaries() -> Iterator[str]:
@@ -179,26 +169,15 @@ def fp8_kv_cache() -> Iterator[str]:
         yield f"attention over FP8 {dim}"
 
 
-def gates() -> Iterator[str]:
-    """SiLU gate and its backward, embedding gradient; no quantization."""
-    i = 12_288
-    gate_up = empty(4096, 2 * i)
-    product = swiglu.swiglu(gate_up).product
-    swiglu.swiglu_backward(product, gate_up, True, gate_up)
-    yield f"gate {i}"
-    token_sums.embedding_grad(empty(4096, 4096), empty(4096, dtype=torch.int64), empty(50_000, 4096, dtype=FP32), -1)
-    yield "embedding"
-
-
 def fused_quantization(*activations: rows.Activation) -> Iterator[str]:
     """Quantization inside the norm and the gate."""
     for activation in activations:
         h = 16_384
         fused_norm.add_rms_norm(empty(4096, h), empty(4096, h), empty(h), 1e-6, activation, True)
-        yield f"norm {activation} {h}"
+        yield f"quantizing norm {activation} {h}"
         i = 32_768
         swiglu.swiglu(empty(4096, 2 * i), activation)
-        yield f"gate {activation} {i}"
+        yield f"quantizing gate {activation} {i}"
 
 
 def most_demanding(tiles: Iterable[tuning.Tile]) -> list[tuning.Tile]:
@@ -235,7 +214,7 @@ def products_of(family: str) -> Iterator[str]:
         for tile_ in tiles if k == 4096 else ragged:
             if tile_.way in ("library", "dequantized"):
                 continue
-            _product(family, n, k, tile_)
+            product(family, None, n, k, False, tile_)
             yield f"{family} {n}x{k} {tile_}" + " wgmma" * (hopper and is_wgmma(tile_))
 
 
@@ -245,27 +224,35 @@ def is_wgmma(tile_: tuning.Tile) -> bool:
     return tile_.way != "narrow" and first >= 64 and tile_.warps % 4 == 0
 
 
-def _product(family: str, n: int, k: int, tile_: tuning.Tile) -> None:
-    m, int8, e4m3 = 4096, torch.int8, torch.float8_e4m3fn
-    if family == "nvfp4a16":
-        nvfp4a16.nvfp4a16(empty(m, k), None, *scales_fp4(n, k), *tiled_fp4(n, k), tile=tile_)
-    elif family in ("w4a16", "w4a8"):
-        blocks = -(-k // 128)
-        tiled = empty(-(-n // 16), blocks, 16, 16, dtype=torch.int32)
-        meta = empty(blocks, -(-n // 16) * 16, dtype=torch.int32 if family == "w4a16" else FP32)
-        if family == "w4a16":
-            w4a16.w4a16(empty(m, k), None, empty(n, 1), None, tiled, meta, tile=tile_)
-        else:
-            qx, scale_x = empty(m, k, dtype=int8), empty(m, 1, dtype=FP32)
-            w4a8.w4a8(qx, scale_x, tiled, meta, k, n, None, BF16, tile=tile_)
+def product(family: str, given: Groups | None, n: int, k: int, gathered: bool, tile_: tuning.Tile | None) -> None:
+    """Launch what a scheme launches for a weight (n, k), or for those of all experts. tile_ None: as the tables say."""
+    pairs = 4096 if given is None else given.rows
+    rows, width, blocks = pairs // given.slots if gathered else pairs, n * (given.experts if given else 1), -(-k // 128)
+    x, dy = empty(rows, k), empty(pairs, n)
+    tiled, meta = (
+        empty(-(-width // 16), blocks, 16, 16, dtype=torch.int32),
+        empty(blocks, -(-width // 16) * 16, dtype=FP32),
+    )
+    byte = torch.int8 if family.startswith("w") else torch.float8_e4m3fn
+    qx, scale_x = empty(rows, k, dtype=byte), empty(rows, 1, dtype=FP32)
+    how = {"groups": given, "gathered": gathered, "tile": tile_}
+    if family == "dense":
+        gemm.dense(x, empty(width, k), **how)
+    elif family == "input_grad":
+        moe_backward.grouped_input_grad(dy, empty(width, k), given, tile=tile_)
+    elif family == "weight_grad":
+        moe_backward.grouped_weight_grad(dy, x, given, gathered, empty(width, k, dtype=FP32), tile_)
+    elif family == "nvfp4a16":
+        nvfp4a16.nvfp4a16(x, None, *scales_fp4(width, k), *tiled_fp4(width, k), **how)
+    elif family == "w4a16":
+        w4a16.w4a16(x, None, empty(width, 1), None, tiled, meta.view(torch.int32), **how)
+    elif family == "w4a8":
+        w4a8.w4a8(qx, scale_x, tiled, meta, k, n, None, BF16, **how)
     elif family == "fp8_block":
-        scales = empty(m, -(-k // 128), dtype=FP32), empty(-(-n // 128), -(-k // 128), dtype=FP32)
-        qx, codes = empty(m, k, dtype=e4m3), empty(n, k, dtype=e4m3)
-        fp8_block.fp8_block(qx, scales[0], codes, scales[1], None, BF16, tile=tile_)
+        scales = empty(rows, blocks, dtype=FP32), empty(-(-width // 128), blocks, dtype=FP32)
+        fp8_block.fp8_block(qx, scales[0], empty(width, k, dtype=byte), scales[1], None, BF16, **how)
     else:
-        dtype = {"dense": BF16, "w8a8": int8, "fp8": e4m3}[family]
-        scales = (None, None) if family == "dense" else (empty(m, 1, dtype=FP32), empty(n, 1))
-        gemm.run(empty(m, k, dtype=dtype), empty(n, k, dtype=dtype), *scales, None, empty(m, n), tile_)
+        gemm.scaled(qx, scale_x, empty(width, k, dtype=byte), empty(width, 1), None, BF16, **how)
 
 
 def scales_fp4(n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -292,17 +279,6 @@ def groups_and_dtypes() -> Iterator[str]:
         tile_ = tuning.Tile("wide", 64, 64, stages=3)
         w4a8.w4a8(x, scale_x, tiled, empty(rows, n, dtype=FP32), k, n, None, BF16, tile=tile_)
         yield f"w4a8 group {group}"
-
-
-def fp4_weights() -> Iterator[str]:
-    """Quantize and dequantize NVFP4, with and without the global scale."""
-    divisor = empty(1, dtype=FP32)
-    n, k = MATRIX
-    packed, scale, _ = nvfp4_weights.quantize_nvfp4(empty(n, k, dtype=FP32), divisor)
-    for dtype in (BF16, torch.float16):
-        nvfp4_weights.dequantize_nvfp4(packed, scale, divisor, dtype)
-        nvfp4_weights.dequantize_nvfp4(packed, scale, None, dtype)
-    yield f"nvfp4 {n}x{k}"
 
 
 def fp4() -> Iterator[str]:
@@ -410,16 +386,6 @@ def head_gradients() -> Iterator[str]:
     yield "gradient float16, pointers"
 
 
-def fp8_backward_codes() -> Iterator[str]:
-    """Quantizing gradients by row and by column, and transposing codes."""
-    n, k = 12_288, 2048
-    for of_rows, of_columns in ((True, True), (True, False), (False, True)):
-        fp8_backward.quantize(empty(4000, n), None, rows=of_rows, columns=of_columns)
-    fp8_backward.quantize(empty(4000, n), empty(n, dtype=FP32))
-    fp8_backward.transpose(empty(n, k, dtype=torch.float8_e4m3fn), empty(n, 1))
-    yield f"backward codes {n}x{k}"
-
-
 def fp8_backward_products() -> Iterator[str]:
     """The weight's gradient, with every candidate tile."""
     hopper = on_hopper()
@@ -478,3 +444,87 @@ def moe_combinations() -> Iterator[str]:
         for added in (None, y):
             moe_combine.sum_over_slots(d, groups, added)
         yield f"combine {experts}x{hidden}"
+
+
+# E, k, N, K and whether x is gathered: Qwen3-30B-A3B and Mixtral
+EXPERTS = ((128, 8, 1536, 2048, True), (128, 8, 2048, 768, False), (8, 2, 28_672, 4096, True))
+
+
+def _label(family: str, experts: int, n: int, k: int, tile_: tuning.Tile) -> str:
+    return f"experts {family} {experts}x{n}x{k} {tile_}" + " wgmma" * (on_hopper() and is_wgmma(tile_))
+
+
+class _Tiles:
+    """Compiles each tile of a family once, with any number of stages: fewer stages take less shared memory.
+
+    Whether rows are gathered and the number of experts change where a program begins, not what its loop holds, so no
+    tile is compiled for two shapes. A tile that is used for both kinds of rows is compiled with gathered ones.
+    """
+
+    def __init__(self) -> None:
+        self.done: set[tuple[str, tuning.Tile]] = set()
+
+    def product(
+        self, family: str, shape: tuple[int, int, int, int, bool], tokens: int, tile_: tuning.Tile
+    ) -> Iterator[str]:
+        key = family, replace(tile_, stages=1)
+        if tile_.way != "dequantized" and key not in self.done:
+            self.done.add(key)
+            experts, slots, n, k, gathered = shape
+            product(family, groups_of(experts, slots, tokens), n, k, gathered, tile_)
+            yield _label(family, experts, n, k, tile_)
+
+    def defaults(self, family: str) -> Iterator[str]:
+        """Tiles that no table has chosen, from many rows per expert to few."""
+        for shape in for_this_gpu(EXPERTS):
+            experts, slots = shape[:2]
+            for tokens in (65_536, 4096, 256, 16):
+                tile_ = tuning.default_tile(family, tokens * slots, not on_hopper(), experts=experts)
+                yield from self.product(family, shape, tokens, tile_)
+
+    def tabled(self, family: str) -> Iterator[str]:
+        """On Hopper: the most demanding tiles of the shipped tables."""
+        if not on_hopper():
+            return
+        for gathered, shape in ((True, EXPERTS[0]), (False, EXPERTS[1])):
+            shipped = [
+                tile_
+                for device in sorted(path.stem for path in tuning.TABLES.glob("*.json"))
+                for named, tuned, entry in entries(device, grouped=True)
+                if named == family and tuned.gathered == gathered
+                for _, tile_ in entry.tiles
+                if tile_ is not None
+            ]
+            for tile_ in most_demanding(shipped):
+                yield from self.product(family, shape, 4096, tile_)
+
+
+def all_tiles(*families: str) -> Iterator[str]:
+    tiles = _Tiles()
+    for family in families:
+        yield from tiles.tabled(family)  # before the defaults: it has the most stages
+        yield from tiles.defaults(family)
+
+
+def grouped_dense() -> Iterator[str]:
+    """16-bit products of few rows per expert and of many, and their backward; widths that no vector divides."""
+    yield from all_tiles("dense", "input_grad", "weight_grad")
+    if on_hopper():
+        experts, slots, hidden, width = MIXTURES[1]
+        for gathered, n, k in ((True, 2 * width, hidden), (False, hidden, width)):
+            for family, each in (("dense", 4), ("input_grad", 1000), ("weight_grad", 1000)):
+                given = groups_of(experts, slots, each * experts // slots)
+                tile_ = tuning.default_tile(family, given.rows, False, experts=experts)
+                product(family, given, n, k, gathered, tile_)
+                yield _label(family, experts, n, k, tile_)
+
+
+def grouped_int4() -> Iterator[str]:
+    yield from all_tiles("w4a16", "nvfp4a16")
+    experts, slots, n, k, _ = EXPERTS[0]
+    given = groups_of(experts, slots, 65_536)
+    tile_ = tuning.default_tile("dense", given.rows, not on_hopper(), experts=experts)
+    x, weight = empty(65_536, k), empty(experts * n, k)
+    scales = empty(len(x), 1, dtype=FP32), empty(len(weight), dtype=FP32)
+    gemm.run(x, weight, *scales, None, empty(given.rows, n), tile_, given, True)
+    yield f"experts nvfp4a16 dequantized {tile_}" + " wgmma" * on_hopper()

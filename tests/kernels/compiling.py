@@ -31,7 +31,6 @@ from triton.errors import TritonError
 from triton.runtime.jit import create_function_from_signature
 
 ROOT = Path(__file__).parents[2]
-CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 # Bytes of shared memory of one block: 99 and 227 KiB. sm_80 has 163, but its code is what sm_86 and sm_89 run too.
 SHARED_LIMIT = {(8, 0): 101_376, (8, 9): 101_376, (9, 0): 232_448, (12, 0): 101_376}
 SPILL_LIMIT = 64  # bytes of a thread, set aside outside the loop: the fastest tile of w4a16 has 52 with Triton 3.9
@@ -41,17 +40,11 @@ MATRIX_LETTERS = {"bf16": "H", "f16": "H", "tf32": "H", "s8": "I", "e4m3": "Q", 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel, specialised for one launch and one compute capability.
+    """One kernel, specialised for one launch (`label`: what the generator yielded) and one compute capability.
 
     Args:
-        label: what the generator yielded.
-        kernel: name of the function.
-        capability: as (9, 0).
-        options: of the launch, num_warps and num_stages among them.
         constants: constexpr arguments by name, as strings; also integers of value 1 and None, which Triton folds.
-        shared: bytes of shared memory of a block.
-        registers: of a thread.
-        stack: bytes of local memory of a thread.
+        shared, registers: bytes of shared memory of a block; registers of a thread.
         spill_stores, spill_loads: bytes, as ptxas counts them.
         instructions: of the PTX, by full name ("ld.global.v4.b32").
         serialized: ptxas says that it serialised wgmma instructions (messages C75xx).
@@ -67,7 +60,6 @@ class Compiled:
     constants: dict[str, str]
     shared: int = 0
     registers: int = 0
-    stack: int = 0
     spill_stores: int = 0
     spill_loads: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
@@ -164,7 +156,6 @@ class _Job:
             | {
                 "shared": kernel.metadata.shared,
                 "registers": _number(r"Used (\d+) registers", text),
-                "stack": _number(r"(\d+) bytes stack frame", text),
                 "spill_stores": _number(r"(\d+) bytes spill stores", text),
                 "spill_loads": _number(r"(\d+) bytes spill loads", text),
                 "instructions": instructions_of(kernel.asm["ptx"]),
@@ -194,15 +185,15 @@ def _jobs(case: str, capabilities: Iterable[tuple[int, int]]) -> Iterator[_Job]:
 
 
 def spread(jobs: Sequence[_Job], most: int) -> list[_Job]:
-    """On Hopper `most` specialisations per kernel, the first included; for each older GPU the last one.
+    """Per kernel and first word of the labels: on Hopper `most` launches, the first included; before it the last one.
 
     So both ends of the launches are compiled, whatever `most` is.
     """
-    by_kernel: dict[tuple[tuple[int, int], str], list[_Job]] = {}
+    by_kernel: dict[tuple[tuple[int, int], str, str], list[_Job]] = {}
     for job in jobs:
-        by_kernel.setdefault((job.capability, job.kernel), []).append(job)
+        by_kernel.setdefault((job.capability, job.kernel, job.label.split()[0]), []).append(job)
     found = []
-    for (capability, _), own in by_kernel.items():
+    for (capability, *_), own in by_kernel.items():
         count, last = min(most, len(own)), len(own) - 1
         if capability != (9, 0):
             found.append(own[last])
@@ -238,7 +229,7 @@ class Compiler:
         self,
         case: str,
         cache: Path,
-        capabilities: Sequence[tuple[int, int]] = CAPABILITIES,
+        capabilities: Sequence[tuple[int, int]],
         processes: int = 2,
         most: int | None = None,
     ) -> list[Compiled]:

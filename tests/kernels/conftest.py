@@ -1,15 +1,19 @@
 """Where kernels are tested: on the GPU if there is one, else in Triton's interpreter on the CPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import triton.compiler
+from qarl_kernels import head
 from qarl_kernels import launch as launching
+from qarl_kernels.tuning import Tile
 from stub_driver import Compiled, Driver
 from triton.runtime import driver
+
+GUARD = 4096  # bytes on each side
 
 
 @pytest.fixture
@@ -18,21 +22,43 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory is full of NaN (or of the largest integers), so that an element nobody wrote shows."""
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fresh memory is full of NaN (or of the largest integers), so that an element nobody wrote shows.
 
-    def poisoning(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def empty(*shape, **options):
-            tensor = plain(*shape, **options)
-            if tensor.dtype == torch.float8_e4m3fn:
-                tensor.view(torch.uint8).fill_(0x7F)
-                return tensor
-            return tensor.fill_(torch.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
+    It lies between guards, which a write outside of an output breaks.
+    """
+    plain, empty_strided, guarded = torch.empty, torch.empty_strided, []
 
-        return empty
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor.view(torch.uint8).fill_(0x7F)
+            return tensor
+        return tensor.fill_(torch.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
 
-    monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
-    monkeypatch.setattr(torch, "empty_strided", poisoning(torch.empty_strided))
+    def empty(*shape, dtype=None, device=None, **options):
+        if options or str(device) == "meta":
+            return plain(*shape, dtype=dtype, device=device, **options)
+        shape, dtype = torch.Size(shape if isinstance(shape[0], int) else shape[0]), dtype or torch.get_default_dtype()
+        size = shape.numel() * dtype.itemsize
+        memory = plain(size + 2 * GUARD, dtype=torch.uint8, device=device).fill_(0xA5)
+        guarded.append((memory, size))
+        return poison(memory[GUARD : GUARD + size].view(dtype).view(shape))
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty_strided", lambda *given, **options: poison(empty_strided(*given, **options)))
+    yield
+    for memory, size in guarded:
+        assert (memory[:GUARD] == 0xA5).all() and (memory[GUARD + size :] == 0xA5).all(), "a guard was written"
+
+
+@pytest.fixture
+def small_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, tiles of the output layer of which small cases have several."""
+    if launching.INTERPRETED:
+        monkeypatch.setattr(head, "STATISTICS_TILE", Tile("x_first", 64, 64, 16))
+        monkeypatch.setattr(head, "GRADIENT_TILE", Tile("x_first", 64, 64, 16))
+        monkeypatch.setattr(head, "GRADIENT_CUT", Tile("x_first", 32, 64, 16))
+        monkeypatch.setattr(head, "POINTERS", Tile("x_first", 16, 32, 16))
 
 
 @pytest.fixture

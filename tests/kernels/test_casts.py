@@ -4,9 +4,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernel_harness import NEEDS_TRITON
 from qarl_kernels.casts import odd_fp16, round_pairs, widen_pairs
 from qarl_kernels.launch import launch
-from running import NEEDS_TRITON
 from torch import Tensor
 
 pytestmark = NEEDS_TRITON

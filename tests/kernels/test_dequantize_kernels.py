@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from exact import assert_same, poisoned_outputs
+from kernel_harness import NEEDS_TRITON, QUIET, assert_same
 from pairwise import pairwise
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import LowBitWeight
 from qarl_kernels.dequantize import dequantize_bytes, dequantize_int4
 from qarl_kernels.launch import recording
+from qarl_kernels.nvfp4_weights import quantize_nvfp4
 from qarl_kernels.quantize import activation_codes
 from qarl_kernels.tile import meta_w4a8, tile_int4, untile_int4
-from running import NEEDS_TRITON, QUIET
 
-pytestmark = [NEEDS_TRITON, QUIET]
+pytestmark = [NEEDS_TRITON, QUIET, pytest.mark.usefixtures("poisoned")]
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -21,7 +21,7 @@ def _scales(n: int, groups: int, dtype: torch.dtype) -> torch.Tensor:
     """Positive scales of many sizes, subnormal ones too; products overflow fp16 at times."""
     generator = torch.Generator().manual_seed(n + groups)
     scale = torch.rand(n, groups, generator=generator) * torch.logspace(-9, 4, n)[:, None]
-    scale[0] = torch.finfo(dtype).smallest_normal / 4
+    scale[:1] = torch.finfo(dtype).smallest_normal / 4
     return scale.to(dtype)
 
 
@@ -46,8 +46,7 @@ def test_int4_equals_the_reference(shape, scale_dtype, symmetric, dtype, device)
         tensors[name].to(device) if name in tensors else None
         for name in ("weight_packed", "weight_scale", "weight_zero_point")
     )
-    with poisoned_outputs():
-        weight = dequantize_int4(packed, scale, zero_point, k, dtype)
+    weight = dequantize_int4(packed, scale, zero_point, k, dtype)
     assert_same(weight, expected)
 
 
@@ -61,13 +60,12 @@ def _all_codes(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("shape", "codes_dtype", "scale_dtype", "dtype"),
-    pairwise([(37, 100), (3, 2064)], [torch.int8, torch.float8_e4m3fn], DTYPES, DTYPES),
+    pairwise([(37, 100), (3, 2064), (0, 32)], [torch.int8, torch.float8_e4m3fn], DTYPES, DTYPES),
 )
 def test_channel_is_code_times_scale_rounded_once(shape, codes_dtype, scale_dtype, dtype, device):
     n, k = shape
     codes, scale = _all_codes(n, k, codes_dtype), _scales(n, 1, scale_dtype)
-    with poisoned_outputs():
-        weight = dequantize_bytes(codes.to(device), scale.to(device), dtype)
+    weight = dequantize_bytes(codes.to(device), scale.to(device), dtype)
     assert_same(weight, (codes.float() * scale.float()).to(dtype))
 
 
@@ -75,33 +73,19 @@ def test_channel_is_code_times_scale_rounded_once(shape, codes_dtype, scale_dtyp
 @pytest.mark.parametrize(("n", "k"), [(5, 100), (130, 300), (256, 128)])
 def test_fp8_block_is_code_times_the_blocks_scale_rounded_once(n, k, dtype, device):
     codes, scale = _all_codes(n, k, torch.float8_e4m3fn), _scales(-(-n // 128), -(-k // 128), torch.float32)
-    with poisoned_outputs():
-        weight = dequantize_bytes(codes.to(device), scale.to(device), dtype, True)
+    weight = dequantize_bytes(codes.to(device), scale.to(device), dtype, True)
     spread = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     assert_same(weight, (codes.float() * spread).to(dtype))
 
 
-def test_no_rows_give_an_empty_weight(device):
+def test_no_rows_give_empty_weights(device):
     packed = torch.zeros(0, 4, dtype=torch.int32, device=device)
     scale = torch.zeros(0, 1, dtype=torch.bfloat16, device=device)
     assert dequantize_int4(packed, scale, None, 32, torch.bfloat16).shape == (0, 32)
-    codes = torch.zeros(0, 32, dtype=torch.int8, device=device)
-    assert dequantize_bytes(codes, scale, torch.bfloat16).shape == (0, 32)
-
-
-def test_tensors_that_do_not_fit_are_errors_that_name_them(device):
-    packed = torch.zeros(2, 4, dtype=torch.int32, device=device)
-    scale = torch.zeros(2, 1, dtype=torch.bfloat16, device=device)
-    with pytest.raises(ValueError, match=r"^packed must be contiguous int32 \[2, 8\], not torch.int32 \[2, 4\]; pass"):
-        dequantize_int4(packed, scale, None, 64, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^zero_point must be contiguous int32 \[1, 1\]"):
-        dequantize_int4(packed, scale, packed, 32, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^scale has 3 groups, which does not divide 32 input features"):
-        dequantize_int4(packed, scale.expand(2, 3).contiguous(), None, 32, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^codes must be contiguous int8 or float8_e4m3fn \[2, 4\]"):
-        dequantize_bytes(packed, scale, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^scale must be contiguous .* \[1, 1\], not"):
-        dequantize_bytes(torch.zeros(2, 4, device=device).to(torch.float8_e4m3fn), scale, torch.bfloat16, True)
+    tiled = tile_int4(packed, 32)
+    assert tiled.shape == (0, 1, 16, 16) and untile_int4(tiled, 0, 32).shape == (0, 4)
+    packed, scale, bad = quantize_nvfp4(torch.zeros(0, 32, device=device), torch.ones(1, device=device))
+    assert packed.shape == (0, 16) and scale.shape == (0, 2) and bad.item() == 0
 
 
 def test_a_stack_of_experts_takes_no_more_programs_than_a_grid_has() -> None:

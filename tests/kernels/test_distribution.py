@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from kernel_harness import NEEDS_TRITON, QUIET, RUNNABLE, assert_rows_are_their_own
 from products import random
 from qarl_kernels import head
 from qarl_kernels.head import FusedTokenLogProbs, fused_distribution
-from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import (
     CUT_LOGIT_GAP,
     Distribution,
@@ -18,8 +18,6 @@ from qarl_kernels.logprob import (
     truncate_,
 )
 from qarl_kernels.truncation import normalized
-from qarl_kernels.tuning import Tile
-from running import NEEDS_TRITON, QUIET
 from torch import Tensor
 
 UNRANKED = [Truncation(), Truncation(0.7), Truncation(0.0), Truncation(min_p=0.05), Truncation(1.3, min_p=0.02)]
@@ -28,15 +26,7 @@ RANKED = [Truncation(top_k=5), Truncation(0.8, top_p=0.9), Truncation(top_k=20, 
 # can read
 SHAPES = [(37, 301, 48), (1, 61, 16), (64, 256, 32), (5, 259, 20)]
 
-pytestmark = [pytest.mark.usefixtures("poisoned"), QUIET]
-
-
-@pytest.fixture(autouse=True)
-def tiles_of_its_size(monkeypatch) -> None:
-    """The interpreter has tiles of which the small cases here make several."""
-    if INTERPRETED:
-        monkeypatch.setattr(head, "STATISTICS_TILE", Tile("x_first", 64, 64, 16))
-        monkeypatch.setattr(head, "POINTERS", Tile("x_first", 16, 32, 16))
+pytestmark = [pytest.mark.usefixtures("poisoned", "small_head"), QUIET]
 
 
 def _case(rows: int, vocabulary: int, features: int, device: torch.device, dtype=torch.bfloat16) -> tuple[Tensor, ...]:
@@ -65,56 +55,43 @@ def _check(found: Distribution, of_token, truncation: Truncation, logits: Tensor
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize(
-    ("rows", "vocabulary", "features", "truncation"),
-    [(*SHAPES[0], truncation) for truncation in UNRANKED] + [(*shape, UNRANKED[-1]) for shape in SHAPES[1:]],
-    ids=str,
-)
-def test_tiles_of_the_vocabulary(device, rows, vocabulary, features, truncation) -> None:
-    hidden, weight = _case(rows, vocabulary, features, device, torch.float16 if rows == 5 else torch.bfloat16)
-    logits = logits_of(hidden, weight.float() if device.type == "cpu" else weight)
-    truncate_(logits, truncation)
-    found = fused_distribution(hidden, weight, truncation)
-    _check(
-        found,
-        lambda tokens: FusedTokenLogProbs.apply(hidden, None, weight, tokens, truncation, None, None)[0],
-        truncation,
-        logits,
-        vocabulary,
-    )
-
-
-@NEEDS_TRITON
 @pytest.mark.parametrize("truncation", [Truncation(0.7), Truncation(min_p=0.05)], ids=str)
 def test_a_rows_bits_are_its_own(device, monkeypatch, truncation) -> None:
     hidden, weight = _case(150, 301, 16, device)
-    whole = fused_distribution(hidden, weight, truncation)
 
-    def assert_same(part: slice) -> None:
-        found = fused_distribution(hidden[part], weight, truncation)
-        assert torch.equal(found.logits, whole.logits[part])
-        assert torch.equal(found.all_logprobs(), whole.all_logprobs()[part])
+    def found(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        made = fused_distribution(hidden, weight, truncation)
+        return made.logits, made.all_logprobs()
 
-    for part in (slice(0, 1), slice(37, 39), slice(11, 141), slice(5, 5)):
-        assert_same(part)
+    assert_rows_are_their_own(found, hidden)
+    whole = found(hidden)
     monkeypatch.setattr(head, "PARTIAL", 1)  # rows go by in blocks of 128
-    assert_same(slice(0, 150))
+    assert all(map(torch.equal, found(hidden), whole))
 
 
-@pytest.mark.parametrize("truncation", [*UNRANKED, *RANKED], ids=str)
-@pytest.mark.parametrize("kernels", [False, True])
-def test_the_distribution_agrees_with_the_learners_log_probs(device, kernels, truncation) -> None:
-    hidden, weight = _case(37, 301, 48, device)
-    weight = weight.float() if device.type == "cpu" else weight
-    logits = logits_of(hidden, weight, kernels)
+CASES = [
+    *((True, *SHAPES[0], truncation) for truncation in UNRANKED),
+    *((True, *shape, UNRANKED[-1]) for shape in SHAPES[1:]),
+    *((False, *SHAPES[0], truncation) for truncation in UNRANKED + RANKED),
+]
+
+
+@pytest.mark.parametrize(("fused", "rows", "vocabulary", "features", "truncation"), CASES, ids=str)
+def test_it_has_the_log_probs_of_the_learner(device, fused, rows, vocabulary, features, truncation) -> None:
+    if fused and not RUNNABLE:
+        pytest.skip("needs TRITON_INTERPRET=1 or a GPU")
+    hidden, weight = _case(rows, vocabulary, features, device, torch.float16 if rows == 5 else torch.bfloat16)
+    wide = weight.float() if device.type == "cpu" else weight
+    logits = logits_of(hidden, wide)
     truncate_(logits, truncation)
-    _check(
-        distribution(hidden, weight, truncation, kernels),
-        lambda tokens: token_logprobs(hidden, None, weight, tokens, truncation, 9, kernels)[0],
-        truncation,
-        logits,
-        301,
-    )
+
+    def learner(tokens: Tensor) -> Tensor:
+        if fused:
+            return FusedTokenLogProbs.apply(hidden, None, weight, tokens, truncation, None, None)[0]
+        return token_logprobs(hidden, None, wide, tokens, truncation, 9)[0]
+
+    found = fused_distribution(hidden, weight, truncation) if fused else distribution(hidden, wide, truncation)
+    _check(found, learner, truncation, logits, vocabulary)
 
 
 @NEEDS_TRITON
@@ -126,16 +103,6 @@ def test_a_min_p_that_cuts_next_to_nothing(device) -> None:
     assert torch.isneginf(every).any() and torch.isneginf(found.logprobs(tokens)).any()
     expected, _ = FusedTokenLogProbs.apply(hidden, None, weight * 40, tokens, Truncation(min_p=1e-40), None, None)
     assert torch.equal(found.logprobs(tokens), expected)
-
-
-@NEEDS_TRITON
-def test_a_row_that_is_not_finite_spoils_only_itself(device) -> None:
-    hidden, weight = _case(37, 301, 48, device)
-    expected = fused_distribution(hidden, weight, Truncation(min_p=0.05)).all_logprobs()
-    hidden[4, 3] = torch.nan
-    found = fused_distribution(hidden, weight, Truncation(min_p=0.05)).all_logprobs()
-    finite = torch.arange(37, device=device) != 4
-    assert found[4].isnan().all() and torch.equal(found[finite], expected[finite])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a row's place counts in a GPU's sums alone")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_harness import assert_rows_are_their_own
 from kernel_oracles import draw_reference, exponential_reference
 from qarl_kernels.draw import TILE, draw, exponential_
 from qarl_kernels.logprob import Truncation, truncate_
@@ -36,14 +37,18 @@ def test_tokens_are_those_of_float64_and_of_the_definition(device, vocabulary: i
     assert found.tolist() == draw_reference(logits, logits.logsumexp(-1), points).tolist()
 
 
-def test_rows_may_lie_apart_and_draw_the_same_in_any_batch(device) -> None:
-    wide = random_logits(9, TILE + 300, device)
-    logits, points = wide[:, : TILE + 100], uniform(9, device)
-    lse = logits.logsumexp(-1)
-    together = draw(logits, lse, points)
-    assert together.tolist() == draw(logits.contiguous(), lse, points).tolist()
-    assert draw(logits[:0], lse[:0], points[:0]).shape == (0,)
-    assert together.tolist() == [int(draw(logits[i : i + 1], lse[i : i + 1], points[i : i + 1])) for i in range(9)]
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_rows_tokens_and_noise_are_its_own(device) -> None:
+    logits, points = random_logits(9, TILE + 100, device), uniform(9, device)
+    assert_rows_are_their_own(
+        lambda x, points: drawn(x, points[:, 0].contiguous()), logits, points[:, None], spoil=False
+    )
+    state = torch.stack(rows(device), 1)
+
+    def noise(state: Tensor) -> Tensor:
+        return exponential_(torch.empty(len(state), 777, device=device), *(one.contiguous() for one in state.t()))
+
+    assert_rows_are_their_own(noise, state, spoil=False)
 
 
 @pytest.mark.parametrize(
@@ -97,31 +102,6 @@ def test_the_kernel_fills_what_the_definition_says_and_nothing_beside_it(device,
     # logarithms of two libraries: one unit in the last place of values up to 23
     torch.testing.assert_close(held[:, :columns], exponential_reference(seeds, counters, columns), rtol=2e-6, atol=2e-7)
     assert held[:, columns:].isnan().all()
-
-
-def test_a_row_depends_on_its_seed_and_counter_only(device) -> None:
-    seeds, counters = rows(device)
-    together = exponential_(torch.empty(len(SEEDS), 777, device=device), seeds, counters)
-    for row in range(len(SEEDS)):
-        alone = exponential_(torch.empty(1, 777, device=device), seeds[row : row + 1], counters[row : row + 1])
-        assert torch.equal(alone[0], together[row])
-
-
-def test_neighbouring_seeds_and_counters_share_nothing(device) -> None:
-    seeds, counters = rows(device, [7, 8, 7], [0, 0, 4])
-    noise = exponential_(torch.empty(3, 4000, device=device), seeds, counters)
-    for a, b in ((0, 1), (0, 2), (1, 2)):
-        assert (noise[a] == noise[b]).float().mean() < 1e-3
-        assert torch.corrcoef(noise[[a, b]])[0, 1].abs() < 0.06  # 4 / sqrt(4000)
-
-
-def test_values_are_exponential_positive_and_finite() -> None:
-    seeds, counters = rows(torch.device("cpu"), list(range(200)), [0] * 200)
-    noise = exponential_reference(seeds, counters, 5000).double().flatten()
-    assert noise.isfinite().all() and (noise > 0).all()
-    ordered = noise.sort().values
-    empirical = torch.arange(1, len(ordered) + 1) / len(ordered)
-    assert (1 - torch.exp(-ordered) - empirical).abs().max() < 1.95 / len(ordered) ** 0.5  # Kolmogorov, 0.1 %
 
 
 def test_the_definition_is_philox() -> None:

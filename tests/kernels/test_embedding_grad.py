@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from kernel_harness import NEEDS_TRITON
 from pairwise import pairwise
 from products import random
 from qarl_kernels.token_sums import embedding_grad
-from running import NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
 

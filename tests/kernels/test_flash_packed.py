@@ -3,12 +3,12 @@
 import pytest
 import torch
 from attention_batches import Batch, Groups, sequences
+from kernel_harness import NEEDS_TRITON
 from products import random, relative_error
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.backward import attention_backward
 from qarl_kernels.flash.forward import Tile, attention_forward, run
 from qarl_kernels.flash.layout import packed_layout
-from running import NEEDS_TRITON
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -140,16 +140,3 @@ def test_every_tile_gives_the_same_bits(device, rows, warps, stages, dim) -> Non
     except OutOfResources:
         pytest.skip("does not fit this GPU")
     assert torch.equal(other, out) and torch.equal(other_lse, lse)
-
-
-def test_errors_name_what_is_wrong(device) -> None:
-    batch = Batch.random([(3, [])], 3, 1, 64, device)
-    layout = packed_layout([(4, [])], device)
-    with pytest.raises(ValueError, match="q has 3 rows, k 3 and the layout 4"):
-        attention_forward(batch.q, batch.k, batch.v, layout, 1.0)
-    with pytest.raises(ValueError, match="do not fit together"):
-        attention_forward(batch.q, batch.k.repeat(1, 2, 1), batch.v.repeat(1, 2, 1), layout, 1.0)
-    with pytest.raises(ValueError, match="bf16 or fp16"):
-        attention_forward(batch.q.float(), batch.k, batch.v, layout, 1.0)
-    with pytest.raises(ValueError, match="must be positive"):
-        attention_forward(batch.q, batch.k, batch.v, layout, -1.0)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from attention_batches import Batch
+from kernel_harness import NEEDS_TRITON
 from kernel_oracles import to_cache
 from products import random, relative_error
 from qarl_kernels.flash import decode
@@ -11,7 +12,6 @@ from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
 from qarl_kernels.flash.paged import decode_attention, paged_attention, paged_layout
 from qarl_kernels.flash.pairs import from_cache, paired
-from running import NEEDS_TRITON
 from torch import Tensor
 
 pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned", "small")]
@@ -166,23 +166,3 @@ def test_pages_may_be_a_table_on_the_device(device) -> None:
     layout, _ = paged_layout([0, 1], [1, 2], [130, 7], table, device)
     out = paged_attention(paged.batch.q[[130, 208, 209]], *paged.cache, layout, paged.batch.scale)
     assert torch.equal(out, paged.packed()[[130, 208, 209]])
-
-
-def test_errors_name_what_is_wrong(device) -> None:
-    paged = Paged(2, 1, 64, 16, device)
-    layout, _ = paged_layout([0], [1], [0], [[0]], device)
-    with pytest.raises(ValueError, match="q has 2 rows and the layout 1"):
-        paged_attention(paged.batch.q[:2], *paged.cache, layout, 1.0)
-    with pytest.raises(ValueError, match="token_axis 0"):
-        paged_attention(paged.batch.q[:1], *paged.cache, layout, 1.0, None, 0)
-    short = torch.zeros(3, 1, 8, 64, dtype=torch.bfloat16, device=device)
-    with pytest.raises(ValueError, match=r"or k and v of e4m3; they have torch.bfloat16, torch.float8_e4m3fn"):
-        paged_attention(paged.batch.q[:1], paged.cache[0].to(torch.float8_e4m3fn), paged.cache[1], layout, 1.0)
-    shifted = torch.zeros(3 * 16 * 64 + 1, dtype=torch.uint8, device=device)[1:].view(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="must be even, not 1 and"):
-        paged_attention(paged.batch.q[:1], *[shifted.view(3, 1, 16, 64)] * 2, layout, 1.0)
-    far = torch.empty(0, dtype=torch.bfloat16, device=device).as_strided((0, 1, 16, 64), (64, 64, 2**27, 1))
-    with pytest.raises(ValueError, match=r"tokens of a page are 134217728 values apart; 16 of them"):
-        paged_attention(paged.batch.q[:1], far, far, layout, 1.0)
-    with pytest.raises(ValueError, match="pages of 8 tokens"):
-        paged_attention(paged.batch.q[:1], short, short, layout, 1.0)

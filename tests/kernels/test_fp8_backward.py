@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from kernel_harness import QUIET
 from products import random, relative_error
 from qarl_kernels import fp8_backward
 from qarl_kernels.fp8_backward import Codes, Transposed, add_weight_grad_of, input_grad_of, quantize, transpose
 from qarl_kernels.launch import INTERPRETED
-from running import QUIET
 from torch import Tensor
 
 CAPABLE = INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
@@ -62,11 +62,6 @@ def _case(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype = tor
     )
 
 
-def _cosine(result: Tensor, expected: Tensor) -> float:
-    result, expected = result.double(), expected.double()
-    return ((result * expected).sum() / result.norm() / expected.norm()).item()
-
-
 def _rows_twin(x: Tensor) -> Codes:
     absmax = x.float().abs().amax(-1, keepdim=True)
     scale = (absmax / torch.full_like(absmax, 448.0)).clamp_(min=2.0**-120)
@@ -117,30 +112,6 @@ def test_products_are_those_of_the_codes_and_err_by_their_rounding(device, monke
         by_pointers = torch.zeros(n, k, device=device)
         add_weight_grad(dy, x, by_pointers)
         assert torch.equal(by_pointers, into)
-
-
-@pytest.mark.parametrize("outliers", ["tokens", "features", "values"])
-def test_heavy_tails_keep_the_direction(device, outliers) -> None:
-    """Log-normal magnitudes of tokens and features, and outliers a thousand times larger."""
-    dy, x, weight = (value.float() for value in _case(192, 128, 96, device))
-    for seed, value in enumerate((dy, x, weight)):
-        value.mul_(random(len(value), 1, seed=10 + seed, device=device).exp() ** 2)
-        value.mul_(random(1, value.shape[1], seed=20 + seed, device=device).exp())
-    for value in (dy, x):
-        if outliers == "tokens":
-            value[5] *= 1e3
-        elif outliers == "features":
-            value[:, 7] *= 1e3
-        else:
-            value[3, 11] += 1e3 * value.abs().max()
-    dy, x, weight = dy.bfloat16(), x.bfloat16(), weight.bfloat16()
-    into = torch.zeros(128, 96, device=device)
-    add_weight_grad(dy, x, into)
-    # a sum of a few large products errs by the rounding of these few, by 6 % each at most
-    assert _cosine(into, dy.double().t() @ x.double()) > 0.998
-    dx = input_grad(dy, weight)
-    each = torch.nn.functional.cosine_similarity(dx.double(), dy.double() @ weight.double(), dim=-1)
-    assert each.min() > 0.996 and each.mean() > 0.999
 
 
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
@@ -195,20 +166,14 @@ def test_rows_may_be_strided_spread_or_transposed(device) -> None:
     assert torch.equal(input_grad(spread, weight), input_grad(spread.contiguous(), weight))
 
 
-def test_no_tokens_change_nothing(device) -> None:
-    dy, x, weight = _case(0, 40, 24, device)
-    into = random(40, 24, seed=4, device=device)
-    before = into.clone()
-    assert both(dy, x, weight, into).shape == (0, 24) and torch.equal(into, before)
-
-
-def test_zero_gradients_give_zeros_and_tiny_ones_stay_finite(device) -> None:
-    dy, x, weight = _case(37, 64, 48, device)
-    for scale in (0.0, 1e-36):
-        into = torch.zeros(64, 48, device=device)
+def test_no_tokens_and_zero_gradients_change_nothing_and_tiny_ones_stay_finite(device) -> None:
+    before = random(40, 24, seed=4, device=device)
+    for m, scale in ((0, 1.0), (37, 0.0), (37, 1e-36)):
+        dy, x, weight = _case(m, 40, 24, device)
+        into = before.clone()
         dx = both(dy * scale, x, weight, into)
-        assert dx.isfinite().all() and into.isfinite().all()
-        assert scale or (not dx.any() and not into.any())
+        assert dx.shape == (m, 24) and dx.isfinite().all() and into.isfinite().all()
+        assert scale == 1e-36 or (not dx.any() and torch.equal(into, before))
 
 
 def test_what_is_not_finite_spoils_its_row_and_column(device) -> None:
@@ -220,18 +185,6 @@ def test_what_is_not_finite_spoils_its_row_and_column(device) -> None:
         finite, features = torch.arange(37, device=device) != 4, torch.arange(64, device=device) != 9
         assert dx[finite].isfinite().all() and not dx[4].isfinite().any()
         assert into[features].isfinite().all() and not into[9].isfinite().any()
-
-
-def test_errors_name_what_is_wrong(device) -> None:
-    dy, x, weight = _case(37, 64, 48, device)
-    with pytest.raises(ValueError, match="quantizes bf16 and fp16 matrices"):
-        input_grad(dy.float(), weight)
-    with pytest.raises(ValueError, match="only e4m3 has one"):
-        input_grad(dy, weight, torch.ones(64, 1, device=device))
-    with pytest.raises(ValueError, match="it takes a float32 matrix of that shape"):
-        add_weight_grad(dy, x, torch.zeros(48, 64, device=device))
-    with pytest.raises(ValueError, match="takes one per row"):
-        input_grad(dy, weight.to(E4M3), torch.ones(1, 1, device=device))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only compiled tiles can differ")

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from exact import assert_same
+from kernel_harness import NEEDS_TRITON, QUIET, assert_rows_are_their_own, assert_same
 from products import of_both_dtypes, random
 from qarl_kernels import fused_norm, pointwise, quantize
-from qarl_kernels.fused_norm import Normed, add_rms_norm, add_rms_norm_backward, rms_norm_again
+from qarl_kernels.fused_norm import add_rms_norm, add_rms_norm_backward, rms_norm_again
 from qarl_kernels.rows import MAX_ROW, VECTOR, backward_tile, row_tile, row_tiles
 from qarl_kernels.token_sums import column_sum
-from running import NEEDS_TRITON, QUIET
 from torch import Tensor
 
 pytestmark = [NEEDS_TRITON, QUIET, pytest.mark.usefixtures("poisoned")]
@@ -85,20 +84,18 @@ def test_codes_are_those_of_the_normed_row(rows: int, columns: int, activation: 
     assert_same(again.codes, codes.cpu())
 
 
-def _alike(a: Normed, b: Normed, rows: Tensor | slice) -> bool:
-    pairs = ((a.hidden, b.hidden), (a.inverse, b.inverse), (a.normed, b.normed), (a.codes, b.codes), (a.scale, b.scale))
-    return all(torch.equal(left, right[rows]) for left, right in pairs)
-
-
-@pytest.mark.parametrize("columns", [40, 576])
-def test_a_row_has_the_same_bits_in_every_batch(columns: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("columns", "activation"), [(40, "int8"), (72, "fp8"), (576, "fp8_group")])
+def test_a_rows_bits_are_its_own_in_the_norm_and_in_its_gradient(columns: int, activation: str, device) -> None:
     x, residual, weight = _inputs(37, columns, torch.bfloat16, device)
-    whole = add_rms_norm(x, residual, weight, EPS, "int8")
-    for rows in (slice(0, 1), slice(36, 37), slice(5, 14), slice(0, 33)):
-        part = add_rms_norm(x[rows].clone(), residual[rows].clone(), weight, EPS, "int8")
-        assert _alike(part, whole, rows)
-    order = torch.randperm(37, generator=torch.Generator().manual_seed(0)).to(device)
-    assert _alike(add_rms_norm(x[order], residual[order], weight, EPS, "int8"), whole, order)
+    assert_rows_are_their_own(lambda x, residual: add_rms_norm(x, residual, weight, EPS, activation), x, residual)
+    inverse = add_rms_norm(x, residual, weight, EPS).inverse[:, None]
+
+    def backward(grad: Tensor, arriving: Tensor, inverse: Tensor) -> Tensor:
+        into = torch.zeros(columns, device=device)
+        return add_rms_norm_backward(grad, arriving, hidden[: len(grad)], inverse[:, 0].contiguous(), weight, into)
+
+    hidden = x[:1].expand(37, columns).contiguous()
+    assert_rows_are_their_own(backward, residual, x, inverse)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="in the interpreter all kernels sum alike")
@@ -119,20 +116,6 @@ def test_compiled_variants_give_the_same_bits(columns: int, device: torch.device
         bare = add_rms_norm(plain.hidden, None, weight, EPS, activation, False)
         assert_same(bare.codes, codes.cpu())
         assert_same(bare.scale, scale.cpu())
-
-
-def test_rows_may_be_apart(device: torch.device) -> None:
-    x, residual, weight = _inputs(9, 112, torch.bfloat16, device)
-    x, residual, weight = x[:, :72], residual[:, 8:80], weight[:72]
-    expected = add_rms_norm(x.contiguous(), residual.contiguous(), weight, EPS, "fp8")
-    result = add_rms_norm(x, residual, weight, EPS, "fp8")
-    assert torch.equal(result.normed, expected.normed) and torch.equal(result.scale, expected.scale)
-    sums = [torch.zeros(72, device=device) for _ in range(2)]
-    grads = [
-        add_rms_norm_backward(g, r, result.hidden, result.inverse, weight, into)
-        for g, r, into in ((x, residual, sums[0]), (x.contiguous(), residual.contiguous(), sums[1]))
-    ]
-    assert torch.equal(*grads) and torch.equal(*sums)
 
 
 @pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes([*SHAPES[:-1], (45, 96)]))
@@ -167,12 +150,6 @@ def test_gradients_are_the_same_in_every_run_and_with_few_programs(device: torch
     torch.testing.assert_close(sums[0], sums[2], rtol=1e-5, atol=1e-5)  # the order of 70 terms differs
 
 
-def test_no_rows_have_no_codes(device: torch.device) -> None:
-    x, residual, weight = _inputs(0, 96, torch.bfloat16, device)
-    result = add_rms_norm(x, residual, weight, EPS, "int8")
-    assert result.normed.shape == result.codes.shape == (0, 96) and result.scale.shape == (0, 1)
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
 @pytest.mark.parametrize(("rows", "columns"), [(0, 64), (1, 1), (37, 100), (700, 40), (129, 257)])
 def test_column_sum_adds_what_float64_adds(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -184,15 +161,3 @@ def test_column_sum_adds_what_float64_adds(rows: int, columns: int, dtype: torch
     # float32 sums of up to 700 terms of size 1.
     torch.testing.assert_close(results[0].double(), before + x.double().sum(0), rtol=1e-5, atol=3e-5)
     assert torch.equal(*results)
-
-
-def test_wrong_tensors_are_errors(device: torch.device) -> None:
-    x, residual, weight = _inputs(3, 96, torch.bfloat16, device)
-    with pytest.raises(ValueError, match=r"^x must be a 16-bit matrix with contiguous rows, not torch\.float32"):
-        add_rms_norm(x.float(), residual, weight, EPS)
-    with pytest.raises(ValueError, match=r"^residual must be a 16-bit matrix of 96 columns"):
-        add_rms_norm(x, residual[:, :95], weight, EPS)
-    with pytest.raises(ValueError, match=r"^rows of 32769 values do not fit"):
-        row_tile(MAX_ROW + 1)
-    with pytest.raises(ValueError, match=r"^into must be a contiguous float32 vector of 96"):
-        column_sum(x, torch.zeros(95, device=device))

@@ -4,8 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from qarl_kernels.launch import capability_of, launch, recording, supports_tma, tma_descriptor
-from running import NEEDS_TRITON
+from kernel_harness import NEEDS_TRITON
+from qarl_kernels.launch import capability_of, launch, recording, supports_tma
 
 pytestmark = NEEDS_TRITON
 
@@ -16,11 +16,6 @@ def _increment(x, out, N, BLOCK: tl.constexpr):
     tl.store(out + offsets, tl.load(x + offsets, mask=offsets < N) + 1, mask=offsets < N)
 
 
-@triton.jit
-def _copy(x, out, BLOCK: tl.constexpr):
-    out.store([tl.program_id(0) * BLOCK, 0], x.load([tl.program_id(0) * BLOCK, 0]))
-
-
 @pytest.mark.parametrize(
     ("given", "chosen"), [((8, 0), (8, 0)), ((9, 0), (9, 0)), ((10, 0), (10, 0)), ((12, 0), (8, 9)), ((12, 1), (8, 9))]
 )
@@ -29,28 +24,6 @@ def test_blackwell_in_graphics_cards_gets_adas_kernels(given: tuple[int, int], c
     assert capability_of(x) == (9, 0), "the interpreter counts as Hopper"
     with recording(given):
         assert capability_of(x) == chosen and supports_tma(x) == (chosen >= (9, 0))
-
-
-def test_descriptors_are_launched_like_tensors(device: torch.device) -> None:
-    if device.type == "cuda" and capability_of(torch.empty(1, device=device)) < (9, 0):
-        pytest.skip("needs a tensor memory accelerator")
-    x = torch.randn(6, 16, device=device)
-    out = torch.full_like(x, torch.nan)
-    launch(_copy, (2,), x=tma_descriptor(x, (4, 16)), out=tma_descriptor(out, (4, 16)), BLOCK=4)
-    assert torch.equal(out, x)
-
-
-def test_launches_of_every_kind_follow_one_another(device: torch.device) -> None:
-    """Addresses and counts that Triton compiles apart, again and again: none runs what was compiled for another."""
-    for _ in range(2):
-        for dtype in (torch.float32, torch.float16):
-            for offset in (0, 1, 8):
-                for count in (1, 16, 37):
-                    for block in (16, 32):
-                        x = torch.arange(offset + 64, device=device).to(dtype)[offset:]
-                        out = torch.full_like(x, 7)
-                        launch(_increment, (-(-count // block),), num_warps=1, x=x, out=out, N=count, BLOCK=block)
-                        assert torch.equal(out[:count], x[:count] + 1) and (out[count:] == 7).all()
 
 
 def test_a_launch_on_another_stream_runs_there(device: torch.device) -> None:

@@ -1,26 +1,67 @@
-"""Token log-probs, their gradients and the sampler's truncation, against float64 transcriptions."""
+"""Token log-probs, their gradients and truncation against float64: plain torch in chunks, kernels without logits."""
+
+import math
 
 import pytest
 import torch
+from kernel_harness import BY, NEEDS_TRITON, QUIET, assert_rows_are_their_own
+from pairwise import pairwise
+from products import random, relative_error
+from qarl_kernels import gemm, head, logprob
+from qarl_kernels.head import FusedTokenLogProbs, Logits
 from qarl_kernels.logprob import CUT_LOGIT_GAP, Truncation, log_probs_of, logits_of, token_logprobs, truncate_
+from qarl_kernels.tuning import Tile
 from torch import Tensor
 
-R, H, V = 33, 16, 61
-TRUNCATIONS = [
+pytestmark = [pytest.mark.usefixtures("poisoned", "small_head"), QUIET]
+
+# (rows, vocabulary, features): one tile and a bit, one row, whole tiles, features that only pointers can read
+SHAPES = [(37, 300, 48), (1, 61, 16), (128, 256, 32), (5, 259, 20)]
+UNRANKED = [
     Truncation(),
     Truncation(temperature=0.7),
-    Truncation(top_k=5),
-    Truncation(top_p=0.8),
+    Truncation(temperature=0.0),
     Truncation(min_p=0.05),
-    Truncation(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01),
+    Truncation(temperature=1.3, min_p=0.02),
 ]
+RANKED = [Truncation(top_k=5), Truncation(top_p=0.8), Truncation(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01)]
+PLAIN = [torch.float32, torch.bfloat16]
+NARROW = [torch.bfloat16, torch.float16]
+STATISTICS_TILES = (
+    Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True),
+    Tile("x_first", 128, 256, 64, warps=8, stages=3),
+    Tile("x_first", 128, 128, 64, warps=4, stages=3),
+    Tile("x_first", 128, 128, 128, warps=8, stages=3),
+    Tile("x_first", 128, 128, 64, warps=8, stages=5, persistent=True),
+)
+GRADIENT_TILES = (
+    Tile("x_first", 128, 256, 64, warps=8, stages=3, persistent=True, halves=True),
+    Tile("x_first", 128, 128, 64, warps=8, stages=4, persistent=True),
+    Tile("x_first", 128, 128, 64, warps=8, stages=3, halves=True),
+)
 
 
-def _case(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(R, H, generator=generator)
-    weight = torch.randn(V, H, generator=generator) * 0.7
-    return hidden, weight, torch.randint(0, V, (R,), generator=generator)
+def _case(
+    kernels: bool, device: torch.device, dtype=torch.bfloat16, rows=37, vocabulary=300, features=48
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, the output layer (float32 for plain torch), and targets."""
+    hidden = random(rows, features, seed=1, device=device, dtype=dtype)
+    weight = random(vocabulary, features, seed=2, device=device) * (2.5 / math.sqrt(features))
+    weight = weight.to(dtype) if kernels else weight
+    targets = torch.randint(0, vocabulary, (rows,), generator=torch.Generator().manual_seed(3)).to(device)
+    if rows > 2:  # the first and the last token, and the likeliest, which nothing cuts
+        targets[0], targets[1] = 0, vocabulary - 1
+        targets[2] = (hidden[2].double() @ weight.double().t()).argmax()
+    return hidden, weight, targets
+
+
+def _computed(kernels: bool, hidden, master, weight, targets, truncation, retained=None, sum_of=None):
+    if not kernels:
+        return token_logprobs(hidden, master, weight, targets, truncation, 7, False, retained, sum_of)
+    mass = None
+    if retained is not None and truncation.active:
+        retained.append(mass := torch.empty(len(hidden), device=hidden.device))
+    return FusedTokenLogProbs.apply(hidden, master, weight, targets, truncation, mass, sum_of)
 
 
 def _kept(logits: Tensor, t: Truncation) -> Tensor:
@@ -38,78 +79,180 @@ def _kept(logits: Tensor, t: Truncation) -> Tensor:
     return torch.tensor([i in nucleus for i in range(len(p))])
 
 
-def _logprobs64(hidden: Tensor, weight: Tensor, targets: Tensor, t: Truncation) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob of targets, entropy, kept) in float64, differentiable; a token cut off is a constant."""
-    logits = hidden @ weight.t() / t.temperature
-    kept = torch.stack([_kept(row, t) for row in logits.detach()])
+def _exact(hidden: Tensor, weight: Tensor, targets: Tensor, t: Truncation) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In float64: log-prob (a constant where the target is cut), entropy, whether the target is kept, the kept mass."""
+    logits = hidden.double() @ weight.double().t() / t.divisor
+    kept = torch.stack([_kept(row, t) for row in logits.detach().cpu()]).to(logits.device)
     top = logits.detach().amax(-1, keepdim=True)
     logp = torch.where(kept, logits, top - CUT_LOGIT_GAP).log_softmax(-1)
-    return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), kept
+    drawn, mass = kept.gather(-1, targets[:, None])[:, 0], (logits.detach().softmax(-1) * kept).sum(-1)
+    return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), drawn, mass
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-def test_logprob_and_entropy_are_those_of_the_truncated_distribution(truncation: Truncation, dtype) -> None:
-    hidden, weight, targets = _case()
-    hidden = hidden.to(dtype)
-    logp, entropy = token_logprobs(hidden, None, weight, targets, truncation, 7)
-    expected, expected_entropy, kept = _logprobs64(hidden.double(), weight.double(), targets, truncation)
-    drawn = kept.gather(-1, targets[:, None])[:, 0]
-    assert logp.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(logp[drawn].double(), expected[drawn], rtol=1e-5, atol=1e-5)
-    assert torch.isneginf(logp[~drawn]).all() and truncation.active == bool((~drawn).any())
-    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+VALUES = [
+    *(pytest.param(True, *case, marks=NEEDS_TRITON) for case in pairwise(SHAPES, UNRANKED, NARROW)),
+    *((False, *case) for case in pairwise(SHAPES, UNRANKED + RANKED, PLAIN)),
+]
 
 
-@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=["logp", "entropy", "both"])
-@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-def test_gradients_are_those_of_float64_and_zero_for_a_cut_target(truncation: Truncation, used: tuple[int]) -> None:
-    hidden, weight, targets = _case()
-    grads = torch.randn(2, R, generator=torch.Generator().manual_seed(9))
-    master, ours = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
-    outputs = token_logprobs(ours, master, weight, targets, truncation, 7)
-    torch.autograd.backward([outputs[i] for i in used], [grads[i] for i in used])
+@pytest.mark.parametrize(("kernels", "shape", "truncation", "dtype"), VALUES, ids=str)
+def test_log_probs_entropies_and_masses_are_those_of_float64(device, kernels, shape, truncation, dtype) -> None:
+    hidden, weight, targets = _case(kernels, device, dtype, *shape)
+    retained: list[Tensor] = []
+    found, found_entropy = _computed(kernels, hidden, None, weight, targets, truncation, retained)
+    logp, entropy, drawn, kept = _exact(hidden, weight, targets, truncation)
+    assert found.dtype == found_entropy.dtype == torch.float32
+    # float32 sums of K products of magnitude up to 10 and of V exponentials, exp and log of a few ulps
+    torch.testing.assert_close(found[drawn].double(), logp[drawn], rtol=1e-5, atol=1e-5)
+    assert torch.isneginf(found[~drawn]).all()
+    torch.testing.assert_close(found_entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+    if not truncation.active:
+        assert retained == [] and drawn.all()
+        return
+    torch.testing.assert_close(retained[0].double(), kept, rtol=1e-5, atol=0)
+    assert retained[0].max() <= 1.0 and (len(hidden) < 30 or not drawn.all()), "the case has cut targets"
+    plain = _computed(kernels, hidden, None, weight, targets, truncation)
+    assert torch.equal(plain[0], found) and torch.equal(plain[1], found_entropy)
 
-    hidden64, weight64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    logp, entropy, kept = _logprobs64(hidden64, weight64, targets, truncation)
-    drawn = kept.gather(-1, targets[:, None])[:, 0]
-    exact = logp * drawn, entropy
-    sum((exact[i] * grads[i].double()).sum() for i in used).backward()
-    torch.testing.assert_close(ours.grad.double(), hidden64.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(master.grad.double(), weight64.grad, rtol=1e-4, atol=1e-5)
-    assert truncation.active == bool((~drawn).any()), "the case has cut targets where there is truncation"
-    if used == (0,):
+
+USED = {"logp": (0,), "entropy": (1,), "both": (0, 1)}
+GRADIENTS = [
+    *(pytest.param(True, *case, marks=NEEDS_TRITON) for case in pairwise(UNRANKED, USED, NARROW)),
+    *((False, *case, torch.float32) for case in pairwise(UNRANKED + RANKED, USED)),
+]
+
+
+@pytest.mark.parametrize(("kernels", "truncation", "of", "dtype"), GRADIENTS, ids=str)
+def test_gradients_are_those_of_float64(device, monkeypatch, kernels, truncation, of, dtype) -> None:
+    monkeypatch.setattr(head, "WIDTH", 128)  # three stretches of the vocabulary, two blocks of rows
+    monkeypatch.setattr(head, "GRADIENT", 128 * 24 * (2 if dtype == torch.bfloat16 else 4))
+    hidden, weight, targets = _case(kernels, device, dtype)
+    arriving, used = [random(37, seed=seed, device=device) for seed in (7, 8)], USED[of]
+    master, ours = weight.float().clone().requires_grad_(), hidden.clone().requires_grad_()
+    outputs = _computed(kernels, ours, master, weight, targets, truncation)
+    torch.autograd.backward([outputs[i] for i in used], [arriving[i] for i in used])
+
+    exact, wide = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logp, entropy, drawn, _ = _exact(exact, wide, targets, truncation)
+    sum(((logp * drawn, entropy)[i] * arriving[i].double()).sum() for i in used).backward()
+    assert ours.grad.dtype == dtype and master.grad.dtype == torch.float32
+    # bf16 rounds the logits' gradient (2^-9 of each, root mean square less), float16 only the hidden states' (2^-11)
+    states, of_weight = {torch.bfloat16: (4e-3, 4e-3), torch.float16: (5e-4, 2e-5), torch.float32: (2e-5, 2e-5)}[dtype]
+    assert relative_error(ours.grad, exact.grad) < states
+    assert relative_error(master.grad, wide.grad) < of_weight
+    assert truncation.active == bool((~drawn).any()), "the case has cut targets if there is truncation"
+    if of == "logp":
         assert torch.equal(ours.grad[~drawn], torch.zeros_like(ours.grad[~drawn]))
 
 
-def test_a_cut_target_hides_no_nan_of_the_others() -> None:
-    hidden, weight, targets = _case()
-    ours, truncation = hidden.clone().requires_grad_(), Truncation(top_k=5)
-    logp, _ = token_logprobs(ours, None, weight, targets, truncation, 7)
+@pytest.mark.parametrize("kernels", BY)
+def test_a_cut_target_hides_a_nan_that_arrives(device, kernels) -> None:
+    hidden, weight, targets = _case(kernels, device)
+    ours = hidden.clone().requires_grad_()
+    logp, _ = _computed(kernels, ours, None, weight, targets, Truncation(min_p=0.05))
     cut = torch.isneginf(logp)
-    logp.backward(torch.full((R,), torch.nan))
-    assert torch.equal(ours.grad[cut], torch.zeros_like(ours.grad[cut])) and ours.grad[~cut].isnan().all()
+    logp.backward(torch.full((37,), torch.nan, device=device))
+    assert cut.any() and torch.equal(ours.grad[cut], torch.zeros_like(ours.grad[cut]))
+    assert ours.grad[~cut].isnan().all()
 
 
-@pytest.mark.parametrize("truncation", [TRUNCATIONS[0], TRUNCATIONS[-1]], ids=str)
-def test_bits_do_not_depend_on_the_chunk(truncation: Truncation) -> None:
-    hidden, weight, targets = _case()
-    whole, whole_entropy = token_logprobs(hidden, None, weight, targets, truncation, R)
-    for chunk in (1, 2, 3, 5, 7, 8, 31):
-        logp, entropy = token_logprobs(hidden, None, weight, targets, truncation, chunk)
-        assert torch.equal(logp, whole) and torch.equal(entropy, whole_entropy)
+@pytest.mark.parametrize("kernels", BY)
+def test_the_weights_gradient_is_added_where_it_is_summed(device, kernels) -> None:
+    hidden, weight, targets = _case(kernels, device)
+
+    def backward(master: Tensor, sum_of, rows: slice = slice(None)) -> None:
+        given = hidden[rows], master, weight, targets[rows], Truncation(min_p=0.05)
+        logp, entropy = _computed(kernels, *given, sum_of=sum_of)
+        (logp[logp.isfinite()].sum() + entropy.sum()).backward()
+
+    alone, master, other = (weight.float().clone().requires_grad_() for _ in range(3))
+    backward(alone, None)
+    total = random(300, 48, seed=4, device=device)
+    before = total.clone()
+    backward(master, {master: total}.get)
+    assert master.grad is None
+    if kernels:
+        torch.testing.assert_close(total, before + alone.grad, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(total, before + alone.grad), "the bits that autograd would add"
+    after = total.clone()
+    backward(other, {weight: total}.get)
+    assert torch.equal(other.grad, alone.grad) and torch.equal(total, after), "a master that is not summed"
+    none = weight.float().clone().requires_grad_()
+    backward(none, None, slice(0, 0))
+    assert not none.grad.any(), "no rows give a gradient of zeros"
+
+
+@pytest.mark.parametrize("truncation", [Truncation(temperature=0.7), UNRANKED[-1], RANKED[-1]], ids=str)
+def test_a_rows_bits_are_its_own(device, truncation) -> None:
+    hidden, weight, targets = _case(False, device, torch.float32)
+
+    def whole(chunk: int):
+        return lambda states, ids: token_logprobs(
+            states, None, weight, ids[:, 0].contiguous(), truncation, chunk, False
+        )
+
+    assert_rows_are_their_own(whole(7), hidden, targets[:, None])
+    for chunk in (1, 2, 3, 5, 8, 31, 37):
+        for found, expected in zip(
+            whole(chunk)(hidden, targets[:, None]), whole(7)(hidden, targets[:, None]), strict=True
+        ):
+            assert torch.equal(found, expected)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("truncation", [Truncation(temperature=0.7), Truncation(min_p=0.05)], ids=str)
+def test_a_rows_bits_are_its_own_in_the_kernels(device, monkeypatch, truncation) -> None:
+    hidden, weight, targets = _case(True, device, rows=150, features=16)
+
+    def statistics(hidden: Tensor, targets: Tensor) -> list[Tensor]:
+        found, mass = head.statistics(hidden, weight, targets[:, 0].contiguous(), Logits.of(truncation))
+        return [*vars(found).values(), *([] if mass is None else [mass])]
+
+    assert_rows_are_their_own(statistics, hidden, targets[:, None])
+    whole = statistics(hidden, targets[:, None])
+    monkeypatch.setattr(head, "PARTIAL", 1)  # rows go by in blocks of 128
+    again = statistics(hidden, targets[:, None])
+    assert all(map(torch.equal, again, whole))
+    expected = gemm.dense(hidden, weight, out_dtype=torch.float32).amax(-1) / truncation.divisor
+    torch.testing.assert_close(whole[3], expected, rtol=1e-6, atol=0)
+
+
+@NEEDS_TRITON
+def test_a_master_without_gradient_costs_no_product(device, monkeypatch) -> None:
+    products = []
+    original = head.weight_grad
+    monkeypatch.setattr(head, "weight_grad", lambda *a, **k: products.append(a[0].shape) or original(*a, **k))
+    hidden, weight, targets = _case(True, device)
+    for master, count in ((None, 1), (weight.float(), 1), (weight.float().requires_grad_(), 2)):
+        products.clear()
+        ours = hidden.clone().requires_grad_()
+        _computed(True, ours, master, weight, targets, Truncation())[0].sum().backward()
+        assert len(products) == count
+
+
+@pytest.mark.parametrize("truncation", [Truncation(min_p=0.05), Truncation(top_k=5), Truncation(top_p=0.9)], ids=str)
+def test_what_is_ranked_stays_with_the_chunks(device, monkeypatch, truncation) -> None:
+    seen = []
+    original = FusedTokenLogProbs.apply
+    monkeypatch.setattr(FusedTokenLogProbs, "apply", lambda *a: seen.append(True) or original(*a))
+    hidden, weight, targets = _case(device.type == "cuda", device)
+    ranked = truncation.top_k > 0 or truncation.top_p < 1.0
+    for kernels in (True, False):
+        seen.clear()
+        logp, _ = token_logprobs(hidden, None, weight, targets, truncation, 3, kernels)
+        assert logp.shape == (37,) and bool(seen) == (kernels and device.type == "cuda" and not ranked)
+    assert not logprob.fused(hidden.float(), weight, truncation)
 
 
 @pytest.mark.parametrize("vocabulary", [61, 259, 4099])
 def test_the_samplers_log_probs_have_the_learners_bits(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(100, H, generator=generator)
-    weight = torch.randn(vocabulary, H, generator=generator)
+    hidden, weight = (torch.randn(n, 16, generator=generator) for n in (100, vocabulary))
     targets = torch.randint(0, vocabulary, (100,), generator=generator)
-    truncation = TRUNCATIONS[-1]
-    learner, _ = token_logprobs(hidden, None, weight, targets, truncation, 64)
-    for batch in (1, 2, 3, 5, 7, 8, 31, 33, 64):
-        sampler = log_probs_of(logits_of(hidden[37 : 37 + batch], weight), truncation)
+    learner, _ = token_logprobs(hidden, None, weight, targets, RANKED[-1], 64)
+    for batch in (1, 2, 3, 5, 7, 8, 31, 33, 63):
+        sampler = log_probs_of(logits_of(hidden[37 : 37 + batch], weight), RANKED[-1])
         found = sampler.gather(-1, targets[37 : 37 + batch, None])[:, 0]
         drawn = found > -CUT_LOGIT_GAP / 2  # the sampler draws none of the others
         assert torch.equal(found[drawn], learner[37 : 37 + batch][drawn])
@@ -132,36 +275,39 @@ def test_edges_of_truncation(probabilities: list[float], truncation: Truncation,
     assert ((logp[torch.tensor([cut])] + CUT_LOGIT_GAP).abs() < 1).all(), "a cut token keeps a finite log-prob"
 
 
-@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-def test_the_retained_mass_is_the_probability_of_the_kept_tokens_before_truncation(truncation: Truncation) -> None:
-    hidden, weight, targets = _case()
-    retained: list[torch.Tensor] = []
-    plain = token_logprobs(hidden, None, weight, targets, truncation, 7)
-    watched = token_logprobs(hidden, None, weight, targets, truncation, 7, retained=retained)
-    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
-    if not truncation.active:
-        assert retained == []
-        return
-    before = torch.softmax(hidden.double() @ weight.double().T / truncation.divisor, -1)
-    _, _, kept = _logprobs64(hidden.double(), weight.double(), targets, truncation)
-    expected = (before * kept).sum(-1)
-    torch.testing.assert_close(retained[0].double(), expected, rtol=2e-6, atol=0)  # float32 sums of a few hundred
-    assert retained[0].min() < 1.0
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory and compiled tiles are a GPU's")
+def test_on_a_gpu_tiles_agree_and_memory_stays_bounded(monkeypatch, device) -> None:
+    hidden, weight, targets = _case(True, device, rows=1000, vocabulary=50_000, features=512)
+    logits = Logits.of(Truncation())
+    expected = head.statistics(hidden, weight, targets, logits)[0]
+    for tile in STATISTICS_TILES:
+        monkeypatch.setattr(head, "STATISTICS_TILE", tile)
+        found = head.statistics(hidden, weight, targets, logits)[0]
+        assert torch.equal(found.largest, expected.largest)
+        torch.testing.assert_close(found.logp, expected.logp, rtol=1e-5, atol=1e-5)
+        single = head.statistics(hidden[77:78], weight, targets[77:78], logits)[0]
+        assert torch.equal(single.logp, found.logp[77:78]) and torch.equal(single.entropy, found.entropy[77:78])
+    assert torch.equal(expected.largest, gemm.dense(hidden, weight, out_dtype=torch.float32).amax(-1))
+    grad = random(1000, seed=5, device=device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    whole = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None)
+    assert torch.cuda.max_memory_allocated() - before < 64 << 20, "the logits alone are 200 MB"
+    for tile in GRADIENT_TILES:
+        monkeypatch.setattr(head, "GRADIENT_TILE", tile)
+        found = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None)
+        assert relative_error(found, whole) < 1e-3
 
 
-def test_on_the_cpu_a_sum_gets_the_bits_that_autograd_would_add() -> None:
-    hidden, weight, targets = _case()
-    master, total = weight.clone().requires_grad_(), torch.randn(V, H, generator=torch.Generator().manual_seed(5))
-    token_logprobs(hidden, master, weight, targets, Truncation(top_k=5), 7)[0].sum().backward()
-    expected = total + master.grad
-    master.grad = None
-    sums = {master: total}.get
-    token_logprobs(hidden, master, weight, targets, Truncation(top_k=5), 7, sum_of=sums)[0].sum().backward()
-    assert master.grad is None and torch.equal(total, expected)
-    other, unsummed = {weight: total}.get, total.clone()
-    token_logprobs(hidden, master, weight, targets, Truncation(top_k=5), 7, sum_of=other)[0].sum().backward()
-    assert master.grad.any() and torch.equal(total, unsummed), "a master that is not summed gets it from autograd"
-    master.grad = None
-    logp, _ = token_logprobs(hidden[:0].requires_grad_(), master, weight, targets[:0], Truncation(), 7)
-    logp.sum().backward()
-    assert logp.shape == (0,) and not master.grad.any()
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be waited for")
+@pytest.mark.parametrize("truncation", [Truncation(temperature=0.7), Truncation(min_p=0.05)], ids=str)
+def test_on_a_gpu_nothing_waits_for_it(device, truncation) -> None:
+    hidden, weight, targets = _case(True, device, rows=300, vocabulary=20_000, features=256)
+    master, ours = weight.float().requires_grad_(), hidden.clone().requires_grad_()
+    for mode in ("default", "error"):  # kernels are compiled first
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            logp, entropy = token_logprobs(ours, master, weight, targets, truncation, 64)
+            torch.autograd.backward([logp, entropy], [torch.ones_like(logp), torch.ones_like(entropy)])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from mixtures import all_to, grouped
+from kernel_harness import NEEDS_TRITON
+from mixtures import grouped
 from products import random
 from qarl_kernels.moe import combine, reference, shared
 from qarl_kernels.moe.groups import Groups, Shared
-from running import NEEDS_TRITON
 from torch import Tensor
 
 pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
@@ -139,28 +139,3 @@ def test_a_row_that_is_not_finite_spoils_only_its_token(device) -> None:
     assert result[2].isnan().all() and result[[0, 1, 3, 4, 5]].isfinite().all()
     _, grad_weights = combine.combine_backward(dy, d, weights, groups, torch.empty_like(d))
     assert grad_weights.isnan().nonzero().tolist() == [[2, 1]]
-
-
-def test_errors_name_what_is_wrong(device) -> None:
-    groups = all_to(1, 4, 3, device)
-    dy, d, weights = inputs(groups, 8)
-    gate = weights[:, 0].clone()
-    for call, message in (
-        (lambda: combine.combine(d[:3], weights, groups), "d must have 4 rows for these groups, not 3"),
-        (lambda: combine.combine(d.float(), weights, groups), "d must be a 16-bit matrix"),
-        (lambda: combine.combine(d, weights.double(), groups), r"weights must be contiguous float32 \[4, 1\]"),
-        (
-            lambda: combine.combine_backward(dy[:, :7], d, weights, groups, torch.empty_like(d)),
-            "dy must be a 16-bit matrix of 8 columns",
-        ),
-        (lambda: combine.combine_backward(dy, d, weights, groups, d[:3]), "into must have 4 rows"),
-        (lambda: combine.sum_over_slots(d, groups, dy[:2]), "added must have 4 rows"),
-        (lambda: combine.combine(d, weights, groups, Shared(dy[:3], gate)), "the shared expert's output must have 4"),
-        (lambda: combine.combine(d, weights, groups, Shared(dy, gate[:3])), r"gate must be contiguous float32 \[4\]"),
-        (lambda: combine.shared_backward(dy, Shared(dy, gate.double()), dy), r"gate must be contiguous float32 \[4\]"),
-        (lambda: combine.shared_backward(dy[:, :7], Shared(dy, gate), dy), "dy must be a 16-bit matrix of 8 columns"),
-        (lambda: shared.shared_gate(dy, dy[:2]), r"the gate's weight must be \[1, 8\]"),
-        (lambda: shared.shared_gate(dy, dy[:1].float(), True), "operands of one dtype"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()

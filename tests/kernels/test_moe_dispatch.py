@@ -1,16 +1,11 @@
-"""Sorting (token, expert) pairs by expert, by kernel and in plain torch, against a loop; the rows of each tile."""
+"""Sorting (token, expert) pairs by expert, by kernel and in plain torch, against a loop."""
 
 import pytest
 import torch
-import triton
-import triton.language as tl
+from kernel_harness import NEEDS_TRITON
 from mixtures import chosen
-from qarl_kernels.blocks import expert_rows, source_rows
-from qarl_kernels.launch import launch
 from qarl_kernels.moe.dispatch import COLUMNS, SORTS, groups_of, rows_in_order
-from qarl_kernels.moe.groups import Groups
-from qarl_kernels.shapes import kernel_arguments, row_tiles
-from running import NEEDS_TRITON
+from qarl_kernels.shapes import row_tiles
 from torch import Tensor
 
 pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
@@ -41,57 +36,6 @@ def test_pairs_stand_by_expert_and_in_their_order(device, experts: Tensor, count
     assert groups.starts.tolist() == [sum(its < expert for its in flat) for expert in range(count + 1)]
     assert {t.dtype for t in (groups.order, groups.place, groups.starts)} == {torch.int32}
     assert (groups.experts, groups.slots, groups.rows) == (count, experts.shape[1], len(flat))
-
-
-@triton.jit
-def _tiles_kernel(
-    starts,
-    order,
-    found,
-    sources,
-    EXPERTS: tl.constexpr,
-    LANES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    expert, first, end = expert_rows(starts, tile, EXPERTS, LANES, BLOCK_M)
-    tl.store(found + 3 * tile, expert)
-    tl.store(found + 3 * tile + 1, first)
-    tl.store(found + 3 * tile + 2, end)
-    rows = first + tl.arange(0, BLOCK_M)
-    at = sources + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(at, source_rows(order, rows, end, SLOTS))
-
-
-def tiles(groups: Groups, block_m: int) -> tuple[list[list[int]], list[list[int]]]:
-    bound = row_tiles(groups.rows, block_m, groups)
-    found = torch.empty(bound, 3, dtype=torch.int32, device=groups.order.device)
-    sources = torch.empty(bound, block_m, dtype=torch.int32, device=groups.order.device)
-    launch(
-        _tiles_kernel,
-        (bound,),
-        found=found,
-        sources=sources,
-        BLOCK_M=block_m,
-        **kernel_arguments(groups, True),
-    )
-    return found.tolist(), sources.tolist()
-
-
-@pytest.mark.parametrize(("experts", "count"), [case for case in CASES if "more than" not in str(case.id)])
-def test_tiles_hold_every_row_once_within_one_expert(device, experts: Tensor, count: int) -> None:
-    groups = groups_of(experts.to(device), count)
-    starts, order = groups.starts.tolist(), groups.order.tolist()
-    for block_m in (16, 128):
-        seen = []
-        for (expert, first, end), source in zip(*tiles(groups, block_m), strict=True):
-            rows = range(first, end)
-            assert not rows or (starts[expert] <= first and end == min(first + block_m, starts[expert + 1]))
-            assert source[: len(rows)] == [order[row] // groups.slots for row in rows]
-            assert not any(source[len(rows) :])
-            seen += rows
-        assert seen == list(range(groups.rows))
 
 
 def test_no_more_tiles_are_launched_than_rows_could_need() -> None:

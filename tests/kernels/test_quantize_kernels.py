@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from exact import assert_same, poisoned_outputs
+from hard_weights import ADVERSARIAL
+from kernel_harness import NEEDS_TRITON, QUIET, assert_same
 from pairwise import pairwise
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 from qarl_kernels.quantize import quantize_bytes, quantize_int4
-from running import NEEDS_TRITON, QUIET
 
-pytestmark = [NEEDS_TRITON, QUIET]
+pytestmark = [NEEDS_TRITON, QUIET, pytest.mark.usefixtures("poisoned")]
 
 SCALE_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 DTYPE_NAMES = ["bfloat16", "float16", "float32"]
@@ -17,53 +17,21 @@ BYTES = {"w8a8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_block": torch.floa
 
 
 def _adversarial(k: int) -> torch.Tensor:
-    """One row a difficulty; (22, k) float32."""
-    generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(22, k, generator=generator)
-    halves = torch.randint(-14, 14, (22, k), generator=generator).float() / 2
-    rows = [
-        normal[0],
-        normal[1] * 0.02,
-        torch.zeros(k),
-        torch.full((k,), -0.0),
-        -normal[2].abs() - 0.5,
-        normal[3].abs() + 0.5,
-        torch.full((k,), -1.7),
-        normal[4] * 1e-30,
-        normal[5] * 1e-40,  # scales underflow in bf16 too
-        halves[6] * 2.0**-148,  # the smallest subnormals
-        normal[7] * 1e-7,  # scales underflow in fp16
-        normal[8] * 1e6,  # scales overflow in fp16
-        normal[9].clamp(-3, 3) * 1e38,  # the range overflows
-        normal[10].abs().clamp(max=3) * 1e38,
-        normal[11].sign() * 0.37,
-        normal[12].clone(),
-        normal[13] * 1e-3,
-        *(halves[14 + i] * 2.0**-6 for i in range(3)),  # quotients exactly halfway, once the first two are set
-        torch.randint(-36, 37, (k,), generator=generator).float() / 2,
-        normal[14] * 1e-39,
-    ]
-    weight = torch.stack(rows)
-    weight[15, : min(32, k // 2)] = 0.0  # a zero group
-    weight[16, k // 3] = 3e4
-    for row, high, low in ((17, 7.5, -7.5), (18, 127.5, -127.5), (19, 7.0, -8.0)):
-        weight[row, ::32], weight[row, 1::32] = high * 2.0**-6, low * 2.0**-6
-    weight[20, 0] = 448.0
-    return weight
+    """One row a difficulty."""
+    return torch.stack([weight[7, :k] for weight in ADVERSARIAL.values()])
 
 
 def _int4(weight, scheme):
     divisor, lowest = (7.0, -7) if scheme.grid == "symmetric7" else (7.5, -8)
-    with poisoned_outputs():
-        return quantize_int4(
-            weight,
-            scheme.group_size,
-            symmetric=scheme.symmetric,
-            divisor=divisor,
-            lowest=lowest,
-            highest=7,
-            scale_dtype=getattr(torch, scheme.scale_dtype),
-        )
+    return quantize_int4(
+        weight,
+        scheme.group_size,
+        symmetric=scheme.symmetric,
+        divisor=divisor,
+        lowest=lowest,
+        highest=7,
+        scale_dtype=getattr(torch, scheme.scale_dtype),
+    )
 
 
 def _assert_int4_is_the_reference(weight, scheme, device):
@@ -79,14 +47,11 @@ def _assert_int4_is_the_reference(weight, scheme, device):
 
 @pytest.mark.parametrize(("group", "symmetric", "scale_dtype"), pairwise([32, 64, 128, -1], [True, False], DTYPE_NAMES))
 def test_int4_equals_the_reference(group, symmetric, scale_dtype, device):
-    scheme = make_scheme("w4a16", group, symmetric, scale_dtype=scale_dtype)
-    _assert_int4_is_the_reference(_adversarial(100 if group == -1 else 256), scheme, device)
-
-
-@pytest.mark.parametrize("group", [32, -1])
-def test_int4_symmetric7_equals_the_reference(group, device):
-    scheme = make_scheme("w4a16", group, grid="symmetric7", scale_dtype="float16")
-    _assert_int4_is_the_reference(_adversarial(96), scheme, device)
+    weight = _adversarial(100 if group == -1 else 256)
+    _assert_int4_is_the_reference(weight, make_scheme("w4a16", group, symmetric, scale_dtype=scale_dtype), device)
+    if symmetric and scale_dtype == "float16":
+        scheme = make_scheme("w4a16", group, grid="symmetric7", scale_dtype="float16")
+        _assert_int4_is_the_reference(weight, scheme, device)
 
 
 def _rows_apart(n: int, k: int, device: torch.device) -> torch.Tensor:
@@ -107,8 +72,7 @@ def test_int4_of_ragged_shapes(n, k, group, symmetric, device):
 
 def _assert_bytes_are_the_reference(weight, name, scale_dtype, device):
     expected = quantize_weight(weight.cpu(), make_scheme(name, scale_dtype=str(scale_dtype)[6:]), "w").tensors
-    with poisoned_outputs():
-        codes, scale, bad = quantize_bytes(weight.to(device), scale_dtype, BYTES[name], name == "fp8_block")
+    codes, scale, bad = quantize_bytes(weight.to(device), scale_dtype, BYTES[name], name == "fp8_block")
     assert_same(codes, expected["weight"])
     assert_same(scale, expected["weight_scale"])
     assert bad.item() == 0
@@ -126,9 +90,9 @@ def test_channel_of_ragged_shapes(name, n, k, device):
 
 
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-@pytest.mark.parametrize(("n", "k"), [(22, 100), (256, 128), (130, 300)])
+@pytest.mark.parametrize(("n", "k"), [(22, 100), (256, 128), (130, 250)])
 def test_fp8_block_equals_the_reference(n, k, scale_dtype, device):
-    weight = _adversarial(k).repeat(n // 22 + 1, 1)[:n]
+    weight = _adversarial(k).repeat(n // 16 + 1, 1)[:n]
     weight[:128] *= 1e-3
     if n == 256:
         weight[128:] = -0.0
@@ -163,7 +127,3 @@ def test_weights_that_do_not_fit_are_errors_with_the_fix(device):
         _int4(torch.zeros(2, 96, device=device), scheme)
     with pytest.raises(ValueError, match=r"^weight must be a float32 matrix .* use weight\.to\(\.\.\.\)\.contiguous"):
         _int4(torch.zeros(2, 64, device=device, dtype=torch.bfloat16), scheme)
-    with pytest.raises(ValueError, match=r"^weight must be a float32 matrix with contiguous rows"):
-        quantize_bytes(torch.zeros(64, 2, device=device).t(), torch.bfloat16, torch.int8)
-    with pytest.raises(ValueError, match=r"^weight has rows of 32769 values; one scale covers at most 32768"):
-        quantize_bytes(torch.zeros(1, 32769, device=device), torch.bfloat16, torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Rotary embedding with and without head norms against Hugging Face's function in 16 bits, and its gradients."""
+"""Rotary embedding with and without head norms against Hugging Face's function, its gradients, and paged caches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from kernel_harness import NEEDS_TRITON, assert_rows_are_their_own
 from products import random
-from qarl_kernels import pointwise
-from qarl_kernels.rotary import Rotation, rotary_forward
+from qarl_kernels import pointwise, rotary
+from qarl_kernels.flash.pairs import from_cache
+from qarl_kernels.rotary import Rotation, rotary_forward, rotary_into_pages
 from qarl_kernels.rotary_backward import rotary_backward
-from running import NEEDS_TRITON
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -46,7 +47,7 @@ class Case:
         norms: bool,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Case:
-        qkv = random(rows, (heads + 2 * kv_heads) * head_dim, seed=0, device=device, dtype=dtype) * 2
+        qkv = random(rows, (heads + 2 * kv_heads) * head_dim + 16, seed=0, device=device, dtype=dtype)[:, :-16] * 2
         angles = random(50, head_dim, seed=1, device=device) * 3  # of the two halves of a head different ones
         positions = torch.randint(0, 50, (rows,), generator=torch.Generator().manual_seed(2)).to(device)
         weights = [random(head_dim, seed=seed, device=device, dtype=dtype) if norms else None for seed in (3, 4)]
@@ -111,15 +112,15 @@ def test_norm_before_it_is_the_twin(shape: tuple[int, ...], dtype: torch.dtype, 
         torch.testing.assert_close(ours.double(), expected, rtol=2 * eps, atol=2 * eps * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("kv_fp8", [False, True])
 @pytest.mark.parametrize("norms", [False, True])
-def test_a_token_has_the_same_bits_in_every_batch(norms: bool, device: torch.device) -> None:
+def test_a_tokens_bits_are_its_own(norms: bool, kv_fp8: bool, device: torch.device) -> None:
     case = Case.random(21, 3, 1, 80, device, norms)
-    whole = case.forward()
-    order = torch.randperm(21, generator=torch.Generator().manual_seed(0)).to(device)
-    for rows in (slice(20, 21), slice(5, 14), order):
-        part = Case(case.qkv[rows].clone(), 3, 1, 80, case.cos, case.sin, case.positions[rows].clone(), case.norms)
-        for ours, expected in zip(part.forward(), whole, strict=True):
-            assert torch.equal(ours, expected[rows])
+
+    def rotated(qkv: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        return rotary_forward(qkv, case.rotation._replace(positions=positions[:, 0].contiguous(), kv_fp8=kv_fp8))
+
+    assert_rows_are_their_own(rotated, case.qkv, case.positions[:, None])
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -163,13 +164,11 @@ def test_gradients_are_the_same_in_every_run_and_with_few_programs(device: torch
         torch.testing.assert_close(a, b, rtol=1e-5, atol=3e-5)  # the order of some hundred terms differs
 
 
-def test_rows_may_be_apart_and_only_queries_have_a_norm(device: torch.device) -> None:
+def test_gradients_of_rows_apart_and_of_queries_that_alone_have_a_norm(device: torch.device) -> None:
     case = Case.random(9, 2, 1, 64, device, True)
     case.norms = case.norms[0], None
     wide = torch.cat([case.qkv, case.qkv], 1)[:, : 4 * 64]
     apart = Case(wide, 2, 1, 64, case.cos, case.sin, case.positions, case.norms)
-    for ours, expected in zip(apart.forward(), case.forward(), strict=True):
-        assert torch.equal(ours, expected)
     dq, dk = case.forward()
     results = [torch.zeros_like(case.qkv), torch.zeros(9, 300, dtype=case.qkv.dtype, device=device)[:, : 4 * 64]]
     sums = [torch.zeros(64, device=device) for _ in results]
@@ -178,10 +177,102 @@ def test_rows_may_be_apart_and_only_queries_have_a_norm(device: torch.device) ->
     assert torch.equal(*results) and torch.equal(*sums) and sums[0].any()
 
 
-def test_wrong_tensors_are_errors(device: torch.device) -> None:
-    case = Case.random(3, 4, 2, 64, device, False)
-    q, k = case.forward()
-    with pytest.raises(ValueError, match=r"^qkv must be a 16-bit matrix of 448 columns"):
-        rotary_forward(case.qkv, case.rotation._replace(heads=3))
-    with pytest.raises(ValueError, match=r"^dk must have contiguous heads"):
-        case.backward(q, k.transpose(0, 1).contiguous().transpose(0, 1), torch.empty_like(case.qkv), None)
+# --- keys and values that are written into a paged cache, against those of the kernel that returns them
+
+PAGED = [(7, 4, 2, 64), (9, 5, 1, 80), (5, 3, 3, 96), (19, 2, 1, 128), (3, 2, 1, 8), (0, 3, 1, 64)]
+
+
+def paged(shape: tuple[int, ...], device: torch.device, norms: bool, dtype=torch.bfloat16) -> tuple[Tensor, Rotation]:
+    case = Case.random(*shape, device, norms, dtype)
+    return case.qkv, case.rotation
+
+
+def _fp8(x: Tensor) -> Tensor:
+    """To the nearest e4m3, saturated, as torch's cast of float32 rounds it."""
+    return x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _cache(pages: int, heads: int, page: int, dim: int, device: torch.device, apart: bool, dtype) -> Tensor:
+    """(pages, heads, page, dim) of 7s; apart: a view into memory that has keys and values of a token side by side."""
+    if apart:
+        return torch.full((pages, page, heads, 2 * dim), 7.0, dtype=dtype, device=device)[..., dim:].transpose(1, 2)
+    return torch.full((pages, heads, page, dim), 7.0, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(
+    ("shape", "page", "apart", "norms"),
+    [(s, (16, 64)[i % 2], i % 3 == 0, i % 4 < 2) for i, s in enumerate(PAGED)],
+)
+def test_queries_keys_and_values_are_those_of_the_rotation(monkeypatch, device, shape, page, apart, norms) -> None:
+    dtype = torch.float16 if shape[0] == 5 else torch.bfloat16
+    qkv, rotation = paged(shape, device, norms, dtype)
+    rows, _, kv_heads, dim = shape
+    slots = torch.randperm(4 * page, generator=torch.Generator().manual_seed(5))[:rows].to(device)
+    slots[1:2] = -1
+    caches = [_cache(4, kv_heads, page, dim, device, apart, dtype) for _ in "kv"]
+    expected = [cache.clone() for cache in caches]
+    q, k, v = rotary_forward(qkv, rotation)
+    written = slots >= 0
+    for cache, values in zip(expected, (k, v), strict=True):
+        cache[slots[written] // page, :, slots[written] % page] = values[written]
+    for few_rows in (512, 0):  # programs of one head, and of several
+        monkeypatch.setattr(rotary, "FEW_ROWS", few_rows)
+        for cache in caches:
+            cache.fill_(7.0)
+        assert torch.equal(rotary_into_pages(qkv, rotation, *caches, slots), q)
+        for cache, wanted in zip(caches, expected, strict=True):
+            assert torch.equal(cache, wanted)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [*zip(PAGED[:4], [torch.bfloat16, torch.float16] * 2, strict=True)])
+def test_a_cache_of_fp8_holds_what_the_rotation_rounds_to(device, shape, dtype) -> None:
+    qkv, rotation = paged(shape, device, True, dtype)
+    rows, _, kv_heads, dim = shape
+    edges = [3e-3, -1.0, 1e-3, -7e-4, 500.0, 1000.0, -2000.0, 448.0]
+    qkv[0] = torch.tensor(edges, dtype=dtype).repeat(qkv.shape[1] // 8)
+    q, k, v = rotary_forward(qkv, rotation)
+    rounding = rotation._replace(kv_fp8=True)
+    same_q, rounded_k, rounded_v = rotary_forward(qkv, rounding)
+    assert torch.equal(same_q, q)
+    for rounded, exact in ((rounded_k, k), (rounded_v, v)):
+        assert rounded.is_contiguous() and torch.equal(rounded, _fp8(exact).to(dtype))
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(5))[:rows].to(device)
+    slots[-1] = -1
+    for held in (torch.float8_e4m3fn, dtype):
+        caches = [_cache(4, kv_heads, 16, dim, device, True, held) for _ in "kv"]
+        expected = [cache.to(dtype) for cache in caches]  # 7s, in any order
+        written = slots >= 0
+        for cache, values in zip(expected, (rounded_k, rounded_v), strict=True):
+            cache[slots[written] // 16, :, slots[written] % 16] = values[written]
+        assert torch.equal(rotary_into_pages(qkv, rounding, *caches, slots), q)
+        found = [from_cache(cache).to(dtype) if held.itemsize == 1 else cache for cache in caches]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_tokens_bits_are_its_own_in_pages(device) -> None:
+    qkv, rotation = paged((21, 3, 1, 80), device, True)
+
+    def pages(qkv: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        cache, slots = (
+            [_cache(2, 1, 16, 80, device, False, qkv.dtype) for _ in "kv"],
+            torch.arange(len(qkv), device=device),
+        )
+        q = rotary_into_pages(qkv, rotation._replace(positions=positions[:, 0].contiguous()), *cache, slots)
+        return q, *(part.transpose(1, 2).reshape(32, -1)[: len(qkv)] for part in cache)
+
+    assert_rows_are_their_own(pages, qkv, rotation.positions[:, None])
+
+
+def test_heads_of_a_cache_may_be_far_apart(device) -> None:
+    """The third is 2^31 values behind the first: in 32 bits that is as many before it, where memory is here too."""
+    qkv, rotation = paged((3, 3, 3, 96), device, False)
+    rounding, slots = rotation._replace(kv_fp8=True), torch.arange(3, device=device)
+    memory = torch.UntypedStorage(2**32 + 2 * 16 * 96, device=device)  # not poisoned: most of it is not touched
+    whole = torch.tensor([], dtype=torch.float8_e4m3fn, device=device).set_(memory)
+    far = [whole.as_strided((1, 3, 16, 96), (1, 2**30, 96, 1), 2**31 + at * 16 * 96) for at in range(2)]
+    near = [_cache(1, 3, 16, 96, device, False, torch.float8_e4m3fn) for _ in "kv"]
+    for cache in far:
+        cache.copy_(near[0])
+    assert torch.equal(rotary_into_pages(qkv, rounding, *far, slots), rotary_into_pages(qkv, rounding, *near, slots))
+    for wide, close in zip(far, near, strict=True):
+        assert torch.equal(wide.contiguous().view(torch.uint8), close.view(torch.uint8))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_harness import NEEDS_TRITON
 from mixtures import weight_grad
 from products import relative_error
 from qarl_kernels import tuning
 from qarl_kernels.launch import recording
 from qarl_kernels.tuning import BACKWARD, FAMILIES, Entry, Tile
-from running import NEEDS_TRITON
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -51,18 +51,28 @@ def test_candidates_keep_what_their_kernels_promise(family: str) -> None:
                 assert tile.block_m <= max(256, 4 * mean) and (mean > 8 or tile.block_m <= 16), tile
 
 
-def test_every_candidate_is_recorded_for_compilation_before() -> None:
-    rows = [16, 1024]
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_candidate_is_recorded_for_compilation_before(grouped: bool) -> None:
+    few = [4, 1024] if grouped else [16, 1024]
+
+    def made(family: str) -> list[partial]:
+        if not grouped:
+            return [partial(tune_kernels.Problem, family, 4096, 4096)]
+        return [partial(GroupedProblem, family, SIZES, which) for which in PRODUCTS]
+
     with recording((9, 0)) as launches:
-        tune_kernels.launch_all([(partial(tune_kernels.Problem, "fp8", 4096, 4096), rows)])
-        problem = tune_kernels.Problem("fp8", 4096, 4096, torch.device("meta"))
-        problem.rows(16)
-        tiles = {tile for m in rows for tile in (problem.known(m), *candidates("fp8", m))}
-    assert len(launches) == len(tiles)
+        tune_kernels.launch_all([(make, few) for make in made("w8a8")])
+    tried = set()
+    for number, make in enumerate(made("w8a8")):
+        problem = make(torch.device("meta"))
+        for m in few:
+            problem.rows(m)
+            given = (-(-2 * m // 3), True, PRODUCTS[number] == "gate_up") if grouped else (m,)
+            tried |= {(number, tile) for tile in (problem.known(m), *candidates("w8a8", *given))}
+    assert len(launches) == len(tried)
     with recording((9, 0)) as fused:
-        tune_kernels.launch_all([(partial(tune_kernels.Problem, "w4a16", 4096, 4096), rows)])
-    assert sum("dequantize" in launch.kernel.__name__ for launch in fused) == 1  # of 1024 rows
-    assert len(fused) >= len({tile for m in rows for tile in candidates("w4a16", m)})
+        tune_kernels.launch_all([(make, [1024]) for make in made("w4a16")])
+    assert any("dequantize" in launch.kernel.__name__ for launch in fused)
 
 
 def test_shapes_come_from_the_headers_of_a_model(tmp_path: Path) -> None:
@@ -129,25 +139,6 @@ def test_a_tile_that_could_not_be_timed_is_left_out(monkeypatch) -> None:
     assert done.tiles == {64: known} and done.notes[0].endswith("Late")
 
 
-def test_every_grouped_candidate_is_recorded_for_compilation_before() -> None:
-    tokens = [4, 1024]
-    with recording((9, 0)) as launches:
-        tune_kernels.launch_all([(partial(GroupedProblem, "w8a8", SIZES, which), tokens) for which in PRODUCTS])
-    tried = set()
-    for which in PRODUCTS:
-        tried |= {
-            (which, tile) for m in tokens for tile in candidates("w8a8", -(-2 * m // 3), True, which == "gate_up")
-        }
-        problem = GroupedProblem("w8a8", SIZES, which, torch.device("meta"))
-        for m in tokens:
-            problem.rows(m)
-            tried.add((which, problem.known(m)))  # whichever table it is from
-    assert len(launches) == len(tried)
-    with recording((9, 0)) as fused:
-        tune_kernels.launch_all([(partial(GroupedProblem, "w4a16", SIZES, which), [512]) for which in PRODUCTS])
-    assert any("dequantize" in launch.kernel.__name__ for launch in fused)
-
-
 @NEEDS_TRITON
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_the_ways_of_w4a16_multiply_with_the_same_random_weight(which: str) -> None:
@@ -198,23 +189,15 @@ def test_what_is_measured_of_experts_is_found_again(monkeypatch, tmp_path: Path)
     assert not list(tmp_path.glob("*.part"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_experts_are_tuned_one_family_after_the_other_and_a_wrong_command_line_is_refused(capsys) -> None:
+    for wrong, message in (
         (["--shapes", "64x64", "--families", "input_grad"], "input_grad is of grouped products; name a model with"),
         (["--experts", "mixtral-8x7b", "--m", "0"], "--m takes numbers from 1"),
-        (["--experts", "qwen4"], "invalid choice: 'qwen4'"),
-        (["--experts", "tiny", "--preset"], "not allowed with"),
         (["--shapes", "64"], "'64' is not a shape; write NxK"),
-    ],
-)
-def test_a_wrong_command_line_is_refused(arguments: list[str], message: str, capsys) -> None:
-    with pytest.raises(SystemExit):
-        tune_kernels.parse(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_experts_are_tuned_one_family_after_the_other() -> None:
+    ):
+        with pytest.raises(SystemExit):
+            tune_kernels.parse(wrong)
+        assert message in capsys.readouterr().err
     arguments = tune_kernels.parse(["--experts", "tiny", "mixtral-8x7b", "--families", "w4a16", "weight_grad"])
     parts = tune_kernels.parts_of(arguments)
     assert [len(part) for part in parts] == [2] * 4

@@ -8,10 +8,9 @@ import pytest
 import shipped_tables
 import torch
 from compile_cases import groups_of as groups
-from compile_grouped import product
+from compile_cases import product
 from qarl_kernels import tuning
 from qarl_kernels.launch import recording
-from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Shape, Tile, default_tile, lookup
 from shipped_tables import entries
 
@@ -32,10 +31,6 @@ def tables(monkeypatch: pytest.MonkeyPatch):
     tuning._entries.cache_clear()
     yield found
     tuning._entries.cache_clear()
-
-
-def grouped_tile(family: str, given: Groups, n: int, k: int, gathered: bool = True) -> Tile:
-    return lookup(family, n, k, given.rows, X, groups=given, gathered=gathered)
 
 
 def test_an_entry_serves_rows_up_to_its_limit_and_the_last_one_all_more() -> None:
@@ -100,67 +95,36 @@ def test_shapes_without_an_entry_get_a_tile_for_every_number_of_rows(family, cap
             assert lookup(family, 576, 1536, m, X, library=False).way != "library"
 
 
-def test_a_shape_close_to_a_tuned_one_takes_its_tiles() -> None:
-    with recording():
-        assert lookup("dense", 24_000, 4096, 1024, X) == lookup("dense", 24_576, 4096, 1024, X)
-
-
-def test_what_a_table_lacks_is_found_where_it_is_closest(tables) -> None:
+@pytest.mark.parametrize("experts", [0, 8])
+def test_what_a_table_lacks_is_found_where_it_is_closest(tables, experts: int) -> None:
     """Families, shapes and rows not measured on this GPU: another's tiles, the nearest shape's, defaults."""
     own, other, near, far = (Tile("wide", 64, stages=stages) for stages in range(2, 6))
-    shape = Shape(512, 512)
-    tables["h200"] = {
-        "w4a16": {shape: Entry(((32, None), (128, own), (256, None))), Shape(512, 1024): Entry(((64, near),))}
-    }
-    tables["h100"] = {"w4a16": {shape: Entry(((16, other), (64, far)))}, "fp8": {Shape(64, 64): Entry(((8, far),))}}
-    with recording():
-        assert [lookup("w4a16", 512, 512, m, X) for m in (1, 20, 33, 128, 129)] == [other, far, own, own, far]
-        assert lookup("w4a16", 512, 900, 1, X) == near
-        assert lookup("fp8", 512, 512, 1, X) == far
-        assert lookup("w4a8", 512, 512, 1, X) == default_tile("w4a8", 1)
-
-
-def test_rows_that_were_not_measured_are_no_tiles_of_the_table(tables) -> None:
-    tables["h200"] = tuning.parse_table(
-        {"tiles": {"fp8": {"64x64": [[8, None], [16, {"way": "x_first"}], [32, None]]}}}
-    )
-    assert list(entries("h200", grouped=False)) == [("fp8", Shape(64, 64), Entry(((16, Tile("x_first")),)))]
-    assert not list(entries("h200", grouped=True))
-    assert tables["h200"]["fp8"][Shape(64, 64)].tile(100) is None
-
-
-def test_tiles_of_grouped_products_are_found_by_the_mean_rows_of_an_expert(tables) -> None:
-    """Rows not measured on this GPU: another's tiles; other shapes: the nearest one's, by rows an expert; defaults."""
-    own, other, near, far = (Tile("wide", 64, stages=stages) for stages in range(2, 6))
-    shape = Shape(512, 512, 8, True)
+    shape, gathered = (512, 512, experts, experts > 0), experts > 0
     tables["h200"] = {
         "w4a16": {
-            shape: Entry(((32, None), (128, own), (256, None))),
-            Shape(512, 1024, 16, True): Entry(((64, near), (128, far))),
+            Shape(*shape): Entry(((32, None), (128, own), (256, None))),
+            Shape(512, 1024, 2 * experts, gathered): Entry(((64, near), (128, far))),
+            Shape(512, 512, experts or 3, False): Entry(((64, near if experts else own),)),
         }
     }
-    tables["h100"] = {"w4a16": {shape: Entry(((16, other), (64, far)))}}
+    tables["h100"] = {
+        "w4a16": {Shape(*shape): Entry(((16, other), (64, far)))},
+        "fp8": {Shape(64, 64): Entry(((8, far),))},
+    }
+
+    def found(family: str, n: int, k: int, rows: int, count: int = experts, gathered: bool = gathered) -> Tile:
+        return lookup(family, n, k, rows, X, groups=groups(count, 2, rows // 2) if count else None, gathered=gathered)
+
     with recording():
-        found = [grouped_tile("w4a16", groups(8, 2, tokens), 512, 512) for tokens in (1, 10, 17, 64, 65)]
-        assert found == [other, far, own, own, far]
+        assert [found("w4a16", 512, 512, m) for m in (2, 20, 34, 128, 130)] == [other, far, own, own, far]
         # 48 rows of 12 experts are 64 of 16
-        assert [grouped_tile("w4a16", groups(12, 2, tokens), 512, 900) for tokens in (24, 25)] == [near, far]
-        assert grouped_tile("fp8", groups(8, 2, 3), 512, 512) == default_tile("fp8", 6, experts=8)
+        assert [found("w4a16", 512, 900, m, 12 if experts else 0) for m in (48, 50)] == [near, far if experts else near]
+        assert found("w4a8", 512, 512, 2) == default_tile("w4a8", 2, experts=experts)
+        assert found("fp8", 512, 512, 2) == (default_tile("fp8", 2, experts=experts) if experts else far)
+        if experts:  # rows sorted by expert have their own tiles
+            assert found("w4a16", 512, 512, 20, gathered=False) == near
     with recording((8, 0)):
-        assert grouped_tile("w4a16", groups(8, 2, 64), 512, 512) == default_tile("w4a16", 128, True, experts=8)
-
-
-def test_products_of_tokens_rows_and_of_sorted_ones_take_their_own_tiles(tables) -> None:
-    of_tokens, of_rows = Tile("w_first", 16), Tile("w_first", 32)
-    tables["h200"] = {
-        "dense": {
-            Shape(256, 256, 8, True): Entry(((64, of_tokens),)),
-            Shape(256, 256, 8): Entry(((64, of_rows),)),
-        }
-    }
-    with recording():
-        assert grouped_tile("dense", groups(8, 2, 1), 200, 256) == of_tokens
-        assert grouped_tile("dense", groups(8, 2, 1), 256, 200, False) == of_rows
+        assert found("w4a16", 512, 512, 128) == default_tile("w4a16", 128, True, experts=experts)
 
 
 def test_defaults_put_64_rows_of_the_weight_first_where_experts_have_few() -> None:
