@@ -14,6 +14,7 @@ from qarl.policy.attention import Caches
 from qarl.policy.decoder import Recompute
 from qarl.policy.policy import Policy
 from qarl.policy.routes import NO_ROUTES, Routes
+from qarl.utils.expert_names import EXPERT_NAMES
 from qarl.weight_sync.quantize import quantize_parameters
 from qarl.weight_sync.snapshot import Snapshot
 
@@ -23,6 +24,12 @@ NEEDS_TRITON = pytest.mark.skipif(
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 BOTH = (True, False)  # fused layers, and those in plain torch
+SCHEMES = [
+    ("bf16", None),
+    ("w4a16", 32),
+    ("w8a8", None),
+    *[("fp8", None), ("fp8_block", None), ("w4a8", 32), ("nvfp4a16", None)] * ON_GPU,  # the interpreter takes seconds
+]
 PROMPTS = [tokens(3, 1)] * 2 + [tokens(5, 2)]
 RESPONSES = [tokens(6, 3), tokens(1, 4), tokens(4, 5)]
 # bf16 rounds every activation; other sums turn some of them over, and codes of activations with them
@@ -32,25 +39,33 @@ TOLERANCE = {"bf16": 0.05, "w4a16": 0.05, "nvfp4a16": 0.05, "w8a8": 0.1}
 class Pairs:
     """pairs(fused, scheme, group, family, **quant): a policy of Triton kernels or of plain torch, made once.
 
-    directory: The model of a family. by_torch: Schemes whose weights plain torch quantizes on a CPU, because the
+    tiny_model: The fixture. On a CPU plain torch quantizes the weights but those of a dense w4a16, because the
     interpreter takes seconds to quantize a weight row by row.
     """
 
-    def __init__(self, directory: Callable[[str], Path], family: str, by_torch: Callable[[str], bool]) -> None:
-        self.directory, self.family, self.by_torch = directory, family, by_torch
+    def __init__(self, tiny_model: Callable[..., Path]) -> None:
+        self.tiny_model = tiny_model
         self.made: dict[str, Policy] = {}
 
+    def directory(self, family: str) -> Path:
+        layers = 2 if ON_GPU or family == "qwen3_moe" else 1  # of that one the first has an MLP
+        small = {}
+        if family in EXPERT_NAMES and not ON_GPU:
+            small = {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+        elif family in EXPERT_NAMES:
+            small = {"hidden_size": 128, **({"moe_intermediate_size": 128} if family.startswith("qwen") else {})}
+        return self.tiny_model(family, num_hidden_layers=layers, **small)
+
     def __call__(
-        self, fused: bool, scheme: str = "bf16", group: int | None = None, family: str | None = None, **quant
+        self, fused: bool, scheme: str = "bf16", group: int | None = None, family: str = "qwen3", **quant
     ) -> Policy:
-        family = family or self.family
         key = repr((fused, scheme, group, family, sorted(quant.items())))
         if key not in self.made:
             kernels = {} if fused else {"kernels": "reference"}
             with pytest.MonkeyPatch.context() as patch:
                 if fused:
                     patch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
-                if not ON_GPU and self.by_torch(scheme):
+                if not ON_GPU and (scheme != "w4a16" or family in EXPERT_NAMES):
                     patch.setattr("qarl.policy.policy.quantize_parameters", _quantized_by_torch)
                 policy = make_policy(self.directory(family), scheme, torch.bfloat16, group, DEVICE, **kernels, **quant)
             self.made[key] = policy

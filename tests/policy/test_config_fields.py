@@ -86,7 +86,7 @@ OF_EXPERTS: list[dict[str, Any]] = [
 def changes(family: str) -> Iterator[dict[str, Any]]:
     mixed = family in EXPERT_NAMES
     alias = "num_local_experts" if family == "mixtral" else "num_experts"
-    ropes = ROPES if family in ("llama", "mixtral") else ROPES[::3]
+    ropes = ROPES if family == "llama" else ROPES[::3]
     for change in [*WINDOWS[family], *ropes, *CHANGES, *(OF_EXPERTS if mixed else [])]:
         if mixed and {"num_experts", "num_local_experts"} & change.keys():  # one of the two names at a time
             change = {alias: next(iter(change.values()))}

@@ -28,10 +28,11 @@ def edited(model: Path, folder: Path, name: str, change) -> ModelConfig:
     return ModelConfig(path=str(folder / "model"), dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize("value", ["su", "some-kind", "x" * 40])
-@pytest.mark.parametrize("keys", [("rope_parameters", "rope_type"), ("hidden_act",), ("deep", "er", "est")])
+@pytest.mark.parametrize("keys", [("hidden_act",), ("deep", "er", "est")])
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_a_key_error_about_a_value_of_a_file_names_file_field_and_fix(tiny_model, tmp_path, name, keys, value):
+def test_a_key_error_about_a_value_of_a_file_names_file_field_and_fix(
+    tiny_model, tmp_path, name, keys, value="some-kind"
+):
     """As a table of a library raises it, for whatever kind it does not know."""
 
     def change(document: dict) -> None:
@@ -49,8 +50,7 @@ def test_a_key_error_about_a_value_of_a_file_names_file_field_and_fix(tiny_model
     assert str(caught.value).endswith("does not know; correct it, or restore the file") and not BARE.search(str(caught))
 
 
-@pytest.mark.parametrize("kind", ["su", "longrope", "bogus"])
-@pytest.mark.parametrize("section", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(("section", "kind"), [("rope_scaling", "su"), ("rope_parameters", "longrope")])
 def test_a_kind_of_rope_that_is_not_known_is_named(tiny_model, tmp_path, section, kind):
     def change(document: dict) -> None:
         document.pop("rope_parameters", None)
@@ -60,7 +60,7 @@ def test_a_kind_of_rope_that_is_not_known_is_named(tiny_model, tmp_path, section
         check_model(edited(tiny_model("llama"), tmp_path, "config.json", change))
 
 
-@pytest.mark.parametrize("metadata", [..., None, 1, {}, {"total_size": 1}])
+@pytest.mark.parametrize("metadata", [..., 1, {}])
 def test_an_index_without_metadata_is_named_and_one_with_it_is_read(tiny_model, tmp_path, metadata):
     model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     tensors = load_file(model / "model.safetensors")

@@ -1,6 +1,5 @@
 """From model.path to a model with float32 weights: directories, GGUF packages, and what is refused."""
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -9,8 +8,7 @@ import torch
 
 from qarl.config import ModelConfig
 from qarl.errors import UserError
-from qarl.policy.load import load_model, load_tokenizer
-from qarl.policy.load_config import load_model_config
+from qarl.policy.load import load_model
 from qarl.policy.source import locate
 
 
@@ -37,12 +35,6 @@ def test_a_directory_loads_in_float32_and_eval_mode_whatever_it_was_saved_in(tin
     assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
 
 
-def test_tokenizer_and_configuration_are_the_directorys(tiny_model) -> None:
-    config = ModelConfig(path=str(tiny_model("qwen3")))
-    assert load_tokenizer(config).eos_token == "</s>"
-    assert load_model_config(config).head_dim == 32
-
-
 def test_a_package_is_found_without_importing_it(package) -> None:
     source = locate(ModelConfig(path=f"package:{package('weights.gguf')}"))
     assert source.gguf_file == "weights.gguf" and Path(source.name).name == "some_model"
@@ -64,20 +56,3 @@ def test_a_package_that_is_missing_or_has_not_one_gguf_file_is_refused(package) 
 def test_a_missing_gguf_file_is_named(tiny_model) -> None:
     with pytest.raises(UserError, match=r"model.gguf_file: 'absent.gguf' is not in "):
         load_model(ModelConfig(path=str(tiny_model("llama")), gguf_file="absent.gguf"))
-
-
-@pytest.mark.parametrize("loader", [load_model, load_tokenizer, load_model_config])
-def test_a_directory_without_a_model_is_one_line(tmp_path: Path, loader) -> None:
-    with pytest.raises(UserError, match=r"model.path: cannot load the ") as caught:
-        loader(ModelConfig(path=str(tmp_path)))
-    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
-
-
-def test_broken_weights_are_one_line(tiny_model, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(tiny_model("llama"), broken)
-    (broken / "model.safetensors").write_bytes(b"not a model")
-    with pytest.raises(
-        UserError, match=r"broken/model.safetensors: is truncated or not a safetensors file; restore it"
-    ):
-        load_model(ModelConfig(path=str(broken)))

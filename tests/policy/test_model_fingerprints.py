@@ -23,39 +23,25 @@ TOKENS = torch.arange(40).reshape(1, 40) * 5 % 250 + 3
 # More values than any one family reads: a key that a family does not have changes nothing.
 WINDOW = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
 EDITS: list[dict[str, Any]] = [
-    {"rms_norm_eps": 1e-2},
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     {"rope_theta": 500000.0, "rope_parameters": None},
     {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
     {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": None},  # the same weights in other heads
-    {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 4},
     {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4},  # of qwen3, whose heads have 32
-    {"num_experts_per_tok": 1},
-    {"num_experts_per_tok": 3},
-    {"norm_topk_prob": True},
-    {"norm_topk_prob": False},
     WINDOW,
     {"sliding_window": 8},
     {"layer_types": ["sliding_attention", "full_attention"], **WINDOW},
     {"hidden_act": "gelu"},
-    {"num_hidden_layers": 1},
-    {"max_position_embeddings": 256},
     {"decoder_sparse_step": 2},
     {"mlp_only_layers": [1]},
     {"attention_bias": True},
     {"mlp_bias": True},
-    {"tie_word_embeddings": False},
-    {"tie_word_embeddings": True},
 ]
 IRRELEVANT: list[dict[str, Any]] = [
     {"transformers_version": "4.40.0"},
-    {"dtype": "bfloat16"},
     {"dtype": None, "torch_dtype": "float32"},
     {"architectures": None},
-    {"_name_or_path": "somewhere/else"},
     {"use_cache": False},
-    {"initializer_range": 0.5},
     {"attention_dropout": 0.1},
     {"pretraining_tp": 2},
     {"id2label": {"0": "a"}, "label2id": {"a": 0}},
@@ -272,9 +258,7 @@ def test_a_models_own_code_and_the_files_of_a_tokenizer_without_a_backend_count(
     ("edit", "key"),
     [
         ({"eos_token_id": [1, 70]}, "eos_token_id"),
-        ({"eos_token_id": 70}, "eos_token_id"),
         ({"temperature": 0.6, "do_sample": True}, "temperature"),
-        ({"bos_token_id": 3}, "bos_token_id"),
         ({"use_cache": False, "transformers_version": "4.40.0", "output_scores": True}, None),
         ({"eos_token_id": [1]}, None),
         ({"temperature": None, "bad_words_ids": []}, None),

@@ -14,7 +14,6 @@ from policy_models import (
     put_dequantized,
     tokens,
 )
-from qarl_kernels.logprob import Truncation
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
 FEW = {"prompts": [tokens(5, 1), tokens(70, 2)], "responses": [tokens(9, 4), tokens(3, 5)]}  # one over a page boundary
@@ -27,7 +26,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers":
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [*((family, {"tie_word_embeddings": tied}) for family in FAMILIES for tied in (True, False)), ("qwen2", WINDOW)],
+    [*((family, {"tie_word_embeddings": family != "llama"}) for family in FAMILIES), ("llama", {}), ("qwen2", WINDOW)],
 )
 def test_unquantized_float32_policy_is_the_hugging_face_model(tiny_model, family: str, changes: dict) -> None:
     directory = tiny_model(family, **changes)
@@ -76,7 +75,7 @@ def test_half_precision_is_near_float32_in_log_probs_and_gradients(tiny_model, d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "w4a8"])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
 def test_sharing_a_prompt_changes_no_bit_of_the_log_probs(tiny_model, scheme: str, dtype: torch.dtype) -> None:
     policy = make_policy(tiny_model("qwen3"), scheme, dtype, 32 if scheme[:2] == "w4" else None)
     prompts, responses = batch()
@@ -116,12 +115,3 @@ def test_gradient_checkpointing_gives_equal_log_probs_and_gradients(tiny_model) 
     assert torch.equal(logprobs(policy).detach(), plain)
     found = gradients(policy)
     assert all(torch.equal(found[name], plain_gradients[name]) for name in found)
-
-
-def test_temperature_divides_the_logits(tiny_model) -> None:
-    policy, model = make_policy(tiny_model("llama")), load(tiny_model("llama"))
-    prompt, response = tokens(6, 1), tokens(4, 2)
-    logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / 0.5
-    expected = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-    found = logprobs(policy, [prompt], [response], Truncation(temperature=0.5))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

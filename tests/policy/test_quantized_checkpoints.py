@@ -219,7 +219,6 @@ REFUSED = {
         {"quant_method": "hqq"},
         "quant_method 'hqq' cannot be read; only compressed-tensors, fp8, awq, gptq, mxfp4",
     ),
-    "no method": ({}, "quant_method None cannot be read"),
     "blocks": (
         {"quant_method": "fp8", "weight_block_size": [64, 64]},
         "weight_block_size .64, 64. cannot be read; only",

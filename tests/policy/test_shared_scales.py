@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_models import make_policy
 from qarl_formats.nvfp4 import absmax_of, global_scale_of
 from qarl_formats.registry import make_scheme
 
@@ -11,8 +12,6 @@ from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.inference.masters import open_masters
 from qarl.inference.target import resolve_target
-from qarl.policy.load import load_model
-from qarl.policy.policy import Policy
 from qarl.utils.packed_linears import GATE_UP, QKV, fused_groups, fusion_fault, shared_scales
 from qarl.weight_sync.snapshot import build_snapshot
 
@@ -36,9 +35,7 @@ def test_schemes_that_share_nothing_read_no_master() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_nvfp4_layers_that_are_fused_share_the_global_scale_of_the_largest(tiny_model, family) -> None:
-    target = resolve_target(str(tiny_model(family)), quant={"scheme": "nvfp4a16"})
-    model = load_model(target.model)
-    policy = Policy(model, scheme_of(target.quant), target.quant, torch.bfloat16, torch.device("cpu"))
+    policy = make_policy(tiny_model(family), "nvfp4a16", torch.bfloat16)
     masters = {name: master.detach() for name, master in policy.named_parameters()}
     for block in ("model.layers.0", "model.layers.1"):
         for group in (*FUSED, *((part,) for part in ALONE)):
@@ -51,9 +48,7 @@ def test_nvfp4_layers_that_are_fused_share_the_global_scale_of_the_largest(tiny_
 
 def test_an_export_has_the_codes_of_the_policy(tiny_model) -> None:
     target = resolve_target(str(tiny_model()), quant={"scheme": "nvfp4a16"})
-    policy = Policy(
-        load_model(target.model), scheme_of(target.quant), target.quant, torch.bfloat16, torch.device("cpu")
-    )
+    policy = make_policy(tiny_model(), "nvfp4a16", torch.bfloat16)
     exported = build_snapshot(0, open_masters(target).forms(target.quant, torch.bfloat16))
     assert exported.manifest() == policy.current.manifest()
 

@@ -42,8 +42,7 @@ def divergence(policy: Policy, reference: Policy) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("scheme", "family"), [*zip(SCHEMES, ["llama", "qwen2"] * 3, strict=False)])
 def test_gptq_diverges_less_than_rounding_to_nearest(tiny_model, scheme, family):
     reference, policy = (
         make_policy(load(tiny_model(family)), dtype=torch.bfloat16),
@@ -54,8 +53,7 @@ def test_gptq_diverges_less_than_rounding_to_nearest(tiny_model, scheme, family)
     assert divergence(policy, reference) < 0.9 * nearest
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "nvfp4a16"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("scheme", "family"), [("w4a16", "llama"), ("nvfp4a16", "qwen2")])
 def test_awq_does_not_change_the_unquantized_model(tiny_model, scheme, family):
     policy = policy_of(tiny_model(family), scheme)
     changed = starting_masters(policy, "awq", sequences(0), masters_of(policy).__getitem__)
@@ -138,13 +136,6 @@ def test_ignored_layers_keep_their_weights(tiny_model, method):
     policy = make_policy(load(tiny_model("llama")), "w4a16", torch.bfloat16, group_size=32, ignore=ignore)
     changed = starting_masters(policy, method, sequences(0), masters_of(policy).__getitem__)
     assert changed and not any("layers.1." in name or "q_proj" in name for name in changed)
-
-
-def test_the_same_text_gives_the_same_bits(tiny_model):
-    first, second = (policy_of(tiny_model("llama"), "w4a16") for _ in range(2))
-    for policy in (first, second):
-        replace_masters(policy, "gptq", sequences(0))
-    assert all(torch.equal(a, b) for a, b in zip(masters_of(first).values(), masters_of(second).values(), strict=True))
 
 
 def test_mixtures_of_experts_are_refused(tiny_model):

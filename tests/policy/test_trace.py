@@ -6,7 +6,7 @@ from policy_models import batch, make_policy
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 
-from qarl.exactness.first_difference import OPERATIONS, FirstDifference, first_difference, value_differences
+from qarl.exactness.first_difference import OPERATIONS, FirstDifference, first_difference
 from qarl.policy.attention import Span, pack
 from qarl.policy.trace import Context, Tracer, digest
 
@@ -30,44 +30,6 @@ def test_a_digest_is_of_all_tensors_in_their_order_and_of_a_row_alone():
     assert (digest([a, b]) != digest([b, a])).all() and (digest([a]) != digest([a, b])).all()
     assert torch.equal(digest([a[3:5], b[3:5]]), digest([a, b])[3:5])
     assert torch.equal(digest([a[::2]]), digest([a])[::2])  # contiguous or not
-
-
-def test_rows_are_a_sequences_where_all_tokens_so_far_are():
-    tracer, x = Tracer([5, 6, 7, 8]), torch.randn(7, 3)
-    # rows 0 and 1: its first two tokens; 2 to 4: its third, then others; 5, 6: another sequence's
-    tracer.expect([Context(0, 0, [5, 6]), Context(2, 2, [5, 6, 7, 9, 8]), Context(5, 1, [4, 6, 7])])
-    tracer(0, "qkv", x, None)
-    tracer.expect([])
-    tracer(0, "qkv", torch.randn(7, 3))
-    digests = digest([x]).tolist()
-    assert tracer.found == {(0, "qkv"): {0: {digests[0]}, 1: {digests[1]}, 2: {digests[2]}}}
-
-
-def test_a_tensor_of_some_rows_says_which_and_a_token_that_runs_again_adds_its_digest():
-    tracer, x, y = Tracer([5, 6]), torch.randn(2, 3), torch.randn(2, 3)
-    tracer.expect([Context(3, 0, [5, 6])])
-    tracer(2, "final_norm", x, rows=torch.tensor([4, 9]))
-    tracer.expect([Context(0, 1, [5, 6])])
-    tracer(2, "final_norm", y)
-    tracer.settle()
-    assert tracer.found == {(2, "final_norm"): {1: {int(digest([x])[0]), int(digest([y])[0])}}}
-
-
-def test_the_values_of_one_row_are_kept_and_compared():
-    x, y = torch.randn(2, 3), torch.randn(2, 2)
-    tracers = [Tracer([5, 6], watched=((1, "o"), 1)) for _ in range(2)]
-    for tracer, change in zip(tracers, (0.0, 0.5), strict=True):
-        tracer.expect([Context(0, 0, [5, 6])])
-        tracer(0, "o", x)
-        tracer(1, "qkv", x)
-        tracer(1, "o", x, None, y)
-        tracer.expect([Context(0, 1, [5, 6])])
-        tracer(1, "o", x[1:], None, y[1:] + change)
-    assert torch.equal(tracers[0].values[0], torch.cat([x[1], y[1]]).double()) and len(tracers[0].values) == 2
-    assert value_differences(tracers[0], tracers[0]) == (5, 0, 0.0)
-    assert value_differences(*tracers) == (5, 2, pytest.approx(0.5))
-    steps = [FirstDifference(0, 3, "o"), FirstDifference(0, None, "embedding"), FirstDifference(0, None, "final_norm")]
-    assert [place.step(9) for place in steps] == [(3, "o"), (-1, "embedding"), (9, "final_norm")]
 
 
 def test_two_traces_part_at_the_earliest_position_and_there_at_the_first_operation():
