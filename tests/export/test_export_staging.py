@@ -107,11 +107,3 @@ def test_an_output_in_use_is_refused(tmp_path, kind, reason):
         out.symlink_to(tmp_path / "gone")
     with pytest.raises(UserError, match=reason):
         require_vacant(out)
-
-
-@pytest.mark.parametrize("place", ["/sys/out", "file/out"])
-def test_a_place_that_cannot_be_written_is_named(tmp_path, place):
-    (tmp_path / "file").touch()
-    message = r"out: cannot be written: .*choose another( OUT)?$"
-    with pytest.raises(UserError, match=message), staged(tmp_path / place):
-        pytest.fail("entered")

@@ -3,26 +3,19 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from policy_models import make_policy
 from tiny_exports import SCHEMES, entries, same_bytes, save_run, stored_tensors
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from qarl.config import ModelConfig, QuantConfig
-from qarl.config.quant import scheme_of
+from qarl.config import ModelConfig
 from qarl.errors import UserError
-from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.load import load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.weight_sync import checkpoint as snapshot_checkpoint
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
-
-
-def make_policy(model: Path, **quant: Any) -> Policy:
-    config = QuantConfig(**quant)
-    loaded = load_model(ModelConfig(path=str(model)))
-    return Policy(loaded, scheme_of(config), config, torch.bfloat16, torch.device("cpu"))
 
 
 def write(policy: Policy, model: Path, directory: Path) -> None:
@@ -37,7 +30,7 @@ def write(policy: Policy, model: Path, directory: Path) -> None:
 )
 def test_the_files_hold_the_snapshots_tensors(quant, tiny_model, tmp_path):
     model = tiny_model("qwen2")  # biases beside quantized weights
-    policy = make_policy(model, **quant)
+    policy = make_policy(model, dtype=torch.bfloat16, **quant)
     write(policy, model, tmp_path / "out")
     stored, published = stored_tensors(tmp_path / "out"), policy.current.tensors
     assert stored.keys() == published.keys()
@@ -48,7 +41,7 @@ def test_no_start_waits_for_the_disk_to_have_tensors(tiny_model, tmp_path, monke
     """They are read back at once, and then deleted."""
     model, waited = tiny_model(), []
     monkeypatch.setattr(os, "fsync", lambda fd: waited.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name))
-    write(make_policy(model, scheme="bf16"), model, tmp_path / "out")
+    write(make_policy(model, dtype=torch.bfloat16), model, tmp_path / "out")
     assert "config.json" in waited and not [name for name in waited if name.endswith(".safetensors")]
 
 
@@ -56,7 +49,7 @@ def test_no_start_waits_for_the_disk_to_have_tensors(tiny_model, tmp_path, monke
 def test_the_documents_are_those_of_an_export(name, tiny_model, tmp_path):
     model = tiny_model()
     save_run(tmp_path / "run", model, **SCHEMES[name]).export(tmp_path / "export")
-    write(make_policy(model, **SCHEMES[name]), model, tmp_path / "out")
+    write(make_policy(model, dtype=torch.bfloat16, **SCHEMES[name]), model, tmp_path / "out")
     assert entries(tmp_path / "out") == [
         entry for entry in entries(tmp_path / "export") if entry not in ("README.md", "qarl_export.json")
     ]
@@ -67,19 +60,9 @@ def test_the_documents_are_those_of_an_export(name, tiny_model, tmp_path):
     assert ours.chat_template == theirs.chat_template and ours("12 + 3").input_ids == theirs("12 + 3").input_ids
 
 
-def test_a_tied_head_is_not_written_and_transformers_ties_it(tiny_model, tmp_path):
-    model = tiny_model()
-    policy = make_policy(model, scheme="bf16")
-    write(policy, model, tmp_path / "out")
-    assert "lm_head.weight" not in stored_tensors(tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(loaded.lm_head.weight, policy.current.tensors["model.embed_tokens.weight"])
-
-
 def test_shards_are_bounded_and_keep_a_weight_together(tiny_model, tmp_path, monkeypatch):
     model = tiny_model("qwen3")
-    policy = make_policy(model, **SCHEMES["w4a16-g32"])
+    policy = make_policy(model, dtype=torch.bfloat16, **SCHEMES["w4a16-g32"])
     monkeypatch.setattr(snapshot_checkpoint, "MAX_SHARD_BYTES", 40_000)
     write(policy, model, tmp_path / "out")
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
@@ -102,7 +85,7 @@ def test_a_directory_that_exists_and_a_disk_that_is_full_are_refused_and_nothing
         raise OSError(28, "No space left on device")
 
     model = tiny_model()
-    policy, mine = make_policy(model, scheme="bf16"), tmp_path / "mine"
+    policy, mine = make_policy(model, dtype=torch.bfloat16), tmp_path / "mine"
     mine.mkdir()
     (mine / "x").touch()
     with pytest.raises(UserError, match="cannot be written: File exists"):

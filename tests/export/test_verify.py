@@ -9,19 +9,10 @@ from safetensors.torch import load_file, save_file
 from tiny_exports import SCHEMES, TinyRun, save_run
 
 from qarl.exporting import verify
-from qarl.exporting.readers import Reading, Unsupported
+from qarl.exporting.readers import Reading
 from qarl.inference.target import resolve_target
 
-
-@pytest.fixture(autouse=True)
-def no_vllm(monkeypatch):
-    """vLLM has a test of its own, on a model that it supports."""
-
-    def unsupported(*arguments):
-        raise Unsupported("not in this test")
-
-    monkeypatch.setattr(verify, "read_vllm", unsupported)
-    monkeypatch.setattr(verify, "MAX_TOKENS", 4)
+pytestmark = pytest.mark.usefixtures("no_vllm")
 
 
 def exported(tiny_model, directory: Path, name: str) -> tuple[TinyRun, Path]:
@@ -37,7 +28,7 @@ def verified(run: TinyRun, out: Path) -> tuple[bool, dict[str, dict]]:
     return record["ok"], {agreement["reader"]: agreement for agreement in record["readers"]}
 
 
-@pytest.mark.parametrize("name", ["w4a16-g32", "asymmetric", "w8a8", "fp8", "w4a8", "nvfp4a16"])
+@pytest.mark.parametrize("name", ["w4a16-g32", "asymmetric", "symmetric7", "channel", "w8a8", "nvfp4a16"])
 def test_a_good_export_agrees_bit_for_bit_in_qarl(tiny_model, tmp_path, name):
     ok, found = verified(*exported(tiny_model, tmp_path, name))
     assert ok

@@ -66,18 +66,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "bf16"])
 @pytest.mark.parametrize(("data", "options", "text"), CASES)
-def test_generate_prompts_as_the_run_did(placed, data, options, text, scheme):
-    for place in placed(data, scheme=scheme).values():
+def test_generate_and_eval_prompt_as_the_run_did(placed, data, options, text):
+    """Eval by the keys of `data` with which a preset's prompts are made."""
+    for place in placed(data, scheme="fp8").values():
         target = resolve_target(str(place))
         assert render(target, load_tokenizer(target.model), ["hi"], Look(**options))[0].text == text, place
-
-
-@pytest.mark.parametrize(("data", "options", "text"), CASES)
-def test_eval_prompts_a_given_set_as_the_run_did(placed, data, options, text):
-    """The keys of `data` with which a preset's prompts are made."""
-    for place in placed(data).values():
         found = prompting(resolve_target(str(place)), Request(data=("gsm8k",), **options))
         system = "count" if text == SYSTEM else None
         assert (found["chat_template"], found["system_prompt"]) == (text != TEXT, system), place

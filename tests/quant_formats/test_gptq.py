@@ -3,7 +3,7 @@
 import pytest
 import torch
 from qarl_formats.bits import same_bits
-from qarl_formats.gptq import gptq, inverse_factor
+from qarl_formats.gptq import gptq
 from qarl_formats.registry import make_scheme
 from torch import Tensor
 
@@ -131,14 +131,6 @@ def test_blocks_change_nothing_but_rounding():
     whole, _ = gptq(weight, hessian, scheme, block=K)
     for block in (1, 50, 128):
         assert torch.equal(gptq(weight, hessian, scheme, block=block)[0]["weight_packed"], whole["weight_packed"])
-
-
-def test_the_factor_is_that_of_the_damped_inverse():
-    hessian = _hessian(_inputs(rows=40))  # of rank 40
-    upper = inverse_factor(hessian, 0.01)
-    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(K, dtype=torch.float64)
-    assert torch.equal(upper, upper.triu())
-    assert torch.allclose(upper.t() @ upper @ damped, torch.eye(K, dtype=torch.float64), atol=1e-8)
 
 
 def test_a_hessian_that_is_not_finite_is_an_error():

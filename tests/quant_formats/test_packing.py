@@ -22,8 +22,3 @@ def test_words_of_codes_and_of_zero_points_are_the_librarys_and_come_back(shape)
     zero_points = pack_zero_points(codes)
     assert torch.equal(zero_points, pack_to_int32(codes, 4, packed_dim=0)) and zero_points.is_contiguous()
     assert torch.equal(unpack_zero_points(zero_points, shape[0]), codes)
-
-
-def test_first_code_is_in_the_lowest_bits():
-    codes = torch.tensor([[-7, -8, -8, -8, -8, -8, -8, 7]], dtype=torch.int8)
-    assert pack_int4(codes).tolist() == [[0xF0000001 - 2**32]]

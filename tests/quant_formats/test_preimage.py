@@ -1,7 +1,5 @@
 """Masters that quantize to given codes and scales."""
 
-import os
-
 import pytest
 import torch
 from qarl_formats import preimage, rounding
@@ -167,17 +165,3 @@ def test_a_scheme_without_its_own_search_takes_the_dequantized_values():
         master, missing = Scheme.preimage(scheme, stored, (N, K))
         assert torch.equal(master, scheme.dequantize(stored, (N, K), torch.float32))
         assert int(missing) == count
-
-
-KERNELS = [scheme for scheme in SCHEMES if scheme.scale_dtype == "bfloat16" or scheme.name == "fp8"]
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs Triton's interpreter")
-@pytest.mark.parametrize("scheme", KERNELS, ids=_id)
-def test_kernels_quantize_a_preimage_to_the_same_tensors(scheme):
-    weight = MASTERS["normal"][:8, :128].contiguous()
-    weight[0, :32] *= 1e-6  # codes of -0
-    stored, _ = scheme.quantize(weight)
-    master, missing = scheme.preimage(stored, tuple(weight.shape))
-    assert not missing
-    assert same(scheme, scheme.quantize(master, kernels=True)[0], stored)

@@ -26,8 +26,6 @@ def test_group_sizes_and_what_is_not_quantized():
         ({"name": "w2a16"}, "scheme 'w2a16' is unknown; choose one of bf16, w4a16, "),
         ({"name": "w4a16", "group_size": 48}, "group_size 48 is not supported"),
         ({"name": "w8a8", "group_size": 64}, "group_size 64 does not apply to scheme w8a8"),
-        ({"name": "fp8", "group_size": -1}, "group_size -1 does not apply to scheme fp8"),
-        ({"name": "bf16", "group_size": 64}, "group_size 64 does not apply to scheme bf16"),
         ({"name": "w4a8", "symmetric": False}, "symmetric false does not apply to scheme w4a8"),
         ({"name": "w8a8", "grid": "symmetric7"}, "grid symmetric7 needs symmetric w4a16 or w4a8, not w8a8"),
         ({"name": "w4a16", "symmetric": False, "grid": "symmetric7"}, "grid symmetric7 needs symmetric w4a16 or w4a8"),

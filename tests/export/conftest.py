@@ -1,0 +1,17 @@
+"""Verification of exports without vLLM, which has tests of its own on models that it supports."""
+
+import pytest
+
+from qarl.exporting import verify
+from qarl.exporting.readers import Unsupported
+
+
+@pytest.fixture
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes no export, and texts have four tokens."""
+
+    def unsupported(*arguments: object) -> None:
+        raise Unsupported("not in this test")
+
+    monkeypatch.setattr(verify, "read_vllm", unsupported)
+    monkeypatch.setattr(verify, "MAX_TOKENS", 4)
