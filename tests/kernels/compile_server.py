@@ -7,7 +7,8 @@ os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compil
 
 import compile_cases  # noqa: F401 - imported for the forks, with torch and every kernel
 import triton
-from compiling import INTERPRETED, compile_case
+from compiling import compile_case
+from qarl_kernels.launch import INTERPRETED
 
 assert not INTERPRETED
 triton.knobs.nvidia.dump_ptxas_log = True
