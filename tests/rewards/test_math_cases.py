@@ -9,7 +9,6 @@ import random
 import time
 import weakref
 from decimal import Decimal
-from fractions import Fraction
 
 import math_verify
 import pytest
@@ -80,108 +79,6 @@ def test_e_notation(mantissa, exponent, gold_form, answer_form, off):
     assert scores(gold, rf"{mantissa} \cdot e \cdot {exponent}", FORMS[:3]) == {0.0}
 
 
-@few
-@given(st.integers(1, 99), st.integers(1, 12), st.integers(1, 12), st.booleans(), st.integers(0, 5))
-def test_mixed_numbers(whole, top, rest, negative, form):
-    bottom, sign = top + rest, "-" if negative else ""
-    value = (-1 if negative else 1) * (whole + Fraction(top, bottom))
-    answer = [
-        f"{sign}{whole} {top}/{bottom}",
-        rf"{sign}{whole}\frac{{{top}}}{{{bottom}}}",
-        rf"{sign}{whole}\tfrac{{{top}}}{{{bottom}}}",
-        rf"{sign}{whole} \dfrac{{{top}}}{{{bottom}}}",
-        rf"{sign}{whole}\,\frac{{{top}}}{{{bottom}}}",
-        f"{value.numerator}/{value.denominator}",
-    ][form]
-    assert scores(f"{value.numerator}/{value.denominator}", answer) == {1.0}
-    assert scores(answer, rf"\frac{{{value.numerator}}}{{{value.denominator}}}") == {1.0}
-    for wrong in (Fraction(whole), value + 1, Fraction(top, bottom), whole * Fraction(top, bottom)):
-        if wrong != value:
-            assert scores(f"{wrong.numerator}/{wrong.denominator}", answer) == {0.0}
-
-
-# Of each unit its spellings, and its size in the first unit of its group.
-UNITS = [
-    [("m", "meters", 1), ("cm", "centimeters", "1/100"), ("km", "kilometers", 1000), ("ft", "feet", "0.3048")],
-    [("kg", "kilograms", 1), ("g", "grams", "1/1000"), ("lb", "lbs", "0.45359237")],
-    [("h", "hours", 3600), ("min", "minutes", 60), ("days", "day", 86400)],
-    [("J", "joules", 1), ("eV", "electronvolts", "1.602176634e-19"), ("kJ", "kilojoules", 1000)],
-    [("L", "liters", 1), ("mL", "milliliters", "1/1000")],
-    [("m^2", "square meters", 1), ("cm^2", "square centimeters", "1/10000")],
-    [("m/s", "meters per second", 1), ("km/h", "kilometers per hour", "5/18")],
-]
-KNOWN = [(group, *unit) for group, units in enumerate(UNITS) for unit in units]
-
-
-@few
-@given(st.integers(1, 999), st.sampled_from(KNOWN), st.sampled_from(KNOWN))
-def test_units(value, one, other):
-    gold, answers = rf"{value}\text{{ {one[1]}}}", [f"{value} {other[1]}", rf"{value}\,\mathrm{{{other[2]}}}"]
-    same = one[0] == other[0] and Fraction(one[3]) == Fraction(other[3])
-    assert {score(gold, rf"\boxed{{{answer}}}") for answer in answers} == {float(same)}
-    assert scores(gold, str(value)) == scores(str(value), f"{value} {one[2]}") == {1.0}
-    assert scores(gold, f"{value + 1} {one[1]}") == scores(gold, str(value + 1)) == {0.0}
-    if one[0] == other[0]:
-        converted = value * Fraction(one[3]) / Fraction(other[3])
-        text = rf"\frac{{{converted.numerator}}}{{{converted.denominator}}}\text{{ {other[1]}}}"
-        assert score(gold, rf"\boxed{{{text}}}") == 1.0
-
-
-@few
-@given(st.integers(2, 16), st.integers(2, 16), st.integers(8, 9999))
-def test_number_bases(base, other, value):
-    digits, left = "", value
-    while left:
-        digits, left = "0123456789ABCDEF"[left % base] + digits, left // base
-    gold = f"{digits}_{{{base}}}"
-    assert score(gold, rf"\boxed{{{gold}}}") == 1.0
-    if base != other:
-        assert score(gold, rf"\boxed{{{digits}_{{{other}}}}}") == 0.0
-    if digits.isdigit():
-        assert score(gold, rf"\boxed{{{digits}}}") == 1.0
-        assert base == 10 or value < base or score(gold, rf"\boxed{{{value}}}") == 0.0
-
-
-@few
-@given(st.lists(st.integers(-4, 4), min_size=2, max_size=5), st.randoms(use_true_random=False))
-def test_lists(items, rng):
-    def said(values: list[int], form: str = "%s") -> float:
-        return score(", ".join(map(str, items)), rf"\boxed{{{form % ', '.join(map(str, values))}}}")
-
-    shuffled = rng.sample(items, len(items))
-    assert said(shuffled) == 1.0
-    extra = rng.choice(items)
-    assert said([*shuffled, extra]) == said(shuffled[1:]) == 0.0
-    changed = [shuffled[0] + 1, *shuffled[1:]]
-    assert said(changed) == 0.0
-    ordered = [
-        score(f"({', '.join(map(str, items))})", rf"\boxed{{({', '.join(map(str, v))})}}") for v in (items, shuffled)
-    ]
-    assert ordered == [1.0, float(items == shuffled)]
-
-
-@few
-@given(st.integers(1000, 10**12), st.sampled_from([",", r"\,", "{,}", r",\!", " ", r"\ ", "\u202f", "\u00a0"]))
-def test_thousands_separators(value, separator):
-    answer = f"{value:,}".replace(",", separator)
-    assert scores(str(value), answer) == scores(answer, f"{value}.") == scores(rf"\${answer}", rf"\${value}") == {1.0}
-    assert scores(str(value), f"{value + 1:,}".replace(",", separator)) == {0.0}
-    full_width = answer.translate({ord(d): ord(d) + 0xFEE0 for d in "0123456789"})
-    assert score(str(value), rf"\boxed{{{full_width}}}") == 1.0
-
-
-@few
-@given(st.integers(1, 400), st.integers(1, 400), st.integers(2, 9))
-def test_small_numbers_compare_by_their_ratio(a, b, base):
-    for power in (
-        f"1/{base}^{{%s}}",
-        rf"\frac{{1}}{{{base}^{{%s}}}}",
-        f"{base}^{{-%s}}",
-        rf"\sqrt{{2}}\cdot {base}^{{-%s}}",
-    ):
-        assert score(power % a, rf"\boxed{{{power % b}}}") == float(a == b)
-
-
 THINKING = [r"maybe \boxed{%s}", "the answer is %s.", r"no: \boxed{%s", "hm", "$%s$", "#### %s"]
 
 
@@ -248,21 +145,14 @@ def test_options_are_checked(options, message):
     ("gold", "answer"),
     [
         ("1/2^99999999", r"1/2^{99999998}"),
-        ("2^{99999999}", r"3^{99999999}"),
-        ("1e999999999", r"1e999999998"),
         ("1e99999999999999999999", "1"),
         ("1", "9^{9^{9^{9^9}}}"),
-        (r"\sqrt{2^{99999999}}", r"\sqrt{3^{99999999}}"),
-        ("9" * 5000, "9" * 4999 + "8"),
         ("(" * 3000 + "1" + ")" * 3000, "2"),
         (r"\frac{" * 500 + "1" + "}{2}" * 500, "2"),
         (", ".join(map(str, range(300))), ", ".join(map(str, range(1, 301)))),
-        (r"\{" * 200, r"\}" * 200),
         ("1" + "^2" * 2000, "1"),
         ("-" * 5000 + "1", "2"),
-        ("1 " * 4000, "1," * 4000),
         (r"\boxed{" * 2000, "12"),
-        ("x" + "=x" * 3000, "y" + "=y" * 3000),
     ],
 )
 def test_work_is_bounded(gold, answer):

@@ -47,10 +47,6 @@ def test_exact(options, expected):
     assert score(exact, ["Yes", " Yes\n", "yes", "Yes."], "Yes", **options) == expected
 
 
-def test_exact_compares_a_number_as_text():
-    assert score(exact, ["19", "019"], 19) == [1.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("completions", "answer", "options", "expected"),
     [
@@ -79,18 +75,6 @@ def test_length(options, expected):
     assert score(length, ["", "abcde", "one two six"], **options) == pytest.approx(expected, abs=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ("<think>a\nb</think>\n<answer>4</answer>", 1.0),
-        ("  <think></think><answer></answer>\n", 1.0),
-        ("<think>a < b</think><answer><b>4</b></answer>", 1.0),
-    ],
-)
-def test_format_default_is_think_then_answer(completion, expected):
-    assert score(format, [completion]) == [expected]
-
-
 def test_format_takes_a_pattern():
     assert score(format, ["a\nb", "ab", "b"], pattern="a.*b") == [1.0, 1.0, 0.0]
 
@@ -114,14 +98,6 @@ def test_reasoning_gym_scores_the_bare_answer(reasoning_gym, chain_sum):
     assert reasoning_gym(completions, ["p"] * 3, **chain_sum) == [1.0, 0.0, 0.0]
 
 
-def test_reasoning_gym_pattern_takes_the_last_match(reasoning_gym, chain_sum):
-    right = [f"<answer>no</answer>\n<answer>\n{answer}\n</answer>" for answer in chain_sum["answer"]]
-    scores = reasoning_gym(
-        [right[0], chain_sum["answer"][1], right[2]], ["p"] * 3, pattern="<answer>(.*?)</answer>", **chain_sum
-    )
-    assert scores == [1.0, 0.0, 1.0]
-
-
 def test_reasoning_gym_scores_with_the_options_of_the_task(reasoning_gym):
     # decimal_arithmetic forgives one unit in the last of its configured places, by default the sixth.
     def off_by_a_hundredth(**options: int) -> float:
@@ -136,11 +112,9 @@ def test_reasoning_gym_scores_with_the_options_of_the_task(reasoning_gym):
     ("function", "options", "message"),
     [
         (exact, {"column": "gold"}, "no data column `gold`; available: answer, other"),
-        (math, {"column": "gold"}, "no data column `gold`"),
         (math, {"timeout_s": 0.5}, "timeout_s must be a whole number"),
         (regex, {"pattern": "("}, "is not a regular expression"),
         (regex, {"pattern": "a", "group": 1}, "group 1 is not in the pattern"),
-        (regex, {"pattern": "(a)", "group": 1, "column": "gold"}, "no data column `gold`"),
         (format, {"pattern": "["}, "is not a regular expression"),
         (length, {"unit": "lines"}, "unit must be chars, words or tokens, got 'lines'"),
         (length, {"target": 5, "max": 5}, "target or max, not both"),

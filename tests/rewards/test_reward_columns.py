@@ -45,14 +45,6 @@ def test_a_row_without_an_answer_fails_instead_of_scoring_0(name, options):
     assert result.messages[-1].startswith(f"reward `{name}`: completion 1 scores 0: ValueError: {NO_ANSWER}")
 
 
-def test_answers_of_5000_digits_are_compared():
-    digits = "7" * 5000
-    with RewardPool(RewardConfig(functions=[{"name": "exact"}]), ["answer"]) as rewards:
-        columns = {"answer": [digits, digits, "\ud800", 10**3999]}
-        completions = [digits, digits[1:] + "8", "\ud800", str(10**3999)]
-        assert rewards.score(completions, ["p"] * 4, columns).total == [1.0, 0.0, 1.0, 1.0]
-
-
 def test_entries_of_reasoning_gym_score_in_a_worker_as_they_do_here():
     """arc_agi compares with tuples, which JSON does not have."""
     pytest.importorskip("reasoning_gym")

@@ -1,4 +1,3 @@
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,17 +57,6 @@ def test_the_function_and_its_options_count_and_the_place_does_not(sources):
     assert len({digest, of("judges/mine.py:g"), of("judges/mine.py:f", scale=2), of("judges/near.py:f")}) == 4
     (sources / "judges").rename(sources / "moved")
     assert of("moved/mine.py:f") == of(f"{sources}/moved/../moved/mine.py:f") == digest
-
-
-def test_a_package_counts_as_far_as_its_module_imports_it(sources, monkeypatch):
-    monkeypatch.chdir(sources / "judges")
-    digest = of("package.sibling:f")
-    (sources / "judges/package/unused.py").write_text("changed")
-    (sources / "judges/near.py").write_text("changed")
-    assert of("package.sibling:f") == digest
-    (sources / "judges/package/cousin.py").write_text("changed")
-    assert of("package.sibling:f") != digest
-    assert "package" not in sys.modules
 
 
 def test_built_ins_are_their_names_and_options():

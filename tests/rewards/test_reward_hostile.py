@@ -13,14 +13,11 @@ from qarl.rewards import RewardPool
 # What `judge` does before any score of its call is returned, when one of the n completions is the name of a case.
 HOSTILE = {
     "rubbish on all descriptors": "rubbish(b'rubbish' * 9)",
-    "zeros on all descriptors": "rubbish(bytes(64))",
-    "half a frame, then an answer": "rubbish(b'\\0\\0\\0')",
     "half a frame, then silence": "rubbish(b'\\0' * 7 + b'\\5{}'); time.sleep(3600)",
     "the length of an endless frame": "rubbish(struct.pack('>Q', 2**63)); time.sleep(3600)",
     "a frame over the limit": "rubbish(struct.pack('>Q', 2**25) + b'[' * 2**25)",
     "a frame of no JSON": "rubbish(framed(b'{nonsense'))",
     "a frame of 100,000 brackets": "rubbish(framed(b'[' * 100000))",
-    "a frame of a pickle": "rubbish(framed(pickle.dumps(('scores', [7.0]))))",
     "a frame that is a list": "rubbish(framed(b'[1, \"scores\", [7.0]]'))",
     "a reply without a number": 'rubbish(framed(b\'{"kind": "scores", "value": [7.0]}\'))',
     "a number of 5,000 digits": "rubbish(framed(b'{\"request\": ' + b'9' * 5000 + b'}'))",
@@ -33,9 +30,9 @@ HOSTILE = {
     "scores that are Infinity": "forge([float('inf')] * n)",
     "scores of 1e308 on the wire": "forge([1e308] * n)",
     "a flood of answers to others": "flood()",
-    "descriptors closed": "os.closerange(3, 256)",
     "descriptors closed, then silence": "os.closerange(0, 256); time.sleep(3600)",
     "silence": "time.sleep(3600)",
+    "the GIL held": "re.match(r'(a+)+$', 'a' * 60 + 'b')",  # no signal handler of Python runs
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
     "leaves at once": "os._exit(0)",
     "killed by a real-time signal": "os.kill(os.getpid(), 40)",
@@ -44,29 +41,25 @@ HOSTILE = {
     "an exception with a long text": "raise ValueError('x' * 10**7)",
     "an exception with control characters": "raise ValueError('\\x1b[2J\\u202e \\ud800')",
     "endless recursion": "judge(completions, prompts)",
-    "1e308": "return [1e308] * n",
     "over the bound": "return [1.0000001e9] * n",
     "an integer of 5,000 digits": "return [10**5000] * n",
     "numpy's infinity": "return __import__('numpy').full(n, -float('inf'))",
     "a dict": "return dict.fromkeys(range(n), 1.0)",
-    "a dict of completions": "return {i: 1.0 for i in range(n)}.keys()",
     "a set": "return set(range(n))",
     "text": "return '1' * n",
     "bytes": "return bytes(n)",
     "a generator without an end": "return iter(int, 1)",
-    "a generator that raises": "return (1 / 0 for _ in range(n))",
     "a generator that hangs": "return (time.sleep(3600) for _ in range(n))",
-    "nested lists": "return [[1.0]] * n",
     "deeply nested lists": "return deep(100000)",
     "two dimensions": "return __import__('numpy').ones((n, 2))",
     "complex numbers": "return [1j] * n",
     "an object that lies about its items": "return Liar()",
     "nothing of the length": "return []",
 }
-SILENT = [name for name, code in HOSTILE.items() if "sleep" in code or "SIGSTOP" in code]
+SILENT = [name for name, code in HOSTILE.items() if "sleep" in code or "SIGSTOP" in code or "re.match" in code]
 
 MODULE = """
-import ctypes, json, os, pickle, signal, struct, sys, time
+import ctypes, json, os, re, signal, struct, sys, time
 
 class Mute(Exception):
     def __str__(self):
@@ -151,21 +144,10 @@ def test_what_a_function_does_costs_its_own_completion_only(tmp_path, monkeypatc
         assert time.monotonic() - started < 120.0
         assert result.total == [0.0 if c in names else float(c) for c in completions]
         assert result.failed == {"judge": len(names)}
+        assert names[0] not in SILENT or any("no answer within 0.5 s" in message for message in result.messages)
         for message in result.messages:
             assert message.isprintable() and len(message) < 3000, message
         assert rewards.score(["5", "6"], ["p"] * 2, {}).total == [5.0, 6.0]  # and nothing is left behind
-
-
-@pytest.mark.parametrize("name", ["silence", "leaves at once"])
-def test_a_batch_of_nothing_else_ends_in_bounded_time(tmp_path, name):
-    name = module(tmp_path, {"bad": HOSTILE[name]})
-    with pool(name, tmp_path / "log", timeout_s=0.2, max_failed_frac=1.0) as rewards:
-        started = time.monotonic()
-        result = rewards.score(["bad"] * 2000, ["p"] * 2000, {})
-        took = time.monotonic() - started
-        assert took < 30.0 + 6 * rewards._load_s  # one by one they would take 400 s, and 2000 loadings
-    assert (result.total, result.failed) == ([0.0] * 2000, {"judge": 2000})
-    assert "completions of failed calls score 0: " in result.messages[-1]
 
 
 def test_a_weight_that_makes_too_much_of_a_score_fails_it(tmp_path):
@@ -180,12 +162,8 @@ def test_a_weight_that_makes_too_much_of_a_score_fails_it(tmp_path):
 
 
 FORKS = {
-    "os.fork": "if os.fork() == 0: time.sleep(child_s); return [float(c) for c in completions]",
     "libc.fork": "if libc.fork() == 0: time.sleep(child_s); return [float(c) for c in completions]",
-    "both": "if os.fork() == 0 or libc.fork() == 0: time.sleep(child_s); return [float(c) for c in completions]",
-    "os.fork, parent waits": "pid = os.fork()\n    if pid == 0: return [-9.0] * 4\n    os.waitpid(pid, 0)",
     "libc.fork, parent waits": "pid = libc.fork()\n    if pid == 0: return [-9.0] * 4\n    os.waitpid(pid, 0)",
-    "a child that raises": "if libc.fork() == 0: time.sleep(child_s); raise ValueError('the child')",
     "multiprocessing": "p = multiprocessing.get_context('fork').Process(target=time.sleep, args=(child_s,)); p.start()",
 }
 
@@ -215,13 +193,3 @@ def test_a_second_reply_is_not_the_next_calls(tmp_path):
         result = rewards.score(["2", "3"], ["p"] * 2, {})
     assert (result.total, result.failed) == ([2.0, 3.0], {"judge": 0})
     assert [m for m in result.messages if "dropped 1 replies that did not belong" in m] == result.messages
-
-
-def test_replies_to_another_request_are_dropped_and_said(tmp_path):
-    code = '[rubbish(framed(b\'{"request": %d, "kind": "scores", "value": [7.0, 7.0]}\' % k)) for k in range(3)]'
-    with pool(module(tmp_path, {"bad": code})) as rewards:
-        result = rewards.score(["bad", "1"], ["p"] * 2, {})
-    assert (result.total, result.failed) == ([99.0, 1.0], {"judge": 0})
-    assert [m for m in result.messages if "dropped" in m] == [
-        "reward `judge`: dropped 3 replies that did not belong to this call (does it fork?)"
-    ]
