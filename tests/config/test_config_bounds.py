@@ -44,6 +44,25 @@ def test_numbers_have_both_bounds_and_texts_and_lists_a_maximum_length():
             assert path in FREE or bounds["max_length"] <= 100_000, path
 
 
+BOUNDS = {  # what the numbers mean: 0 turns a feature off, 1 is the smallest count
+    ("ge", 0): "train.seed rollout.top_k objective.tbpo.kl_coef rollout.vllm.max_restarts reward.max_failed_frac"
+    " diagnostics.shadow_every diagnostics.backward_every",
+    ("ge", 1): "train.steps rollout.n rollout.max_batched_tokens rollout.vllm.data_parallel diagnostics.tokens"
+    " objective.tbpo.seq_tis_imp_ratio_cap",
+    ("ge", 0.0001): "rollout.temperature objective.sapo.sapo_tau_neg",
+    ("gt", 0): "rollout.top_p rollout.vllm.timeout_s correction.upper",
+    ("gt", 1): "objective.dual_clip_grpo.clip_ratio_c",
+    ("le", 1): "rollout.top_p",
+    ("lt", 1): "rollout.min_p optim.betas.[] objective.tbpo.dvp_rho correction.veto rollout.vllm.memory_frac",
+}
+
+
+@pytest.mark.parametrize(("bound", "keys"), BOUNDS.items(), ids=str)
+def test_a_bound_is_what_the_meaning_of_the_number_allows(bound, keys):
+    bounds = {path: found for path, _, found in NUMBERS}
+    assert {key: bounds[key].get(bound[0]) for key in keys.split()} == dict.fromkeys(keys.split(), bound[1])
+
+
 def _at(root: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     data = json.loads(json.dumps(root))
     put(data, path, value)
