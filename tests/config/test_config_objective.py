@@ -30,11 +30,38 @@ def test_advantage_and_aggregation_are_those_of_the_objective_unless_given(name)
         assert objective_config(name=name, advantage="grpo_no_std").advantage == "grpo_no_std"
 
 
-NAMES = sorted(set(BY_NAME) - {"custom"})
-EVERY_KEY = {key for name in NAMES for key in BY_NAME[name].model_fields} - set(ObjectiveConfig.model_fields)
+RATIO = {"ratio": None, "router_shift_floor": None}
+PPO = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "loss": "clip", **RATIO}
+GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, **RATIO}
+GMPO = {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4, **RATIO}
+SEQ_CLIP = {"seq_clip_ratio_high": 4e-4, "seq_clip_ratio_low": 3e-4, "seq_tis_imp_ratio_cap": 2.0}
+OWN_KEYS = {  # TBPO: QaRL appendix, GSPO, SAPO and DAPO: their papers, the rest: PPO's 0.2 and dual clip's 3
+    "tbpo": SEQ_CLIP | {"neg_seq_clip_ratio_high": 7e-4, "neg_seq_clip_ratio_low": 3e-4},
+    "grpo": PPO,
+    "dapo": PPO | {"clip_ratio_high": 0.28},
+    "dual_clip_grpo": PPO | {"clip_ratio_c": 3.0},
+    "gspo": GSPO,
+    "mis_gspo": GSPO | {"mis_ratio_low": 0.0, "mis_ratio_high": 2.0},
+    "gmpo": GMPO,
+    "rspo": GMPO | {"router_shift_floor": 0.8},
+    "sapo": {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05, **RATIO},
+    "m2po": {"m2_threshold": 0.04, **RATIO},
+    "positive_only": PPO,
+    **{name: {} for name in ("on_policy", "reinforce", "rloo", "sft", "distill")},
+}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("sft", "distill")])
+@pytest.mark.parametrize("name", sorted(set(BY_NAME) - {"custom"}))
+def test_an_objective_has_its_own_keys_with_their_defaults_and_no_others(name):
+    given = objective_config(name=name).model_dump()
+    shared = set(ObjectiveConfig.model_fields)
+    assert {key: value for key, value in given.items() if key not in shared} == OWN_KEYS[name]
+
+
+EVERY_KEY = {key for keys in OWN_KEYS.values() for key in keys}
+
+
+@pytest.mark.parametrize("name", sorted(OWN_KEYS.keys() - {"sft", "distill"}))
 def test_null_means_the_default_and_is_ignored_at_keys_of_other_objectives(load, tmp_path, name):
     """Older runs wrote every key of every objective to config.yaml, null if it was not read."""
     more = ["train.minibatch_size=null"]
