@@ -3,7 +3,7 @@
     python fake_loop.py train --nproc 3 CONFIG        as qarl
     python -m torch.distributed.run ... fake_loop.py train CONFIG
 
-Environment: FAULT, such as `kill 1`, is what a rank does in the third round; with FORKED, ranks are forks.
+Environment: FAULT, such as `exit 1`, is what a rank does in the third round; with FORKED, ranks are forks.
 """
 
 import os
@@ -42,9 +42,6 @@ def train(config) -> int:
         fault, _, rank = os.environ.get("FAULT", "").partition(" ")
         for turn in range(ROUNDS):
             if signum := ranks.signal(guard.signum):
-                if fault == "long":  # the step in progress takes long, then a checkpoint is written
-                    time.sleep(float(os.environ["SAVE_S"]))
-                    (config.run_dir / f"saved-{ranks.rank}").touch()
                 return Interrupted(signum).exit_code
             if turn == 3 and fault == "end":
                 return 0
@@ -64,26 +61,14 @@ def train(config) -> int:
     raise AssertionError("nothing ended this run")
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def _errors() -> dict:
+def _user_error() -> None:
     from qarl.errors import UserError
 
-    return {
-        "kill": lambda ranks: os.kill(os.getpid(), signal.SIGKILL),
-        "exit": lambda ranks: os._exit(0),
-        "unseen": lambda ranks: _die_unseen(),
-        "stop": lambda ranks: os.kill(os.getpid(), signal.SIGSTOP),
-        "hang": lambda ranks: time.sleep(1000),
-        "long": lambda ranks: None,  # see `train`
-        "user": lambda ranks: _raise(UserError("reward.functions: `x.py:f`: is broken\ndata.source: too")),
-        "bug": lambda ranks: _raise(KeyError("nobody foresaw")),
-        "tensors": lambda ranks: os.kill(os.getpid(), signal.SIGKILL),
-        "late": lambda ranks: time.sleep(1000),
-        "deaf": lambda ranks: _deaf(Path(f"heard-{ranks.rank}")),
-    }
+    raise UserError("reward.functions: `x.py:f`: is broken\ndata.source: too")
+
+
+def _bug() -> None:
+    raise KeyError("nobody foresaw")
 
 
 def _die_unseen() -> None:
@@ -100,13 +85,17 @@ def _deaf(heard: Path) -> None:
     time.sleep(1000)
 
 
-class _Faults(dict):
-    def __missing__(self, name):
-        self.update(_errors())
-        return dict.__getitem__(self, name)
-
-
-FAULTS = _Faults()
+FAULTS = {
+    "exit": lambda ranks: os._exit(0),
+    "unseen": lambda ranks: _die_unseen(),
+    "stop": lambda ranks: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda ranks: time.sleep(1000),
+    "user": lambda ranks: _user_error(),
+    "bug": lambda ranks: _bug(),
+    "tensors": lambda ranks: os.kill(os.getpid(), signal.SIGKILL),
+    "late": lambda ranks: time.sleep(1000),
+    "deaf": lambda ranks: _deaf(Path(f"heard-{ranks.rank}")),
+}
 
 if __name__ == "__main__":
     sys.modules["fake_loop"] = sys.modules["__main__"]

@@ -3,14 +3,15 @@
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from qarl_formats.registry import make_scheme, scheme_names
 
 from qarl.distributed.rows import RowPlan, cut, row_unit, stacked_experts
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-@pytest.mark.parametrize("unit", [1, 8, 128])
-@pytest.mark.parametrize("rows", [0, 1, 7, 8, 96, 129, 1024])
+@settings(deadline=None)
+@given(st.integers(0, 300) | st.integers(0, 9), st.sampled_from([1, 8, 128]), st.integers(1, 9))
 def test_ranges_cover_the_rows_in_whole_units(rows: int, unit: int, count: int) -> None:
     ranges = cut(rows, unit, count)
     assert len(ranges) == count and [row for some in ranges for row in some] == list(range(rows))
