@@ -165,8 +165,8 @@ INT8 = [Tile("wide", 16, 32, warps=2), Tile("wide", 64, 64), Tile("wide", 16, 12
 SHAPES = [(64, 64, 128), (37, 136, 160), (1, 72, 576), (5, 30, 100), (3, 17, 24)]
 OF_BLOCKS = [(64, 128, 256), (5, 200, 304), (1, 72, 576), (3, 129, 64)]
 OF_FP4 = [(16, 64, 256), (18, 70, 160), (3, 41, 16), (1, 37, 336)]  # a word of scales with two of them
-# And the group: K of one and a half tiles, K that only its channel divides
-OF_INT4 = [(16, 64, 256, 128), (1, 37, 192, 64), (18, 70, 160, 32), (3, 40, 100, None)]
+# And the group: K of one and a half tiles, K of several that only its channel divides
+OF_INT4 = [(16, 64, 256, 128), (1, 37, 192, 64), (18, 70, 160, 32), (3, 40, 300, None)]
 DENSE = [
     *((name, *case) for name in ("dense", "w8a8", "fp8") for case in pairwise(SHAPES, GEMM, ONE_ROUNDING)),
     *(("fp8_block", *case) for case in pairwise(OF_BLOCKS, BLOCKS, ONE_ROUNDING)),
