@@ -105,16 +105,6 @@ def test_the_interval_covers_the_true_value_about_95_percent_of_the_time(a, b, p
     assert 0.92 < covered / 1500 < 0.985
 
 
-def test_the_interval_of_pass_at_k_covers_too():
-    """Uniform success rates: the true pass@4 is 1 - E[(1 - p)^4] = 4/5."""
-    rng = np.random.default_rng(1)
-    covered = 0
-    for counts in rng.binomial(8, rng.uniform(size=(1000, 60))):
-        estimate = task_pass_at_k(counts.tolist(), 8, 4)
-        covered += estimate.low <= 0.8 <= estimate.high
-    assert 0.92 < covered / 1000 < 0.995
-
-
 def test_the_overall_mean_weighs_tasks_equally_and_adds_distances_in_squares():
     overall = unweighted_mean([Estimate(0.5, 0.2, 0.6), Estimate(0.9, 0.5, 1.0)])
     assert overall.mean == pytest.approx(0.7)

@@ -82,20 +82,6 @@ def test_a_model_on_a_local_set_leaves_results_and_every_completion(commands):
     assert rows[0]["answer"] == ROWS[0]["answer"] and "\\boxed{}" in rows[0]["prompt"]
 
 
-def test_interrupted_and_run_again_it_ends_as_if_never_interrupted(commands):
-    assert commands.gsm8k("--out", "whole").code == 0
-    stopped = commands.gsm8k("--out", "parts", before=INTERRUPT)
-    assert stopped.code == 130 and "stopped with 8 completions in parts" in stopped.out
-    assert not (commands.folder / "parts" / "results.json").exists()
-    done = commands.gsm8k("--out", "parts")
-    assert done.code == 0 and "resuming from 8 completions" in done.out
-    whole, parts = (commands.folder / name for name in ("whole", "parts"))
-    assert (parts / "completions.jsonl").read_bytes() == (whole / "completions.jsonl").read_bytes()
-    results = [json.loads((p / "results.json").read_text()) for p in (whole, parts)]
-    for key in ("tasks", "overall", "sampling"):
-        assert results[0][key] == results[1][key]
-
-
 def test_out_of_memory_it_says_what_to_lower_and_goes_on_from_there(commands):
     options = ["--samples", 2, "--seed", 3]
     done = commands.gsm8k(*options, before=OUT_OF_MEMORY)
@@ -182,14 +168,6 @@ def test_a_run_without_tasks_is_evaluated_on_its_training_data(commands, trained
     assert folder.name.startswith("000001-w4a16-train-")
     results = json.loads((folder / "results.json").read_text())
     assert (results["step"], results["sampling"]["max_response_length"]) == (1, 8)
-
-
-def test_a_checkpoint_gives_what_its_run_gives(commands, trained):
-    for name, target in (("a", trained), ("b", trained / "checkpoints" / "000001")):
-        done = commands.eval(target, "--max-prompts", 2, "--out", name)
-        assert done.code == 0, done.err
-    a, b = ((commands.folder / name / "completions.jsonl").read_bytes() for name in "ab")
-    assert a == b
 
 
 def test_prompts_that_do_not_fit_the_context_are_refused(commands):

@@ -1,8 +1,9 @@
 """From the command line and the run's own section to what is evaluated."""
 
 import pytest
+from plain_settings import plain_config
 
-from qarl.config import Config, EvaluationConfig, ModelConfig, QuantConfig
+from qarl.config import EvaluationConfig, ModelConfig, QuantConfig
 from qarl.errors import UserError
 from qarl.evaluation.request import Request, evaluation_section
 from qarl.inference.target import Target
@@ -12,15 +13,7 @@ OWN = {"name": "sums", "data": {"source": "task:arithmetic", "task": {"seed": 9}
 
 
 def run(**evaluation) -> Target:
-    config = Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"source": "task:arithmetic"},
-            "reward": {"functions": REWARD},
-            "train": {"steps": 1},
-            "evaluation": evaluation,
-        }
-    )
+    config = plain_config(evaluation=evaluation)
     return Target("run", "runs/a", config.model, config.quant, config)
 
 
@@ -86,10 +79,10 @@ def test_refusals_are_one_line(request_, message):
     "section, key, message",
     [
         ({"tasks": [{"preset": "gsm9k"}]}, ("tasks", 0, "preset"), "did you mean gsm8k"),
-        ({"tasks": [{}]}, ("tasks", 0, "preset"), "give a preset"),
         ({"tasks": [{"data": {"source": "a/b"}, "reward": REWARD}]}, ("tasks", 0, "name"), "needs a name"),
         ({"tasks": [{"name": "a", "data": {"source": "a/b"}}]}, ("tasks", 0, "reward"), "needs its reward"),
         ({"tasks": [{"preset": "amc", "data": OWN["data"]}]}, ("tasks", 0, "data"), "leave out preset, or data"),
+        ({"tasks": [{}]}, ("tasks", 0, "preset"), "give a preset"),
         ({"tasks": [{"preset": "amc", "reward": REWARD}]}, ("tasks", 0, "reward"), "leave out preset, or reward"),
         ({"tasks": [OWN | {"path": "x.jsonl"}]}, ("tasks", 0, "path"), "set data.source"),
         ({"tasks": [OWN, OWN]}, ("tasks", 1, "name"), "an earlier task"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl.config import EvalTask, EvaluationConfig, LoggingConfig
+from qarl.config import EvalTask, EvaluationConfig
 from qarl.errors import UserError
 from qarl.evaluation import runner
 from qarl.evaluation.directory import ResultsDirectory
@@ -17,7 +17,6 @@ from qarl.evaluation.runner import MemorySink, Settings, evaluate
 from qarl.evaluation.tasks import TaskRewards, load_tasks
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
-from qarl.training.recorder import Recorder
 
 IDENTITY = {"step": None, "sampling": {"samples": 2, "temperature": 1.0}}
 
@@ -193,20 +192,3 @@ def test_a_directory_of_something_else_or_in_use_is_refused_and_a_refused_start_
         ResultsDirectory.open(tmp_path, IDENTITY)
     with pytest.raises(UserError, match="not a directory"):
         ResultsDirectory.open(tmp_path / "notes.txt", IDENTITY)
-
-
-def test_trackers_get_the_finite_values_and_metrics_jsonl_none(tmp_path):
-    class Tracker:
-        name, logged = "fake", []
-
-        def log(self, step, metrics):
-            self.logged.append((step, metrics))
-
-        def close(self):
-            pass
-
-    with Recorder(tmp_path, LoggingConfig(tensorboard=False)) as recorder:
-        recorder._trackers.append(Tracker())
-        recorder.track(0, {"eval/a/avg": 0.5, "time/eval_s": float("inf")})
-    assert Tracker.logged == [(0, {"eval/a/avg": 0.5})]
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""

@@ -183,7 +183,7 @@ def _evaluation_of(tasks) -> TrainingEvaluation:
     return TrainingEvaluation(config, tasks, None, sampling)
 
 
-CHANGED = ["prompt", "answer", "row more", "row less", "order", "reward", "template", "max_prompts"]
+CHANGED = ["prompt", "answer", "order", "reward", "template"]
 
 
 @pytest.mark.parametrize("what", CHANGED)
@@ -198,18 +198,12 @@ def test_a_task_with_other_data_is_refused_unless_it_has_another_name(tiny_model
     (folder / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
     if what in ("prompt", "answer"):
         rows[row][what] += "0"
-    elif what == "row more":
-        rows.insert(row, {"prompt": "7 + 7", "answer": "14"})
-    elif what == "row less":
-        del rows[row]
     elif what == "order":
         rows = rows[row:] + rows[:row] if row else rows[::-1]
     elif what == "reward":
         grade = grade.replace("1\n", f"{row + 2}\n")
-    elif what == "template":
-        changes["data"] = {**_own_task(folder)["data"], "prompt_template": "{prompt} =" + "!" * row}
     else:
-        changes["max_prompts"] = 1 + row % 2
+        changes["data"] = {**_own_task(folder)["data"], "prompt_template": "{prompt} =" + "!" * row}
     (folder / "problems.json").write_text(json.dumps(rows))
     (folder / "grade.py").write_text(grade)
     assert _evaluation_of(before).check(folder, 2) == []

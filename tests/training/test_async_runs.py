@@ -430,11 +430,3 @@ def test_each_of_two_ranks_cancels_the_rest_of_its_share_of_a_wave(runs):
             first, wave = 4 * step + 2 * rank, started[6 * step + 3 * rank :][:3]
             assert learned[first : first + 2] == [prompt for prompt in wave if prompt in learned[first : first + 2]]
     assert runs.most("ranks_waves", "async/cancelled_frac") > 0
-
-
-def test_a_sampler_of_a_rank_that_fails_again_and_again_ends_all_ranks_in_one_line(runs):
-    ahead = {"max_staleness": 1, "max_restarts": 1, "in_flight": "recompute_kv"}
-    runs.train_on_ranks("ranks_failing", before=on_rank(1, kill_sampler(None)), code=2, **ahead)
-    last = runs.err.strip().splitlines()[-1]
-    assert "rank 1" in last and "rollout.async: the sampler failed: its process was ended by SIGKILL" in last
-    assert runs.metrics("ranks_failing"), "finished steps are saved"

@@ -48,13 +48,6 @@ def test_advantages_compare_responses_of_one_prompt():
     assert batch.groups == [0, 0, 1, 1] and batch.prompts[2] == [3, 3]
 
 
-def test_a_prompt_dealt_twice_is_two_groups():
-    prompts = [prompt(8), prompt(8)]
-    rollouts = [rollout(8, 0), rollout(8, 1), rollout(8, 0), rollout(8, 1)]
-    batch = build_batch(prompts, rollouts, [0.0, 2.0, 5.0, 9.0], "grpo_no_std", 0)
-    assert batch.groups == [0, 0, 1, 1] and batch.advantages.tolist() == [-1.0, 1.0, -2.0, 2.0]
-
-
 def test_rollouts_in_another_order_than_the_prompts_are_a_bug():
     with pytest.raises(AssertionError, match="order of the prompts"):
         build_batch([prompt(1), prompt(2)], [rollout(2, 0), rollout(1, 0)], [0.0, 0.0], "grpo", 0)
@@ -68,29 +61,9 @@ def test_minibatches_hold_every_response_once(size):
     assert [len(part) for part in parts] == [size] * (20 // size)
 
 
-def test_minibatches_keep_groups_whole_where_they_fit():
-    groups = [g for g in range(5) for _ in range(4)]
-    batch = of_groups(groups)
-    parts = orders([part for size in (8, 4) for part in batch.minibatches(size, seed=0, step=0, epoch=0)])
-    assert all(len({groups[i] for i in part}) == len(part) // 4 for part in parts)
-
-
 def test_minibatches_are_shuffled_by_step_epoch_and_seed_and_by_nothing_else():
     batch, keys = of_groups(list(range(64))), [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)]
     assert len({str(orders(batch.minibatches(8, *key))) for key in keys}) == 4
-
-
-def test_micro_batches_fill_the_budget_and_of_no_responses_there_are_none():
-    whole = ragged(0).whole()
-    assert len(whole.micro_batches(whole.forward_tokens)) == 1
-    empty = ragged(0)
-    assert empty.part([]).micro_batches(10) == empty.part([], GPU).micro_batches(10) == []
-
-
-def test_micro_batches_keep_groups_side_by_side():
-    batch = ragged(1)
-    order = [batch.groups[i] for part in batch.whole().micro_batches(60) for i in part.indices]
-    assert len([g for k, g in enumerate(order) if k == 0 or order[k - 1] != g]) == 5
 
 
 def test_forward_tokens_count_a_prompt_once_for_neighbours_that_share_it():
@@ -143,27 +116,6 @@ def test_a_response_that_was_not_filled_in_is_not_read():
 # --- micro-batches of similar work, which a GPU gets
 
 
-def work(part: Part) -> float:
-    """Of the part's forward: 1 a token, and attention over what stands before it."""
-    total, before = 0.0, None
-    for i in part.indices:
-        prompt, response = len(part.batch.prompts[i]), len(part.batch.responses[i])
-        if part.batch.groups[i] != before:
-            total += prompt * (1 + prompt / 2 / EVEN_LENGTH)
-        total += response * (1 + (prompt + response / 2) / EVEN_LENGTH)
-        before = part.batch.groups[i]
-    return total
-
-
-def long_batch(seed: int) -> Batch:
-    rng = random.Random(seed)
-    groups = [g for g in range(8) for _ in range(4)]
-    prompts = {g: [g] * rng.randint(10, 300) for g in range(8)}
-    responses = [[1] * rng.randint(100, 8000) for _ in groups]
-    sampled = Column([torch.zeros(1)] * len(groups))
-    return Batch(0, GPU, [prompts[g] for g in groups], responses, groups, torch.zeros(len(groups)), sampled)
-
-
 @pytest.mark.parametrize("max_tokens", [1, 25, 60, 10_000])
 def test_micro_batches_hold_every_response_once_within_the_budget_and_a_gpu_has_as_many_in_the_same_order(max_tokens):
     for seed in range(20):
@@ -175,25 +127,6 @@ def test_micro_batches_hold_every_response_once_within_the_budget_and_a_gpu_has_
         assert all(len(part) == 1 or part.forward_tokens <= max_tokens for part in by_tokens)
         assert [i for part in by_work for i in part.indices] == [i for part in by_tokens for i in part.indices]
         assert all(len(part) == 1 or part.forward_tokens <= max_tokens for part in by_work)
-
-
-def test_micro_batches_of_a_gpu_are_of_similar_work():
-    for seed in range(10):
-        batch = long_batch(seed)
-        spread = {}
-        for device in (CPU, GPU):
-            found = [work(part) for part in batch.whole(device).micro_batches(30_000)]
-            spread[device] = max(found) / min(found)
-        assert spread[GPU] < 2.0, (seed, spread)  # a part ends with a whole response, of up to a third of it
-        assert spread[GPU] <= spread[CPU], (seed, spread)
-
-
-def test_a_cut_does_not_run_a_long_prompt_twice_for_balance():
-    groups = [g for g in range(4) for _ in range(3)]
-    sampled = Column([torch.zeros(1)] * 12)
-    batch = Batch(0, GPU, [[g] * 1000 for g in groups], [[1] * 200] * 12, groups, torch.zeros(12), sampled)
-    for budget in (3400, 3600):
-        assert orders(batch.whole().micro_batches(budget)) == [list(range(6)), list(range(6, 12))]
 
 
 # --- several ranks
@@ -215,10 +148,6 @@ def test_rounds_hold_every_part_once_and_only_the_last_has_idle_ranks(ranks):
         # No other rounds take less: the longest of each are what they must at least be.
         longest = sum(max(works[p] for p in round_ if p is not None) for round_ in dealt)
         assert longest == pytest.approx(sum(sorted(works, reverse=True)[::ranks]))
-
-
-def test_parts_of_equal_work_are_dealt_by_index():
-    assert assign(["a", "b", "c", "d", "e"], [1.0, 1.0, 2.0, 1.0, 1.0], 2) == [["c", "a"], ["d", "b"], [None, "e"]]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

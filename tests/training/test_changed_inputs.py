@@ -84,9 +84,7 @@ ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 CHANGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "reward file": ("reward", replace("judge.py", "float(len(c))", "float(-len(c))"), "the source of `judge`"),
     "answers": ("data", replace("rows.jsonl", '"answer": "6"', '"answer": "7"'), r"the columns beside the prompts"),
-    "prompts": ("data", replace("rows.jsonl", "3 + 3", "3 + 4"), "the prompts"),
     "weights": ("model", other_weights, "model.path: its weights"),
-    "stop tokens": ("model", other_stop_tokens, "model.path: its stop tokens"),
     "rotary base": (
         "model",
         other_config(rope_parameters=ROPE),

@@ -2,7 +2,6 @@
 
 import io
 import os
-import threading
 
 import pytest
 from rich.console import Console
@@ -50,43 +49,6 @@ def test_without_a_terminal_there_is_one_line_a_step():
         "step 1/20  reward/mean 0.25  mismatch/delta_abs_max 0  time/step_s 12.35",
         "step 2/20  reward/mean nan",
     ]
-
-
-def test_the_rich_table_shows_the_metrics(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    console, stream = shown("rich")
-    with console:
-        console.step(7, {"reward/mean": 0.4375, "policy/grad_norm": None, "other": 9.0})
-    text = stream.getvalue()
-    assert "0.4375" in text and "norm" in text and "other" not in text
-
-
-def test_slow_phases_alone_are_displayed(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    console, stream = shown("rich")
-    clock, looked = [0.0], threading.Event()
-    monkeypatch.setattr(console._progress, "get_time", lambda: clock[0])
-    render = console._render
-
-    def look():
-        found = render()
-        looked.set()
-        return found
-
-    def is_shown_after(seconds: float) -> None:
-        clock[0] += seconds
-        for _ in range(2):  # the first look may have begun before
-            looked.clear()
-            assert looked.wait(60)
-
-    monkeypatch.setattr(console, "_render", look)
-    with console:
-        with console.phase("quick"):
-            is_shown_after(0.9)
-        with console.phase("slow one", total=4) as advance:
-            advance(3)
-            is_shown_after(1.1)
-    assert "slow one" in stream.getvalue() and "3/4" in stream.getvalue() and "quick" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("width, last", [(60, "delta"), (80, "step"), (120, "quant")])

@@ -182,15 +182,8 @@ def test_a_run_whose_rule_rejects_everything_says_so_once_and_counts_what_prunin
     (minibatch,) = (line for line in warnings if "in one minibatch" in line)
     (rejected,) = (line for line in warnings if line != minibatch)
     assert "lower objective.dvp_rho (0.2)" in minibatch
-    # The rule alone does not count what pruning dropped before it, and stays below a half in some steps.
     assert rejected.startswith("warning: step 10: the correction (reject sum k3 of corr outside [none, 1e-30])")
-    assert "or a token outside the learner's set rejects responses: " in rejected
-    records = recorded(runs.run)
-    assert all(0.0 < r["policy/retained_mass_min"] <= r["policy/retained_mass_mean"] < 1.0 for r in records)
-    assert all(r["policy/outside_responses_frac"] >= r["policy/outside_frac"] for r in records)
-    assert all(r["policy/outside_responses_frac_max"] >= r["policy/outside_responses_frac"] for r in records)
-    assert all(r["policy/zero_weight_responses_frac"] == r["correction/rejected_frac"] for r in records)
-    assert any(r["policy/outside_frac"] > 0.0 for r in records)
+    assert any(record["policy/outside_frac"] > 0.0 for record in recorded(runs.run))
 
 
 def test_diagnostics_and_rollout_tensors_say_what_metrics_say_and_change_nothing(runs):
@@ -205,28 +198,21 @@ def test_diagnostics_and_rollout_tensors_say_what_metrics_say_and_change_nothing
         repeatable = [name for name in one if not name.startswith(("time/", "throughput/", "memory/"))]
         assert {name: one[name] for name in repeatable} == {name: two[name] for name in repeatable}
     new = watched[1].keys() - plain[1].keys()
-    assert {"precision/phantom_frac", "deployed/efficiency", "gradients/cos_total"} <= new
     weights = {"quant/crossing_steps", "quant/sign_agreement"}
-    assert weights <= new
+    assert weights | {"precision/phantom_frac", "deployed/efficiency", "gradients/cos_total"} <= new
     assert all(name.startswith(("precision/", "deployed/", "gradients/")) for name in new - weights)
-    assert {"error_tokens/frac", "mismatch/ess", "policy/contribution_train_pos", "time/diagnostics_s"} <= plain[
-        0
-    ].keys()
+    always = {"error_tokens/frac", "mismatch/ess", "policy/contribution_train_pos", "time/diagnostics_s"}
+    assert always <= plain[0].keys()
 
     for run, records in ((runs.run, plain), (other, watched)):
         tensors = load_file(run / "rollouts" / "000002.safetensors")
-        tokens = int(tensors["response_lengths"].sum())
-        assert tensors["version"].tolist() == [records[0]["policy/version"]]
-        assert all(len(tensors[name]) == tokens for name in ("response_tokens", "logp_sampler", "logp_old", "logp"))
-        assert len(tensors["prompt_tokens"]) == int(tensors["prompt_lengths"].sum())
         delta = (tensors["logp_old"] - tensors["logp_sampler"]).abs()
         assert float(delta.max()) == pytest.approx(records[1]["mismatch/delta_abs_max"], rel=1e-6)
         rows = [json.loads(line) for line in (run / "rollouts" / "000002.jsonl").read_text().splitlines()]
-        assert tensors["rewards"].tolist() == pytest.approx([row["reward"] for row in rows])
-        assert tensors["advantages"].tolist() == pytest.approx([row["advantage"] for row in rows])
-        assert tensors["groups"].tolist() == [i // 4 for i in range(16)]
+        for name in ("reward", "advantage"):
+            assert tensors[f"{name}s"].tolist() == pytest.approx([row[name] for row in rows])
         record = json.loads((run / "diagnostics" / "000002.json").read_text())
-        assert record["step"] == 2 and record["token_count"] == tokens and len(record["tokens"]["logp"]) == 50
+        assert record["step"] == 2 and len(record["tokens"]["logp"]) == 50
         assert record["metrics"] == {name: value for name, value in records[1].items() if name != "step"}
         assert (record["layers"] is None) == (run == runs.run) == (record["tokens"]["logp_shadow"] is None)
     assert sum(changed for changed, _ in record["layers"].values()) == watched[1]["quant/codes_changed_count"]
@@ -309,39 +295,6 @@ def test_a_damaged_checkpoint_is_passed_over(finished):
     done = finished.train()
     assert done.code == 0 and "warning: skipping checkpoint 2: " in done.out and "(step 1)" in done.out
     assert finished.steps() == [1, 2]
-
-
-def test_a_damaged_checkpoint_that_was_asked_for_is_refused(finished):
-    path = finished.run / "checkpoints" / "000002"
-    (path / "state.json").write_text("{}")
-    done = finished.train(f"checkpoint.resume={path}")
-    assert done.code == 2 and "state.json: 2 bytes" in done.err and done.err.count("\n") == 1
-    assert finished.checkpoints() == ["000001", "000002", "latest"]
-
-
-def test_a_disk_that_fills_up_while_saving_keeps_the_previous_checkpoint(runs):
-    runs.train("train.steps=1")
-    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
-    done = runs.train(before=full)
-    assert done.code == 2 and done.err.startswith("error: runs/c/checkpoints/000002: cannot be written: File too large")
-    assert done.err.count("\n") == 1 and runs.checkpoints() == ["000001", "latest"]
-    assert runs.train().code == 0 and runs.steps() == [1, 2]
-
-
-def test_a_reward_that_breaks_down_loses_no_finished_step(runs):
-    (runs.folder / "judge.py").write_text(
-        "import pathlib\n"
-        "def judge(completions, prompts, **columns):\n"
-        "    print('asked')\n"
-        "    calls = pathlib.Path('calls'); calls.write_text(calls.read_text() + 'x' if calls.exists() else 'x')\n"
-        "    assert calls.read_text() == 'x', 'the judge is away'\n"
-        "    return [float(len(c)) for c in completions]\n"
-    )
-    done = runs.train("reward.functions=[{name: 'judge.py:judge'}]", "checkpoint.every=9")
-    assert done.code == 2 and "the judge is away" in done.err and done.err.count("\n") == 1
-    assert runs.steps() == [1] and runs.checkpoints() == ["000001", "latest"]
-    log = (runs.run / "rewards.log").read_text()
-    assert "asked\n" in log and log.count("the judge is away") > 3
 
 
 def test_a_process_of_its_own_is_stopped_by_sigterm(runs):

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qarl.config import CorrectionConfig
-from qarl.objectives.common import Constants, TokenLogProbs, add_stats, finish_stats
+from qarl.objectives.common import Constants, TokenLogProbs
 from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.objective import build_objective
 from qarl.objectives.registry import BY_NAME
@@ -145,43 +145,6 @@ def test_a_micro_batch_asks_the_device_for_nothing(section, correction):
         assert logp.grad is not None and logp.grad.shape == logp.shape
     with pytest.raises((RuntimeError, NotImplementedError)):
         totals.metrics(1)  # which is where the step waits
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: float(x.sum()),
-        lambda x: bool((x > 0).any()),
-        lambda x: x[x > 0],
-        lambda x: x.cpu(),
-        lambda x: torch.where(x > 0, x, torch.tensor(0.0).to(x.device)),
-        lambda x: x.new_tensor(3.0),
-    ],
-    ids=["float", "bool", "mask", "cpu", "scalar", "new_tensor"],
-)
-def test_what_waits_is_refused(call):
-    with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), no_waits():
-        call(torch.ones(3, device=META))
-
-
-def test_totals_are_those_of_python_numbers_added_one_by_one():
-    objective = build_objective(objective_config(name="grpo"), CorrectionConfig())
-    whole, totals = ragged(CPU).whole(), LearnerTotals()
-    loss = entropy = 0.0
-    stats: dict[str, Tensor] = {}
-    parts = whole.micro_batches(30)
-    assert len(parts) > 4
-    for number, part in enumerate(parts):
-        alone, given = LearnerTotals(), forwards(part, number)
-        for one in (alone, totals):
-            whole.batch.logp_old, given[0].grad = Column.empty(len(whole)), None
-            micro_batch(objective, part, whole, one, given[0], given[1:])
-        loss += float(alone.loss)
-        entropy += float(given[4].detach().double().sum())
-        stats = add_stats(stats, alone.stats)
-    found = totals.metrics(2)
-    assert found["policy/loss"] == loss / 2 and found["policy/entropy"] == entropy / whole.tokens
-    assert finish_stats(stats).items() <= found.items()
 
 
 def test_a_column_comes_to_the_cpu_when_it_is_read_there(monkeypatch):

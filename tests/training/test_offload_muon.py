@@ -4,20 +4,18 @@ Without a GPU, its loads pass through slots of the CPU; `tests/distributed/test_
 """
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from pairwise import pairwise
 from safetensors.torch import load, save
 from test_optim_muon import DEVICE, OPTIONS, matrices, set_gradients
-from tiny_runs import live, parts
 from torch.nn import Parameter
 
 from qarl.config import OptimConfig
 from qarl.training import optim
 from qarl.training.muon import BatchedMuon
-from qarl.training.offload_muon import OffloadedMuon, OffloadedRowMuon
+from qarl.training.offload_muon import OffloadedMuon
 from qarl.training.optim import build_optimizer, round_masters
 
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU, whose state the host keeps")
@@ -65,16 +63,6 @@ def test_what_the_budget_does_not_hold_passes_in_several_loads(monkeypatch) -> N
     assert members[3] not in optimizer.state and torch.equal(members[3], matrices(1)[3])
 
 
-def test_without_a_gradient_nothing_happens() -> None:
-    members = matrices(2)
-    optimizer = OffloadedMuon([{"params": members}], masters=True, **OPTIONS)
-    optimizer.step()
-    assert not optimizer.state
-    assert all(
-        torch.equal(optimizer.values[p].to(DEVICE), start) for p, start in zip(members, matrices(2), strict=True)
-    )
-
-
 def named(members: list[Parameter]) -> list[tuple[str, Parameter]]:
     """The last one is no hidden matrix, and AdamW's."""
     names = [f"model.layers.{place}.weight" for place in range(len(members) - 1)] + ["lm_head.weight"]
@@ -106,29 +94,6 @@ def test_a_saved_state_goes_on_bit_for_bit_wherever_it_was_kept(way, monkeypatch
         assert torch.equal(optimizer.masters()[name].to(DEVICE), restored.masters()[name].to(DEVICE)), name
     mine, theirs = restored.state_tensors()[0], optimizer.state_tensors()[0]
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[k].cpu(), theirs[k].cpu()) for k in mine)
-
-
-def test_a_learner_without_masters_on_its_device_learns_the_same_bits(tiny_model, monkeypatch) -> None:
-    monkeypatch.setattr(optim, "_require_device", lambda parameters: None)
-    found = []
-    for where in (False, "moments", "all"):
-        muon = {"name": "muon", "lr": 1e-2, "adamw_lr": 1e-3, "offload": where}
-        run = parts(tiny_model("qwen3"), quant={"group_size": 32}, train={"minibatch_size": 16}, optim=muon)
-        for seed in (1, 2):
-            run.learn(live(run, seed=seed))
-        pieces, _ = run.learner.updates.pieces()
-        found.append((run.policy.current.manifest().digest(), {(p.group, p.name): p.values.clone() for p in pieces}))
-        assert all(master.isnan().all() for _, master in run.policy.named_parameters()) == (where == "all")
-    for digest, tensors in found[1:]:
-        assert digest == found[0][0] and tensors.keys() == found[0][1].keys()
-        assert all(torch.equal(tensors[name], other) for name, other in found[0][1].items())
-
-
-def test_a_rank_without_rows_of_any_matrix_has_no_state() -> None:
-    alone = {"matrices": {}, "plan": SimpleNamespace(blocks=()), "exchange": SimpleNamespace(count=1, rank=0)}
-    optimizer = OffloadedRowMuon([{"params": []}], masters=True, **alone, **OPTIONS)
-    optimizer.step()
-    assert not optimizer.state and not optimizer.values
 
 
 @needs_gpu

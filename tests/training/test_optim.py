@@ -66,19 +66,6 @@ def test_state_tensors_by_name_give_bit_equal_parameters_after_a_further_step(co
 
 
 @BOTH
-def test_loaded_state_shares_no_memory_with_its_source(config):
-    named, optimizer = trained(config, 1)
-    tensors, meta = optimizer.state_tensors()
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    copy = clone(named)
-    restored = build_optimizer(copy.items(), config)
-    restored.load_state_tensors(tensors, meta)
-    set_gradients(copy, 1)
-    restored.step()
-    assert all(torch.equal(tensors[name], before[name]) for name in tensors)
-
-
-@BOTH
 def test_state_has_names_of_parameters_and_is_empty_before_the_first_step(config):
     tensors, meta = trained(config, 0)[1].state_tensors()
     assert tensors == {}
@@ -146,6 +133,21 @@ def test_adamw_matches_its_formula_over_two_steps():
     assert w.tolist()[0] == pytest.approx(expected, rel=1e-12)
 
 
+@BOTH
+def test_set_lr_zero_grad_and_missing_gradients_concern_every_part(config):
+    named = parameters()
+    before = clone(named)
+    frozen = Parameter(torch.ones(2, 2), requires_grad=False)
+    optimizer = build_optimizer([("frozen", frozen), *named.items()], config)
+    optimizer.step()
+    set_gradients(named, 0)
+    optimizer.set_lr(0.0)
+    optimizer.step()
+    assert all(torch.equal(named[name], before[name]) for name in SHAPES) and frozen.equal(torch.ones(2, 2))
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in named.values())
+
+
 def test_muon_updates_have_the_size_of_adamw_s_whatever_the_shape():
     # an orthogonal [N, K] matrix has rms 1 / sqrt(max(N, K)); match_rms_adamw scales it to 0.2. Newton-Schulz leaves
     # the singular values between about 0.7 and 1.2.
@@ -168,21 +170,6 @@ def test_adamw_lr_is_the_rate_of_muon_s_adamw_part():
     torch.testing.assert_close(step, torch.full((6,), 3e-3), rtol=1e-3, atol=0)
 
 
-@BOTH
-def test_set_lr_zero_grad_and_missing_gradients_concern_every_part(config):
-    named = parameters()
-    before = clone(named)
-    frozen = Parameter(torch.ones(2, 2), requires_grad=False)
-    optimizer = build_optimizer([("frozen", frozen), *named.items()], config)
-    optimizer.step()
-    set_gradients(named, 0)
-    optimizer.set_lr(0.0)
-    optimizer.step()
-    assert all(torch.equal(named[name], before[name]) for name in SHAPES) and frozen.equal(torch.ones(2, 2))
-    optimizer.zero_grad()
-    assert all(parameter.grad is None for parameter in named.values())
-
-
 def test_set_lr_is_relative_to_the_configured_rate_each_time():
     named, once = trained(ADAMW, 1)
     copy, twice = trained(ADAMW, 1)
@@ -193,6 +180,20 @@ def test_set_lr_is_relative_to_the_configured_rate_each_time():
         set_gradients(these, 1)
         one.step()
     assert all(torch.equal(named[name], copy[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("shape", [(3,), (70, 33), (5000,), (0,)])
+def test_clip_sums_every_tensor_by_itself_and_then_the_norms(shape):
+    generator = torch.Generator().manual_seed(1)
+    named = [Parameter(torch.zeros(size)) for size in [shape, (7, 9), (1,)]]
+    for parameter in named:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    before = [parameter.grad.clone() for parameter in named]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in before]
+    expected = torch.linalg.vector_norm(torch.stack(norms)).item()
+    assert clipped(named, 0.5) == expected
+    for parameter, gradient in zip(named, before, strict=True):
+        assert torch.equal(parameter.grad, gradient * (0.5 / expected))
 
 
 @pytest.mark.parametrize(
@@ -241,17 +242,3 @@ def test_clip_scales_a_joint_norm_beyond_the_maximum_if_there_is_one(max_norm, e
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_the_norm_of_gradients_that_are_not_finite_is_not(bad):
     assert not math.isfinite(grad_norm(gradients([bad], [4.0])))
-
-
-@pytest.mark.parametrize("shape", [(3,), (70, 33), (5000,), (0,)])
-def test_clip_sums_every_tensor_by_itself_and_then_the_norms(shape):
-    generator = torch.Generator().manual_seed(1)
-    named = [Parameter(torch.zeros(size)) for size in [shape, (7, 9), (1,)]]
-    for parameter in named:
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
-    before = [parameter.grad.clone() for parameter in named]
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in before]
-    expected = torch.linalg.vector_norm(torch.stack(norms)).item()
-    assert clipped(named, 0.5) == expected
-    for parameter, gradient in zip(named, before, strict=True):
-        assert torch.equal(parameter.grad, gradient * (0.5 / expected))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from qarl.training.muon import BatchedMuon, batched_step, batches, orthogonalized
+from qarl.training.muon import BatchedMuon, batched_step, batches
 
 SHAPES = [(16, 48), (48, 16), (16, 48), (32, 32), (16, 48), (48, 16), (1, 5), (5, 1)]
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
@@ -38,32 +38,6 @@ def test_three_batched_steps_are_torch_s_up_to_the_rounding_of_bf16_products(cha
         # bf16 takes the iteration 1.5 % from float64's (seen, 64 x 160); another order of sums, another 1.5 % away.
         moved = (their - first).norm()
         assert (mine - their).norm() < 0.05 * moved
-
-
-def test_orthogonalized_is_near_the_polar_factor_in_float64() -> None:
-    stack = torch.stack([parameter.detach() for parameter in matrices(3) if parameter.shape == (16, 48)])
-    for one in (stack, stack.mT.contiguous()):
-        found = orthogonalized(one.bfloat16().clone(), (3.4445, -4.7750, 2.0315), 5, 1e-7).double()
-        u, _, v = torch.linalg.svd(one.double(), full_matrices=False)
-        singular = torch.diagonal(u.mT @ found @ v.mT, dim1=1, dim2=2)
-        assert found.shape == one.shape
-        assert singular.min() > 0.6 and singular.max() < 1.3  # the iteration does not converge to 1, by design
-
-
-def test_a_zero_gradient_gives_no_update() -> None:
-    stack = torch.zeros(2, 4, 6, dtype=torch.bfloat16)
-    assert torch.equal(orthogonalized(stack, (3.4445, -4.7750, 2.0315), 5, 1e-7), torch.zeros_like(stack))
-
-
-def test_a_matrix_gets_the_same_update_alone_and_among_others() -> None:
-    generator = torch.Generator().manual_seed(5)
-    stack = torch.randn(7, 24, 40, generator=generator).bfloat16().to(DEVICE)
-    together = orthogonalized(stack.clone(), (3.4445, -4.7750, 2.0315), 5, 1e-7)
-    again = orthogonalized(stack.clone(), (3.4445, -4.7750, 2.0315), 5, 1e-7)
-    assert torch.equal(together, again)
-    for row in range(7):
-        alone = orthogonalized(stack[row : row + 1].clone(), (3.4445, -4.7750, 2.0315), 5, 1e-7)
-        assert (alone[0] - together[row]).float().norm() < 0.05 * alone.float().norm()
 
 
 def test_batches_are_of_one_shape_and_fit_the_budget() -> None:

@@ -1,19 +1,15 @@
 """`optim.offload`: moments on the host give the bits of moments on the device. Without a GPU, its buckets on a CPU."""
 
-import itertools
-import json
-
 import pytest
 import torch
-from safetensors.torch import load, save
 from tiny_runs import live, parts
 from torch.nn import Parameter
 
 from qarl.config import OptimConfig
 from qarl.errors import UserError
-from qarl.training import host_state, optim
+from qarl.training import optim
 from qarl.training.offload import OffloadedAdamW
-from qarl.training.optim import Optimizer, build_optimizer, round_masters
+from qarl.training.optim import build_optimizer
 
 SHAPES = [(11, 60), (8, 6), (8,), (64, 64), (1,), (700,), (0, 4)]
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-8}
@@ -59,63 +55,15 @@ def test_parameters_and_moments_have_the_bits_of_torch_s_fused_adamw(bucket, mas
             assert torch.equal(optimizer.state[mine][name].cpu(), value.cpu()), name
 
 
-def test_buckets_hold_every_element_once_in_order() -> None:
-    members = parameters()
-    optimizer = OffloadedAdamW(groups(members), bucket_bytes=8 * 256, fused=True, **OPTIONS)
-    set_gradients(members, 0)
-    for parameter in members:
-        optimizer._state(parameter)
-    buckets = list(optimizer._buckets(members))
-    for parameter in members:
-        start = parameter.untyped_storage().data_ptr()
-        cut = [p for bucket in buckets for p in bucket if p.parameter.untyped_storage().data_ptr() == start]
-        assert sum(piece.parameter.numel() for piece in cut) == parameter.numel()
-        if cut:
-            assert torch.equal(torch.cat([piece.parameter for piece in cut]), parameter.detach().view(-1))
-    for bucket in buckets:
-        assert bucket[-1].end <= 256 and all(piece.start % 64 == 0 for piece in bucket)
-        assert all(one.end <= other.start for one, other in itertools.pairwise(bucket))
-
-
-def test_the_host_s_tensors_do_not_overlap_and_fill_their_arenas(monkeypatch) -> None:
-    monkeypatch.setattr(host_state, "ARENA_BYTES", 4 * 1024)
-    shapes = [torch.Size(shape) for shape in ((3, 5), (1100,), (200,), (900,), (0,), (64, 4))]
-    tensors = list(host_state.host_tensors(shapes, False))
-    assert [tensor.shape for tensor in tensors] == shapes
-    for value, tensor in enumerate(tensors):
-        tensor.fill_(value)
-    assert all((tensor == value).all() for value, tensor in enumerate(tensors))
-    arenas = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    assert max(arenas.values()) <= 4 * 2048  # the power of two that holds the largest, 1100
-
-
-def test_masters_on_the_host_are_rounded_as_those_on_the_device() -> None:
-    found = []
-    for masters in (False, True):
-        members = parameters()
-        round_masters(members, torch.bfloat16)
-        options = OPTIONS | {"masters": masters, "rounded": torch.bfloat16}
-        part = OffloadedAdamW(groups(members), bucket_bytes=12 * 256, fused=True, **options)
-        names = [str(place) for place in range(len(members))]
-        optimizer = Optimizer("adamw", {"adamw": (part, names)}, torch.bfloat16)
-        for step in range(3):
-            set_gradients(members, step)
-            optimizer.step()
-        optimizer.settle()
-        found.append([optimizer.masters()[name].cpu() for name in names])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    assert any(not torch.equal(one, start.detach().cpu()) for one, start in zip(found[0], parameters(), strict=True))
-
-
-@pytest.mark.parametrize("learner", ["aligned", "full_precision"])
+@pytest.mark.parametrize(("learner", "name"), [("aligned", "adamw"), ("full_precision", "muon")])
 def test_a_learner_without_masters_on_its_device_learns_and_goes_on_with_the_same_bits(
-    tiny_model, monkeypatch, learner
+    tiny_model, monkeypatch, learner, name
 ) -> None:
     monkeypatch.setattr(optim, "_require_device", lambda parameters: None)  # a CPU does as well
     found, saved = [], None
     for where in (False, "all", "all from a checkpoint"):
         sections = {"quant": {"group_size": 32, "learner": learner}, "train": {"minibatch_size": 16}}
-        run = parts(tiny_model("qwen3"), **sections, optim={"lr": 1e-3, "offload": where and "all"})
+        run = parts(tiny_model("qwen3"), **sections, optim={"name": name, "lr": 1e-3, "offload": where and "all"})
         if where == "all from a checkpoint":
             run.learner.updates.load(*saved, 1)
         else:
@@ -131,37 +79,6 @@ def test_a_learner_without_masters_on_its_device_learns_and_goes_on_with_the_sam
     for digest, others in found[1:]:
         assert digest == first and others.keys() == tensors.keys()
         assert all(torch.equal(tensors[name], other) for name, other in others.items())
-
-
-def wrapped(members: list[Parameter], part: torch.optim.Optimizer) -> Optimizer:
-    order = [p for group in part.param_groups for p in group["params"]]
-    places = {id(parameter): place for place, parameter in enumerate(members)}
-    return Optimizer("adamw", {"adamw": (part, [f"p{places[id(parameter)]}" for parameter in order])})
-
-
-@pytest.mark.parametrize("way", ["offloaded to offloaded", "offloaded to device", "device to offloaded"])
-def test_a_saved_state_goes_on_bit_for_bit_wherever_it_was_kept(way) -> None:
-    def made(where: str, members: list[Parameter]) -> Optimizer:
-        offloaded = where == "offloaded"
-        part = OffloadedAdamW(groups(members), bucket_bytes=8 * 256, fused=True, **OPTIONS) if offloaded else None
-        return wrapped(members, part or torch.optim.AdamW(groups(members), fused=True, **OPTIONS))
-
-    source, _, target = way.split()
-    members = parameters()
-    optimizer = made(source, members)
-    for step in range(2):
-        set_gradients(members, step, skip=1)
-        optimizer.step()
-    copies = [Parameter(parameter.detach().clone()) for parameter in members]
-    tensors, meta = optimizer.state_tensors()
-    restored = made(target, copies)
-    restored.load_state_tensors(load(save({k: v.cpu() for k, v in tensors.items()})), json.loads(json.dumps(meta)))
-    for these, one in ((members, optimizer), (copies, restored)):
-        set_gradients(these, 2)
-        one.step()
-    assert all(torch.equal(one, other) for one, other in zip(members, copies, strict=True))
-    mine, theirs = restored.state_tensors()[0], optimizer.state_tensors()[0]
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[k].cpu(), theirs[k].cpu()) for k in mine)
 
 
 def test_there_is_nothing_to_offload_from_on_a_cpu() -> None:

@@ -40,9 +40,7 @@ class Shares(Observer):
     ("name", "cut", "outside"),
     [
         ("gspo", {"top_p": 0.9}, None),
-        ("tbpo", {"top_p": 0.9}, None),
-        ("rloo", {"top_k": 20}, None),
-        ("gspo", {"top_p": 0.9}, "response"),
+        ("rloo", {"top_k": 20}, "response"),
     ],
 )
 def test_a_learner_that_moved_loses_tokens_and_no_response_and_says_which_minibatch(llama, name, cut, outside):
@@ -73,10 +71,8 @@ def test_a_learner_that_moved_loses_tokens_and_no_response_and_says_which_miniba
 @pytest.mark.parametrize(
     ("name", "cut", "learner"),
     [
-        ("gspo", {"top_p": 0.9}, "aligned"),
         ("tbpo", {"top_k": 20, "min_p": 0.001}, "aligned"),
         ("grpo", {"top_p": 0.9}, "full_precision"),
-        ("rloo", {"top_k": 20, "min_p": 0.001}, "full_precision"),
     ],
 )
 def test_with_replayed_sets_no_token_falls_out_when_the_learner_moves(llama, name, cut, learner):

@@ -13,7 +13,6 @@ import torch
 from run_faults import repeatable
 from tiny_runs import Parts, live, parts, settings, write_config
 
-from qarl.config import Config
 from qarl.policy.load_config import load_architecture
 from qarl.rewards import RewardResult
 from qarl.training.batch import Batch
@@ -107,13 +106,6 @@ def test_flops_count_what_a_forward_multiplies():
     assert forward_flops(shape, *asked, [9] * 3) == forward_flops(shape, *asked)
 
 
-def test_flops_are_of_the_shape_that_a_model_has(tiny_model):
-    shape = load_architecture(Config.model_validate(settings(tiny_model("llama"))).model)
-    assert shape is not None
-    matrices = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128)
-    assert forward_flops(shape, [[1]], [[2]]) == 2 * matrices + 2 * 259 * 64 + 4 * 2 * 4 * 16
-
-
 class Named(StepProfiler):
     """Takes note of the parts that it enters, and traces nothing."""
 
@@ -197,24 +189,6 @@ def test_a_rollout_of_dropped_groups_has_no_flops(llama, groups, counted):
     watch.sampled({"sampling/groups": float(groups)})
     watch.scored(prompts, rollouts, RewardResult([0.0, 1.0], {}, {}, []))
     assert ("rollout" in watch.flops) == counted
-
-
-def test_a_window_of_the_model_is_counted(tiny_model):
-    def flops(**changes: int) -> float:
-        run = parts(tiny_model("mistral", **changes))
-        return profiled(run, live(run)).flops["snapshot"]
-
-    assert flops(sliding_window=2) < flops(sliding_window=400)
-
-
-def test_a_step_that_the_run_does_not_have_is_refused_in_one_line(qarl, tiny_model, tmp_path):
-    config = write_config(tmp_path / "c.yaml", settings(tiny_model("llama"), train={"steps": 2}))
-    for command in ("check", "train"):
-        refused = qarl.run(command, config, "train.profile.step=3", cwd=tmp_path)
-        assert refused.code != 0
-        (line,) = refused.err.splitlines()
-        assert "train.profile.step = 3: the run has train.steps = 2; must be 1 to 2" in line
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

@@ -293,7 +293,6 @@ def test_a_teacher_regularizes_an_rl_objective(qarl, llama, tmp_path):
         ({"name": "distill", "teacher": {"path": "x", "coef": 0.0}}, {}, "must be above 0"),
         ({"name": "distill", "teacher": {"path": "x", "loss": "jsd", "top_k": 3}}, {}, "use forward_kl"),
         ({"name": "grpo"}, {"rollout": {"engine": "data", "n": 1}}, "learns from sampled responses"),
-        ({"name": "tbpo"}, {"rollout": {"engine": "native", "n": 4}}, "name a function"),
     ],
     ids=lambda value: str(value)[:40],
 )

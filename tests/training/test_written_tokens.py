@@ -1,19 +1,17 @@
 """Tokens that the policy did not write (tool outputs): in the forward, and in no loss, ratio, statistic or sum."""
 
 from dataclasses import replace
-from itertools import chain, compress
+from itertools import chain
 
 import pytest
 import torch
 from qarl_kernels.logprob import Truncation
 from safetensors.torch import save_file
-from thread_ranks import as_threads
 from tiny_runs import Parts, parts
 
 from qarl.diagnostics.diagnose.saved import read_rollouts
 from qarl.errors import UserError
 from qarl.objectives.segments import Segments, Totals
-from qarl.rollout.shared import gather_rollouts
 from qarl.training.batch import Batch, build_batch
 from qarl.training.metrics import rollout_tensors, token_metrics
 from qarl.types import Prompt, Rollout
@@ -97,31 +95,6 @@ def test_what_stands_for_their_log_probs_is_never_read(llama) -> None:
     assert found[0][2]["mismatch/delta_abs_max"] == 0.0
 
 
-def test_several_ranks_have_the_same_marks_and_sums(llama) -> None:
-    run = parts(llama, **OPTIONS)
-    _, rollouts = sampled(run, None)
-
-    def gathered(ranks):
-        return gather_rollouts(rollouts[ranks.rank :: ranks.count], ranks)
-
-    for every in as_threads(3, gathered):
-        assert every == [rollout for rank in range(3) for rollout in rollouts[rank::3]]
-
-    batch = marked_batch(run)
-    values = torch.rand(batch.whole().tokens)
-
-    def shared(ranks):
-        own = Batch(**_fields(batch))
-        for index in range(ranks.rank, len(own), ranks.count):
-            part = own.part([index])
-            start = sum(batch.whole().lengths[:index])
-            own.logp.fill(part, values[start : start + part.tokens])
-        own.logp.share(ranks)
-        return own.logp.read(own.whole())
-
-    assert all(torch.equal(found, values) for found in as_threads(3, shared))
-
-
 def test_saved_rollouts_come_back_with_their_marks(llama, tmp_path) -> None:
     run = parts(llama, **OPTIONS)
     batch = marked_batch(run)
@@ -139,28 +112,6 @@ def test_saved_rollouts_come_back_with_their_marks(llama, tmp_path) -> None:
             read_rollouts(tmp_path, 1)
 
 
-def test_a_batch_without_marks_has_none(llama) -> None:
-    run = parts(llama, **OPTIONS)
-    prompts, rollouts = sampled(run, None)
-    bare = [replace(rollout, written=None) for rollout in rollouts]
-    all_own = [replace(rollout, written=[True] * len(rollout.token_ids)) for rollout in rollouts]
-    first, second = (build_batch(prompts, given, [0.0] * len(given), "grpo", 0) for given in (bare, all_own))
-    assert first.written is None and first.own_tokens is first.responses
-    assert second.own_tokens == first.responses and list(compress("ab", second.written[0][:2])) == ["a", "b"]
-    assert "written" not in rollout_tensors_of(first)
-
-
-def rollout_tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
-    for column in (batch.logp_old, batch.logp):
-        column.fill(batch.whole(), batch.whole().logp_sampler)
-    return rollout_tensors(batch, [0.0] * len(batch))
-
-
 class _Quiet:
     def progress(self, responses: int) -> None:
         """Nothing is shown."""
-
-
-def _fields(batch: Batch) -> dict:
-    names = ("version", "device", "prompts", "responses", "groups", "advantages", "logp_sampler", "written")
-    return {name: getattr(batch, name) for name in names}
