@@ -25,6 +25,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/check_prose.py
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 # Builds the wheel, installs it into an empty environment, and runs it there.

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from qarl.checks.check import check_inputs, check_ranks
 from qarl.comparison.api import compare, compare_offline
-from qarl.config.check import check_inputs, check_ranks
 from qarl.config.quant import KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, override_texts, read_source
 from qarl.distributed.rank_info import rank_info
@@ -238,7 +238,7 @@ def verify_export(
 
 def _verified(target: Target, out: Path, say: Callable[[str], None], verify_digests: bool = True) -> dict[str, Any]:
     from qarl.exporting.verify import verify_export as verified
-    from qarl.training.noise import quiet_libraries
+    from qarl.terminal.noise import quiet_libraries
 
     with quiet_libraries(say):
         return verified(target, out, device="auto", verify_digests=verify_digests, say=say)
@@ -264,7 +264,7 @@ def _write(
 
     from qarl.exporting.job import export_target
     from qarl.policy.device import DTYPES
-    from qarl.training.noise import quiet_libraries
+    from qarl.terminal.noise import quiet_libraries
 
     dtype = torch.bfloat16 if unquantized else DTYPES[target.model.dtype]
     show = progress or (lambda done, total: None)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qarl.utils.text import visible
@@ -29,6 +29,8 @@ MACHINE_FIXES = {
 }
 # The same of a path that the error names. Without a path they may come from a defect, such as a wrong process id.
 _PATH_FIXES = {errno.EACCES: "give yourself permission, or choose another path", errno.EPERM: "choose another path"}
+# Messages of torch (GPU and CPU) and of drivers, which raise several classes of RuntimeError.
+_SAID = ("can't allocate memory", "not enough memory", "cannot allocate memory", "out of memory")
 _LIBRARY_ERRNO = re.compile(r"\(os error (\d{1,3})\)")  # as Rust says it: safetensors, tokenizers
 _NO_SPACE = 64 * 2**10  # bytes: a file system with less is full
 
@@ -147,3 +149,31 @@ def _saved_traceback(error: BaseException) -> str | None:
                 os.unlink(name)
         return None
     return name
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error reports that the host or a GPU ran out of memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, for a GPU
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _SAID)
+
+
+@contextmanager
+def memory_errors(fix: str) -> Iterator[None]:
+    """Convert out-of-memory errors to a one-line UserError.
+
+    Args:
+        fix: Advice at the end of the message: the setting to lower.
+
+    Raises:
+        UserError: The body ran out of memory.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise UserError(f"out of memory ({said}); {fix}") from error

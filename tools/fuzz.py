@@ -38,7 +38,7 @@ from harness import command_line, count, out_file
 WARM = """
 torch transformers matplotlib.pyplot rich.table psutil safetensors.torch compressed_tensors pyarrow.parquet
 qarl.training.loop qarl.evaluation.evaluate qarl.exporting.job qarl.exporting.verify qarl.inference.generate
-qarl.comparison.offline.compare_offline qarl.comparison.compare qarl.diagnostics.diagnose.run qarl.report.run_report
+qarl.comparison.offline.compare_offline qarl.comparison.compare qarl.diagnose.run qarl.report.run_report
 transformers.models.llama.modeling_llama
 """
 

@@ -92,7 +92,8 @@ def environment() -> Record:
     """Device, versions and git revision, without the host's name, which says nothing to a reader."""
     import torch
 
-    from qarl.storage.environment import describe_environment, version_of
+    from qarl.storage.environment import describe_environment
+    from qarl.utils.versions import version_of
 
     found = {k: v for k, v in describe_environment(0).items() if k not in ("command", "host", "seed")}
     if torch.cuda.is_available():

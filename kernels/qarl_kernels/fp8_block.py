@@ -14,9 +14,9 @@ from torch import Tensor
 from qarl_kernels.blocks import dot_of_rows, gathered_rows, no_sum, of_rows, operand, program_tile, source_rows
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.gemm import check_e4m3
+from qarl_kernels.groups import Groups
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch, supports_tma, tma_descriptor
-from qarl_kernels.moe.groups import Groups
 from qarl_kernels.shapes import kernel_arguments, output_features, output_rows, row_tiles
 from qarl_kernels.tuning import Tile, lookup
 

@@ -35,9 +35,9 @@ from qarl_kernels.blocks import (
     tile_of,
 )
 from qarl_kernels.casts import narrow
+from qarl_kernels.groups import Groups
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma, tma_descriptor
-from qarl_kernels.moe.groups import Groups
 from qarl_kernels.shapes import check_16_bit, kernel_arguments, output_features, output_rows, row_tiles
 from qarl_kernels.tuning import Tile, lookup
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qarl_kernels import gemm, tuning
 from qarl_kernels.dequantize import check_stored
-from qarl_kernels.moe.groups import Groups
+from qarl_kernels.groups import Groups
 from qarl_kernels.nvfp4_weights import GROUP, dequantize_nvfp4
 from qarl_kernels.shapes import output_features, output_rows
 from qarl_kernels.tile import COLUMNS, ROWS, tile_int4, untile_int4

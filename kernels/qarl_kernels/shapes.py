@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qarl_kernels.groups import Groups
 from qarl_kernels.integers import cdiv, next_power_of_2
-from qarl_kernels.moe.groups import Groups
 
 
 def check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], fix: str) -> None:

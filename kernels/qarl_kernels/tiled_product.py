@@ -23,10 +23,10 @@ from torch import Tensor
 
 from qarl_kernels.blocks import COMPILED, dot, int4_rows, program_tile, source_rows
 from qarl_kernels.casts import narrow
+from qarl_kernels.gather_rows import rows_in_order
+from qarl_kernels.groups import Groups
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch, supports_tma, tma_descriptor
-from qarl_kernels.moe.dispatch import rows_in_order
-from qarl_kernels.moe.groups import Groups
 from qarl_kernels.planes import eight_planes, four_planes, int4_planes, nvfp4_planes
 from qarl_kernels.shapes import kernel_arguments, output_rows, row_tiles
 from qarl_kernels.tuning import Tile

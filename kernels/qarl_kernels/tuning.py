@@ -22,9 +22,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from qarl_kernels.groups import Groups
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, device_name
-from qarl_kernels.moe.groups import Groups
 
 Way = Literal["x_first", "w_first", "library", "narrow", "wide", "dequantized"]
 FAMILIES = ("dense", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8", "nvfp4a16")

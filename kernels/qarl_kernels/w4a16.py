@@ -21,8 +21,8 @@ from torch import Tensor
 
 from qarl_kernels import gemm
 from qarl_kernels.dequantize import dequantize_int4
+from qarl_kernels.groups import Groups
 from qarl_kernels.integers import cdiv
-from qarl_kernels.moe.groups import Groups
 from qarl_kernels.shapes import output_features, output_rows
 from qarl_kernels.tile import untile_int4
 from qarl_kernels.tiled_product import tiled_product

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.blocks import COMPILED, dot, int4_rows, program_tile, source_rows
-from qarl_kernels.moe.groups import Groups
+from qarl_kernels.groups import Groups
 from qarl_kernels.planes import eight_planes, four_planes
 from qarl_kernels.shapes import output_rows
 from qarl_kernels.tiled_product import store, tiled_product

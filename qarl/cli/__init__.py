@@ -10,22 +10,21 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from qarl import __version__, api
+from qarl.checks.check import check_inputs, check_ranks
 from qarl.cli import compare, diagnose, export, generate, quantize, report, runs, verify_exact
 from qarl.cli import eval as evaluation
 from qarl.cli.arguments import UsageError, usage_line
-from qarl.config import Config, check_inputs, load_config
-from qarl.config.check import check_ranks
-from qarl.config.limits import DEVICES
+from qarl.cli.launch import gpus_for_ranks, train_on_ranks
+from qarl.config import Config, load_config
 from qarl.config.messages import fault_line
 from qarl.config.weight_files import check_weights
 from qarl.distributed.exit_records import mark_done, write_exit_record
 from qarl.distributed.fault import OTHER_RANK, OtherRankFailed
-from qarl.distributed.launch import gpus_for_ranks, train_on_ranks
 from qarl.distributed.rank_info import own_arguments, rank_info, rank_of_several
-from qarl.errors import UNEXPECTED, UserError, machine_fault, unexpected, with_traceback
+from qarl.errors import UNEXPECTED, UserError, machine_fault, memory_errors, unexpected, with_traceback
 from qarl.inputs.code import describe
+from qarl.inputs.limits import DEVICES
 from qarl.memory.estimate import Item, estimate, expected_device, peak_bytes, too_large
-from qarl.memory.out_of_memory import memory_errors
 from qarl.memory.sizes import decide_sizes, decided
 from qarl.objectives.base import RatioObjective
 from qarl.terminal.streams import inert_output

@@ -1,6 +1,6 @@
 """Parsing of texts and paths on the command line, with one-line errors.
 
-Bounds of numbers come from `qarl.config.limits`, next to the option, or from the configuration section that uses them.
+Bounds of numbers come from `qarl.inputs.limits`, next to the option, or from the configuration section that uses them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from qarl.config.check_files import Unusable, look
+from qarl.checks.check_files import Unusable, look
 from qarl.config.messages import shown
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable

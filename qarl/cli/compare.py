@@ -12,9 +12,9 @@ from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.cli.options import Calibration, CalibrationSamples
 from qarl.comparison.api import OFFLINE_TOKENS, refuse
-from qarl.config.limits import TOKENS, WORKERS
 from qarl.config.quant import GROUPED, KVCacheDtype
 from qarl.errors import UserError
+from qarl.inputs.limits import TOKENS, WORKERS
 
 
 def compare(

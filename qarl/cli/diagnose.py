@@ -10,14 +10,14 @@ import typer
 
 from qarl.cli.arguments import path_of
 from qarl.cli.options import Device, MovedModel
-from qarl.config.limits import STEPS
+from qarl.inputs.limits import STEPS
 from qarl.storage.runs import read_run_config
 from qarl.utils.threads import wait_politely
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from qarl.diagnostics.diagnose.run import Diagnosed
+    from qarl.diagnose.run import Diagnosed
 
 INDENT = 2  # of a metric below its heading
 BESIDE = 80  # characters next to metric names: value, borders, and an explanation of at most two lines
@@ -54,8 +54,8 @@ def diagnose(
     """
     read_run_config(run)  # reject anything but a run before importing torch
     wait_politely()
-    from qarl.diagnostics.diagnose.run import diagnose_run
-    from qarl.training.noise import quiet_libraries
+    from qarl.diagnose.run import diagnose_run
+    from qarl.terminal.noise import quiet_libraries
 
     with quiet_libraries(typer.echo):
         found = diagnose_run(
@@ -73,7 +73,7 @@ def diagnose(
 def _print(found: Diagnosed) -> None:
     from rich.text import Text
 
-    from qarl.diagnostics.diagnose.diagnosis_page import MARKS
+    from qarl.diagnose.diagnosis_page import MARKS
     from qarl.terminal.console import table_console
 
     console = table_console()
@@ -97,7 +97,7 @@ def numbers_table(metrics: Mapping[str, float], title: str, width: int) -> Table
     from rich.table import Table
     from rich.text import Text
 
-    from qarl.diagnostics.diagnose.diagnosis_page import explained, grouped
+    from qarl.diagnose.diagnosis_page import explained, grouped
     from qarl.report.formatting import number
 
     names = max(map(len, metrics), default=0) + INDENT

@@ -12,9 +12,9 @@ from qarl.cli.arguments import json_object, name_of, path_of, text_of
 from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, TemplateKwargs, VerifyDigests
 from qarl.config.data import TEMPLATE_OPTION
 from qarl.config.evaluation_presets import PRESETS
-from qarl.config.limits import ITEMS, ROWS
 from qarl.config.messages import shown
 from qarl.errors import UserError
+from qarl.inputs.limits import ITEMS, ROWS
 
 
 def evaluate(

@@ -23,8 +23,8 @@ from qarl.cli.options import (
     VerifyDigests,
 )
 from qarl.config.data import TEMPLATE_OPTION
-from qarl.config.limits import SAMPLES, TOKENS
 from qarl.inference.target import given, resolve_target
+from qarl.inputs.limits import SAMPLES, TOKENS
 from qarl.utils.threads import wait_politely
 
 
@@ -100,7 +100,7 @@ def generate(
     arguments = json_object(chat_template_kwargs, TEMPLATE_OPTION)
     wait_politely()
     from qarl.inference.generate import Look, complete, gather_texts  # imports torch, so only once the target is known
-    from qarl.training.console import RunConsole
+    from qarl.terminal.run_console import RunConsole
 
     texts = gather_texts(prompt or [], prompt_file)
     stops = None if not stop else tuple(text for text in stop if text)

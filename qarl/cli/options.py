@@ -9,8 +9,8 @@ import typer
 
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.config.data import TEMPLATE_OPTION
-from qarl.config.limits import SEQUENCES, STEPS, VOCABULARY
 from qarl.config.quant import GROUPED, KVCacheDtype
+from qarl.inputs.limits import SEQUENCES, STEPS, VOCABULARY
 
 Scheme = Annotated[
     str | None,

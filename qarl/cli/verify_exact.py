@@ -12,8 +12,8 @@ import typer
 from qarl import api
 from qarl.cli.arguments import name_of, path_of
 from qarl.cli.options import Device, GroupSize, KVCache, MinP, MovedModel, Scheme, Step, TopK, TopP, VerifyDigests
-from qarl.config.limits import SEQUENCES, TOKENS
 from qarl.inputs.json import strict
+from qarl.inputs.limits import SEQUENCES, TOKENS
 from qarl.storage.disk import require_output, write_together
 from qarl.types import Difference, Exactness
 

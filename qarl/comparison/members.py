@@ -8,10 +8,11 @@ from typing import Any
 
 from qarl_formats.scheme import is_ignored
 
+from qarl.checks.check import check_model
 from qarl.comparison.intervals import mean_interval
 from qarl.comparison.plan import Member
 from qarl.comparison.study import StudyColumn
-from qarl.config import Config, check_model
+from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError

@@ -18,8 +18,9 @@ from typing import Any, Literal, get_args
 from qarl_formats.registry import scheme_class, scheme_names
 from qarl_formats.scheme import GRIDS
 
+from qarl.checks.check import check_inputs
 from qarl.comparison.inputs import input_fault
-from qarl.config import Config, check_inputs
+from qarl.config import Config
 from qarl.config.config import QuantConfig
 from qarl.config.load import make_config, read_yaml
 from qarl.config.messages import capped, shown

@@ -32,7 +32,7 @@ POLL_SECONDS = 0.2
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from qarl.comparison.member_process import main; main(int(sys.argv[2]), sys.argv[3:])"
+    "from qarl.cli.child_process import run_member; run_member(int(sys.argv[2]), sys.argv[3:])"
 )
 
 

@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from qarl.checks.check import check_inputs
 from qarl.comparison.plan import MEMBERS, Member, check_overrides
-from qarl.config import check_inputs
-from qarl.config.base import Fault, Field, Section
-from qarl.config.limits import ITEMS, NAME, SCORE, TEXT
 from qarl.config.load import key_place, read_yaml, validate
 from qarl.config.messages import Loc, capped, fault_lines, shown
 from qarl.config.overrides import apply_overrides, override_keys
 from qarl.errors import UserError
+from qarl.inputs.limits import ITEMS, NAME, SCORE, TEXT
+from qarl.inputs.section import Fault, Field, Section
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 

@@ -1,6 +1,5 @@
 """The configuration: strict pydantic models, one file per section. Imports no torch."""
 
-from qarl.config.check import Inspection, check_inputs, check_model
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.config import Config
 from qarl.config.data import DataConfig
@@ -26,7 +25,6 @@ __all__ = [
     "DiagnosticsConfig",
     "EvalTask",
     "EvaluationConfig",
-    "Inspection",
     "LoggingConfig",
     "ModelConfig",
     "ObjectiveConfig",
@@ -39,7 +37,5 @@ __all__ = [
     "TrainConfig",
     "VLLMConfig",
     "WandbConfig",
-    "check_inputs",
-    "check_model",
     "load_config",
 ]

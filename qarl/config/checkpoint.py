@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qarl.config.base import Field, PathName, Section
-from qarl.config.limits import FILES, STEPS
+from qarl.inputs.limits import FILES, STEPS
+from qarl.inputs.section import Field, PathName, Section
 
 
 class CheckpointConfig(Section):

@@ -9,14 +9,12 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from qarl.config.base import Fault, Field, Section, notice
 from qarl.config.by_device import ON_CPU
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.data import DataConfig
 from qarl.config.diagnostics import DiagnosticsConfig
 from qarl.config.distributed import DistributedConfig
 from qarl.config.evaluation import EvaluationConfig
-from qarl.config.limits import KV_PAGE, POOL_TOKENS, RESPONSES, STEP_TOKENS, VLLM_TEMPERATURES
 from qarl.config.logging import LoggingConfig
 from qarl.config.model import ModelConfig
 from qarl.config.objective import GROUP_ADVANTAGES, AnyObjective, objective_faults, resolved_objective
@@ -26,6 +24,8 @@ from qarl.config.reward import RewardConfig, shadowed_column_faults
 from qarl.config.rollout import AsyncConfig, RolloutConfig
 from qarl.config.train import TrainConfig
 from qarl.config.yaml_io import dump_yaml
+from qarl.inputs.limits import KV_PAGE, POOL_TOKENS, RESPONSES, STEP_TOKENS, VLLM_TEMPERATURES
+from qarl.inputs.section import Fault, Field, Section, notice
 from qarl.objectives.correction_config import CorrectionConfig
 from qarl.objectives.tbpo import TBPO
 

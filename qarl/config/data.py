@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import JsonValue, ValidationError
 
-from qarl.config.base import Fault, Field, Name, PathName, Section
-from qarl.config.limits import ITEMS, ROWS, SCORE, TEXT, TOKENS
 from qarl.config.messages import fault_lines
 from qarl.errors import UserError
+from qarl.inputs.limits import ITEMS, ROWS, SCORE, TEXT, TOKENS
+from qarl.inputs.section import Fault, Field, Name, PathName, Section
 
 LOCAL_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 TASKS = ("arithmetic",)

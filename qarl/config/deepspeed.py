@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qarl.config.base import Fault
 from qarl.inputs.json import read_json_object
+from qarl.inputs.section import Fault
 
 # Keys that qarl sets itself, and the qarl key to use instead.
 DECIDED = {

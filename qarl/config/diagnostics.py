@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qarl.config.base import Field, Section
-from qarl.config.limits import STEPS, TOKENS
+from qarl.inputs.limits import STEPS, TOKENS
+from qarl.inputs.section import Field, Section
 
 Costly = Literal["shadow", "deployed", "crossings", "gradients", "backward", "routing"]
 COSTLY: tuple[Costly, ...] = ("shadow", "deployed", "crossings", "gradients", "backward", "routing")

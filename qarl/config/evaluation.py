@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import JsonValue
 
-from qarl.config.base import Fault, Field, Name, PathName, Section
 from qarl.config.data import DataConfig, is_generator, template_argument_faults
 from qarl.config.evaluation_presets import PRESETS, unknown_preset
-from qarl.config.limits import (
+from qarl.config.reward import RewardFunction, shadowed_column_faults
+from qarl.config.rollout import MinP, TopK, TopP
+from qarl.inputs.limits import (
     ITEMS,
     NAME,
     ROWS,
@@ -21,8 +22,7 @@ from qarl.config.limits import (
     TEMPERATURE,
     TOKENS,
 )
-from qarl.config.reward import RewardFunction, shadowed_column_faults
-from qarl.config.rollout import MinP, TopK, TopP
+from qarl.inputs.section import Fault, Field, Name, PathName, Section
 
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # goes into metric names and file names
 TASK_NAME_LENGTH = 100  # short enough for a file name to hold several

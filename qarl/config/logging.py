@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qarl.config.base import Field, Name, Section
-from qarl.config.limits import FILES, STEPS, TEXT
+from qarl.inputs.limits import FILES, STEPS, TEXT
+from qarl.inputs.section import Field, Name, Section
 
 
 class WandbConfig(Section):

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from qarl.config.base import Fault, Field, Name, PathName, Section, path_faults
-from qarl.config.limits import TOKENS
+from qarl.inputs.limits import TOKENS
 from qarl.inputs.paths import NAME_BYTES
+from qarl.inputs.section import Fault, Field, Name, PathName, Section, path_faults
 
 PREFIX = "package:"  # of a model in an installed pip package that contains a GGUF file
 

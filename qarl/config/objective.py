@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator
 
-from qarl.config.base import Fault, Field, refusal
-from qarl.objectives.base import DEFAULT, ObjectiveConfig, RatioObjective
+from qarl.inputs.section import Fault, Field, refusal
+from qarl.objectives.base import DEFAULT, ObjectiveConfig, RatioObjective, RunConfig
 from qarl.objectives.registry import BY_NAME, OBJECTIVES
-
-if TYPE_CHECKING:
-    from qarl.config.config import Config
 
 # Group baselines: with one response per group, every advantage would be 0.
 GROUP_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
@@ -73,7 +70,7 @@ else:
     ]
 
 
-def objective_faults(config: Config) -> Iterator[Fault]:
+def objective_faults(config: RunConfig) -> Iterator[Fault]:
     """Invalid combinations of objective, correction and sampling parameters."""
     objective, correction = config.objective, config.correction
     yield from objective.faults_in(config)
@@ -109,7 +106,7 @@ def objective_faults(config: Config) -> Iterator[Fault]:
         yield config.fault("objective.truncation_set", text)
 
 
-def resolved_objective(config: Config) -> ObjectiveConfig:
+def resolved_objective(config: RunConfig) -> ObjectiveConfig:
     """Fill in the defaults that depend on other sections: ratio, aggregation, teacher.loss, and dvp_outside.
 
     If `dvp_rho` is combined with top-p or top-k, a token may leave the learner's set only because the learner's ranking

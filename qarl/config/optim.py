@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from qarl.config.base import Fault, Field, Section
-from qarl.config.limits import FACTOR, LEARNING_RATE, LOSS_SCALE, SMALLEST, STEPS
+from qarl.inputs.limits import FACTOR, LEARNING_RATE, LOSS_SCALE, SMALLEST, STEPS
+from qarl.inputs.section import Fault, Field, Section
 
 DYNAMIC_LOSS_SCALE = 65536.0  # initial value, as in torch.amp.GradScaler
 Beta = Annotated[float, Field(ge=0, lt=1)]

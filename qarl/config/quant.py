@@ -12,8 +12,8 @@ from pydantic_core import CoreSchema, PydanticKnownError
 from qarl_formats.registry import grouped_names, make_scheme, scheme_class, scheme_names
 from qarl_formats.scheme import CHANNEL, DEFAULT_GROUP_SIZE, GRIDS, GROUP_SIZES, SCALE_DTYPES, Scheme, is_ignored
 
-from qarl.config.base import Fault, Field, PathName, Section
-from qarl.config.limits import ITEMS, NAME, SEQUENCES, TOKENS
+from qarl.inputs.limits import ITEMS, NAME, SEQUENCES, TOKENS
+from qarl.inputs.section import Fault, Field, PathName, Section
 
 GROUPED = " and ".join(grouped_names())
 ZERO_POINTS = " and ".join(scheme_names(lambda kind: kind.zero_points))

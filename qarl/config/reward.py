@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import JsonValue
 
-from qarl.config.base import Fault, Field, Section, path_faults
-from qarl.config.limits import FACTOR, ITEMS, SECONDS, WORKERS
 from qarl.inputs.code import REFERENCE, file_of
+from qarl.inputs.limits import FACTOR, ITEMS, SECONDS, WORKERS
 from qarl.inputs.paths import PATH_BYTES
+from qarl.inputs.section import Fault, Field, Section, path_faults
 
 BUILTIN_REWARDS = ("math", "choice", "code", "exact", "regex", "length", "overlong", "format", "reasoning_gym")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from qarl.config.base import Fault, Field, Name, PathName, Renamed, Section
 from qarl.config.by_device import ByDevice
-from qarl.config.limits import (
+from qarl.config.vllm import EXACT_ARGS, OWN_GPU_FRAC, SHARED_GPU_FRAC, VLLMConfig
+from qarl.inputs.limits import (
     DEVICES,
     FILES,
     IDS,
@@ -22,7 +22,7 @@ from qarl.config.limits import (
     TOKENS,
     VOCABULARY,
 )
-from qarl.config.vllm import EXACT_ARGS, OWN_GPU_FRAC, SHARED_GPU_FRAC, VLLMConfig
+from qarl.inputs.section import Fault, Field, Name, PathName, Renamed, Section
 
 TopP = Annotated[
     float,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from qarl.config.base import Fault, Field, PathName, Renamed, Section
 from qarl.config.by_device import ByDevice, Recompute
-from qarl.config.limits import EPOCHS, PROMPTS, RESPONSES, STEPS, THREADS, TOKENS
+from qarl.inputs.limits import EPOCHS, PROMPTS, RESPONSES, STEPS, THREADS, TOKENS
+from qarl.inputs.section import Fault, Field, PathName, Renamed, Section
 
 
 class ProfileConfig(Section):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, JsonValue
 
-from qarl.config.base import Fault, Field, Section, notice
-from qarl.config.limits import DEVICES, FILES, SECONDS
+from qarl.inputs.limits import DEVICES, FILES, SECONDS
+from qarl.inputs.section import Fault, Field, Section, notice
 
 # vLLM engine arguments that other keys decide.
 ARGS_BY_KEY = {

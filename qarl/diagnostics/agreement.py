@@ -9,12 +9,12 @@ from dataclasses import asdict
 import torch
 from qarl_kernels.truncation import Truncation
 
+from qarl.batch.batch import CPU, Batch
+from qarl.batch.observer import Observer
 from qarl.config import Config
 from qarl.diagnostics.mismatch import log_prob_gap
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import truncation_of
-from qarl.training.batch import CPU, Batch
-from qarl.training.observer import Observer
 from qarl.utils.threads import one_thread
 
 

@@ -21,13 +21,13 @@ import torch
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
+from qarl.batch.batch import Part
 from qarl.objectives.base import Band
 from qarl.objectives.common import Constants, TokenLogProbs, clamped_exp, log_ratio
 from qarl.objectives.objective import Objective
 from qarl.objectives.segments import Totals, aggregate
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
-from qarl.training.batch import Part
 
 CHUNK = 1 << 24  # elements per gradient that are converted to float64 at once
 

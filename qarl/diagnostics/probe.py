@@ -13,6 +13,9 @@ import torch
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
+from qarl.batch.batch import CPU, Batch, Part, rounds
+from qarl.batch.columns import Column
+from qarl.batch.observer import Observer
 from qarl.config import Config
 from qarl.config.diagnostics import Costly
 from qarl.diagnostics.backward import Modules, backward_error
@@ -25,9 +28,6 @@ from qarl.objectives.common import TokenLogProbs
 from qarl.objectives.objective import Objective
 from qarl.objectives.segments import Totals
 from qarl.policy.policy import Policy
-from qarl.training.batch import CPU, Batch, Part, rounds
-from qarl.training.columns import Column
-from qarl.training.observer import Observer
 from qarl.utils.threads import one_thread
 
 

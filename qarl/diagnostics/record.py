@@ -10,11 +10,11 @@ from torch import Tensor
 
 from qarl.diagnostics.backward import Modules, worst_module
 from qarl.diagnostics.crossings import Crossings, by_layer
-from qarl.diagnostics.layout import FORMAT_VERSION
 from qarl.diagnostics.mismatch import gap_tables, probability_deciles
 from qarl.diagnostics.precision import clipped_tokens
 from qarl.inputs.json import strict
 from qarl.objectives.segments import Segments
+from qarl.storage.diagnostics_record import FORMAT_VERSION
 from qarl.utils.expert_names import of_experts
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def diagnostics_record(
         routing: Routing statistics of the layers with experts, in order, see `RoutingTotals.layers`.
 
     Returns:
-        The record in the format of `qarl.diagnostics.layout`.
+        The record in the format of `qarl.storage.diagnostics_record`.
     """
     count = tokens.logp.numel()
     chosen: range | list[int] = range(count)

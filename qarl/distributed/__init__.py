@@ -1,1 +1,1 @@
-"""Multi-GPU runs: ranks and their control messages, row sharding of master weights, and the all-gather of codes."""
+"""Multi-GPU runs: ranks, their control messages and failures, and row sharding of master weights."""

@@ -32,8 +32,7 @@ from qarl.distributed.rendezvous import Rendezvous
 from qarl.distributed.together import require_same
 from qarl.distributed.watch import TICK_S, Watch
 from qarl.errors import UserError
-from qarl.policy.device import pick_device
-from qarl.storage.environment import package_versions
+from qarl.utils.versions import package_versions
 
 LEAST_FILES = 64  # sockets of gloo, the store and reward workers; measured: two ranks on a CPU need 24
 # Packages that only the first rank uses, so their versions may differ.
@@ -73,23 +72,6 @@ def _require_files() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < LEAST_FILES:
         raise UserError(f"several ranks: each needs up to {LEAST_FILES} open files, but ulimit -n is {limit}; raise it")
-
-
-def rank_device(name: str) -> torch.device:
-    """Return this process's device for `model.device`: the GPU with index LOCAL_RANK if there are several ranks.
-
-    Raises UserError if there is no such GPU.
-    """
-    own = rank_info()
-    device = pick_device(name, own.local if own is not None else 0)
-    if own is None or device.type == "cpu":
-        return device
-    gpus = torch.cuda.device_count()
-    if gpus == 1:  # the launcher sets CUDA_VISIBLE_DEVICES per rank
-        return torch.device("cuda", 0)
-    if own.local >= gpus:
-        raise UserError(f"LOCAL_RANK: {own.local}, but this machine shows {gpus} GPUs; start at most one rank for each")
-    return device
 
 
 class Group(Ranks):

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from qarl.config import EvaluationConfig, RewardConfig
 from qarl.config.quant import OF_TRAINING
+from qarl.errors import memory_errors
 from qarl.evaluation.directory import PLACE, ResultsDirectory
 from qarl.evaluation.request import DEFAULT_RESPONSE_LENGTH
 from qarl.evaluation.runner import Settings, evaluate
 from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
 from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
-from qarl.memory.out_of_memory import memory_errors
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture, load_model_config
 from qarl.policy.model_identity import config_values, model_digests
 from qarl.storage.disk import require_output
 from qarl.storage.environment import describe_environment
 from qarl.storage.saved_state import started_at
-from qarl.training.console import RunConsole
-from qarl.training.noise import quiet_libraries, rewards_logged
+from qarl.terminal.noise import quiet_libraries, rewards_logged
+from qarl.terminal.run_console import RunConsole
 from qarl.utils.invocation import command_line
 
 if TYPE_CHECKING:

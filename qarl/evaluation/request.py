@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from qarl.checks.check_files import Unusable, look
 from qarl.config import EvaluationConfig
-from qarl.config.check_files import Unusable, look
 from qarl.config.data import TEMPLATE_OPTION, template_arguments
 from qarl.config.evaluation_presets import PRESETS, unknown_preset
 from qarl.config.messages import Loc, fault_lines, shown

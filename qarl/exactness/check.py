@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
-from qarl.errors import UserError
+from qarl.errors import UserError, memory_errors
 from qarl.exactness.engines import VLLM, Engine, Native, tight
 from qarl.exactness.request import Request, rounds, sizes_of
 from qarl.exactness.verify import Check
@@ -19,10 +19,9 @@ from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.files import Unreadable, read_text
 from qarl.inputs.paths import user_path
-from qarl.memory.out_of_memory import memory_errors
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
-from qarl.training.noise import quiet_libraries
+from qarl.terminal.noise import quiet_libraries
 from qarl.types import Exactness
 
 EngineName = Literal["native", "vllm"]

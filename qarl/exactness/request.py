@@ -10,9 +10,9 @@ from math import ceil
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation
 
-from qarl.config.limits import SEQUENCES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS
 from qarl.errors import UserError
 from qarl.inference.generate import check_seed, check_truncation
+from qarl.inputs.limits import SEQUENCES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS
 from qarl.rollout.engine import SamplingParams
 from qarl.types import Prompt
 

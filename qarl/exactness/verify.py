@@ -18,8 +18,8 @@ from qarl.exactness.request import Round
 from qarl.policy.attention import pack
 from qarl.policy.policy import Policy
 from qarl.policy.trace import Tracer
-from qarl.storage.environment import version_of
 from qarl.types import Difference, Exactness, Rollout
+from qarl.utils.versions import version_of
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}  # tokens per forward of the learner
 CHUNK = {"cpu": 128, "cuda": 1024}  # rows of logits in memory at once

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from qarl_formats.scheme import Scheme
 
-import qarl
 from qarl.config.model import PREFIX
 from qarl.config.yaml_io import dump_yaml
 from qarl.exporting.training import Evaluation, evaluations_of, training_facts
 from qarl.inference.export_record import Prompting
 from qarl.inference.target import Target
 from qarl.storage.runs import read_run
+from qarl.utils.versions import VERSION
 
 _LOADING = """\
 ## Use
@@ -120,7 +120,7 @@ def _front_matter(target: Target, scheme: Scheme) -> str:
 
 
 def _summary(target: Target, scheme: Scheme, base: str) -> str:
-    made = f"qarl {qarl.__version__}"
+    made = f"qarl {VERSION}"
     if target.run is None:
         how = _METHODS[target.quant.init] if scheme.quantized else "unquantized, its weights rounded to the dtype below"
         return f"{base}, {how}. Made by {made}.\n"

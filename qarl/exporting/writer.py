@@ -25,7 +25,6 @@ from qarl.inputs.schema import FileDigest
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_tokenizer, saved_tokenizer_class
 from qarl.storage.disk import disk_errors
-from qarl.storage.environment import package_versions
 from qarl.storage.model_directory import (
     DOCUMENT_BYTES,
     RECORD_BYTES,
@@ -36,6 +35,7 @@ from qarl.storage.model_directory import (
 )
 from qarl.storage.shards import Shard, bf16_bytes, plan_shards, shard_index, stored_bytes
 from qarl.storage.tensorfile import TensorFile, write_file
+from qarl.utils.versions import package_versions
 from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe, named_tensors
 
 

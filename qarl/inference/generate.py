@@ -14,15 +14,14 @@ from qarl_kernels.logprob import Truncation
 from transformers import PreTrainedTokenizerBase
 
 from qarl.config.data import TEMPLATE_OPTION, template_arguments
-from qarl.config.limits import ITEMS, NAME, SAMPLES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS, VOCABULARY
 from qarl.data.conversation import ChatTemplate, encode, require_known_tokens
-from qarl.errors import UserError
+from qarl.errors import UserError, memory_errors
 from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.files import Unreadable, read_text
 from qarl.inputs.library_errors import foreign_errors
+from qarl.inputs.limits import ITEMS, NAME, SAMPLES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS, VOCABULARY
 from qarl.inputs.paths import user_path
-from qarl.memory.out_of_memory import memory_errors
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture
 from qarl.storage.saved_state import started_at

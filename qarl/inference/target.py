@@ -13,7 +13,8 @@ from qarl_formats.checkpoints import CheckpointFormat, CompressedTensors
 from qarl_formats.registry import scheme_class, scheme_names
 from qarl_formats.scheme import Scheme
 
-from qarl.config import Config, ModelConfig, QuantConfig, check_model
+from qarl.checks.check import check_model
+from qarl.config import Config, ModelConfig, QuantConfig
 from qarl.config.architecture import read_config_json
 from qarl.config.messages import fault_lines
 from qarl.config.quant import OF_TRAINING, Init

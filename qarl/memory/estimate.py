@@ -12,9 +12,9 @@ from typing import Literal, get_args
 
 from qarl_formats.scheme import Scheme, is_ignored
 
+from qarl.checks.check import check_model
 from qarl.config import Config
 from qarl.config.architecture import Architecture
-from qarl.config.check import check_model
 from qarl.config.deepspeed import deepspeed_keys
 from qarl.config.model import ModelConfig
 from qarl.config.quant import scheme_of

@@ -1,6 +1,6 @@
 """Memory of the messages in flight on a rank while a weight version is gathered. Imports no torch.
 
-The formulas follow `qarl.distributed.gathers`: packed linears are sent in runs of rows, a message is sent when it is
+The formulas follow `qarl.weight_sync.gathers`: packed linears are sent in runs of rows, a message is sent when it is
 full, and the next message starts before the previous one has arrived.
 """
 
@@ -18,7 +18,7 @@ from qarl.distributed.rows import most_rows
 from qarl.memory.activations import DTYPE_BYTES
 from qarl.memory.ranks import Block, blocks_of
 
-# `MESSAGE_BYTES` and `IN_FLIGHT` of `qarl.distributed.gathers`, `RUN_BYTES` of `qarl.weight_sync.quantize`, `FILLED` of
+# `MESSAGE_BYTES` and `IN_FLIGHT` of `qarl.weight_sync.gathers`, `RUN_BYTES` of `qarl.weight_sync.quantize`, `FILLED` of
 # `qarl.distributed.packed`, which import torch.
 MESSAGE_BYTES, IN_FLIGHT, RUN_BYTES, FILLED = 2**26, 2, 2**28, 1.25
 
@@ -32,7 +32,7 @@ class _Rows(NamedTuple):
 
 
 def codes_in_flight(config: Config, architecture: Architecture, ranks: int) -> int:
-    """Peak bytes of the messages in memory at once while a version is gathered by `qarl.distributed.gathers`.
+    """Peak bytes of the messages in memory at once while a version is gathered by `qarl.weight_sync.gathers`.
 
     Each message holds this rank's rows. A message with several tensors, or with part of one, also holds a packed copy
     of these rows, and the rows of all ranks until they are copied into the version's tensors. A learner that is not

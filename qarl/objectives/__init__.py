@@ -5,8 +5,6 @@ values to the loss. Each objective is one file with its formula, the keys of its
 which computes the formula. `registry.py` lists them. This package exports the names that a custom objective needs.
 """
 
-# Must be imported first: the configuration contains the sections here, and they need its base classes.
-import qarl.config  # noqa: F401
 from qarl.objectives.common import Surrogate, SurrogateInputs, clamped_exp, log_ratio, ratio_stats, stat
 
 __all__ = ["Surrogate", "SurrogateInputs", "clamped_exp", "log_ratio", "ratio_stats", "stat"]

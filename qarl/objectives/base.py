@@ -9,12 +9,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import ConfigDict
 
-from qarl.config.base import Fault, Field, Section
-from qarl.config.limits import FACTOR
+from qarl.inputs.limits import FACTOR
+from qarl.inputs.section import Fault, Field, Section
 from qarl.objectives.common import INFINITE, Estimator, Surrogate, SurrogateInputs, clamped_exp
 from qarl.objectives.segments import Aggregation, Segments
 from qarl.objectives.teacher import TeacherConfig
@@ -22,7 +22,6 @@ from qarl.objectives.teacher import TeacherConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qarl.config.config import Config
     from qarl.objectives.correction_config import CorrectionConfig
 
 AdvantageKind = Literal["grpo", "grpo_no_std", "rloo", "reinforce"]
@@ -57,6 +56,36 @@ def _require_name(schema: dict[str, Any], model: type[Section]) -> None:
 
 
 DEFAULT = "tbpo"
+
+
+class RunConfig(Protocol):
+    """What objectives read of the whole configuration (`qarl.config.config.Config`, whose module imports this one)."""
+
+    @property
+    def objective(self) -> ObjectiveConfig: ...
+
+    @property
+    def correction(self) -> CorrectionConfig: ...
+
+    @property
+    def rollout(self) -> Any: ...
+
+    @property
+    def train(self) -> Any: ...
+
+    @property
+    def responses_per_step(self) -> int: ...
+
+    @property
+    def minibatch_size(self) -> int: ...
+
+    @property
+    def ranked(self) -> bool: ...
+
+    @property
+    def truncated(self) -> bool: ...
+
+    def fault(self, key: str, text: str) -> Fault: ...
 
 
 class ObjectiveConfig(Section):
@@ -174,7 +203,7 @@ class ObjectiveConfig(Section):
         """
         return "response" if self.dvp_rho is not None and self.one_ratio_per_response(level) else "token"
 
-    def faults_in(self, config: Config) -> Iterator[Fault]:
+    def faults_in(self, config: RunConfig) -> Iterator[Fault]:
         """Report values of other sections that this objective cannot be combined with."""
         yield from ()
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from qarl.config.base import Fault, Field, Section
-from qarl.config.limits import FACTOR, ITEMS, SCORE
+from qarl.inputs.limits import FACTOR, ITEMS, SCORE
+from qarl.inputs.section import Fault, Field, Section
 
 
 class Preset(NamedTuple):

@@ -19,12 +19,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import JsonValue
 
-from qarl.config.base import Fault, Field, path_faults
-from qarl.errors import UserError
+from qarl.errors import UserError, is_out_of_memory
 from qarl.inputs.code import REFERENCE, check_reference, describe, file_of, find
 from qarl.inputs.paths import PATH_BYTES
+from qarl.inputs.section import Fault, Field, path_faults
 from qarl.inputs.sources import source_parts
-from qarl.memory.out_of_memory import is_out_of_memory
 from qarl.objectives.base import RatioObjective, SurrogateFunction
 from qarl.objectives.common import RATIO_STATS, Surrogate, SurrogateInputs
 from qarl.utils.signals import is_stop

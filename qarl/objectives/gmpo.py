@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
-from qarl.config.base import Field
-from qarl.config.limits import FACTOR
+from qarl.inputs.limits import FACTOR
+from qarl.inputs.section import Field
 from qarl.objectives.base import Band, RatioObjective
 from qarl.objectives.common import Surrogate, SurrogateInputs, clamped_exp, ratio_stats, score
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-from qarl.config.base import Fault, Field
-from qarl.config.limits import FACTOR
+from qarl.inputs.limits import FACTOR
+from qarl.inputs.section import Fault, Field
 from qarl.objectives.base import AggregationKey, Band, RatioObjective
 from qarl.objectives.common import Stats, Surrogate, SurrogateInputs, clamped_exp, ratio_stats, weight_balance
 

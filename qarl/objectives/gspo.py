@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from qarl.config.base import Fault, Field
-from qarl.config.limits import FACTOR
-from qarl.objectives.base import Band, RatioObjective
+from qarl.inputs.limits import FACTOR
+from qarl.inputs.section import Fault, Field
+from qarl.objectives.base import Band, RatioObjective, RunConfig
 from qarl.objectives.common import Surrogate, SurrogateInputs, clamped_exp, ratio_stats, score
 
 if TYPE_CHECKING:
-    from qarl.config.config import Config
     from qarl.objectives.correction_config import CorrectionConfig
 
 
@@ -93,7 +92,7 @@ class MisGSPO(GSPO):
         if self.mis_ratio_low >= self.mis_ratio_high:
             yield self.fault("mis_ratio_low", f"must be below objective.mis_ratio_high ({self.mis_ratio_high:g})")
 
-    def faults_in(self, config: Config) -> Iterator[Fault]:
+    def faults_in(self, config: RunConfig) -> Iterator[Fault]:
         if config.correction.level != "none":
             text = "mis_gspo has its own weight (objective.mis_ratio_high); correction.level must be none"
             yield config.fault(f"correction.{config.correction.weight_key}", text)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from qarl.config.base import Field
-from qarl.config.limits import FACTOR, SMALLEST
+from qarl.inputs.limits import FACTOR, SMALLEST
+from qarl.inputs.section import Field
 from qarl.objectives.base import AggregationKey, RatioObjective
 from qarl.objectives.common import Surrogate, SurrogateInputs, clamped_exp, ratio_stats
 

@@ -6,14 +6,11 @@ J_t = A exp(l_t - stop(l_t))
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from qarl.config.base import Fault, Field
-from qarl.objectives.base import ObjectiveConfig
+from qarl.inputs.section import Fault, Field
+from qarl.objectives.base import ObjectiveConfig, RunConfig
 from qarl.objectives.common import Surrogate, SurrogateInputs, clamped_exp, ratio_stats, stat
-
-if TYPE_CHECKING:
-    from qarl.config.config import Config
 
 
 class OnPolicy(ObjectiveConfig):
@@ -30,7 +27,7 @@ class OnPolicy(ObjectiveConfig):
         stats = ratio_stats(ratio, clamped.new_zeros(clamped.shape), clamped, counted)
         return Surrogate(value, stats | {"policy/mu_w": stat(value, counted)})
 
-    def faults_in(self, config: Config) -> Iterator[Fault]:
+    def faults_in(self, config: RunConfig) -> Iterator[Fault]:
         train, responses = config.train, config.responses_per_step
         if train.epochs != 1:
             yield config.fault("train.epochs", "on_policy takes one optimizer step per batch; must be 1")

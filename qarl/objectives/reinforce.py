@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from qarl.config.base import Fault, Field
+from qarl.inputs.section import Fault, Field
 from qarl.objectives.base import AdvantageKey, AggregationKey, ObjectiveConfig
 from qarl.objectives.common import Surrogate, SurrogateInputs
 

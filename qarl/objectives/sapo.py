@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qarl.config.base import Field
-from qarl.config.limits import FACTOR, SMALLEST_TEMPERATURE
+from qarl.inputs.limits import FACTOR, SMALLEST_TEMPERATURE
+from qarl.inputs.section import Field
 from qarl.objectives.base import RatioObjective
 from qarl.objectives.common import Surrogate, SurrogateInputs, clamped_exp, ratio_stats
 

@@ -9,14 +9,11 @@ Both average over the tokens of a minibatch by default, as TRL's SFTTrainer and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from qarl.config.base import Fault, Field
-from qarl.objectives.base import AdvantageKey, AggregationKey, ObjectiveConfig
+from qarl.inputs.section import Fault, Field
+from qarl.objectives.base import AdvantageKey, AggregationKey, ObjectiveConfig, RunConfig
 from qarl.objectives.common import Surrogate, SurrogateInputs, stat
-
-if TYPE_CHECKING:
-    from qarl.config.config import Config
 
 
 class Supervised(ObjectiveConfig):
@@ -26,7 +23,7 @@ class Supervised(ObjectiveConfig):
     aggregation: AggregationKey = "token-mean"
     rewarded: ClassVar[bool] = False
 
-    def faults_in(self, config: Config) -> Iterator[Fault]:
+    def faults_in(self, config: RunConfig) -> Iterator[Fault]:
         if config.correction.active:
             yield config.fault("correction", f"{self.name} has no importance ratio to correct; leave the section out")
         if config.truncated or config.rollout.temperature != 1.0:
@@ -44,7 +41,7 @@ class SFT(Supervised):
         logp = inputs.logps.logp
         return Surrogate(inputs.token_advantages * logp, {"sft/loss": stat(-logp, inputs.counted_tokens)})
 
-    def faults_in(self, config: Config) -> Iterator[Fault]:
+    def faults_in(self, config: RunConfig) -> Iterator[Fault]:
         yield from super().faults_in(config)
         if config.rollout.engine != "data":
             text = "sft learns from given responses; use data, or leave it out"
@@ -60,7 +57,7 @@ class Distill(Supervised):
         """Return zeros (T,): the teacher's term is added by the objective."""
         return Surrogate(inputs.logps.logp.new_zeros(inputs.logps.logp.shape))
 
-    def faults_in(self, config: Config) -> Iterator[Fault]:
+    def faults_in(self, config: RunConfig) -> Iterator[Fault]:
         yield from super().faults_in(config)
         if self.teacher is None:
             text = "distill needs a teacher; set {path: MODEL}, usually the 16-bit model that the student starts from"

@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from qarl.config.base import Fault, Field
-from qarl.config.limits import FACTOR
-from qarl.objectives.base import Band, ObjectiveConfig, RatioKind
+from qarl.inputs.limits import FACTOR
+from qarl.inputs.section import Fault, Field
+from qarl.objectives.base import Band, ObjectiveConfig, RatioKind, RunConfig
 from qarl.objectives.common import Surrogate, SurrogateInputs, clamped_exp, ratio_stats, score, stat
 
 if TYPE_CHECKING:
-    from qarl.config.config import Config
     from qarl.objectives.correction_config import CorrectionConfig
 
 
@@ -84,7 +83,7 @@ class TBPO(ObjectiveConfig):
         weight = {"level": "geometric", "mode": "truncate", "signal": "corr", "lower": 1.0 / cap, "upper": cap}
         return correction.model_copy(update=weight)
 
-    def faults_in(self, config: Config) -> Iterator[Fault]:
+    def faults_in(self, config: RunConfig) -> Iterator[Fault]:
         if config.correction.level != "none":
             text = "carries its own mismatch weight (objective.seq_tis_imp_ratio_cap); correction.level must be none"
             yield config.fault(f"correction.{config.correction.weight_key}", f"tbpo {text}")

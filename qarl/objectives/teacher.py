@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from qarl.config.base import Fault, Field, PathName, Section
-from qarl.config.limits import FACTOR, SMALLEST_TEMPERATURE, TEMPERATURE, VOCABULARY
+from qarl.inputs.limits import FACTOR, SMALLEST_TEMPERATURE, TEMPERATURE, VOCABULARY
+from qarl.inputs.section import Fault, Field, PathName, Section
 
 
 class TeacherConfig(Section):

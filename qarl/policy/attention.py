@@ -8,7 +8,6 @@ learner's backward is that of exact attention, recomputed with torch's SDPA. On 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
@@ -19,12 +18,11 @@ import torch.nn.functional as F
 from qarl_kernels.attention import PAGE, TILE, QueryTiles, paged_attention
 from torch import Tensor
 
+from qarl.policy.pages import Caches, Span, positions_of, slots_of
 from qarl.policy.trace import Context
 
 if TYPE_CHECKING:
     from qarl.policy.fused_attention import DecodeAttention, PackedAttention, PagedAttention
-
-Caches: TypeAlias = Sequence[tuple[Tensor, Tensor]]  # per layer (k, v), each (P, H_kv, PAGE, D)
 
 
 @dataclass
@@ -77,23 +75,6 @@ def pack(prompts: list[list[int]], responses: list[list[int]], written: list[lis
         found.starts.append((start, len(found.ids)))
         found.ids += response[:-1]
     return found
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive tokens of one sequence in a packed batch.
-
-    Attributes:
-        row: First row in the batch.
-        count: Number of tokens.
-        position: Position of the first token in its sequence.
-        pages: The sequence's KV pages in order, for all tokens up to the last of the span.
-    """
-
-    row: int
-    count: int
-    position: int
-    pages: list[int]
 
 
 @dataclass(frozen=True)
@@ -174,16 +155,6 @@ def paged(spans: list[Span], device: torch.device, caches: Caches, fused: bool) 
         _tiles(spans, device),
         caches,
     )
-
-
-def positions_of(spans: Sequence[Span]) -> list[int]:
-    """Return the position of each token of the spans in its sequence."""
-    return [p for s in spans for p in range(s.position, s.position + s.count)]
-
-
-def slots_of(spans: Sequence[Span]) -> list[int]:
-    """Return page * PAGE + offset of each token of the spans."""
-    return [s.pages[p // PAGE] * PAGE + p % PAGE for s in spans for p in range(s.position, s.position + s.count)]
 
 
 def _tiles(spans: list[Span], device: torch.device) -> list[QueryTiles]:

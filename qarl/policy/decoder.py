@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from qarl_kernels.fused_norm import Normed
@@ -21,40 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from qarl.policy.attention import Attention
 from qarl.policy.fused_attention import PackedAttention
 from qarl.policy.layer import DecoderLayer, Kept, add_norm
-from qarl.policy.linear import Backward, PackedLinear, gradient_of
+from qarl.policy.linear import Backward, PackedLinear, WeightSet, gradient_of
 from qarl.policy.modules import HFModule, read_layers, read_norm, rotary_tables
 from qarl.policy.routes import NO_ROUTES, Routes
+from qarl.policy.run import Recompute, Run
 from qarl.policy.trace import Note, unnoted
-from qarl.policy.weights import WeightSet
-
-Recompute = Literal["elementwise", "mlp", "products", "layer"]
-
-
-@dataclass(frozen=True)
-class Run:
-    """Inputs shared by all layers of one forward and its backward.
-
-    Attributes:
-        weights: Weight set of the version that runs.
-        attention: Attention over the batch's own keys or a KV cache.
-        routes: Of the tokens through the experts.
-        cos, sin: (positions, D); in plain torch (T, D), the position of each row.
-        note: Records what each operation gives, see `qarl.policy.trace`.
-        backward: See `OutputGradient`.
-    """
-
-    weights: WeightSet
-    attention: Attention
-    routes: Routes
-    cos: Tensor
-    sin: Tensor
-    note: Note
-    backward: Backward
-
-    def noted(self, index: int, operation: str, tensor: Tensor) -> Tensor:
-        """The tensor, after it was recorded."""
-        self.note(index, operation, tensor)
-        return tensor
 
 
 def _unheard(masters: Sequence[nn.Parameter]) -> None:

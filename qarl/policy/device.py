@@ -6,6 +6,7 @@ import torch
 from qarl_formats.scheme import Scheme
 
 from qarl.config import QuantConfig
+from qarl.distributed.rank_info import rank_info
 from qarl.errors import UserError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -22,6 +23,23 @@ def pick_device(name: str, gpu: int = 0) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", gpu)
+
+
+def rank_device(name: str) -> torch.device:
+    """Return this process's device for `model.device`: the GPU with index LOCAL_RANK if there are several ranks.
+
+    Raises UserError if there is no such GPU.
+    """
+    own = rank_info()
+    device = pick_device(name, own.local if own is not None else 0)
+    if own is None or device.type == "cpu":
+        return device
+    gpus = torch.cuda.device_count()
+    if gpus == 1:  # the launcher sets CUDA_VISIBLE_DEVICES per rank
+        return torch.device("cuda", 0)
+    if own.local >= gpus:
+        raise UserError(f"LOCAL_RANK: {own.local}, but this machine shows {gpus} GPUs; start at most one rank for each")
+    return device
 
 
 def use_kernels(quant: QuantConfig, scheme: Scheme, dtype: torch.dtype, device: torch.device) -> bool:

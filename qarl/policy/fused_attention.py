@@ -19,7 +19,7 @@ from qarl_kernels.flash.pairs import from_cache
 from qarl_kernels.rotary import Rotation, rotary_forward, rotary_into_pages
 from torch import Tensor
 
-from qarl.policy.attention import Caches, Span, positions_of, slots_of
+from qarl.policy.pages import Caches, Span, positions_of, slots_of
 
 
 @dataclass(frozen=True)

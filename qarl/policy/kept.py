@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from qarl.policy.weights import WeightSet, learner_weights
+from qarl.policy.linear import WeightSet
+from qarl.policy.parts import PolicyParts
+from qarl.policy.weights import learner_weights
 from qarl.weight_sync.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from qarl.policy.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class KeptVersions:
         on_host: Move a version to host memory when the next one is added.
     """
 
-    def __init__(self, policy: Policy, on_host: bool) -> None:
+    def __init__(self, policy: PolicyParts, on_host: bool) -> None:
         self._policy, self._moves = policy, on_host
         self._versions: dict[int, _Version] = {}
 

@@ -35,7 +35,7 @@ from qarl.policy.routes import ExpertLayer
 from qarl.policy.trace import unnoted
 
 if TYPE_CHECKING:
-    from qarl.policy.decoder import Recompute, Run
+    from qarl.policy.run import Recompute, Run
 
 
 @dataclass

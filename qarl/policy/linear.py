@@ -13,10 +13,10 @@ masters' `.grad` in place. In plain torch autograd calls the backward, which ret
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from qarl_formats.rows import adjacent, concatenate_rows
@@ -24,13 +24,10 @@ from qarl_formats.scheme import Codes, InputCodes
 from qarl_formats.weight import LowBitWeight
 from qarl_kernels import fp8_backward
 from qarl_kernels.backward import input_grad, weight_grad
+from qarl_kernels.groups import Groups
 from qarl_kernels.moe.backward import grouped_input_grad, grouped_weight_grad
-from qarl_kernels.moe.groups import Groups
 from qarl_kernels.token_sums import column_sum
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from qarl.policy.weights import WeightSet
 
 Backward: TypeAlias = Literal["bf16", "fp8"]
 
@@ -234,3 +231,26 @@ def sum_of(master: Tensor) -> Tensor:
     """Return the gradient of one master, see `gradient_of`."""
     assert isinstance(master, nn.Parameter), "a master is a parameter"
     return gradient_of([master])
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """All tensors of one version that a forward reads. Weight sets share tensors that are equal.
+
+    Attributes:
+        linears: Weights and biases of each packed linear: one part for all its layers, or one part per layer.
+        values: All other parameters by name (norms, embedding, biases, output layer), in the compute dtype.
+        head: (V, H), the output layer as `qarl_kernels.logprob.logits_of` reads it.
+        fused: Whether the forward runs on Triton kernels; otherwise it runs in plain torch, with autograd.
+        kv_fp8: Whether attention reads keys and values rounded to e4m3 (`quant.kv_cache_dtype`).
+    """
+
+    linears: Mapping[PackedLinear, tuple[Part, ...]]
+    values: Mapping[str, Tensor]
+    head: Tensor
+    fused: bool = False
+    kv_fp8: bool = False
+
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the KV cache of a forward in `dtype`; plain torch stores e4m3 values in `dtype`."""
+        return torch.float8_e4m3fn if self.kv_fp8 and self.fused else dtype

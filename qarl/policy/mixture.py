@@ -13,31 +13,50 @@ waits for the device, and launch sizes depend only on the number of tokens, so a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from qarl_formats.scheme import Codes
 from qarl_kernels.backward import input_grad, weight_grad
 from qarl_kernels.fused_norm import Normed
+from qarl_kernels.groups import Groups, Routed, Shared
 from qarl_kernels.moe import reference
 from qarl_kernels.moe.balance import balance_grad
 from qarl_kernels.moe.combine import combine, combine_backward, shared_backward, sum_over_slots
 from qarl_kernels.moe.dispatch import groups_of
-from qarl_kernels.moe.groups import Groups, Routed, Shared
 from qarl_kernels.moe.routing import route, route_backward
 from qarl_kernels.moe.shared import shared_gate
 from qarl_kernels.swiglu import swiglu, swiglu_backward
-from torch import Tensor
+from torch import Tensor, nn
 
-from qarl.policy.linear import OutputGradient, activations, gradient_of
+from qarl.policy.linear import OutputGradient, PackedLinear, activations, gradient_of
 from qarl.policy.mlp import activate, mlp, mlp_backward, silu_product
 from qarl.policy.routes import ExpertLayer, Routes
 from qarl.policy.trace import unnoted
 
 if TYPE_CHECKING:
-    from qarl.policy.decoder import Recompute, Run
-    from qarl.policy.layer import DecoderLayer
+    from qarl.policy.run import Recompute, Run
+
+
+class MixtureLayer(Protocol):
+    """What this module reads of a `DecoderLayer`, whose module imports this one. See there."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def gate_up(self) -> PackedLinear: ...
+
+    @property
+    def down(self) -> PackedLinear: ...
+
+    @property
+    def shared(self) -> tuple[PackedLinear, ...]: ...
+
+    @property
+    def gates(self) -> Mapping[str, nn.Parameter]: ...
 
 
 @dataclass
@@ -69,7 +88,7 @@ class KeptExperts:
         return self if recompute == "elementwise" else KeptExperts(self.routed, self.groups)
 
 
-def mixture(layer: DecoderLayer, experts: ExpertLayer, normed: Normed, run: Run) -> tuple[Tensor, KeptExperts]:
+def mixture(layer: MixtureLayer, experts: ExpertLayer, normed: Normed, run: Run) -> tuple[Tensor, KeptExperts]:
     """Return the experts' output (T, H) and intermediates for the backward. normed: (T, H), with codes if `gate_up`
     reads codes.
     """
@@ -86,7 +105,7 @@ def mixture(layer: DecoderLayer, experts: ExpertLayer, normed: Normed, run: Run)
     return run.noted(layer.index, "down", y), KeptExperts(routed, groups, gate_up, down, kept)
 
 
-def _route(layer: DecoderLayer, experts: ExpertLayer, x: Tensor, run: Run) -> Routed:
+def _route(layer: MixtureLayer, experts: ExpertLayer, x: Tensor, run: Run) -> Routed:
     value = run.weights.values[experts.router]
     if run.weights.fused:
         return route_tokens(x, value, experts, run.routes, kernels=True)
@@ -94,7 +113,7 @@ def _route(layer: DecoderLayer, experts: ExpertLayer, x: Tensor, run: Run) -> Ro
     return Routed(logits, chosen, weights)
 
 
-def _into_down(layer: DecoderLayer, gate_up: Tensor, groups: Groups, run: Run) -> Tensor:
+def _into_down(layer: MixtureLayer, gate_up: Tensor, groups: Groups, run: Run) -> Tensor:
     """Return the output of each row's expert, (R, H)."""
     if run.weights.fused:
         gated = activate(gate_up, layer.down, run)
@@ -105,7 +124,7 @@ def _into_down(layer: DecoderLayer, gate_up: Tensor, groups: Groups, run: Run) -
     return layer.down.grouped(read, run.weights, groups, False)
 
 
-def _note(layer: DecoderLayer, routed: Routed, groups: Groups, gate_up: Tensor, run: Run) -> None:
+def _note(layer: MixtureLayer, routed: Routed, groups: Groups, gate_up: Tensor, run: Run) -> None:
     """Trace the experts' results, with the rows of a token concatenated."""
     if run.note is unnoted:
         return
@@ -117,7 +136,7 @@ def _note(layer: DecoderLayer, routed: Routed, groups: Groups, gate_up: Tensor, 
         run.note(layer.index, operation, rows[place].unflatten(0, (-1, groups.slots)))
 
 
-def _shared(layer: DecoderLayer, gate_name: str, normed: Normed, run: Run) -> KeptShared:
+def _shared(layer: MixtureLayer, gate_name: str, normed: Normed, run: Run) -> KeptShared:
     """Compute the shared expert's output for all tokens, and its gate."""
     (gate_up, down), x, value = layer.shared, normed.normed, run.weights.values[gate_name]
     assert x is not None, "a gate reads values"
@@ -132,7 +151,7 @@ def _shared(layer: DecoderLayer, gate_name: str, normed: Normed, run: Run) -> Ke
 
 
 def mixture_backward(
-    layer: DecoderLayer, experts: ExpertLayer, grad: Tensor, normed: Tensor, kept: KeptExperts, run: Run
+    layer: MixtureLayer, experts: ExpertLayer, grad: Tensor, normed: Tensor, kept: KeptExperts, run: Run
 ) -> Tensor:
     """grad: (T, H), gradient of the forward's output; normed: (T, H), its input. Returns the gradient of the input.
     Updates `.grad` of the masters.
@@ -162,7 +181,7 @@ def mixture_backward(
 
 
 def _shared_backward(
-    layer: DecoderLayer, gate_name: str, grad: Tensor, normed: Tensor, kept: KeptShared | None, run: Run
+    layer: MixtureLayer, gate_name: str, grad: Tensor, normed: Tensor, kept: KeptShared | None, run: Run
 ) -> Tensor:
     """Return the gradient (T, H) float32 of the shared expert's input. kept: overwritten; None: recomputed."""
     gate_up, down = layer.shared

@@ -12,7 +12,7 @@ from torch import Tensor
 from qarl.policy.linear import OutputGradient, PackedLinear, activations
 
 if TYPE_CHECKING:
-    from qarl.policy.decoder import Run
+    from qarl.policy.run import Run
 
 
 def activate(gate_up: Tensor, down: PackedLinear, run: Run) -> Gated:

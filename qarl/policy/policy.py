@@ -16,17 +16,18 @@ from qarl.config import QuantConfig
 from qarl.config.architecture import unserved_heads
 from qarl.errors import UserError
 from qarl.policy.attention import pack, packed
-from qarl.policy.decoder import Decoder, Recompute
+from qarl.policy.decoder import Decoder
 from qarl.policy.device import use_kernels
 from qarl.policy.experts import move_experts
 from qarl.policy.kept import KeptVersions
-from qarl.policy.linear import sum_of
+from qarl.policy.linear import WeightSet, sum_of
 from qarl.policy.modules import check_family, check_norms
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
+from qarl.policy.run import Recompute
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import check_shapes, linear_names
 from qarl.policy.teacher import Comparison
-from qarl.policy.weights import WeightSet, learner_weights, sampler_weights
+from qarl.policy.weights import learner_weights, sampler_weights
 from qarl.utils.packed_linears import shared_scales
 from qarl.utils.transfer import upload
 from qarl.weight_sync.quantize import quantize_parameters

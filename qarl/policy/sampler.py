@@ -11,12 +11,12 @@ from qarl_formats.weight import LowBitWeight
 from qarl_kernels.logprob import Distribution, Truncation, distribution, logits_of, token_logprobs
 from torch import Tensor
 
-from qarl.policy.attention import Attention, Caches, Span, packed, paged
+from qarl.policy.attention import Attention, packed, paged
 from qarl.policy.decoder import Decoder
-from qarl.policy.linear import Part
+from qarl.policy.linear import Part, WeightSet
+from qarl.policy.pages import Caches, Span
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.trace import Tracer
-from qarl.policy.weights import WeightSet
 from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 

@@ -23,8 +23,8 @@ from qarl.inputs.library_errors import foreign_errors, quiet_loading
 from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import INDEX, SINGLE, shard_names
 from qarl.storage.conversions import converted
-from qarl.storage.environment import version_of
 from qarl.storage.tensorfile import safetensors_chunks, write_file
+from qarl.utils.versions import version_of
 
 _VERSION = 1  # of the conversion; increase it if `_write` changes, so that older entries are not used
 _CONVERTERS = ("transformers", "tokenizers", "gguf")

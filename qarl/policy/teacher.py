@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from qarl_kernels.backward import SumOf
@@ -11,10 +10,8 @@ from qarl_kernels.divergence import Divergence, token_divergence
 from torch import Tensor
 
 from qarl.errors import UserError
-
-if TYPE_CHECKING:
-    from qarl.policy.policy import Policy
-    from qarl.policy.weights import WeightSet
+from qarl.policy.linear import WeightSet
+from qarl.policy.parts import PolicyParts
 
 
 @dataclass(frozen=True)
@@ -27,11 +24,11 @@ class Teacher:
         sha256: Digest of its published tensors, which identifies it.
     """
 
-    policy: Policy
+    policy: PolicyParts
     divergence: Divergence
     sha256: str
 
-    def require_fits(self, student: Policy, key: str) -> None:
+    def require_fits(self, student: PolicyParts, key: str) -> None:
         """Raise UserError if the two models cannot be compared, or the teacher's context is too short."""
         mine, its = student.config.vocab_size, self.policy.config.vocab_size
         if mine != its:
@@ -58,7 +55,7 @@ class Comparison:
 
     def run(
         self,
-        student: Policy,
+        student: PolicyParts,
         weights: WeightSet,
         hidden: Tensor,
         prompts: list[list[int]],

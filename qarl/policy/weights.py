@@ -11,9 +11,7 @@ A forward gets a `WeightSet` as an argument. A policy has up to four:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from qarl_formats.rows import concatenate_rows
@@ -21,40 +19,15 @@ from qarl_formats.weight import LowBitWeight, ordinary_weight
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.policy.linear import PackedLinear, Part
+from qarl.policy.linear import WeightSet
+from qarl.policy.parts import PolicyParts
 from qarl.weight_sync.quantize import Quantizer
 from qarl.weight_sync.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from qarl.policy.policy import Policy
 
 NARROW = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class WeightSet:
-    """All tensors of one version that a forward reads. Weight sets share tensors that are equal.
-
-    Attributes:
-        linears: Weights and biases of each packed linear: one part for all its layers, or one part per layer.
-        values: All other parameters by name (norms, embedding, biases, output layer), in the compute dtype.
-        head: (V, H), the output layer as `qarl_kernels.logprob.logits_of` reads it.
-        fused: Whether the forward runs on Triton kernels; otherwise it runs in plain torch, with autograd.
-        kv_fp8: Whether attention reads keys and values rounded to e4m3 (`quant.kv_cache_dtype`).
-    """
-
-    linears: Mapping[PackedLinear, tuple[Part, ...]]
-    values: Mapping[str, Tensor]
-    head: Tensor
-    fused: bool = False
-    kv_fp8: bool = False
-
-    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the KV cache of a forward in `dtype`; plain torch stores e4m3 values in `dtype`."""
-        return torch.float8_e4m3fn if self.kv_fp8 and self.fused else dtype
-
-
-def learner_weights(policy: Policy, snapshot: Snapshot, masters: Mapping[str, Tensor]) -> WeightSet:
+def learner_weights(policy: PolicyParts, snapshot: Snapshot, masters: Mapping[str, Tensor]) -> WeightSet:
     """The learner's weights of a snapshot that was just made from the masters.
 
     In the published dtype they share the snapshot's tensors. In another dtype they are the masters, rounded to it.
@@ -85,7 +58,7 @@ def learner_weights(policy: Policy, snapshot: Snapshot, masters: Mapping[str, Te
     return weights
 
 
-def sampler_weights(policy: Policy, snapshot: Snapshot, learner: WeightSet | None = None) -> WeightSet:
+def sampler_weights(policy: PolicyParts, snapshot: Snapshot, learner: WeightSet | None = None) -> WeightSet:
     """A snapshot in the sampler's arithmetic.
 
     Args:
@@ -101,7 +74,7 @@ def sampler_weights(policy: Policy, snapshot: Snapshot, learner: WeightSet | Non
 
 
 def _weight_set(
-    policy: Policy,
+    policy: PolicyParts,
     values: Mapping[str, Tensor],
     weights_of: Callable[[tuple[str, ...]], list[LowBitWeight]],
     fused: bool,
@@ -128,22 +101,22 @@ def _weight_set(
     return WeightSet(linears, values, head, fused, kv_fp8)
 
 
-def _published_values(policy: Policy, snapshot: Snapshot) -> dict[str, Tensor]:
+def _published_values(policy: PolicyParts, snapshot: Snapshot) -> dict[str, Tensor]:
     return {name: snapshot.tensors[name] for name in _unquantized(policy)}
 
 
-def _unquantized(policy: Policy) -> list[str]:
+def _unquantized(policy: PolicyParts) -> list[str]:
     weights = {f"{name}.weight" for linear in policy.decoder.linears for name in linear.names}
     return [name for name, _ in policy.named_parameters() if name not in weights]
 
 
-def _published(policy: Policy, names: tuple[str, ...], snapshot: Snapshot) -> list[LowBitWeight]:
+def _published(policy: PolicyParts, names: tuple[str, ...], snapshot: Snapshot) -> list[LowBitWeight]:
     """The sampler's weights of some layers: one for all of them if they are a group of the snapshot."""
     return [weight.prepare(policy.dtype, policy.kernels) for weight in snapshot.packed(names)]
 
 
 def _learner(
-    policy: Policy,
+    policy: PolicyParts,
     names: tuple[str, ...],
     snapshot: Snapshot,
     masters: Mapping[str, Tensor],

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from qarl.diagnostics.layout import FORMAT_VERSION, DiagnosticsRecord
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
 from qarl.inputs.schema import checked
@@ -28,6 +27,7 @@ from qarl.report.blocks import (
     Text,
 )
 from qarl.report.formatting import number
+from qarl.storage.diagnostics_record import FORMAT_VERSION, DiagnosticsRecord
 from qarl.storage.names import step_files
 
 EARLIER = 3  # number of earlier steps shown next to the last one

@@ -21,7 +21,7 @@ def main() -> None:
 
         host.main(int(descriptor))
     else:
-        from qarl.rollout.vllm import worker
+        from qarl.rollout import vllm_worker as worker
 
         worker.main(int(descriptor), numerics, float(begun))
 

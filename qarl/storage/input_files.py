@@ -31,7 +31,7 @@ from qarl.inputs.tensors import INDEX, SINGLE, shard_names
 from qarl.objectives.custom import Custom
 from qarl.rewards.builtin import BUILTINS
 from qarl.rewards.fingerprint import reward_fingerprint
-from qarl.storage.environment import version_of
+from qarl.utils.versions import version_of
 
 INIT = "init"  # part of a run's `model` inputs: `quant.init` and its calibration text
 UNKNOWN = "unknown"  # the identity of something on the hub that is not in the local cache

@@ -14,7 +14,7 @@ from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.history import History, write_history
 from qarl.storage.names import checkpoint_steps
 from qarl.storage.rundir import RunDirectory
-from qarl.training.console import RunConsole
+from qarl.terminal.run_console import RunConsole
 from qarl.training.recorder import Recorder
 from qarl.training.setup import Run
 from qarl.training.state import capture, restore

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from qarl_kernels.logprob import Truncation
 
+from qarl.batch.micro_batches import Response, by_tokens
 from qarl.config import Config
 from qarl.distributed.ranks import Ranks
 from qarl.policy.teacher import Comparison, Teacher
-from qarl.training.micro_batches import Response, by_tokens
 from qarl.types import Prompt
 
 if TYPE_CHECKING:

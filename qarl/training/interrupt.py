@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from qarl.batch.batch import Part
+from qarl.batch.observer import Observer, Phase
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.rewards import RewardResult
-from qarl.training.batch import Part
-from qarl.training.observer import Observer, Phase
 from qarl.types import Prompt, Rollout
 from qarl.utils.signals import Interrupted, StoppedAtOnce, stop_signals
 

@@ -16,19 +16,19 @@ from qarl_kernels.logprob import Truncation
 from qarl_kernels.truncation import Recording
 from torch import Tensor
 
+from qarl.batch.batch import Batch, Part, rounds
+from qarl.batch.columns import Column, KeptColumn, RoutingColumn
+from qarl.batch.observer import Observer
 from qarl.config import Config
 from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
 from qarl.objectives.common import Constants, TokenLogProbs
 from qarl.objectives.objective import build_objective
 from qarl.objectives.segments import Totals
+from qarl.policy.linear import WeightSet
 from qarl.policy.policy import Policy
 from qarl.policy.routes import RouterScores, Routes
 from qarl.policy.teacher import Comparison, Teacher
-from qarl.policy.weights import WeightSet
-from qarl.training.batch import Batch, Part, rounds
-from qarl.training.columns import Column, KeptColumn, RoutingColumn
-from qarl.training.observer import Observer
 from qarl.training.optim import lr_at
 from qarl.training.routing import SlotCounts, training_routes
 from qarl.training.totals import LearnerTotals

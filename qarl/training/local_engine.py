@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from qarl.batch.saved import read_rollouts, rollout_steps
 from qarl.config import Config
 from qarl.data import PromptStream
-from qarl.diagnostics.diagnose.saved import read_rollouts, rollout_steps
 from qarl.errors import UserError
 from qarl.policy.kept import KeptVersions
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rollout.engine import SamplingParams, first_samples
 from qarl.rollout.native.engine import NativeEngine
-from qarl.rollout.native.sequence import Sequence as Response
+from qarl.rollout.sequence import Sequence as Response
 from qarl.rollout.stopping import Stopping
 from qarl.types import FinishReason, Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot

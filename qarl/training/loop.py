@@ -11,30 +11,30 @@ from pathlib import Path
 
 import torch
 
+from qarl.batch.observer import Observer, Observers
 from qarl.config import Config
 from qarl.config.yaml_io import parse_yaml
 from qarl.diagnostics.agreement import Agreement
 from qarl.diagnostics.probe import Probe
-from qarl.distributed.group import connect, rank_device
+from qarl.distributed.group import connect
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import together
-from qarl.errors import UserError
+from qarl.errors import UserError, memory_errors
 from qarl.inputs.code import describe
-from qarl.memory.out_of_memory import memory_errors
 from qarl.memory.sizes import decide_sizes, keep_sizes
+from qarl.policy.device import rank_device
 from qarl.policy.load_config import load_architecture
 from qarl.rollout.shared import publish_together
 from qarl.storage.disk import disk_errors
 from qarl.storage.names import checkpoint_steps
 from qarl.storage.rundir import RunDirectory, begun_configuration
 from qarl.storage.runs import METRICS, read_metrics
+from qarl.terminal.noise import quiet_libraries, rewards_logged
+from qarl.terminal.run_console import RunConsole, StepDisplay
 from qarl.training.alarms import Alarms, idle_correction
 from qarl.training.checkpoint_manager import CheckpointManager, refuse_vanished
-from qarl.training.console import RunConsole, StepDisplay
 from qarl.training.interrupt import InterruptGuard, SafePoints
 from qarl.training.metrics import Clock, over_ranks
-from qarl.training.noise import quiet_libraries, rewards_logged
-from qarl.training.observer import Observer, Observers
 from qarl.training.profiler import StepProfiler
 from qarl.training.recorder import NoRecords, Recorder
 from qarl.training.setup import Run, build_run

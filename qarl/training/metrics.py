@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qarl.batch.batch import CPU, Batch
+from qarl.batch.observer import Observer, Phase
 from qarl.diagnostics.error_tokens import error_token_metrics
 from qarl.diagnostics.mismatch import mismatch_metrics
 from qarl.distributed.ranks import Ranks
 from qarl.rewards import RewardResult
-from qarl.training.batch import CPU, Batch
-from qarl.training.observer import Observer, Phase
 from qarl.types import Prompt, Rollout
 from qarl.utils.averages import deviation, mean
 from qarl.utils.threads import one_thread

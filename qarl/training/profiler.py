@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from qarl.batch.batch import Batch, Part
+from qarl.batch.observer import Observer, Phase
 from qarl.config.architecture import Architecture
 from qarl.objectives.common import TokenLogProbs
 from qarl.rewards import RewardResult
 from qarl.storage.disk import write_together
 from qarl.storage.names import step_name
-from qarl.training.batch import Batch, Part
 from qarl.training.flops import BACKWARD, forward_flops
-from qarl.training.observer import Observer, Phase
 from qarl.training.profile_page import PREFIX, is_range, page
 from qarl.training.setup import Run
 from qarl.types import Prompt, Rollout

@@ -9,11 +9,11 @@ import torch
 from qarl_kernels.moe.balance import choices
 from torch import Tensor
 
+from qarl.batch.batch import Part
 from qarl.config import Config
 from qarl.distributed.ranks import Ranks, total
 from qarl.policy.policy import Policy
 from qarl.policy.routes import Balance, Routes
-from qarl.training.batch import Part
 
 
 def training_routes(

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from qarl.config import Config
 from qarl.config.quant import scheme_of
-from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import Exchange
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
@@ -23,6 +22,7 @@ from qarl.policy.skeleton import check_shapes, replace_meta, schemes_of, skeleto
 from qarl.policy.source import locate
 from qarl.training.optim import round_masters
 from qarl.training.row_updates import RowUpdates, rounded_values
+from qarl.weight_sync.codes import gather_codes
 
 VECTOR = 64  # elements; vectors are assigned whole, because kernels may round the tail of a vectorized loop differently
 

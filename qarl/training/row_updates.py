@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qarl.config import Config
-from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import Exchange
-from qarl.distributed.gathers import BucketedGather, own_rows
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan
 from qarl.policy.policy import Policy
@@ -30,6 +28,8 @@ from qarl.training.optim import build_optimizer, clip_grads, is_hidden_matrix
 from qarl.training.row_muon import RowMuon
 from qarl.training.row_sums import RowSums
 from qarl.training.updates import Updates
+from qarl.weight_sync.codes import gather_codes
+from qarl.weight_sync.gathers import BucketedGather, own_rows
 
 
 class RowUpdates(Updates):

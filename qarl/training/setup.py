@@ -31,7 +31,6 @@ from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
-from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
 from qarl.inference.masters import verify_base
 from qarl.memory.activations import Device
 from qarl.memory.estimate import update_bytes
@@ -47,11 +46,12 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.shared import Headroom, NoSampler, ranks_headroom
 from qarl.storage.names import checkpoint_steps, step_name
 from qarl.storage.saved_state import Inputs, started_at
-from qarl.training.console import RunConsole
+from qarl.terminal.run_console import RunConsole
 from qarl.training.held_out import HeldOut
 from qarl.training.learner import Learner
 from qarl.training.local_engine import GivenResponses, LocalEngine, ReplayEngine
 from qarl.training.optim import round_masters
+from qarl.training.periodic_evaluation import TrainingEvaluation, load_training_tasks
 from qarl.training.quantized_start import compare_start
 from qarl.training.run_identity import input_digests, require_same_inputs, shared_tensors_digest, tensors_digest
 from qarl.training.trackers import require_trackers

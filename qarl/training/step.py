@@ -1,6 +1,6 @@
 """The RL step in the order of the method: sample, score, advantages, log-probs, loss, backward, update, publish.
 
-Display, clock, signals, diagnostics and records are observers (`qarl.training.observer`).
+Display, clock, signals, diagnostics and records are observers (`qarl.batch.observer`).
 
 With several ranks, each rank samples and scores its share of the prompts. Then every rank gets the whole batch, splits
 it in the same way, and runs its share of the micro-batches.
@@ -13,16 +13,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from qarl.batch.batch import Batch, build_batch
+from qarl.batch.observer import Observer, Observers
 from qarl.config import Config
 from qarl.distributed.together import together
 from qarl.rewards import RewardResult
 from qarl.rewards.shared import gather_results, score_share
 from qarl.rollout.engine import round_seed
 from qarl.rollout.shared import asleep, gather_rollouts, generate_share, publish_together
-from qarl.training.batch import Batch, build_batch
 from qarl.training.dynamic_sampling import Sampled, sample_until_full
 from qarl.training.learner import Learner
-from qarl.training.observer import Observer, Observers
 from qarl.training.setup import Run
 from qarl.types import Rollout
 

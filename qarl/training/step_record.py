@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from qarl.batch.batch import Batch
+from qarl.batch.observer import Observer
 from qarl.config import Config
 from qarl.diagnostics.backward import Modules
 from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings, predicted_steps, sign_agreement
@@ -16,7 +18,6 @@ from qarl.diagnostics.error_tokens import error_examples
 from qarl.diagnostics.probe import Probe
 from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.rewards import RewardResult
-from qarl.training.batch import Batch
 from qarl.training.metrics import (
     peak_memory_gib,
     response_metrics,
@@ -26,7 +27,6 @@ from qarl.training.metrics import (
     token_metrics,
     truncation_bias_bound,
 )
-from qarl.training.observer import Observer
 from qarl.training.recorder import Recorder
 from qarl.training.setup import Run
 from qarl.types import Prompt, Rollout

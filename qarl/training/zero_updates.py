@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from qarl.config import Config
 from qarl.config.deepspeed import deepspeed_keys
-from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import SingleProcessExchange
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.rows import Block, RowPlan
@@ -34,6 +33,7 @@ from qarl.training.row_updates import joint_norm
 from qarl.training.updates import Updates
 from qarl.training.zero_setup import log_communication, logs_communication, open_stage
 from qarl.training.zero_stages import Stage
+from qarl.weight_sync.codes import gather_codes
 
 _STATE = ("exp_avg", "exp_avg_sq")
 

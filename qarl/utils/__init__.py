@@ -1,1 +1,1 @@
-"""Small helpers: processes, threads, signals, text, names of packed layers."""
+"""Small helpers: processes, threads, signals, text, versions, names of packed layers."""

@@ -9,6 +9,7 @@ transport.py       a memory file or CUDA IPC
 update.py          what is sent (all tensors, or the changed words), and how the sampler applies it
 fingerprints.py    digests of tensors on their device, and their comparison
 checkpoint.py      a snapshot as a directory that a sampler starts from
+codes.py           all codes from those of each rank's rows; gathers.py: its messages
 expert_tensors.py  the tensors of a layer's experts as a few large ones
 
 Imports no engine and no policy: both import it.

@@ -19,22 +19,16 @@ def register(kind: S) -> S:
     return kind
 
 
-def _schemes() -> dict[str, type[Scheme]]:
-    import qarl_formats.schemes  # noqa: F401 (registers the built-in schemes)
-
-    return _SCHEMES
-
-
 def scheme_class(name: str) -> type[Scheme]:
     """Return the scheme called `name`. Raises ValueError if it is unknown."""
-    if name not in _schemes():
+    if name not in _SCHEMES:
         raise ValueError(f"scheme {name!r} is unknown; choose one of {', '.join(_SCHEMES)}")
     return _SCHEMES[name]
 
 
 def scheme_names(of: Callable[[type[Scheme]], bool] = lambda kind: True) -> tuple[str, ...]:
     """Return the names of all schemes, or of those that `of` accepts."""
-    return tuple(name for name, kind in _schemes().items() if of(kind))
+    return tuple(name for name, kind in _SCHEMES.items() if of(kind))
 
 
 def grouped_names() -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import torch
-    from qarl_kernels.moe.groups import Groups
+    from qarl_kernels.groups import Groups
     from torch import Tensor
 
 InputCodes: TypeAlias = Literal["int8", "fp8", "fp8_group"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from qarl_kernels.moe.groups import Groups
+from qarl_kernels.groups import Groups
 from torch import Tensor
 
 from qarl_formats.bits import Proof

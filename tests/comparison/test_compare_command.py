@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import ROOT, settings, write_config
 
-from qarl.config import check_model
+from qarl.checks.check import check_model
 from qarl.memory.estimate import saved_bytes
 from qarl.storage.runs import read_run
 

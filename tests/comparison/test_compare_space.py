@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from comparisons import settings_of, write_model
 
+from qarl.checks.check import check_model
 from qarl.comparison import space
 from qarl.comparison.plan import Member
 from qarl.comparison.space import space_warning
-from qarl.config import Config, check_model
+from qarl.config import Config
 from qarl.memory.estimate import saved_bytes
 
 

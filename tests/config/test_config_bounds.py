@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from qarl.comparison.study import Study
 from qarl.config import Config
-from qarl.config.limits import DEPTH, EPOCHS, POOL_TOKENS, RESPONSES, STEP_TOKENS, STEPS, VALUES
 from qarl.config.source import read_source
 from qarl.errors import UserError
+from qarl.inputs.limits import DEPTH, EPOCHS, POOL_TOKENS, RESPONSES, STEP_TOKENS, STEPS, VALUES
 
 INT64 = 2**63
 FLOAT32 = 3.4e38

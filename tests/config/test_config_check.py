@@ -9,9 +9,11 @@ from plain_settings import write_model
 from qarl_kernels.attention import PAGE
 from test_gguf_header import MODEL, TENSORS, gguf
 
-from qarl.config import check_inputs, limits, load_config
+from qarl.checks.check import check_inputs
+from qarl.config import load_config
 from qarl.config.architecture import read_config_json
 from qarl.errors import UserError
+from qarl.inputs import limits
 
 HEADER = gguf(MODEL, TENSORS)
 LLAMA = {"hidden_size": 96, "intermediate_size": 160, "num_key_value_heads": 2, "tie_word_embeddings": True}

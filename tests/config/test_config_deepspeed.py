@@ -6,8 +6,8 @@ import pytest
 import yaml
 from plain_settings import plain_settings
 
+from qarl.checks.check import check_inputs, check_ranks
 from qarl.config import load_config
-from qarl.config.check import check_inputs, check_ranks
 from qarl.config.deepspeed import deepspeed_keys, key_faults
 from qarl.errors import UserError
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from qarl.checks.check import check_inputs
 from qarl.comparison.study import is_study
-from qarl.config import Config, check_inputs, load_config
+from qarl.config import Config, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.yaml") if not is_study(str(path)))

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from qarl.config import load_config
-from qarl.config.base import notice
 from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
+from qarl.inputs.section import notice
 from qarl.memory.sizes import keep_sizes
 
 VLLM = ["rollout.engine=vllm"]

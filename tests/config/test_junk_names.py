@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from plain_settings import plain_settings
 
 import qarl
-from qarl.config import Config, check_inputs
+from qarl.checks.check import check_inputs
+from qarl.config import Config
 from qarl.config.data import RESERVED_COLUMNS, RESERVED_TEMPLATE_ARGUMENTS, DataConfig, template_arguments
 from qarl.config.source import read_source
 from qarl.data.sources import load_rows

@@ -9,7 +9,7 @@ from estimates import TINY, config
 from qarl.config.architecture import Architecture
 from qarl.config.mixture import Mixture
 from qarl.config.quant import scheme_of
-from qarl.distributed import gathers, packed
+from qarl.distributed import packed
 from qarl.distributed.rows import RowPlan, most_rows, row_unit
 from qarl.memory import estimate as memory
 from qarl.memory import gathers as memory_gathers
@@ -18,7 +18,7 @@ from qarl.memory.ranks import VECTOR, row_share, zero_elements
 from qarl.memory.sizes import decide_sizes
 from qarl.training.row_setup import plan_of
 from qarl.utils.expert_names import EXPERT_NAMES
-from qarl.weight_sync import quantize
+from qarl.weight_sync import gathers, quantize
 
 LAYER = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64
 OTHERS = 2 * 2 * 64 + 64 + 100 * 64

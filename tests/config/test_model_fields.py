@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from plain_settings import MODEL
 
+from qarl.checks.check import check_model
 from qarl.config import ModelConfig
 from qarl.config.architecture import read_config_json
-from qarl.config.check import check_model
 from qarl.config.model_fields import IRRELEVANT, RESERVED, implemented, refused, refused_by_vllm
 from qarl.config.model_schema import FAMILIES, ConfigJson
 from qarl.errors import UserError

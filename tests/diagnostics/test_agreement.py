@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny_runs import parts
 
+from qarl.batch.columns import Column
 from qarl.diagnostics.agreement import Agreement, command, promised
-from qarl.training.columns import Column
 
 
 @pytest.fixture(scope="module")

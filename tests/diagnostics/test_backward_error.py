@@ -9,13 +9,13 @@ from qarl_kernels.launch import INTERPRETED
 from tiny_runs import Parts, parts
 from torch import Tensor
 
+from qarl.batch.batch import Batch
+from qarl.batch.columns import Column
 from qarl.diagnostics import backward
 from qarl.diagnostics.backward import backward_error, require_fp8_backward, worst_module
 from qarl.diagnostics.gradient_passes import Passes
 from qarl.diagnostics.record import diagnostics_record
 from qarl.errors import UserError
-from qarl.training.batch import Batch
-from qarl.training.columns import Column
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="makes fused layers on the CPU, in Triton's interpreter")

@@ -8,12 +8,12 @@ import torch
 from tiny_runs import Parts, parts
 from watched import QUANTIZED_ROLLOUT, mostly_live, packed, shadow
 
+from qarl.batch.batch import Batch
 from qarl.diagnostics.gradient_passes import Passes, trained_gram
 from qarl.diagnostics.gradients import trained_metrics
 from qarl.objectives.base import Band
 from qarl.objectives.common import TokenLogProbs
 from qarl.objectives.segments import Totals, aggregate
-from qarl.training.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

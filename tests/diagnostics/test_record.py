@@ -3,11 +3,11 @@ import math
 
 import torch
 
-from qarl.diagnostics.layout import FORMAT_VERSION, DiagnosticsRecord
 from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.inputs.schema import checked
 from qarl.objectives.base import Band
 from qarl.objectives.segments import Segments
+from qarl.storage.diagnostics_record import FORMAT_VERSION, DiagnosticsRecord
 
 
 def tokens(band: Band | None = None, shadow: bool = True, count: int = 6) -> StepTokens:

@@ -3,7 +3,7 @@
 import torch
 from tiny_runs import Parts, live
 
-from qarl.training.batch import Batch
+from qarl.batch.batch import Batch
 
 QUANTIZED_ROLLOUT = {"quant": {"scheme": "w8a8", "group_size": None, "learner": "full_precision"}}
 

@@ -25,7 +25,8 @@ def install() -> None:
 
 
 def train(config) -> int:
-    from qarl.distributed.group import connect, rank_device
+    from qarl.distributed.group import connect
+    from qarl.policy.device import rank_device
     from qarl.training.interrupt import InterruptGuard
     from qarl.utils.signals import Interrupted
 
@@ -100,8 +101,7 @@ FAULTS = {
 if __name__ == "__main__":
     sys.modules["fake_loop"] = sys.modules["__main__"]
     install()
-    from qarl.cli import main
-    from qarl.distributed import launch
+    from qarl.cli import launch, main
 
     launch._BOOT = launch._BOOT.replace("from qarl", "import fake_loop; fake_loop.install(); from qarl", 1)
     sys.path.append(str(Path(__file__).parent))

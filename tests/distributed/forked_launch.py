@@ -4,7 +4,7 @@ from pathlib import Path
 
 import forked_popen
 
-from qarl.distributed import launch
+from qarl.cli import launch
 
 
 def install(first: str = "") -> None:

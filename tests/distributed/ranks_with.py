@@ -3,8 +3,7 @@
 import sys
 
 if __name__ == "__main__":
-    from qarl.cli import main
-    from qarl.distributed import launch
+    from qarl.cli import launch, main
 
     first = f"exec(compile(open({sys.argv[1]!r}).read(), {sys.argv[1]!r}, 'exec'), {{}}); "
     launch._BOOT = launch._BOOT.replace("from qarl", f"{first}from qarl", 1)

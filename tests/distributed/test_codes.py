@@ -18,12 +18,12 @@ from ranks import run_ranks
 from test_exchange import exchange_of
 from torch import Tensor
 
-from qarl.distributed import codes
-from qarl.distributed.codes import gather_codes
 from qarl.distributed.group import Group
 from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.errors import UserError
 from qarl.utils.packed_linears import shared_scales
+from qarl.weight_sync import codes
+from qarl.weight_sync.codes import gather_codes
 from qarl.weight_sync.quantize import quantize_parameters
 from qarl.weight_sync.snapshot import Snapshot
 

@@ -18,13 +18,13 @@ from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.mixture import Mixture
 from qarl.config.quant import scheme_of
-from qarl.distributed import codes, gathers
 from qarl.distributed.exchange import GroupExchange, Pending, _Gathered, _Messages, _Unpacked
 from qarl.memory import gathers as memory_gathers
 from qarl.memory.gathers import codes_in_flight
 from qarl.training import row_updates
 from qarl.training.row_setup import plan_of
 from qarl.utils.expert_names import EXPERT_NAMES
+from qarl.weight_sync import codes, gathers
 
 DENSE = Architecture("qwen3", 256, 768, 3, 4, 2, 64, 1000, 1024, tied_embeddings=False)
 MIXTURE = replace(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl.distributed.private_directory import LOCK, rendezvous_directory
+from qarl.cli.private_directory import LOCK, rendezvous_directory
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def test_a_directory_lasts_as_long_as_its_launcher(temporary: Path) -> None:
 
 def test_a_directory_stays_while_a_rank_of_a_killed_launcher_lives(temporary: Path) -> None:
     script = (
-        "import os, subprocess, sys, tempfile; from qarl.distributed.private_directory import rendezvous_directory;"
+        "import os, subprocess, sys, tempfile; from qarl.cli.private_directory import rendezvous_directory;"
         f"tempfile.tempdir = {str(temporary)!r}; held = rendezvous_directory(); folder, inherited = held.__enter__();"
         "rank = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, pass_fds=inherited);"
         "print(folder, rank.pid, flush=True); os.kill(os.getpid(), 9)"

@@ -9,11 +9,11 @@ import pytest
 from test_ranks_launch import CONFIG, MODEL
 
 from qarl import cli
+from qarl.checks.check_ranks import several_ranks_faults
+from qarl.cli.launch import Launched
 from qarl.config import load_config
-from qarl.config.distributed import several_ranks_faults
 from qarl.distributed.fault import Fault, OtherRankFailed, fault_of, forget_fault, write_fault
 from qarl.distributed.key_value_store import DirectoryStore
-from qarl.distributed.launch import Launched
 from qarl.distributed.rank_info import own_arguments
 from qarl.errors import UserError
 from qarl.storage.config_difference import config_difference

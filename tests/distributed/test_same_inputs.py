@@ -25,9 +25,9 @@ from qarl.distributed import group
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import rank_difference, require_same
 from qarl.errors import UserError
-from qarl.evaluation.training import load_training_tasks
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.storage.checkpoint import CheckpointStore
+from qarl.training.periodic_evaluation import load_training_tasks
 from qarl.training.run_identity import SAME_FILES, input_digests, named_inputs, shared_tensors_digest, tensors_digest
 
 JUDGE = "import helper\ndef judge(completions, prompts, **columns):\n    return [helper.SCALE for c in completions]\n"

@@ -13,7 +13,7 @@ from thread_ranks import as_threads
 from tiny_exports import SCHEMES, entries, save_run
 from torch import Tensor
 
-from qarl.diagnostics.diagnose.policies import RunPolicy
+from qarl.diagnose.policies import RunPolicy
 from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
 from qarl.inference.generate import Look, complete

@@ -12,6 +12,8 @@ from replicated import ReplicatedUpdates, run_threads
 from reward_limits import limit_only
 from tiny_runs import settings
 
+from qarl.batch.batch import Batch, Part
+from qarl.batch.observer import Observer, Observers
 from qarl.config import Config
 from qarl.config.reward import RewardConfig
 from qarl.diagnostics.probe import Probe
@@ -25,10 +27,8 @@ from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rollout.native.engine import NativeEngine
 from qarl.training import step
-from qarl.training.batch import Batch, Part
 from qarl.training.interrupt import InterruptGuard, SafePoints
 from qarl.training.learner import Learner
-from qarl.training.observer import Observer, Observers
 from qarl.training.profiler import StepProfiler
 from qarl.training.setup import build_policy, build_sampling
 from qarl.training.updates import LocalUpdates

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from qarl.cli.launch import Launched
 from qarl.distributed.fault import Fault
 from qarl.distributed.key_value_store import DirectoryStore
-from qarl.distributed.launch import Launched
 from qarl.distributed.watch import Watch
 
 

@@ -11,8 +11,8 @@ from tiny_runs import settings
 
 from qarl.config import Config, ModelConfig
 from qarl.errors import UserError
-from qarl.evaluation.training import TrainingEvaluation
 from qarl.rollout.engine import SamplingParams
+from qarl.training.periodic_evaluation import TrainingEvaluation
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ EVALUATION = {"tasks": TASKS, "every": 2, "samples": 2, "max_response_length": 1
 # Kills or interrupts the run in its N-th evaluation's second batch.
 IN_EVALUATION = """
 import os, signal
-import qarl.evaluation.training as training
+import qarl.training.periodic_evaluation as training
 real, calls = training.evaluate, []
 def evaluate(engine, version, tasks, settings, rewards, sink, phase, check, ranks):
     calls.append(1)
@@ -110,7 +110,8 @@ def test_evaluations_come_before_training_every_n_steps_and_at_the_end(evaluated
 
 def test_the_time_of_an_evaluation_is_not_in_the_step(evaluated, tmp_path):
     slow = (
-        "import time, qarl.evaluation.training as t\nreal, clock, passed = t.evaluate, time.perf_counter, [0]\n"
+        "import time\nfrom qarl.training import periodic_evaluation as t\n"
+        "real, clock, passed = t.evaluate, time.perf_counter, [0]\n"
         "time.perf_counter = lambda: clock() + passed[0]\ndef evaluate(*a):\n    passed[0] += 1000\n"
     )
     done = evaluated.train(

@@ -10,14 +10,14 @@ import torch
 from qarl_kernels.logprob import Truncation
 from tiny_runs import settings
 
+from qarl.batch.batch import Batch, Part
+from qarl.batch.columns import Column
+from qarl.batch.observer import Observer
 from qarl.config import Config
 from qarl.distributed.ranks import SingleProcess
 from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model
-from qarl.training.batch import Batch, Part
-from qarl.training.columns import Column
 from qarl.training.learner import Learner
-from qarl.training.observer import Observer
 from qarl.training.setup import build_policy, set_determinism
 from qarl.training.step import learn
 from qarl.training.updates import LocalUpdates

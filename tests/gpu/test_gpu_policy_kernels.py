@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from qarl.config import ModelConfig, QuantConfig
 from qarl.errors import UserError
 from qarl.policy.gradients import GradientAccumulator
+from qarl.policy.linear import WeightSet
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
-from qarl.policy.weights import WeightSet
 from qarl.weight_sync.quantize import quantize_parameter
 
 CUDA = torch.device("cuda")

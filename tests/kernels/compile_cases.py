@@ -35,6 +35,7 @@ from qarl_kernels.flash import backward as flash_backward
 from qarl_kernels.flash import forward as flash_forward
 from qarl_kernels.flash import layout as flash_layout
 from qarl_kernels.flash import paged as flash_paged
+from qarl_kernels.groups import Groups, Shared
 from qarl_kernels.launch import capability_of
 from qarl_kernels.logprob import Truncation
 from qarl_kernels.moe import backward as moe_backward
@@ -42,7 +43,6 @@ from qarl_kernels.moe import combine as moe_combine
 from qarl_kernels.moe import dispatch as moe_dispatch
 from qarl_kernels.moe import routing as moe_routing
 from qarl_kernels.moe import shared as moe_shared
-from qarl_kernels.moe.groups import Groups, Shared
 from shipped_tables import entries
 from torch import Tensor
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 
 import torch
+from qarl_kernels.groups import Groups
 from qarl_kernels.moe import reference
-from qarl_kernels.moe.groups import Groups
 from torch import Tensor
 
 

@@ -5,8 +5,8 @@ import torch
 from kernel_harness import NEEDS_TRITON
 from mixtures import all_to, grouped, input_grad, weight_grad
 from products import random, relative_error
+from qarl_kernels.groups import Groups
 from qarl_kernels.moe import backward
-from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import Tile
 from torch import Tensor
 

@@ -5,8 +5,8 @@ import torch
 from kernel_harness import NEEDS_TRITON
 from mixtures import grouped
 from products import random
+from qarl_kernels.groups import Groups, Shared
 from qarl_kernels.moe import combine, reference, shared
-from qarl_kernels.moe.groups import Groups, Shared
 from torch import Tensor
 
 pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]

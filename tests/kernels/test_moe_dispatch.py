@@ -4,7 +4,8 @@ import pytest
 import torch
 from kernel_harness import NEEDS_TRITON
 from mixtures import chosen
-from qarl_kernels.moe.dispatch import COLUMNS, SORTS, groups_of, rows_in_order
+from qarl_kernels.gather_rows import COLUMNS, rows_in_order
+from qarl_kernels.moe.dispatch import SORTS, groups_of
 from qarl_kernels.shapes import row_tiles
 from torch import Tensor
 

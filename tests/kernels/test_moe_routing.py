@@ -4,9 +4,9 @@ import pytest
 import torch
 from kernel_harness import NEEDS_TRITON, QUIET, assert_rows_are_their_own
 from products import random
+from qarl_kernels.groups import Routed
 from qarl_kernels.moe import routing
 from qarl_kernels.moe.balance import balance_grad, choices
-from qarl_kernels.moe.groups import Routed
 from qarl_kernels.moe.routing import route, route_backward
 from torch import Tensor
 

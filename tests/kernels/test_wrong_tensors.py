@@ -11,8 +11,8 @@ from qarl_kernels import dequantize, fp8_backward, fused_norm, nvfp4a16, quantiz
 from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
 from qarl_kernels.flash.paged import paged_attention, paged_layout
+from qarl_kernels.groups import Shared
 from qarl_kernels.moe import backward, combine, routing, shared
-from qarl_kernels.moe.groups import Shared
 from qarl_kernels.nvfp4_weights import dequantize_nvfp4, quantize_nvfp4
 from qarl_kernels.rotary_backward import rotary_backward
 from qarl_kernels.rows import MAX_ROW, row_tile

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qarl.config import ModelConfig, check_model
+from qarl.checks.check import check_model
+from qarl.config import ModelConfig
 from qarl.config.weight_files import check_weights, gguf_name
 from qarl.errors import UserError
 from qarl.exporting.job import export_target

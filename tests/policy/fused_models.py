@@ -10,10 +10,10 @@ from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
-from qarl.policy.attention import Caches
-from qarl.policy.decoder import Recompute
+from qarl.policy.pages import Caches
 from qarl.policy.policy import Policy
 from qarl.policy.routes import NO_ROUTES, Routes
+from qarl.policy.run import Recompute
 from qarl.utils.expert_names import EXPERT_NAMES
 from qarl.weight_sync.quantize import quantize_parameters
 from qarl.weight_sync.snapshot import Snapshot

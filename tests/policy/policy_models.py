@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qarl.config import ModelConfig, QuantConfig
-from qarl.policy.linear import PackedLinear, Part
+from qarl.policy.linear import PackedLinear, Part, WeightSet
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
-from qarl.policy.weights import WeightSet
 
 CPU = torch.device("cpu")
 

@@ -25,8 +25,9 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 import qarl.policy.policy
-from qarl.policy.attention import Attention, Caches
+from qarl.policy.attention import Attention
 from qarl.policy.fused_attention import DecodeAttention, PagedAttention
+from qarl.policy.pages import Caches
 from qarl.policy.policy import Policy
 from qarl.rollout.vllm.exact.precompile import run_batches
 

@@ -13,9 +13,9 @@ from policy_models import hf_logprobs, logprobs, make_policy, tokens
 from tiny_models import save_tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qarl.checks.check import check_model
 from qarl.config import ModelConfig
 from qarl.config.architecture import read_config_json
-from qarl.config.check import check_model
 from qarl.config.model_fields import implemented, layer_windows
 from qarl.config.model_schema import FAMILIES
 from qarl.errors import UserError

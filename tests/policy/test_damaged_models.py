@@ -15,7 +15,8 @@ from fuzzing.values import chance, json_values, pick
 from hypothesis.strategies import DrawFn
 from qarl_kernels.logprob import Truncation
 
-from qarl.config import ModelConfig, QuantConfig, check_model
+from qarl.checks.check import check_model
+from qarl.config import ModelConfig, QuantConfig
 from qarl.config.architecture import read_config_json
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError

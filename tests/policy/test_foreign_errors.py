@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from qarl.checks.check import check_model
 from qarl.config import ModelConfig
-from qarl.config.check import check_model
 from qarl.config.weight_files import check_weights
 from qarl.errors import UserError
 from qarl.inputs.library_errors import DOCUMENTS, foreign_errors

@@ -27,8 +27,8 @@ from policy_models import assert_gradients_close, operand_of, parts_of, tokens
 from qarl_formats.bits import same_bits
 
 from qarl.errors import UserError
-from qarl.policy.attention import Span
 from qarl.policy.fused_attention import DecodeAttention, PagedAttention
+from qarl.policy.pages import Span
 from qarl.policy.policy import Policy
 from qarl.policy.routes import NO_ROUTES, Balance, Routes
 from qarl.policy.starting_codes import hessian_of, starting_masters

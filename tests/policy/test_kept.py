@@ -9,8 +9,8 @@ from policy_models import make_policy, parts_of
 from qarl_kernels.logprob import Truncation
 
 from qarl.policy.kept import KeptVersions
+from qarl.policy.linear import WeightSet
 from qarl.policy.policy import Policy
-from qarl.policy.weights import WeightSet
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

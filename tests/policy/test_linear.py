@@ -8,8 +8,7 @@ from qarl_formats.weight import LowBitWeight, ordinary_weight, quantize_weight
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor, nn
 
-from qarl.policy.linear import PackedLinear
-from qarl.policy.weights import WeightSet
+from qarl.policy.linear import PackedLinear, WeightSet
 
 N, K, GROUP = 24, 64, 32
 SCHEMES = list(scheme_names())

@@ -9,9 +9,9 @@ from policy_models import batch, gradients, hf_gradients, hf_logprobs, logprobs,
 from qarl_formats.bits import same_bits
 from qarl_formats.rows import adjacent
 from qarl_formats.weight import quantize_weight
+from qarl_kernels.groups import Routed
 from qarl_kernels.logprob import Truncation
 from qarl_kernels.moe.balance import balance_grad
-from qarl_kernels.moe.groups import Routed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

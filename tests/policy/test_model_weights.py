@@ -10,7 +10,8 @@ from damaged_models import FAMILIES, Weights, gguf_of, openings, refusals
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from qarl.config import ModelConfig, QuantConfig, check_model
+from qarl.checks.check import check_model
+from qarl.config import ModelConfig, QuantConfig
 from qarl.config.architecture import read_config_json
 from qarl.config.model_fields import refused
 from qarl.config.quant import scheme_of

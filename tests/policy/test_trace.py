@@ -7,7 +7,8 @@ from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 
 from qarl.exactness.first_difference import OPERATIONS, FirstDifference, first_difference
-from qarl.policy.attention import Span, pack
+from qarl.policy.attention import pack
+from qarl.policy.pages import Span
 from qarl.policy.trace import Context, Tracer, digest
 
 MIXTURE = [name for name in OPERATIONS if name not in ("embedding", "final_stream", "final_norm", "head")]

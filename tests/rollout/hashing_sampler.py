@@ -13,11 +13,11 @@ from qarl_kernels.logprob import Truncation, truncate_
 from qarl_kernels.truncation import Distribution
 from torch import Tensor
 
-from qarl.policy.attention import Caches, Span, positions_of, slots_of
 from qarl.policy.fused_attention import DecodeAttention
+from qarl.policy.pages import Caches, Span, positions_of, slots_of
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.native.sequence import uniforms
+from qarl.rollout.sequence import uniforms
 from qarl.types import Prompt
 
 VOCABULARY = 40

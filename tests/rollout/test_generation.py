@@ -24,7 +24,7 @@ from qarl.rollout.asynchronous.groups import (
 )
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import Generation, NativeEngine
-from qarl.rollout.native.sequence import Sequence, uniforms
+from qarl.rollout.sequence import Sequence, uniforms
 from qarl.training.setup import build_policy
 from qarl.types import Prompt
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from qarl.batch.batch import build_batch
 from qarl.errors import UserError
 from qarl.rollout.engine import SamplingParams
-from qarl.training.batch import build_batch
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.fingerprints import PublishError
 

@@ -6,7 +6,7 @@ import torch
 from qarl_kernels.logprob import Truncation, log_probs_of
 
 from qarl.rollout.native.plain import sample_tokens
-from qarl.rollout.native.sequence import uniforms
+from qarl.rollout.sequence import uniforms
 
 
 def counts_of(log_probs: torch.Tensor, draws: int, seed: int = 0) -> np.ndarray:

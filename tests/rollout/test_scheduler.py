@@ -9,7 +9,7 @@ from qarl_kernels.attention import PAGE
 
 from qarl.rollout.native.pages import PagePool
 from qarl.rollout.native.scheduler import Chunk, Scheduler
-from qarl.rollout.native.sequence import Sequence
+from qarl.rollout.sequence import Sequence
 from qarl.types import Prompt
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import forked_popen
 
 from qarl.rollout import child
-from qarl.rollout.vllm import process, worker
+from qarl.rollout import vllm_worker as worker
+from qarl.rollout.vllm import process
 from qarl.rollout.vllm.host import Host
 
 

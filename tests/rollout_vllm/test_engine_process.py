@@ -13,10 +13,9 @@ import torch
 from qarl.rollout.asynchronous.process import AsyncProcess
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm import process
-from qarl.rollout.vllm.channel import Channel
+from qarl.rollout.vllm.channel import Channel, root_cause
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Request, Response
-from qarl.rollout.vllm.worker import root_cause
 from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.sender import SamplerFault
 

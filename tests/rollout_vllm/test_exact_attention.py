@@ -90,8 +90,8 @@ def test_decodes_read_the_tensors_that_vllm_keeps(graphs: bool, longest: int) ->
 def test_a_mixed_batch_gives_the_bits_of_the_policys_own_spans(counts: list[int], lengths: list[int]) -> None:
     from qarl_kernels.rotary import Rotation
 
-    from qarl.policy.attention import Span
     from qarl.policy.fused_attention import sampler_attention
+    from qarl.policy.pages import Span
 
     made, layers = builder(fused=True)
     generator = torch.Generator().manual_seed(0)

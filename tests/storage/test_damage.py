@@ -16,10 +16,10 @@ from hand_made_runs import add_diagnostics, diagnostics, make_run, step
 from hypothesis.strategies import DrawFn
 from whole_pieces import whole_pieces
 
+from qarl.batch.saved import pick_step, read_rollouts
 from qarl.comparison.members import numbers_of
 from qarl.comparison.progress import last_record
 from qarl.config import Config
-from qarl.diagnostics.diagnose.saved import pick_step, read_rollouts
 from qarl.errors import UserError
 from qarl.evaluation.records import keep_rows
 from qarl.report.run_report import report_sections

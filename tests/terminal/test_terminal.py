@@ -28,8 +28,8 @@ from qarl import cli
 from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UNEXPECTED, UserError
 from qarl.terminal.console import Console
+from qarl.terminal.run_console import RunConsole
 from qarl.terminal.streams import InertStream, Outlet, inert_output
-from qarl.training.console import RunConsole
 from qarl.utils.text import visible
 
 ATTACKS = [

@@ -23,9 +23,9 @@ from run_faults import (
 )
 from tiny_runs import Qarl, settings, write_config
 
+from qarl.batch.saved import read_rollouts, rollout_steps
 from qarl.config import Config
 from qarl.data import PromptStream
-from qarl.diagnostics.diagnose.saved import read_rollouts, rollout_steps
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.types import Prompt
 

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from qarl.training.batch import CPU, Batch, Part, build_batch, rounds
-from qarl.training.columns import Column
-from qarl.training.micro_batches import EVEN_LENGTH, assign
+from qarl.batch.batch import CPU, Batch, Part, build_batch, rounds
+from qarl.batch.columns import Column
+from qarl.batch.micro_batches import EVEN_LENGTH, assign
 from qarl.types import Prompt, Rollout
 
 GPU = torch.device("cuda")  # named, never asked

@@ -14,7 +14,7 @@ from tiny_runs import Finished, Qarl, settings, write_config
 from whole_pieces import whole_pieces
 
 import qarl
-from qarl.diagnostics.diagnose.run import diagnose_run
+from qarl.diagnose.run import diagnose_run
 from qarl.errors import UserError
 from qarl.training.run_identity import tensors_digest
 

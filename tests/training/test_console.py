@@ -6,7 +6,7 @@ import os
 import pytest
 from rich.console import Console
 
-from qarl.training.console import TABLE_METRICS, RunConsole, visible
+from qarl.terminal.run_console import TABLE_METRICS, RunConsole, visible
 
 HOSTILE = "\x1b[2J[bold red]x[/bold red] [/nope] \u202eevil\r\x07\x9b31m\ud800"
 

@@ -5,11 +5,11 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qarl.batch.batch import build_batch
 from qarl.config.rollout import DynamicSampling
 from qarl.data.stream import PromptStream
 from qarl.rewards import RewardResult
 from qarl.rollout.engine import round_seed
-from qarl.training.batch import build_batch
 from qarl.training.dynamic_sampling import Sampled, sample_until_full
 from qarl.types import Prompt, Rollout
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_runs import Parts, live, parts
 
-from qarl.training.batch import Batch
+from qarl.batch.batch import Batch
+from qarl.batch.observer import Observer
 from qarl.training.metrics import token_metrics
-from qarl.training.observer import Observer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

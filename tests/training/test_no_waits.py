@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qarl.batch.batch import CPU, Batch, Part
+from qarl.batch.columns import Column
 from qarl.config import CorrectionConfig
 from qarl.objectives.common import Constants, TokenLogProbs
 from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.objective import build_objective
 from qarl.objectives.registry import BY_NAME
 from qarl.objectives.segments import Totals
-from qarl.training.batch import CPU, Batch, Part
-from qarl.training.columns import Column
 from qarl.training.totals import LearnerTotals
 from qarl.utils import transfer
 

@@ -8,11 +8,11 @@ import torch
 from thread_ranks import as_threads
 from tiny_runs import parts
 
+from qarl.batch.observer import Observer
 from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RESPONSES
 from qarl.rewards import RewardResult
 from qarl.training.alarms import Alarms
 from qarl.training.metrics import truncation_bias_bound
-from qarl.training.observer import Observer
 from qarl.training.totals import PER_MINIBATCH, LearnerTotals
 
 pytestmark = pytest.mark.usefixtures("one_thread")

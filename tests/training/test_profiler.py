@@ -13,9 +13,9 @@ import torch
 from run_faults import repeatable
 from tiny_runs import Parts, live, parts, settings, write_config
 
+from qarl.batch.batch import Batch
 from qarl.policy.load_config import load_architecture
 from qarl.rewards import RewardResult
-from qarl.training.batch import Batch
 from qarl.training.flops import forward_flops
 from qarl.training.profile_page import PARTS, host_shares, on_device, page
 from qarl.training.profiler import StepProfiler

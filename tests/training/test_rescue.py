@@ -23,9 +23,9 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.storage import rundir
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.environment import describe_environment
+from qarl.terminal.run_console import RunConsole
 from qarl.training import checkpoint_manager as keeper
 from qarl.training import loop, step, step_record, updates
-from qarl.training.console import RunConsole
 from qarl.training.metrics import Clock
 from qarl.training.optim import Optimizer
 from qarl.training.recorder import Recorder

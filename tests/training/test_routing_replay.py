@@ -11,13 +11,13 @@ from thread_ranks import as_threads
 from tiny_runs import live, parts
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from qarl.diagnostics.diagnose.saved import read_rollouts
+from qarl.batch.batch import build_batch
+from qarl.batch.columns import Column, RoutingColumn
+from qarl.batch.saved import read_rollouts
 from qarl.errors import UserError
 from qarl.policy.attention import pack
 from qarl.policy.routes import RouterScores, Routes, numbers_of, recording, stored, unknown
 from qarl.rollout.shared import gather_rollouts
-from qarl.training.batch import build_batch
-from qarl.training.columns import Column, RoutingColumn
 from qarl.training.metrics import rollout_tensors
 from qarl.training.routing import RoutingTotals
 from qarl.types import Prompt, Rollout

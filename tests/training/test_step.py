@@ -9,13 +9,13 @@ import pytest
 import torch
 from tiny_runs import Parts, live, parts, settings
 
+from qarl.batch.batch import Batch, Part
+from qarl.batch.observer import Observer, Observers
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.rewards import RewardResult
+from qarl.terminal.run_console import RunConsole
 from qarl.training import setup, step
-from qarl.training.batch import Batch, Part
-from qarl.training.console import RunConsole
-from qarl.training.observer import Observer, Observers
 from qarl.training.setup import Run
 from qarl.types import Prompt
 
@@ -124,7 +124,7 @@ def test_the_engine_may_wake_before_the_last_update_but_not_before_the_first_or_
 
 def test_what_observers_take_is_counted_by_phase(llama, monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr("qarl.training.observer.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("qarl.batch.observer.time.perf_counter", lambda: float(next(clock)))
     watch = Observers([Observer()])
     with watch.phase("rollout"):
         watch.progress(1)

@@ -12,18 +12,18 @@ from run_faults import BY_ENGINE, GIVEN, kill_at_take, kill_run, on_rank, record
 from tiny_runs import Qarl, settings, write_config
 from transformers import AutoModelForCausalLM
 
+from qarl.batch.batch import build_batch
+from qarl.batch.observer import Observer
 from qarl.config import Config
 from qarl.distributed.ranks import SingleProcess
 from qarl.memory.estimate import estimate
 from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import load_architecture
-from qarl.training.batch import build_batch
-from qarl.training.console import RunConsole
+from qarl.terminal.run_console import RunConsole
 from qarl.training.held_out import HeldOut
 from qarl.training.learner import Learner
 from qarl.training.local_engine import GivenResponses
-from qarl.training.observer import Observer
 from qarl.training.setup import build_policy, build_sampling, open_teacher
 from qarl.training.step import learn
 from qarl.training.updates import LocalUpdates

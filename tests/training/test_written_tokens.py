@@ -9,10 +9,10 @@ from qarl_kernels.logprob import Truncation
 from safetensors.torch import save_file
 from tiny_runs import Parts, parts
 
-from qarl.diagnostics.diagnose.saved import read_rollouts
+from qarl.batch.batch import Batch, build_batch
+from qarl.batch.saved import read_rollouts
 from qarl.errors import UserError
 from qarl.objectives.segments import Segments, Totals
-from qarl.training.batch import Batch, build_batch
 from qarl.training.metrics import rollout_tensors, token_metrics
 from qarl.types import Prompt, Rollout
 

@@ -11,6 +11,8 @@ import yaml
 from forks import Fork
 from tiny_models import tiny_settings
 
+from qarl.batch.batch import Batch, build_batch
+from qarl.batch.observer import Observer
 from qarl.config import Config
 from qarl.diagnostics.probe import Probe
 from qarl.distributed.ranks import SingleProcess
@@ -19,9 +21,7 @@ from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
-from qarl.training.batch import Batch, build_batch
 from qarl.training.learner import Learner
-from qarl.training.observer import Observer
 from qarl.training.optim import Optimizer
 from qarl.training.setup import build_policy, build_sampling
 from qarl.training.step import learn

@@ -9,10 +9,10 @@ import torch
 from kernel_bench.candidates import candidates
 from kernel_bench.experts import Sizes, make_routing
 from qarl_kernels import fp8_block, gemm, library, nvfp4a16, w4a8, w4a16
+from qarl_kernels.groups import Groups
 from qarl_kernels.integers import cdiv
 from qarl_kernels.moe import backward
 from qarl_kernels.moe.dispatch import groups_of
-from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tile import meta_w4a16
 from qarl_kernels.tuning import BACKWARD, SECTIONS, Shape, Tile, lookup
 from torch import Tensor

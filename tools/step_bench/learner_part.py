@@ -10,6 +10,7 @@ from model_sizes import Shape, quant_section, random_model
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
+from qarl.batch.batch import build_batch
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.load import make_config
@@ -19,7 +20,6 @@ from qarl.memory.sizes import decide_sizes
 from qarl.policy.experts import take_apart
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
-from qarl.training.batch import build_batch
 from qarl.training.flops import BACKWARD, forward_flops
 from qarl.training.learner import Learner
 from qarl.training.optim import clip_grads, grad_norm

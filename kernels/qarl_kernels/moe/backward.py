@@ -15,9 +15,9 @@ from torch import Tensor
 
 from qarl_kernels import gemm
 from qarl_kernels.blocks import dot, source_rows, split_columns
+from qarl_kernels.groups import Groups
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
-from qarl_kernels.moe.groups import Groups
 from qarl_kernels.shapes import check_16_bit, check_tensor, output_features, output_rows
 from qarl_kernels.tuning import Tile, lookup
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qarl_kernels.moe.groups import Routed
+from qarl_kernels.groups import Routed
 from qarl_kernels.moe.reference import probabilities
 
 

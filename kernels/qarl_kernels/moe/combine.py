@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import narrow, widen
+from qarl_kernels.groups import Groups, Shared
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
-from qarl_kernels.moe.groups import Groups, Shared
 from qarl_kernels.rows import check_rows
 from qarl_kernels.shapes import check_tensor
 

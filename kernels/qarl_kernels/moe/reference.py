@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qarl_kernels.groups import Groups, Routed, Shared
 from qarl_kernels.integers import next_power_of_2
-from qarl_kernels.moe.groups import Groups, Routed, Shared
 from qarl_kernels.reference import matmul
 
 

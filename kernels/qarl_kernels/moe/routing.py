@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.blocks import dot, operand
+from qarl_kernels.groups import Routed
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import capability_of, launch
 from qarl_kernels.moe import reference
-from qarl_kernels.moe.groups import Routed
 from qarl_kernels.shapes import check_16_bit, check_tensor
 
 MAX_EXPERTS, MAX_SLOTS = 512, 16

@@ -31,11 +31,10 @@ from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_generation_config, load_model_config, plain_config
 from qarl.policy.sampler import Sampler
 from qarl.rollout.native.engine import Generation, NativeEngine
-from qarl.rollout.native.sequence import Sequence, uniforms
 from qarl.rollout.published_weights import PublishedWeights
-from qarl.rollout.vllm.channel import Channel
+from qarl.rollout.sequence import Sequence, uniforms
+from qarl.rollout.vllm.channel import Channel, send_failure
 from qarl.rollout.vllm.settings import AsyncSettings, Group
-from qarl.rollout.vllm.worker import send_failure
 from qarl.types import Prompt
 from qarl.utils.transfer import synchronized_s
 from qarl.weight_sync.snapshot import ModelLayout

@@ -18,8 +18,8 @@ from qarl.policy.sampler import Sampler
 from qarl.rollout.native.graphs import Graphs, Inputs, graph_pages, graph_rows
 from qarl.rollout.native.pages import KVCache
 from qarl.rollout.native.scheduler import Chunk
-from qarl.rollout.native.sequence import Sequence
 from qarl.rollout.native.steps import LOGIT_ROWS, Computed, Runner, StepOutput, announce, rows_to_sample
+from qarl.rollout.sequence import Sequence
 from qarl.utils.transfer import upload
 
 

@@ -32,9 +32,9 @@ from qarl.rollout.native.async_runner import AsyncRunner
 from qarl.rollout.native.pages import KVCache, PagePool
 from qarl.rollout.native.plain import PlainRunner
 from qarl.rollout.native.scheduler import Scheduler
-from qarl.rollout.native.sequence import Sequence as Response
-from qarl.rollout.native.sequence import uniforms
 from qarl.rollout.native.steps import RoutingRecord, Runner, StepOutput
+from qarl.rollout.sequence import Sequence as Response
+from qarl.rollout.sequence import uniforms
 from qarl.rollout.stopping import Stopping
 from qarl.types import Prompt, Rollout
 from qarl.utils.machine import gpu_bytes

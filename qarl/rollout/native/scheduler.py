@@ -20,7 +20,7 @@ from typing import NamedTuple
 from qarl_kernels.attention import PAGE
 
 from qarl.rollout.native.pages import PagePool
-from qarl.rollout.native.sequence import Sequence
+from qarl.rollout.sequence import Sequence
 
 
 @dataclass

@@ -11,13 +11,13 @@ import torch
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
-from qarl.policy.attention import Span
+from qarl.policy.pages import Span
 from qarl.policy.routes import NO_ROUTES, recording, stored
 from qarl.policy.sampler import Sampler
 from qarl.policy.trace import Context, Tracer
 from qarl.rollout.native.pages import KVCache
 from qarl.rollout.native.scheduler import Chunk
-from qarl.rollout.native.sequence import Sequence
+from qarl.rollout.sequence import Sequence
 from qarl.utils.transfer import upload
 
 Computed = Callable[[Chunk], list[Sequence]]  # see `Scheduler.computed`

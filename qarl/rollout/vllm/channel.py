@@ -17,14 +17,17 @@ import pickle
 import socket
 import struct
 import time
+import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from qarl_kernels.truncation import Truncation
 
+from qarl.errors import UserError
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.settings import AsyncSettings, Group, Request, Response, SamplerSettings
-from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.fingerprints import Fingerprint, PublishError
 from qarl.weight_sync.transport import CudaHandle, Entry, Payload, ReceiverPlan
 from qarl.weight_sync.update import WeightUpdate
 
@@ -138,3 +141,21 @@ def channel_pair() -> tuple[Channel, socket.socket]:
     """Return a channel and the socket of its other end, whose descriptor a child process inherits."""
     ours, theirs = socket.socketpair()
     return Channel(ours), theirs
+
+
+def root_cause(error: BaseException) -> str:
+    """Return the message of the first UserError in a chain of errors, else the first line of the original error."""
+    while not isinstance(error, UserError):
+        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if cause is None:
+            lines = str(error).strip().splitlines()
+            return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        error = cause
+    return str(error)
+
+
+def send_failure(channel: Channel, error: Exception) -> None:
+    """Send an error to the learner, and write its traceback to the log."""
+    with suppress(OSError):  # a full disk
+        traceback.print_exception(error)
+    channel.send("failed", (root_cause(error), isinstance(error, PublishError)))

@@ -19,7 +19,7 @@ import torch
 
 from qarl.policy.trace import Tracer
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress
-from qarl.rollout.vllm.numerics import Numerics, numerics_of
+from qarl.rollout.vllm.numerics import Numerics
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.recording import RoutingRecorder, record_forwards
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
@@ -360,3 +360,14 @@ def _sampled(logprobs: Any) -> list[float]:
 
 def _so_far(detokenizer: Any, logprobs: Any) -> tuple[list[int], list[float]]:
     return list(detokenizer.output_token_ids), _sampled(logprobs.logprobs)
+
+
+def numerics_of(settings: SamplerSettings) -> Numerics:
+    """Return the implementation for `settings.numerics`. With `exact`, nothing of `own_kernels` is imported."""
+    if settings.numerics == "exact":
+        from qarl.rollout.vllm.exact.numerics import ExactNumerics
+
+        return ExactNumerics(settings)
+    from qarl.rollout.vllm.own_kernels.numerics import OwnKernels
+
+    return OwnKernels(settings)

@@ -14,11 +14,12 @@ import torch
 
 from qarl.errors import UserError
 from qarl.rollout.engine import Progress
+from qarl.rollout.vllm.channel import root_cause
 from qarl.rollout.vllm.host import Host
+from qarl.rollout.vllm.orders import execute
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import Sampler
 from qarl.rollout.vllm.settings import SamplerSettings
-from qarl.rollout.vllm.worker import execute, root_cause
 from qarl.storage.disk import disk_errors
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.sender import SamplerFault

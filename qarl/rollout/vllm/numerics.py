@@ -10,7 +10,6 @@ from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
 from qarl.rollout.vllm.recording import Experts
-from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint
 
 
@@ -62,14 +61,3 @@ class Numerics(Protocol):
 
     def after_sleep(self) -> None:
         """Restore what `before_sleep` saved."""
-
-
-def numerics_of(settings: SamplerSettings) -> Numerics:
-    """Return the implementation for `settings.numerics`. With `exact`, nothing of `own_kernels` is imported."""
-    if settings.numerics == "exact":
-        from qarl.rollout.vllm.exact.numerics import ExactNumerics
-
-        return ExactNumerics(settings)
-    from qarl.rollout.vllm.own_kernels.numerics import OwnKernels
-
-    return OwnKernels(settings)

@@ -14,7 +14,7 @@ from qarl_formats.scheme import CodeGrid, Codes, Quantized, Scheme, Shape, Tenso
 
 if TYPE_CHECKING:
     import torch
-    from qarl_kernels.moe.groups import Groups
+    from qarl_kernels.groups import Groups
     from torch import Tensor
 
 GROUP = 16

@@ -10,7 +10,7 @@ from qarl_formats.schemes.int4 import PackedInt4
 
 if TYPE_CHECKING:
     import torch
-    from qarl_kernels.moe.groups import Groups
+    from qarl_kernels.groups import Groups
     from torch import Tensor
 
 

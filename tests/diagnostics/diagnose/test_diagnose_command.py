@@ -14,12 +14,12 @@ from full_disk import fill_disk
 from rich.console import Console
 from tiny_runs import settings, write_config
 
+from qarl.batch.saved import read_rollouts
 from qarl.cli.diagnose import numbers_table
-from qarl.diagnostics.diagnose import run as command
-from qarl.diagnostics.diagnose.diagnosis_page import explained, grouped
-from qarl.diagnostics.diagnose.measure import Diagnosis, diagnose, weight_metrics
-from qarl.diagnostics.diagnose.policies import RunPolicy
-from qarl.diagnostics.diagnose.saved import read_rollouts
+from qarl.diagnose import run as command
+from qarl.diagnose.diagnosis_page import explained, grouped
+from qarl.diagnose.measure import Diagnosis, diagnose, weight_metrics
+from qarl.diagnose.policies import RunPolicy
 from qarl.errors import UserError
 from qarl.inference.target import resolve_target
 from qarl.report.formatting import number

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from qarl.diagnostics.diagnose.reading import read
+from qarl.diagnose.reading import read
 
 HEALTHY = {
     "mismatch/delta_abs_mean": 1e-4,

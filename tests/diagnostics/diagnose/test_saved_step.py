@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qarl.diagnostics.diagnose.saved import pick_step, read_rollouts
+from qarl.batch.saved import pick_step, read_rollouts
 from qarl.errors import UserError
 
 

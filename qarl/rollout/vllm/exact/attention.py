@@ -21,7 +21,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from qarl.policy.attention import Attention, Caches, Span, paged
+from qarl.policy.attention import Attention, paged
+from qarl.policy.pages import Caches, Span
 
 
 class CachedLayer(AttentionLayerBase):

@@ -19,7 +19,8 @@ from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
-from qarl.policy.attention import Attention, Caches, Span, paged
+from qarl.policy.attention import Attention, paged
+from qarl.policy.pages import Caches, Span
 from qarl.policy.routes import NO_ROUTES, recording
 from qarl.rollout.published_weights import PublishedWeights
 from qarl.rollout.vllm.exact.attention import CachedLayer, pages_of

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qarl.batch.batch import own_tokens
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.objectives.segments import Segments
 from qarl.storage.names import checkpoint_steps, step_files, step_name
 from qarl.storage.tensorfile import read_tensors
-from qarl.training.batch import own_tokens
 
 _INTEGERS = ("prompt_lengths", "response_lengths", "prompt_tokens", "response_tokens", "groups", "version")
 _TOKENS = ("prompt_tokens", "response_tokens")

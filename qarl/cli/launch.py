@@ -16,13 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qarl.config import Config, check_inputs, load_config
-from qarl.config.check import check_ranks
+from qarl.checks.check import check_inputs, check_ranks
+from qarl.cli.private_directory import rendezvous_directory
+from qarl.config import Config, load_config
 from qarl.config.weight_files import check_weights
 from qarl.distributed.exit_records import is_done, read_exit_record
 from qarl.distributed.fault import INTERRUPTED, OTHER_RANK, Fault, forget_fault, host, write_fault
 from qarl.distributed.key_value_store import DirectoryStore
-from qarl.distributed.private_directory import rendezvous_directory
 from qarl.distributed.rank_info import RANKS_VARIABLE, log_name
 from qarl.distributed.watch import GRACE_S, NOTE, TICK_S
 from qarl.errors import UNEXPECTED, UserError
@@ -41,7 +41,7 @@ TAIL_BYTES = 16_384
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from qarl.distributed.rank_process import main; main(int(sys.argv[2]), sys.argv[3:])"
+    "from qarl.cli.child_process import run_rank; run_rank(int(sys.argv[2]), sys.argv[3:])"
 )
 
 

@@ -14,14 +14,14 @@ import torch
 from qarl_kernels.truncation import Replay, Truncation
 from torch import Tensor
 
+from qarl.batch.columns import Column, KeptColumn, RoutingColumn
+from qarl.batch.micro_batches import Response, assign, micro_batch_ends, work
 from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
 from qarl.objectives.advantages import compute_advantages
 from qarl.objectives.base import AdvantageKind
 from qarl.objectives.segments import Segments
 from qarl.policy.routes import NO_ROUTES, Routes, numbers_of
-from qarl.training.columns import Column, KeptColumn, RoutingColumn
-from qarl.training.micro_batches import Response, assign, micro_batch_ends, work
 from qarl.types import Prompt, Rollout
 from qarl.utils.transfer import upload
 

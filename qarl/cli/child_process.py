@@ -1,4 +1,4 @@
-"""The process of one member: `qarl train`, which saves and stops if its comparison is gone."""
+"""`qarl` in a process that another `qarl` started: a rank, or a member of a comparison. It stops with its parent."""
 
 from __future__ import annotations
 
@@ -8,14 +8,29 @@ import select
 import signal
 import sys
 
+from qarl.utils.signals import signal_at_end_of
 
-def main(lifeline_fd: int, argv: list[str]) -> None:
-    """Run the `qarl` command line `argv`. lifeline_fd: read end of a pipe whose only writer is the comparison."""
+
+def run_rank(launcher: int, argv: list[str]) -> None:
+    """Run the `qarl` command line `argv` as a rank of `qarl train --nproc`. launcher: pid of the parent."""
+    signal_at_end_of(launcher, signal.SIGTERM)  # a run then saves and stops
+    _run(argv)
+
+
+def run_member(lifeline_fd: int, argv: list[str]) -> None:
+    """Run the `qarl` command line `argv` as a member of a comparison.
+
+    lifeline_fd: read end of a pipe whose only writer is the parent.
+    """
     stop_with_parent(lifeline_fd)
-    sys.argv = ["qarl", *argv]  # what environment.json records
-    from qarl.cli import main as qarl
+    _run(argv)
 
-    qarl(argv)
+
+def _run(argv: list[str]) -> None:
+    sys.argv = ["qarl", *argv]  # what environment.json records
+    from qarl.cli import main
+
+    main(argv)
 
 
 def stop_with_parent(lifeline_fd: int) -> None:

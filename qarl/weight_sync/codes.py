@@ -16,9 +16,9 @@ from qarl_formats.weight import LowBitWeight
 from torch import Tensor
 
 from qarl.distributed.exchange import Exchange
-from qarl.distributed.gathers import BucketedGather, own_rows
 from qarl.distributed.rows import Block, RowPlan
 from qarl.utils.packed_linears import shared_scales
+from qarl.weight_sync.gathers import BucketedGather, own_rows
 from qarl.weight_sync.quantize import Quantizer, SchemeOf
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from qarl.diagnostics.diagnose.diagnosis_page import diagnosis_sections
-from qarl.diagnostics.diagnose.measure import Diagnosis, diagnose
-from qarl.diagnostics.diagnose.policies import RunPolicy
-from qarl.diagnostics.diagnose.reading import Finding, read
-from qarl.diagnostics.diagnose.saved import pick_step, read_rollouts
+from qarl.batch.saved import pick_step, read_rollouts
+from qarl.diagnose.diagnosis_page import diagnosis_sections
+from qarl.diagnose.measure import Diagnosis, diagnose
+from qarl.diagnose.policies import RunPolicy
+from qarl.diagnose.reading import Finding, read
 from qarl.errors import UserError
 from qarl.inference.target import resolve_target
 from qarl.report.page import write_page

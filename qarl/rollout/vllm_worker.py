@@ -9,79 +9,17 @@ import gc
 import importlib
 import socket
 import sys
-import time
-import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
-from qarl.errors import UserError
-from qarl.rollout.engine import Progress
-from qarl.rollout.vllm.channel import Channel
+from qarl.rollout.vllm.channel import Channel, send_failure
 from qarl.rollout.vllm.host import Host
+from qarl.rollout.vllm.orders import Aborted, execute
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import AsyncSettings
-from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.transport import open_receiver
-from qarl.weight_sync.update import Arriving, WeightUpdate
-
-
-class Aborted(Exception):
-    """The learner aborted the operation."""
-
-
-def execute(host: Host, operation: str, payload: Any, unpack: Callable[[Any], Arriving], progress: Progress) -> Any:
-    """Execute one order.
-
-    Args:
-        host: The vLLM.
-        operation: Name of the operation.
-        payload: Its arguments.
-        unpack: Opens the tensors and patches in a publish's payload.
-        progress: See `Host.generate`.
-
-    Returns:
-        The result of the operation; of a publish, the seconds of its parts and the canary's log-probs.
-    """
-    match operation:
-        case "publish":
-            assert isinstance(payload, WeightUpdate)
-            seconds = host.publish(payload.version, unpack(payload.payloads[0]), payload.expected)
-            begin = time.perf_counter()
-            scores = host.score(payload.canary)
-            return seconds | {"score": time.perf_counter() - begin}, scores
-        case "score":
-            return host.score(payload)
-        case "generate":
-            return host.generate(*payload, progress)
-        case "trace":
-            return host.trace(*payload)
-        case "sleep":
-            return host.sleep(payload)
-        case "wake":
-            return host.wake()
-    raise AssertionError(f"unknown operation {operation!r}")
-
-
-def root_cause(error: BaseException) -> str:
-    """Return the message of the first UserError in a chain of errors, else the first line of the original error."""
-    while not isinstance(error, UserError):
-        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if cause is None:
-            lines = str(error).strip().splitlines()
-            return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        error = cause
-    return str(error)
-
-
-def send_failure(channel: Channel, error: Exception) -> None:
-    """Send an error to the learner, and write its traceback to the log."""
-    with suppress(OSError):  # a full disk
-        traceback.print_exception(error)
-    channel.send("failed", (root_cause(error), isinstance(error, PublishError)))
 
 
 def serve(channel: Channel, phases: Phases) -> None:

@@ -20,9 +20,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
+from qarl.batch.observer import Observer, Phase
 from qarl.rewards import RewardResult
 from qarl.terminal.console import Console
-from qarl.training.observer import Observer, Phase
 from qarl.types import Prompt, Rollout
 from qarl.utils.text import visible
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from qarl_formats.scheme import check_shape, is_ignored
 
+from qarl.checks.check_files import Unusable, file_faults, look, task_faults, thread_faults
+from qarl.checks.check_ranks import several_ranks_faults
 from qarl.config.architecture import (
     Architecture,
     LinearShape,
@@ -17,16 +19,14 @@ from qarl.config.architecture import (
     read_gguf,
     unserved_heads,
 )
-from qarl.config.base import Fault
-from qarl.config.check_files import Unusable, file_faults, look, task_faults, thread_faults
 from qarl.config.config import Config, mixture_faults
-from qarl.config.distributed import several_ranks_faults
 from qarl.config.load import key_place
 from qarl.config.messages import Loc, capped, fault_line
 from qarl.config.model import PREFIX, ModelConfig, UnusableModel, package_gguf
 from qarl.config.overrides import override_keys
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
+from qarl.inputs.section import Fault
 from qarl.utils.packed_linears import fusion_fault
 from qarl.utils.text import visible
 

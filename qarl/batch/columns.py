@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from qarl_kernels.truncation import KeptSets
@@ -12,8 +12,23 @@ from torch import Tensor
 from qarl.distributed.ranks import Ranks
 from qarl.utils.transfer import upload
 
-if TYPE_CHECKING:
-    from qarl.training.batch import Part
+
+class Part(Protocol):
+    """What columns read of a `qarl.batch.batch.Part`."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def indices(self) -> tuple[int, ...]: ...
+
+    @property
+    def lengths(self) -> list[int]: ...
+
+    @property
+    def own_rows(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 class Column:

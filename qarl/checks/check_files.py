@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from qarl.config.base import Fault
 from qarl.config.config import Config
 from qarl.config.data import LOCAL_SUFFIXES, DataConfig
 from qarl.config.deepspeed import deepspeed_keys, key_faults
@@ -23,6 +22,7 @@ from qarl.data.tasks import generate
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.paths import path_fault, reason_of
+from qarl.inputs.section import Fault
 from qarl.objectives.custom import Custom
 
 Kind = Literal["file", "directory", "other", "missing"]

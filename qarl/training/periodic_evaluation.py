@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qarl.policy.policy import Policy
-    from qarl.training.console import RunConsole
+    from qarl.terminal.run_console import RunConsole
     from qarl.training.held_out import HeldOut
 
 PLACE = "train.run_dir"

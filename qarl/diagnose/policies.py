@@ -10,8 +10,10 @@ from qarl_kernels.logprob import Truncation
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from qarl.batch.batch import CPU, Batch
+from qarl.batch.columns import Column
+from qarl.batch.saved import SavedStep
 from qarl.config import Config
-from qarl.diagnostics.diagnose.saved import SavedStep
 from qarl.diagnostics.gradient_passes import Passes
 from qarl.errors import UserError
 from qarl.inference.masters import require_same_model
@@ -25,8 +27,6 @@ from qarl.policy.policy import Policy
 from qarl.policy.routes import Routes, numbers_of
 from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state
-from qarl.training.batch import CPU, Batch
-from qarl.training.columns import Column
 from qarl.training.setup import build_policy, build_sampling, set_determinism
 from qarl.weight_sync.snapshot import Snapshot
 

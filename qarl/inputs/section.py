@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from qarl.config.limits import DEPTH, NAME, VALUES
+from qarl.inputs.limits import DEPTH, NAME, VALUES
 from qarl.inputs.paths import PATH_BYTES, path_fault
 
 __all__ = ["Fault", "Field", "Name", "PathName", "Renamed", "Section", "notice", "path_faults", "refusal"]

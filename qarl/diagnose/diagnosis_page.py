@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qarl.diagnostics.diagnose.reading import Finding
+from qarl.diagnose.reading import Finding
 from qarl.report.blocks import Block, Column, Section, Table, Text
 from qarl.report.curves import meaning
 from qarl.report.diagnostics import record_blocks, sampled
 from qarl.report.formatting import number
 
 if TYPE_CHECKING:
-    from qarl.diagnostics.diagnose.measure import Diagnosis
+    from qarl.diagnose.measure import Diagnosis
 
 GROUPS = {
     "mismatch": "Sampler and learner at the rollout's version",

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
+from qarl.batch.batch import Batch, Part
 from qarl.objectives.common import TokenLogProbs
 from qarl.rewards import RewardResult
-from qarl.training.batch import Batch, Part
 from qarl.types import Prompt, Rollout
 
 Phase = Literal["rollout", "reward", "gather", "learner", "publish"]  # gather: only with several ranks

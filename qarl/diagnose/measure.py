@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qarl.batch.saved import SavedStep
+from qarl.diagnose.policies import RunPolicy
 from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings
-from qarl.diagnostics.diagnose.policies import RunPolicy
-from qarl.diagnostics.diagnose.saved import SavedStep
 from qarl.diagnostics.error_tokens import error_examples, error_token_metrics
 from qarl.diagnostics.gradients import gradient_metrics
 from qarl.diagnostics.mismatch import log_prob_gap, mismatch_metrics
