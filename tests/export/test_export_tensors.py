@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from compressed_tensors.quantization import QuantizationConfig
+from qarl_kernels.logprob import Truncation
 from tiny_exports import SCHEMES, TinyRun, entries, same_bytes, save_run, stored_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -16,6 +21,7 @@ from qarl.inference import masters
 from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
+from qarl.types import Prompt
 
 
 @pytest.fixture(scope="module", params=SCHEMES)
@@ -32,6 +38,39 @@ def test_the_files_hold_the_tensors_of_the_runs_snapshot(exported):
     stored, published = stored_tensors(out), run.snapshots[4].tensors
     assert stored.keys() == published.keys()
     assert [name for name in stored if not same_bytes(stored[name], published[name])] == []
+
+
+def test_the_librarys_reader_gives_back_the_codes(exported):
+    run, out = exported
+    config = QuantizationConfig.model_validate(json.loads((out / "config.json").read_text())["quantization_config"])
+    scheme = config.config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    stored, weights = stored_tensors(out), run.snapshots[4].weights
+    assert len(weights) == 14
+    for module, weight in weights.items():
+        own = {n.removeprefix(f"{module}."): t for n, t in stored.items() if n.startswith(f"{module}.")}
+        if "weight_shape" in own:
+            codes = unpack_from_int32(own["weight_packed"], 4, torch.Size(own["weight_shape"].tolist()))
+            assert torch.equal(codes, weight.codes()), module
+        elif weight.scheme.packed:
+            codes = unpack_fp4_from_uint8(own["weight_packed"], *weight.shape, torch.float32)
+            assert torch.equal(codes, weight.codes().float()), module
+        decompressed = compressor.decompress(own, scheme)["weight"]
+        assert torch.equal(decompressed, weight.dequantize(decompressed.dtype)), module
+
+
+def test_the_export_generates_what_the_run_generates(exported):
+    run, out = exported
+    answers = []
+    for place in (run.path, out):
+        opened = open_policy(resolve_target(str(place)))
+        sampling = opened.sampling(1, 12, Truncation(temperature=0.0), ignore_eos=True)
+        prompts = [Prompt(i, [5 + i, 70, 90 + i, 40][: i + 2], "", {}) for i in range(3)]
+        rollouts = opened.engine.generate(prompts, sampling, opened.policy.version)
+        answers.append(([r.token_ids for r in rollouts], torch.tensor([r.logprobs for r in rollouts])))
+        opened.close()
+    assert answers[0][0] == answers[1][0]
+    assert torch.equal(answers[0][1], answers[1][1])
 
 
 def test_the_provenance_names_run_step_scheme_and_every_tensor(exported):

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from tiny_exports import SCHEMES, save_run
+from transformers import AutoModelForCausalLM
 
 from qarl.exporting.verify import verify_export
 from qarl.inference.target import resolve_target
@@ -56,3 +58,14 @@ def test_what_transformers_cannot_read_is_said(tiny_model, tmp_path, scheme, rea
     assert (found["codes"]["status"], found["qarl"]["status"]) == ("agrees", "agrees")
     assert found["transformers"]["status"] == "skipped"
     assert found["transformers"]["reason"].endswith(reason)
+
+
+def test_transformers_has_the_dequantized_experts(tiny_model, tmp_path):
+    run = save_run(tmp_path / "run", tiny_model("mixtral"), steps=(2,), **SCHEMES["fp8"])
+    run.export(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    weights = run.snapshots[2].weights
+    for index, layer in enumerate(model.model.layers):
+        expert = f"model.layers.{index}.block_sparse_moe.experts.2"
+        gate, up = (weights[f"{expert}.{leaf}"].dequantize(torch.bfloat16) for leaf in ("w1", "w3"))
+        assert torch.equal(layer.mlp.experts.gate_up_proj[2], torch.cat((gate, up)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from policy_models import make_policy
 from tiny_exports import SCHEMES, entries, same_bytes, save_run, stored_tensors
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.config import ModelConfig
 from qarl.errors import UserError
@@ -97,3 +97,13 @@ def test_a_directory_that_exists_and_a_disk_that_is_full_are_refused_and_nothing
     with pytest.raises(UserError, match=r"no space .*bytes needed, 1,000 free.*another train\.run_dir") as caught:
         write(policy, model, mine / "out")
     assert len(str(caught.value).splitlines()) == 1 and entries(mine) == ["x"]
+
+
+def test_a_tied_head_is_not_written_and_transformers_ties_it(tiny_model, tmp_path):
+    model = tiny_model()
+    policy = make_policy(model, dtype=torch.bfloat16)
+    write(policy, model, tmp_path / "out")
+    assert "lm_head.weight" not in stored_tensors(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, policy.current.tensors["model.embed_tokens.weight"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policy_models import make_policy, parts_of
+from policy_models import OneLinear, make_policy, parts_of
 from qarl_formats.bits import same_bits
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
@@ -10,11 +10,13 @@ from qarl_formats.schemes.bf16 import OrdinaryProduct
 from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_kernels.flash.forward import check
 from qarl_kernels.launch import INTERPRETED
+from torch import nn
 
 from qarl.config import QuantConfig
 from qarl.config.architecture import unserved_heads
 from qarl.errors import UserError
 from qarl.policy.device import use_kernels
+from qarl.weight_sync.quantize import quantize_parameter
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 N, K, GROUP = 24, 64, 32
@@ -152,6 +154,53 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
             plain = learner != "fake_quant" or names != (ignored,)
             assert isinstance(mine.scheme, OrdinaryProduct) == plain
     assert sorted(multiplied) == sorted(policy.linears)
+
+
+# --- numbers, against the reference
+
+
+def _linear(scheme: str, kernels: bool, dequantize_input: bool = False, **changes) -> OneLinear:
+    torch.manual_seed(0)
+    operand = _published(scheme, **changes).prepare(torch.bfloat16, kernels)
+    return OneLinear(nn.Linear(K, N), operand, torch.bfloat16, dequantize_input)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("scheme", "changes"),
+    [(scheme, {}) for scheme in SCHEMES]
+    + [("w4a16", {"symmetric": False}), ("w4a16", {"scale_dtype": "float32"})]
+    + [(scheme, {"dequantize_input": True}) for scheme in ("w8a8", "fp8", "w4a8", "fp8_block")],
+)
+def test_kernels_and_reference_agree_in_forward_and_backward(scheme: str, changes) -> None:
+    results = []
+    for kernels in (False, True):
+        linear = _linear(scheme, kernels, **changes)
+        x = torch.randn(9, K, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        y = linear(x)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16())
+        results.append((y.detach(), x.grad, linear.weight.grad, linear.bias.grad))
+    (y, *grads), (kernel_y, *kernel_grads) = results
+    torch.testing.assert_close(kernel_y, y, rtol=2**-7, atol=1e-4)  # sums in another order: one ulp of bf16
+    for kernel_grad, grad in zip(kernel_grads, grads, strict=True):
+        assert torch.equal(kernel_grad, grad)  # the same tensors, dequantized to the same bits
+
+
+# --- publishing
+
+
+@interpreted
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
+def test_a_master_that_is_not_finite_is_named_alike(scheme: str, value: float) -> None:
+    master = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    master[3, 5] = master[7, 1] = value
+    messages = []
+    for kernels in (False, True):
+        with pytest.raises(UserError) as caught:
+            quantize_parameter("w.weight", master, _scheme(scheme), torch.bfloat16, 3, kernels)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1] and f"w.weight: 2 of {N * K} values are NaN" in messages[0]
 
 
 @interpreted
