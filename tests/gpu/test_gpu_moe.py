@@ -8,7 +8,7 @@ from mixtures import chosen, input_grad, parts, weight_grad
 from products import random, relative_error
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.weight import LowBitWeight, concatenate, quantize_weight
-from qarl_kernels import gemm, tuning
+from qarl_kernels import gather_rows, gemm, tuning
 from qarl_kernels.moe import backward, combine, dispatch, routing
 from torch import Tensor
 
@@ -79,7 +79,7 @@ def test_pairs_are_sorted_as_by_plain_torch(tokens: int) -> None:
         for name in ("order", "place", "starts"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
         x = random(tokens, 264, seed=1, device=CUDA, dtype=BF16)
-        assert torch.equal(dispatch.rows_in_order(x, found), x[expected.order.long() // slots])
+        assert torch.equal(gather_rows.rows_in_order(x, found), x[expected.order.long() // slots])
 
 
 def test_the_backward_of_many_rows() -> None:

@@ -17,6 +17,7 @@ from qarl_kernels import (
     fp8_backward,
     fp8_block,
     fused_norm,
+    gather_rows,
     gemm,
     head,
     nvfp4a16,
@@ -437,7 +438,7 @@ def moe_combinations() -> Iterator[str]:
         y, d, weights = empty(4096, hidden), empty(4096 * slots, hidden), empty(4096, slots, dtype=FP32)
         moe_combine.combine(d, weights, groups)
         moe_combine.combine_backward(y, d, weights, groups, d)
-        moe_dispatch.rows_in_order(y, groups)
+        gather_rows.rows_in_order(y, groups)
         shared = Shared(y, moe_shared.shared_gate(y, empty(1, hidden), kernels=True))
         moe_combine.combine(d, weights, groups, shared)
         moe_combine.shared_backward(y, shared, y)
