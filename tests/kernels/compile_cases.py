@@ -313,7 +313,9 @@ def attention_forward() -> Iterator[str]:
     for dim, dtype, window in _attention_heads():
         q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
         flash_forward.attention_forward(q, k, v, layout, dim**-0.5, window)
-        yield f"attention forward {dim} {dtype} window {window}" + " wgmma" * on_hopper()
+        # Before Hopper each head size has tiles of its own, so `spread` takes one launch of each.
+        kind = "attention" if on_hopper() else f"attention-{dim}"
+        yield f"{kind} forward {dim} {dtype} window {window}" + " wgmma" * on_hopper()
 
 
 def attention_backward() -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Importance weights, rules and veto as one weight per token, and their statistics."""
 
+from __future__ import annotations
+
 import math
 
 import pytest
@@ -89,12 +91,25 @@ def test_a_response_has_to_pass_every_rule_and_each_is_counted_alone():
     assert "correction/raw_ratio_mean" not in metrics
 
 
+def test_statistics_of_sequence_weights_are_per_response_that_is_not_empty():
+    weights, metrics = run(**SEQ_TIS)
+    assert weights == pytest.approx([1.5, 1.5, 1.2, 0.05, 0.05])
+    assert metrics["correction/weight_mean"] == pytest.approx((1.5 + 1.2 + 0.05) / 3)
+    assert metrics["correction/ess"] == pytest.approx(2.75**2 / (3 * (1.5**2 + 1.2**2 + 0.05**2)))
+    assert metrics["correction/raw_ratio_mean"] == pytest.approx(2.75 / 3)
+
+
 def test_the_mean_of_weights_that_are_all_zero_or_absent_divides_by_one():
     mask = CorrectionConfig(level="token", mode="mask", lower=1e3, upper=1e4)
     assert mean_of(mask, logps()) == 1.0
     nothing = TokenLogProbs(*[torch.zeros(0)] * 3)
     assert mean_of(CorrectionConfig(**TOKEN_TIS), nothing, Segments.from_lengths([0])) == 1.0
     assert mean_of(CorrectionConfig(), logps()) == 1.0
+
+
+def test_a_correction_without_parts_is_not_active():
+    assert not CorrectionConfig().active
+    assert all(CorrectionConfig(**parts).active for parts in (TOKEN_TIS, {"reject": [CORR]}, {"veto": VETO}))
 
 
 # drops tokens of ratio 3.0, 0.5 and 0.05
@@ -107,6 +122,13 @@ def test_a_mask_of_tokens_stands_beside_a_weight_of_the_response():
     assert metrics["correction/reject_corr_ratio_token_frac"] == metrics["correction/rejected_frac"] == 3 / 5
     assert metrics["correction/weight_mean"] == pytest.approx(1.25 / 5)
     assert metrics["correction/raw_ratio_mean"] == pytest.approx(2.75 / 3)  # of the weights as they are made
+
+
+def test_a_mask_of_tokens_stands_beside_a_weight_of_the_tokens_and_a_rule_of_responses():
+    weights, metrics = run(**TOKEN_TIS, reject=[TOKENS, ROLLOUT])
+    assert weights == pytest.approx([0.0, 0.0, 0.0, 1.0, 0.0])
+    assert metrics["correction/reject_rollout_ratio_mean_frac"] == 1 / 3
+    assert metrics["correction/rejected_frac"] == 4 / 5
 
 
 def test_an_uncapped_weight_of_a_long_response_is_the_product_and_its_clamp_is_counted():
@@ -132,3 +154,10 @@ def test_a_mask_keeps_a_ratio_on_its_bound_and_a_nan():
         config = CorrectionConfig(level="token", mode="mask", **bounds)
         assert weights_and_clamped(config, math.log(2.0), 0.0)[0].tolist() == [ratio]
         assert weights_and_clamped(config, math.nan, 0.0)[0].isnan().all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize(("old", "sampler"), [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf)])
+def test_infinite_log_probs_give_finite_weights_and_are_marked(level, old, sampler):
+    weights, clamped = weights_and_clamped(CorrectionConfig(level=level, upper=2.0), old, sampler)
+    assert weights.isfinite().all() and clamped.item() is (old != sampler)
