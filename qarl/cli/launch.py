@@ -40,8 +40,9 @@ TAIL_LINES = 12
 TAIL_BYTES = 16_384
 
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from qarl.cli.child_process import run_rank; run_rank(int(sys.argv[2]), sys.argv[3:])"
+    "import json, signal, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from qarl.utils.signals import signal_at_end_of; signal_at_end_of(int(sys.argv[2]), signal.SIGTERM); "
+    "sys.argv[:] = ['qarl', *sys.argv[3:]]; from qarl.cli import main; main()"
 )
 
 

@@ -32,7 +32,8 @@ POLL_SECONDS = 0.2
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from qarl.cli.child_process import run_member; run_member(int(sys.argv[2]), sys.argv[3:])"
+    "from qarl.utils.signals import sigterm_at_end_of_pipe; sigterm_at_end_of_pipe(int(sys.argv[2])); "
+    "sys.argv[:] = ['qarl', *sys.argv[3:]]; from qarl.cli import main; main()"
 )
 
 

@@ -6,7 +6,9 @@ SIGHUP, which a closed terminal sends, is one of them unless it is ignored alrea
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import select
 import signal
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -74,4 +76,18 @@ def signal_at_end_of(parent: int, signum: int) -> None:
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def sigterm_at_end_of_pipe(read: int) -> None:
+    """Have the kernel send SIGTERM to this process when the only writer of a pipe, its parent, ends for any reason.
+
+    Unlike `signal_at_end_of`, the end of the thread that started this process does not count. If the parent is gone
+    already, this process ends with exit code 1. read: the read end of the pipe.
+    """
+    os.set_inheritable(read, False)
+    fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGTERM)
+    fcntl.fcntl(read, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([read], [], [], 0)[0]:  # it ended before the call
         os._exit(1)
