@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from qarl.inputs.files import Unreadable, file_sha256
 from qarl.inputs.paths import NAME_BYTES
+from qarl.utils.text import visible
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -60,7 +61,7 @@ def schema_fault(error: ValidationError) -> str:
     """Return one line: the first invalid key, its value, what is valid, and the number of further errors."""
     faults = error.errors(include_url=False)
     first = faults[0]
-    key = json.dumps(".".join(map(str, first["loc"])), ensure_ascii=False)[1:-1] or "the value"  # a key may be any text
+    key = visible(".".join(map(str, first["loc"]))) or "the value"  # a key may be any text
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     if first["type"] == "missing":
         return f"{key} is missing{more}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 VERSION = "0.1.0"  # of qarl
 
 PACKAGES = (
@@ -40,6 +38,8 @@ def package_versions() -> dict[str, str]:
 
 def version_of(package: str) -> str | None:
     """Return the version of an installed package, or None."""
+    from importlib import metadata  # takes longer than the rest of `import qarl`
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
