@@ -41,6 +41,7 @@ from qarl.inputs.library_errors import quiet_loading  # noqa: E402
 from qarl.policy.device import pick_device  # noqa: E402
 from qarl.policy.load import load_model, load_tokenizer  # noqa: E402
 from qarl.policy.load_config import load_model_config  # noqa: E402
+from qarl.storage.disk import free_bytes  # noqa: E402
 from qarl.storage.model_directory import save_tokenizer  # noqa: E402
 from qarl.storage.tensorfile import TensorFile  # noqa: E402
 from qarl.utils.machine import keep_freed_memory  # noqa: E402
@@ -48,6 +49,7 @@ from qarl.utils.machine import keep_freed_memory  # noqa: E402
 REPORT = "upcycling.json"
 FAMILIES = ("llama", "mistral")
 DTYPE = torch.bfloat16  # of the child on disk
+DOCUMENTS = 64 * 2**20  # bytes for tokenizer, configuration and report
 TOGETHER = 8  # sequences that are compared together
 MOE = "model.layers.{layer}.block_sparse_moe"
 KEPT = (  # of the parent's configuration
@@ -99,6 +101,9 @@ def upcycle(options: argparse.Namespace) -> dict[str, Any]:
     device = pick_device(options.device)
     parent, tokenizer = load_model(model_config), load_tokenizer(model_config)
     sizes = {name: math.prod(shape) for name, shape in shapes(parent, options.experts).items()}
+    needed = sum(sizes.values()) * DTYPE.itemsize + DOCUMENTS
+    if (free := free_bytes(options.out.resolve().parent)) < needed:
+        raise UserError(f"{options.out}: no space ({needed:,} bytes needed, {free:,} free); choose another disk")
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
         raise UserError(f"--model: {options.model}: its tokenizer has no token that text begins with; give another")

@@ -166,7 +166,7 @@ def _records(bench: Bench) -> Iterator[Record]:
     dist.barrier()
 
 
-# Hugging Face's recipe of stage 3, of which their Trainer fills in `auto`.
+# Hugging Face's recommended configuration of ZeRO stage 3. Their Trainer fills in the values `auto`.
 ZERO3: Record = {
     "bf16": {"enabled": "auto"},
     "zero_optimization": {
