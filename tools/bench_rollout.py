@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[
     engine, new_tokens, tokenizer = case["engine"], options.new_tokens, byte_tokenizer(False)
     shape = shape_of(case["model"], None, options.vocabulary)
     architecture = shape.architecture()
-    labels = {name: value for name, value in case.items() if name not in ("batch", "rank")}
+    labels = {name: value for name, value in case.items() if name != "batch"}
     with ExitStack() as stack:
         start, run_of = vllm(options, case, shape, tokenizer, place, stack) if engine == "vllm" else ({}, None)
         for batch in case["batch"]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What an RL step costs: the learner, the optimizer and the whole step, beside Hugging Face's model, TRL and ZeRO-3.
+"""What an RL step costs: the learner, the optimizer and the whole step, beside Hugging Face's model and TRL.
 
     python tools/bench_step.py --part learner hf --shape qwen3-1.7b --length 512 2048 8192 --out out.json
     python tools/bench_step.py --part step trl --shape qwen3-1.7b --scheme w4a16 --out out.json
@@ -13,9 +13,7 @@ log beside the result. Parts:
   optimizer  an optimizer step on the masters with its quantization, and its parts
   step       training steps with exactly --new-tokens per response, as `qarl train` runs them
   trl        the same with TRL 1.16's GRPOTrainer and vLLM in its process
-  sharded    micro-batches and updates of qarl's learner on --nproc ranks, each with a part of the masters
-  zero3      the same tokens through the Hugging Face model under DeepSpeed's own ZeRO-3
-Times are medians after a warm-up, on several ranks of the slowest one. The result is written after every case.
+Times are medians after a warm-up. The result is written after every case.
 """
 
 import argparse
@@ -33,11 +31,8 @@ PARTS = {
     "optimizer": "learner_part",
     "step": "step_part",
     "trl": "trl_part",
-    "sharded": "sharded_part",
-    "zero3": "sharded_part",
 }
-SCHEMED = ("learner", "optimizer", "step", "sharded")  # parts that run once per scheme
-RANKED = ("sharded", "zero3")  # parts whose every rank is a process of the benchmark
+SCHEMED = ("learner", "optimizer", "step")  # parts that run once per scheme
 MODES = ("elementwise", "mlp", "products", "layer")
 
 
@@ -70,7 +65,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     step.add_argument("--prompt-tokens", type=count, default=512, help="the longest prompt that fits")
     frac = "share of the GPU for vLLM; default 0.4, or with rollout.async qarl's for a GPU of its own"
     step.add_argument("--memory-frac", type=positive, help=frac)
-    step.add_argument("--nproc", type=count, default=1, help="step, sharded and zero3: ranks, with a GPU each")
+    step.add_argument("--nproc", type=count, default=1, help="step: ranks, with a GPU each")
     step.add_argument("--engine", choices=("vllm", "native"), help="of qarl; default vllm on a GPU")
     step.add_argument("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
     server = "trl: vLLM is a server on this GPU; give the trainer another one with CUDA_VISIBLE_DEVICES"
@@ -82,11 +77,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if "trl" in parsed.part and responses % parsed.device_batch:
         parser.error(f"--device-batch {parsed.device_batch} does not divide {responses} responses")
     if "trl" in parsed.part and parsed.nproc > 1:
-        parser.error("--part trl runs in one process: leave --nproc out, or compare learners with --part sharded zero3")
-    if set(RANKED) & set(parsed.part) and parsed.nproc < 2:
-        parser.error(f"--part {' '.join(RANKED)} takes --nproc from 2")
-    if "zero3" in parsed.part and find_spec("deepspeed") is None:
-        parser.error("--part zero3 needs deepspeed: pip install 'qarl[deepspeed]'")
+        parser.error("--part trl runs in one process: leave --nproc out")
     return parsed
 
 
@@ -112,14 +103,11 @@ def run_part(options: argparse.Namespace, case: Record, place: Path) -> Iterator
     if device.type == "cpu":
         keep_freed_memory()
     shape = shape_of(options.shape, options.layers, options.vocabulary)
-    del case["rank"]
     labels = case | {"layers": shape.layers, "vocabulary": shape.vocabulary, "recompute": options.recompute}
     if options.set and options.part in SCHEMED:
         labels["set"] = options.set
     if options.part in ("step", "trl"):
-        labels |= {"prompts": options.prompts, "responses": options.responses}
-    if options.part in ("step", "trl", *RANKED):
-        labels["ranks"] = options.nproc
+        labels |= {"prompts": options.prompts, "responses": options.responses, "ranks": options.nproc}
     part: Callable[..., Iterator[Record]] = getattr(
         import_module(f"step_bench.{PARTS[options.part]}"), f"{options.part}_records"
     )
@@ -134,11 +122,10 @@ def main() -> int:
     if options.table is not None:
         print(table(read_reports(options.table)))
         return 0
-    own_head = {"hf", "zero3"} & set(options.part) and options.hf_head == "trl"
+    own_head = "hf" in options.part and options.hf_head == "trl"
     if ("trl" in options.part or own_head) and find_spec("trl") is None:
         sys.exit(f"error: {'--hf-head' if own_head else '--part'} trl needs TRL: pip install trl")
-    ranks: Callable[[Record], int] = lambda case: options.nproc if case["part"] in RANKED else 1  # noqa: E731
-    report = run_cases(options, cases(options), run_part, ranks=ranks)
+    report = run_cases(options, cases(options), run_part)
     print(table([report.content]))
     return int(report.failed)
 

@@ -1,7 +1,6 @@
 """What all benchmarks share: types of options, cases in processes of their own, records, and the time of a call."""
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from process_tree import SOURCES, first_exit, start, tails
+from process_tree import SOURCES, start, tails
 
 sys.path[:0] = SOURCES
 
@@ -102,41 +101,38 @@ def environment() -> Record:
     return found
 
 
-def run_case(case: Record, out: Path, timeout_s: float = math.inf, ranks: int = 1) -> list[list[Record]]:
+def run_case(case: Record, out: Path, timeout_s: float) -> list[Record]:
     """Run this command line again with `--case`, in a process of its own.
 
     Args:
         case: What the case measures; `serve_case` reads it.
         out: The result's file, beside which a log gets what the case prints.
         timeout_s: Seconds after which the case prints its stacks and is ended.
-        ranks: Processes that measure together; each has its number as `rank`.
 
     Returns:
-        The records of each rank; those of the first end with why the case failed, if it did.
+        Its records, and at their end why the case failed, if it did.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through `finally` below
     with tempfile.TemporaryDirectory() as place, out.with_suffix(".log").open("ab") as log:
-        files = [Path(place) / f"records-{rank}.jsonl" for rank in range(ranks)]
+        file = Path(place) / "records.jsonl"
         log.write(f"--- {json.dumps(case)}\n".encode())
         log.flush()
         began = log.tell()
-        command = [sys.executable, *sys.argv, "--case"]
-        given = [json.dumps(case | {"records": str(file), "rank": rank}) for rank, file in enumerate(files)]
-        started = [start([*command, text], os.environ, log) for text in given]
+        given = json.dumps(case | {"records": str(file)})
+        started = start([sys.executable, *sys.argv, "--case", given], os.environ, log)
         try:
-            code = first_exit(started, timeout_s)
+            code = started.wait(timeout_s)
             lines = Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines()
         finally:
-            for one in started:
-                one.end()  # with its stacks, if it still runs
+            started.end()  # with its stacks, if it still runs
         printed = Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines()
-        found = [[json.loads(line) for line in file.open()] if file.exists() else [] for file in files]
+        found = [json.loads(line) for line in file.open()] if file.exists() else []
         if code != 0:
             logs = tails(Path(place))  # of a run's ranks and samplers
             log.write(logs.encode())
             print(logs, *printed[-LOG_LINES:], sep="\n", file=sys.stderr)
             why = f"took more than {timeout_s:g} s" if code is None else f"exit {code}: {(lines or ['nothing'])[-1]}"
-            found[0].append(case | {"error": why})
+            found.append(case | {"error": why})
     return found
 
 
@@ -163,7 +159,6 @@ def run_cases(
     cases: Iterable[Record],
     measure: Callable[[argparse.Namespace, Record, Path], Iterable[Record]],
     show: Callable[[Record], None] = lambda record: None,
-    ranks: Callable[[Record], int] = lambda case: 1,
 ) -> "Report":
     """The main part of a benchmark whose cases run in processes of their own; the case's process ends in here.
 
@@ -172,7 +167,6 @@ def run_cases(
         cases: What to measure; its texts are its name.
         measure: From the options, a case and a directory for its files to the records, in the case's process.
         show: Called with each record.
-        ranks: How many processes measure a case together.
     """
     if options.case:
         serve_case(options.case, partial(measure, options))
@@ -180,25 +174,11 @@ def run_cases(
     report = Report(options.out)
     options.out.with_suffix(".log").unlink(missing_ok=True)
     for case in cases:
-        found = list(slowest(run_case(case, options.out, options.timeout, ranks(case))))
+        found = run_case(case, options.out, options.timeout)
         report.add(found, " ".join(value for value in case.values() if isinstance(value, str)))
         for record in (record for record in found if "environment" not in record):
             show(record)
     return report
-
-
-def slowest(ranks: Sequence[Sequence[Record]]) -> Iterator[Record]:
-    """Records of several ranks as one each: the first rank's, with the slowest rank's seconds and the most memory."""
-    for first, *others in itertools.zip_longest(*ranks, fillvalue={}):
-        several = [first, *others]
-        if len(ranks) > 1 and all("seconds" in one for one in several):
-            first["seconds_by_rank"] = [one["seconds"] for one in several]
-            first["seconds"] = max(first["seconds_by_rank"])
-            first["peak_gib"] = max(one["peak_gib"] for one in several)
-            if "tokens_per_s" in first:
-                first["tokens_per_s"] = first["tokens"] / first["seconds"]
-        if first:
-            yield first
 
 
 class Report:

@@ -34,6 +34,12 @@ class Started:
     process: subprocess.Popen[bytes]
     mark: str
 
+    def wait(self, limit_s: float) -> int | None:
+        """The exit code, or None if the process still runs after `limit_s`. What it started may be left; see `end`."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(limit_s)
+        return None
+
     def end(self, grace_s: float = 0.0) -> None:
         """End the process and all that it started.
 
@@ -74,21 +80,6 @@ def start(
         start_new_session=True,
     )
     return Started(process, f"{mark}=1")
-
-
-def first_exit(started: Sequence[Started], limit_s: float) -> int | None:
-    """Wait until all processes ended, one failed, or the time is over.
-
-    Returns:
-        0, the exit code of a process that failed, or None if the time was over. Processes may be left; see `end`.
-    """
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        codes = [one.process.poll() for one in started]
-        if any(codes) or None not in codes:
-            return next(filter(None, codes), 0)
-        time.sleep(0.05)
-    return None
 
 
 def marked(mark: str) -> list[int]:
@@ -140,7 +131,7 @@ def run_traced(
         with files[0].open("wb") as out, files[1].open("wb") as errors:
             started = start(command, environment, out, errors)
             try:
-                code = first_exit([started], limit_s)
+                code = started.wait(limit_s)
             finally:
                 started.end()
         if code is None:

@@ -1,10 +1,8 @@
 """`tools/bench_step.py` on a CPU: all parts except TRL's on a tiny model, the table, and failures."""
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,8 @@ from step_bench.learner_part import (
 from step_bench.summary import table
 from tiny_runs import Finished
 
-from qarl.policy.skeleton import skeleton
-
 CPU = torch.device("cpu")
 TOOLS = Path(__file__).parents[2] / "tools"
-GPUS = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-)
 TINY = ["--shape", "tiny", "--device", "cpu", "--warmup", "0", "--iterations", "1", "--tokens", "48", "--out", "unused"]
 
 
@@ -153,18 +146,15 @@ def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "missing", "said"),
+    ("given", "said"),
     [
-        (["trl", "--device-batch", "7"], "", "--device-batch 7 does not divide 256 responses"),
-        (["trl", "--nproc", "2"], "", "leave --nproc out, or compare learners with --part sharded zero3"),
-        (["trl", "--timeout", "nan"], "", "--timeout: 'nan': must be a number above 0"),
-        (["trl", "--out", "/"], "", "--out: / is a folder; name a file"),
-        (["zero3", "--nproc", "2"], "deepspeed", "--part zero3 needs deepspeed: pip install 'qarl[deepspeed]'"),
-        (["sharded"], "", "--part sharded zero3 takes --nproc from 2"),
+        (["trl", "--device-batch", "7"], "--device-batch 7 does not divide 256 responses"),
+        (["trl", "--nproc", "2"], "--part trl runs in one process: leave --nproc out"),
+        (["trl", "--timeout", "nan"], "--timeout: 'nan': must be a number above 0"),
+        (["trl", "--out", "/"], "--out: / is a folder; name a file"),
     ],
 )
-def test_a_part_that_cannot_run_is_refused_in_one_line(given, missing, said, monkeypatch, capsys):
-    monkeypatch.setattr(bench_step, "find_spec", lambda name: None if name == missing else object())
+def test_a_part_that_cannot_run_is_refused_in_one_line(given, said, capsys):
     with pytest.raises(SystemExit):
         bench_step.parse(["--out", "x", "--part", *given])
     assert capsys.readouterr().err.splitlines()[-1].endswith(said)
@@ -299,55 +289,12 @@ def test_a_case_that_takes_too_long_is_ended_and_the_next_one_starts(tmp_path, m
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("device", ["cpu", GPUS])
-def test_a_sharded_learner_runs_beside_its_peer(device: str, tmp_path: Path, run_forked) -> None:
-    """One layer; float32 gradients beside 16-bit ones and weights."""
-    out = tmp_path / "out.json"
-    parts = ["sharded", *["zero3"] * (importlib.util.find_spec("deepspeed") is not None)]
-    sizes = ["--shape", "tiny", "--layers", "1", "--scheme", "w4a16", "--warmup", "1", "--iterations", "1"]
-    where = ["--tokens", "64", "--nproc", "2", "--device", device, "--out", str(out)]
-    done = run_forked(*sizes, *where, "--part", *parts)
-    assert done.code == 0, done.err
-    records = json.loads(out.read_text())["records"]
-    assert list(dict.fromkeys(record["part"] for record in records)) == parts
-    assert all(record["seconds"] == max(record["seconds_by_rank"]) > 0 for record in records)
-    found = {(record["part"], record["what"]): record for record in records}
-    parameters = sum(p.numel() for p in skeleton(replace(SHAPES["tiny"], layers=1).config()).parameters())
-    for (part, what), record in found.items():
-        if what == "micro-batch":
-            assert record["tokens_per_s"] == 64 / record["seconds"]
-            width = {"sharded": 4, "zero3": 2}[part]
-            assert record["received_bytes_by_kind"]["gradients"] == pytest.approx(width * parameters / 2, rel=0.01)
-    assert 0 < found["sharded", "update"]["received_bytes_by_kind"]["codes"] < 2 * parameters / 2
-    if ("zero3", "update") in found:
-        assert found["sharded", "update"].keys() <= found["zero3", "update"].keys()
-        # the embedding and the products' weights once: no norm is cut
-        weights = parameters - 2 * 64 - 2 * 32 - 64
-        assert found["zero3", "micro-batch"]["received_bytes_by_kind"]["weights"] == 2 * weights / 2
-
-
 def test_a_failed_case_records_its_error(tmp_path: Path, run_forked) -> None:
     out = tmp_path / "out.json"
-    arguments = [*TINY[:-1], str(out), "--part", "sharded", "--nproc", "2", "--scheme", "bf16", "--set", "train.none=1"]
+    arguments = [*TINY[:-1], str(out), "--part", "learner", "--scheme", "bf16", "--set", "train.none=1"]
     done = run_forked(*arguments)
     assert done.code == 1
     (failed,) = json.loads(out.read_text())["records"]
-    assert failed["part"] == "sharded" and failed["error"].startswith("exit 1") and "train.none" in failed["error"]
-    assert "failed: sharded tiny bf16" in done.out
+    assert failed["part"] == "learner" and failed["error"].startswith("exit 1") and "train.none" in failed["error"]
+    assert "failed: learner tiny bf16" in done.out
     assert "train.none" in out.with_suffix(".log").read_text()
-
-
-def test_the_table_compares_sharded_learners_with_the_peer() -> None:
-    def row(part: str, what: str, seconds: float, **more: Any) -> dict[str, Any]:
-        rate = {"tokens": 1024, "tokens_per_s": 1024 / seconds} if what == "micro-batch" else {}
-        labels = {"part": part, "scheme": "bf16", "what": what, "ranks": 2, "seconds": seconds}
-        return labels | rate | {"peak_gib": 2.0, "received_bytes_by_kind": {"gradients": 10**9}} | more
-
-    ours = [row("sharded", "micro-batch", 1.0), row("sharded", "update", 0.5)]
-    peer = [
-        row("zero3", "micro-batch", 2.0, head="trl"),
-        row("zero3", "update", 0.25, head="trl", peak_gib=3.0, received_bytes_by_kind={}),
-    ]
-    lines = [" ".join(line.split()) for line in table([report(*ours, *peer)]).splitlines()]
-    assert "sharded bf16 1024 2.00 1000.0 500.0 2.0 1 gradients; an update 1 gradients" in lines
-    assert "zero3 bf16 512 1.00 2000.0 250.0 3.0 1 gradients; an update none TRL's output layer" in lines

@@ -14,7 +14,7 @@ STEP = ("step_s", "rollout_s", "generate_s", "learner_s", "publish_s")
 def table(reports: Sequence[Record]) -> str:
     """The summary, as text. A peer is compared with whatever report has it."""
     rows = [row for report in reports for row in report["records"]]
-    blocks = [heads(reports), learner(rows), optimizer(rows), sharded(rows), step(rows), failures(rows)]
+    blocks = [heads(reports), learner(rows), optimizer(rows), step(rows), failures(rows)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -71,29 +71,6 @@ def optimizer(rows: Rows) -> list[str]:
         for row in rows
         if row["part"] == "optimizer" and "seconds" in row
     ]
-
-
-def sharded(rows: Rows) -> list[str]:
-    """The sharded learner beside its peer: tokens per second of a rank, their ratio, and gigabytes received."""
-    measured = [row for row in rows if row["part"] in ("sharded", "zero3") and "seconds" in row]
-    lines = []
-    for mine in grouped(measured, "ranks").values():
-        batches = [row for row in mine if row["what"] == "micro-batch"]
-        peer = next((row["tokens_per_s"] for row in batches if row["part"] == "zero3"), None)
-        lines.append(f"{name_of(mine[0])}: {mine[0]['ranks']} ranks; per rank:")
-        cells = [["", "tokens/s", "over zero3", "ms", "update ms", "GiB", "GB received"]]
-        for row, update in zip(batches, (row for row in mine if row["what"] == "update"), strict=False):
-            numbers = [cell(row["tokens_per_s"], 0), over(row["tokens_per_s"], peer), cell(row["seconds"], 1, 1e3)]
-            numbers += [cell(update["seconds"], 1, 1e3), cell(max(row["peak_gib"], update["peak_gib"]), 1)]
-            moved = f"{received(row)}; an update {received(update)} {overrides(row)}".rstrip()
-            cells.append([f"  {row['part']} {row['scheme']}", *numbers, moved])
-        lines += aligned(cells)
-    return lines
-
-
-def received(row: Record) -> str:
-    """Gigabytes by kind."""
-    return ", ".join(f"{1e-9 * size:.3g} {kind}" for kind, size in row["received_bytes_by_kind"].items()) or "none"
 
 
 def step(rows: Rows) -> list[str]:
