@@ -8,11 +8,12 @@
 
 A record is known by arm, learning rate, size (steps x responses) and seed. `record --tag` keeps runs from another
 policy apart: all other commands read only the records with the tag that they get. `record --steps N` takes the first N
-steps of each run, also of runs that were stopped later. `figures` averages over seeds. It draws up to CURVES_AT_MOST
-arms and learning rates; if there are more, each arm at the learning rate with the highest training reward over the
-last quarter of the steps, so that the test set chooses nothing. The tables have all learning rates. Intervals are
-95 %. That of an accuracy is Wilson's over prompts (qarl.evaluation.estimators), or Student's t over three or more seeds
-if that is wider. Arms are compared with a paired bootstrap over prompts, because all of them answer the same ones.
+steps of each run, also of runs that were stopped later. `figures` averages over seeds. It draws the records of the
+first --size, up to CURVES_AT_MOST arms and learning rates; if there are more, each arm at the learning rate with the
+highest training reward over the last quarter of the steps, so that the test set chooses nothing. The tables have all
+learning rates; each further --size gets one table. Intervals are 95 %. That of an accuracy is Wilson's over prompts
+(qarl.evaluation.estimators). Arms are compared on the seeds that both have, with a paired bootstrap over prompts,
+because all of them answer the same ones. Three or more seeds give Student's t instead if that is wider.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ SECTIONS = (
     "optim",
     "train",
 )  # of the configuration in a record
+FURTHER = ("reward/mean", "mismatch/delta_abs_mean", "error_tokens/frac", "time/step_s")  # of the further sizes
 RESAMPLES = 10_000
 TRAILING = 5  # steps per point of the training reward
 CURVES_AT_MOST = 6  # in a picture
@@ -238,21 +240,36 @@ def prompt_means(records: Sequence[Row], index: int) -> list[float]:
 def accuracy(records: Sequence[Row], index: int) -> tuple[float, float, float]:
     """Mean over prompts and seeds with its interval: over prompts, or over three or more seeds if that is wider."""
     found = mean_over_prompts(prompt_means(records, index), records[0]["samples"] * len(records))
-    low, high = found.low, found.high
-    if len(records) >= 3:  # equal seeds, as before the first step, would give an interval of width 0
-        _, *ends = mean_interval([statistics.fmean(prompt_means([record], index)) for record in records])
-        low, high = max(0.0, min(low, *ends[:1])), min(1.0, max(high, *ends[1:]))
-    return found.mean, low, high
+    low, high = widened(found.low, found.high, [statistics.fmean(prompt_means([record], index)) for record in records])
+    return found.mean, max(0.0, low), min(1.0, high)
 
 
-def difference(records: Sequence[Row], others: Sequence[Row]) -> tuple[float, float, float]:
-    """Final accuracy minus that of the others, with the interval of a paired bootstrap over prompts."""
+def widened(low: float, high: float, seeds: Sequence[float]) -> tuple[float, float]:
+    """Return an interval over prompts, or Student's t over three or more seeds at each end where that is wider."""
+    if len(seeds) >= 3:  # equal seeds, as before the first step, would give an interval of width 0
+        _, *ends = mean_interval(seeds)
+        low, high = min(low, *ends[:1]), max(high, *ends[1:])
+    return low, high
+
+
+def difference(records: Sequence[Row], others: Sequence[Row]) -> tuple[float, float, float] | None:
+    """Return final accuracy minus that of the others, on the seeds that both have, with its interval.
+
+    The interval is that of a paired bootstrap over prompts, or Student's t over three or more seeds if that is wider.
+    None: the two have no seed in common.
+    """
     import numpy as np
 
-    gaps = np.array(prompt_means(records, -1)) - np.array(prompt_means(others, -1))
-    draws = np.random.default_rng(0).integers(len(gaps), size=(RESAMPLES, len(gaps)))
-    low, high = np.quantile(gaps[draws].mean(1), (0.025, 0.975))
-    return float(gaps.mean()), float(low), float(high)
+    by_seed = [{record["seed"]: record for record in found} for found in (records, others)]
+    seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+    if not seeds:
+        return None
+    ours, theirs = (np.array([prompt_means([found[seed]], -1) for seed in seeds]) for found in by_seed)
+    gaps = ours - theirs  # one row per seed, one column per prompt
+    means = gaps.mean(0)
+    draws = np.random.default_rng(0).integers(len(means), size=(RESAMPLES, len(means)))
+    low, high = (float(end) for end in np.quantile(means[draws].mean(1), (0.025, 0.975)))
+    return float(means.mean()), *widened(low, high, [float(gap) for gap in gaps.mean(1)])
 
 
 def steps_mean(records: Sequence[Row], metric: str) -> list[float | None]:
@@ -272,36 +289,40 @@ def step_number(records: Sequence[Row], metric: str) -> float | None:
     return statistics.fmean(values[-max(1, len(values) // 4) :] if how == "last quarter" else values)
 
 
-def percent(found: tuple[float, float, float], sign: str = "") -> str:
+def percent(found: tuple[float, float, float] | None, sign: str = "") -> str:
+    if found is None:
+        return ""
     mean, low, high = (format(100 * value, f"{sign}.1f") for value in found)
     return f"{mean} [{low}, {high}]"
 
 
-def tables(groups: dict[Key, list[Row]], best: dict[str, list[Row]], reference: str) -> list[str]:
-    """Markdown: accuracy and differences, accuracy by family, measurements of the steps.
-
-    Args:
-        groups: Records by arm and learning rate.
-        best: Those of each arm's best learning rate.
-        reference: Arm whose best records the differences are taken from.
-    """
-    other = next((records for arm, records in best.items() if arm.partition("+")[0] == reference), None)
-    results, families, measured = [], [], []
+def results(groups: dict[Key, list[Row]], reference: list[Row] | None, metrics: Sequence[str] = ()) -> str:
+    """Markdown: accuracy before and after, the difference from `reference`, and the given metrics of CURVES."""
+    rows = []
     for (arm, lr), records in groups.items():
-        gap = percent(difference(records, other), "+") if other not in (None, records) else ""
+        gap = percent(difference(records, reference), "+") if reference and reference is not records else ""
         seeds = ", ".join(str(record["seed"]) for record in records)
-        before, after = percent(accuracy(records, 0)), percent(accuracy(records, -1))
-        results.append([arm, f"{lr:g}", seeds, before, after, gap])
+        numbers = [number(step_number(records, metric)) for metric in metrics]
+        rows.append(
+            [arm, f"{lr:g}", seeds, percent(accuracy(records, 0)), percent(accuracy(records, -1)), gap, *numbers]
+        )
+    against = f"end, against {reference[0]['arm']}" if reference else "end, against"
+    return markdown(["arm", "lr", "seeds", "start, %", "end, %", against, *(CURVES[m][1] for m in metrics)], rows)
+
+
+def tables(groups: dict[Key, list[Row]]) -> list[str]:
+    """Markdown: accuracy by family, measurements of the steps. groups: records by arm and learning rate."""
+    families, measured = [], []
+    for (arm, lr), records in groups.items():
         values, names = prompt_means(records, -1), records[0]["families"]
         means = {name: statistics.fmean(v for v, n in zip(values, names, strict=True) if n == name) for name in names}
         families.append([arm, f"{lr:g}", *(f"{100 * means[name]:.1f}" for name in sorted(means))])
         measured.append([arm, f"{lr:g}", *(number(step_number(records, metric)) for metric in CURVES)])
-    head = ["arm", "lr", "seeds", "start, %", "end, %", f"end, against {reference}"]
     by_family = ["arm", "lr", *(f"{name}, %" for name in sorted(set(next(iter(groups.values()))[0]["families"])))]
     used = [i for i in range(2, 2 + len(CURVES)) if any(row[i] != number(None) for row in measured)]
     heads = ["arm", "lr", *(head for _, head in CURVES.values())]
-    third = markdown([heads[i] for i in (0, 1, *used)], [[row[i] for i in (0, 1, *used)] for row in measured])
-    return [markdown(head, results), markdown(by_family, families), third]
+    by_steps = markdown([heads[i] for i in (0, 1, *used)], [[row[i] for i in (0, 1, *used)] for row in measured])
+    return [markdown(by_family, families), by_steps]
 
 
 def drawn(groups: dict[Key, list[Row]], best: dict[str, list[Row]]) -> dict[str, list[Row]]:
@@ -362,10 +383,18 @@ def write_figures(options: argparse.Namespace) -> None:
     from qarl.report.charts import png
     from qarl.report.drawing import has_data
 
-    records = read_records(options.records, options.size, options.tag)
-    if not records:
-        raise UserError(f"{options.records}: no records; make them with tools/evidence.py record")
-    groups, best = grouped(records, list(load_study(str(options.study)).variants))
+    order = list(load_study(str(options.study)).variants)
+    first, *further = options.size or [None]
+
+    def read(size: str | None) -> tuple[list[Row], dict[Key, list[Row]], dict[str, list[Row]], list[Row] | None]:
+        records = read_records(options.records, size, options.tag)
+        if not records:
+            raise UserError(f"{options.records}: no records; make them with tools/evidence.py record")
+        groups, best = grouped(records, order)
+        other = next((best[arm] for arm in best if arm.partition("+")[0] == options.reference), None)
+        return records, groups, best, other
+
+    records, groups, best, reference = read(first)
     pictures = options.docs / "images"
     pictures.mkdir(parents=True, exist_ok=True)
     lines = [BEGIN, "", setting(records), ""]
@@ -373,8 +402,12 @@ def write_figures(options: argparse.Namespace) -> None:
         if has_data(chart):
             (pictures / f"evidence_{name}.png").write_bytes(png(chart))
             lines += [f"![{chart.title}](images/evidence_{name}.png)", ""]
-    for table in tables(groups, best, options.reference):
+    for table in (results(groups, reference), *tables(groups)):
         lines += [table, ""]
+    for size in further:
+        records, groups, _, reference = read(size)
+        lines += [f"## Other arms: {size.replace('x', ' steps of ')} responses", "", setting(records), ""]
+        lines += [results(groups, reference, FURTHER), ""]
     page = options.docs / "results.md"
     text = page.read_text() if page.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
@@ -423,7 +456,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     figures.add_argument("--docs", type=Path, default=ROOT / "docs")
     for one in (missing, figures):
         one.add_argument("--tag", default="", help="of the records; default: those without one")
-        one.add_argument("--size", metavar="STEPSxRESPONSES", help="of the records, if there are several")
+    missing.add_argument("--size", metavar="STEPSxRESPONSES", help="of the records, if there are several")
+    figures.add_argument(
+        "--size", metavar="STEPSxRESPONSES", nargs="+", help="as above; further ones get one table each"
+    )
     figures.add_argument("--reference", default="qarl-tbpo", help="arm of the differences; default %(default)s")
     return parser.parse_args(arguments)
 
