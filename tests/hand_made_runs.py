@@ -1,9 +1,11 @@
 """Run directories made by hand, and text that tries to break out of a page."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from plain_settings import plain_settings
 
@@ -18,6 +20,15 @@ HOSTILE_SHOWN = (
     .replace("\x00\x1b", r"\x00\x1b")
     .replace("\ud800", r"\ud800")
 )
+
+
+def draw_nothing(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Let charts be empty pictures, which saves seconds. Returns the list of the charts drawn from now on."""
+    drawn: list[Any] = []
+    empty = {"svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>', "png": b""}
+    patch.setattr("qarl.report.charts.save", lambda chart, form: drawn.append(chart) or empty[form])
+    patch.setattr("qarl.report.page.render_in_parallel", lambda sections: nullcontext())
+    return drawn
 
 
 def make_run(path: Path, metrics: list[dict[str, Any]], steps: int = 4, completion: str = "4") -> Path:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import ROOT, settings, write_config
+from tiny_runs import ONE_PICTURE, ROOT, settings, write_config
 
 from qarl.checks.check import check_model
 from qarl.memory.estimate import saved_bytes
@@ -17,7 +17,8 @@ from qarl.storage.runs import read_run
 
 pytestmark = pytest.mark.slow
 
-OFTEN = "from qarl.comparison import start_members; start_members.POLL_SECONDS = 0.02"
+# Polls often, and draws one picture.
+QUICK = "from qarl.comparison import start_members; start_members.POLL_SECONDS = 0.02" + ONE_PICTURE
 
 # Raises after the first step of w4a16-aligned, as long as there is a file `fail`.
 JUDGE = """
@@ -45,7 +46,7 @@ def judge(completions, prompts, **columns):
 
 
 def compare(qarl, folder: Path, *argv: object):
-    return qarl.run("compare", *argv, before=OFTEN, cwd=folder)
+    return qarl.run("compare", *argv, before=QUICK, cwd=folder)
 
 
 def members(out: Path) -> dict[str, dict]:
@@ -147,7 +148,7 @@ def test_the_directory_of_another_configuration_is_refused_before_anything_start
 
 def test_finished_runs_are_compared_and_named_apart(compared, folder, qarl):
     runs = folder / "runs/compare-tiny/runs"
-    done = qarl.run("compare", runs / "w8a8-aligned-seed0", runs / "w8a8-full_precision-seed0", cwd=folder)
+    done = compare(qarl, folder, runs / "w8a8-aligned-seed0", runs / "w8a8-full_precision-seed0")
     assert done.code == 0, done.err
     out = folder / "runs/compare-w8a8-aligned-seed0-w8a8-full_precision-seed0"
     comparison = json.loads((out / "comparison.json").read_text())
@@ -193,7 +194,7 @@ def test_an_interrupted_comparison_goes_on(qarl, tiny_model, tmp_path):
     sections = {"train": {"steps": 4}, "checkpoint": {"every": 12}, "reward": reward}
     config = configured(tmp_path, tiny_model("llama"), **sections)
     argv = ("compare", config, "--seeds", "0,1", "--out", "out")
-    started = qarl.start(*argv, before=OFTEN, cwd=tmp_path)
+    started = qarl.start(*argv, before=QUICK, cwd=tmp_path)
     first = tmp_path / "out/runs/w4a16-aligned-seed0/metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (tmp_path / "third").exists():
@@ -205,7 +206,7 @@ def test_an_interrupted_comparison_goes_on(qarl, tiny_model, tmp_path):
     assert [member["state"] for member in members(tmp_path / "out").values()] == ["stopped", "waiting"]
     kept = first.read_bytes()
     assert kept.count(b"\n") == 2
-    done = qarl.run(*argv, "train.steps=5", before=OFTEN, cwd=tmp_path)  # steps may grow: what was trained counts
+    done = qarl.run(*argv, "train.steps=5", before=QUICK, cwd=tmp_path)  # steps may grow: what was trained counts
     assert done.code == 0, done.err
     assert first.read_bytes().startswith(kept)
     assert "resumed from" in (tmp_path / "out/logs/w4a16-aligned-seed0.log").read_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from comparisons import evaluation, settings_of, step_record, write_model
+from hand_made_runs import draw_nothing
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
@@ -103,7 +104,7 @@ def damaged(content: bytes, at: float, how: str) -> bytes:
 
 
 @given(st.sampled_from(sorted(FILES)), st.floats(0, 1), st.sampled_from(["change", "remove", "add"]))
-@limits(max_examples=60, deadline=None)
+@limits(max_examples=40, deadline=None)
 def test_one_byte_of_any_input_is_noticed_and_undoing_it_makes_the_run_count_again(world, name, at, how):
     file, config = world.folder / name, world.config()
     content = file.read_bytes()
@@ -179,7 +180,10 @@ def test_a_run_that_changed_its_reward_is_no_member(world):
 
 
 @pytest.mark.parametrize("kept", [None, "reward"])
-def test_a_run_of_an_older_version_counts_with_a_notice_and_what_it_recorded_is_compared(world, kept, tmp_path, capsys):
+def test_a_run_of_an_older_version_counts_with_a_notice_and_what_it_recorded_is_compared(
+    world, kept, tmp_path, capsys, monkeypatch
+):
+    draw_nothing(monkeypatch)
     config = world.config(run_dir=f"old-{kept}")
     path = world.trained(config)
     environment = json.loads((path / "environment.json").read_text())
@@ -198,7 +202,10 @@ def test_a_run_of_an_older_version_counts_with_a_notice_and_what_it_recorded_is_
 
 
 @pytest.mark.parametrize("name", ["reward.py", "rows/train.jsonl"])
-def test_existing_runs_of_different_inputs_are_compared_with_a_notice_and_form_no_group(world, name, tmp_path, capsys):
+def test_existing_runs_of_different_inputs_are_compared_with_a_notice_and_form_no_group(
+    world, name, tmp_path, capsys, monkeypatch
+):
+    draw_nothing(monkeypatch)
     runs = [world.folder / "run"]
     file = world.folder / name
     content = file.read_bytes()

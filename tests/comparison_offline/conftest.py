@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hand_made_runs import draw_nothing
 
 from qarl.comparison.offline import compare_offline as command
 from qarl.comparison.offline.speed import SpeedTest
@@ -15,12 +16,11 @@ SMALL = {"max_tokens": 192, "window": 48, "speed": SpeedTest(2, 16, 3, 1), "devi
 def compare(tmp_path: Path, monkeypatch) -> Callable[..., tuple[int, list[str]]]:
     """compare(model, schemes, **arguments) -> (exit code, lines printed); writes to tmp_path / "out".
 
-    page: whether to draw the page and its plots, which takes longer than measuring a tiny model.
+    Its charts are empty pictures.
     """
+    draw_nothing(monkeypatch)
 
-    def run(model: Path, schemes: list[str], page: bool = False, **arguments) -> tuple[int, list[str]]:
-        if not page:
-            monkeypatch.setattr(command, "write_page_and_plots", lambda out, result: None)
+    def run(model: Path, schemes: list[str], **arguments) -> tuple[int, list[str]]:
         lines: list[str] = []
         group = {"group_size": 32} if {"w4a16", "w4a8"} & set(schemes) else {}
         code = command.compare_offline(

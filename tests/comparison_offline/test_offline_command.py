@@ -20,7 +20,7 @@ def result_in(out):
 
 
 def test_all_schemes_give_a_table_a_page_and_plots(tiny_model, tmp_path, compare, capsys):
-    code, _ = compare(tiny_model(), ALL, page=True)
+    code, _ = compare(tiny_model(), ALL)
     out = tmp_path / "out"
     result = result_in(out)
     assert code == 0
@@ -87,7 +87,7 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing(tiny_model, tmp_
 
 def test_a_scheme_that_does_not_fit_is_a_row_with_the_reason(tiny_model, tmp_path, compare, capsys):
     path = tiny_model(hidden_size=96, num_attention_heads=4)
-    code, _ = compare(path, ["w4a16", "fp8"], page=True, group_size=64)
+    code, _ = compare(path, ["w4a16", "fp8"], group_size=64)
     w4a16, fp8 = result_in(tmp_path / "out")["members"]
     assert code == 1 and (w4a16["state"], fp8["state"]) == ("failed", "finished")
     assert "--group-size: model.layers.0" in w4a16["reason"] and "use 32 or -1" in w4a16["reason"]
@@ -181,7 +181,7 @@ def test_options_that_cannot_be_used_are_refused(tiny_model, tmp_path, compare, 
 
 def test_a_hostile_model_name_is_text_on_the_page(tiny_model, tmp_path, compare):
     model = shutil.copytree(tiny_model(), tmp_path / "<img src=x onerror=alert(1)>")
-    compare(model, ["w4a16"], page=True)
+    compare(model, ["w4a16"])
     page = (tmp_path / "out" / "comparison.html").read_text()
     assert "<img src=x" not in page
     assert "&lt;img src=x" in page

@@ -34,7 +34,7 @@ def members_in(out):
 
 def test_each_scheme_has_a_row_per_method_it_supports(tiny_model, tmp_path, compare, text, capsys):
     given = {"methods": ["rtn", "gptq", "awq"], "calibration": text}
-    code, _ = compare(tiny_model(), ["bf16", "w4a16", "w8a8"], page=True, **given)
+    code, _ = compare(tiny_model(), ["bf16", "w4a16", "w8a8"], **given)
     rows = members_in(tmp_path / "out")
     assert code == 0 and list(rows) == ["bf16", "w4a16", "w4a16-gptq", "w4a16-awq", "w8a8", "w8a8-gptq"]
     assert all(row["state"] == "finished" for row in rows.values())

@@ -25,7 +25,7 @@ def members_in(out):
 
 def test_a_run_and_its_export_get_the_same_numbers_against_the_model(tiny_model, tmp_path, compare, trained):
     given = [str(trained / "rl"), str(trained / "served")]
-    code, _ = compare(tiny_model(), ["bf16", "w4a16"], page=True, trained=given)
+    code, _ = compare(tiny_model(), ["bf16", "w4a16"], trained=given)
     rows = members_in(tmp_path / "out")
     assert code == 0 and list(rows) == ["bf16", "w4a16", "rl", "served"]
     assert rows["bf16"]["kl"]["max"] == 0.0 and rows["rl"]["kl"]["mean"] > rows["w4a16"]["kl"]["mean"]

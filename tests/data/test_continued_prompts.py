@@ -53,7 +53,7 @@ def test_a_final_assistant_message_is_continued(name):
     source, header = HEADERS[name]
     tokenizer, rng, kept = tokenizer_with(source), random.Random(name), 0
     template = ChatTemplate(tokenizer)
-    for _ in range(15):
+    for _ in range(8):
         messages = [*conversation(rng), {"role": "assistant", "content": "".join(rng.choices(PIECES, k=3)) + "a"}]
         if (text := rendered(template, messages)) is None:
             continue
@@ -63,14 +63,14 @@ def test_a_final_assistant_message_is_continued(name):
         assert text.count(header) == sum(m["role"] == "assistant" for m in plain)
         clock = {"strftime_now": template.now.strftime}
         assert text == tokenizer.apply_chat_template(plain, tokenize=False, continue_final_message=True, **clock)
-    assert kept >= 4
+    assert kept >= 2
 
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_final_message_of_another_kind_or_without_text_begins_a_turn(name):
     tokenizer, rng = tokenizer_with(HEADERS[name][0]), random.Random(name)
     template = ChatTemplate(tokenizer)
-    for blank in BLANK * 2:
+    for blank in BLANK:
         messages = [*conversation(rng), {"role": "user", "content": "Go on."}]
         closed = plain_messages(messages, "")
         clock = {"strftime_now": template.now.strftime}

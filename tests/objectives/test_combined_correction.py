@@ -1,7 +1,5 @@
 """Importance weights, rules and veto as one weight per token, and their statistics."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,7 +8,7 @@ from ragged import nothing_pruned
 
 from qarl.config import CorrectionConfig
 from qarl.objectives.common import TokenLogProbs, finish_stats
-from qarl.objectives.correction import correct, importance_weights, mean_weight, optimal_cap
+from qarl.objectives.correction import correct, importance_weights, mean_weight
 from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.segments import Segments
 
@@ -20,8 +18,6 @@ NOW = [1.0, 1.0, 5.0, 1.0, 1.0]  # learner now over learner at the snapshot
 TOKEN_TIS = {"level": "token", "upper": 2.0}
 SEQ_TIS = {"level": "sequence", "upper": 2.0}
 VETO = 0.1
-# Drops the first response. Geometric means: sqrt(1.5), 1.2, -, sqrt(0.05).
-CORR = RejectRule(estimator="ratio", aggregate="mean", lower=0.1, upper=1.21)
 # Drops the second response, whose mean is 1.2 * 5.
 ROLLOUT = RejectRule(estimator="ratio", signal="rollout", aggregate="mean", upper=2.0)
 
@@ -69,28 +65,6 @@ def test_bias_and_variance_of_the_bounded_weight_ignore_rules_and_veto(options, 
     assert metrics["correction/variance"] == pytest.approx(sum((w - mean) ** 2 for w in bounded) / len(bounded))
 
 
-@pytest.mark.parametrize(("level", "ratios"), [("token", RATIOS), ("sequence", [1.5, 1.2, 0.05])])
-def test_the_automatic_cap_is_that_of_the_survey_and_is_logged(level, ratios):
-    config = CorrectionConfig(level=level, cap="auto")
-    cap = optimal_cap(config, logps(), SEGMENTS, nothing_pruned(SEGMENTS))
-    assert cap == pytest.approx(math.sqrt(2 * sum(r * r for r in ratios) / len(ratios)))
-    weights, stats = corrected(config.capped(cap), logps())
-    assert finish_stats(stats)["correction/cap"] == pytest.approx(cap)
-    assert weights.max() == pytest.approx(min(cap, max(ratios)))
-    empty = Segments.from_lengths([0])
-    none = torch.zeros(0, dtype=torch.float64)
-    assert optimal_cap(config, TokenLogProbs(none, none, none), empty, nothing_pruned(empty)) is None
-
-
-def test_a_response_has_to_pass_every_rule_and_each_is_counted_alone():
-    weights, metrics = run(reject=[CORR, ROLLOUT])
-    assert weights == [0.0, 0.0, 0.0, 1.0, 1.0]
-    assert metrics["correction/reject_corr_ratio_mean_frac"] == 1 / 3
-    assert metrics["correction/reject_rollout_ratio_mean_frac"] == 1 / 3
-    assert metrics["correction/rejected_frac"] == 2 / 3  # of the responses that are not empty
-    assert "correction/raw_ratio_mean" not in metrics
-
-
 def test_statistics_of_sequence_weights_are_per_response_that_is_not_empty():
     weights, metrics = run(**SEQ_TIS)
     assert weights == pytest.approx([1.5, 1.5, 1.2, 0.05, 0.05])
@@ -107,11 +81,6 @@ def test_the_mean_of_weights_that_are_all_zero_or_absent_divides_by_one():
     assert mean_of(CorrectionConfig(), logps()) == 1.0
 
 
-def test_a_correction_without_parts_is_not_active():
-    assert not CorrectionConfig().active
-    assert all(CorrectionConfig(**parts).active for parts in (TOKEN_TIS, {"reject": [CORR]}, {"veto": VETO}))
-
-
 # drops tokens of ratio 3.0, 0.5 and 0.05
 TOKENS = RejectRule(estimator="ratio", aggregate="token", lower=0.6, upper=2.5)
 
@@ -122,13 +91,6 @@ def test_a_mask_of_tokens_stands_beside_a_weight_of_the_response():
     assert metrics["correction/reject_corr_ratio_token_frac"] == metrics["correction/rejected_frac"] == 3 / 5
     assert metrics["correction/weight_mean"] == pytest.approx(1.25 / 5)
     assert metrics["correction/raw_ratio_mean"] == pytest.approx(2.75 / 3)  # of the weights as they are made
-
-
-def test_a_mask_of_tokens_stands_beside_a_weight_of_the_tokens_and_a_rule_of_responses():
-    weights, metrics = run(**TOKEN_TIS, reject=[TOKENS, ROLLOUT])
-    assert weights == pytest.approx([0.0, 0.0, 0.0, 1.0, 0.0])
-    assert metrics["correction/reject_rollout_ratio_mean_frac"] == 1 / 3
-    assert metrics["correction/rejected_frac"] == 4 / 5
 
 
 def test_an_uncapped_weight_of_a_long_response_is_the_product_and_its_clamp_is_counted():
@@ -154,10 +116,3 @@ def test_a_mask_keeps_a_ratio_on_its_bound_and_a_nan():
         config = CorrectionConfig(level="token", mode="mask", **bounds)
         assert weights_and_clamped(config, math.log(2.0), 0.0)[0].tolist() == [ratio]
         assert weights_and_clamped(config, math.nan, 0.0)[0].isnan().all()
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize(("old", "sampler"), [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf)])
-def test_infinite_log_probs_give_finite_weights_and_are_marked(level, old, sampler):
-    weights, clamped = weights_and_clamped(CorrectionConfig(level=level, upper=2.0), old, sampler)
-    assert weights.isfinite().all() and clamped.item() is (old != sampler)

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from objective_sections import objective_config
-from pairwise import pairwise
 from ragged import random_batch
-from transcription import Response, correction, gradient_of_formula, loss
+from transcription import Response, gradient_of_formula, loss
 
 from qarl.config import CorrectionConfig
 from qarl.objectives.common import finish_stats
@@ -165,24 +164,6 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(options, correction_
     assert got.item() == pytest.approx(formula(), rel=1e-12, abs=1e-13)
     expected = torch.tensor(gradient_of_formula(formula, responses), dtype=torch.float64)
     torch.testing.assert_close(batch.logp.grad, expected, rtol=1e-7, atol=1e-9)
-
-
-# Bounds that are not each other's reciprocals: an implementation on sampler over learner would fail.
-LEVELS = ["token", "sequence", "geometric"]
-BOUNDED = [
-    {"level": level, "mode": mode, "lower": lower, "upper": upper}
-    for level, mode, (lower, upper) in pairwise(LEVELS, ["truncate", "mask"], [(None, 1.1), (0.8, 1.1), (0.4, 1.6)])
-]
-
-
-@pytest.mark.parametrize("options", BOUNDED, ids=str)
-def test_the_weights_are_those_of_the_formula_before_normalization(options):
-    batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
-    cfg = correction_config(options | {"normalize": False})
-    weights = build_objective(objective_config(name="grpo"), cfg).weights(batch.logps, batch.segments)
-    expected = [x for row in correction(objective_config(name="grpo"), cfg, responses_of(batch)) for x in row]
-    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0)
-    assert int((weights != 1).sum()) > 0  # it corrects something
 
 
 def test_the_entropy_gets_its_coefficient_as_gradient_at_every_token_rejected_or_not():

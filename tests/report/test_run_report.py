@@ -1,12 +1,11 @@
 """The page of a run, for directories in every state."""
 
 import json
-from contextlib import nullcontext
 
 import pytest
 import yaml
 from full_disk import fill_disk
-from hand_made_runs import make_run, step
+from hand_made_runs import draw_nothing, make_run, step
 from typer.testing import CliRunner
 
 from qarl.cli import app
@@ -15,8 +14,6 @@ from qarl.report.blocks import Completions, LineChart, Series, Text
 from qarl.report.charts import png
 from qarl.report.run_report import report_sections, write_report
 from qarl.storage.runs import read_run
-
-EMPTY = {"svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>', "png": b""}
 
 
 def sections(path):
@@ -204,9 +201,7 @@ def test_thousands_of_metrics_are_bounded_work_and_the_page_says_what_it_leaves_
     tmp_path, monkeypatch, name, value, said
 ):
     metrics = [{name.format(i): value(step, i) for i in range(5000)} for step in range(1, 5)]
-    drawn = []
-    monkeypatch.setattr("qarl.report.charts.save", lambda chart, form: drawn.append(chart) or EMPTY[form])
-    monkeypatch.setattr("qarl.report.page.render_in_parallel", lambda sections: nullcontext())
+    drawn = draw_nothing(monkeypatch)
     page = write_report(make_run(tmp_path / "run", metrics))
     assert said in page.read_text() and page.stat().st_size < 400_000
     assert len({id(chart) for chart in drawn}) < 80 and len(list(tmp_path.rglob("*.png"))) < 80

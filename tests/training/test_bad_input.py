@@ -20,16 +20,6 @@ FAULTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "",
         ["quant.group_size", "model.layers.0.self_attn.q_proj", "64", "32"],
     ),
-    "no column for the reward": (
-        {"data": {"source": "bare.jsonl"}, "reward": {"functions": [{"name": "exact"}]}},
-        "",
-        ["`exact`", "answer"],
-    ),
-    "prompt and response beyond the context": (
-        {"data": {"max_prompt_length": 600}},
-        "",
-        ["data.max_prompt_length = 600", "512", "lower it"],
-    ),
     "more prompts a step than there are": (
         {"data": {"source": "rows.jsonl"}, "train": {"prompts_per_step": 8}},
         "",
@@ -47,7 +37,6 @@ FAULTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         MISSING.format("torch.utils.tensorboard") + MISSING.format("tensorboard"),
         ["logging.tensorboard", "pip install tensorboard"],
     ),
-    "no such checkpoint": ({"checkpoint": {"resume": "runs/old/checkpoints/000010"}}, "", ["checkpoint.resume"]),
     "damaged checkpoint": ({"checkpoint": {"resume": "damaged"}}, "", ["damaged/manifest.json", "not valid JSON"]),
 }
 
@@ -55,7 +44,6 @@ FAULTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "bare.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in ROWS))
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "manifest.json").write_text("{")
@@ -75,12 +63,6 @@ def test_refused_with_one_line_and_nothing_written(qarl, tiny_model, folder, sec
     assert done.err.startswith("error: ") and done.err.count("\n") == 1, done.err
     assert not [text for text in said if text not in done.err], done.err
     assert tree(folder) == there
-
-
-def test_two_faults_are_two_lines(qarl, tiny_model, folder):
-    config = write_config(folder / "c.yaml", settings(tiny_model("llama"), train={"steps": 0}, optim={"lr": -1}))
-    done = qarl.run("train", config, cwd=folder)
-    assert done.code == 2 and [line[:7] for line in done.err.splitlines()] == ["error: "] * 2
 
 
 def test_a_run_directory_of_another_configuration_is_refused_before_anything_is_loaded(qarl, tiny_model, folder):

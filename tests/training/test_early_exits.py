@@ -1,13 +1,11 @@
 """Code that a run calls ends the process early: the exit code says so, and no finished step is lost."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run_faults import repeatable
 from tiny_runs import Finished, Qarl, settings, write_config
 
 from qarl.config.logging import LoggingConfig
@@ -108,21 +106,6 @@ class Place:
 @pytest.fixture(scope="module")
 def place(qarl, tiny_model, tmp_path_factory) -> Place:
     return Place(qarl, tiny_model("llama"), tmp_path_factory.mktemp("early"))
-
-
-def test_a_run_that_code_of_the_user_ended_goes_on_with_the_same_bits(place):
-    whole, broken = place.folder / "whole", place.folder / "broken"
-    assert place.train(whole, "nowhere 0 pass").code == 0
-    done = place.train(broken, "objective-call 3 sys.exit(0)", "checkpoint.every=50")
-    assert done.code == 2 and re.fullmatch(
-        r"error: objective\.path: `own\.py:Objective`: raised SystemExit: 0 \(own\.py:\d+\)\n", done.err
-    )
-    assert "step 2 is saved; the same command resumes from there" in done.out
-    assert place.train(broken, "nowhere 0 pass", "checkpoint.every=50").code == 0
-    assert repeatable(broken) == repeatable(whole) and len(repeatable(whole)) == STEPS
-    last = [run / "checkpoints" / "latest" for run in (whole, broken)]
-    tensors = [{p.name: p.read_bytes() for p in folder.glob("*.safetensors")} for folder in last]
-    assert tensors[0] == tensors[1] and tensors[0]
 
 
 def test_metrics_that_lack_the_last_step_are_no_success(place):

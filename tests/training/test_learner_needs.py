@@ -45,7 +45,7 @@ NEEDS = {
 @pytest.mark.parametrize("need", NEEDS)
 def test_micro_batches_of_every_need_add_up_to_the_minibatch(llama, need):
     results = []
-    for tokens in (1, 40, 100_000):
+    for tokens in (40, 100_000):
         sections = {"train": {"micro_batch_tokens": tokens, "epochs": 2}, "optim": {"lr": 1e-9}, **NEEDS[need]}
         run = parts(llama, **sections, model={"dtype": "float32"})
         seen, step = [], run.optimizer.step

@@ -43,12 +43,13 @@ class Start:
         return load_file(out / "model.safetensors")
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module")
 def start(request, qarl, tiny_model, tmp_path_factory) -> Start:
     family, sizes, name = CASES[request.param]
     return Start(qarl, tiny_model(family, **sizes), tmp_path_factory.mktemp("start"), name)
 
 
+@pytest.mark.parametrize("start", CASES, indirect=True)
 def test_version_0_has_the_codes_and_sampler_and_learner_agree_in_every_step(start):
     assert "version 0 has the codes and scales of the quantized checkpoint" in " ".join(start.done.out.split())
     records = recorded(start.reference)
@@ -57,6 +58,7 @@ def test_version_0_has_the_codes_and_sampler_and_learner_agree_in_every_step(sta
     assert any(record["quant/codes_changed_frac"] > 0 for record in records)
 
 
+@pytest.mark.parametrize("start", CASES, indirect=True)
 def test_codes_outlive_a_checkpoint_that_changes_nothing(start):
     done = start.train(start.still, "optim.lr=1e-60", "optim.weight_decay=0", "train.steps=1", "checkpoint.every=1")
     assert done.code == 0, done.err
@@ -75,6 +77,7 @@ def test_codes_outlive_a_checkpoint_that_changes_nothing(start):
         assert torch.equal(export[name], stored) if name in file else torch.allclose(export[name], stored, rtol=2e-7)
 
 
+@pytest.mark.parametrize("start", ["fp8"], indirect=True)
 def test_a_killed_run_continues_to_the_same_end(start):
     run = start.folder / "killed"
     numbers = f"METRICS, STEP, DELAY = {str(run / 'metrics.jsonl')!r}, 3, 0.0"
@@ -84,6 +87,7 @@ def test_a_killed_run_continues_to_the_same_end(start):
     assert_same_run(run, start.reference)
 
 
+@pytest.mark.parametrize("start", ["int4"], indirect=True)
 def test_two_ranks_start_from_the_same_codes(start):
     one, two = start.folder / "one", start.folder / "two"
     alike = ("train.steps=1", "checkpoint.every=1", "model.dtype=float32")

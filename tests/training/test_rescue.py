@@ -25,7 +25,7 @@ from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.environment import describe_environment
 from qarl.terminal.run_console import RunConsole
 from qarl.training import checkpoint_manager as keeper
-from qarl.training import loop, step, step_record, updates
+from qarl.training import loop, step, step_record
 from qarl.training.metrics import Clock
 from qarl.training.optim import Optimizer
 from qarl.training.recorder import Recorder
@@ -121,35 +121,26 @@ def files(folder: Path) -> dict[str, bytes]:
 PLACES: dict[str, tuple[Any, str, int, bool, int]] = {
     "generate": (NativeEngine, "generate", 1, False, AT - 1),
     "score": (RewardPool, "score", 1, False, AT - 1),
-    "score, at its end": (RewardPool, "score", 1, True, AT - 1),
-    "reward metrics": (step_record, "reward_metrics", 1, False, AT - 1),
-    "batch": (step, "build_batch", 1, False, AT - 1),
     "learn": (step, "learn", 1, False, AT - 1),
     "probe": (Probe, "begin", 1, False, AT - 1),
-    "first gradient": (updates, "grad_norm", 2, False, AT - 1),
     "first step of the optimizer": (Optimizer, "step", 2, False, AT - 1),
     "refresh": (Policy, "refresh", 2, False, 0),
-    "second gradient": (updates, "grad_norm", 1, False, 0),
     "end of the probe": (Probe, "learned", 1, False, 0),
     "finished learning": (step, "learn", 1, True, 0),
     "wake before the last update": (NativeEngine, "wake", 2, False, 0),
     "wake": (NativeEngine, "wake", 2, False, AT),
     "crossings": (step_record, "crossings", 1, False, AT),
-    "token metrics": (step_record, "token_metrics", 1, False, AT),
     "trace": (step_record, "trace_of", 1, False, AT),
     "publish": (NativeEngine, "publish", 1, False, AT),
-    "publish, at its end": (NativeEngine, "publish", 1, True, AT),
     "clock": (Clock, "metrics", 1, False, AT),
     "rollouts": (Recorder, "rollouts", 1, False, AT),
-    "diagnostics record": (step_record, "diagnostics_record", 1, False, AT),
     "log": (Recorder, "log", 1, False, AT),
     "log, at its end": (Recorder, "log", 1, True, AT),
     "trackers": (Recorder, "track", 1, False, AT),
-    "samples": (RunConsole, "samples", 1, False, AT),
     "line of the step": (RunConsole, "step", 1, False, AT),
 }
 # What a step lacks that was finished without its records: the metrics alone that come from the learner.
-PARTIAL = ("crossings", "token metrics", "trace", "clock")
+PARTIAL = ("crossings", "trace", "clock")
 
 
 def fault(real: Callable[..., Any], calls: int, after: bool, error: Exception) -> Callable[..., Any]:
@@ -170,7 +161,7 @@ def fault(real: Callable[..., Any], calls: int, after: bool, error: Exception) -
 
 
 # Calls before those of the first step, and of a step before the one that is meant.
-BEFORE = {"wake": 1, "publish": 1, "publish, at its end": 1, "refresh": 2, "second gradient": AT}
+BEFORE = {"wake": 1, "publish": 1, "refresh": 2}
 
 
 @pytest.mark.parametrize("place", PLACES)
