@@ -5,11 +5,10 @@
     python tools/bench_kernels.py --schemes w4a16 --models qwen3-8b --m 1 16 64
     python tools/bench_kernels.py --table benchmarks/results/kernels_h100.json
 
-Sections are the schemes' products, `quantize` and `experts`. Every kernel's result is compared with the float32 product
-of the same quantized operands before it is timed. A time is the median over repetitions of CUDA events around one call,
-each after the L2 cache was overwritten. Activations are quantized beforehand on both sides. `quantize` times
-quantization and its inverse as a share of the bandwidth of a copy. `experts` times the experts of a layer, from normed
-states and their routing to the weighted sum, in all schemes.
+Sections are the schemes' products and `experts`. Every kernel's result is compared with the float32 product of the same
+quantized operands before it is timed. A time is the median over repetitions of CUDA events around one call, each after
+the L2 cache was overwritten. Activations are quantized beforehand on both sides. `experts` times the experts of a
+layer, from normed states and their routing to the weighted sum, in all schemes.
 Peers that are not installed are reported and left out.
 """
 
@@ -18,16 +17,14 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import torch
 from harness import Report, command_line, count, environment, read_reports
 from kernel_bench.experts import MODELS as MIXTURES
 from kernel_bench.experts import SCHEMES as EXPERT_SCHEMES
 from kernel_bench.experts import expert_rows
-from kernel_bench.measure import Stopwatch
-from kernel_bench.memory import memory_rows
-from kernel_bench.products import Products
+from kernel_bench.measure import Row, Stopwatch
+from kernel_bench.products import product_rows
 from kernel_bench.shapes import MODELS, ROWS, SCHEMES, SECTIONS, layers
 from kernel_bench.summary import failures, table
 
@@ -45,18 +42,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure(options: argparse.Namespace, stopwatch: Stopwatch, bandwidth: float) -> Iterator[list[dict[str, Any]]]:
+def measure(options: argparse.Namespace, stopwatch: Stopwatch) -> Iterator[list[Row]]:
     """The rows of one layer and section at a time."""
-    rows = sorted(set(options.m))
-    products = Products(stopwatch, options.reps, options.group_size)
+    rows, how = sorted(set(options.m)), (stopwatch, options.reps, options.group_size)
     for layer in layers(options.models):
         for scheme in SCHEMES:
             if scheme in options.schemes:
-                yield list(products.rows(scheme, layer, rows))
-    if "quantize" in options.schemes:
-        yield list(memory_rows(stopwatch, options.reps, options.group_size, bandwidth))
+                yield list(product_rows(*how, layer, scheme, rows))
     for model, scheme in product(options.mixtures, EXPERT_SCHEMES if "experts" in options.schemes else ()):
-        yield list(expert_rows(stopwatch, options.reps, options.group_size, model, scheme, rows))
+        yield list(expert_rows(*how, model, scheme, rows))
 
 
 def main() -> None:
@@ -67,8 +61,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("bench_kernels needs a CUDA device; --table FILE prints an earlier result without one")
     stopwatch = Stopwatch(torch.device("cuda", torch.cuda.current_device()))
-    report = Report(options.out, environment(), copy_tbps=stopwatch.copy_bandwidth())
-    for rows in measure(options, stopwatch, report.content["copy_tbps"]):
+    report = Report(options.out, environment())
+    for rows in measure(options, stopwatch):
         # After every layer: a peer that kills the process takes only its own rows along.
         report.add(rows, f"{rows[-1]['section']} {rows[-1].get('layer', '')}")
         gc.collect()

@@ -99,13 +99,13 @@ def main() -> int:
     for result in results(options, base, root):
         tally.add(result)
         if result.verdict.status == "bad":
-            print(describe(options.seed, result), flush=True)
+            print(tally.bad[-1], flush=True)
     shutil.rmtree(root)
     print(tally.table())
     if options.json is not None:
         record = tally.record(shlex.join(sys.argv), time.perf_counter() - begin)
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-    return int(tally.bad > 0)
+    return int(bool(tally.bad))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from cut_tensors import cut_anywhere, cut_rows, some_tensors
-from fuzzing.damage import damage_entry, damage_file
+from fuzzing.damage import damage_entry, damage_file, seal
 from fuzzing.series import with_draws
-from fuzzing.stored import seal
 from fuzzing.values import chance
 from hypothesis.strategies import DrawFn
 from thread_ranks import as_threads

@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from fuzzing.damage import write_tensors
 from fuzzing.options import WORKING, options
 from fuzzing.series import KINDS, build, names, with_draws
 from fuzzing.values import argument, paths, texts
-from fuzzing.verdict import Result, Tally, describe, judge
+from fuzzing.verdict import Result, Tally, judge
 from process_tree import runs
 
 
@@ -116,27 +115,6 @@ def test_a_case_that_is_kept_from_the_cores_is_waited_for(
 def test_an_accepted_case_is_silent_if_it_must_be_refused(tmp_path: Path) -> None:
     _, verdict = run(tmp_path, lambda: None, must_refuse=True)
     assert (verdict.status, verdict.fault) == ("bad", "silent")
-
-
-def test_a_traceback_is_named_by_its_exception_and_the_frame_of_qarl(tmp_path: Path) -> None:
-    source = "def outer(): inner()\ndef inner(): int('7' * 5000)\nouter()"
-    planted = compile(source, "/somewhere/qarl/config/planted.py", "exec")
-    _, verdict = run(tmp_path, lambda: exec(planted, {}))
-    assert verdict.label.startswith("ValueError: Exceeds the limit (... digits)")
-    assert verdict.label.endswith(" in qarl/config/planted.py:inner")
-
-
-def test_a_reported_fault_is_named_by_the_traceback_that_was_saved(tmp_path: Path) -> None:
-    def command() -> None:
-        saved = Path(tempfile.gettempdir()) / "fault.txt"
-        frames = '  File "/x/qarl/a.py", line 3, in f\n    g()\n'
-        saved.write_text(f"Traceback (most recent call last):\n{frames}KeyError: 5\n")
-        print(f"error: a fault of its own: KeyError; please report it with the traceback in {saved}", file=sys.stderr)
-        raise SystemExit(70)
-
-    _, verdict = run(tmp_path, command)
-    assert verdict.label == "70: KeyError: ... in qarl/a.py:f"
-    assert (tmp_path / "tmp" / "fault.txt").exists()
 
 
 def test_what_a_case_started_ends_with_it(tmp_path: Path) -> None:
@@ -245,11 +223,8 @@ def test_the_summary_counts_what_was_found(tmp_path: Path, short_limit: None) ->
     record = tally.record("tools/fuzz.py", 1.0)
     expected = {"cases": 5, "accepted": 1, "refused": 1, "bad": 3, "traceback": 2, "hang": 1, "seconds": 2.5}
     assert record["total"] == record["kinds"]["config"] == record["commands"]["check"] == expected
-    assert [(entry["fault"], entry["cases"]) for entry in record["classes"]] == [("traceback", 2), ("hang", 1)]
-    assert tally.bad == 3 and "hang" in tally.table()
-    assert "--seed 9 --only config-0" in describe(
-        "9", Result(case, Outcome(0, True, 0.5, 0, b"", b"last words", ""), verdict)
-    )
+    assert len(record["bad"]) == 3 and "hang" in tally.table()
+    assert "--seed 9 --only config-0" in record["bad"][-1] and "KeyError: 'planted'" in record["bad"][-1]
 
 
 def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:

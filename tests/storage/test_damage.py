@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fuzzing.damage import damage_entry, damage_file
+from fuzzing.damage import damage_entry, damage_file, seal
 from fuzzing.series import with_draws
-from fuzzing.stored import seal
 from fuzzing.values import chance, pick
 from hand_made_runs import add_diagnostics, diagnostics, make_run, step
 from hypothesis.strategies import DrawFn

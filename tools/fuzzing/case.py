@@ -15,9 +15,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Never
+
+import psutil
 
 # Wall seconds that a command may take on two busy cores. A command that only reads files must be fast.
 READING_S, WORKING_S = 10.0, 60.0
@@ -78,18 +81,11 @@ class Case:
         return (1 if self.reads_only else 2) * GIB
 
     def remove(self) -> None:
-        """Remove the directory, whatever the command left in it."""
-        shutil.rmtree(self.directory, onerror=_loosen)
-
-
-def _loosen(function: Callable[[str], object], path: str, raised: tuple) -> None:
-    error = raised[1]
-    if isinstance(error, PermissionError):
-        os.chmod(Path(path).parent, 0o700)
-        os.chmod(path, 0o700)
-        function(path)
-    elif not isinstance(error, FileNotFoundError):
-        raise error
+        """Remove the directory, also folders that nobody may read."""
+        for folder in self.directory.rglob("noaccess"):
+            folder.chmod(0o700)
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.directory)
 
 
 @dataclass(frozen=True)
@@ -120,7 +116,8 @@ def execute(case: Case, command: Command) -> Outcome:
     starts, started = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(started, str(_pages(1)).encode())  # less than this process's: pages of files come with their use
+        # Less than this process's: pages of files come with their use.
+        os.write(started, str(psutil.Process().memory_info().rss).encode())
         os.close(starts)
         os.close(started)
         _child(case, command)
@@ -151,7 +148,7 @@ def _child(case: Case, command: Command) -> Never:
     os.environ |= {"HOME": home, "HF_HOME": home, "XDG_CACHE_HOME": home, "TMPDIR": tmp, "HF_HUB_OFFLINE": "1"}
     tempfile.tempdir = None  # which was looked up in the environment before
     os.chdir(case.cwd)
-    resource.setrlimit(resource.RLIMIT_AS, (_pages(0) + ADDRESS_SPACE,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + ADDRESS_SPACE,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(stack)
@@ -187,14 +184,9 @@ def _redirect(directory: Path) -> None:
 
 def _starved(pid: int, limit_s: float) -> bool:
     """Whether it wants a core of a machine that has given it less than half of its time so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return fields[0] in "RD" and used < limit_s / 2
-
-
-def _pages(column: int) -> int:
-    """Bytes of this process: 0 for its address space, 1 for what is resident."""
-    return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
+    process = psutil.Process(pid)
+    times, wants = process.cpu_times(), (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+    return process.status() in wants and times.user + times.system < limit_s / 2
 
 
 def _head(path: Path) -> bytes:

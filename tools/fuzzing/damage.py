@@ -3,11 +3,13 @@
 Functions take Hypothesis' `draw` and return what they did, in a few words; those of contents return the new bytes too.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +73,9 @@ def damage_json(draw: DrawFn, text: str) -> tuple[str, bytes]:
     kind, value = pick(draw, ("bytes", "whole", "line", "value", "value", "value", "value")), draw(json_values)
     if kind == "bytes":
         return damage_bytes(draw, text.encode())
-    lines, document = text.splitlines(), parsed(text) if kind == "value" else None
-    if document is not None or kind == "whole":
-        lines = [json.dumps(document, indent=1)]
+    if kind == "whole":
+        return f"becomes {shown(value)}", value.encode()
+    lines = text.splitlines() if kind == "line" or parsed(text) is None else [text]
     row = position(draw, len(lines))
     record = parsed(lines[row]) if kind == "value" else None
     if isinstance(record, dict | list) and record:
@@ -162,32 +164,6 @@ def damage_entry(draw: DrawFn, path: Path) -> str:
     return f"{path.name} becomes {kind}"
 
 
-def read_tensors(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file by name, in the order of names."""
-    from safetensors.torch import load_file
-
-    return dict(sorted(load_file(path).items()))
-
-
-def write_tensors(path: Path, tensors: dict[str, Any]) -> None:
-    """Write them well-formed."""
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, {"format": "pt"})
-
-
-def flip_bit(draw: DrawFn, tensors: dict[str, Any]) -> str:
-    """Flip one bit of the low two bytes of a 32-bit word, so that a float32 stays finite."""
-    import torch
-
-    name = pick(draw, list(tensors))
-    raw = tensors[name].clone().view(torch.uint8).flatten()
-    byte, bit = position(draw, len(raw)) & ~2, draw(st.integers(0, 7))
-    raw[byte] ^= 1 << bit
-    tensors[name] = raw.view(tensors[name].dtype).reshape(tensors[name].shape)
-    return f"bit {bit} of byte {byte} of {name} flipped"
-
-
 # Changes after which the tensors of a model are of no model with its configuration, and those that leave bad values.
 LOST = ("transposed", "flat", "short", "missing", "renamed", "extra")
 BAD = ("nan", "infinity", "bool", "int64", "float8_e4m3fn")
@@ -197,8 +173,9 @@ ODD = ("zeros", "huge", "float64")
 def damage_tensors(draw: DrawFn, path: Path, kinds: Sequence[str]) -> tuple[str, str]:
     """Change a tensor of a safetensors file in one way of `LOST`, `BAD` or `ODD`. Returns what changed, and the way."""
     import torch
+    from safetensors.torch import load_file
 
-    tensors, kind = read_tensors(path), pick(draw, kinds)
+    tensors, kind = dict(sorted(load_file(path).items())), pick(draw, kinds)
     names = [name for name in tensors if name != TIED]
     if kind in LOST[:3]:
         names = [name for name in names if tensors[name].dim() == 2 and len(set(tensors[name].shape)) == 2]
@@ -218,3 +195,30 @@ def damage_tensors(draw: DrawFn, path: Path, kinds: Sequence[str]) -> tuple[str,
         tensors[name] = torch.zeros(tensor.shape, dtype=dtype)
     write_tensors(path, tensors)
     return f"{name} {kind}", kind
+
+
+def write_tensors(path: Path, tensors: dict[str, Any]) -> None:
+    """Write them well-formed."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+def seal(checkpoint: Path, files: bool = True) -> None:
+    """Make the digests in a checkpoint's manifest fit its files and itself. What is no manifest stays as it is.
+
+    files: Also the digests of the files; otherwise only the manifest's own.
+    """
+    path = checkpoint / "manifest.json"
+    manifest = parsed(path.read_text(errors="replace")) if path.is_file() else None
+    if not isinstance(manifest, dict):
+        return
+    entries = manifest.get("files") if files else None
+    for name, entry in entries.items() if isinstance(entries, dict) else ():
+        with suppress(OSError):  # a name that no file can have
+            if isinstance(entry, dict) and (checkpoint / name).is_file():
+                raw = (checkpoint / name).read_bytes()
+                entry |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    manifest.pop("sha256", None)
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(manifest, indent=1))

@@ -11,6 +11,7 @@ import yaml
 from fuzzing.base import COMPARE, EVALUATE, GENERATE, QUANTIZE, RUN, config, lay_out
 from fuzzing.case import Case
 from fuzzing.values import argument, chance, floats, integers, listed, make_traps, paths, pick, shown, texts, weighted
+from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy, sampled_from
 from typer.core import TyperOption as Option
 
@@ -43,22 +44,22 @@ sizes = sampled_from(listed("0GB  -5GB  1e3MB  nanGB  infGB  1B  1KB  ²GB  5XB 
 unknown = sampled_from(listed("--nosuch  -x  --  --step=1  --json  --version  --help  --see\x1b[31md  --\u202e"))
 anything = texts | paths | integers
 checkpoints = [f"{RUN}{part}" for part in ("", "/checkpoints", "/checkpoints/000002", "/checkpoints/latest")]
-targets = sampled_from([*checkpoints, "model", "export", "rows.jsonl", "tiny.yaml"])
+places = paths | sampled_from([*checkpoints, "model", "export", "rows.jsonl", "tiny.yaml", f"{RUN}/config.yaml"])
+tasks = sampled_from(("gsm8k", "nosuch", "", "=")) | texts
+NAMED = {  # values of an option whose Python type says little
+    "model": places,
+    "offline": places,
+    "data": st.tuples(tasks, places).map("=".join) | tasks,
+    "max_shard_size": sizes | integers,
+    **dict.fromkeys(("schemes", "learners", "seeds", "only", "k"), lists),
+}
 
 
 def values(option: Option, kind: str) -> SearchStrategy[str]:
     """Hostile values for an option. kind: the names of its Python types, such as `list[pathlib.Path] | None`."""
-    if "int" in kind:
-        return integers
-    if "float" in kind:
-        return floats | sampled_from(("1_0", "0x10"))
-    if "Path" in kind or option.name in ("model", "offline"):
-        return paths | targets | sampled_from((f"{RUN}/config.yaml",))
-    if option.name == "data":
-        task = sampled_from(("gsm8k", "nosuch", "", "=")) | texts
-        return task.flatmap(lambda name: (paths | targets).map(lambda source: f"{name}={source}")) | task
-    special = {"max_shard_size": sizes | integers} | dict.fromkeys(("schemes", "learners", "seeds", "only", "k"), lists)
-    return special.get(str(option.name), anything)
+    typed = {"int": integers, "float": floats | sampled_from(("1_0", "0x10")), "Path": places}
+    known = next((found for name, found in typed.items() if name in kind), anything)
+    return NAMED.get(str(option.name), known)
 
 
 @cache
@@ -91,24 +92,18 @@ def mutate_options(draw: DrawFn, base: Path, case: Case) -> None:
 
 def _mutated(draw: DrawFn, choices: list[tuple[Option, str]], argv: list[str]) -> tuple[str, list[str]]:
     kind = weighted(draw, KINDS)
-    if kind == "option" and choices:
-        return _with_option(draw, *pick(draw, choices), argv)
-    if kind == "bare" and choices:
-        name = pick(draw, choices)[0].opts[0]
-        return f"{name} without a value", [*argv, name]
+    if kind in ("option", "bare") and choices:
+        option, types = pick(draw, choices)
+        name = pick(draw, (*option.opts, *option.secondary_opts))
+        if kind == "bare" or option.is_flag:
+            return f"{name} alone", [*argv, name]
+        value = draw(anything if chance(draw, 15) else values(option, types))
+        return f"{name} = {shown(value)}", [*argv, *([f"{name}={value}"] if chance(draw, 70) else [name, value])]
     if kind == "missing" and len(argv) > 1:
         place = pick(draw, range(1, len(argv)))
         return f"{shown(argv[place])} left out", [*argv[:place], *argv[place + 1 :]]
     if kind == "positional" and len(argv) > 1 and not argv[1].startswith("-"):
-        value = draw(paths | texts | targets)
+        value = draw(places | texts)
         return f"first argument {shown(value)}", [argv[0], value, *argv[2:]]
     value = draw(unknown | anything)
     return f"{shown(value)} added", [*argv, value]
-
-
-def _with_option(draw: DrawFn, option: Option, kind: str, argv: list[str]) -> tuple[str, list[str]]:
-    name = pick(draw, (*option.opts, *option.secondary_opts))
-    if option.is_flag:
-        return f"{name} given", [*argv, name]
-    value = draw(anything if chance(draw, 15) else values(option, kind))
-    return f"{name} = {shown(value)}", [*argv, *([f"{name}={value}"] if chance(draw, 70) else [name, value])]

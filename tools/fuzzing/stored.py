@@ -1,37 +1,15 @@
 """Runs, models and exports that are damaged, forged or incomplete."""
 
-import hashlib
 import json
 import shlex
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import yaml
-from fuzzing.base import (
-    COMPARE,
-    EVALUATE,
-    EVALUATE_GREEDILY,
-    GENERATE,
-    QUANTIZE,
-    RUN,
-    config,
-    lay_out,
-)
+from fuzzing.base import COMPARE, EVALUATE, EVALUATE_GREEDILY, GENERATE, QUANTIZE, RUN, config, lay_out
 from fuzzing.case import Case
-from fuzzing.damage import (
-    BAD,
-    LOST,
-    ODD,
-    damage_entry,
-    damage_file,
-    damage_tensors,
-    flip_bit,
-    parsed,
-    read_tensors,
-    write_tensors,
-)
+from fuzzing.damage import BAD, LOST, ODD, damage_entry, damage_file, damage_tensors, parsed, seal, write_tensors
 from fuzzing.values import chance, file_names, json_values, listed, make_traps, pick, position, shown, texts, weighted
 from hypothesis.strategies import DrawFn, sampled_from
 
@@ -100,9 +78,11 @@ def mutate_model(draw: DrawFn, base: Path, case: Case) -> None:
 
 def _shard(model: Path) -> None:
     """Two shards and an index in place of one file."""
-    tensors, files = read_tensors(model / WEIGHTS), [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    from safetensors.torch import load_file
+
+    tensors, files = load_file(model / WEIGHTS), [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     (model / WEIGHTS).unlink()
-    weight_map = {name: files[number % 2] for number, name in enumerate(tensors)}
+    weight_map = {name: files[number % 2] for number, name in enumerate(sorted(tensors))}
     for file in files:
         write_tensors(model / file, {name: tensors[name] for name in tensors if weight_map[name] == file})
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
@@ -139,10 +119,11 @@ def _damaged_export(draw: DrawFn, model: Path) -> tuple[str, bool]:
     (file,) = model.glob("*.safetensors")
     if kind == "missing":
         return damage_tensors(draw, file, ["missing"])[0], True
-    tensors = read_tensors(file)
-    what = flip_bit(draw, tensors)
-    write_tensors(file, tensors)
-    return what, True
+    raw = bytearray(file.read_bytes())
+    data = 8 + int.from_bytes(raw[:8], "little")  # behind the header and its length
+    raw[place := data + position(draw, len(raw) - data)] ^= 1
+    file.write_bytes(raw)
+    return f"bit flipped at {place}", True
 
 
 # --- runs
@@ -210,26 +191,6 @@ def _tensors(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
     if not masters or (sealed and kind == "zeros"):  # they may have been zeros; if not, the run recorded other codes
         return f"{path.name} {what}", ()
     return f"{path.name} {what}", (*OPENERS, "train") if sealed and kind in LOST else OPENERS
-
-
-def seal(checkpoint: Path, files: bool = True) -> None:
-    """Make the digests in a checkpoint's manifest fit its files and itself. What is no manifest stays as it is.
-
-    files: Also the digests of the files; otherwise only the manifest's own.
-    """
-    path = checkpoint / "manifest.json"
-    manifest = parsed(path.read_text(errors="replace")) if path.is_file() else None
-    if not isinstance(manifest, dict):
-        return
-    entries = manifest.get("files") if files else None
-    for name, entry in entries.items() if isinstance(entries, dict) else ():
-        with suppress(OSError):  # a name that no file can have
-            if isinstance(entry, dict) and (checkpoint / name).is_file():
-                raw = (checkpoint / name).read_bytes()
-                entry |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    manifest.pop("sha256", None)
-    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(manifest, indent=1))
 
 
 def _entry(draw: DrawFn, run: Path) -> tuple[str, Refusing]:

@@ -61,20 +61,16 @@ MEANINGFUL = listed(r"""
     builtins:eval  math,exact  ,  0,  ../../../etc/passwd  https://example.com/x  org/name/extra  -  --  a=b  x
 """)
 UNPRINTABLE = ("\0", "a\0b", ESCAPE, OVERRIDE, "\x1b]0;title\x07", "\u2028line", "\ufeff", "\ud800", "a\r\n\tb")
-texts = st.one_of(
-    sampled_from(["", " ", *MEANINGFUL]),
-    sampled_from(UNPRINTABLE),
-    st.text(characters, max_size=20),
-    sampled_from(("x" * 5_000, "e\u0301" * 100, "日本" * 5_000)),
-)
+LONG = ("x" * 5_000, "e\u0301" * 100, "日本" * 5_000)
+texts = sampled_from(["", " ", *MEANINGFUL]) | sampled_from((*UNPRINTABLE, *LONG)) | st.text(characters, max_size=20)
 
 # Entries of a working directory, made by `make_traps`, and paths that lead out of it or nowhere.
 TRAPS = listed("""
     ~nosuchuser/x  ~  folder  file  file/below  dangling  loop  fifo  zero  null  full  .  ..  ../../x  folder//x
     file.json  folder.jsonl  noaccess/x  empty.yaml  /proc/self/mem  /proc/nonexistent/x  /proc/self/fd/1
 """)
-LONG = ("", " ", "new\nline", "n" * 300, "p/" * 2_500, "x" * 5_000 + ".json")
-paths = sampled_from(TRAPS) | sampled_from(TRAPS) | sampled_from((*LONG, *UNPRINTABLE))
+ODD = ("", " ", "new\nline", "n" * 300, "p/" * 2_500, "x" * 5_000 + ".json", *UNPRINTABLE)
+paths = sampled_from(TRAPS) | sampled_from(TRAPS) | sampled_from(ODD)
 # Of files, steps and tensors, where a plain name is expected.
 NAMES = listed("""
     .  ..  ../x  ../../model/config.json  /etc/passwd  /dev/zero  a/b  ²²²  ٣٣٣٣٣٣  -00001  000000  999999999  1e6
@@ -105,18 +101,15 @@ def make_traps(directory: Path) -> None:
 
 
 EDGES = [sign * (2**bits - below) for bits in (8, 16, 31, 32, 63, 64, 100) for sign in (1, -1) for below in (0, 1)]
-integers = st.one_of(
-    st.integers(-3, 8).map(str),
-    sampled_from(EDGES).map(str),
-    st.integers().map(str),
-    sampled_from(("-0", "9" * 400, "-" + "9" * 400, "9" * 5_000)),
-)
+numbers = st.integers(-3, 8) | sampled_from(EDGES) | st.integers()
+integers = numbers.map(str) | sampled_from(("-0", "9" * 400, "-" + "9" * 400, "9" * 5_000))
 floats = st.floats().map(repr) | sampled_from(listed("0.0  -0.0  0.1  1e-45  1e38  1e39  -1e308  1e400  1e999999999"))
 quoted = st.one_of(texts, paths, sampled_from(("x" * 100_000, "é\t" * 1_000))).map(json.dumps)
-brackets = sampled_from((("[", "]"), ('{"a":', "}")))
-depths = sampled_from((50, 500, 1_000, 20_000, 200_000))
 nested = st.builds(
-    lambda pair, depth, close: pair[0] * depth + pair[1] * depth * close, brackets, depths, st.booleans()
+    lambda pair, depth, close: pair[0] * depth + pair[1] * depth * close,
+    sampled_from((("[", "]"), ('{"a":', "}"))),
+    sampled_from((50, 500, 1_000, 20_000, 200_000)),
+    st.booleans(),
 )
 
 # What YAML has beyond plain values.

@@ -11,10 +11,10 @@ from itertools import product
 from typing import Any
 
 import torch
-from kernel_bench.measure import Absent, Stopwatch, build_all, measured
-from kernel_bench.problems import Call, qarl_scheme
+from kernel_bench.measure import Absent, Call, Row, Stopwatch, build_all, measured
+from kernel_bench.products import quantized
 from qarl_formats.scheme import Codes
-from qarl_formats.weight import LowBitWeight, quantize_weight
+from qarl_formats.weight import LowBitWeight
 from torch import Tensor
 
 ROUTINGS = ("balanced", "skewed")
@@ -22,7 +22,6 @@ SCHEMES = ("bf16", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8", "nvfp4a16")
 CHECKED = 16  # tokens whose output is computed in float32
 # Relative Frobenius error: activations in 8 bits cost 3e-2 in two products, a wrong scale or expert 1.
 TOLERANCE = 8e-2
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,44 +61,39 @@ def make_routing(kind: str, tokens: int, sizes: Sizes, device: torch.device) -> 
     return Routing(drawn.sort(dim=-1).values.int(), weights / weights.sum(-1, keepdim=True))
 
 
+Bind = Callable[[Tensor, Routing], Call]
+
+
 class Experts:
     """The weights of one layer in one scheme. gate_up: (E * 2 I, H), gate and up per expert; down: (E * H, I)."""
 
     def __init__(self, scheme: str, sizes: Sizes, group_size: int, device: torch.device) -> None:
-        self.scheme, self.sizes, self.device = scheme, sizes, device
+        self.scheme, self.sizes, self.kernels = scheme, sizes, device.type == "cuda"
         generator = torch.Generator(device).manual_seed(0)
         e, h, i = sizes.experts, sizes.hidden, sizes.inner
-        kind = None if scheme == "bf16" else qarl_scheme(scheme, group_size)
+        self.gate_up, self.down = (
+            quantized(scheme, torch.randn(shape, generator=generator, device=device) * 0.02, group_size, self.kernels)
+            for shape in ((e * 2 * i, h), (e * h, i))
+        )
 
-        def made(rows: int, columns: int) -> LowBitWeight:
-            master = torch.randn(rows, columns, generator=generator, device=device).mul_(0.02)
-            if kind is None:
-                return LowBitWeight.of_values(master.bfloat16())
-            return quantize_weight(master, kind, scheme, kernels=device.type == "cuda")
-
-        self.gate_up, self.down = made(e * 2 * i, h), made(e * h, i)
-        self._values: dict[str, Tensor] = {}
-
-    def values(self, which: str, expert: int) -> Tensor:
-        """Of one expert, float32: (2 I, H) or (H, I)."""
-        rows = 2 * self.sizes.inner if which == "gate_up" else self.sizes.hidden
-        if which not in self._values:
-            kernels = self.device.type == "cuda"
-            self._values[which] = getattr(self, which).dequantize(torch.bfloat16, kernels=kernels)
-        return self._values[which][expert * rows : (expert + 1) * rows].float()
+    def stored(self, suffix: str) -> list[Tensor]:
+        """A stored tensor of both weights as vLLM holds it: (E, rows, columns)."""
+        tensors = (weight.tensors[suffix] for weight in (self.gate_up, self.down))
+        return [tensor.view(self.sizes.experts, -1, *tensor.shape[1:]) for tensor in tensors]
 
     def expected(self, x: Tensor, routing: Routing, tokens: Tensor) -> Tensor:
         """Float32 outputs of a few tokens, without quantization of activations: (tokens, H)."""
+        values = (weight.dequantize(torch.bfloat16, kernels=self.kernels) for weight in (self.gate_up, self.down))
+        gate_up, down = (value.view(self.sizes.experts, -1, value.shape[1]) for value in values)
         found = torch.zeros(len(tokens), self.sizes.hidden, device=x.device)
         for place, token in enumerate(tokens.tolist()):
-            state = x[token].float()
             for expert, weight in zip(routing.experts[token].tolist(), routing.weights[token], strict=True):
-                gate, up = (self.values("gate_up", expert) @ state).chunk(2)
-                found[place] += weight * (self.values("down", expert) @ (torch.nn.functional.silu(gate) * up))
+                gate, up = (gate_up[expert].float() @ x[token].float()).chunk(2)
+                found[place] += weight * (down[expert].float() @ (torch.nn.functional.silu(gate) * up))
         return found
 
 
-def qarl(experts: Experts) -> Callable[[Tensor, Routing], Call]:
+def qarl(experts: Experts) -> Bind:
     """As the fused layer runs them."""
     from qarl_kernels import quantize
     from qarl_kernels.moe.combine import combine
@@ -127,42 +121,29 @@ def qarl(experts: Experts) -> Callable[[Tensor, Routing], Call]:
     return bind
 
 
-def _fused_experts(experts: Experts, config: Any, gate_up: Tensor, down: Tensor) -> Callable[[Tensor, Routing], Call]:
-    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
-
-    def bind(x: Tensor, routing: Routing) -> Call:
-        return lambda: fused_experts(x, gate_up, down, routing.weights, routing.experts, quant_config=config)
-
-    return bind
-
-
-def _shaped(experts: Experts, which: str, suffix: str) -> Tensor:
-    """A stored tensor of all experts as vLLM holds it: (E, rows, columns)."""
-    weight = getattr(experts, which)
-    tensor = weight.tensors[suffix]
-    return tensor.view(experts.sizes.experts, -1, *tensor.shape[1:])
-
-
-def vllm_triton(experts: Experts) -> Callable[[Tensor, Routing], Call]:
+def vllm_triton(experts: Experts) -> Bind:
     """vLLM's Triton kernel: bf16, FP8 and INT8 with a scale per row and token, FP8 in blocks."""
     from vllm.model_executor.layers.fused_moe import config
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
-    weights = [_shaped(experts, which, "weight") for which in ("gate_up", "down")]
-    if experts.scheme == "bf16":
-        return _fused_experts(experts, None, *weights)
-    scales = [_shaped(experts, which, "weight_scale").float() for which in ("gate_up", "down")]
+    if experts.scheme not in ("bf16", "fp8", "fp8_block", "w8a8"):
+        raise Absent(f"vLLM's Triton kernel has no {experts.scheme}")
+    weights, quant = experts.stored("weight"), None
+    scales = [] if experts.scheme == "bf16" else [scale.float() for scale in experts.stored("weight_scale")]
     if experts.scheme == "fp8":
         quant = config.fp8_w8a8_moe_quant_config(*scales, per_act_token_quant=True, per_out_ch_quant=True)
     elif experts.scheme == "fp8_block":
         quant = config.fp8_w8a8_moe_quant_config(*scales, block_shape=[128, 128])
     elif experts.scheme == "w8a8":
         quant = config.int8_w8a8_moe_quant_config(*scales, None, None, per_act_token_quant=True)
-    else:
-        raise Absent(f"vLLM's Triton kernel has no {experts.scheme}")
-    return _fused_experts(experts, quant, *weights)
+
+    def bind(x: Tensor, routing: Routing) -> Call:
+        return lambda: fused_experts(x, *weights, routing.weights, routing.experts, quant_config=quant)
+
+    return bind
 
 
-def vllm_marlin(experts: Experts) -> Callable[[Tensor, Routing], Call]:
+def vllm_marlin(experts: Experts) -> Bind:
     """Marlin, repacked as vLLM's compressed-tensors method does."""
     if experts.scheme != "w4a16":
         raise Absent("Marlin is for w4a16 here")
@@ -172,9 +153,10 @@ def vllm_marlin(experts: Experts) -> Callable[[Tensor, Routing], Call]:
     from vllm.scalar_type import scalar_types
 
     sizes, parts = experts.sizes, []
-    for which, k in (("gate_up", sizes.hidden), ("down", sizes.inner)):
-        packed = _shaped(experts, which, "weight_packed").transpose(1, 2).contiguous()
-        scale = _shaped(experts, which, "weight_scale").transpose(1, 2).contiguous()
+    for k, *both in zip(
+        (sizes.hidden, sizes.inner), experts.stored("weight_packed"), experts.stored("weight_scale"), strict=True
+    ):
+        packed, scale = (tensor.transpose(1, 2).contiguous() for tensor in both)
         none = torch.empty(sizes.experts, 0, dtype=torch.int32, device=packed.device)
         n = packed.shape[2]
         parts.append(ops.gptq_marlin_moe_repack(packed, none, k, n, 4))
@@ -189,11 +171,11 @@ def vllm_marlin(experts: Experts) -> Callable[[Tensor, Routing], Call]:
     return bind
 
 
-def torch_grouped(experts: Experts) -> Callable[[Tensor, Routing], Call]:
+def torch_grouped(experts: Experts) -> Bind:
     """bf16 as transformers runs its experts by torch's grouped product."""
     if experts.scheme != "bf16" or not hasattr(torch, "_grouped_mm"):
         raise Absent("torch's grouped product is for bf16, and not in every torch")
-    gate_up, down = (_shaped(experts, which, "weight").transpose(1, 2) for which in ("gate_up", "down"))
+    gate_up, down = (weight.transpose(1, 2) for weight in experts.stored("weight"))
 
     def bind(x: Tensor, routing: Routing) -> Call:
         def run() -> Tensor:

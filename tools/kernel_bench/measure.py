@@ -10,9 +10,10 @@ from torch import Tensor
 from triton.errors import TritonError
 
 T = TypeVar("T")
+Row = dict[str, Any]
+Call = Callable[[], Tensor]
 
 FLUSH_BYTES = 256 << 20  # more than any L2 cache
-COPY_BYTES = 1 << 30
 TOLERANCE = 1e-2  # relative Frobenius error: bf16 outputs are within 2e-3, a wrong scale or tile is not within this
 CHECKED_ROWS = 256
 CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about: `torch.cuda._sleep` counts cycles
@@ -86,18 +87,6 @@ class Stopwatch:
         end.record()
         return start, end, not start.query()
 
-    def copy_bandwidth(self, reps: int = 10) -> float:
-        """TB/s of a copy within the device, bytes read plus bytes written."""
-        source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        return 2 * COPY_BYTES / self.microseconds(lambda: target.copy_(source), reps) / 1e6
-
-
-def free_bytes(device: torch.device) -> int:
-    """Device memory that torch can still hand out."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
 
 def poison(m: int, n: int, device: torch.device) -> None:
     """Leave NaN in the memory that an output of (m, n) is likely to get: torch's allocator hands blocks out again."""
@@ -130,14 +119,14 @@ def check(
 
 
 def measured(
-    make: Callable[[], Callable[[], Tensor]],
+    make: Callable[[], Call],
     stopwatch: Stopwatch,
     reps: int,
     expected: Tensor,
     rows: Tensor,
     shape: tuple[int, int],
     tolerance: float = TOLERANCE,
-) -> dict[str, Any]:
+) -> Row:
     """Check a kernel and time it: `us` and `relative_error`, or `skipped`, the reason.
 
     Args:

@@ -1,74 +1,189 @@
-"""Sections of matrix products: qarl's kernels beside the peers, each checked before it is timed."""
+"""Products of a linear layer: qarl's kernels beside those of vLLM 0.24 (Marlin, Machete, CUTLASS) and torch.
 
-from collections.abc import Iterator, Sequence
+What builds a kernel's product raises if there is none; what is raised becomes the reason in the report. Repacking
+happens there, outside the timed call.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from kernel_bench.measure import Stopwatch, build_all, free_bytes, measured, picked_rows
-from kernel_bench.peers import cublas, peer_builders
-from kernel_bench.problems import Activations, Maker, Weight, make_activations, make_weight, qarl_maker
+from kernel_bench.measure import Absent, Call, Row, Stopwatch, build_all, measured, picked_rows, reason
 from kernel_bench.shapes import Layer
+from qarl_formats.registry import grouped_names, make_scheme
+from qarl_formats.scheme import Codes
+from qarl_formats.weight import LowBitWeight, quantize_weight
+from qarl_kernels.quantize import activation_codes
 from torch import Tensor
 
-Row = dict[str, Any]
+Maker = Callable[[int], Call]  # rows -> a product that is ready to run; may raise what a peer raises
 
 
-def needed_bytes(n: int, k: int, m: int) -> int:
-    """Device memory that one product needs at most, beyond the weight: inputs, results, masks that check them."""
-    return 2 * m * n * 4 + m * k * 2
+def quantized(scheme: str, master: Tensor, group: int, kernels: bool = False) -> LowBitWeight:
+    """A float32 master (N, K) in a scheme. group: Input features that share a scale, if the scheme has groups."""
+    if scheme in ("dense", "bf16"):
+        return LowBitWeight.of_values(master.bfloat16())
+    kind = make_scheme(scheme, group if scheme in grouped_names() else None)
+    return quantize_weight(master, kind, scheme, kernels)
 
 
-class Products:
-    """The products of every scheme with one layer's weight."""
+@dataclass
+class Problem:
+    """A layer's weight in one scheme, and activations for it.
 
-    def __init__(self, stopwatch: Stopwatch, reps: int, group: int) -> None:
-        self.stopwatch, self.reps, self.group = stopwatch, reps, group
-        self._cublas_us: dict[tuple[int, int, int], Row] = {}
+    Attributes:
+        scheme: One of `SCHEMES`.
+        weight: As the learner multiplies it.
+        x: (M, K) bf16, for the most rows.
+        codes, scale: Of x, if the scheme quantizes activations.
+        values: float32 (N, K), what the product reads of the weight.
+    """
 
-    def rows(self, scheme: str, layer: Layer, many: Sequence[int]) -> Iterator[Row]:
-        """One row for every kernel and number of rows; a kernel that did not run has `skipped`, the reason."""
-        device = self.stopwatch.device
-        base = {"section": scheme, "model": layer.model, "layer": layer.name, "n": layer.n, "k": layer.k}
-        if scheme in ("w4a16", "w4a8"):
-            base["group"] = self.group
-        if free_bytes(device) < 6 * 4 * layer.n * layer.k:  # of a float32 master and its temporaries
-            yield base | {"who": "qarl", "m": None, "skipped": "not enough device memory"}
-            return
-        weight = make_weight(scheme, layer.n, layer.k, self.group, device)
-        activations = make_activations(scheme, max(many), layer.k, device)
-        builders = {"qarl": partial(qarl_maker, weight, activations), **peer_builders(weight, activations)}
-        makers, skipped = build_all(builders)
-        yield from (base | {"who": who, "m": None, "skipped": why} for who, why in skipped.items())
-        for m in many:
-            if free_bytes(device) < needed_bytes(layer.n, layer.k, m):
-                yield base | {"who": "qarl", "m": m, "skipped": "not enough device memory"}
-                continue
-            picked = picked_rows(m, device)
-            expected = activations.values(picked) @ weight.values.t()
-            nbytes = weight.nbytes + m * (activations.row_bytes() + 2 * weight.n)
-            for who, make in makers.items():
-                yield base | {"who": who, "m": m} | self._time(make, m, expected, picked, weight, nbytes)
-            yield base | {"who": "cublas_bf16", "m": m} | self._cublas(weight, activations, m)
+    scheme: str
+    weight: LowBitWeight
+    x: Tensor
+    codes: Tensor | None
+    scale: Tensor | None
+    values: Tensor
 
-    def _time(self, make: Maker, m: int, expected: Tensor, picked: Tensor, weight: Weight, nbytes: int) -> Row:
-        shape = m, weight.n
-        row = measured(lambda: make(m), self.stopwatch, self.reps, expected, picked, shape)
-        if "us" not in row:
-            return row
-        us = row["us"]
-        # Of the product, and of the least traffic that it can have.
-        rates = {"tflops": 2 * m * weight.n * weight.k / us / 1e6, "tbps": nbytes / us / 1e6}
-        return row | rates
+    def expected(self, rows: Tensor) -> Tensor:
+        """The float32 product of these rows."""
+        return self.weight.rounded_input(self.x[rows].float()) @ self.values.t()
 
-    def _cublas(self, weight: Weight, activations: Activations, m: int) -> Row:
-        """Timed once for a shape: its time does not depend on the scheme."""
-        key, nbytes = (weight.n, weight.k, m), 2 * (weight.n * weight.k + m * (weight.k + weight.n))
-        if key not in self._cublas_us:
-            picked = picked_rows(m, self.stopwatch.device)
-            expected = activations.x[picked].float() @ weight.values.to(torch.bfloat16).float().t()
-            row = self._time(cublas(weight, activations), m, expected, picked, weight, nbytes)
-            if "skipped" in row:
-                return row
-            self._cublas_us[key] = row
-        return self._cublas_us[key]
+
+def make_problem(scheme: str, n: int, k: int, m: int, group: int, device: torch.device) -> Problem:
+    """Random operands. The weight is quantized by plain torch."""
+    master = torch.randn(n, k, device=device, generator=torch.Generator(device).manual_seed(n + k)).mul_(0.02)
+    x = torch.randn(m, k, device=device, generator=torch.Generator(device).manual_seed(k)).to(torch.bfloat16)
+    weight = quantized(scheme, master, group)
+    codes, scale = (None, None) if weight.input_codes is None else activation_codes(x, weight.input_codes)
+    # If activations are not quantized, the operand is the value rounded to bf16.
+    values = weight.dequantize(torch.bfloat16 if codes is None else torch.float32).float()
+    return Problem(scheme, weight, x, codes, scale, values)
+
+
+def qarl(problem: Problem) -> Maker:
+    prepared = problem.weight.prepare(torch.bfloat16, kernels=True)
+    codes, scale = problem.codes, problem.scale
+    if codes is None or scale is None:
+        return lambda m: partial(prepared.matmul, problem.x[:m])
+    return lambda m: partial(prepared.matmul, Codes(codes[:m], scale[:m], torch.bfloat16))
+
+
+def _vllm() -> Any:
+    try:
+        from vllm import _custom_ops
+    except ImportError as error:
+        raise Absent(f"vllm is not importable ({reason(error)})") from error
+    if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
+        raise Absent("this vllm has no CUDA kernels")
+    return _custom_ops
+
+
+def _marlin(problem: Problem) -> Maker:
+    """Marlin: 16-bit or int8 activations, as `MarlinLinearKernel` prepares and `apply_gptq_marlin_linear` calls it."""
+    ops = _vllm()
+    from vllm.model_executor.layers.quantization.utils import marlin_utils as utils
+    from vllm.scalar_type import scalar_types
+
+    (n, k), group, eight_bit = problem.weight.shape, problem.weight.scheme.group_size or -1, problem.codes is not None
+    device = problem.x.device
+    none = utils.marlin_make_empty_g_idx(device)
+    qweight = problem.weight.tensors["weight_packed"].t().contiguous()
+    qweight = ops.gptq_marlin_repack(qweight, perm=none, size_k=k, size_n=n, num_bits=4, is_a_8bit=eight_bit)
+    scales = problem.weight.tensors["weight_scale"].t().contiguous()
+    scales = utils.marlin_permute_scales(scales, size_k=k, size_n=n, group_size=group, is_a_8bit=eight_bit)
+    s_x = None
+    if eight_bit:
+        s_x = problem.scale
+        if group != -1:
+            scales, factor = utils.marlin_act_int8_process_scales(scales)
+            s_x = s_x * factor
+    workspace = utils.marlin_make_workspace_new(device)
+    source = problem.codes if eight_bit else problem.x
+
+    sizes = {"size_n": n, "size_k": k, "is_k_full": True, "is_zp_float": False}
+    how = {"use_atomic_add": False, "use_fp32_reduce": True}
+
+    def make(m: int) -> Call:
+        x, a_scales = source[:m], None if s_x is None else s_x[:m]
+        operands = (x, None, qweight, None, scales, a_scales, None, none, none, none, workspace, scalar_types.uint4b8)
+        return lambda: ops.marlin_gemm(*operands, size_m=m, **sizes, **how)
+
+    return make
+
+
+def _machete(problem: Problem) -> Maker:
+    """Machete, as `MacheteLinearKernel` prepares and calls it."""
+    ops = _vllm()
+    from vllm.scalar_type import scalar_types
+
+    dtype, group = problem.x.dtype, problem.weight.scheme.group_size or -1
+    packed = problem.weight.tensors["weight_packed"].t()  # (K / 8, N), column-major
+    qweight = ops.machete_prepack_B(packed, a_type=dtype, b_type=scalar_types.uint4b8, group_scales_type=dtype)
+    scales = problem.weight.tensors["weight_scale"].t().contiguous()
+    b = {"b_q": qweight, "b_type": scalar_types.uint4b8, "b_group_scales": scales, "b_group_size": group}
+    return lambda m: lambda: ops.machete_mm(a=problem.x[:m], b_group_zeros=None, **b)
+
+
+def _cutlass(problem: Problem) -> Maker:
+    """vLLM's CUTLASS products of int8 or e4m3 codes with a scale per row and per output, or per block."""
+    ops = _vllm()
+    codes, scale, b = problem.codes, problem.scale, problem.weight.tensors["weight"].t()
+    s_w = problem.weight.tensors["weight_scale"].float()
+    if problem.scheme == "fp8_block":
+        s_w = s_w.t()
+
+    def make(m: int) -> Call:
+        a, s_x = codes[:m], scale[:m]
+        if problem.scheme == "fp8_block":
+            s_x = s_x.t().contiguous().t()  # column-major, as vLLM's quantization leaves it
+        return lambda: ops.cutlass_scaled_mm(a, b, scale_a=s_x, scale_b=s_w, out_dtype=torch.bfloat16)
+
+    return make
+
+
+def _scaled_mm(problem: Problem) -> Maker:
+    """torch._scaled_mm with a scale per row and per output; fast accumulation, as CUTLASS and qarl have it."""
+    codes, scale, b = problem.codes, problem.scale, problem.weight.tensors["weight"].t()
+    s_w = problem.weight.tensors["weight_scale"].float().t().contiguous()
+    how = {"scale_b": s_w, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return lambda m: lambda: torch._scaled_mm(codes[:m], b, scale_a=scale[:m], **how)
+
+
+def _cublas(problem: Problem) -> Maker:
+    """torch.mm in bf16: what the layer costs when it is not quantized. Activations as the scheme rounds them."""
+    b, x = problem.values.to(torch.bfloat16).t(), problem.weight.rounded_input(problem.x)
+    return lambda m: lambda: torch.mm(x[:m], b)
+
+
+def peers(scheme: str) -> dict[str, Callable[[Problem], Maker]]:
+    """What builds each peer of a scheme."""
+    found: dict[str, Callable[[Problem], Maker]] = {"cublas_bf16": _cublas}
+    if scheme == "w4a16":
+        return found | {"marlin": _marlin, "machete": _machete}
+    if scheme == "w4a8":
+        return found | {"marlin_int8": _marlin}
+    if scheme in ("w8a8", "fp8", "fp8_block"):
+        found["cutlass"] = _cutlass
+    return found | ({"scaled_mm": _scaled_mm} if scheme == "fp8" else {})
+
+
+def product_rows(
+    stopwatch: Stopwatch, reps: int, group: int, layer: Layer, scheme: str, many: Sequence[int]
+) -> Iterator[Row]:
+    """One row for every kernel and number of rows; a kernel that did not run has `skipped`, the reason."""
+    base = {"section": scheme, "model": layer.model, "layer": layer.name, "n": layer.n, "k": layer.k}
+    problem = make_problem(scheme, layer.n, layer.k, max(many), group, stopwatch.device)
+    bound, skipped = build_all({who: partial(build, problem) for who, build in {"qarl": qarl, **peers(scheme)}.items()})
+    yield from (base | {"who": who, "skipped": why} for who, why in skipped.items())
+    for m in many:
+        picked = picked_rows(m, stopwatch.device)
+        expected = problem.expected(picked)
+        for who, make in bound.items():
+            row = measured(partial(make, m), stopwatch, reps, expected, picked, (m, layer.n))
+            if "us" in row:
+                row["tflops"] = 2 * m * layer.n * layer.k / row["us"] / 1e6
+            yield base | {"who": who, "m": m} | row

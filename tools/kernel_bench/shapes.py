@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 SCHEMES = ("w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "dense")
-SECTIONS = (*SCHEMES, "quantize", "experts")
+SECTIONS = (*SCHEMES, "experts")
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384)
 FEW_ROWS = 64  # decode: the summary keeps products with at most this many rows apart
-BLOCK = 128  # of fp8_block
 
 # name -> layer -> (N, K) = (out_features, in_features); q, k, v and gate, up are one weight each, as in vLLM
 MODELS: dict[str, dict[str, tuple[int, int]]] = {
@@ -21,7 +20,6 @@ TUNED = MODELS | {
     "qwen3-1.7b": {"qkv": (4096, 2048), "o": (2048, 2048), "gate_up": (12288, 2048), "down": (2048, 6144)},
     "qwen3-4b": {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)},
 }
-MATRICES = ((4096, 12288), (24576, 4096), (57344, 8192))  # of the section `quantize`
 
 
 @dataclass(frozen=True)
