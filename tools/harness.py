@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +27,7 @@ LOG_LINES = 60  # shown of a case that failed
 
 
 def command_line(about: str | None, **shared: Any) -> argparse.ArgumentParser:
-    """A parser with the options that benchmarks share.
-
-    Args:
-        about: The module's docstring.
-        shared: By name of an entry of `SHARED` its default; `...` for an option that is required.
-    """
+    """A parser with some options of `SHARED`. shared: name -> default; `...` for an option that is required."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in shared.items():
         given = {"required": True} if default is ... else {"default": default}
@@ -42,7 +36,7 @@ def command_line(about: str | None, **shared: Any) -> argparse.ArgumentParser:
 
 
 def out_file(text: str) -> Path:
-    """The path of a file to write; creates its folder. Raises ArgumentTypeError if no file can be written there."""
+    """The path of a file to write, in a new folder if need be. Raises ArgumentTypeError if it cannot be a file."""
     path = Path(text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,8 +44,6 @@ def out_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{path.parent}: {error.strerror}; name a file in a folder of yours") from None
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written; name a file in a folder of yours")
     return path
 
 
@@ -101,57 +93,37 @@ def environment() -> Record:
     return found
 
 
-def run_case(case: Record, out: Path, timeout_s: float) -> list[Record]:
-    """Run this command line again with `--case`, in a process of its own.
+def run_case(case: Record, out: Path, timeout_s: float) -> Iterator[Record]:
+    """Run this command line again with `--case`, in a process of its own. Yields its records; if it fails, also why.
 
     Args:
-        case: What the case measures; `serve_case` reads it.
+        case: What the case measures.
         out: The result's file, beside which a log gets what the case prints.
         timeout_s: Seconds after which the case prints its stacks and is ended.
-
-    Returns:
-        Its records, and at their end why the case failed, if it did.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through `finally` below
     with tempfile.TemporaryDirectory() as place, out.with_suffix(".log").open("ab") as log:
-        file = Path(place) / "records.jsonl"
         log.write(f"--- {json.dumps(case)}\n".encode())
         log.flush()
-        began = log.tell()
-        given = json.dumps(case | {"records": str(file)})
-        started = start([sys.executable, *sys.argv, "--case", given], os.environ, log)
+        began, file = log.tell(), Path(place) / "records.jsonl"
+
+        def printed() -> list[str]:
+            return Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines()
+
+        started = start([sys.executable, *sys.argv, "--case", json.dumps([case, str(file)])], os.environ, log)
         try:
             code = started.wait(timeout_s)
-            lines = Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines()
+            last = [f"exit {code}: nothing", *printed()][-1]
         finally:
             started.end()  # with its stacks, if it still runs
-        printed = Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines()
-        found = [json.loads(line) for line in file.open()] if file.exists() else []
+        if file.exists():
+            yield from (json.loads(line) for line in file.open())
         if code != 0:
             logs = tails(Path(place))  # of a run's ranks and samplers
             log.write(logs.encode())
-            print(logs, *printed[-LOG_LINES:], sep="\n", file=sys.stderr)
-            why = f"took more than {timeout_s:g} s" if code is None else f"exit {code}: {(lines or ['nothing'])[-1]}"
-            found.append(case | {"error": why})
-    return found
-
-
-def serve_case(given: str, measure: Callable[[Record, Path], Iterable[Record]]) -> None:
-    """In a case's process: write its records as they come, one JSON line each, and the environment.
-
-    Args:
-        given: The value of `--case`.
-        measure: From the case and a directory for its files, whose logs are shown if it fails, to records.
-    """
-    case = json.loads(given)
-    file = Path(case.pop("records"))
-    with file.open("a") as lines:
-        try:
-            for record in measure(case, file.parent):
-                lines.write(json.dumps(record) + "\n")
-                lines.flush()
-        finally:  # not before: asking for the GPU's name starts CUDA, and a run forks
-            lines.write(json.dumps({"environment": environment()}) + "\n")
+            print(logs, *printed()[-LOG_LINES:], sep="\n", file=sys.stderr)
+            why = f"took more than {timeout_s:g} s" if code is None else f"exit {code}: {last}"
+            yield case | {"error": why}
 
 
 def run_cases(
@@ -165,16 +137,23 @@ def run_cases(
     Args:
         options: The command line, with `case`, `out` and `timeout`.
         cases: What to measure; its texts are its name.
-        measure: From the options, a case and a directory for its files to the records, in the case's process.
+        measure: From the options, a case and a directory for its files, whose logs are shown if it fails, to records,
+            in the case's process.
         show: Called with each record.
     """
     if options.case:
-        serve_case(options.case, partial(measure, options))
+        case, name = json.loads(options.case)
+        with open(name, "a") as lines:
+            try:
+                for record in measure(options, case, Path(name).parent):
+                    print(json.dumps(record), file=lines, flush=True)
+            finally:  # not before: asking for the GPU's name starts CUDA, and a run forks
+                print(json.dumps({"environment": environment()}), file=lines)
         sys.exit()
     report = Report(options.out)
     options.out.with_suffix(".log").unlink(missing_ok=True)
     for case in cases:
-        found = run_case(case, options.out, options.timeout)
+        found = list(run_case(case, options.out, options.timeout))
         report.add(found, " ".join(value for value in case.values() if isinstance(value, str)))
         for record in (record for record in found if "environment" not in record):
             show(record)
@@ -190,15 +169,14 @@ class Report:
             starts others uses no GPU memory.
     """
 
-    def __init__(self, path: Path | None, found: Record | None = None, **about: Any) -> None:
+    def __init__(self, path: Path | None, found: Record | None = None) -> None:
         self._path, self._begin = path, time.perf_counter()
         command = shlex.join(["python", *sys.argv])
-        self.content: Record = {"command": command, "environment": found, **about, "records": []}
+        self.content: Record = {"command": command, "environment": found, "records": []}
 
     def add(self, records: Iterable[Record], what: str) -> None:
         """Add the records and report them on stderr as `what`."""
-        elapsed = time.perf_counter() - self._begin
-        why = ""
+        elapsed, why = time.perf_counter() - self._begin, ""
         for record in records:
             if "environment" in record:
                 self.content["environment"] = self.content["environment"] or record["environment"]
@@ -206,7 +184,6 @@ class Report:
                 self.content["records"].append(record | {"elapsed_s": elapsed})
                 why = f"  failed: {record['error']}" if "error" in record else why
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self.content, indent=1) + "\n")
         print(f"{elapsed:7.1f} s  {what}{why}", file=sys.stderr, flush=True)
 

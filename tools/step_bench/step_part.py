@@ -19,11 +19,6 @@ from qarl.config.yaml_io import dump_yaml
 from qarl.storage.runs import METRICS, read_metrics
 
 LR = 1e-6
-PHASES = ("step", "rollout", "reward", "learner", "diagnostics", "publish")
-# Of vLLM's publish, and of its sleep.
-PARTS = ("publish_receive", "publish_load", "publish_check", "publish_score", "sampler_wake", "sampler_sleep")
-PROOFS = ("proved_frac", "sent_frac", "sent_mib", "canary_abs_mean", "canary_abs_max")
-SPREAD = ("", "_min", "_mean", "_max")  # over ranks
 
 
 def stop_tokens(mean: int | None, vocabulary: int) -> list[int]:
@@ -115,15 +110,9 @@ def run(options: argparse.Namespace, path: Path, config: Config) -> int:
 
 
 def seconds_of(metrics: dict[str, Any]) -> Record:
-    """NAME_s of each phase and of what a publish to vLLM is made of; on several ranks NAME_s is the first one's, beside
-    NAME_s_min, NAME_s_mean and NAME_s_max."""
-    names = [f"{name}_s{over}" for name in (*PHASES, *PARTS) for over in SPREAD]
-    return {name: metrics[f"time/{name}"] for name in names if f"time/{name}" in metrics}
-
-
-def publish_of(metrics: dict[str, Any]) -> Record:
-    """What proves the publish to vLLM, the first rank's: a rank whose publish fails ends the run."""
-    return {f"publish_{name}": metrics[f"publish/{name}"] for name in PROOFS if f"publish/{name}" in metrics}
+    """Times without their prefix: `publish_s`; on several ranks the first one's, beside `publish_s_min`, `_mean` and
+    `_max`."""
+    return {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
 
 
 def records_of(steps: list[dict[str, Any]], new_tokens: int, engine: str, total: float) -> Iterator[Record]:
@@ -136,9 +125,11 @@ def records_of(steps: list[dict[str, Any]], new_tokens: int, engine: str, total:
         rates = {f"{side}_tokens_per_s": metrics[f"throughput/{side}_tokens_per_s"] for side in ("rollout", "learner")}
         memory = {"peak_gib": peak_of(metrics)}
         seen = {"idle_responses": metrics["policy/zero_advantage_frac"], "length_mean": metrics["response/length_mean"]}
-        seen |= {name: value for name, value in metrics.items() if name.startswith(("async/", "publish/pause"))}
+        seen |= {name: value for name, value in metrics.items() if name.startswith("async/")}
+        # What proves a publish to vLLM, the first rank's: a rank whose publish fails ends the run.
+        seen |= {name.replace("/", "_"): value for name, value in metrics.items() if name.startswith("publish/")}
         if "mismatch/delta_abs_max" in metrics:
             seen["delta_abs_max"] = metrics["mismatch/delta_abs_max"]
-        found.append(seconds_of(metrics) | rates | memory | publish_of(metrics) | seen)
+        found.append(seconds_of(metrics) | rates | memory | seen)
     whole = {"new_tokens": new_tokens, "total_s": total, "peak_gib": max(map(peak_of, steps))}
     yield from records_of_steps(found, list(map(seconds_of, steps)), engine=engine, **whole)

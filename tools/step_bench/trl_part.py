@@ -22,63 +22,29 @@ from step_bench.step_part import LR, stop_tokens
 from qarl.training.metrics import peak_memory_gib
 
 
-def engine_of(device: torch.device) -> str:
-    """What samples TRL's responses: "vllm", or "transformers", its own generate."""
-    return "vllm" if device.type == "cuda" else "transformers"
+def grpo_arguments(options: argparse.Namespace, place: Path, engine: str) -> Record:
+    """Arguments of `trl.GRPOConfig`: float32 masters, bf16 products on a GPU, AdamW.
 
-
-def trainer_arguments(place: Path, steps: int, rows: int, batch: int, device: str, checkpointing: bool) -> Record:
-    """Arguments that all of TRL's trainers get: float32 masters, bf16 products on a GPU, AdamW.
-
-    Args:
-        place: The trainer's directory.
-        steps: Training steps, of one optimizer step each.
-        rows: Rows per optimizer step.
-        batch: Rows that run together; divides `rows`.
-        device: "cuda" or "cpu".
-        checkpointing: Whether the backward recomputes activations.
+    A training step generates once, for all prompts, and steps the optimizer once.
     """
-    return {
+    rows, batch = options.prompts * options.responses, options.device_batch
+    assert rows % batch == 0, "bench_step.parse refuses it"
+    tokens = stop_tokens(options.mean_tokens, options.vocabulary or VOCABULARY)
+    ending = {"ignore_eos": True} | ({"stop_token_ids": tokens} if tokens else {})
+    arguments = {
         "output_dir": str(place),
-        "max_steps": steps,
+        "max_steps": options.steps,
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": rows // batch,
         "learning_rate": LR,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
-        "bf16": device == "cuda",
-        "use_cpu": device == "cpu",
-        "gradient_checkpointing": checkpointing,
+        "bf16": options.device == "cuda",
+        "use_cpu": options.device == "cpu",
+        "gradient_checkpointing": options.recompute != "elementwise",
         "model_init_kwargs": {"attn_implementation": "sdpa", "dtype": "float32"},
         "save_strategy": "no",
         "report_to": "none",
-    }
-
-
-def step_clock(now: Callable[[], float], done: Callable[[float], object]) -> Any:
-    """A TrainerCallback that calls `done` with the seconds of each training step."""
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        """The first micro-batch of a step generates for all of them, so a step begins before it."""
-
-        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
-            self._begin = now()
-
-        def on_step_end(self, *arguments: Any, **named: Any) -> None:
-            done(now() - self._begin)
-
-    return Clock()
-
-
-def grpo_arguments(options: argparse.Namespace, place: Path, engine: str) -> Record:
-    """Arguments of `trl.GRPOConfig`. A training step generates once, for all prompts, and steps the optimizer once."""
-    rows, batch, checkpointing = options.prompts * options.responses, options.device_batch, options.recompute
-    assert rows % batch == 0, "bench_step.parse refuses it"
-    tokens = stop_tokens(options.mean_tokens, options.vocabulary or VOCABULARY)
-    ending = {"ignore_eos": True} | ({"stop_token_ids": tokens} if tokens else {})
-    arguments = trainer_arguments(place, options.steps, rows, batch, options.device, checkpointing != "elementwise")
-    arguments |= {
         "num_generations": options.responses,
         "max_completion_length": options.new_tokens,
         # each response has exactly as many tokens
@@ -90,16 +56,15 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str) -> Rec
         "seed": 0,
     }
     if engine == "vllm" and options.server_gpu is not None:
-        arguments |= {"use_vllm": True, "vllm_mode": "server"}
-    elif engine == "vllm":
-        arguments |= {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_tensor_parallel_size": 1,
-            "vllm_gpu_memory_utilization": options.memory_frac or 0.4,
-            "vllm_max_model_length": options.prompt_tokens + options.new_tokens,
-        }
-    return arguments
+        return arguments | {"use_vllm": True, "vllm_mode": "server"}
+    colocated = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_tensor_parallel_size": 1,
+        "vllm_gpu_memory_utilization": options.memory_frac or 0.4,
+        "vllm_max_model_length": options.prompt_tokens + options.new_tokens,
+    }
+    return arguments | (colocated if engine == "vllm" else {})
 
 
 @contextmanager
@@ -124,7 +89,7 @@ def server(options: argparse.Namespace, model: Path) -> Iterator[dict[str, Any]]
 def trl_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
     """A record for each training step, and one with medians over those after the first."""
     model = model_directory(options.model_dir, options.shape, shape, device, 0)
-    engine = engine_of(device)
+    engine = "vllm" if device.type == "cuda" else "transformers"  # its own generate
     place = options.place / options.part
     place.mkdir()
     task = {
@@ -189,7 +154,7 @@ def train(task: Record, device: torch.device) -> Record:
     `new_tokens` that each response must have, unless `tail` is true.
     """
     from datasets import Dataset
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     spent, lengths = Spent(device), []
@@ -201,6 +166,15 @@ def train(task: Record, device: torch.device) -> Record:
         lengths.extend(map(len, completion_ids))
         return reward["spread"](completions, **columns)
 
+    class Clock(TrainerCallback):
+        """The first micro-batch of a step generates for all of them, so a step begins before it."""
+
+        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
+            self._begin = spent.now()
+
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            steps.append({"step_s": spent.now() - self._begin} | spent.read())
+
     begin = time.perf_counter()
     arguments = GRPOConfig(**task["grpo"])
     trainer = GRPOTrainer(
@@ -209,7 +183,7 @@ def train(task: Record, device: torch.device) -> Record:
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": questions(task["prompts"], 0)}),
         processing_class=AutoTokenizer.from_pretrained(task["model"], padding_side="left"),
-        callbacks=[step_clock(spent.now, lambda step: steps.append({"step_s": step} | spent.read()))],
+        callbacks=[Clock()],
     )
     spent.within(trainer, "_generate_and_score_completions", "rollout_s")  # with the log-probs at the snapshot
     if arguments.use_vllm:
