@@ -16,7 +16,7 @@ Files in --out:
   rl.jsonl                    `prompt` and `answer` of the training levels
   test.jsonl                  `prompt` and `answer` of the test levels
   ladder.jsonl                `prompt` and `answer` of all levels, to choose the levels
-  summary.json                the arguments, and counts and token lengths of the solutions
+  summary.json                the arguments, and counts of rows and of the solutions' tokens
 
 Every solution ends with the line `Answer: ...`, which the reward `regex` reads with `PATTERN` and group 1. If it does
 not give every solution the score 1, nothing is written. No prompt appears twice in all files together. The same
@@ -29,7 +29,7 @@ import argparse
 import json
 import random
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from pathlib import Path
@@ -42,7 +42,7 @@ sys.path[:0] = SOURCES
 PATTERN = r"Answer: ([^\n]+)\s*\Z"
 NAMES = ("Ann", "Bob", "Dan", "Eve", "Fay", "Hal", "Ivy", "Jim", "Kim", "Lee", "Max", "Sam")
 TRIES = 2000  # drafts per task before a size counts as unable to give solutions of the wanted length
-BIN = 100  # tokens per row of the histogram
+Row = dict[str, Any]
 
 
 class Task(NamedTuple):
@@ -221,53 +221,39 @@ SIZES: dict[str, list[tuple[int, ...]]] = {  # level 1 first; the arguments of t
     "order": [(7, 0), (7, 2), (8, 1), (9, 0), (9, 2), (10, 1)],
 }
 LEVELS = range(1, 7)
+FILES = ("test", "ladder", "held_out", "rl", "sft")
 
 
-class Maker:
-    """Draws tasks with solutions of the wanted length and prompts that were not drawn before."""
+def rows(options: argparse.Namespace, name: str, seen: set[str], count_tokens: Callable[[str], int]) -> Iterator[Row]:
+    """Yield the rows of a file, families and levels in turn. Raises SystemExit if a size cannot give them.
 
-    def __init__(self, count_tokens: Callable[[str], int], lengths: tuple[int, int], seed: int) -> None:
-        self._count, self._lengths, self._seed = count_tokens, lengths, seed
-        self._seen: set[str] = set()
-        self.lengths: dict[str, list[int]] = defaultdict(list)  # by family
-        self.drafts = 0
-
-    def rows(
-        self, purpose: str, families: Sequence[str], levels: Sequence[int], count: int
-    ) -> Iterator[dict[str, Any]]:
-        """Yield `count` rows, families and levels in turn. Raises SystemExit if a size cannot give them."""
-        streams = {key: random.Random(f"{self._seed} {purpose} {key}") for key in product(families, levels)}
-        turns = [(family, level) for level in levels for family in families]
-        for index in range(count):
-            family, level = turns[index % len(turns)]
-            task = self._task(streams[family, level], family, level)
-            yield {
-                "prompt": task.prompt,
-                "answer": task.answer,
-                "family": family,
-                "level": level,
-                "work": task.solution,
-            }
-
-    def _task(self, draw: random.Random, family: str, level: int) -> Task:
-        low, high = self._lengths
+    Args:
+        options: The command line.
+        name: Of the file.
+        seen: Prompts of all files; no prompt comes twice.
+        count_tokens: Counts the tokens of a text.
+    """
+    levels = {"test": options.test_levels, "ladder": LEVELS}.get(name, options.train_levels)
+    turns = [(family, level) for level in levels for family in options.families]
+    streams = {key: random.Random(f"{options.seed} {name} {key}") for key in turns}
+    low, high = options.lengths
+    for index in range(getattr(options, name)):
+        family, level = turns[index % len(turns)]
         for _ in range(TRIES):
-            task = FAMILIES[family](draw, *SIZES[family][level - 1])
-            self.drafts += 1
-            if task is None or task.prompt in self._seen:
-                continue
-            tokens = self._count(task.solution)
-            if low <= tokens <= high:
-                self._seen.add(task.prompt)
-                self.lengths[family].append(tokens)
-                return task
-        sys.exit(
-            f"error: {family}, level {level}: {TRIES} drafts gave no new solution of {low} to {high} tokens; "
-            "widen --lengths, ask for fewer rows or leave the level out"
-        )
+            task = FAMILIES[family](streams[family, level], *SIZES[family][level - 1])
+            if task and task.prompt not in seen and low <= (tokens := count_tokens(task.solution)) <= high:
+                break
+        else:
+            sys.exit(
+                f"error: {family}, level {level}: {TRIES} drafts gave no new solution of {low} to {high} tokens; "
+                "widen --lengths, ask for fewer rows or leave the level out"
+            )
+        seen.add(task.prompt)
+        own = {"prompt": task.prompt, "answer": task.answer, "family": family, "level": level}
+        yield own | {"work": task.solution, "tokens": tokens}
 
 
-def check_rewards(rows: Sequence[dict[str, Any]]) -> None:
+def check_rewards(rows: Sequence[Row]) -> None:
     """Score all solutions with the reward that training uses. Raises SystemExit unless every score is 1."""
     from qarl.rewards.builtin import regex
 
@@ -278,7 +264,7 @@ def check_rewards(rows: Sequence[dict[str, Any]]) -> None:
         sys.exit(f"error: {len(wrong)} of {len(rows)} solutions have no reward of 1, the first of: {wrong[0]}")
 
 
-def lines_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def lines_of(name: str, rows: Sequence[Row]) -> Iterator[str]:
     """Rows as a file has them: conversations to learn from, or prompts with answers."""
     for row in rows:
         kept = {key: row[key] for key in ("prompt", "answer", "family", "level")}
@@ -286,12 +272,6 @@ def lines_of(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["work"]}]
             kept = {"messages": turns, "family": row["family"], "level": row["level"]}
         yield json.dumps(kept) + "\n"
-
-
-def histogram(lengths: dict[str, list[int]]) -> dict[str, dict[str, int]]:
-    """Solutions per family and range of tokens, such as {"signs": {"200-299": 12}}."""
-    bins = {family: Counter(length // BIN * BIN for length in found) for family, found in lengths.items()}
-    return {family: {f"{low}-{low + BIN - 1}": many[low] for low in sorted(many)} for family, many in bins.items()}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -318,34 +298,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def make(options: argparse.Namespace, count_tokens: Callable[[str], int]) -> dict[str, Any]:
+def make(options: argparse.Namespace, count_tokens: Callable[[str], int]) -> Row:
     """Write all files; returns the summary."""
-    maker, families = Maker(count_tokens, tuple(options.lengths), options.seed), options.families
-    levels = {"test": options.test_levels, "ladder": LEVELS}
-    files = {}
-    for name in (
-        "test",
-        "ladder",
-        "held_out",
-        "rl",
-        "sft",
-    ):  # larger sets last: they have the most prompts to choose from
-        count = getattr(options, name)
-        files[name] = list(maker.rows(name, families, levels.get(name, options.train_levels), count))
-    check_rewards([row for rows in files.values() for row in rows])
+    seen: set[str] = set()
+    # Larger files last: they have the most prompts to choose from.
+    files = {name: list(rows(options, name, seen, count_tokens)) for name in FILES}
+    check_rewards([row for found in files.values() for row in found])
     options.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in files.items():
-        if rows:
-            (options.out / f"{name}.jsonl").write_text("".join(lines_of(name, rows)))
-    found = {
-        "arguments": {key: value for key, value in vars(options).items() if key != "out"},
-        "rows": {name: len(rows) for name, rows in files.items()},
-        "drafts": maker.drafts,
-        "tokens": {family: sum(many) for family, many in maker.lengths.items()},
-        "tokens_per_solution": histogram(maker.lengths),
-    }
-    (options.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
-    return found
+    tokens = Counter[str]()
+    for name, found in files.items():
+        if found:
+            (options.out / f"{name}.jsonl").write_text("".join(lines_of(name, found)))
+        for row in found:
+            tokens[row["family"]] += row["tokens"]
+    arguments = {key: value for key, value in vars(options).items() if key != "out"}
+    summary = {"arguments": arguments, "rows": {n: len(found) for n, found in files.items()}, "tokens": tokens}
+    (options.out / "summary.json").write_text(json.dumps(summary, indent=1, default=str) + "\n")
+    return summary
 
 
 def main() -> int:

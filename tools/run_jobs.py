@@ -12,34 +12,33 @@ time is asked to end, and prints its Python stacks where it does not. The exit c
 of time.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from process_tree import ROOT, Started, start
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from qarl.utils.machine import visible_gpus
 
 GRACE_S = 5.0  # between asking a job to end and killing it
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(BaseModel):
     """command: for bash. seconds: its time limit. gpus: how many it takes."""
 
-    name: str
-    command: str
-    seconds: float
-    gpus: int = 1
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")  # of a log
+    command: str = Field(pattern=r"^[^\x00]*$")
+    seconds: float = Field(gt=0, allow_inf_nan=False)
+    gpus: int = Field(default=1, ge=1)
 
 
 @dataclass
@@ -51,32 +50,18 @@ class Running:
 
 
 def read_jobs(path: Path) -> list[Job]:
-    """Raises ValueError, in one line, where the file is not a list of jobs."""
+    """Raises ValueError, in one line, if the file is not a list of jobs."""
     try:
-        entries = yaml.safe_load(path.read_text())
+        jobs = TypeAdapter(list[Job]).validate_python(yaml.safe_load(path.read_text()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f", {part}" for part in first["loc"])  # the index of the job and the key
+        raise ValueError(f"{path}{place}: {first['msg']}; give a list of name, command, seconds and gpus") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path}: must be a list of jobs, each with name, command and seconds")
-    jobs = [_job(entry, f"{path}, job {number}") for number, entry in enumerate(entries, 1)]
-    names = [job.name for job in jobs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := [name for name, times in Counter(job.name for job in jobs).items() if times > 1]:
         raise ValueError(f"{path}: two jobs are called {', '.join(twice)}; a name is that of a log")
     return jobs
-
-
-def _job(entry: Any, place: str) -> Job:
-    known = {field.name for field in fields(Job)}
-    if not isinstance(entry, dict) or not {"name", "command", "seconds"} <= set(entry) <= known:
-        raise ValueError(f"{place}: needs name, command and seconds, may have gpus, and nothing else")
-    job = Job(**entry)
-    if not (isinstance(job.name, str) and job.name and all(c.isalnum() or c in "-_" for c in job.name)):
-        raise ValueError(f"{place}: name must be letters, digits, - and _, as it is that of a log")
-    if not isinstance(job.command, str) or "\0" in job.command:
-        raise ValueError(f"{place}: command must be a text, without a null")
-    if type(job.gpus) is not int or job.gpus < 1 or type(job.seconds) not in (int, float) or not job.seconds > 0:
-        raise ValueError(f"{place}: gpus must be an integer from 1, seconds a number above 0")
-    return job
 
 
 class Queue:
@@ -141,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the jobs")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these jobs alone, in this order")
-    parser.add_argument("--out", type=Path, help="folder for logs and for what the commands write")
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs and for what the commands write")
     parser.add_argument("--gpus", type=int, nargs="+", metavar="INDEX", help="default: all that there are")
     options = parser.parse_args()
     try:
@@ -152,8 +137,6 @@ def main() -> None:
     if unknown := sorted(set(options.only or []) - set(by_name)):
         sys.exit(f"error: --only: no job is called {', '.join(unknown)}; use the names in {options.file}")
     jobs = [by_name[name] for name in options.only or by_name]
-    if options.out is None:
-        sys.exit("error: --out is needed: a folder for logs and results")
     if options.gpus and (len(set(options.gpus)) < len(options.gpus) or min(options.gpus) < 0):
         sys.exit("error: --gpus: takes indices from 0, each once")
     gpus = visible_gpus() if options.gpus is None else [str(index) for index in options.gpus]

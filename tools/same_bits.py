@@ -17,7 +17,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -175,7 +174,7 @@ def _use_kernels() -> None:
 
 def run_case(case: Case, checkout: Path, folder: Path, settings: list[str]) -> None:
     """Run a case's commands in `folder`. Raises RuntimeError, with the end of what it printed, if one fails."""
-    run, config = folder / "run", checkout / case.model
+    run, config, log = folder / "run", checkout / case.model, folder / "log"
     if not case.model.endswith(".yaml"):
         family, _, layers = case.model.partition(" ")
         model = folder.parents[1] / "models" / case.model.replace(" ", "-")
@@ -184,37 +183,29 @@ def run_case(case: Case, checkout: Path, folder: Path, settings: list[str]) -> N
         config = folder / "config.yaml"
         config.write_text(yaml.safe_dump(tiny_settings(model, checkpoint={"keep_last": 1})))
     argv = ["train", str(config), *shlex.split(case.overrides), *settings, f"train.run_dir={run}"]
+    argv += ["--nproc", str(case.ranks)] if case.ranks > 1 else []
     if case.resume:
-        _qarl([*argv, "train.steps=1"], case.ranks, folder)
-    _qarl(argv, case.ranks, folder)
+        _qarl([*argv, "train.steps=1"], log)
+    _qarl(argv, log)
     if case.export:
-        _qarl(["export", str(run), str(run / "export"), "--no-vllm"], 1, folder)
+        _qarl(["export", str(run), str(run / "export"), "--no-vllm"], log)
 
 
-def _qarl(argv: list[str], ranks: int, folder: Path) -> None:
-    """Run a `qarl` command line on each rank, in forks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    log, forks = folder / "log", get_context("fork")
-    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    given = [group | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    started = [forks.Process(target=_rank, args=(argv, own if ranks > 1 else {}, log)) for own in given]
-    for one in started:
-        one.start()
-    for one in started:
-        one.join(LIMIT_S)
-        one.kill()
-        one.join()
-    if any(one.exitcode for one in started):
+def _qarl(argv: list[str], log: Path) -> None:
+    """Run a `qarl` command line in a fork."""
+    fork = get_context("fork").Process(target=_command, args=(argv, log))
+    fork.start()
+    fork.join(LIMIT_S)
+    fork.kill()
+    fork.join()
+    if fork.exitcode:
         raise RuntimeError("\n".join(log.read_text(errors="replace").split("\n")[-12:]))
 
 
-def _rank(argv: list[str], environment: dict[str, str], log: Path) -> None:
+def _command(argv: list[str], log: Path) -> None:
     """In a fork: the command line, whose output is appended to `log`."""
     from qarl import cli
 
-    os.environ |= environment
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
     os.dup2(1, 2)
     cli.main(argv)

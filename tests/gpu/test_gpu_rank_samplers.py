@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_tree import TAIL, run_traced, tails
+from process_tree import TAIL, tails
+from traced import run_traced
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from forks import PATHS
-from process_tree import run_traced, tails
+from process_tree import tails
 from tiny_runs import settings, write_config
+from traced import run_traced
 
 GPUS = torch.cuda.device_count()
 LIMIT_S = 110  # of a run

@@ -6,9 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-import process_tree
 import pytest
-from process_tree import marked, run_traced, runs, start, tails
+import traced
+from process_tree import Started, marked, runs, start, tails
+from traced import run_traced
 
 # A parent, a child that leads a session of its own and takes no SIGTERM, and what that one runs, which ends with it.
 CHILD = """
@@ -43,12 +44,12 @@ def all_wait(folder: Path) -> None:
 
 
 def test_what_takes_too_long_prints_its_stacks_and_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
-    def start_and_wait(*given) -> process_tree.Started:  # the time begins once there is something to be ended
+    def start_and_wait(*given) -> Started:  # the time begins once there is something to be ended
         started = start(*given)
         all_wait(tmp_path)
         return started
 
-    monkeypatch.setattr(process_tree, "start", start_and_wait)
+    monkeypatch.setattr(traced, "start", start_and_wait)
     (tmp_path / "child.py").write_text(CHILD)
     command = [sys.executable, "-c", PARENT.format(1000), str(tmp_path / "child.py"), str(tmp_path), "child"]
     with pytest.raises(TimeoutError) as raised:

@@ -108,7 +108,7 @@ def test_a_signal_between_a_start_and_its_note_leaves_no_job_behind(tmp_path: Pa
         return started[-1]
 
     monkeypatch.setattr(run_jobs, "start", start_and_signal)
-    job = run_jobs.Job("long", "exec sleep 1000", 1000)
+    job = run_jobs.Job(name="long", command="exec sleep 1000", seconds=1000)
     queue = run_jobs.Queue([job, job], ["0", "1"], tmp_path)
     before = signal.signal(signal.SIGTERM, queue.stop)
     try:
@@ -120,19 +120,16 @@ def test_a_signal_between_a_start_and_its_note_leaves_no_job_behind(tmp_path: Pa
 
 BAD = {  # "\udcff" is the byte 0xff
     "\udcff": "codec",
-    "a: 1": "must be a list of jobs",
-    "- 3": "job 1: needs name, command and seconds",
-    "- {name: a, command: b}": "job 1: needs name, command and seconds",
-    "- {name: a, command: b, seconds: 1, limit: 3}": "and nothing else",
-    "- {name: a/b, command: b, seconds: 1}": "name must be letters",
-    "- {name: a, command: [b], seconds: 1}": "command must be a text",
-    "- {name: a, command: b, seconds: 0}": "seconds a number above 0",
-    "- {name: a, command: b, seconds: 1, gpus: true}": "gpus must be an integer",
+    "a: 1": "Input should be a valid list",
+    "- {name: a, command: b}": ", 0, seconds: Field required",
+    "- {name: a, command: b, seconds: 1, limit: 3}": ", 0, limit: Extra inputs are not permitted",
+    "- {name: a/b, command: b, seconds: 1}": ", 0, name: String should match",
+    "- {name: a, command: b, seconds: 0}": "seconds: Input should be greater than 0",
+    "- {name: a, command: b, seconds: 1, gpus: true}": "gpus: Input should be a valid integer",
     "- {name: a, command: b, seconds: 1}\n- {name: a, command: c, seconds: 1}": "two jobs are called a",
     "[": "while parsing",
-    "[]": "must be a list of jobs",
-    '- {name: a, command: "a\\0b", seconds: 1}': "command must be a text",
-    "- {name: a, command: b, seconds: .nan}": "seconds a number above 0",
+    '- {name: a, command: "a\\0b", seconds: 1}': "command: String should match",
+    "- {name: a, command: b, seconds: .nan}": "seconds: Input should be",
 }
 
 
@@ -157,7 +154,6 @@ def test_what_cannot_run_is_refused_before_anything_does(tmp_path: Path, monkeyp
     out = str(tmp_path / "out")
     assert "no job is called three" in refused(monkeypatch, file, "--only", "three", "--out", out)
     assert "two: needs more GPUs than the 1 here" in refused(monkeypatch, file, "--gpus", "0", "--out", out)
-    assert "--out is needed" in refused(monkeypatch, file)
     assert not (tmp_path / "out").exists()
     assert "each once" in refused(monkeypatch, file, "--gpus", "0", "0", "--out", out)
     assert "from 0" in refused(monkeypatch, file, "--gpus", "-1", "1", "--out", out)
