@@ -223,7 +223,7 @@ def test_the_table_compares_with_the_peer_of_another_report():
     speed = {"length": 8, "tokens": 16, "tflops": 1.0, "seconds": 0.02, "what": "forward_backward"}
     expected = {"estimated_gib": 1.25}
     step = {"what": "step", "prompts": 2, "responses": 2, "new_tokens": 8}
-    ranks = {"ranks": 2, "step_s_min": 3.0, "learner_s": 0.5, "learner_s_min": 0.5, "learner_s_max": 0.75}
+    ranks = {"ranks": 2, "learner_s": 0.5, "learner_s_min": 0.5, "learner_s_max": 0.75}
     ours = report(
         {"part": "learner", "scheme": "fp8", "tokens_per_s": 300.0, **expected, **speed},
         {"part": "learner", "scheme": "w4a16", "length": 8, "tokens": 16, "what": "forward", "error": "no memory"},
@@ -231,15 +231,16 @@ def test_the_table_compares_with_the_peer_of_another_report():
         {"part": "step", "scheme": "fp8", "engine": "native", "seconds": 3.0, "step_s": 3.0, **ranks, **step},
     )
     peer = report(
-        {"part": "hf", "tokens_per_s": 200.0, **speed},
+        {"part": "hf", "tokens_per_s": 200.0, **speed, "seconds": 0.03},
         {"part": "trl", "engine": "vllm", "seconds": 10.0, "step_s": 10.0, **step},
     )
     lines = [" ".join(line.split()) for line in table([ours, peer]).splitlines()]
     assert "H1, torch 2, revision abc" in lines
-    assert "fp8 layer + backward 300 1.0 20.0 10.0 1.0 1.2 1.50" in lines
-    assert "hf layer + backward 200 1.0 20.0 10.0 1.0" in lines
-    assert "fp8 vllm 4.00 1.00 1.0 2.50" in lines and "trl 10.00 1.0" in lines
-    assert "fp8 native 3.00 0.50 1.0 over ranks: learner 0.50 to 0.75" in lines  # on two ranks there is no peer
+    assert "s 2 learner fp8 layer forward_backward 8 300 1 0.02 0.01 1 1.25 1.50" in lines
+    assert "s 2 hf layer forward_backward 8 200 1 0.03 0.01 1" in lines
+    assert "s 2 step fp8 vllm layer step 2 x 2 x 8, 1 ranks 4 0.01 1 1 2.50" in lines
+    # On two ranks there is no peer.
+    assert "s 2 step fp8 native layer step 2 x 2 x 8, 2 ranks 3 0.01 0.5 1 learner 0.50 to 0.75" in lines
     assert "failed: learner s w4a16 8: no memory" in lines
 
 
@@ -277,7 +278,7 @@ def test_whole_steps_run_with_exactly_so_many_tokens(tmp_path, run_forked):
     assert whole["seconds"] == second["step_s"] and first["idle_responses"] == 0
     assert found["environment"]["packages"]["torch"] and "host" not in found["environment"]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["tiny-2-512-bytes-0"]
-    assert "2 prompts x 2 responses of 6 tokens" in done.out
+    assert "2 x 2 x 6, 1 ranks" in done.out
 
 
 def test_a_case_that_takes_too_long_is_ended_and_the_next_one_starts(tmp_path, monkeypatch, capsys):

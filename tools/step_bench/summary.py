@@ -1,97 +1,48 @@
-"""Tables from the records of one run of tools/bench_step.py or several: rates, and their ratios to the peer's."""
+"""A table from the records of one run of tools/bench_step.py or several, with the ratio to the peer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from harness import Record, aligned, failures, heads
 
-Rows = Sequence[Record]
-
-HOW = ("shape", "layers", "vocabulary")  # what a model is
-STEP = ("step_s", "rollout_s", "generate_s", "learner_s", "publish_s")
+# What a row is compared by: the model, the work, and on how many ranks.
+CASE = ("shape", "layers", "vocabulary", "what", "length", "tokens", "prompts", "responses", "new_tokens", "ranks")
+PEERS = {"learner": "hf", "step": "trl"}
+SECONDS = ("step_s", "rollout_s", "generate_s", "learner_s", "publish_s")
+COLUMNS = {  # head -> key of a record
+    **{"tokens/s": "tokens_per_s", "TFLOP/s": "tflops", "s": "seconds", "host s": "host_seconds"},
+    **{name.removesuffix("_s"): name for name in SECONDS[1:]},
+    **{"GiB": "peak_gib", "expected": "estimated_gib"},
+}
 
 
 def table(reports: Sequence[Record]) -> str:
     """The summary, as text. A peer is compared with whatever report has it."""
     rows = [row for report in reports for row in report["records"]]
-    blocks = [heads(reports), learner(rows), optimizer(rows), step(rows), failures(rows)]
+    timed = [row for row in rows if "seconds" in row]
+    peers = {(row["part"], *map(row.get, CASE)): row for row in timed}
+    lines = [["", *COLUMNS, "over peer", ""]]
+    for row in timed:
+        peer = peers.get((PEERS.get(row["part"]), *map(row.get, CASE)))
+        ratio = f"{peer['seconds'] / row['seconds']:.2f}" if peer else ""
+        lines.append([_name(row), *(_cell(row.get(key)) for key in COLUMNS.values()), ratio, _notes(row)])
+    blocks = [heads(reports), aligned(lines), failures(rows)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def name_of(row: Record) -> str:
-    return f"{row['shape']}, {row['layers']} layers, vocabulary {row['vocabulary']:,}"
+def _name(row: Record) -> str:
+    keys = ("shape", "layers", "part", "scheme", "engine", "recompute", "optimizer", "what", "length")
+    names = [str(row[key]) for key in keys if key in row]
+    if "new_tokens" in row:
+        names.append(f"{row['prompts']} x {row['responses']} x {row['new_tokens']}, {row.get('ranks', 1)} ranks")
+    return " ".join(names)
 
 
-def overrides(row: Record) -> str:
-    """What differs from the defaults."""
-    marks = ["TRL's output layer"] * (row.get("head") == "trl")
-    return " ".join([*row.get("set", []), *marks])
+def _cell(number: Any) -> str:
+    return "" if number is None else f"{number:.0f}" if number >= 1000 else f"{number:.4g}"
 
 
-def grouped(rows: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:
-    """Rows by model and `keys`, in order."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[key] for key in (*HOW, *keys)), []).append(row)
-    return found
-
-
-def cell(number: float | None, digits: int, scale: float = 1.0) -> str:
-    """A number as text; empty if there is none."""
-    return "" if number is None else f"{scale * number:.{digits}f}"
-
-
-def over(number: float, peer: float | None) -> str:
-    """`number` over the peer's, if there is a peer."""
-    return cell(number / peer if peer else None, 2)
-
-
-def learner(rows: Rows) -> list[str]:
-    """Tokens per second of the learner beside Hugging Face's model: at each length, of each scheme."""
-    lines = []
-    measured = [row for row in rows if row["part"] in ("learner", "hf") and "tokens_per_s" in row]
-    for case, mine in grouped(measured, "length", "tokens").items():
-        lines.append(f"{name_of(mine[0])}: length {case[-2]:,}, {case[-1]:,} tokens per micro-batch")
-        peers = {row["what"]: row["tokens_per_s"] for row in mine if row["part"] == "hf"}
-        cells = [["", "tokens/s", "TFLOP/s", "ms", "host ms", "GiB", "expected", "over hf", ""]]
-        for row in sorted(mine, key=lambda row: row["what"]):
-            what = "forward" if row["what"] == "forward" else "+ backward"
-            numbers = [cell(row["tokens_per_s"], 0), cell(row["tflops"], 1), cell(row["seconds"], 1, 1e3)]
-            numbers += [cell(row["host_seconds"], 1, 1e3), cell(row["peak_gib"], 1), cell(row.get("estimated_gib"), 1)]
-            ratio = over(row["tokens_per_s"], peers.get(row["what"]) if row["part"] != "hf" else None)
-            cells.append([f"  {row.get('scheme', 'hf')} {row['recompute']} {what}", *numbers, ratio, overrides(row)])
-        lines += aligned(cells)
-    return lines
-
-
-def optimizer(rows: Rows) -> list[str]:
-    return [
-        f"optimizer {name_of(row)} {row['scheme']} {row['optimizer']}, {row['what']}: {1e3 * row['seconds']:.1f} ms, "
-        f"host {1e3 * row['host_seconds']:.1f} ms, {row['peak_gib']:.1f} GiB"
-        for row in rows
-        if row["part"] == "optimizer" and "seconds" in row
-    ]
-
-
-def step(rows: Rows) -> list[str]:
-    """Seconds of a whole step beside TRL's, and how many times as long TRL's takes, on as many ranks."""
-    found = [{"ranks": 1} | row for row in rows if row["part"] in ("step", "trl") and row.get("what") == "step"]
-    lines = []
-    for case, mine in grouped(found, "prompts", "responses", "new_tokens", "ranks").items():
-        prompts, responses, tokens, ranks = case[-4:]
-        where = f", {ranks} ranks" if ranks > 1 else ""
-        lines.append(f"{name_of(mine[0])}: {prompts} prompts x {responses} responses of {tokens:,} tokens{where}")
-        peer = next((row["seconds"] for row in mine if row["part"] == "trl"), None)
-        cells = [["", *(key[:-2] for key in STEP), "GiB", "trl over it", ""]]
-        for row in mine:
-            own = row["part"] == "step"
-            numbers = [*(cell(row.get(key), 2) for key in STEP), cell(row.get("peak_gib"), 1)]
-            ratio = over(peer, row["seconds"]) if peer and own else ""
-            several = [key for key in STEP[1:] if f"{key}_min" in row]
-            spans = ", ".join(f"{key[:-2]} {row[f'{key}_min']:.2f} to {row[f'{key}_max']:.2f}" for key in several)
-            rest = " ".join(filter(None, [overrides(row), spans and f"over ranks: {spans}"]))
-            cells.append([f"  {row['scheme']} {row['engine']}" if own else "  trl", *numbers, ratio, rest])
-        lines += aligned(cells)
-    if any(row["part"] == "trl" for row in found):
-        lines.append("trl's rollout holds generation, publishing and the log-probs at the snapshot")
-    return lines
+def _notes(row: Record) -> str:
+    """What differs from the defaults, and the spread over ranks."""
+    spans = [f"{key[:-2]} {row[f'{key}_min']:.2f} to {row[f'{key}_max']:.2f}" for key in SECONDS if f"{key}_min" in row]
+    return " ".join([*row.get("set", []), *["TRL's output layer"] * (row.get("head") == "trl"), *spans])
