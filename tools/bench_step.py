@@ -1,38 +1,30 @@
 #!/usr/bin/env python3
-"""What an RL step costs: the learner, the optimizer and the whole step, beside Hugging Face's model and TRL.
+"""What an RL step costs, beside TRL: training steps as `qarl train` runs them, on models of known shapes.
 
-    python tools/bench_step.py --part learner hf --shape qwen3-1.7b --length 512 2048 8192 --out out.json
     python tools/bench_step.py --part step trl --shape qwen3-1.7b --scheme w4a16 --out out.json
-    python tools/bench_step.py --part step --shape qwen3-8b --scheme w4a16 --nproc 2 --out out.json
+    python tools/bench_step.py --shape qwen3-8b --scheme w4a16 --nproc 2 --out out.json
     python tools/bench_step.py --table out.json...
 
 Each case (a part, shape and scheme) runs in a process of its own on a model with random weights; its output goes to a
 log beside the result. Parts:
-  learner    forward, and forward and backward, of one micro-batch through qarl's policy
-  hf         the same tokens through the Hugging Face model: autocast bf16, SDPA, logits of the whole batch
-  optimizer  an optimizer step on the masters with its quantization, and its parts
-  step       training steps with exactly --new-tokens per response, as `qarl train` runs them
+  step       training steps with exactly --new-tokens per response, one optimizer step each
   trl        the same with TRL 1.16's GRPOTrainer and vLLM in its process
-Times are medians after a warm-up. The result is written after every case.
+Times are medians after the first step, which compiles. The result is written after every case.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness import MODELS, Record, command_line, count, positive, read_reports, run_cases
+from harness import MODELS, Record, aligned, command_line, count, failures, heads, positive, read_reports, run_cases
 
-PARTS = {
-    "learner": "learner_part",
-    "hf": "learner_part",
-    "optimizer": "learner_part",
-    "step": "step_part",
-    "trl": "trl_part",
-}
-SCHEMED = ("learner", "optimizer", "step")  # parts that run once per scheme
+PARTS = ("step", "trl")
+# What a row is compared by: the model, the work, and on how many ranks.
+CASE = ("shape", "layers", "vocabulary", "prompts", "responses", "new_tokens", "ranks")
+PHASES = ("step", "rollout", "generate", "learner", "publish")
 MODES = ("elementwise", "mlp", "products", "layer")
 
 
@@ -45,31 +37,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     files = {"timeout": 1800.0, "out": None, "table": None, "case": None}
     parser = command_line(__doc__, device="auto", set=[], **sizes, **files)
     add = parser.add_argument
-    add("--part", nargs="+", choices=list(PARTS), default=["learner", "hf"], metavar="PART", help=", ".join(PARTS))
+    add("--part", nargs="+", choices=PARTS, default=["step"], help="default %(default)s")
     add("--shape", nargs="+", choices=list(SHAPES), default=["qwen3-1.7b"], help="of the model")
-    add("--scheme", nargs="+", choices=scheme_names(), default=["bf16", "w4a16", "w8a8", "fp8"], metavar="SCHEME")
+    add("--scheme", nargs="+", choices=scheme_names(), default=["bf16", "w4a16"], metavar="SCHEME")
     add("--recompute", choices=MODES, default="layer", help="what the backward computes again")
     add("--tokens", type=count, default=16_384, help="of a micro-batch")
-    add("--warmup", type=int, default=3, help="calls that are not timed")
-    add("--iterations", type=count, default=5, help="calls that are timed")
-    add("--hf-head", choices=("logits", "trl"), default="logits", help="hf: logits of the whole batch, or TRL's chunks")
-    add("--hf-dtype", choices=("float32", "bfloat16"), default="float32", help="hf: of the weights")
-    add("--length", type=count, nargs="+", default=[512, 2048, 8192], help="learner and hf: tokens of a sequence")
-    step = parser.add_argument_group("step and trl")
-    step.add_argument("--steps", type=count, default=3, help="training steps; medians leave out the first")
-    step.add_argument("--prompts", type=count, default=32, help="of a step")
-    step.add_argument("--responses", type=count, default=8, help="to each prompt")
-    step.add_argument("--new-tokens", type=count, default=1024, help="exactly so many per response")
+    add("--steps", type=count, default=3, help="training steps; medians leave out the first")
+    add("--prompts", type=count, default=32, help="of a step")
+    add("--responses", type=count, default=8, help="to each prompt")
+    add("--new-tokens", type=count, default=1024, help="exactly so many per response")
     tail = "end responses at random, with this mean, so that their lengths have a long tail; --new-tokens is the limit"
-    step.add_argument("--mean-tokens", type=count, help=tail)
-    step.add_argument("--prompt-tokens", type=count, default=512, help="the longest prompt that fits")
+    add("--mean-tokens", type=count, help=tail)
+    add("--prompt-tokens", type=count, default=512, help="the longest prompt that fits")
     frac = "share of the GPU for vLLM; default 0.4, or with rollout.async qarl's for a GPU of its own"
-    step.add_argument("--memory-frac", type=positive, help=frac)
-    step.add_argument("--nproc", type=count, default=1, help="step: ranks, with a GPU each")
-    step.add_argument("--engine", choices=("vllm", "native"), help="of qarl; default vllm on a GPU")
-    step.add_argument("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
+    add("--memory-frac", type=positive, help=frac)
+    add("--nproc", type=count, default=1, help="step: ranks, with a GPU each")
+    add("--engine", choices=("vllm", "native"), help="of qarl; default vllm on a GPU")
+    add("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
     server = "trl: vLLM is a server on this GPU; give the trainer another one with CUDA_VISIBLE_DEVICES"
-    step.add_argument("--server-gpu", type=int, metavar="GPU", help=server)
+    add("--server-gpu", type=int, metavar="GPU", help=server)
     parsed = parser.parse_args(arguments)
     if parsed.table is None and parsed.out is None and parsed.case is None:
         parser.error("--out is needed, or --table")
@@ -85,7 +71,7 @@ def cases(options: argparse.Namespace) -> Iterator[Record]:
     """Part and shape, with scheme if the part has one, in the order of the command line."""
     for part in options.part:
         for shape in options.shape:
-            for scheme in options.scheme if part in SCHEMED else (None,):
+            for scheme in options.scheme if part == "step" else (None,):
                 yield {"part": part, "shape": shape} | ({} if scheme is None else {"scheme": scheme})
 
 
@@ -104,27 +90,48 @@ def run_part(options: argparse.Namespace, case: Record, place: Path) -> Iterator
         keep_freed_memory()
     shape = shape_of(options.shape, options.layers, options.vocabulary)
     labels = case | {"layers": shape.layers, "vocabulary": shape.vocabulary, "recompute": options.recompute}
-    if options.set and options.part in SCHEMED:
+    labels |= {"prompts": options.prompts, "responses": options.responses, "ranks": options.nproc}
+    if options.set and options.part == "step":
         labels["set"] = options.set
-    if options.part in ("step", "trl"):
-        labels |= {"prompts": options.prompts, "responses": options.responses, "ranks": options.nproc}
-    part: Callable[..., Iterator[Record]] = getattr(
-        import_module(f"step_bench.{PARTS[options.part]}"), f"{options.part}_records"
-    )
-    for record in part(options, shape, device):
+    records = import_module(f"step_bench.{options.part}_part").records
+    for record in records(options, shape, device):
         yield labels | record
 
 
-def main() -> int:
-    from step_bench.summary import table
+def table(reports: Sequence[Record]) -> str:
+    """The summary, as text. A peer is compared with whatever report has it."""
+    rows = [row for report in reports for row in report["records"]]
+    timed = [row for row in rows if row.get("what") == "step"]
+    peers = {tuple(map(row.get, CASE)): row["seconds"] for row in timed if row["part"] == "trl"}
+    lines = [["seconds", *PHASES, "GiB", "trl over it", ""]]
+    for row in timed:
+        numbers = [row.get(f"{name}_s") for name in PHASES] + [row.get("peak_gib")]
+        peer = peers.get(tuple(map(row.get, CASE))) if row["part"] == "step" else None
+        numbers.append(None if peer is None else peer / row["seconds"])
+        cells = ["" if number is None else f"{number:.2f}" for number in numbers]
+        lines.append([_name(row), *cells, _notes(row)])
+    blocks = [heads(reports), aligned(lines), failures(rows)]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
 
+
+def _name(row: Record) -> str:
+    names = [row["shape"], f"{row['layers']} layers", row.get("scheme", "trl"), row["engine"], row["recompute"]]
+    return " ".join([*names, f"{row['prompts']} x {row['responses']} x {row['new_tokens']}", f"{row['ranks']} ranks"])
+
+
+def _notes(row: Record) -> str:
+    """What differs from the defaults, and the spread over ranks."""
+    spans = [f"{k} {row[f'{k}_s_min']:.2f} to {row[f'{k}_s_max']:.2f}" for k in PHASES if f"{k}_s_min" in row]
+    return " ".join([*row.get("set", []), *spans])
+
+
+def main() -> int:
     options = parse()
     if options.table is not None:
         print(table(read_reports(options.table)))
         return 0
-    own_head = "hf" in options.part and options.hf_head == "trl"
-    if ("trl" in options.part or own_head) and find_spec("trl") is None:
-        sys.exit(f"error: {'--hf-head' if own_head else '--part'} trl needs TRL: pip install trl")
+    if "trl" in options.part and find_spec("trl") is None:
+        sys.exit("error: --part trl needs TRL: pip install trl")
     report = run_cases(options, cases(options), run_part)
     print(table([report.content]))
     return int(report.failed)

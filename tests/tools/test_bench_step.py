@@ -2,41 +2,20 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import bench_step
 import pytest
 import torch
-from harness import timed
-from model_sizes import SHAPES, questions, random_model, shape_of
-from qarl_kernels.logprob import Truncation
+from model_sizes import SHAPES, questions, shape_of
 from step_bench import step_part, trl_part
-from step_bench.learner_part import (
-    estimated_gib,
-    hf_records,
-    learner_config,
-    learner_records,
-    make_policy,
-    optimizer_records,
-    random_tokens,
-    selected_logprobs,
-)
-from step_bench.summary import table
 from tiny_runs import Finished
 
 CPU = torch.device("cpu")
 TOOLS = Path(__file__).parents[2] / "tools"
-TINY = ["--shape", "tiny", "--device", "cpu", "--warmup", "0", "--iterations", "1", "--tokens", "48", "--out", "unused"]
-
-
-@pytest.fixture(autouse=True)
-def deterministic_again() -> Iterator[None]:
-    """Undo the parts' change of torch's deterministic mode, which is global."""
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
+TINY = ["--shape", "tiny", "--device", "cpu", "--tokens", "48", "--out", "unused"]
 
 
 def options(*arguments: str, scheme: str = "w4a16") -> Any:
@@ -51,14 +30,14 @@ def tiny():
 
 
 def test_options_are_checked_and_only_parts_with_schemes_run_once_per_scheme(capsys):
-    assert bench_step.parse(["--out", "x"]).length == [512, 2048, 8192]
+    assert bench_step.parse(["--out", "x"]).part == ["step"]
     for wrong in ([], *(["--out", "x", *more] for more in (["--tokens", "0"], ["--part", "none"], ["--layers", "0"]))):
         with pytest.raises(SystemExit):
             bench_step.parse(wrong)
     capsys.readouterr()
-    given = bench_step.parse([*TINY, "--part", "hf", "learner", "trl", "--scheme", "bf16", "fp8"])
+    given = bench_step.parse([*TINY, "--part", "step", "trl", "--scheme", "bf16", "fp8"])
     found = [tuple(case.values()) for case in bench_step.cases(given)]
-    assert found == [("hf", "tiny"), ("learner", "tiny", "bf16"), ("learner", "tiny", "fp8"), ("trl", "tiny")]
+    assert found == [("step", "tiny", "bf16"), ("step", "tiny", "fp8"), ("trl", "tiny")]
 
 
 def test_shapes_are_those_of_their_models_and_questions_repeat_with_the_seed():
@@ -73,66 +52,6 @@ def test_shapes_are_those_of_their_models_and_questions_repeat_with_the_seed():
     assert SHAPES["qwen3-8b"].layers == 36
     found = questions(200, 0)
     assert len(set(found)) == 200 and found == questions(200, 0) and found[:5] != questions(5, 1)
-
-
-def test_learner_and_peer_run_the_same_tokens_with_the_same_log_probs():
-    given = options("--length", "8", "48", scheme="bf16")
-    ours = list(learner_records(given, tiny(), CPU))
-    theirs = list(hf_records(given, tiny(), CPU))
-    keys = ("length", "tokens", "what")
-    assert [[row[key] for key in keys] for row in ours] == [[row[key] for key in keys] for row in theirs]
-    assert [row["tokens"] for row in ours] == [48] * 4
-    for row, other in zip(ours, theirs, strict=True):
-        assert row["tflops"] * row["seconds"] == pytest.approx(other["tflops"] * other["seconds"])
-        assert row["tokens_per_s"] == pytest.approx(48 / row["seconds"]) and row["peak_gib"] > 0
-    assert ours[1]["tflops"] * ours[1]["seconds"] == pytest.approx(3 * ours[0]["tflops"] * ours[0]["seconds"])
-    given = options(scheme="bf16")
-    sequences = random_tokens(3, 17, 512, 0)
-    policy = make_policy(given, tiny(), CPU, learner_config(given, tiny(), CPU, 16), 17)
-    logp, _ = policy.logprobs([ids[:1] for ids in sequences], [ids[1:] for ids in sequences], Truncation(), 128)
-    ids = torch.tensor(sequences)
-    logits = random_model(tiny(), CPU, 0)(input_ids=ids[:, :-1]).logits
-    # The policy computes in bf16: logits of about 1 are off by some 2^-8.
-    torch.testing.assert_close(logp.view(3, 16), selected_logprobs(logits, ids[:, 1:]), rtol=0, atol=0.03)
-
-
-@pytest.mark.parametrize(
-    ("option", "key", "value"), [("--hf-head", "head", "trl"), ("--hf-dtype", "dtype", "bfloat16")]
-)
-def test_the_peer_may_have_trls_output_layer_or_weights_in_bfloat16(option: str, key: str, value: str):
-    if value == "trl":
-        pytest.importorskip("trl", reason="TRL is not installed")
-    rows = list(hf_records(options("--length", "16", option, value), tiny(), CPU))
-    assert [(row["what"], row[key]) for row in rows] == [("forward", value), ("forward_backward", value)]
-
-
-def test_overrides_reach_the_policy_and_a_backward_needs_more_memory_than_a_forward():
-    given = options("--set", "quant.group_size=64", "train.logprob_chunk=64", "--recompute", "elementwise")
-    config = learner_config(given, tiny(), CPU, 16)
-    policy = make_policy(given, tiny(), CPU, config, 17)
-    assert (policy.scheme.group_size, config.train.logprob_chunk) == (64, 64)
-    assert policy.decoder.recompute == "elementwise"
-    architecture = tiny().architecture()
-    forward, later, step = (
-        estimated_gib(config, architecture, *one)
-        for one in (("forward", 48, False), ("forward", 48, True), ("forward_backward", 48, True))
-    )
-    assert later - forward == pytest.approx(4 * architecture.parameters / 2**30)  # the gradients
-    assert step > later
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_an_optimizer_step_is_timed_whole_and_in_parts(optimizer: str):
-    rows = list(optimizer_records(options("--set", f"optim.name={optimizer}", "--warmup", "1"), tiny(), CPU))
-    assert [row["what"] for row in rows] == ["update", "clip", "optimizer", "refresh"]
-    assert {row["parameters"] for row in rows} == {tiny().architecture().parameters}
-    assert {row["optimizer"] for row in rows} == {optimizer}
-
-
-def test_times_are_those_of_calls_after_the_warm_up():
-    calls: list[str] = []
-    found = timed(lambda: calls.append("call"), CPU, 2, 3, lambda: calls.append("prepare"))
-    assert calls == ["prepare", "call"] * 5 and len(found["all_seconds"]) == 3
 
 
 def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
@@ -162,10 +81,9 @@ def test_a_part_that_cannot_run_is_refused_in_one_line(given, said, capsys):
 
 def test_a_missing_peer_is_reported_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_step, "find_spec", lambda name: None)
-    for part in (["trl"], ["learner", "hf", "--hf-head", "trl"]):
-        monkeypatch.setattr(sys, "argv", ["bench_step.py", "--out", str(tmp_path / "out.json"), "--part", *part])
-        with pytest.raises(SystemExit, match="trl needs TRL: pip install trl"):
-            bench_step.main()
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--out", str(tmp_path / "out.json"), "--part", "step", "trl"])
+    with pytest.raises(SystemExit, match="trl needs TRL: pip install trl"):
+        bench_step.main()
     assert not any(tmp_path.iterdir())
 
 
@@ -214,34 +132,26 @@ def test_a_steps_record_has_its_phases_over_ranks_and_what_proves_its_publish():
 
 
 def report(*records: dict[str, Any]) -> dict[str, Any]:
-    common = {"shape": "s", "layers": 2, "vocabulary": 9, "recompute": "layer", "peak_gib": 1.0, "host_seconds": 0.01}
+    common = {"shape": "s", "layers": 2, "vocabulary": 9, "recompute": "layer", "peak_gib": 1.0}
     environment = {"gpus": ["H1"], "packages": {"torch": "2"}, "git_revision": "abc"}
     return {"environment": environment, "records": [common | record for record in records]}
 
 
 def test_the_table_compares_with_the_peer_of_another_report():
-    speed = {"length": 8, "tokens": 16, "tflops": 1.0, "seconds": 0.02, "what": "forward_backward"}
-    expected = {"estimated_gib": 1.25}
-    step = {"what": "step", "prompts": 2, "responses": 2, "new_tokens": 8}
+    step = {"what": "step", "prompts": 2, "responses": 2, "new_tokens": 8, "engine": "vllm", "ranks": 1}
     ranks = {"ranks": 2, "learner_s": 0.5, "learner_s_min": 0.5, "learner_s_max": 0.75}
     ours = report(
-        {"part": "learner", "scheme": "fp8", "tokens_per_s": 300.0, **expected, **speed},
-        {"part": "learner", "scheme": "w4a16", "length": 8, "tokens": 16, "what": "forward", "error": "no memory"},
-        {"part": "step", "scheme": "fp8", "engine": "vllm", "seconds": 4.0, "step_s": 4.0, "learner_s": 1.0, **step},
-        {"part": "step", "scheme": "fp8", "engine": "native", "seconds": 3.0, "step_s": 3.0, **ranks, **step},
+        {"part": "step", "scheme": "w4a16", "error": "no memory"},
+        step | {"part": "step", "scheme": "fp8", "seconds": 4.0, "step_s": 4.0, "learner_s": 1.0},
+        step | {"part": "step", "scheme": "fp8", "engine": "native", "seconds": 3.0, "step_s": 3.0, **ranks},
     )
-    peer = report(
-        {"part": "hf", "tokens_per_s": 200.0, **speed, "seconds": 0.03},
-        {"part": "trl", "engine": "vllm", "seconds": 10.0, "step_s": 10.0, **step},
-    )
-    lines = [" ".join(line.split()) for line in table([ours, peer]).splitlines()]
+    peer = report(step | {"part": "trl", "seconds": 10.0, "step_s": 10.0})
+    lines = [" ".join(line.split()) for line in bench_step.table([ours, peer]).splitlines()]
     assert "H1, torch 2, revision abc" in lines
-    assert "s 2 learner fp8 layer forward_backward 8 300 1 0.02 0.01 1 1.25 1.50" in lines
-    assert "s 2 hf layer forward_backward 8 200 1 0.03 0.01 1" in lines
-    assert "s 2 step fp8 vllm layer step 2 x 2 x 8, 1 ranks 4 0.01 1 1 2.50" in lines
+    assert "s 2 layers fp8 vllm layer 2 x 2 x 8 1 ranks 4.00 1.00 1.00 2.50" in lines
     # On two ranks there is no peer.
-    assert "s 2 step fp8 native layer step 2 x 2 x 8, 2 ranks 3 0.01 0.5 1 learner 0.50 to 0.75" in lines
-    assert "failed: learner s w4a16 8: no memory" in lines
+    assert "s 2 layers fp8 native layer 2 x 2 x 8 2 ranks 3.00 0.50 1.00 learner 0.50 to 0.75" in lines
+    assert "failed: step s w4a16: no memory" in lines
 
 
 def run_tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -278,24 +188,24 @@ def test_whole_steps_run_with_exactly_so_many_tokens(tmp_path, run_forked):
     assert whole["seconds"] == second["step_s"] and first["idle_responses"] == 0
     assert found["environment"]["packages"]["torch"] and "host" not in found["environment"]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["tiny-2-512-bytes-0"]
-    assert "2 x 2 x 6, 1 ranks" in done.out
+    assert "2 x 2 x 6 1 ranks" in done.out
 
 
 def test_a_case_that_takes_too_long_is_ended_and_the_next_one_starts(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.json"
-    arguments = [*TINY[:-1], str(out), "--part", "optimizer", "hf", "--scheme", "bf16", "--timeout", "0.01"]
+    arguments = [*TINY[:-1], str(out), "--scheme", "bf16", "fp8", "--timeout", "0.01"]
     assert run_tool(monkeypatch, *arguments) == 1
-    found = [(row["part"], row["error"]) for row in json.loads(out.read_text())["records"]]
-    assert found == [("optimizer", "took more than 0.01 s"), ("hf", "took more than 0.01 s")]
+    found = [(row["scheme"], row["error"]) for row in json.loads(out.read_text())["records"]]
+    assert found == [("bf16", "took more than 0.01 s"), ("fp8", "took more than 0.01 s")]
     capsys.readouterr()
 
 
 def test_a_failed_case_records_its_error(tmp_path: Path, run_forked) -> None:
     out = tmp_path / "out.json"
-    arguments = [*TINY[:-1], str(out), "--part", "learner", "--scheme", "bf16", "--set", "train.none=1"]
+    arguments = [*TINY[:-1], str(out), "--scheme", "bf16", "--set", "train.none=1"]
     done = run_forked(*arguments)
     assert done.code == 1
     (failed,) = json.loads(out.read_text())["records"]
-    assert failed["part"] == "learner" and failed["error"].startswith("exit 1") and "train.none" in failed["error"]
-    assert "failed: learner tiny bf16" in done.out
+    assert failed["part"] == "step" and failed["error"].startswith("exit 1") and "train.none" in failed["error"]
+    assert "failed: step tiny bf16" in done.out
     assert "train.none" in out.with_suffix(".log").read_text()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from run_jobs import Job, read_jobs
 
 from qarl.config import Config
@@ -50,7 +49,6 @@ def test_a_job_has_arguments_that_its_tool_accepts(tool: str, arguments: list[st
 def step_configurations(options: argparse.Namespace) -> None:
     """The configuration of each case of bench_step is a valid one, overrides too."""
     from model_sizes import shape_of
-    from step_bench.learner_part import learner_config
     from step_bench.step_part import step_sections
 
     options.device = "cuda"
@@ -64,8 +62,6 @@ def step_configurations(options: argparse.Namespace) -> None:
             from step_bench.trl_part import grpo_arguments
 
             assert grpo_arguments(options, Path("place"), "vllm")["use_vllm"]
-        if {"learner", "optimizer"} & set(options.part):
-            learner_config(options, model, torch.device("cuda"), 512)
 
 
 def test_qarl_takes_its_studies(tmp_path: Path, monkeypatch) -> None:

@@ -74,7 +74,7 @@ def peak_of(metrics: dict[str, Any]) -> float:
     return metrics.get("memory/peak_gib_max", metrics["memory/peak_gib"])
 
 
-def step_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
+def records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
     """A record for each training step, and one with medians over those after the first, which compiles."""
     from qarl.config import load_config
 

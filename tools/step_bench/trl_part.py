@@ -86,7 +86,7 @@ def server(options: argparse.Namespace, model: Path) -> Iterator[dict[str, Any]]
         process.wait()
 
 
-def trl_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
+def records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
     """A record for each training step, and one with medians over those after the first."""
     model = model_directory(options.model_dir, options.shape, shape, device, 0)
     engine = "vllm" if device.type == "cuda" else "transformers"  # its own generate
