@@ -26,9 +26,9 @@ def fused(tokens: int, architecture: Architecture = TINY, **sections) -> counted
     return found
 
 
-# Peaks of torch.cuda.max_memory_allocated in tools/bench_step.py of bba55fd6, --part learner --recompute elementwise, on
-# an H200 with torch 2.11: Qwen3-1.7B with 28 layers and a vocabulary of 49,152, micro-batches of 16,384 tokens, lengths of 512,
-# 2,048 and 8,192 alike. Masters, gradients and one version are there; no optimizer and no KV cache.
+# Peaks of torch.cuda.max_memory_allocated on an H200 with torch 2.11 (tools/bench_step.py of bba55fd6, --part learner
+# --recompute elementwise): Qwen3-1.7B with 28 layers and a vocabulary of 49,152, micro-batches of 16,384 tokens in
+# sequences of 512, 2,048 and 8,192 alike. Masters, gradients and one version are there; no optimizer and no KV cache.
 @pytest.mark.parametrize(("scheme", "gib"), [("bf16", 34.0), ("w4a16", 32.7), ("w8a8", 32.7), ("fp8", 32.7)])
 def test_a_forward_and_backward_take_what_a_gpu_measured(scheme, gib):
     items = memory.estimate(config(quant={"scheme": scheme}), MEASURED, "cuda", tokens=16_384)
