@@ -9,8 +9,8 @@ the MLP with noise on the features that its cluster uses least. The layer's rout
 into the output of the parent's MLP for its own text, and to use all of them. Everything but the MLPs is the parent's.
 Noise on all features would make experts that are equally wrong about every token, so that no choice among them helps.
 No feature is split off into finer experts: without noise, weights that sum to one give the parent's own function.
-DIR appears once it is complete; DIR/upcycling.json has perplexities of parent and child and the mean KL on text that
-the parent wrote afterwards and on the text that comes with qarl.
+DIR appears once it is complete; DIR/upcycling.json has sizes and the routers' errors. Perplexity on the text that comes
+with qarl: `qarl compare --offline DIR --schemes bf16`, and the same of the parent.
 """
 
 import argparse
@@ -34,13 +34,11 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from transformers import AutoModelForCausalLM, GenerationConfig, MixtralConfig, PreTrainedModel  # noqa: E402
+from transformers import GenerationConfig, MixtralConfig, PreTrainedModel  # noqa: E402
 
-from qarl.comparison.offline.windows import cut, read_text  # noqa: E402
 from qarl.config import ModelConfig  # noqa: E402
 from qarl.errors import UserError  # noqa: E402
 from qarl.exporting.staging import require_vacant, staged  # noqa: E402
-from qarl.inputs.library_errors import quiet_loading  # noqa: E402
 from qarl.policy.device import pick_device  # noqa: E402
 from qarl.policy.load import load_model, load_tokenizer  # noqa: E402
 from qarl.policy.load_config import load_model_config  # noqa: E402
@@ -52,7 +50,6 @@ REPORT = "upcycling.json"
 FAMILIES = ("llama", "mistral")
 DTYPE = torch.bfloat16  # of the child on disk
 DOCUMENTS = 64 * 2**20  # bytes for tokenizer, configuration and report
-TOGETHER = 8  # sequences that are compared together
 ITERATIONS = 12  # of k-means
 SHARE = 0.125  # of an expert's features, which get noise
 LEARNING_RATE = 0.02  # of a router's first step; it falls to zero
@@ -77,7 +74,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--top-k", type=count, default=2, help="experts per token; default %(default)s")
     add("--noise", type=float, default=0.2, help="of an expert, in units of a matrix' root mean square; %(default)s")
     add("--tokens", type=count, default=8192, help="that the parent writes for the routers; default %(default)s")
-    add("--eval-tokens", type=count, default=2048, help="of each text to measure on; default %(default)s")
     add("--length", type=count, default=128, help="tokens per sequence; default %(default)s")
     add("--steps", type=int, default=300, help="of training a router; default %(default)s")
     add("--seed", type=int, default=0)
@@ -104,7 +100,7 @@ def upcycle(options: argparse.Namespace) -> dict[str, Any]:
     """Write the child; returns what the report holds. Raises UserError."""
     started = time.perf_counter()
     require_vacant(options.out)
-    source, model_config = read_text(None), ModelConfig(path=options.model)
+    model_config = ModelConfig(path=options.model)
     check_parent(options.model, load_model_config(model_config))
     device = pick_device(options.device)
     parent, tokenizer = load_model(model_config), load_tokenizer(model_config)
@@ -119,24 +115,17 @@ def upcycle(options: argparse.Namespace) -> dict[str, Any]:
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
         raise UserError(f"--model: {options.model}: its tokenizer has no token that text begins with; give another")
-    real = torch.tensor(cut(source, tokenizer, options.length, options.eval_tokens).ids)
-
     parent.to(device)
     generator = torch.Generator().manual_seed(options.seed)
-    train, own = -(-options.tokens // options.length), -(-options.eval_tokens // options.length)
-    ids = sample(parent, start, train + own, options.length, options.seed)
+    ids = sample(parent, start, -(-options.tokens // options.length), options.length, options.seed)
     with staged(options.out) as directory:
         save_tokenizer(tokenizer, directory)
-        fits = write(directory, options, parent, dict(dense), ids[:train], generator)
-        with quiet_loading():
-            child = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
-        texts = {"own": ids[train:], source.name: real}
+        fits = write(directory, options, parent, dict(dense), ids, generator)
         report = {
             "parent": options.model,
             "parameters": parameters,
             "active_parameters": parameters - routed + routed // options.experts * options.top_k,
             "parent_parameters": sum(tensor.numel() for tensor in parent.parameters()),
-            "texts": {name: compare(parent, child, text) for name, text in texts.items()},
             "router_error": {"before": [fit.before for fit in fits], "after": [fit.after for fit in fits]},
             "command": shlex.join(["python", *sys.argv]),
             "environment": environment(),
@@ -397,34 +386,6 @@ def write(
         {name: tensor.cpu() for name, tensor in tensors.items()}, directory / "model.safetensors", {"format": "pt"}
     )
     return fits
-
-
-@torch.no_grad()
-def compare(parent: PreTrainedModel, child: PreTrainedModel, ids: Tensor) -> dict[str, float]:
-    """Perplexities, mean KL(parent || child) per token in nats, and the least and largest share of an expert in the
-    choices of its layer. ids: (sequences, length)."""
-    losses = torch.zeros(3, dtype=torch.float64)
-    counts = torch.zeros(child.config.num_hidden_layers, child.config.num_local_experts)
-    for part in ids.split(TOGETHER):
-        found = child(input_ids=part.to(child.device), use_cache=False, output_router_logits=True)
-        theirs = parent(input_ids=part.to(parent.device), use_cache=False).logits
-        both = [logits[:, :-1].float().log_softmax(-1).cpu().flatten(0, 1) for logits in (theirs, found.logits)]
-        sums = [functional.nll_loss(one, part[:, 1:].flatten(), reduction="sum") for one in both]
-        kl = functional.kl_div(both[1], both[0], log_target=True, reduction="sum")
-        losses += torch.stack([*sums, kl]).double()
-        for layer, logits in enumerate(found.router_logits):
-            counts[layer] += mixture(logits.float(), child.config.num_experts_per_tok)[2].sum(0).cpu()
-    tokens = ids[:, 1:].numel()
-    of_parent, of_child, kl_mean = (losses / tokens).tolist()
-    shares = counts / counts.sum(1, keepdim=True)
-    return {
-        "perplexity_parent": math.exp(of_parent),
-        "perplexity_child": math.exp(of_child),
-        "kl_mean": kl_mean,
-        "tokens": tokens,
-        "share_min": shares.min().item(),
-        "share_max": shares.max().item(),
-    }
 
 
 def say(line: str) -> None:

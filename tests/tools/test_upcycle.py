@@ -17,7 +17,7 @@ from upcycle import Experts, Mlp, cluster, fit, mixture, perturb
 from qarl.errors import UserError
 
 SMALL = [
-    *("--experts", "4", "--tokens", "512", "--length", "32", "--eval-tokens", "128"),
+    *("--experts", "4", "--tokens", "512", "--length", "32"),
     "--steps",
     "60",
     "--device",
@@ -59,7 +59,7 @@ def test_one_seed_repeats_byte_for_byte_and_without_noise_the_logits_are_the_par
         run(tmp_path / name, child.parent, "--noise", 1, "--seed", seed)
     files = [(out / "model.safetensors").read_bytes() for out in (child.out, tmp_path / "again", tmp_path / "other")]
     assert files[0] == files[1] != files[2]
-    report = run(tmp_path / "same", child.parent, "--noise", 0)
+    run(tmp_path / "same", child.parent, "--noise", 0)
     ids = torch.arange(100).view(2, 50)
     with torch.no_grad():
         ours, theirs = (
@@ -68,14 +68,15 @@ def test_one_seed_repeats_byte_for_byte_and_without_noise_the_logits_are_the_par
         )
     # Weights that sum to one, and the products they are multiplied with, are rounded to 24 bits.
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert report["texts"]["own"]["kl_mean"] < 1e-3  # of a parent that is not rounded to bf16
 
 
 def test_training_lowers_the_error_and_every_expert_is_used(child: SimpleNamespace) -> None:
-    assert len(child.report["texts"]) == 2
-    for found in child.report["texts"].values():
-        assert found["kl_mean"] > 0 and found["tokens"] > 0
-        assert 0 < found["share_min"] <= found["share_max"] < 1
+    ids = torch.randint(259, (4, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(child.out)(ids, output_router_logits=True).router_logits
+    for layer in logits:
+        shares = mixture(layer.float(), 2)[2].mean(0)
+        assert 0 < shares.min() <= shares.max() < 1
     errors = child.report["router_error"]
     assert all(after < before for before, after in zip(errors["before"], errors["after"], strict=True))
 
@@ -162,7 +163,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, child: SimpleNamespace, mon
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(upcycle, "compare", interrupt)
+    monkeypatch.setattr(upcycle, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "new" / "out", child.parent)
     assert not list(tmp_path.iterdir())
