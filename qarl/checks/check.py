@@ -1,7 +1,5 @@
 """Checks beyond the schema: the files exist, and the scheme and the lengths fit the model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks of a configuration against the machine: paths, files, rows of a task, threads. Loads no data."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

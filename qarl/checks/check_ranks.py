@@ -1,7 +1,5 @@
 """Settings that do not work on several ranks."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 

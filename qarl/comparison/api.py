@@ -1,7 +1,5 @@
 """Comparisons from Python: `qarl.compare` and `qarl.compare_offline`. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`qarl compare CONFIG --schemes ...` and `qarl compare RUN RUN ...`. Does not import torch; the members do."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

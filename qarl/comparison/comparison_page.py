@@ -1,7 +1,5 @@
 """comparison.html and plots/*.png of a comparison of runs."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable, Sequence

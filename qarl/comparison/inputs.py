@@ -1,7 +1,5 @@
 """Checks whether runs used the same inputs: files, rewards and evaluation settings behind equal configurations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Means over windows of text with 95 % intervals (Student's t: there may be few windows)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Metrics of one run, and aggregated over the seeds of one scheme and learner. Imports no torch."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any

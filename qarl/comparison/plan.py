@@ -5,8 +5,6 @@ combination has an invalid configuration, its row gives the reason and the other
 command ends before it writes anything.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Disk space that a comparison will need, checked before training. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ With several GPUs, a member that needs one gets the GPU with the fewest members.
 its configuration, out/configs/NAME.yaml, so later edits of CONFIG have no effect. Its output goes to out/logs/NAME.log.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

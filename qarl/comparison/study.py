@@ -7,8 +7,6 @@ variants: {NAME: {...}, ...}     changes per member
 columns: [...], curves: [...]    additional columns of the table and charts of the page
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

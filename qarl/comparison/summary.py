@@ -1,7 +1,5 @@
 """comparison.json and the table of a comparison of runs, for both console and page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

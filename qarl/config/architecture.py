@@ -1,7 +1,5 @@
 """The shape of a model from its config.json or GGUF header: layers, sizes and parameter counts, without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sizes that depend on the device: null in a configuration, resolved to a number by `qarl.memory.sizes` in a run."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """The `checkpoint` section: saving and resuming."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from qarl.inputs.limits import FILES, STEPS

@@ -1,7 +1,5 @@
 """The whole configuration, and the constraints between its sections."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The `data` section: prompts, columns and templates."""
 
-from __future__ import annotations
-
 import keyword
 import re
 import string

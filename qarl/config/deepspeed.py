@@ -1,7 +1,5 @@
 """Validation of a DeepSpeed JSON, given inside the configuration or as a separate file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The `diagnostics` section: measurements that cost additional forwards and backwards."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from qarl.inputs.limits import STEPS, TOKENS

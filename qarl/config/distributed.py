@@ -1,7 +1,5 @@
 """The `distributed` section: optimizer engine, sharding and timeouts of a run on several GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The `evaluation` section: tasks, schedule and sampling parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any
 

@@ -3,8 +3,6 @@
 Plain data that the configuration turns into `data` sections, so this module imports nothing else from qarl.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from difflib import get_close_matches

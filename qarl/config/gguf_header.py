@@ -3,8 +3,6 @@
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, little-endian, versions 2 and 3.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Load a `Config` from a YAML file and overrides. Errors have one line per fault."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The `logging` section. metrics.jsonl is always written."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from qarl.inputs.limits import FILES, STEPS, TEXT

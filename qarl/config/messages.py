@@ -1,7 +1,5 @@
 """Convert a validation error to one line per fault: place, key, given value, and valid values."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

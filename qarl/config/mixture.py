@@ -1,7 +1,5 @@
 """The mixture of experts in a model's config.json: how many experts, in which layers, of what size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from qarl.config.model_schema import ConfigJson

@@ -1,7 +1,5 @@
 """The `model` section: the model to train, its dtype and its device."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

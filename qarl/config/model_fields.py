@@ -10,8 +10,6 @@ transformers ignores any other key, and so does qarl. `tests/config/test_model_f
 installed transformers and fails if it reads a key that has no class here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

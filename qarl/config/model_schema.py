@@ -3,8 +3,6 @@
 Upper bounds are far above any real model, and low enough that products of sizes neither overflow nor take long to list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 

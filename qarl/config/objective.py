@@ -1,7 +1,5 @@
 """The `objective` section: one of the registered objectives, chosen by its name."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Union

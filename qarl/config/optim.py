@@ -1,7 +1,5 @@
 """The `optim` section: optimizer, schedule and loss scaling of the FP32 master weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 

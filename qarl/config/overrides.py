@@ -1,7 +1,5 @@
 """Command-line overrides `key.path=value`, which take precedence over the file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from qarl.config.messages import shown

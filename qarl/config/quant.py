@@ -1,7 +1,5 @@
 """The `quant` section: the sampler's low-bit scheme, and how far the learner follows it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """The `reward` section."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 

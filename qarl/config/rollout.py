@@ -1,7 +1,5 @@
 """The `rollout` section: engine, sampling parameters, dynamic sampling and asynchronous rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Configurations given in Python: a YAML file, a dict or a `Config`, with overrides."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The `train` section: number and size of steps, seeds, reproducibility."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The `rollout.vllm` section: placement, GPU memory and weight publishing of vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 

@@ -4,8 +4,6 @@ transformers initializes missing tensors at random and ignores extra ones, so a 
 differ at every start. Therefore nothing is loaded before its names and shapes match the configuration.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

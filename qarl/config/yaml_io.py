@@ -4,8 +4,6 @@ PyYAML reads YAML 1.1, where `lr: 1e-6` is a string, `no` is false and `1:30` is
 scanner and parser, and replaces the patterns that give plain scalars their types by those of YAML 1.2's core schema.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

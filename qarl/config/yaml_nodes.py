@@ -6,8 +6,6 @@ module counts every node during composition, aliases with their full expansion, 
 Each use of an alias creates separate values, so that an override of one does not change the others.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Recompute the metrics of a saved step with the model."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Load a run's policy at a checkpoint and run the forwards of learner and sampler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -4,8 +4,6 @@ Thresholds come from the runs in the papers, with one model and one task each. T
 nothing. If a paper gives no number, the threshold is ours and marked as such.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """`qarl diagnose`: diagnose a step of a run and write RUN/diagnose/NNNNNN/ (diagnosis.json, index.html, plots/)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

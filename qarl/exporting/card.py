@@ -1,7 +1,5 @@
 """README.md of an exported checkpoint: what it is, how it was trained, how to load it. Does not import torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Push an export to the Hugging Face hub, with its model card."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

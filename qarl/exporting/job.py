@@ -1,7 +1,5 @@
 """Export a target to a directory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Read an export with qarl, transformers and vLLM: greedy responses, and log-probs of given responses."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json

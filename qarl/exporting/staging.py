@@ -1,7 +1,5 @@
 """Atomic creation of an output directory: it appears complete or not at all. Does not import torch."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

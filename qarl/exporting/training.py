@@ -1,7 +1,5 @@
 """The model card's section about the run: settings, metrics of its last steps, evaluations. Does not import torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@
 Every reader scores the reference's greedy responses, so that one different token does not make the rest incomparable.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -7,8 +7,6 @@ number of response tokens that are vLLM's likeliest too}, or {unsupported: reaso
 One engine does both, without compilation or CUDA graphs. Log-probs are in nats, at temperature 1.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

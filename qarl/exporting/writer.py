@@ -1,7 +1,5 @@
 """Write masters as a compressed-tensors checkpoint, with one parameter in memory at a time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass

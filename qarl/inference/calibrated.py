@@ -1,7 +1,5 @@
 """Masters of a model whose codes `quant.init` chooses, for `qarl quantize` and `qarl compare --offline`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

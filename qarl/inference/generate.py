@@ -1,7 +1,5 @@
 """Complete a few prompts with a policy, for a terminal or as JSON lines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """FP32 masters of a run or a model, read one tensor at a time in the order of the model's parameters."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

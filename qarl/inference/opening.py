@@ -1,7 +1,5 @@
 """Open a target as a policy that generates, with codes and scales read from the checkpoint."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

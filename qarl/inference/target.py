@@ -1,7 +1,5 @@
 """Resolve what a user names on the command line: a run, one of its checkpoints, an exported checkpoint, or a model."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Importing it runs it; `check_reference` and `qarl.inputs.sources` only read the files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

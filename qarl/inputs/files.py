@@ -1,7 +1,5 @@
 """Reading bytes and text: regular files only, with a size limit, and UTF-8 errors that name their position."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import select

@@ -1,7 +1,5 @@
 """Parsing untrusted JSON with limits on depth and numbers, and conversion of values to strict JSON."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Errors and output of libraries that read files which qarl did not write."""
 
-from __future__ import annotations
-
 import io
 import logging
 import traceback

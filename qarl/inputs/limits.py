@@ -4,8 +4,6 @@ They are far above any real run, and low enough for the types that hold derived 
 products, float32 for factors, and 31 bits of milliseconds for the timeouts of poll().
 """
 
-from __future__ import annotations
-
 from qarl.inputs.schema import STEP_LIMIT
 
 STEPS = STEP_LIMIT  # 10^9; optimizer steps are at most STEPS * EPOCHS * RESPONSES = 10^18

@@ -1,7 +1,5 @@
 """Validation of paths that a user typed, and one-line messages for OS errors."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

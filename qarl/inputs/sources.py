@@ -3,8 +3,6 @@
 Imports nothing: it finds the files as an import would, and reads them as bytes.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.machinery

@@ -4,8 +4,6 @@ The estimate counts tensors that are alive at the same time. It leaves out alloc
 smaller than the items listed here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args

@@ -4,8 +4,6 @@ The formulas follow `qarl.weight_sync.gathers`: packed linears are sent in runs 
 full, and the next message starts before the previous one has arrived.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple

@@ -5,8 +5,6 @@ of masters, gradients and state, plus the gradients of a few layers in flight. T
 of DeepSpeed 0.19.8 as `qarl.training.zero_stages` drives it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ recorded in the run's config.yaml, and a resumed run keeps them on any device. O
 they depend on the total memory, not on the free memory, so the same machine always gives the same numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Building blocks of a page. All content is untrusted plain text, escaped during rendering."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

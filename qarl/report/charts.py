@@ -4,8 +4,6 @@ The SVG refers to colours by name (`var(--curve-0)`, `var(--text)`), so one draw
 stays text. Drawing a chart twice gives the same bytes.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """Charts of metrics: title, unit and curves. A metric without an entry gets its own chart."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

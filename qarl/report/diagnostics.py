@@ -1,7 +1,5 @@
 """Plots of one step's diagnostics, from RUN/diagnostics/NNNNNN.json. Does not import torch."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The matplotlib figure of a chart in given colours. Object API only: no pyplot, no global state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

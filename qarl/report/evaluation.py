@@ -1,7 +1,5 @@
 """Evaluations during training: curves with intervals, and a table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from qarl.report.blocks import Block, Column, LineChart, Section, Series, Table

@@ -1,7 +1,5 @@
 """Human-readable numbers. None and NaN become a dash."""
 
-from __future__ import annotations
-
 import math
 from typing import TypeGuard
 

@@ -4,8 +4,6 @@ All external text is untrusted. It is escaped in one place, jinja2's autoescape,
 bidirectional and invisible characters. Only the SVG of `charts` is inserted as markup.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

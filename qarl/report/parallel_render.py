@@ -1,7 +1,5 @@
 """Draw the charts of a page in several processes: matplotlib takes 0.1 s per chart on one core."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

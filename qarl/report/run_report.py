@@ -1,7 +1,5 @@
 """The page of one run, RUN/report.html, and its charts as RUN/plots/*.png."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import statistics

@@ -1,7 +1,5 @@
 """Sample completions of a run by reward, from rollouts/NNNNNN.jsonl."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

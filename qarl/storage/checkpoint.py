@@ -15,8 +15,6 @@ With several ranks, the first creates the temporary directory, all write into it
 rank has reported that its files are on disk.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -9,8 +9,6 @@ digests match the manifest exactly. Anything else under its name is replaced. An
 two processes may create the same one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

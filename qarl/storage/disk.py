@@ -1,7 +1,5 @@
 """Crash-safe writes: a full disk or a crash never leaves a partial file."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """The environment of a run (environment.json), and how it differs from the previous start."""
 
-from __future__ import annotations
-
 import os
 import platform
 import socket

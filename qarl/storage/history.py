@@ -8,8 +8,6 @@ directory whose checkpoints were deleted would look like one that never had any,
 step 1 and overwrite the metrics and rollouts of the earlier run.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

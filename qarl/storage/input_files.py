@@ -4,8 +4,6 @@ A run records these digests at its start (`inputs.files` in environment.json). `
 it reuses a finished run, because equal configurations may name files that were edited in between.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

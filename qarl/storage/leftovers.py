@@ -1,7 +1,5 @@
 """Detecting and removing hidden files that killed processes left incomplete."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

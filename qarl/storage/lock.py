@@ -4,8 +4,6 @@ Anyone who can write to the directory could put something else under that name. 
 links and without blocking on a FIFO, and it is written only if its content has the format of this module.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -15,8 +15,6 @@ tensor exactly once, for any number of ranks and any split.
      "step", "files" and "sha256" as above}
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

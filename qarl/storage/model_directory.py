@@ -1,7 +1,5 @@
 """The files of a Hugging Face model directory other than tensors: tokenizer, chat template, config.json."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

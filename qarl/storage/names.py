@@ -1,7 +1,5 @@
 """File names that contain a training step (`000010`, `000010.jsonl`), matched strictly."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

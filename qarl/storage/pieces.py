@@ -1,7 +1,5 @@
 """Plan and write the files of a checkpoint. Each file holds slices of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading run directories, whether running, stopped, finished or damaged. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field

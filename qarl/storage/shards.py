@@ -1,7 +1,5 @@
 """Assignment of tensors to the safetensors files of a model. Imports no torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`qarl compare --offline`: compares schemes on one model without RL. Finished results are reused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Divergence of a scheme's next-token distributions from those of bf16, and the increase in perplexity."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Measures the schemes one after another, with one policy in memory at a time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """comparison.html and plots/*.png of an offline comparison."""
 
-from __future__ import annotations
-
 import shlex
 import statistics
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The directory of an offline comparison: one JSON file per scheme, and comparison.json for all of them."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import dataclass

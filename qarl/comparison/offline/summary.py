@@ -1,7 +1,5 @@
 """Terminal output of an offline comparison: one line per finished member, one table at the end."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any

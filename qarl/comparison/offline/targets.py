@@ -1,7 +1,5 @@
 """The model under each scheme, and a digest that identifies its weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Sequence

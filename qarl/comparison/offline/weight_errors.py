@@ -1,7 +1,5 @@
 """The quantization error of every Linear layer, and the bytes of a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The text for comparing schemes, split into windows of tokens."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from importlib import resources
