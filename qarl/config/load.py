@@ -1,5 +1,6 @@
 """Load a `Config` from a YAML file and overrides. Errors have one line per fault."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,13 @@ from pydantic import ValidationError
 from qarl.config.config import Config
 from qarl.config.messages import Loc, fault_lines
 from qarl.config.overrides import KeyPath, apply_overrides, override_keys
-from qarl.config.yaml_io import parse_yaml
-from qarl.config.yaml_nodes import NODES, YAML_BYTES
+from qarl.config.yaml_io import YAML_BYTES, parse_yaml
 from qarl.errors import UserError
 from qarl.inputs.files import NoSuchFile, Unreadable, read_text
 from qarl.inputs.paths import user_path
 from qarl.utils.text import visible
 
-# Upper bounds of a value's size in YAML: indentation and punctuation per value, and an escape per character.
-_NODE_BYTES, _CHARACTER_BYTES = 80, 14
+SHORT = YAML_BYTES // 16  # characters of JSON; no shorter configuration exceeds a limit of YAML with its defaults
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -69,14 +68,12 @@ def validate(data: dict[str, Any], place: Callable[[Loc], str]) -> Config:
         config = Config.model_validate(data)
     except ValidationError as error:
         raise UserError("\n".join(fault_lines(error, Config, data, place))) from None
-    nodes, characters = _size(config.model_dump())
-    if nodes > NODES:
-        raise UserError(f"{place(())}: has {nodes:,} values with its defaults; at most {NODES:,} are possible")
-    if nodes * _NODE_BYTES + characters * _CHARACTER_BYTES > YAML_BYTES:
-        length = len(config.to_yaml().encode())
-        if length > YAML_BYTES:
+    if len(json.dumps(data, default=str)) > SHORT:
+        text = config.to_yaml()
+        if (length := len(text.encode())) > YAML_BYTES:
             most = f"at most {YAML_BYTES:,} are possible"
             raise UserError(f"{place(())}: takes {length:,} bytes with its defaults; {most}")
+        parse_yaml(text, f"{place(())}: with its defaults")
     return config
 
 
@@ -95,14 +92,3 @@ def key_place(loc: Loc, file: str, overridden: set[KeyPath]) -> str:
     keys = tuple(map(str, loc))
     given = any(all(ours == theirs for ours, theirs in zip(keys, path, strict=False)) for path in overridden)
     return "command line" if keys and given else file
-
-
-def _size(value: Any) -> tuple[int, int]:
-    """(number of values and keys in `value`, their total characters)."""
-    if isinstance(value, dict):
-        parts = [_size(child) for child in value.values()]
-        return 1 + len(value) + sum(n for n, _ in parts), sum(map(len, value)) + sum(c for _, c in parts)
-    if isinstance(value, (list, tuple)):
-        parts = [_size(child) for child in value]
-        return 1 + sum(n for n, _ in parts), sum(c for _, c in parts)
-    return 1, len(value) if isinstance(value, str) else 0

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qarl.config import load_config
-from qarl.config.yaml_io import dump_yaml, parse_yaml
-from qarl.config.yaml_nodes import DEPTH, NODES, YAML_BYTES
+from qarl.config.yaml_io import DEPTH, NODES, YAML_BYTES, dump_yaml, parse_yaml
 from qarl.errors import UserError
 from qarl.utils.text import visible
 
