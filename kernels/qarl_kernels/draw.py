@@ -6,6 +6,8 @@ exponential noise, and argmax(p / noise) then draws from p (vLLM's sampler). Not
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -108,7 +110,14 @@ def draw(logits: Tensor, lse: Tensor, points: Tensor) -> Tensor:
     tiles = cdiv(vocabulary, TILE)
     sums = torch.empty(rows, tiles, dtype=torch.float64, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    shared = {"logits": logits, "lse": lse, "sums": sums, "V": vocabulary, "stride": logits.stride(0), "TILE": TILE}
+    shared: dict[str, Any] = {
+        "logits": logits,
+        "lse": lse,
+        "sums": sums,
+        "V": vocabulary,
+        "stride": logits.stride(0),
+        "TILE": TILE,
+    }
     launch(weigh_kernel, (tiles, rows), **shared)
     launch(
         draw_kernel,

@@ -18,6 +18,7 @@ A row of dx depends on that row of dy alone. Everything is deterministic: the on
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def add_weight_grad_of(columns: Codes, x: Tensor, into: Tensor) -> None:
         x: (M, K) bf16 or fp16.
         into: (N, K) float32, last dimension contiguous.
     """
-    _add_product(columns, quantize(x, rows=False)[1], into)
+    _add_product(columns, columns_of(x), into)
 
 
 def transpose(weight: Tensor, scale: Tensor | None = None) -> Transposed:
@@ -93,7 +94,7 @@ def transpose(weight: Tensor, scale: Tensor | None = None) -> Transposed:
             f"a weight of {weight.dtype} {'without' if scale is None else 'with'} scale; only e4m3 has one"
         )
     if scale is None:
-        return Transposed(quantize(weight, rows=False)[1], None)
+        return Transposed(columns_of(weight), None)
     n, k = weight.shape
     if scale.numel() != n:
         raise ValueError(f"scales {tuple(scale.shape)} for {n} rows of codes; the FP8 backward takes one per row")
@@ -146,7 +147,7 @@ def quantize(
     scales = torch.empty(m + n, 1, dtype=torch.float32, device=x.device)
     row_codes = _lines(m, n, x.device) if rows else None
     column_codes = _lines(n, m, x.device) if columns else None
-    shared = {
+    shared: dict[str, Any] = {
         "x": x,
         "factor": factor,
         "row_bits": bits[n:],
@@ -177,6 +178,13 @@ def quantize(
         None if row_codes is None else Codes(row_codes, scales[n:]),
         None if column_codes is None else Codes(column_codes, scales[:n]),
     )
+
+
+def columns_of(x: Tensor) -> Codes:
+    """Return the codes (N, M) of the columns of x (M, N) alone; see `quantize`."""
+    _, columns = quantize(x, rows=False)
+    assert columns is not None
+    return columns
 
 
 def _add_product(a: Codes, b: Codes, into: Tensor) -> None:

@@ -234,7 +234,8 @@ def loads_vectors(x: Tensor) -> bool:
 
 def by_kernel(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """out = x @ weight^T by the kernel itself, which `library` compares cuBLAS with."""
-    run(x, weight, None, None, None, out, lookup("dense", *weight.shape, x.shape[0], x, library=False))
+    n, k = weight.shape
+    run(x, weight, None, None, None, out, lookup("dense", n, k, x.shape[0], x, library=False))
 
 
 def run(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,7 +148,7 @@ def _pass(
         programs = cdiv(count, tile.block_m) * tiles
         persistent = tile.persistent and tma  # must not depend on the rows: the compiled code orders their sums
         started = min(programs, multiprocessors(x)) if persistent else programs
-        shared = {
+        shared: dict[str, Any] = {
             "M": count,
             "padded": padded,
             "partial": partial,
@@ -235,11 +236,11 @@ def gradients(
         x = hidden[part]
         wide = x.to(dtype)
         sums = total[: x.shape[0]].zero_()
-        of_rows = [None if value is None else value[part] for value in (targets, grad, grad_entropy)]
+        of_logp, of_entropy = (None if value is None else value[part] for value in (grad, grad_entropy))
         for columns in slices(weight.shape[0], width):
             w = weight[columns]
             out = buffer[: x.shape[0], : w.shape[0]]
-            _logit_gradient(x, w, out, columns.start, *of_rows, logits, found.part(part))
+            _logit_gradient(x, w, out, columns.start, targets[part], of_logp, of_entropy, logits, found.part(part))
             weight_grad(out.t(), w.to(dtype), into=sums)  # sums += out @ w
             if grad_weight is not None:
                 weight_grad(out, wide, into=grad_weight[columns])
@@ -328,6 +329,6 @@ class FusedTokenLogProbs(torch.autograd.Function):
             return (None,) * 7
         hidden, weight, targets, *found = ctx.saved_tensors
         into, returned = weight_sum(ctx.master, ctx.sum_of, weight)
-        scaled = (None if g is None else (g / ctx.divisor).contiguous() for g in (grad, grad_entropy))
-        grad_hidden = gradients(hidden, weight, targets, ctx.logits, Statistics(*found), *scaled, into)
+        of_logp, of_entropy = (None if g is None else (g / ctx.divisor).contiguous() for g in (grad, grad_entropy))
+        grad_hidden = gradients(hidden, weight, targets, ctx.logits, Statistics(*found), of_logp, of_entropy, into)
         return grad_hidden, returned, None, None, None, None, None

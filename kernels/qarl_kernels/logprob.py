@@ -134,7 +134,9 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         into, returned = weight_sum(ctx.master, ctx.sum_of, weight)
         # On the CPU chunks are summed separately first, which gives the bits of autograd's accumulation.
-        grad_weight = torch.zeros_like(into) if into is not returned and hidden.device.type == "cpu" else into
+        grad_weight = into
+        if into is not None and into is not returned and hidden.device.type == "cpu":
+            grad_weight = torch.zeros_like(into)
         wide = weight if weight.dtype == torch.bfloat16 else weight.float()
         for start, kept in _chunks(hidden.shape[0], ctx.chunk, ctx.truncation):
             part = slice(start, start + ctx.chunk)
@@ -143,8 +145,8 @@ class _TokenLogProbs(torch.autograd.Function):
             scaled = (None if g is None else g[part, None] / ctx.truncation.divisor for g in (grad, grad_entropy))
             rows = _logit_grad(normalized(logits), cut, targets[part, None], *scaled)
             grad_hidden[part] = output_grad(rows, hidden[part], wide, grad_weight)
-        if grad_weight is not into:
-            into.add_(grad_weight)
+        if into is not None and grad_weight is not None and grad_weight is not into:
+            into += grad_weight
         return grad_hidden, returned, None, None, None, None, None, None, None
 
 
@@ -169,7 +171,7 @@ def _logit_grad(
         target: (R, 1) int64.
         grad, grad_entropy: (R, 1), output gradients divided by the temperature; at most one is None.
     """
-    rows = None
+    rows: Tensor | None = None
     if grad_entropy is not None:
         probs = log_probs.exp()
         entropy = -(probs * log_probs).sum(-1, keepdim=True)
@@ -177,6 +179,7 @@ def _logit_grad(
         if cut is not None:
             rows.masked_fill_(cut, 0.0)
     if grad is None:
+        assert rows is not None
         return rows
     score = log_probs.exp_().neg_()
     score.scatter_add_(-1, target, torch.ones_like(score[:, :1]))

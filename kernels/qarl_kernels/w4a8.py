@@ -7,6 +7,8 @@ and multiplies by 16 times the code, which is a nibble moved to the top of its b
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -187,6 +189,6 @@ def w4a8(
     if qx.dtype != torch.int8 or k != in_features:
         raise ValueError(f"w4a8 needs int8 activations of {in_features} features, not {qx.dtype} of {k}")
     tile = tile or lookup("w4a8", out_features, k, m, qx, groups=groups, gathered=gathered)
-    own = {"s_x": s_x, "STAGES": tile.stages, **({"GROUPS": 0} if channel else {})}
+    own: dict[str, Any] = {"s_x": s_x, "STAGES": tile.stages, **({"GROUPS": 0} if channel else {})}
     given = bias, out_dtype, tile, groups, gathered
     return tiled_product(qx, tiled, meta, out_features, *given, w4a8_kernel, **own)

@@ -1,6 +1,7 @@
 """README.md of an exported checkpoint: what it is, how it was trained, how to load it. Does not import torch."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from qarl_formats.scheme import Scheme
@@ -56,7 +57,7 @@ def model_card(
     training: list[tuple[str, str]] = []
     evaluations: list[Evaluation] = []
     title = f"{base}-{scheme.name}"
-    if target.run is not None and target.run_dir is not None:
+    if target.run is not None and target.run_dir is not None and target.step is not None:
         record = read_run(target.run_dir)
         training = training_facts(target.run, record.metrics, target.step)
         evaluations = evaluations_of(record, target.step, target.quant)
@@ -174,7 +175,7 @@ def _base_name(target: Target) -> str:
     return path if _on_hub(target) or path.startswith(PREFIX) else Path(path).expanduser().resolve().name
 
 
-def _table(header: list[tuple[str, ...]], rows: list[tuple[str, ...]]) -> str:
+def _table(header: Sequence[tuple[str, ...]], rows: Sequence[tuple[str, ...]]) -> str:
     width = len(header[0])
     lines = [*header, ("---",) * width, *(tuple(map(_inline, row)) for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

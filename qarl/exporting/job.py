@@ -71,6 +71,7 @@ def _open(target: Target) -> Masters:
     try:
         return open_masters(target)
     except CheckpointDamaged as error:
+        assert target.run_dir is not None  # only a run has checkpoints
         others = [str(step) for step in checkpoint_steps(target.run_dir / "checkpoints") if step != target.step]
         fix = f"export another one with --step ({', '.join(others)})" if others else "restore it from a copy"
         raise UserError(f"{error}; {fix}") from error

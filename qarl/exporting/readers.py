@@ -84,7 +84,8 @@ def read_transformers(
     import transformers
 
     with quiet_loading():  # the first forward decompresses, with a progress bar
-        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").to(device).eval()
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+        model = model.to(device).eval()
         note = "weights alone: it drops activation quantization" if drops_activations else ""
         reading = Reading([], version=transformers.__version__, note=note)
         for prompt, response in zip(prompts, responses, strict=True):

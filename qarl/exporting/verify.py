@@ -113,7 +113,7 @@ def verify_export(
     mixed = any(experts_of(name.rpartition(".")[0]) for name in weights)
     fault = fault_of_experts(stored["quantization_config"]) if mixed else None
     scheme, model = scheme_of(target.quant), opened.policy.model
-    rows = {name: model.get_submodule(name).out_features for name in linear_names(model)}
+    rows: dict[str, Any] = {name: model.get_submodule(name).out_features for name in linear_names(model)}
     unfused = fusion_fault(scheme, target.quant.ignore, rows)
     opened.close()
     del opened, model
@@ -239,4 +239,4 @@ def _prompt_texts(target: Target) -> Sequence[str]:
 
 
 def _texts(opened: Opened, reading: Reading) -> list[str]:
-    return [opened.tokenizer.decode(ids, skip_special_tokens=True) for ids in reading.token_ids]
+    return [str(opened.tokenizer.decode(ids, skip_special_tokens=True)) for ids in reading.token_ids]

@@ -52,7 +52,8 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     scored = engine.generate(forced, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     logprobs, likeliest = [], 0
     for output, response in zip(scored, request["responses"], strict=True):
-        tail = output.prompt_logprobs[-len(response) :]
+        scores: Any = output.prompt_logprobs  # vLLM has two types for it; without flat_logprobs it is a list of dicts
+        tail = scores[-len(response) :]
         chosen = [entry[token] for entry, token in zip(tail, response, strict=True)]
         logprobs.append([entry.logprob for entry in chosen])
         likeliest += sum(entry.rank == 1 for entry in chosen)

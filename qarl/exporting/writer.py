@@ -82,7 +82,8 @@ def export_checkpoint(
     specs = masters.specs(target.quant, dtype, unpacked)
     shards = plan_shards(specs, max_shard_bytes)
     total = stored_bytes(specs)
-    same_as_run = same_codes_expected(target) and DTYPES[target.run.model.dtype] == dtype
+    run = target.run
+    same_as_run = run is not None and same_codes_expected(target) and DTYPES[run.model.dtype] == dtype
     with staged(out) as directory:
         tokenizer = load_tokenizer(target.model)
         save_tokenizer(tokenizer, directory)

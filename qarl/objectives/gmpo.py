@@ -59,7 +59,9 @@ class GMPO(RatioObjective):
 class RSPO(GMPO):
     """GMPO with the router-shift ratio."""
 
-    name: Literal["rspo"] = Field("rspo", description="gmpo with the router-shift ratio, for mixtures of experts.")
+    name: Literal["rspo"] = Field(  # type: ignore[assignment] # narrower than the class it extends
+        "rspo", description="gmpo with the router-shift ratio, for mixtures of experts."
+    )
     router_shift_floor: float | None = Field(
         0.8,
         gt=0,

@@ -63,7 +63,7 @@ class GSPO(RatioObjective):
 class MisGSPO(GSPO):
     """GSPO with masked importance sampling: each response has a weight, which is 0 outside two bounds."""
 
-    name: Literal["mis_gspo"] = Field(
+    name: Literal["mis_gspo"] = Field(  # type: ignore[assignment] # narrower than the class it extends
         "mis_gspo", description="gspo times the sequence-level mismatch ratio, without responses outside its bounds."
     )
     mis_ratio_low: float = Field(

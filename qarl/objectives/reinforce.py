@@ -37,7 +37,9 @@ class Reinforce(ObjectiveConfig):
 class RLOO(Reinforce):
     """The policy gradient, with leave-one-out advantages."""
 
-    name: Literal["rloo"] = Field("rloo", description="reinforce with leave-one-out advantages (Ahmadian et al. 2024).")
+    name: Literal["rloo"] = Field(  # type: ignore[assignment] # narrower than the class it extends
+        "rloo", description="reinforce with leave-one-out advantages (Ahmadian et al. 2024)."
+    )
     advantage: AdvantageKey = "rloo"
 
     def faults(self) -> Iterator[Fault]:

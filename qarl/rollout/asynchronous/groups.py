@@ -181,7 +181,7 @@ def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list
     tensors: dict[str, Tensor] = {}
     rows = []
     for group in groups:
-        responses = []
+        responses: list[dict[str, Any]] = []
         for sample, r in sorted(group.rollouts.items()):
             tokens += r.token_ids
             logprobs += r.logprobs
@@ -195,7 +195,12 @@ def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list
             tokens += own
             logprobs += values
             responses.append({"sample": sample, "reason": None, "text": "", "versions": run_lengths(versions)})
-        row = {"number": group.number, "step": group.step, "submitted": group.submitted, "prompt": group.prompt.id}
+        row: dict[str, Any] = {
+            "number": group.number,
+            "step": group.step,
+            "submitted": group.submitted,
+            "prompt": group.prompt.id,
+        }
         row["prompt_sha256"] = prompt_digest(group.prompt)
         if group.wave is not None:
             row["wave"] = [group.wave.number, group.wave.needed]
@@ -252,9 +257,12 @@ def merged_logs(logs: list[list[list[Any]]]) -> list[list[Any]]:
                 groups = added.setdefault(what, [])
             else:
                 groups += what
-    return [
-        entry for v in sorted(added) for entry in (["publish", v], *([["add", sorted(added[v])]] if added[v] else []))
-    ]
+    merged: list[list[Any]] = []
+    for version in sorted(added):
+        merged.append(["publish", version])
+        if added[version]:
+            merged.append(["add", sorted(added[version])])
+    return merged
 
 
 def run_lengths(values: Iterable[int]) -> list[list[int]]:

@@ -73,6 +73,7 @@ class VLLMHost:
     def publish(self, update: WeightUpdate, received: Any) -> dict[str, float]:
         """See `NativeHost.publish`; also receives the tensors."""
         for name, count, _ in self._host.partial_outputs():
+            assert self._version is not None, "weights come first"
             versions = self._responses[name].versions
             versions += [self._version] * (count - len(versions))
         seconds = self._host.publish(update.version, received, update.expected, self.in_flight)
@@ -133,10 +134,10 @@ class VLLMHost:
         return self._finished(self._host.drain())
 
     def _finished(self, ended: Iterable[tuple[str, Response]]) -> list[tuple[Any, ...]]:
-        assert self._version is not None or not ended
         return [self._answer(self._responses.pop(name), response) for name, response in ended]
 
     def _answer(self, response: InProgress, end: Response) -> tuple[Any, ...]:
+        assert self._version is not None, "weights come first"
         require_finite(end.logprobs, response.prompt, self._version)
         tokens, logprobs, versions = response.extended(end.token_ids, end.logprobs, self._version)
         reason, stopped_by = end.finish_reason, end.stopped_by

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from qarl_kernels.attention import PAGE
@@ -66,7 +67,8 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+            pool: Any = self._pool.id  # torch wants an opaque handle and documents this pair
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 work()
             finally:

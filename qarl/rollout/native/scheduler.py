@@ -163,7 +163,7 @@ class Scheduler:
                 self.waiting.appendleft(Prefill(prefill.siblings[0], prefill.siblings[1:]))
                 prefill.siblings = []
         self._take_pages(lead, lead.length)
-        if known % PAGE:
+        if donor and known % PAGE:
             self.copy_page(donor.pages[full], lead.pages[full], known % PAGE)
         self.prefilling.append(prefill)
         return True

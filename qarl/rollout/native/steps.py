@@ -91,7 +91,8 @@ class Runner:
         Returns:
             Hidden states (T, H), and the experts of the rows (T, L, k) as in `Rollout.routing`, None if not recorded.
         """
-        spans, ids = [], []
+        spans: list[Span] = []
+        ids: list[int] = []
         for chunk in chunks:
             spans.append(Span(len(ids), chunk.stop - chunk.start, chunk.start, chunk.sequence.pages))
             ids += chunk.sequence.tokens(chunk.start, chunk.stop)

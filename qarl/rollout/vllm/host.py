@@ -1,7 +1,7 @@
 """The sampler's side of the vLLM engine: starts vLLM, loads published weights, generates, scores, sleeps.
 
-It runs in the sampler's process (`worker.py`), or in the learner's with `rollout.vllm.process: inline`. Importing this
-module does not import vLLM; creating a `Host` does.
+It runs in the sampler's process (`rollout/vllm_worker.py`), or in the learner's with `rollout.vllm.process: inline`.
+Importing this module does not import vLLM; creating a `Host` does.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.recording import RoutingRecorder, record_forwards
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import InFlight, Request, Response, SamplerSettings, vllm_environment
+from qarl.types import FinishReason
 from qarl.utils.transfer import synchronized_s
 from qarl.weight_sync.fingerprints import Fingerprint, PublishError
 from qarl.weight_sync.update import Arriving, receive
@@ -62,7 +63,7 @@ class Host:
         self._llm = start_vllm(settings, self.numerics, self._phases)
         self._finished_early: list[Any] = []  # outputs of `add` that finished during `score`
         self._salt: str | None = None  # vLLM's cache_salt: requests with different salts share no cached blocks
-        self._worker = self._llm.collective_rpc(lambda worker: getattr(worker, "worker", worker))[0]
+        self._worker: Any = self._llm.collective_rpc(lambda worker: getattr(worker, "worker", worker))[0]
         self.numerics.started(self._worker, expected)
         if settings.routing:
             self.numerics.experts()  # raises now, not in the first call, if the kernels cannot report experts
@@ -252,7 +253,8 @@ class Host:
         """Finish the batches that vLLM has scheduled ahead, without starting another one. Returns as `step`."""
         from vllm.v1.core.sched.interface import PauseState
 
-        core = self._llm.llm_engine.engine_core.engine_core
+        client: Any = self._llm.llm_engine.engine_core
+        core = client.engine_core
         ended: list[Any] = []
         if core.batch_queue:  # only with asynchronous scheduling
             core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -277,7 +279,8 @@ class Host:
         After `drain` this includes all tokens that were sampled.
         """
         for state in self._llm.llm_engine.output_processor.request_states.values():
-            tokens, logprobs = state.detokenizer, state.logprobs_processor
+            tokens: Any = state.detokenizer
+            logprobs = state.logprobs_processor
             count = tokens.num_output_tokens()
             yield state.external_req_id, count, partial(_so_far, tokens, logprobs)
 
@@ -349,7 +352,7 @@ def tolerate_memory_growth(worker: Any) -> Iterator[None]:
 
 def _response(output: Any, routing: bytes = b"") -> Response:
     (response,) = output.outputs
-    reason = "stop" if response.finish_reason == "stop" else "length"
+    reason: FinishReason = "stop" if response.finish_reason == "stop" else "length"
     return Response(list(response.token_ids), _sampled(response.logprobs), reason, response.stop_reason, routing)
 
 

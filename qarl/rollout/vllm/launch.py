@@ -50,6 +50,7 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
     """Return the settings that vLLM is started with. checkpoint: directory of the current snapshot."""
     rollout, vllm = config.rollout, config.rollout.vllm
     on_gpu = layout.device.type == "cuda"
+    assert rollout.numerics is not None  # resolved
     return SamplerSettings(
         checkpoint=checkpoint,
         arguments=_engine_arguments(config, layout) | dict(vllm.args),
@@ -237,4 +238,5 @@ def launch_sampler(config: Config, device: torch.device, directory: Path) -> Sam
         from qarl.rollout.vllm.own_kernels.tensor_parallel import TensorParallelSampler
 
         return TensorParallelSampler(device, gpus, log, vllm.timeout_s)
+    assert config.rollout.numerics is not None  # resolved
     return SamplerProcess(device, gpus[0], config.rollout.numerics, log, vllm.timeout_s)

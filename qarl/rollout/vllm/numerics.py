@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
@@ -13,7 +13,7 @@ from qarl.rollout.vllm.recording import Experts
 from qarl.weight_sync.fingerprints import Fingerprint
 
 
-class Numerics(Protocol):
+class Numerics:
     """The model and the weights of one vLLM.
 
     Attributes:
@@ -26,21 +26,26 @@ class Numerics(Protocol):
 
     def starting(self) -> AbstractContextManager[None]:
         """Return a context manager in which vLLM must be started."""
+        raise NotImplementedError
 
     def loaded(self, worker: Any) -> None:
         """Called after vLLM's worker has loaded the model and before it runs the model."""
 
     def started(self, worker: Any, expected: Mapping[str, Fingerprint]) -> None:
         """Called after vLLM has started. expected: fingerprints of the checkpoint's snapshot, by published name."""
+        raise NotImplementedError
 
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
         """Return a published tensor of the last publish, which a patch is applied to."""
+        raise NotImplementedError
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy published tensors, by name, into the model."""
+        raise NotImplementedError
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the snapshot with these fingerprints."""
+        raise NotImplementedError
 
     def all_agree(self, ok: bool) -> bool:
         """Return whether every process with a part of the model passes True. A collective of these processes."""
@@ -51,6 +56,7 @@ class Numerics(Protocol):
 
     def experts(self) -> tuple[Experts, int]:
         """Return a function that reads the experts of the last forward's rows, and the number of experts per layer."""
+        raise NotImplementedError
 
     def notes(self) -> list[str]:
         """Return the differences between vLLM's kernels and the scheme, one line each."""

@@ -38,7 +38,8 @@ def execute(host: Host, operation: str, payload: Any, unpack: Callable[[Any], Ar
         case "score":
             return host.score(payload)
         case "generate":
-            return host.generate(*payload, progress)
+            requests, sampling = payload
+            return host.generate(requests, sampling, progress)
         case "trace":
             return host.trace(*payload)
         case "sleep":

@@ -85,7 +85,8 @@ class RoutingRecorder:
 def _share(sequences: Sequence[list[int]], found: list[Tensor], known: list[Tensor]) -> None:
     """Fill rows of cached prefixes with the rows of requests that have the same tokens up to there."""
     missing = [0 if bool(mask.all()) else int((~mask).nonzero().max()) + 1 for mask in known]
-    longest, places = max(missing), {}
+    longest = max(missing)
+    places: dict[int, tuple[int, int]] = {}
     if not longest:
         return
     for index, tokens in enumerate(sequences):

@@ -28,7 +28,7 @@ def batch_seeded_noise() -> None:
             return original(probs, generators, *rest)
         return draw(probs, generators)
 
-    ops.random_sample = random_sample
+    ops.random_sample = random_sample  # type: ignore[assignment]
 
 
 def draw(probs: Tensor, generators: dict[int, torch.Generator]) -> Tensor:

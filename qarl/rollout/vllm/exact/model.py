@@ -40,15 +40,17 @@ class ExactModel(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        self._config = vllm_config.model_config
-        self._device: torch.device = vllm_config.device_config.device
+        self._config: Any = vllm_config.model_config
+        device: Any = vllm_config.device_config.device
+        self._device = torch.device(device)
         self._max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.before_batch: Callable[[Tensor], None] | None = None
         self._sampled_from: Distribution | None = None  # of the last `compute_logits`
         self._hidden = torch.empty(0)  # its hidden states
         self.truncation = Truncation()
         with _plain_defaults():
-            self._build(bool(vllm_config.additional_config.get(KV_FP8)))
+            additional: Any = vllm_config.additional_config
+            self._build(bool(additional.get(KV_FP8)))
         layers = self.decoder.layers
         self.layers = [CachedLayer(at, one.kv_heads, one.head_dim, self._cache_dtype) for at, one in enumerate(layers)]
         for layer in self.layers:
@@ -82,7 +84,7 @@ class ExactModel(nn.Module):
     ) -> Tensor:
         """Return the final hidden states (T, H) of vLLM's batch. input_ids: (T,) integers; positions: (T,) int64."""
         assert intermediate_tensors is None and inputs_embeds is None, "no pipeline, no embeddings"
-        batch = get_forward_context().attn_metadata  # by layer; all layers have the same
+        batch: Any = get_forward_context().attn_metadata  # by layer; all layers have the same
         attention = self._profiling_attention(positions) if batch is None else next(iter(batch.values()))
         if self.before_batch is not None:
             self.before_batch(input_ids)

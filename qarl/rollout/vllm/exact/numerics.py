@@ -110,12 +110,14 @@ class PolicySampler(Sampler):
         tokens = tokens.long()
         return SamplerOutput(tokens.int()[:, None], _reported(sampled_from, tokens))
 
-    def compute_logprobs(self, logits: Tensor) -> Tensor:
+    def compute_logprobs(self, logits: Tensor) -> Tensor:  # type: ignore[override] # a static method of vLLM
         """Called to score prompt tokens. vLLM passes the result to `gather_logprobs` next."""
         self._scored = self._policy.pop_untruncated_distribution(logits)
         return self._scored.logits
 
-    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+    def gather_logprobs(  # type: ignore[override] # a static method of vLLM
+        self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor
+    ) -> LogprobsTensors:
         assert num_logprobs == 0, "qarl asks only for the log-probs of given tokens"
         scored, self._scored = self._scored, None
         assert scored is not None and scored.logits is logprobs

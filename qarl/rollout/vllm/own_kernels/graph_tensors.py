@@ -9,7 +9,7 @@ first rollout after the first publish. With the old lock words kept alive, runs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -95,7 +95,7 @@ def scale_permutations(device: torch.device) -> tuple[Tensor, ...]:
     """
     from vllm.model_executor.layers.quantization.utils import marlin_utils
 
-    lists = getattr(marlin_utils, "get_scale_perms", tuple)()
+    lists: Sequence[list[int]] = getattr(marlin_utils, "get_scale_perms", tuple)()
     return tuple(torch.tensor(order, device=device) for order in lists)
 
 

@@ -6,6 +6,8 @@ runs outside of compiled and captured code, so the product can be replaced in a 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from qarl_kernels import logprob
 from torch import Tensor, nn
@@ -33,10 +35,10 @@ class Float32Head(UnquantizedEmbeddingMethod):
         blocks = zip(self.weight_float32.split(ROWS), self._weight().split(ROWS), strict=True)
         return all(torch.equal(wide, rows.float()) for wide, rows in blocks)
 
-    def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Do nothing. vLLM calls this during a load, but not for tied layers, hence `refresh`."""
 
-    def apply(self, layer: VocabParallelEmbedding, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: (..., H) of the model's dtype. Returns (..., V) float32, without vLLM's padding of the vocabulary."""
         assert bias is None, "output layers with a bias are not among the learner's models"
         logits = logprob.logits_of(x.reshape(-1, x.shape[-1]), self.weight_float32)
@@ -44,7 +46,8 @@ class Float32Head(UnquantizedEmbeddingMethod):
 
     def _weight(self) -> Tensor:
         # Without vLLM's padding of the vocabulary, because bits of the CPU's product may depend on the shape.
-        return self._layer.weight.data[: self._layer.org_vocab_size]
+        weight: Any = self._layer.weight
+        return weight.data[: self._layer.org_vocab_size]
 
 
 def use_float32_head(model: nn.Module) -> Float32Head:
@@ -54,6 +57,7 @@ def use_float32_head(model: nn.Module) -> Float32Head:
     """
     head = model.lm_head
     assert isinstance(head, VocabParallelEmbedding), f"{type(model).__name__} has no output layer in this process"
-    assert head.weight.ndim == 2 and head.weight.is_floating_point(), "the output layer is quantized"
-    head.quant_method = Float32Head(head)
-    return head.quant_method
+    weight: Any = head.weight
+    assert weight.ndim == 2 and weight.is_floating_point(), "the output layer is quantized"
+    wide = head.quant_method = Float32Head(head)
+    return wide

@@ -87,12 +87,12 @@ def keep_int8_scales_alive() -> None:
         return
 
     @wraps(make)
-    def keeping(weight, weight_scales, *rest):
+    def keeping(weight: Any, weight_scales: Any, *rest: Any) -> Any:
         handle = make(weight, weight_scales, *rest)
         handle.weight_scales = weight_scales
         return handle
 
-    ops.create_onednn_scaled_mm = keeping
+    ops.create_onednn_scaled_mm = keeping  # type: ignore[assignment]
 
 
 def import_model_class(checkpoint: Path) -> None:

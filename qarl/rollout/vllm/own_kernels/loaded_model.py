@@ -50,7 +50,7 @@ def load_units(model: nn.Module) -> dict[str, Unit]:
     of its own.
     """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    units = {}
+    units: dict[str, Unit] = {}
     for name, module in model.named_modules():
         if not _own_tensors(module):
             continue
@@ -149,7 +149,8 @@ class LoadedModel:
             else:
                 held.copy_(tensor)
         for dtype in {tensor.dtype for tensor in small[1]}:  # one launch for all small tensors of a dtype
-            torch._foreach_copy_(*([t for t in side if t.dtype == dtype] for side in small))
+            held_tensors, sent = ([t for t in side if t.dtype == dtype] for side in small)
+            torch._foreach_copy_(held_tensors, sent)
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model has the expected snapshot, as far as its layout shows."""

@@ -102,8 +102,8 @@ class OwnKernels(Numerics):
 
 def routers_of(model: nn.Module) -> Experts:
     """Return a reader of the experts that a model's routers chose in the last forward, in layer order."""
-    runners = [module for module in model.modules() if hasattr(module, "routed_experts")]
-    buffers = [getattr(runner.router, "capture_fn", None) for runner in runners]
+    runners: list[Any] = [module for module in model.modules() if hasattr(module, "routed_experts")]
+    buffers: list[Any] = [getattr(runner.router, "capture_fn", None) for runner in runners]
     if not buffers or not all(isinstance(buffer, RoutingBuffer) for buffer in buffers):
         raise ValueError("vLLM created its routers without qarl's buffers")
     if any(runner.routed_experts.quant_method.is_monolithic for runner in runners):
