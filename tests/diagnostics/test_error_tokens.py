@@ -69,13 +69,6 @@ def test_finds_what_the_definition_finds(seed):
     )
 
 
-@pytest.mark.parametrize(("unit", "times"), [([7], 24), ([5, 7], 12), ([1, 2, 3, 4], 6), (list(range(32)), 4)])
-def test_a_loop_is_one_stretch_with_its_first_period(unit, times):
-    before = [100 + i for i in range(5)]
-    ids = [*before, *unit * times, 99, 98]
-    assert stretches(ids, [-0.1] * len(ids)) == [Stretch(5, 5 + len(unit) * times, "repetitive")]
-
-
 def test_improbable_tokens_in_a_row_are_garbled_and_one_very_improbable_is_not():
     ids = list(range(40))
     logp = [-0.2] * 10 + [-6.0] * 10 + [-0.2] * 20

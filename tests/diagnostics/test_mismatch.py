@@ -106,14 +106,6 @@ def test_small_mismatches_keep_their_digits():
     assert metrics["mismatch/chi2_token"] == pytest.approx(2 * delta, rel=1e-11)
 
 
-def test_a_batch_without_tokens_has_no_mismatch():
-    metrics = mismatch_metrics(torch.zeros(0), torch.zeros(0), Segments.from_lengths([0]))
-    assert {metrics.pop(f"mismatch/ppl_{which}") for which in ("ratio", "learner", "sampler")} == {1.0}
-    for which in ("token", "seq"):
-        assert metrics.pop(f"mismatch/optimal_cap_{which}") == pytest.approx(math.sqrt(2.0), rel=1e-15)
-    assert set(metrics.values()) == {0.0}
-
-
 def test_one_token_is_not_a_sample_of_a_spread():
     metrics = mismatch_metrics(torch.tensor([-1.0]), torch.tensor([-2.0]), Segments.from_lengths([1]))
     assert metrics["mismatch/rollout_probs_diff_std"] == 0.0
@@ -125,13 +117,6 @@ def test_quantiles_are_the_smallest_gap_that_enough_tokens_stay_within():
     metrics = mismatch_metrics(gaps.flip(0), torch.zeros(1000), Segments.from_lengths([1000]))
     for name, rank in (("p50", 500), ("p90", 900), ("p99", 990), ("p999", 999)):
         assert metrics[f"mismatch/delta_abs_{name}"] == rank / 1024
-
-
-def test_probabilities_of_0_and_1_are_in_the_outer_tenths_and_an_empty_one_has_no_mean():
-    rows = probability_deciles(torch.tensor([-1.0, -0.5]), torch.tensor([-math.inf, 0.0]))
-    assert [row["count"] for row in rows] == [1, *[0] * 8, 1]
-    assert rows[0]["delta_abs_mean"] == 20.0 and rows[9]["delta_abs_mean"] == 0.5
-    assert rows[5]["delta_abs_mean"] is None
 
 
 def test_deciles_split_by_the_samplers_probability_and_their_bias_is_of_tokens_inside_both_distributions():

@@ -123,23 +123,6 @@ def test_every_count_is_that_of_a_loop_over_tokens(seed, level):
     assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-12)
 
 
-def test_an_aligned_learner_has_no_beta_no_phantom_clipping_and_no_ratio_of_the_two():
-    _, shadow, sampler = sample()
-    metrics = precision_metrics(
-        shadow, shadow, sampler, shadow - sampler, ADVANTAGES, Segments.from_lengths(LENGTHS), BAND
-    )
-    assert metrics["precision/beta_abs_max"] == metrics["precision/phantom_frac"] == 0.0
-    assert metrics["precision/clipped_frac"] > 0
-    assert "precision/snr" not in metrics and "precision/beta_advantage_corr" not in metrics
-
-
-def test_without_a_band_there_is_nothing_to_clip():
-    logp, shadow, sampler = sample(beta=3.0)
-    metrics = precision_metrics(logp, shadow, sampler, logp - sampler, ADVANTAGES, Segments.from_lengths(LENGTHS), None)
-    assert "precision/clipped_frac" not in metrics and "precision/phantom_frac" not in metrics
-    assert metrics["precision/ratio_off_50_frac"] > 0.5
-
-
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_token_outside_a_distribution_is_counted_and_changes_no_mean(which):
     columns = [torch.tensor([-1.0, -2.0, -0.5]) + 0.1 * i for i in range(3)]

@@ -124,15 +124,6 @@ def test_a_fault_is_found_in_its_layer_and_operation(opened, monkeypatch, name):
     assert first.place.startswith(operation if layer is None else f"layer {layer}, {operation}")
 
 
-def test_a_fault_of_the_output_layer_is_no_layers(opened, monkeypatch):
-    real = Sampler.logits
-    with monkeypatch.context() as during:
-        during.setattr(Sampler, "logits", lambda self, hidden: real(self, hidden) * 1.01)
-        first = checked(opened).found.first
-    assert (first.layer, first.operation) == (None, "head")
-    assert first.operation_position == first.position - 1 and first.values is None
-
-
 def test_the_first_token_that_differs_is_named(opened, monkeypatch):
     """In one response of all, and from its fourth token on."""
     engine = Native(opened)
@@ -288,7 +279,9 @@ def test_the_command_names_the_place_with_exit_code_1(tiny_model, tmp_path, run_
     code, shown, _ = run_command("verify-exact", tiny_model(), *size, "--json", out)
     assert code == 1 and "not exact: " in shown
     assert "the forwards diverge at head (the output layer and the log-prob), at position" in shown
-    assert json.loads(out.read_text())["first"]["operation"] == "head"
+    first = json.loads(out.read_text())["first"]
+    assert (first["layer"], first["operation"], first["values"]) == (None, "head", None)
+    assert first["operation_position"] == first["position"] - 1
 
 
 def test_a_fault_of_the_user_is_a_line_with_exit_code_2(tiny_model, tmp_path, run_command):

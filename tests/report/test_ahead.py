@@ -14,15 +14,16 @@ from qarl.report.page import write_page
 from qarl.report.parallel_render import render_in_parallel
 
 CHARTS: list[Chart] = [
-    LineChart(f"Curve {n}", "step", "mean", [Series("a", [1, 2, 3], [0.1, 0.4, n])]) for n in range(9)
+    LineChart(f"Curve {n}", "step", "mean", [Series("a", [1, 2, 3], [0.1, 0.4, n])]) for n in range(4)
 ]
 EMPTY = LineChart("Empty", "step", "mean", [])
-SECTIONS = [Section("One", [Text("text"), *CHARTS[:5]]), Section("Two", [EMPTY, *CHARTS[5:]])]
+SECTIONS = [Section("One", [Text("text"), *CHARTS[:2]]), Section("Two", [EMPTY, *CHARTS[2:]])]
 
 
 @pytest.fixture
 def forks(monkeypatch):
-    """Simulate a program with one thread on a machine with two cores."""
+    """Simulate a program with one thread on a machine with two cores, each with few charts to render."""
+    monkeypatch.setattr(ahead, "FEWEST_CHARTS", 2)
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
 

@@ -57,11 +57,6 @@ def test_it_speaks_at_the_tenth_step_in_a_row_and_no_sooner(seed):
         ({"correction": {"preset": "mis"}}, {REJECTED: 0.8}, "(sequence mask [none, 2]) rejects responses"),
         ({"correction": {"veto": 1e-4}}, {"correction/veto_frac": 0.6, REJECTED: 0.6}, "veto (a token below 0.0001)"),
         (
-            {"objective": {"name": "mis_gspo"}},
-            {REJECTED: 0.7},
-            "the correction (sequence mask [none, 2]) rejects responses",
-        ),
-        (
             {"correction": {"reject": [{"estimator": "ratio", "aggregate": "token", "upper": 1.1}]}},
             {"correction/reject_corr_ratio_token_frac": 0.7, REJECTED: 0.7},
             "outside [none, 1.1]' rejects tokens",

@@ -6,9 +6,7 @@ import os
 import pytest
 from rich.console import Console
 
-from qarl.terminal.run_console import TABLE_METRICS, RunConsole, visible
-
-HOSTILE = "\x1b[2J[bold red]x[/bold red] [/nope] \u202eevil\r\x07\x9b31m\ud800"
+from qarl.terminal.run_console import TABLE_METRICS, RunConsole
 
 
 class Terminal(io.StringIO):
@@ -21,21 +19,6 @@ class Terminal(io.StringIO):
 def shown(mode: str, stream: io.StringIO | None = None, **options) -> tuple[RunConsole, io.StringIO]:
     stream = stream or Terminal()
     return RunConsole(mode, stream=stream, **options), stream
-
-
-def test_hostile_characters_become_escapes():
-    assert visible(HOSTILE) == r"\x1b[2J[bold red]x[/bold red] [/nope] \u202eevil\r\x07\x9b31m\ud800"
-    assert visible("a\nb\tπ\U0001f600", keep_newlines=True) == "a\nb\\tπ\U0001f600"
-
-
-@pytest.mark.parametrize("mode", ["plain", "rich"])
-def test_a_hostile_completion_is_printed_inert(mode, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    console, stream = shown(mode)
-    console.samples(10, [{"prompt": "2+2=", "completion": HOSTILE, "reward": 0.5}])
-    text = stream.getvalue()
-    assert "[bold red]x[/bold red] [/nope]" in text and "reward 0.5" in text
-    assert "\x1b[2J" not in text and "\u202e" not in text and "\x07" not in text and "\x9b" not in text
 
 
 def test_without_a_terminal_there_is_one_line_a_step():
@@ -70,13 +53,6 @@ def test_none_prints_nothing(tmp_path):
         console.warn("w")
         console.summary(tmp_path, [], [("go on", "qarl export")])
     assert stream.getvalue() == ""
-
-
-def test_a_stream_that_cannot_say_a_character_gets_an_escape():
-    raw = io.BytesIO()
-    console = RunConsole("plain", stream=io.TextIOWrapper(raw, encoding="ascii"))
-    console.message("π done")
-    assert raw.getvalue() == b"\\u03c0 done\n"
 
 
 def test_a_closed_pipe_silences_the_console():

@@ -37,15 +37,6 @@ HEALTHY = {
     "weights/ess_frac": 0.99,
     "weights/zero_frac": 0.0,
 }
-# What TRL measured in its failing run, section 6 and 10.3.
-FAILING = {
-    "precision/alpha_abs_mean": 0.03,
-    "precision/beta_abs_mean": 0.076,
-    "precision/beta_abs_max": 3.05,
-    "precision/snr": 0.42,
-    "precision/clipped_frac": 0.01,
-    "precision/phantom_frac": 0.135,
-}
 
 
 def said(level: str, **changes: float | None) -> str:
@@ -65,15 +56,6 @@ def test_bit_for_bit_is_said():
     assert "bit for bit" in exact and "beta is 0 at every token" in exact
 
 
-def test_the_failing_run_of_the_trl_study_is_phantom_clipping():
-    findings = read(HEALTHY | FAILING | {"deployed/efficiency": 0.013})
-    assert findings[0].level == "problem"
-    assert "13.5% of the tokens are outside the clip bounds because of precision" in findings[0].text
-    assert findings[0].evidence["precision/phantom_frac"] == 0.135
-    text = "\n".join(finding.text for finding in findings if finding.level == "watch")
-    assert "mostly precision" in text and "hardly improved the served policy: 1.3%" in text
-
-
 @pytest.mark.parametrize(
     ("changes", "level", "words"),
     [
@@ -89,6 +71,12 @@ def test_the_failing_run_of_the_trl_study_is_phantom_clipping():
             "watch",
             "1.0% of the tokens are outside the clip bounds because of precision alone",
         ),
+        (
+            {"precision__phantom_frac": 0.135},
+            "problem",
+            "13.5% of the tokens are outside the clip bounds because of precision",
+        ),
+        ({"precision__snr": 0.42}, "watch", "mostly precision"),
         ({"precision__clipped_frac": 0.4}, "watch", "lower optim.lr"),
         ({"mismatch__outside_frac": 0.05}, "watch", "5.0% of the tokens are outside"),
         ({"gradients__cos_total": 0.55, "gradients__score_rel": 1.0}, "problem", "through the score"),
