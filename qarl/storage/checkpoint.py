@@ -32,7 +32,7 @@ from qarl.storage.loading import Checkpoint, CheckpointDamaged, load_checkpoint
 from qarl.storage.names import checkpoint_steps, step_name
 from qarl.storage.pieces import Piece, needed_bytes, plan_files, write_files, write_manifest
 
-_LEFTOVER_NAME = re.compile(r"\.(tmp|old)-([0-9]{6,10})-([0-9]{1,9})-(.+)")
+_LEFTOVER_NAME = re.compile(r"\.tmp-[0-9]{6,10}-([0-9]{1,9})-(.+)")
 
 
 class CheckpointStore:
@@ -91,13 +91,15 @@ class CheckpointStore:
         ranks = self.ranks
         final, state_json = self.path(step), json.dumps(state, indent=1).encode()
         needed = sum(ranks.gather(needed_bytes(pieces))) + len(state_json)
-        temporary = self.directory / ranks.gather(self._hidden("tmp", step).name)[0]
+        temporary = self.directory / ranks.gather(self._hidden(step).name)[0]
         files = plan_files(pieces, ranks.rank, ranks.count)
 
         def begin() -> None:
             self._require_space(final, needed)
             with disk_errors(final, needed):
                 self.directory.mkdir(exist_ok=True)  # it may have been removed while the run continued
+                if final.exists():  # not of the history that this run continues: see `discard_after`
+                    self._remove(step)
                 temporary.mkdir()
 
         def write() -> dict[str, Any]:
@@ -180,22 +182,8 @@ class CheckpointStore:
             )
 
     def _publish(self, temporary: Path, step: int) -> None:
-        final = self.path(step)
-        if final.exists():
-            # A directory cannot be renamed over another. A kill between the two renames leaves `.old-...`,
-            # which `_remove_leftovers` puts back.
-            replaced = self._hidden("old", step)
-            os.rename(final, replaced)
-            try:
-                os.rename(temporary, final)
-            except OSError:
-                os.rename(replaced, final)
-                raise
-            fsync_directory(self.directory)
-            delete(replaced)
-        else:
-            os.rename(temporary, final)
-            fsync_directory(self.directory)
+        os.rename(temporary, self.path(step))
+        fsync_directory(self.directory)
         self._link_latest(step)
 
     def _link_latest(self, step: int) -> None:
@@ -213,20 +201,16 @@ class CheckpointStore:
 
     def _remove(self, step: int) -> None:
         """Rename, then delete, so that a kill cannot leave a partial checkpoint under a valid name."""
-        hidden = self._hidden("tmp", step)
+        hidden = self._hidden(step)
         delete(hidden)
         os.rename(self.path(step), hidden)
         delete(hidden)
 
-    def _hidden(self, kind: str, step: int) -> Path:
-        return self.directory / f".{kind}-{step_name(step)}-{mark()}"
+    def _hidden(self, step: int) -> Path:
+        return self.directory / f".tmp-{step_name(step)}-{mark()}"
 
     def _remove_leftovers(self) -> None:
         for path in self.directory.iterdir():
             match = _LEFTOVER_NAME.fullmatch(path.name)
-            if match is None or not is_abandoned(path, int(match[3]), match[4]):
-                continue
-            if match[1] == "old" and not (self.directory / match[2]).exists():
-                os.rename(path, self.directory / match[2])
-            else:
+            if match is not None and is_abandoned(path, int(match[1]), match[2]):
                 delete(path)

@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,31 +68,6 @@ class PiecesManifest(Manifest):
         return self.written_by
 
 
-def coverage_fault(shapes: Mapping[str, list[int]], spans: Mapping[str, list[tuple[int, int]]]) -> str | None:
-    """Describe the first error in the pieces of tensors: a gap, an overlap or an end out of range. None if correct.
-
-    Args:
-        shapes: Shapes of the whole tensors by name.
-        spans: [start, stop) of each piece by tensor name.
-    """
-    if odd := sorted(spans.keys() - shapes.keys()):
-        return f"'{odd[0]}' has pieces and no shape"
-    for name, shape in shapes.items():
-        reached, size = 0, prod(shape)
-        if prod(max(length, 1) for length in shape) >= 2**63:
-            return f"'{name}' has a shape that no tensor can have"
-        for start, stop in sorted(spans.get(name, ())):
-            if not start < stop <= size:
-                return f"'{name}' has a piece [{start}, {stop}), and {size} elements"
-            if start != reached:
-                what = "in no file" if start > reached else "in two files"
-                return f"'{name}': elements [{min(start, reached)}, {max(start, reached)}) are {what}"
-            reached = stop
-        if reached != size:
-            return f"'{name}': elements [{reached}, {size}) are in no file"
-    return None
-
-
 def encode(body: Mapping[str, Any]) -> bytes:
     """Serialize a manifest and add its own digest. Format 2 is written on one line because it is large."""
     indent = 1 if body["format_version"] == WHOLE else None
@@ -101,7 +75,9 @@ def encode(body: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read and validate the manifest at `path`. In format 2, the pieces must cover every tensor exactly once.
+    """Read and validate the manifest at `path`.
+
+    Its digest shows that it is as it was written, and `write_manifest` checks that the pieces cover every tensor once.
 
     Raises:
         NoSuchFile: There is none.
@@ -120,34 +96,7 @@ def read_manifest(path: Path) -> Manifest:
     manifest = checked(PiecesManifest if version == PIECES else Manifest, found, str(path))
     if step_of(path.parent.name) not in (None, manifest.step):
         raise Unreadable(str(path), f"is of step {manifest.step}, not of the one that its directory is named by")
-    if isinstance(manifest, PiecesManifest) and (
-        fault := pieces_fault(manifest.groups, manifest.shapes, manifest.pieces)
-    ):
-        raise Unreadable(str(path), fault)
     return manifest
-
-
-def pieces_fault(
-    groups: Mapping[str, list[str]],
-    shapes: Mapping[str, Mapping[str, list[int]]],
-    pieces: Mapping[str, Mapping[str, list[int]]],
-) -> str | None:
-    """Describe the first error in these entries of a format 2 manifest in one line; None if correct."""
-    listed = [file for files in groups.values() for file in files]
-    if len(set(listed)) != len(listed):
-        return f"lists {next(file for file in listed if listed.count(file) > 1)} twice"
-    if odd := set(listed) ^ pieces.keys():
-        return f"'{min(odd)}' is in one of groups and pieces only"
-    if different := groups.keys() ^ shapes.keys():
-        return f"'{min(different)}' is in one of groups and shapes only"
-    for group, files in groups.items():
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for file in files:
-            for name, (start, stop) in pieces[file].items():
-                spans.setdefault(name, []).append((start, stop))
-        if fault := coverage_fault(shapes[group], spans):
-            return f"{group}: {fault}"
-    return None
 
 
 def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:

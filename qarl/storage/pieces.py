@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from qarl.errors import UserError
 from qarl.storage.disk import fsync_directory
-from qarl.storage.manifest import MANIFEST, PIECES, WHOLE, encode, pieces_fault
+from qarl.storage.manifest import MANIFEST, PIECES, WHOLE, encode
 from qarl.storage.tensorfile import safetensors_chunks, write_file
 
 GROUPS = ("masters", "optimizer")
@@ -141,7 +142,7 @@ def write_manifest(directory: Path, step: int, state_json: bytes, shares: Sequen
                 f"{directory / file}: is not what another rank wrote under that name; set train.run_dir to a directory "
                 "on a disk that all nodes share"
             )
-    assert (fault := pieces_fault(groups, shapes, pieces)) is None, fault
+    assert (fault := _coverage_fault(groups, shapes, pieces)) is None, fault
     files["state.json"] = write_file(directory / "state.json", [state_json])
     if len(shares) == 1:
         body = {"format_version": WHOLE, "step": step, "groups": groups}
@@ -150,3 +151,21 @@ def write_manifest(directory: Path, step: int, state_json: bytes, shares: Sequen
         body |= {"shapes": shapes, "pieces": pieces}
     write_file(directory / MANIFEST, [encode({**body, "files": files})])
     fsync_directory(directory)
+
+
+def _coverage_fault(
+    groups: Mapping[str, list[str]],
+    shapes: Mapping[str, Mapping[str, list[int]]],
+    pieces: Mapping[str, Mapping[str, list[int]]],
+) -> str | None:
+    """Describe the first tensor whose pieces have a gap or overlap; None if they cover every tensor once."""
+    for group, files in groups.items():
+        for name, shape in shapes[group].items():
+            reached, size = 0, prod(shape)
+            spans = sorted(pieces[file][name] for file in files if name in pieces[file])
+            for start, stop in [*spans, [size, size]]:
+                if start != reached:
+                    what = "in no file" if start > reached else "in two files"
+                    return f"{group}: '{name}': elements [{min(start, reached)}, {max(start, reached)}) are {what}"
+                reached = stop
+    return None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cut_tensors import cut_anywhere, cut_rows, some_tensors
-from fuzzing.damage import damage_entry, damage_file, seal
+from fuzzing.damage import damage_entry, damage_file
 from fuzzing.series import with_draws
 from fuzzing.values import chance
 from hypothesis.strategies import DrawFn
@@ -217,39 +217,6 @@ DAMAGE = {
         ),
         "manifest.json: its own digest",
     ),
-    "gap": (
-        edited(lambda m: m["pieces"][TWO].update({NAME: [96, 120]})),
-        f"manifest.json: masters: '{NAME}': elements [72, 96) are in no file",
-    ),
-    "gap at the end": (
-        edited(lambda m: m["pieces"][TWO].pop(NAME)),
-        f"manifest.json: masters: '{NAME}': elements [72, 120) are in no file",
-    ),
-    "overlap": (
-        edited(lambda m: m["pieces"][TWO].update({NAME: [48, 120]})),
-        f"manifest.json: masters: '{NAME}': elements [48, 72) are in two files",
-    ),
-    "another shape": (
-        edited(lambda m: m["shapes"]["masters"].update({NAME: [5, 25]})),
-        f"manifest.json: masters: '{NAME}': elements [120, 125) are in no file",
-    ),
-    "a smaller shape": (
-        edited(lambda m: m["shapes"]["masters"].update({NAME: [4, 24]})),
-        f"manifest.json: masters: '{NAME}' has a piece [72, 120), and 96 elements",
-    ),
-    "pieces that are not those of the files": (
-        edited(lambda m: (m["pieces"][ONE].update({NAME: [0, 48]}), m["pieces"][TWO].update({NAME: [48, 120]}))),
-        f"{ONE}: '{NAME}' has shape [72], not [48]",
-    ),
-    "a name that is not in the file": (
-        edited(lambda m: (m["pieces"][ONE].update(other=[0, 1]), m["shapes"]["masters"].update(other=[1]))),
-        f"{ONE}: 'other' is in one of the file and the manifest only",
-    ),
-    "a file without pieces": (
-        edited(lambda m: m["pieces"].pop(TWO)),
-        f"manifest.json: '{TWO}' is in one of groups and pieces only",
-    ),
-    "a file twice": (edited(lambda m: m["groups"]["masters"].append(TWO)), f"manifest.json: lists {TWO} twice"),
     "no shapes": (edited(lambda m: m.pop("shapes")), "manifest.json: shapes is missing"),
     "odd pieces": (edited(lambda m: m["pieces"][ONE].update({NAME: [0, 1, 2]})), "manifest.json: pieces."),
     "no number of ranks": (edited(lambda m: m.update(ranks=0)), "manifest.json: ranks = 0"),
@@ -291,17 +258,6 @@ def test_damage_is_named_and_all_ranks_take_the_previous_checkpoint(two, tmp_pat
     assert all(type(error) is CheckpointDamaged and reason in str(error) for error in told)
 
 
-def test_a_piece_of_another_type_is_damage(tmp_path):
-    def work(ranks: Ranks) -> Path:
-        values = torch.zeros(4) if ranks.first else torch.zeros(4, dtype=torch.bfloat16)
-        pieces = [Piece("masters", "w", (8,), 4 * ranks.rank, values)]
-        return CheckpointStore(tmp_path, 0, ranks).save(1, pieces, {})
-
-    as_threads(2, work)
-    with pytest.raises(CheckpointDamaged, match=r"r0002-of-0002.*'w' is torch.bfloat16, elsewhere torch.float32"):
-        CheckpointStore.load(tmp_path / "000001")
-
-
 def test_every_rank_raises_if_all_checkpoints_are_damaged(two, tmp_path):
     directory = tmp_path / "checkpoints"
     shutil.copytree(two, directory, symlinks=True)
@@ -322,7 +278,6 @@ def test_any_damage_gives_a_checkpoint_or_one_line(two, tmp_path, file):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(two / "000002", folder)
         what = (damage_entry if chance(draw, 25) else damage_file)(draw, folder / file)
-        seal(folder)
         try:
             found = CheckpointStore.load(folder)
             for members in found.tensors.values():

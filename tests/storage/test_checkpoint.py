@@ -203,13 +203,6 @@ def test_leftovers_are_removed_unless_their_process_may_live(tmp_path, process, 
     assert path.exists() == stays
 
 
-def test_a_checkpoint_between_the_two_renames_of_a_replacement_is_restored(tmp_path):
-    checkpoints = store(tmp_path, 1)
-    final = checkpoints.save(7, whole_pieces(small(7)), {"step": 7})
-    final.rename(checkpoints.directory / f".old-000007-{dead_pid()}-{socket.gethostname()}")
-    assert_is_step(store(tmp_path).latest_valid(pytest.fail), 7)
-
-
 def test_kill_9_at_random_points_always_leaves_the_last_finished_checkpoint(tmp_path):
     # Forks, because twelve imports of torch would take longer than the rest of the test.
     rng = random.Random(0)
@@ -222,7 +215,7 @@ def test_kill_9_at_random_points_always_leaves_the_last_finished_checkpoint(tmp_
             try:
                 checkpoints = CheckpointStore(directory, keep_last=1)
                 for turn in range(1, 100_000):
-                    step = finished + turn // 2  # each step twice: kills fall into replacements too
+                    step = finished + turn
                     value = torch.full((2000,), float(step))
                     group = {f"t{i}": value for i in range(8)}
                     checkpoints.save(step, whole_pieces({"masters": group, "optimizer": group}), {"step": step})
