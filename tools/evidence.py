@@ -4,7 +4,7 @@
     python tools/evidence.py ladder runs/evidence_sft               # answered tasks by family and level
     python tools/evidence.py missing runs/evidence --seeds 0 1 2    # arms without a record, and how far their runs are
     python tools/evidence.py record runs/evidence                   # benchmarks/results/evidence/*.json, one per run
-    python tools/evidence.py figures                                # docs/results.md and docs/images/evidence_*.png
+    python tools/evidence.py figures                                # docs/results.md, its pictures, further tables
 
 A record is known by arm, learning rate, size (steps x responses) and seed. `record --tag` keeps runs from another
 policy apart: all other commands read only the records with the tag that they get. `record --steps N` takes the first N
@@ -404,12 +404,20 @@ def write_figures(options: argparse.Namespace) -> None:
             lines += [f"![{chart.title}](images/evidence_{name}.png)", ""]
     for table in (results(groups, reference), *tables(groups)):
         lines += [table, ""]
+    write_block(options.docs / "results.md", lines)
+    lines = [BEGIN, ""]
     for size in further:
         records, groups, _, reference = read(size)
-        lines += [f"## Other arms: {size.replace('x', ' steps of ')} responses", "", setting(records), ""]
-        lines += [results(groups, reference, FURTHER), ""]
-    page = options.docs / "results.md"
+        lines += [setting(records), "", results(groups, reference, FURTHER), ""]
+    if further:
+        write_block(options.further, lines)
+
+
+def write_block(page: Path, lines: Sequence[str]) -> None:
+    """Replace what an earlier call wrote to a page, from `BEGIN` to `END`; a new page gets a title."""
     text = page.read_text() if page.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
+    if BEGIN not in text:
+        raise UserError(f"{page}: has no line {BEGIN}; add it, and below it {END}")
     before, _, rest = text.partition(BEGIN)
     page.write_text(before + "\n".join(lines) + END + rest.partition(END)[2])
     print(page)
@@ -452,13 +460,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     record.add_argument("--tag", default="", help="added to the arms' names, for runs from another policy")
     record.add_argument("--steps", type=count, help="use only these first steps; default: all, of finished runs")
     record.add_argument("roots", type=Path, nargs="+", help="folders of runs")
-    figures = command("figures", write_figures, "write docs/results.md and its pictures")
+    figures = command("figures", write_figures, "write docs/results.md, its pictures, and the tables of further sizes")
     figures.add_argument("--docs", type=Path, default=ROOT / "docs")
+    figures.add_argument("--further", type=Path, default=ROOT / "benchmarks/reproductions.md", help="their page")
     for one in (missing, figures):
         one.add_argument("--tag", default="", help="of the records; default: those without one")
     missing.add_argument("--size", metavar="STEPSxRESPONSES", help="of the records, if there are several")
     figures.add_argument(
-        "--size", metavar="STEPSxRESPONSES", nargs="+", help="as above; further ones get one table each"
+        "--size", metavar="STEPSxRESPONSES", nargs="+", help="as above; further ones get one table each in --further"
     )
     figures.add_argument("--reference", default="qarl-tbpo", help="arm of the differences; default %(default)s")
     return parser.parse_args(arguments)

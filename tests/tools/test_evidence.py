@@ -124,6 +124,16 @@ def test_records_figures_and_what_is_missing(study, capsys):
     assert page.read_text().count(evidence.BEGIN) == page.read_text().count(evidence.END) == 1
     assert page.read_text().startswith("# Results\n\nOur words.\n")
 
+    further = study / "further.md"
+    further.write_text("No block.\n")
+    with pytest.raises(UserError, match=r"further.md: has no line <!-- made"):
+        run(study, "figures", "--docs", docs, "--size", size, size, "--further", further)
+    further.write_text(f"Before.\n{evidence.BEGIN}\nold\n{evidence.END}\nAfter.\n")
+    run(study, "figures", "--docs", docs, "--size", size, size, "--further", further)
+    text = further.read_text()
+    assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
+    assert "| good | 1e-05 | 0, 1, 2 | 0.0 [0.0, 32.4] | 50.0 [0.0, 100.0] |" in text
+
 
 def test_the_first_steps_of_a_stopped_run_make_a_record(tmp_path, tiny_model):
     write_run(tmp_path / "runs/good", tiny_model(), 0, 1e-5, 2, 0.8, steps=5)
