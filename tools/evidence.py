@@ -402,15 +402,14 @@ def write_figures(options: argparse.Namespace) -> None:
         if has_data(chart):
             (pictures / f"evidence_{name}.png").write_bytes(png(chart))
             lines += [f"![{chart.title}](images/evidence_{name}.png)", ""]
-    for table in (results(groups, reference), *tables(groups)):
-        lines += [table, ""]
-    write_block(options.docs / "results.md", lines)
+    write_block(options.docs / "results.md", [*lines, results(groups, reference), ""])
     lines = [BEGIN, ""]
+    for table in (setting(records), *tables(groups)):
+        lines += [table, ""]
     for size in further:
         records, groups, _, reference = read(size)
         lines += [setting(records), "", results(groups, reference, FURTHER), ""]
-    if further:
-        write_block(options.further, lines)
+    write_block(options.further, lines)
 
 
 def write_block(page: Path, lines: Sequence[str]) -> None:
@@ -460,14 +459,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     record.add_argument("--tag", default="", help="added to the arms' names, for runs from another policy")
     record.add_argument("--steps", type=count, help="use only these first steps; default: all, of finished runs")
     record.add_argument("roots", type=Path, nargs="+", help="folders of runs")
-    figures = command("figures", write_figures, "write docs/results.md, its pictures, and the tables of further sizes")
+    figures = command("figures", write_figures, "write docs/results.md, its pictures, and a page of further tables")
     figures.add_argument("--docs", type=Path, default=ROOT / "docs")
-    figures.add_argument("--further", type=Path, default=ROOT / "benchmarks/reproductions.md", help="their page")
+    figures.add_argument("--further", type=Path, default=ROOT / "benchmarks/reproductions.md", help="page of further tables")
     for one in (missing, figures):
         one.add_argument("--tag", default="", help="of the records; default: those without one")
     missing.add_argument("--size", metavar="STEPSxRESPONSES", help="of the records, if there are several")
     figures.add_argument(
-        "--size", metavar="STEPSxRESPONSES", nargs="+", help="as above; further ones get one table each in --further"
+        "--size", metavar="STEPSxRESPONSES", nargs="+", help="as above; further ones get one table each"
     )
     figures.add_argument("--reference", default="qarl-tbpo", help="arm of the differences; default %(default)s")
     return parser.parse_args(arguments)

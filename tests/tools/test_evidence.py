@@ -102,8 +102,8 @@ def test_records_figures_and_what_is_missing(study, capsys):
     assert "good                  lr 3e-05  seed 0  stopped, step 3 of 8" in listed
     assert "never                 lr 1e-05  seed 1  not started" in listed
 
-    docs = study / "docs"
-    run(study, "figures", "--docs", docs, "--reference", "good")
+    docs, further = study / "docs", study / "further.md"
+    run(study, "figures", "--docs", docs, "--further", further, "--reference", "good")
     page = (docs / "results.md").read_text()
     pictures = {path.name for path in (docs / "images").iterdir()}
     assert pictures == {f"evidence_{name}.png" for name in ("accuracy", "final", "reward", "mismatch", "errors")}
@@ -115,16 +115,15 @@ def test_records_figures_and_what_is_missing(study, capsys):
     assert wilson[0] == 0.25 and 0.05 < wilson[1] < 0.1 and 0.5 < wilson[2] < 0.65
     poor = next(row for row in rows if row.startswith("| poor | 3e-05 | 0 |"))
     assert "| -50.0 [" in poor and rows.index(poor) < rows.index(next(r for r in rows if r.startswith("| good")))
-    assert "| good | 1e-05 | 50.0 | 50.0 |" in rows  # by family
+    assert "| good | 1e-05 | 50.0 | 50.0 |" in further.read_text()  # by family
     assert "A GPU; torch 2.0; revision abcdef01" in page
 
     page = docs / "results.md"
     page.write_text(page.read_text().replace("# Results", "# Results\n\nOur words."))
-    run(study, "figures", "--docs", docs)
+    run(study, "figures", "--docs", docs, "--further", further)
     assert page.read_text().count(evidence.BEGIN) == page.read_text().count(evidence.END) == 1
     assert page.read_text().startswith("# Results\n\nOur words.\n")
 
-    further = study / "further.md"
     further.write_text("No block.\n")
     with pytest.raises(UserError, match=r"further.md: has no line <!-- made"):
         run(study, "figures", "--docs", docs, "--size", size, size, "--further", further)
