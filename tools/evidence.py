@@ -459,9 +459,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     record.add_argument("--tag", default="", help="added to the arms' names, for runs from another policy")
     record.add_argument("--steps", type=count, help="use only these first steps; default: all, of finished runs")
     record.add_argument("roots", type=Path, nargs="+", help="folders of runs")
-    figures = command("figures", write_figures, "write docs/results.md, its pictures, and a page of further tables")
+    figures = command("figures", write_figures, "write docs/results.md and its pictures; further tables")
     figures.add_argument("--docs", type=Path, default=ROOT / "docs")
-    figures.add_argument("--further", type=Path, default=ROOT / "benchmarks/reproductions.md", help="page of further tables")
+    figures.add_argument(
+        "--further", type=Path, default=ROOT / "benchmarks/reproductions.md", help="page of further tables"
+    )
     for one in (missing, figures):
         one.add_argument("--tag", default="", help="of the records; default: those without one")
     missing.add_argument("--size", metavar="STEPSxRESPONSES", help="of the records, if there are several")

@@ -16,18 +16,22 @@ class DiagnosticsConfig(Section):
         0,
         ge=0,
         le=STEPS,
-        description="precision/*: effect of the learner's precision alone on the ratios. Costs a shadow forward per "
-        "training forward.",
+        description="precision/*: effect of the learner's precision alone on the ratios. Costs one shadow forward per "
+        "training forward, or nothing for an aligned learner.",
     )
     deployed_every: int = Field(
         0,
         ge=0,
         le=STEPS,
-        description="deployed/*: whether the step moved the served policy along the advantages. Costs two shadow "
-        "forwards over the step.",
+        description="deployed/*: whether the step moved the served policy along the advantages. Costs two "
+        "forwards over the step's responses, or one for an aligned learner.",
     )
     crossings_every: int = Field(
-        0, ge=0, le=STEPS, description="Code flips: number of codes (or 16-bit values) per layer that a step changed."
+        0,
+        ge=0,
+        le=STEPS,
+        description="Code flips: number of codes (or 16-bit values) per layer that a step changed. Costs a pass over "
+        "the weights.",
     )
     gradients_every: int = Field(
         0,
@@ -47,7 +51,8 @@ class DiagnosticsConfig(Section):
         0,
         ge=0,
         le=STEPS,
-        description="mismatch/routing_*: how often sampler and learner choose different experts.",
+        description="mismatch/routing_*: how often sampler and learner choose different experts. The sampler "
+        "sends one byte per token, layer and chosen expert.",
     )
     tokens: int = Field(
         2000, ge=1, le=TOKENS, description="Tokens per step that diagnostics/NNNNNN.json keeps for plots."

@@ -20,7 +20,7 @@ class DistributedConfig(Section):
     )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         None,
-        description="With engine deepspeed: ZeRO stage. 0: no sharding; 1: optimizer state; 2: and gradients; 3: and "
+        description="With engine deepspeed: ZeRO stage. 0: no sharding; 1: optimizer state; 2: also gradients; 3: also "
         "master weights. null: 3.",
     )
     timeout_s: float = Field(

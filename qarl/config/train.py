@@ -39,7 +39,7 @@ class TrainConfig(Section):
         None,
         description="Activations that the backward recomputes instead of storing. elementwise: norms, rotary "
         "embedding, activation function; mlp: also gate and up; products: all matrix products but down; "
-        "layer: everything. null: the first that fits GPU memory at 8,192 tokens.",
+        "layer: everything. null: the first with which 8,192 tokens or more fit GPU memory, or layer.",
     )
     logprob_chunk: ByDevice = Field(
         None,

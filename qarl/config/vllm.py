@@ -120,7 +120,7 @@ class VLLMConfig(Section):
         gt=0,
         lt=1,
         description="Fraction of the GPU's memory for vLLM's weights and KV cache. null: 0.4, or 0.85 with "
-        "rollout.async, where vLLM has a GPU of its own.",
+        "rollout.async, with which vLLM has its own GPU.",
     )
     enforce_eager: bool | None = Field(
         None, description="Disable torch.compile and CUDA graphs. null: true on the CPU, false on CUDA."

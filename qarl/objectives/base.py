@@ -107,7 +107,7 @@ class ObjectiveConfig(Section):
     kl_estimator: Estimator | None = Field(
         None,
         description="Estimator of that KL, per token, with r reference over learner: k1 = -log r, k2 = (log r)^2 / 2, "
-        "k3 = r - 1 - log r (default). k1 has the gradient of k2, which is the KL's; its own is 0 in expectation.",
+        "k3 = r - 1 - log r (default). k1 is used with the gradient of k2, because its own is 0 in expectation.",
     )
     entropy_coef: float = Field(0.0, ge=0, le=FACTOR, description="Weight of an entropy bonus. 0: off.")
     router_aux_coef: float = Field(
@@ -220,9 +220,9 @@ class RatioObjective(ObjectiveConfig):
 
     ratio: RatioKind | None = Field(
         None,
-        description="train: learner now over learner at the snapshot; rollout: learner now over the sampler (bypass); "
-        "shadow: the sampler's arithmetic now over the sampler, with the learner's gradient; one: 1. null: that of "
-        "correction.preset, or train.",
+        description="train: learner now over learner at the rollout's weights; rollout: learner now over the sampler "
+        "(bypass); shadow: the sampler's arithmetic now over the sampler, with the learner's gradient; one: value 1, "
+        "with the learner's gradient. null: that of correction.preset, or train.",
     )
 
     router_shift_floor: float | None = Field(

@@ -77,7 +77,7 @@ class RejectRule(Section):
         "k3 = r - 1 - log r, or the ratio r itself."
     )
     signal: Literal["corr", "rollout"] = Field(
-        "corr", description="r of the learner at the rollout's snapshot (corr) or of the learner now (rollout)."
+        "corr", description="r of the learner at the rollout's weights (corr) or of the learner now (rollout)."
     )
     aggregate: Literal["sum", "mean", "max", "token"] = Field(
         description="Over the response's tokens. For ratio: sum is the product of the ratios, mean their geometric "
@@ -148,7 +148,7 @@ class CorrectionConfig(Section):
     )
     signal: Literal["corr", "rollout"] | None = Field(
         None,
-        description="The weight's ratio: learner at the rollout's snapshot over sampler (corr, default), or learner "
+        description="The weight's ratio: learner at the rollout's weights over sampler (corr, default), or learner "
         "now over sampler (rollout), for objectives without a ratio of their own.",
     )
     lower: float | None = Field(None, gt=0, le=FACTOR, description="Lower bound of the ratio; null: none.")

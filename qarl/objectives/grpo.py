@@ -35,10 +35,10 @@ class TokenClip(RatioObjective):
     """Objectives that clip a ratio per token."""
 
     clip_ratio_low: float | None = Field(
-        0.2, ge=0, lt=1, description="Ratios are clipped at 1 - this (default 0.2); not read with loss no_clip."
+        0.2, ge=0, lt=1, description="Ratios are clipped at 1 - this (default 0.2); ignored with loss no_clip."
     )
     clip_ratio_high: float | None = Field(
-        0.2, ge=0, le=FACTOR, description="Ratios are clipped at 1 + this (default 0.2); not read with loss no_clip."
+        0.2, ge=0, le=FACTOR, description="Ratios are clipped at 1 + this (default 0.2); ignored with loss no_clip."
     )
     loss: Literal["clip", "detach", "detach_center", "no_clip"] = Field(
         "clip",
@@ -117,7 +117,7 @@ class DAPO(TokenClip):
     )
     aggregation: AggregationKey = "token-mean"
     clip_ratio_high: float | None = Field(
-        0.28, ge=0, le=FACTOR, description="Ratios are clipped at 1 + this (default 0.28); not read with loss no_clip."
+        0.28, ge=0, le=FACTOR, description="Ratios are clipped at 1 + this (default 0.28); ignored with loss no_clip."
     )
 
 
