@@ -1,15 +1,12 @@
 """The lock file `.lock` of a directory, opened by the process that writes there and by readers that query its state.
 
-Anyone who can write to the directory could put something else under that name. So it is opened without following
-links and without blocking on a FIFO, and it is written only if its content has the format of this module.
+It is opened without following links and without blocking on a FIFO, because others may be able to write there.
 """
 
-import errno
 import fcntl
 import os
 import re
 import socket
-import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,22 +41,27 @@ def take_lock(folder: Path, busy: str) -> int:
         The descriptor of the lock.
 
     Raises:
-        UserError: Another process holds the lock, or something else lies in its place: a link, a directory, a FIFO or
-            another user's file. It is left unchanged.
-        OSError: The directory is not writable.
+        UserError: Another process holds the lock.
+        OSError: The directory is not writable, or a link, a directory or another user's file has the lock's name.
     """
-    fd = _open(folder / _NAME)
+    fd = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | _ANYHOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        by = _holder(fd)
+        held = os.pread(fd, _LONGEST, 0)
+        by = held.decode(errors="replace").strip() if _HOLDER.fullmatch(held) else "another process"
         os.close(fd)
         raise UserError(f"{folder}: {busy.format(holder=by)}") from None
     except BaseException:
         os.close(fd)
         raise
     _held.add(fd)
-    _write_holder(fd)
+    with suppress(OSError):  # a full disk
+        held = os.pread(fd, _LONGEST, 0)
+        if held and not _HOLDER.fullmatch(held):  # a file of another program keeps its contents
+            return fd
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return fd
 
 
@@ -76,56 +78,9 @@ def is_locked(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
         os.close(fd)
     return False
-
-
-def _open(path: Path) -> int:
-    """Open the lock file, creating it if missing; only its owner can open it. For errors see `take_lock`."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | _ANYHOW, 0o600)
-    except OSError as error:
-        kind = {errno.ELOOP: "a symbolic link", errno.EISDIR: "a directory", errno.ENXIO: "a socket"}.get(
-            error.errno or 0
-        )
-        if kind is None:
-            raise
-        raise _no_lock(path, kind) from None
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise _no_lock(path, "a FIFO" if stat.S_ISFIFO(found.st_mode) else "a device")
-        if found.st_uid != os.geteuid():
-            raise _no_lock(path, f"a file of user {found.st_uid}")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _holder(fd: int) -> str:
-    """Return the last recorded holder of the lock."""
-    held = os.pread(fd, _LONGEST, 0)
-    return held.decode(errors="replace").strip() if _HOLDER.fullmatch(held) else "another process"
-
-
-def _write_holder(fd: int) -> None:
-    """Record this process in the lock that it holds, for the error message of others. Best effort on a full disk.
-
-    Content of another format is kept, because the file may be a hard link to something else.
-    """
-    with suppress(OSError):
-        held = os.pread(fd, _LONGEST, 0)
-        if held and not _HOLDER.fullmatch(held):
-            return
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def _no_lock(path: Path, kind: str) -> UserError:
-    return UserError(f"{path}: is {kind}, not a lock file of yours; remove it, or choose another directory")
