@@ -4,9 +4,8 @@
         models/<sha256 of the source, the part and the converter's versions>/    the converted files
                                                     manifest.json                     bytes and SHA-256 of each
 
-An entry is used only if its directory and files belong to this user (or root), nobody else can write them, and their
-digests match the manifest exactly. Anything else under its name is replaced. An entry is published by one rename, so
-two processes may create the same one.
+An entry is used only if its files are those of its manifest, with the same digests. Anything else under its name is
+replaced. An entry is published by one rename, so two processes may create the same one.
 """
 
 import hashlib
@@ -14,14 +13,13 @@ import json
 import logging
 import os
 import re
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from qarl.errors import UserError
-from qarl.inputs.files import Unreadable, file_identity, sha256_once
+from qarl.inputs.files import Unreadable, sha256_once
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_fault, reason_of
 from qarl.inputs.schema import FileDigest, FileName, Record, checked
@@ -33,10 +31,8 @@ SPARE_BYTES = 256 * 2**20  # free disk space to leave after a conversion
 
 _MANIFEST = "manifest.json"
 _LEFTOVER = re.compile(r"\.tmp-[0-9a-f]{64}-([0-9]{1,9})-(.+)")
-_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _logger = logging.getLogger("qarl.conversions")
 _told: set[str] = set()  # reasons already logged: each is logged once per process
-_verified: dict[Path, list[tuple[int, ...]]] = {}  # entries that this process verified -> identities of their files
 
 T = TypeVar("T")
 
@@ -44,10 +40,6 @@ T = TypeVar("T")
 class _Manifest(Record):
     format_version: int
     files: dict[FileName, FileDigest]
-
-
-class _Unusable(Exception):
-    """Why an entry, or the place for entries, cannot be used."""
 
 
 def conversions_directory() -> Path:
@@ -80,63 +72,42 @@ def converted(
         None if the result cannot be stored (an unwritable or full disk, or another user's directory). This is logged
         once; the caller then converts in memory.
     """
-    with _logged_once():
-        with _reasons(source):
-            root = _root()
-            key = _key(source, part, versions)
-        entry = root / key
-        with suppress(_Unusable):
-            _verify(entry)
-            return entry
-        with _reasons(root):
-            _require_space(root, size)
-            _remove_leftovers(root)
-            temporary = root / f".tmp-{key}-{mark()}"
-            temporary.mkdir(mode=0o700)
+    try:
+        root = _root()
+        key = _key(source, part, versions)
+        if _intact(root / key):
+            return root / key
+        _require_space(root, size)
+        _remove_leftovers(root)
+        temporary = root / f".tmp-{key}-{mark()}"
+        temporary.mkdir(mode=0o700)
+    except (OSError, UserError) as error:
+        _report(error)
+        return None
+    try:
+        value = read()
         try:
-            value = read()
-            with _reasons(root):
-                if _key(source, part, versions) != key:
-                    raise _Unusable(f"{source}: changed while it was converted")
-                write(value, temporary)
-                _seal(temporary)
-                _publish(temporary, entry)
-                _verify(entry)
-            return entry
-        finally:
-            with suppress(OSError):
-                delete(temporary)
-    return None
+            write(value, temporary)
+            _seal(temporary)
+            _publish(temporary, root / key)
+        except Exception as error:  # libraries report a full disk in different ways
+            _report(error)
+            return None
+        return root / key
+    finally:
+        with suppress(OSError):
+            delete(temporary)
 
 
-@contextmanager
-def _logged_once() -> Iterator[None]:
-    """Log each reason of _Unusable once, and continue after the block."""
-    try:
-        yield
-    except _Unusable as error:
-        reason = str(error)
-        if reason not in _told:
-            _told.add(reason)
-            fix = "set QARL_CACHE to a directory that you own, on a disk with enough free space"
-            _logger.warning(
-                "warning: converted models cannot be kept (%s), so each start converts again; %s", reason, fix
-            )
-
-
-@contextmanager
-def _reasons(place: Path) -> Iterator[None]:
-    """Turn any exception into _Unusable, because libraries report a full disk in different ways."""
-    try:
-        yield
-    except _Unusable:
-        raise
-    except OSError as error:
-        raise _Unusable(f"{error.filename or place}: {reason_of(error)}") from error
-    except UserError as error:
-        raise _Unusable(str(error)) from error
-    except Exception as error:
-        raise _Unusable(f"{place}: {' '.join(str(error).split())[:200]}") from error
+def _report(error: Exception) -> None:
+    """Log once why converted models cannot be kept."""
+    reason = " ".join(str(error).split())[:200]
+    if isinstance(error, OSError) and error.filename:
+        reason = f"{error.filename}: {reason_of(error)}"
+    if reason not in _told:
+        _told.add(reason)
+        fix = "set QARL_CACHE to a directory that you own, on a disk with enough free space"
+        _logger.warning("warning: converted models cannot be kept (%s), so each start converts again; %s", reason, fix)
 
 
 def _key(source: Path, part: str, versions: dict[str, str]) -> str:
@@ -147,99 +118,49 @@ def _key(source: Path, part: str, versions: dict[str, str]) -> str:
 def _require_space(root: Path, size: int) -> None:
     free = free_bytes(root)
     if free < size + SPARE_BYTES:
-        raise _Unusable(f"{root}: {size:,} bytes needed and {SPARE_BYTES:,} to spare, {free:,} free")
+        raise UserError(f"{root}: {size:,} bytes needed and {SPARE_BYTES:,} to spare, {free:,} free")
 
 
 def _root() -> Path:
-    """Return the directory of the entries, created if missing. Raises OSError, _Unusable."""
-    named = conversions_directory()
-    named.parent.mkdir(parents=True, exist_ok=True)
-    parent = named.parent.resolve()
-    for directory in (parent, *parent.parents):
-        mode = directory.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise _Unusable(f"{directory}: any user can replace what is in it")
-    root = parent / named.name
-    with suppress(FileExistsError):
-        root.mkdir(mode=0o700)
-    _require_private(root, os.lstat(root), stat.S_ISDIR)
+    """Return the directory of the entries, created for this user alone if missing. Raises OSError, UserError."""
+    root = conversions_directory()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = root.stat()
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+        raise UserError(f"{root}: belongs to user {found.st_uid}, or other users may write it")
     return root
 
 
-def _require_private(path: Path, found: os.stat_result, is_kind: Callable[[int], bool]) -> None:
-    """Raise _Unusable for a path that another user may have created or can change."""
-    if not is_kind(found.st_mode):
-        raise _Unusable(f"{path}: is no {'directory' if is_kind is stat.S_ISDIR else 'file'}")
-    if found.st_uid not in (os.geteuid(), 0):
-        raise _Unusable(f"{path}: belongs to user {found.st_uid}")
-    if found.st_mode & _OTHERS_MAY_WRITE:
-        raise _Unusable(f"{path}: other users may write it")
-
-
-def _verify(entry: Path) -> None:
-    """Raise _Unusable unless the entry matches its manifest exactly. Reads the files once per process."""
+def _intact(entry: Path) -> bool:
+    """Return whether the entry matches its manifest exactly."""
     try:
-        _require_private(entry, os.lstat(entry), stat.S_ISDIR)
-        names = sorted(os.listdir(entry))
-        found = [os.lstat(entry / name) for name in names]
-        identities = [file_identity(one) for one in found]
-        if _verified.get(entry) == identities:
-            return
-        for name, one in zip(names, found, strict=True):
-            _require_private(entry / name, one, stat.S_ISREG)
-        manifest = checked(_Manifest, read_json_object(entry / _MANIFEST), str(entry / _MANIFEST))
-        if names != sorted([*manifest.files, _MANIFEST]):
-            raise _Unusable(f"{entry}: holds other files than its manifest says")
-        for name, expected in manifest.files.items():
-            if FileDigest.of(entry / name) != expected:
-                raise _Unusable(f"{entry / name}: its contents changed")
-    except OSError as error:
-        raise _Unusable(f"{entry}: {reason_of(error)}") from None
-    except Unreadable as error:
-        raise _Unusable(str(error)) from None
-    _verified[entry] = identities
+        manifest = checked(_Manifest, read_json_object(entry / _MANIFEST), str(entry))
+        names = {*manifest.files, _MANIFEST}
+        digests = {name: digest.sha256 for name, digest in manifest.files.items()}
+        return set(os.listdir(entry)) == names and all(sha256_once(entry / name) == digests[name] for name in digests)
+    except (OSError, Unreadable):
+        return False
 
 
 def _seal(directory: Path) -> None:
-    """Make the files durable and private, and write their manifest. Raises OSError."""
-    files = {}
-    for path in sorted(directory.iterdir()):
-        path.chmod(0o600)
-        files[path.name] = FileDigest.of(path).model_dump()
-        _sync(path)
-    manifest = directory / _MANIFEST
-    manifest.write_text(json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1))
-    manifest.chmod(0o600)
-    _sync(manifest)
+    """Make the files durable and write their manifest. Raises OSError."""
+    files = {path.name: FileDigest.of(path).model_dump() for path in sorted(directory.iterdir())}
+    (directory / _MANIFEST).write_text(json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1))
+    for path in directory.iterdir():
+        with open(path) as file:
+            os.fsync(file.fileno())
     fsync_directory(directory)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _publish(temporary: Path, entry: Path) -> None:
     """Rename a sealed directory to its final name. Keeps an intact entry of another process. Raises OSError."""
-    _verified.pop(entry, None)
-    for _ in range(2):
-        try:
-            os.rename(temporary, entry)
-            break
-        except OSError:
-            if not os.path.lexists(entry):
-                raise
-        try:
-            _verify(entry)
+    try:
+        os.rename(temporary, entry)
+    except OSError:
+        if _intact(entry):
             return
-        except _Unusable:
-            old = entry.with_name(f".tmp-{'0' * 64}-{mark()}")
-            delete(old)
-            os.rename(entry, old)
-            delete(old)
+        delete(entry)
+        os.rename(temporary, entry)
     fsync_directory(entry.parent)
 
 

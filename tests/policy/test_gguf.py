@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qarl.config import ModelConfig
 from qarl.inference.masters import open_masters
 from qarl.inference.target import resolve_target
+from qarl.inputs import files
 from qarl.policy import load, load_config
 from qarl.policy.load import load_model, load_tokenizer, model_weights
 from qarl.policy.load_config import load_model_config
@@ -39,7 +40,7 @@ def another_process():
     """Forgets what this process has proved."""
 
     def forget() -> None:
-        conversions._verified.clear()
+        files._digests.clear()
         load_config._gguf_config.cache_clear()
 
     forget()
