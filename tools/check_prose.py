@@ -1,4 +1,4 @@
-"""Reports phrases that the style rules exclude, in pages, docstrings, comments and messages.
+"""Reports phrases that the style rules exclude, in pages, configurations, docstrings, comments and messages.
 
     python tools/check_prose.py
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("qarl", "kernels", "quant_formats", "tools", "examples")
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/*.md", "configs/**/*.yaml")
 EVERYWHERE = {  # pattern -> what to write
     r"\bunder one another\b": "concatenated along dimension 0",
     r"\bbut for\b": "except for",
@@ -29,9 +29,9 @@ EVERYWHERE = {  # pattern -> what to write
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of a page, or of every string and comment of a source file."""
+    """(line, text) of a page or configuration, or of every string and comment of a source file."""
     content = path.read_text()
-    if path.suffix == ".md":
+    if path.suffix != ".py":
         yield 1, content
         return
     for node in ast.walk(ast.parse(content)):
