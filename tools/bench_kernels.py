@@ -20,22 +20,21 @@ from itertools import product
 
 import torch
 from harness import Report, command_line, count, environment, read_reports
-from kernel_bench.experts import MODELS as MIXTURES
 from kernel_bench.experts import SCHEMES as EXPERT_SCHEMES
 from kernel_bench.experts import expert_rows
 from kernel_bench.measure import Row, Stopwatch
 from kernel_bench.products import product_rows
-from kernel_bench.shapes import MODELS, ROWS, SCHEMES, SECTIONS, layers
+from kernel_bench.shapes import MIXTURES, MODELS, ROWS, SCHEMES, SECTIONS, layers
 from kernel_bench.summary import failures, table
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__, out=None, table=None)
-    add, sections, models = parser.add_argument, list(SECTIONS), list(MODELS)
+    add, sections, models = parser.add_argument, SECTIONS, MODELS
     add("--schemes", nargs="+", choices=sections, default=sections, metavar="SECTION", help=", ".join(sections))
     add("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=", ".join(models))
-    add("--mixtures", nargs="+", choices=list(MIXTURES), default=["qwen3-30b-a3b"], help="models of section experts")
+    add("--mixtures", nargs="+", choices=MIXTURES, default=["qwen3-30b-a3b"], help="models of section experts")
     add("--m", type=count, nargs="+", default=list(ROWS), help="rows (tokens) of a product")
     add("--reps", type=count, default=15, help="timed calls; at most 7 for 4096 rows and more")
     add("--group-size", type=int, choices=(32, 64, 128), default=128, help="of int4 weights")

@@ -77,22 +77,22 @@ class Shape:
             return read_config_json(Path(place) / "config.json")
 
 
-DENSE = {  # of Qwen3, by size
-    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, True),
-    "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, 128, True),
-    "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 128, True),
-    "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, 128, False),
-    "qwen3-14b": Shape(5120, 17_408, 40, 40, 8, 128, False),
-    "qwen3-32b": Shape(5120, 25_600, 64, 64, 8, 128, False),
-}
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, 32, True, 512, group_size=32),
     "tiny-moe": Shape(64, 64, 2, 4, 2, 32, False, 512, 4, 2, 32, "qwen3_moe"),
     "smollm2": Shape(576, 1536, 30, 9, 3, 64, True, 49_152, group_size=64, family="llama"),
     "qwen2.5-1.5b": Shape(1536, 8960, 28, 12, 2, 128, True, family="qwen2"),
     "qwen2.5-7b": Shape(3584, 18_944, 28, 28, 4, 128, False, family="qwen2"),
-    **DENSE,
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, True),
+    "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, 128, True),
+    "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 128, True),
+    "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, 128, False),
+    "qwen3-14b": Shape(5120, 17_408, 40, 40, 8, 128, False),
+    "qwen3-32b": Shape(5120, 25_600, 64, 64, 8, 128, False),
     "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 128, False, experts=128, per_token=8, family="qwen3_moe"),
+    "llama3-70b": Shape(8192, 28_672, 80, 64, 8, 128, False, 128_256, family="llama"),
+    "mixtral-8x7b": Shape(4096, 14_336, 32, 32, 8, 128, False, 32_000, 8, 2, family="mixtral"),
+    "olmoe-1b-7b": Shape(2048, 1024, 16, 16, 16, 128, False, 50_304, 64, 8, family="olmoe"),
 }
 
 

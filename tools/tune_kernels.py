@@ -29,9 +29,8 @@ from statistics import geometric_mean
 import torch
 import triton
 from harness import command_line
-from kernel_bench.experts import MODELS as MIXTURES
 from kernel_bench.measure import Late, Stopwatch
-from kernel_bench.shapes import MODELS, TUNED, layers
+from kernel_bench.shapes import MIXTURES, MODELS, TUNED, layers
 from kernel_bench.tuned import (
     BACKWARD_TOKENS,
     PRODUCTS,
@@ -42,6 +41,7 @@ from kernel_bench.tuned import (
     dump_tile,
     format_table,
 )
+from model_sizes import SHAPES
 from qarl_kernels.ahead import compile_ahead
 from qarl_kernels.launch import device_name
 from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Tile, parse_entry
@@ -185,9 +185,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shapes", type=parse_shape, nargs="+", metavar="NxK", help="weights of N outputs, K inputs")
     what.add_argument("--model", type=Path, help="a Hugging Face model directory")
-    what.add_argument("--preset", nargs="*", choices=list(TUNED), help=f"known models; none named: {', '.join(MODELS)}")
+    what.add_argument("--preset", nargs="*", choices=TUNED, help=f"known models; none named: {', '.join(MODELS)}")
     experts = f"grouped products of the experts of {', '.join(MIXTURES)}"
-    what.add_argument("--experts", nargs="+", choices=list(MIXTURES), metavar="MODEL", help=experts)
+    what.add_argument("--experts", nargs="+", choices=MIXTURES, metavar="MODEL", help=experts)
     add, families = parser.add_argument, (*FAMILIES, *BACKWARD)
     known = f"{', '.join(FAMILIES)}, of experts also {', '.join(BACKWARD)}; default: all"
     add("--families", nargs="+", choices=families, metavar="FAMILY", help=known)
@@ -211,7 +211,7 @@ def parts_of(arguments: argparse.Namespace) -> list[list[Work]]:
         parts = []
         for model, family in itertools.product(arguments.experts, arguments.families):
             rows = sorted(set(arguments.m or (BACKWARD_TOKENS if family in BACKWARD else TOKENS)))
-            parts.append([(partial(GroupedProblem, family, MIXTURES[model], which), rows) for which in PRODUCTS])
+            parts.append([(partial(GroupedProblem, family, SHAPES[model], which), rows) for which in PRODUCTS])
         return parts
     preset = None if arguments.preset is None else [(a.n, a.k) for a in layers(arguments.preset or MODELS)]
     shapes = preset or arguments.shapes or shapes_of_model(arguments.model)

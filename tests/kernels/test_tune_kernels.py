@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +21,11 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import tune_kernels
 from kernel_bench.candidates import candidates
-from kernel_bench.experts import Sizes
 from kernel_bench.tuned import PRODUCTS, TOKENS, GroupedProblem, dump_tile, format_table
+from model_sizes import SHAPES
 
 CPU = torch.device("cpu")
-SIZES = Sizes(experts=3, per_token=2, hidden=128, inner=128)
+SIZES = replace(SHAPES["tiny-moe"], experts=3, per_token=2, hidden=128, inner=128)
 
 
 def check_candidates(tiles: list[Tile], family: str) -> None:
@@ -198,11 +199,11 @@ def test_experts_are_tuned_one_family_after_the_other_and_a_wrong_command_line_i
         with pytest.raises(SystemExit):
             tune_kernels.parse(wrong)
         assert message in capsys.readouterr().err
-    arguments = tune_kernels.parse(["--experts", "tiny", "mixtral-8x7b", "--families", "w4a16", "weight_grad"])
+    arguments = tune_kernels.parse(["--experts", "tiny-moe", "mixtral-8x7b", "--families", "w4a16", "weight_grad"])
     parts = tune_kernels.parts_of(arguments)
     assert [len(part) for part in parts] == [2] * 4
     assert [part[0][1][0] for part in parts] == [1, 1024] * 2
-    assert len(tune_kernels.parse(["--experts", "tiny"]).families) == len(FAMILIES) + 2
+    assert len(tune_kernels.parse(["--experts", "tiny-moe"]).families) == len(FAMILIES) + 2
     assert tune_kernels.parse(["--preset"]).families == list(FAMILIES)
     (part,) = tune_kernels.parts_of(tune_kernels.parse(["--shapes", "64x128", "64x100", "--m", "8"]))
     assert len(part) == 2 * len(FAMILIES) - 2  # the tiled int4 weights need whole blocks of K

@@ -1,13 +1,16 @@
 """Section `experts` of tools/bench_kernels.py without a GPU: qarl's side in the interpreter, and the summary."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from kernel_bench.experts import TOLERANCE, Experts, Sizes, make_routing, qarl, torch_grouped
+from kernel_bench.experts import TOLERANCE, Experts, make_routing, qarl, torch_grouped
 from kernel_bench.measure import Wrong, check
 from kernel_bench.summary import table
+from model_sizes import SHAPES
 
 CPU = torch.device("cpu")
-SIZES = Sizes(4, 2, 64, 32)
+SIZES = replace(SHAPES["tiny-moe"], experts=4, per_token=2, hidden=64, inner=32)
 
 
 @pytest.mark.parametrize(("scheme", "kind"), [("bf16", "balanced"), ("w8a8", "skewed")])
@@ -25,7 +28,7 @@ def test_qarls_experts_are_those_of_float32(scheme: str, kind: str) -> None:
 def test_skewed_routing_prefers_the_first_experts_and_a_peer_refuses_other_schemes() -> None:
     with pytest.raises(RuntimeError, match="bf16"):
         torch_grouped(Experts("w8a8", SIZES, 32, CPU))
-    chosen = make_routing("skewed", 400, Sizes(16, 2, 8, 8), CPU).experts
+    chosen = make_routing("skewed", 400, replace(SIZES, experts=16), CPU).experts
     counts = torch.bincount(chosen.flatten(), minlength=16)
     assert counts[:4].sum() > 2 * counts[8:].sum()
     assert (chosen[:, 0] < chosen[:, 1]).all()

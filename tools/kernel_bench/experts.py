@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from kernel_bench.measure import Absent, Call, Row, Stopwatch, build_all, measured
 from kernel_bench.products import quantized
+from model_sizes import SHAPES, Shape
 from qarl_formats.scheme import Codes
 from qarl_formats.weight import LowBitWeight
 from torch import Tensor
@@ -25,24 +26,6 @@ TOLERANCE = 8e-2
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """experts: of a layer. per_token: how many a token goes through. hidden: features of a token; inner: of experts."""
-
-    experts: int
-    per_token: int
-    hidden: int
-    inner: int
-
-
-MODELS = {
-    "qwen3-30b-a3b": Sizes(128, 8, 2048, 768),
-    "mixtral-8x7b": Sizes(8, 2, 4096, 14_336),
-    "olmoe-1b-7b": Sizes(64, 8, 2048, 1024),
-    "tiny": Sizes(8, 2, 256, 128),
-}
-
-
-@dataclass(frozen=True)
 class Routing:
     """experts: (T, k) int32, ascending; weights: (T, k) float32."""
 
@@ -50,7 +33,7 @@ class Routing:
     weights: Tensor
 
 
-def make_routing(kind: str, tokens: int, sizes: Sizes, device: torch.device) -> Routing:
+def make_routing(kind: str, tokens: int, sizes: Shape, device: torch.device) -> Routing:
     """balanced: every expert as likely as another. skewed: the chance of the n-th expert is proportional to 1 / n."""
     generator = torch.Generator(device).manual_seed(tokens)
     chances = torch.ones(sizes.experts, device=device)
@@ -67,7 +50,7 @@ Bind = Callable[[Tensor, Routing], Call]
 class Experts:
     """The weights of one layer in one scheme. gate_up: (E * 2 I, H), gate and up per expert; down: (E * H, I)."""
 
-    def __init__(self, scheme: str, sizes: Sizes, group_size: int, device: torch.device) -> None:
+    def __init__(self, scheme: str, sizes: Shape, group_size: int, device: torch.device) -> None:
         self.scheme, self.sizes, self.kernels = scheme, sizes, device.type == "cuda"
         generator = torch.Generator(device).manual_seed(0)
         e, h, i = sizes.experts, sizes.hidden, sizes.inner
@@ -202,7 +185,7 @@ def expert_rows(
     stopwatch: Stopwatch, reps: int, group_size: int, model: str, scheme: str, many: Sequence[int]
 ) -> Iterator[Row]:
     """One row for every kernel, routing and number of tokens; one that did not run has `skipped`, the reason."""
-    sizes, device = MODELS[model], stopwatch.device
+    sizes, device = SHAPES[model], stopwatch.device
     base: Row = {"section": f"experts {scheme}", "model": model}
     experts = Experts(scheme, sizes, group_size, device)
     bound, skipped = build_all({who: partial(build, experts) for who, build in {"qarl": qarl, **PEERS}.items()})

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from kernel_bench.candidates import candidates
-from kernel_bench.experts import Sizes, make_routing
+from kernel_bench.experts import make_routing
+from model_sizes import Shape as Sizes
 from qarl_kernels import fp8_block, gemm, library, nvfp4a16, w4a8, w4a16
 from qarl_kernels.groups import Groups
 from qarl_kernels.integers import cdiv
